@@ -1,0 +1,522 @@
+"""The configuration of a run: every switch of the method, with its source and default.
+
+Defaults are Table 3 of arXiv 2602.20722 and, where the paper is silent or differs from the
+authors' code, the choice argued in `docs/decisions/`. Unknown keys are refused.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from bapo_core.schedule import SyncSchedule
+
+Algorithm = Literal[
+    "bapo",
+    "bapo_mini",
+    "bapo_without_x2",
+    "bapo_without_x3",
+    "bapo_fixed_window",
+    "grpo",
+    "grpo_delayed",
+    "dapo",
+]
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run; the message is one line: where, what, and the remedy."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    path: str = "tiny"
+    """A Hugging Face model directory, or `tiny`: the built-in small model, built on first use."""
+
+
+class TaskConfig(Section):
+    name: str = "countdown"
+    """A task of the registry (`bapo_core.tasks`)."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the task, for example `template: short` or `template: think`."""
+    train_path: str | None = None
+    """Training prompts, Parquet or JSONL. Generated when absent and the task is synthetic."""
+    test_path: str | None = None
+    """Held-out prompts, Parquet or JSONL. Generated when absent and the task is synthetic."""
+    train_prompts: int = Field(2000, ge=1)
+    """How many training prompts to generate, or at most to take from the file."""
+    test_prompts: int = Field(200, ge=1)
+    """How many held-out prompts to generate, or at most to take from the file."""
+    data_seed: int = 0
+    """Seed of the generated data. Separate from `seed`, so seeds share the same data."""
+
+
+class RolloutConfig(Section):
+    engine: Literal["transformers"] = "transformers"
+    """What generates."""
+    prompts_per_step: int = Field(256, ge=1)
+    """B: prompts rolled out for each step (Table 3: 256)."""
+    group_size: int = Field(8, ge=2)
+    """G: responses a prompt (Table 3: 8). One response has no group statistics, so at least 2."""
+    temperature: float = Field(1.0, gt=0.0)
+    """Sampling temperature; the trainer divides its logits by the same number (Table 3: 1)."""
+    top_p: float = 1.0
+    """Must be 1: a truncated distribution biases every importance ratio (Table 3: 1)."""
+    top_k: int = -1
+    """Must be -1 (off), for the same reason (Table 3: -1)."""
+    max_prompt_tokens: int = Field(2048, ge=1)
+    """Longer prompts are refused when the data is loaded (Table 3: 2048)."""
+    max_response_tokens: int = Field(8192, ge=1)
+    """Responses are cut here (Table 3: 8192)."""
+    max_generation_rounds: int = Field(1, ge=1)
+    """DAPO's dynamic sampling: rounds of B prompts until B groups pass the filter. 1 = off."""
+
+    @model_validator(mode="after")
+    def _whole_distribution(self) -> RolloutConfig:
+        if self.top_p != 1.0:
+            raise ValueError(
+                f"top_p is {self.top_p}: training rollouts must sample the whole distribution, "
+                "or the importance ratios are biased; set top_p to 1"
+            )
+        if self.top_k != -1:
+            raise ValueError(
+                f"top_k is {self.top_k}: training rollouts must sample the whole distribution, "
+                "or the importance ratios are biased; set top_k to -1"
+            )
+        return self
+
+
+class SyncConfig(Section):
+    every: int = Field(5, ge=1)
+    """v: steps between refreshes of the rollout policy (Table 3: 5). 1 = on-policy."""
+    reevaluate_every: int = Field(5, ge=1)
+    """m: steps between re-evaluations of hard prompts (Table 3: 5)."""
+    phase: Literal["algorithm1", "first_step"] = "algorithm1"
+    """Sync when t mod v = 0 (Algorithm 1) or when (t-1) mod v = 0 (authors' code)."""
+
+
+class X1Config(Section):
+    filter: Literal["range", "gaussian", "uniform", "none"] = "range"
+    """Online filter on fresh groups (A.3): range keeps 1/G <= mu <= (G-1)/G."""
+    gaussian_mean: Fraction = 0.5
+    """Centre of the Gaussian filter (Table 3: 0.5)."""
+    gaussian_sigma: float = Field(0.2, gt=0.0)
+    """Width of the Gaussian filter (Table 3: 0.2)."""
+    uniform_fraction: Fraction = 0.6
+    """Share of groups that the uniform filter keeps (A.3: 60%)."""
+
+
+class X2Config(Section):
+    enabled: bool = True
+    """Off: the ablation "without X2"."""
+    c1: Fraction = 0.125
+    """Groups with mu <= c1 are hard (Table 3: 1/8)."""
+    rule: Literal["paper", "improved_window", "any_gain"] = "paper"
+    """Who is promoted: c1 < mu_new < 1 (Eq. 6); also improved over the stored mean; any gain,
+    mu_new = 1 included (authors' code)."""
+    max_prompts: int = Field(128, ge=1)
+    """At most this many hard prompts are re-evaluated at a time (Table 3: 128)."""
+
+
+class HardBufferConfig(Section):
+    capacity: int | None = Field(None, ge=1)
+    """Entries of B_bad, first in first out; null = B (the paper's 256)."""
+    after: Literal["drop_solved", "keep"] = "drop_solved"
+    """After re-evaluation: drop a prompt whose mu_new exceeds c1, or keep it until evicted."""
+    store_new_in_high: bool = False
+    """Whether re-evaluated groups of medium difficulty enter B_high too."""
+
+
+class X3Config(Section):
+    enabled: bool = True
+    """Off: the ablation "without X3"."""
+
+
+class HighBufferConfig(Section):
+    capacity: int = Field(256, ge=1)
+    """Entries of B_high, first in first out (Table 3: 256)."""
+    max_age: int = Field(3, ge=1)
+    """Replay only groups of the last this many steps: t - max_age <= step <= t - 1."""
+
+
+class AdaptiveConfig(Section):
+    direction: Literal["eq8", "easy_to_hard", "off"] = "eq8"
+    """How [c2, c3] follows the mean reward: rising (Eq. 8), falling (authors' code), fixed."""
+    c2_range: tuple[Fraction, Fraction] = (0.125, 0.5)
+    """Lowest and highest c2 (Table 3: 1/8, 4/8)."""
+    c3_range: tuple[Fraction, Fraction] = (0.25, 0.625)
+    """Lowest and highest c3 (Table 3: 2/8, 5/8)."""
+    r_tot: Literal["batch", "ema", "buffer"] = "batch"
+    """r_tot of Eq. 8: mean reward of this step's unfiltered fresh groups; its moving average; or
+    the mean over both buffers (authors' code)."""
+    ema_decay: float = Field(0.9, ge=0.0, lt=1.0)
+    """Decay of the moving average."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> AdaptiveConfig:
+        for name, (low, high) in (("c2_range", self.c2_range), ("c3_range", self.c3_range)):
+            if low > high:
+                raise ValueError(f"{name} is [{low}, {high}]: write the lower bound first")
+        for (end, c2), (_, c3) in zip(
+            (("low", self.c2_range[0]), ("high", self.c2_range[1])),
+            (("low", self.c3_range[0]), ("high", self.c3_range[1])),
+            strict=True,
+        ):
+            if c2 > c3:
+                raise ValueError(
+                    f"c2 is above c3 at the {end} end ({c2} > {c3}): the window [c2, c3] would be "
+                    "empty; lower c2_range or raise c3_range"
+                )
+        return self
+
+
+class BatchConfig(Section):
+    capacity: int | None = Field(None, ge=1)
+    """Groups in a training batch; null = B. Never padded."""
+    dedup: Literal["prompt", "rollout"] = "prompt"
+    """What makes two buffer entries the same: the dataset's prompt (newest replaces, and
+    X1 > X2 > X3 in a batch), or the rollout (authors' code)."""
+
+
+class AdvantageConfig(Section):
+    std: Literal["population", "sample"] = "population"
+    """(r - mean) / sqrt(var + eps) (Eq. 2), or the sample deviation with eps outside (code)."""
+    eps: float = Field(1e-6, gt=0.0)
+    """eps of Eq. 2."""
+
+
+class LossConfig(Section):
+    ratio: Literal["prox_current", "behavior", "decoupled"] = "prox_current"
+    """Importance correction. prox_current: PPO ratio theta/theta_t, weight theta_t/behaviour
+    for every source. behavior: theta/behaviour (Eq. 3). decoupled: prox is theta_t for X1 and X2,
+    and the trainer at storage time for X3 (authors' code)."""
+    clip_center: Literal["one", "current"] = "one"
+    """Centre of the clip under `behavior`: 1, or theta_t/behaviour (delayed GRPO)."""
+    clip_low: float = Field(0.2, gt=0.0)
+    """Lower clip width (released script: 0.2)."""
+    clip_high: float = Field(0.28, gt=0.0)
+    """Upper clip width (released script: 0.28)."""
+    dual_clip: float | None = Field(10.0, gt=1.0)
+    """Bound on the loss of a bad token whose ratio exploded; null = off (released script: 10)."""
+    weight_cap: float = Field(3.0, gt=0.0)
+    """Truncation of the importance weights (released script: 3)."""
+    weight_level: Literal["token", "sequence", "geometric"] = "token"
+    """What an importance weight is computed over (released script: token)."""
+    aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
+    """How token losses become one number (released script: token-mean; Eq. 1: per sequence)."""
+    norm: Literal["actual", "nominal"] = "actual"
+    """Divide a short last minibatch by its own size, or by the nominal one (authors' code)."""
+    entropy_coefficient: float = Field(0.001, ge=0.0)
+    """Weight of the entropy bonus (Table 3: 0.001)."""
+
+    @model_validator(mode="after")
+    def _center_needs_behavior(self) -> LossConfig:
+        if self.clip_center == "current" and self.ratio != "behavior":
+            raise ValueError(
+                f"clip_center is 'current' but ratio is '{self.ratio}': only the behavior ratio "
+                "has a centre to move; set ratio to behavior or clip_center to one"
+            )
+        return self
+
+
+class KLConfig(Section):
+    coefficient: float = Field(0.001, ge=0.0)
+    """beta of Eq. 3 (Table 3: 0.001). 0 = off."""
+    reference: Literal["rollout", "initial"] = "rollout"
+    """KL to the rollout policy (Eq. 3), or to the initial model (Eq. 1, GRPO)."""
+    estimator: Literal["k1", "k2", "k3", "iw"] = "k3"
+    """k3 is unbiased only for samples of pi_theta; iw = rho log rho - rho + 1 corrects for it."""
+
+
+class OptimizerConfig(Section):
+    learning_rate: float = Field(1e-6, gt=0.0)
+    """AdamW (Table 3: 1e-6)."""
+    weight_decay: float = Field(0.1, ge=0.0)
+    """(released script: 0.1)"""
+    warmup_steps: int = Field(10, ge=0)
+    """Training steps of linear warm-up (released script: 10)."""
+    beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    beta2: float = Field(0.999, ge=0.0, lt=1.0)
+    gradient_clip: float = Field(1.0, gt=0.0)
+    """Largest gradient norm (released script: 1)."""
+    minibatch_prompts: int = Field(64, ge=1)
+    """Groups an optimizer update (Table 3: 64, so 4 updates a step)."""
+    microbatch_tokens: int = Field(16384, ge=1)
+    """Tokens a forward pass; bounds memory, never changes the result."""
+
+
+class EvaluationConfig(Section):
+    every: int = Field(20, ge=1)
+    """k: steps between evaluations of the current policy on the held-out prompts."""
+    samples: int | None = Field(None, ge=1)
+    """Responses a prompt; null = G."""
+    temperature: float | None = Field(None, gt=0.0)
+    """null = the rollout temperature."""
+
+
+class CheckpointConfig(Section):
+    every: int = Field(5, ge=1)
+    """Steps between checkpoints; a resumed run repeats at most this many."""
+    keep: int = Field(2, ge=1)
+    """How many checkpoints to keep."""
+
+
+class RunConfig(Section):
+    name: str = Field("countdown", pattern=r"^[a-z][a-z0-9-]{0,62}$")
+    """Lower-case letters, digits and hyphens, starting with a letter."""
+    algorithm: Algorithm = "bapo"
+    """A preset; whatever the file sets besides wins over it."""
+    seed: int = Field(42, ge=0)
+    """Seed of everything random (Table 3: 42)."""
+    steps: int = Field(471, ge=1)
+    """T: training steps."""
+    model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    sync: SyncConfig = SyncConfig()
+    x1: X1Config = X1Config()
+    x2: X2Config = X2Config()
+    x3: X3Config = X3Config()
+    bad: HardBufferConfig = HardBufferConfig()
+    high: HighBufferConfig = HighBufferConfig()
+    adaptive: AdaptiveConfig = AdaptiveConfig()
+    batch: BatchConfig = BatchConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    loss: LossConfig = LossConfig()
+    kl: KLConfig = KLConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+    @property
+    def schedule(self) -> SyncSchedule:
+        return SyncSchedule(self.sync.every, self.sync.reevaluate_every, self.sync.phase)
+
+    @property
+    def batch_capacity(self) -> int:
+        return self.batch.capacity or self.rollout.prompts_per_step
+
+    @property
+    def hard_capacity(self) -> int:
+        return self.bad.capacity or self.rollout.prompts_per_step
+
+    @property
+    def evaluation_samples(self) -> int:
+        return self.evaluation.samples or self.rollout.group_size
+
+    @property
+    def evaluation_temperature(self) -> float:
+        return self.evaluation.temperature or self.rollout.temperature
+
+    def evaluates_at(self, t: int) -> bool:
+        """Whether theta_t is evaluated: the base, every k steps, and the final weights."""
+        return t == 1 or t % self.evaluation.every == 0 or t == self.steps + 1
+
+    def publishes_at(self, t: int) -> bool:
+        """Whether somebody needs theta_t: a sync, a re-evaluation, or an evaluation."""
+        within = t <= self.steps
+        return (
+            t == 1
+            or (within and self.schedule.syncs_at(t))
+            or (within and self.x2.enabled and self.schedule.reevaluates_at(t))
+            or self.evaluates_at(t)
+        )
+
+    def checkpoints_after(self, step: int) -> bool:
+        """Whether a checkpoint holds the state after `step`; aligned with the syncs."""
+        return (step + 1) % self.checkpoint.every == 0 or step == self.steps
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        minibatch = self.optimizer.minibatch_prompts
+        if self.batch_capacity < minibatch:
+            raise ValueError(
+                f"the batch capacity ({self.batch_capacity} groups) is below one minibatch "
+                f"({minibatch}); raise batch.capacity or rollout.prompts_per_step, or lower "
+                "optimizer.minibatch_prompts"
+            )
+        needed = self.rollout.prompts_per_step * self.rollout.max_generation_rounds
+        if self.task.train_prompts < needed:
+            raise ValueError(
+                f"task.train_prompts is {self.task.train_prompts} but one step may draw {needed} "
+                "(rollout.prompts_per_step x rollout.max_generation_rounds); raise the former"
+            )
+        return self
+
+    def warnings(self) -> list[str]:
+        """What works but costs more than it looks."""
+        found = []
+        if self.x2.enabled and not self.schedule.one_load_serves_both:
+            found.append(
+                f"sync.every (v={self.sync.every}) does not divide sync.reevaluate_every "
+                f"(m={self.sync.reevaluate_every}) or the phase is first_step: the engine loads "
+                "the current weights for each re-evaluation and goes back. Correct, but slower."
+            )
+        if self.batch_capacity % self.optimizer.minibatch_prompts:
+            found.append(
+                f"optimizer.minibatch_prompts ({self.optimizer.minibatch_prompts}) does not divide "
+                f"the batch capacity ({self.batch_capacity}): the last minibatch is short."
+            )
+        return found
+
+
+_GRPO: dict[str, Any] = {
+    "sync": {"every": 1},
+    "x1": {"filter": "none"},
+    "x2": {"enabled": False},
+    "x3": {"enabled": False},
+    "loss": {
+        "ratio": "behavior",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "dual_clip": None,
+        "aggregation": "seq-mean-token-mean",
+        "entropy_coefficient": 0.0,
+    },
+    "kl": {"coefficient": 0.001, "reference": "initial", "estimator": "k3"},
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "bapo": {},
+    "bapo_mini": {
+        "x2": {"c1": 0.0},
+        "adaptive": {"direction": "off", "c2_range": [0.5, 0.5], "c3_range": [0.5, 0.5]},
+    },
+    "bapo_without_x2": {"x2": {"enabled": False}},
+    "bapo_without_x3": {"x3": {"enabled": False}},
+    "bapo_fixed_window": {"adaptive": {"direction": "off"}},
+    "grpo": _GRPO,
+    "grpo_delayed": {
+        **_GRPO,
+        "sync": {"every": 5},
+        "loss": {**_GRPO["loss"], "clip_center": "current"},
+    },
+    "dapo": {
+        **_GRPO,
+        "x1": {"filter": "range"},
+        "rollout": {"max_generation_rounds": 4},
+        "loss": {
+            "ratio": "behavior",
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "dual_clip": None,
+            "aggregation": "token-mean",
+            "entropy_coefficient": 0.0,
+        },
+        "kl": {"coefficient": 0.0},
+    },
+}
+"""What each algorithm changes of the defaults (paper sections A and D of the baselines)."""
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` laid on `base`, section by section."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        if isinstance(value, Mapping) and isinstance(below, Mapping) and key != "options":
+            merged[key] = merge(below, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """`["sync.every=3", "seed=7"]` as a nested mapping; values are YAML."""
+    parsed: dict[str, Any] = {}
+    for override in overrides:
+        path, separator, text = override.partition("=")
+        if not separator or not path:
+            raise ConfigError(f"override {override!r}: write key=value, for example sync.every=5")
+        try:
+            value: Any = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"override {override!r}: {text!r} is not YAML") from error
+        # YAML 1.1 reads 1e-4 as a string.
+        if isinstance(value, str):
+            try:
+                value = float(value)
+            except ValueError:
+                pass
+        for key in reversed(path.split(".")):
+            value = {key: value}
+        parsed = merge(parsed, value)
+    return parsed
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration of a YAML file, over its algorithm's preset, under `key=value` overrides.
+
+    Raises `ConfigError` with one line that says what, where and what to do.
+    """
+    given: dict[str, Any] = {}
+    where = "config"
+    if path is not None:
+        where = str(path)
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not UTF-8 text"
+            raise ConfigError(f"{path}: cannot be read: {reason}") from error
+        try:
+            loaded = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            line = f" at line {mark.line + 1}" if mark is not None else ""
+            raise ConfigError(f"{path}: not valid YAML{line}; check the indentation") from error
+        if loaded is not None and not isinstance(loaded, dict):
+            raise ConfigError(f"{path}: must hold keys and values, not a {type(loaded).__name__}")
+        given = loaded or {}
+    return config_from(merge(given, parse_overrides(overrides)), where=where)
+
+
+def config_from(given: Mapping[str, Any], *, where: str = "config") -> RunConfig:
+    """`given` over the preset that its `algorithm` names, validated."""
+    algorithm = given.get("algorithm", "bapo")
+    preset = PRESETS.get(algorithm) if isinstance(algorithm, str) else None
+    if preset is None:
+        raise ConfigError(
+            f"{where}: algorithm: {algorithm!r} is not one of {', '.join(sorted(PRESETS))}"
+        )
+    try:
+        return RunConfig.model_validate(merge(preset, given))
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {_explain(error)}") from error
+
+
+def _explain(error: ValidationError) -> str:
+    """All that is wrong, on one line."""
+    parts = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            parts.append(f"{key}: no such key{_suggest(problem['loc'])}")
+        elif problem["type"] == "value_error":
+            message = str(problem["ctx"]["error"])
+            parts.append(f"{key}: {message}" if key else message)
+        else:
+            message = problem["msg"][0].lower() + problem["msg"][1:]
+            parts.append(f"{key}: {message} (got {problem['input']!r})")
+    return "; ".join(parts)
+
+
+def _suggest(location: tuple[int | str, ...]) -> str:
+    model: type[BaseModel] = RunConfig
+    for part in location[:-1]:
+        annotation = model.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return ""
+        model = annotation
+    close = difflib.get_close_matches(str(location[-1]), model.model_fields, n=1)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; known here: {', '.join(model.model_fields)}"

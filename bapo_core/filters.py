@@ -1,0 +1,41 @@
+"""Online filters on the fresh groups (A.3): which of them become X1.
+
+Groups are kept whole and in order. Nothing kept is a valid answer: X1 is then empty.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+from bapo_core.types import GroupSummary
+
+
+def range_filter(groups: Sequence[GroupSummary]) -> list[GroupSummary]:
+    """Groups with 1/G <= mu <= (G-1)/G: the others have zero advantages (first part of Eq. 5)."""
+    return [group for group in groups if group.mixed]
+
+
+def gaussian_filter(
+    groups: Sequence[GroupSummary],
+    *,
+    mean: float = 0.5,
+    sigma: float = 0.2,
+    rng: random.Random,
+) -> list[GroupSummary]:
+    """Mixed groups, each accepted with probability exp(-(mu - mean)^2 / (2 sigma^2)) (A.3)."""
+
+    def accepted(group: GroupSummary) -> bool:
+        distance = (group.mean_reward - mean) / sigma
+        return rng.random() < math.exp(-0.5 * distance * distance)
+
+    return [group for group in groups if group.mixed and accepted(group)]
+
+
+def uniform_filter(
+    groups: Sequence[GroupSummary], *, fraction: float = 0.6, rng: random.Random
+) -> list[GroupSummary]:
+    """A random round(fraction * n) of the n groups, whatever their mean reward (A.3)."""
+    kept = rng.sample(range(len(groups)), round(fraction * len(groups)))
+    return [groups[index] for index in sorted(kept)]

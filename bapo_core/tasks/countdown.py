@@ -1,0 +1,341 @@
+"""Countdown: reach a target with + - * / from given numbers, each used exactly once.
+
+A payload is {"nums": [positive integers], "target": positive integer}, the columns of the public
+dataset Jiayi-Pan/Countdown-Tasks-3to4.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations, islice
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from bapo_core.seeding import derive_rng
+from bapo_core.tasks.base import Message, Payload, Verdict, VerdictStatus
+from bapo_core.tasks.expressions import (
+    MAX_LENGTH,
+    Expression,
+    ExpressionError,
+    parse,
+    random_expression,
+)
+
+__all__ = ["CountdownTask", "is_solvable", "load_countdown", "random_expression"]
+
+Template = Literal["short", "think"]
+
+MAX_NUMBERS = 6
+"""More numbers cannot be searched for a solution in reasonable time."""
+
+# How many draws in a row may bring nothing new before the space of problems counts as exhausted.
+_PATIENCE = 20_000
+
+_THINK = """Use the numbers {numbers} to make an expression that equals {target}. \
+You may use +, -, *, / and parentheses, and must use each number exactly once.
+Reason inside <think> </think> tags first. Then give only the expression inside \
+<answer> </answer> tags, for example <answer>(1 + 2) / 3</answer>."""
+
+
+@dataclass(frozen=True, slots=True)
+class CountdownTask:
+    """Countdown with one prompt template and one distribution of generated problems."""
+
+    name: ClassVar[str] = "countdown"
+
+    template: Template = "think"
+    """`short`: the message is "3 4 7=84:" and the response is the bare expression, for a tiny
+    character model. `think`: instructions for a chat model; the answer stands in the last
+    <answer> tag."""
+    numbers: Sequence[int] = (3, 4)
+    """How many numbers a generated problem may have; each is as likely."""
+    max_number: int = 99
+    """Generated numbers are 1..max_number."""
+    min_target: int = 10
+    max_target: int = 99
+    """Generated targets are min_target..max_target."""
+
+    def __post_init__(self) -> None:
+        if self.template not in ("short", "think"):
+            raise ValueError(f"template is {self.template!r}; choose short or think")
+        if not self.numbers or not all(2 <= n <= MAX_NUMBERS for n in self.numbers):
+            raise ValueError(f"numbers is {self.numbers}; list sizes between 2 and {MAX_NUMBERS}")
+        if self.max_number < 1 or not 1 <= self.min_target <= self.max_target:
+            raise ValueError(
+                f"max_number={self.max_number}, min_target={self.min_target}, "
+                f"max_target={self.max_target}: need max_number >= 1 and "
+                "1 <= min_target <= max_target"
+            )
+
+    def uid(self, payload: Payload) -> str:
+        """ "countdown:3-4-7:84": the same multiset of numbers and target, the same uid."""
+        return _uid(payload["nums"], payload["target"])
+
+    def render(self, payload: Payload) -> list[Message]:
+        """One user message."""
+        numbers, target = payload["nums"], payload["target"]
+        if self.template == "short":
+            content = f"{' '.join(map(str, numbers))}={target}:"
+        else:
+            content = _THINK.format(numbers=", ".join(map(str, numbers)), target=target)
+        return [{"role": "user", "content": content}]
+
+    def verify(self, payload: Payload, response: str) -> Verdict:
+        """Reward 1 iff the answer uses exactly the given numbers and equals the target exactly."""
+        answer = response if self.template == "short" else _last_answer(response)
+        if answer is None or not (answer := answer.strip()):
+            return Verdict(0.0, VerdictStatus.NO_ANSWER, None, "no answer found")
+        if len(answer) > MAX_LENGTH:
+            detail = f"the answer is longer than {MAX_LENGTH} characters"
+            return Verdict(0.0, VerdictStatus.TOO_LARGE, None, detail)
+        try:
+            expression = parse(answer)
+        except ExpressionError as error:
+            return Verdict(0.0, VerdictStatus.PARSE_ERROR, answer, str(error))
+        status, detail = _judge(expression, payload["nums"], payload["target"])
+        return Verdict(1.0 if status is VerdictStatus.OK else 0.0, status, answer, detail)
+
+    def load(self, path: str | Path, *, limit: int | None = None) -> list[Payload]:
+        return load_countdown(path, limit=limit)
+
+    def generate(self, seed: int, n: int) -> list[Payload]:
+        """n distinct solvable problems. Raises `ValueError` if there are not that many."""
+        return self._draw(derive_rng(seed, "countdown", "train"), n, set())
+
+    def generate_split(
+        self, seed: int, *, train: int, test: int
+    ) -> tuple[list[Payload], list[Payload]]:
+        """(train, test), without a common problem. The test set does not depend on `train`."""
+        seen: set[str] = set()
+        held_out = self._draw(derive_rng(seed, "countdown", "test"), test, seen)
+        return self._draw(derive_rng(seed, "countdown", "train"), train, seen), held_out
+
+    def _draw(self, rng: random.Random, n: int, seen: set[str]) -> list[Payload]:
+        """n problems whose uids are not in `seen`, and adds theirs."""
+        found: list[Payload] = []
+        misses = 0
+        while len(found) < n:
+            problem = self._random_problem(rng)
+            if problem is None or (uid := self.uid(problem)) in seen:
+                misses += 1
+                if misses == _PATIENCE:
+                    raise ValueError(
+                        f"found only {len(seen)} distinct problems with numbers="
+                        f"{list(self.numbers)}, max_number={self.max_number}, targets "
+                        f"{self.min_target}..{self.max_target}; widen them or ask for fewer"
+                    )
+                continue
+            misses = 0
+            seen.add(uid)
+            found.append(problem)
+        return found
+
+    def _random_problem(self, rng: random.Random) -> Payload | None:
+        """Solvable by construction: the target is the value of a random expression."""
+        numbers = [rng.randint(1, self.max_number) for _ in range(rng.choice(self.numbers))]
+        _, value = random_expression(numbers, rng)
+        if value.denominator != 1 or not self.min_target <= value <= self.max_target:
+            return None
+        return {"nums": numbers, "target": int(value)}
+
+
+def _uid(numbers: Sequence[int], target: int) -> str:
+    return f"countdown:{'-'.join(map(str, sorted(numbers)))}:{target}"
+
+
+def _last_answer(response: str) -> str | None:
+    """The content of the last complete <answer> tag; time linear in the response."""
+    end = response.rfind("</answer>")
+    start = response.rfind("<answer>", 0, end) if end >= 0 else -1
+    return None if start < 0 else response[start + len("<answer>") : end]
+
+
+def _judge(
+    expression: Expression, numbers: Sequence[int], target: int
+) -> tuple[VerdictStatus, str]:
+    # Before evaluation: with only the given numbers, no value can grow large.
+    if sorted(expression.numbers) != sorted(numbers):
+        detail = f"uses {sorted(expression.numbers)}, given {sorted(numbers)}"
+        return VerdictStatus.WRONG_NUMBERS, detail
+    try:
+        value = expression.value()
+    except ZeroDivisionError:
+        return VerdictStatus.DIVISION_BY_ZERO, "divides by zero"
+    if value != target:
+        return VerdictStatus.WRONG_VALUE, f"equals {value}, not {target}"
+    return VerdictStatus.OK, ""
+
+
+# ---- solving ------------------------------------------------------------------------------------
+
+
+def is_solvable(numbers: Sequence[int], target: int) -> bool:
+    """Whether an expression over all `numbers` (positive, at most 6) equals `target` (positive)."""
+    return _reaches(tuple(sorted(numbers)), target, 1)
+
+
+def _reaches(numbers: tuple[int, ...], top: int, bottom: int) -> bool:
+    """Whether `numbers` make top / bottom (bottom > 0).
+
+    Meets in the middle: the values of the smaller operand of the last operation are enumerated,
+    and each says what the larger operand would have to be. Integer pairs instead of Fractions:
+    files have tens of thousands of rows.
+    """
+    if len(numbers) == 1:
+        return numbers[0] * bottom == top
+    if len(numbers) == 2:
+        a, b = numbers
+        return (
+            (a + b) * bottom == top
+            or (a - b) * bottom == top
+            or (b - a) * bottom == top
+            or a * b * bottom == top
+            or a * bottom == b * top
+            or b * bottom == a * top
+        )
+    return any(
+        _completes(large, p, q, top, bottom)
+        for small, large in _splits(numbers)
+        for p, q in _values(small)
+    )
+
+
+def _completes(large: tuple[int, ...], p: int, q: int, top: int, bottom: int) -> bool:
+    """Whether `large` makes an x with p/q (op) x = top/bottom or x (op) p/q = top/bottom."""
+    if p == 0 and top == 0:
+        return True  # 0 * x, and every set of numbers makes some x
+    a, b, denominator = top * q, p * bottom, bottom * q
+    if (
+        _reaches(large, a - b, denominator)  # p/q + x
+        or _reaches(large, b - a, denominator)  # p/q - x
+        or _reaches(large, a + b, denominator)  # x - p/q
+    ):
+        return True
+    if p == 0:
+        return False
+    if _reaches(large, top * p, denominator):  # x / (p/q)
+        return True
+    if top == 0:
+        return _reaches(large, 0, 1)  # p/q * x
+    return _signed_reaches(large, a, b) or _signed_reaches(large, b, a)  # p/q * x, (p/q) / x
+
+
+def _signed_reaches(numbers: tuple[int, ...], top: int, bottom: int) -> bool:
+    return _reaches(numbers, top, bottom) if bottom > 0 else _reaches(numbers, -top, -bottom)
+
+
+@lru_cache(maxsize=65_536)
+def _values(numbers: tuple[int, ...]) -> frozenset[tuple[int, int]]:
+    """Every value of at most 3 `numbers`, as (top, bottom > 0), not reduced."""
+    if len(numbers) == 1:
+        return frozenset([(numbers[0], 1)])
+    found = set()
+    for small, large in _splits(numbers):
+        for a, b in _values(small):
+            for c, d in _values(large):
+                found |= {(a * d + c * b, b * d), (a * d - c * b, b * d), (c * b - a * d, b * d)}
+                found.add((a * c, b * d))
+                if c:
+                    found.add((a * d, b * c) if c > 0 else (-a * d, -b * c))
+                if a:
+                    found.add((b * c, a * d) if a > 0 else (-b * c, -a * d))
+    return frozenset(found)
+
+
+def _splits(numbers: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Every way to divide `numbers` (sorted) into a smaller and a larger part, both sorted."""
+    indexes = range(len(numbers))
+    for size in range(1, len(numbers) // 2 + 1):
+        for chosen in combinations(indexes, size):
+            yield (
+                tuple(numbers[i] for i in chosen),
+                tuple(numbers[i] for i in indexes if i not in chosen),
+            )
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+def load_countdown(path: str | Path, *, limit: int | None = None) -> list[Payload]:
+    """The problems of a `.parquet` or `.jsonl` file with columns `nums` and `target`.
+
+    Reads at most `limit` rows; a problem that repeats is kept once, where it first stands. Checking
+    that each has a solution takes a fraction of a millisecond a row of 4 numbers.
+
+    Raises `ValueError` naming file and row for anything but 2 to 6 positive integers, a positive
+    integer target, and a solvable problem.
+    """
+    file = Path(path)
+    if file.suffix == ".parquet":
+        rows = _parquet_rows(file)
+    elif file.suffix == ".jsonl":
+        rows = _jsonl_rows(file)
+    else:
+        raise ValueError(f"{file}: name it .parquet or .jsonl, after what it holds")
+    problems: dict[str, Payload] = {}
+    for number, row in islice(enumerate(rows, start=1), limit):
+        problem = _checked(row, f"{file}, row {number}")
+        problems.setdefault(_uid(problem["nums"], problem["target"]), problem)
+    return list(problems.values())
+
+
+def _parquet_rows(file: Path) -> Iterator[Any]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(file) as parquet:
+            missing = {"nums", "target"} - set(parquet.schema_arrow.names)
+            if missing:
+                raise ValueError(
+                    f"{file}: no column {', '.join(sorted(missing))} (found "
+                    f"{', '.join(parquet.schema_arrow.names)}); rename the columns to nums, target"
+                )
+            for batch in parquet.iter_batches(columns=["nums", "target"]):
+                yield from batch.to_pylist()
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{file}: not a Parquet file ({error}); export it again") from error
+
+
+def _jsonl_rows(file: Path) -> Iterator[Any]:
+    # Bytes that are not UTF-8 are then an error of their row, not of the whole file.
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ValueError(
+                    f"{file}, row {number}: not JSON ({error}); write one object a line, like "
+                    '{"nums": [3, 4, 7], "target": 84}'
+                ) from error
+
+
+def _checked(row: Any, where: str) -> Payload:
+    if not isinstance(row, dict) or not {"nums", "target"} <= row.keys():
+        raise ValueError(f"{where}: needs the keys nums and target, got {row!r:.80}")
+    numbers, target = row["nums"], row["target"]
+    if not (
+        isinstance(numbers, list)
+        and 2 <= len(numbers) <= MAX_NUMBERS
+        and all(map(_positive_integer, numbers))
+    ):
+        raise ValueError(
+            f"{where}: nums is {numbers!r:.80}; make it a list of 2 to {MAX_NUMBERS} positive "
+            "integers"
+        )
+    if not _positive_integer(target):
+        raise ValueError(f"{where}: target is {target!r:.80}; make it a positive integer")
+    if not is_solvable(numbers, target):
+        raise ValueError(
+            f"{where}: no expression over {numbers} equals {target}; correct or remove the row"
+        )
+    return {"nums": numbers, "target": target}
+
+
+def _positive_integer(value: Any) -> bool:
+    # bool is an int, and JSON's true is not a number.
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0

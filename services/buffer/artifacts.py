@@ -1,0 +1,138 @@
+"""Published weights, checkpoints and replicas of a run."""
+
+from __future__ import annotations
+
+from sqlalchemy import delete, func, select
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+
+from services.buffer import wire
+from services.buffer.runs import run_config
+from services.buffer.steps import groups_complete, rewind
+from services.buffer.tables import Checkpoint, Replica, Run, WeightVersion
+from services.common.errors import bad_request, conflict, not_found
+
+
+def run_prefix(run: Run) -> str:
+    return f"runs/{run.name}"
+
+
+def weights_prefix(run: Run, version: int) -> str:
+    return f"{run_prefix(run)}/weights/v{version}"
+
+
+def checkpoint_prefix(run: Run, step: int) -> str:
+    return f"{run_prefix(run)}/checkpoints/step-{step}"
+
+
+def publish_weights(session: Session, run: Run, version: int, digest: str) -> wire.StoredVersion:
+    """The version exists from here on. Publishing it again must publish the same bytes."""
+    if version > run.current_step + 1:
+        raise bad_request(
+            f"version {version} cannot exist: step {run.current_step} is the last committed one"
+        )
+    session.execute(
+        insert(WeightVersion)
+        .values(
+            run_id=run.id,
+            version=version,
+            uri=weights_prefix(run, version),
+            manifest_digest=digest,
+            status="published",
+        )
+        .on_conflict_do_nothing(index_elements=["run_id", "version"])
+    )
+    stored = get_weights(session, run, version)
+    if stored is None or stored.manifest_digest != digest:
+        raise conflict(f"version {version} of run {run.name!r} was published with other weights")
+    return stored
+
+
+def get_weights(session: Session, run: Run, version: int) -> wire.StoredVersion | None:
+    row = session.get(WeightVersion, (run.id, version))
+    if row is None:
+        return None
+    if row.status == "pruned":
+        raise not_found(f"version {version} of run {run.name!r} any more: it was pruned")
+    return wire.StoredVersion(number=version, uri=row.uri, manifest_digest=row.manifest_digest)
+
+
+def record_checkpoint(session: Session, run: Run, step: int, digest: str) -> list[str]:
+    """The checkpoint exists from here on; returns prefixes of objects nobody needs any more."""
+    if step > run.current_step:
+        raise bad_request(f"step {step} is not committed; there is nothing to checkpoint")
+    session.execute(
+        insert(Checkpoint)
+        .values(
+            run_id=run.id, step=step, uri=checkpoint_prefix(run, step), manifest_digest=digest
+        )
+        .on_conflict_do_nothing(index_elements=["run_id", "step"])
+    )
+    return _prune(session, run)
+
+
+def _prune(session: Session, run: Run) -> list[str]:
+    """Keeps the last checkpoints, and every version that a resume from one of them would load."""
+    config = run_config(run)
+    newest_first = select(Checkpoint.step).where(Checkpoint.run_id == run.id)
+    steps = list(session.scalars(newest_first.order_by(Checkpoint.step.desc())))
+    kept, dropped = steps[: config.checkpoint.keep], steps[config.checkpoint.keep :]
+    session.execute(
+        delete(Checkpoint).where(Checkpoint.run_id == run.id, Checkpoint.step.in_(dropped))
+    )
+    oldest_needed = config.schedule.policy_version(min(kept) + 1)
+    stale = list(
+        session.scalars(
+            select(WeightVersion).where(
+                WeightVersion.run_id == run.id,
+                WeightVersion.status == "published",
+                WeightVersion.version > 1,
+                WeightVersion.version < oldest_needed,
+            )
+        )
+    )
+    # An evaluation that is still owed needs its version, however old.
+    stale = [
+        row
+        for row in stale
+        if not (
+            config.evaluates_at(row.version)
+            and groups_complete(session, run, row.version, "evaluation")
+        )
+    ]
+    for row in stale:
+        row.status = "pruned"
+    return [checkpoint_prefix(run, step) for step in dropped] + [row.uri for row in stale]
+
+
+def latest_checkpoint(session: Session, run: Run) -> wire.StoredVersion | None:
+    row = session.scalar(
+        select(Checkpoint)
+        .where(Checkpoint.run_id == run.id)
+        .order_by(Checkpoint.step.desc())
+        .limit(1)
+    )
+    if row is None:
+        return None
+    return wire.StoredVersion(number=row.step, uri=row.uri, manifest_digest=row.manifest_digest)
+
+
+def begin_attempt(session: Session, name: str) -> Run:
+    """A new attempt supersedes whoever worked on the run, and starts from the last checkpoint."""
+    run = session.scalar(select(Run).where(Run.name == name).with_for_update())
+    if run is None:
+        raise not_found(f"run {name!r}; GET /v1/runs lists them")
+    run.attempt += 1
+    run.status = "running"
+    checkpoint = latest_checkpoint(session, run)
+    rewind(session, run, 0 if checkpoint is None else checkpoint.number)
+    return run
+
+
+def report_replica(session: Session, run: Run, name: str, report: wire.ReplicaReport) -> None:
+    values = {"loaded_version": report.loaded_version, "last_seen": func.now()}
+    session.execute(
+        insert(Replica)
+        .values(run_id=run.id, name=name, **values)
+        .on_conflict_do_update(index_elements=["run_id", "name"], set_=values)
+    )

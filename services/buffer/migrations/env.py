@@ -1,0 +1,18 @@
+"""Alembic's entry: runs migrations on the database named by the caller."""
+
+from __future__ import annotations
+
+from alembic import context
+from sqlalchemy import create_engine, text
+
+from services.buffer.tables import Base
+
+LOCK = 0x6261706F
+"""Advisory lock ("bapo" in ASCII) under which one process migrates at a time."""
+
+engine = create_engine(context.config.attributes["database_url"])
+with engine.begin() as connection:
+    connection.execute(text("select pg_advisory_xact_lock(:key)"), {"key": LOCK})
+    context.configure(connection=connection, target_metadata=Base.metadata)
+    context.run_migrations()
+engine.dispose()

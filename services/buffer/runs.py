@@ -1,0 +1,109 @@
+"""Datasets, runs and their attempts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+
+from bapo_core.config import ConfigError, RunConfig, config_from
+from services.buffer import wire
+from services.buffer.tables import PromptRow, Run
+from services.common.errors import Problem, bad_request, conflict, not_found
+
+SUPERSEDED = "urn:bapo:superseded"
+
+
+def get_run(session: Session, name: str) -> Run:
+    run = session.scalar(select(Run).where(Run.name == name))
+    if run is None:
+        raise not_found(f"run {name!r}; GET /v1/runs lists them")
+    return run
+
+
+def lock_run(session: Session, name: str, attempt: int) -> Run:
+    """The run, locked until the transaction ends; 409 unless `attempt` is its current one."""
+    run = session.scalar(
+        select(Run).where(Run.name == name).with_for_update().execution_options(populate_existing=True)
+    )
+    if run is None:
+        raise not_found(f"run {name!r}; GET /v1/runs lists them")
+    check_attempt(run, attempt)
+    return run
+
+
+def check_attempt(run: Run, attempt: int) -> None:
+    if attempt != run.attempt:
+        raise conflict(
+            f"attempt {attempt} of run {run.name!r} was superseded by attempt {run.attempt}; stop",
+            SUPERSEDED,
+        )
+
+
+def run_config(run: Run) -> RunConfig:
+    return RunConfig.model_validate(run.config)
+
+
+def run_state(run: Run) -> wire.RunState:
+    return wire.RunState(
+        name=run.name,
+        status=run.status,
+        config=run.config,
+        train_dataset=run.train_dataset,
+        test_dataset=run.test_dataset,
+        current_step=run.current_step,
+        attempt=run.attempt,
+        created_at=run.created_at,
+    )
+
+
+def upload_prompts(session: Session, dataset: str, upload: wire.DatasetUpload) -> wire.DatasetState:
+    """Inserts the prompts that are not there yet."""
+    rows = [
+        {
+            "dataset": dataset,
+            "position": upload.first_position + index,
+            "uid": item.uid,
+            "task": item.task,
+            "payload": item.payload,
+        }
+        for index, item in enumerate(upload.prompts)
+    ]
+    if rows:
+        session.execute(
+            insert(PromptRow).on_conflict_do_nothing(index_elements=["dataset", "uid"]), rows
+        )
+    return wire.DatasetState(dataset=dataset, prompts=dataset_size(session, dataset))
+
+
+def dataset_size(session: Session, dataset: str) -> int:
+    counted = select(func.count()).select_from(PromptRow).where(PromptRow.dataset == dataset)
+    return session.scalar(counted) or 0
+
+
+def create_run(session: Session, request: wire.RunCreate) -> Run:
+    """The run of this name: made now, or the one there is if it was made the same way."""
+    try:
+        config = config_from(request.config, where="config").model_dump(mode="json")
+    except ConfigError as error:
+        raise Problem(422, "Invalid configuration", str(error)) from error
+    for dataset in (request.train_dataset, request.test_dataset):
+        if dataset_size(session, dataset) == 0:
+            raise bad_request(f"dataset {dataset!r} has no prompts; upload them first")
+    values: dict[str, Any] = {
+        "name": request.name,
+        "config": config,
+        "train_dataset": request.train_dataset,
+        "test_dataset": request.test_dataset,
+    }
+    session.execute(insert(Run).values(values).on_conflict_do_nothing(index_elements=["name"]))
+    run = get_run(session, request.name)
+    differing = [key for key, value in values.items() if getattr(run, key) != value]
+    if differing:
+        raise conflict(
+            f"run {request.name!r} exists with another {' and '.join(differing)}; resume it with "
+            "its own configuration, or choose another name"
+        )
+    return run

@@ -1,0 +1,701 @@
+"""The step protocol (design section 6): prompts, groups, batch, commit, rewind.
+
+Every function runs in one transaction that has locked the run, and repeating a call returns the
+first answer. The rules are `bapo_core`'s; here they are only given rows and their results kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from sqlalchemy import delete, func, select, text, update
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+
+from bapo_core.batch import build_batch
+from bapo_core.buffers import (
+    BufferChange,
+    admit_hard,
+    admit_high,
+    choose_reevaluated,
+    eligible_high,
+    promoted,
+    settle_reevaluated,
+)
+from bapo_core.config import RunConfig
+from bapo_core.filters import gaussian_filter, range_filter, uniform_filter
+from bapo_core.sampling import prompt_positions
+from bapo_core.seeding import derive_rng
+from bapo_core.thresholds import high_quality_window, running_reward, within
+from bapo_core.types import GroupSummary, Source, TrainingBatch
+from services.buffer import wire
+from services.buffer.runs import dataset_size, run_config
+from services.buffer.tables import (
+    BatchMemberRow,
+    BufferEntry,
+    Checkpoint,
+    PromptDifficulty,
+    PromptRow,
+    RolloutGroup,
+    Run,
+    StepRecord,
+    WeightVersion,
+)
+from services.buffer.trajectories import TrajectoryGroup
+from services.common.errors import bad_request, conflict
+
+
+def policy_version_for(config: RunConfig, step: int, kind: wire.Kind) -> int:
+    """Which weights must make these rollouts: alpha for fresh ones, theta_t for the others."""
+    return config.schedule.policy_version(step) if kind == "fresh" else step
+
+
+def check_step(config: RunConfig, step: int, kind: wire.Kind) -> None:
+    """400 unless the schedule has such rollouts at this step."""
+    last = config.steps + 1 if kind == "evaluation" else config.steps
+    if not 1 <= step <= last:
+        raise bad_request(f"step {step} is not in 1..{last}")
+    if kind == "reevaluation" and not reevaluates_at(config, step):
+        raise bad_request(f"step {step} has no re-evaluation (m = {config.sync.reevaluate_every})")
+    if kind == "evaluation" and not config.evaluates_at(step):
+        raise bad_request(f"step {step} has no evaluation (every {config.evaluation.every})")
+
+
+def reevaluates_at(config: RunConfig, step: int) -> bool:
+    return config.x2.enabled and config.schedule.reevaluates_at(step)
+
+
+# ---- prompts ------------------------------------------------------------------------------------
+
+
+def step_prompts(
+    session: Session, run: Run, step: int, kind: wire.Kind, generation_round: int
+) -> wire.StepPrompts:
+    """The prompts to roll out. Re-evaluations depend on the commit of the step before."""
+    config = run_config(run)
+    check_step(config, step, kind)
+    version = policy_version_for(config, step, kind)
+    if kind == "reevaluation" and run.current_step < step - 1:
+        return wire.StepPrompts(ready=False, policy_version=version, prompts=[])
+    rows = _prompt_rows(session, run, config, step, kind, generation_round)
+    items = [wire.PromptItem(uid=row.uid, task=row.task, payload=row.payload) for row in rows]
+    complete = not groups_complete(session, run, step, kind)
+    return wire.StepPrompts(ready=True, policy_version=version, prompts=items, complete=complete)
+
+
+def _prompt_rows(
+    session: Session,
+    run: Run,
+    config: RunConfig,
+    step: int,
+    kind: wire.Kind,
+    generation_round: int,
+) -> list[PromptRow]:
+    """The prompt rows of a step and kind, in the order in which they are rolled out."""
+    if kind == "reevaluation":
+        chosen = [entry.prompt_uid for entry in _reevaluated_entries(session, run, config, step)]
+        return _rows_by_uid(session, run.train_dataset, chosen)
+    if kind == "evaluation":
+        statement = select(PromptRow).where(PromptRow.dataset == run.test_dataset)
+        return list(session.scalars(statement.order_by(PromptRow.position)))
+    positions = prompt_positions(
+        config.seed,
+        step,
+        generation_round,
+        dataset_size=dataset_size(session, run.train_dataset),
+        prompts_per_step=config.rollout.prompts_per_step,
+        max_rounds=config.rollout.max_generation_rounds,
+    )
+    found = session.scalars(
+        select(PromptRow).where(
+            PromptRow.dataset == run.train_dataset, PromptRow.position.in_(positions)
+        )
+    )
+    by_position = {row.position: row for row in found}
+    return [by_position[position] for position in positions]
+
+
+def _rows_by_uid(session: Session, dataset: str, uids: Sequence[str]) -> list[PromptRow]:
+    found = session.scalars(
+        select(PromptRow).where(PromptRow.dataset == dataset, PromptRow.uid.in_(uids))
+    )
+    by_uid = {row.uid: row for row in found}
+    return [by_uid[uid] for uid in uids]
+
+
+def _reevaluated_entries(
+    session: Session, run: Run, config: RunConfig, step: int
+) -> list[GroupSummary]:
+    """The hard entries re-evaluated at `step`: a function of committed state and the seed."""
+    entries = buffer_as_of(session, run, "hard", step - 1)
+    rng = derive_rng(config.seed, "reevaluate", step)
+    return choose_reevaluated(entries, limit=config.x2.max_prompts, rng=rng)
+
+
+# ---- groups -------------------------------------------------------------------------------------
+
+
+def new_groups(
+    session: Session, run: Run, step: int, kind: wire.Kind, groups: Sequence[TrajectoryGroup]
+) -> list[int]:
+    """Indexes of the groups not landed yet; 400 or 409 if any group does not belong here."""
+    config = run_config(run)
+    check_step(config, step, kind)
+    landed = set(
+        session.scalars(
+            select(PromptRow.uid)
+            .join(RolloutGroup, RolloutGroup.prompt_id == PromptRow.id)
+            .where(
+                RolloutGroup.run_id == run.id,
+                RolloutGroup.step == step,
+                RolloutGroup.kind == kind,
+            )
+        )
+    )
+    fresh_indexes = [i for i, group in enumerate(groups) if group.prompt_uid not in landed]
+    if fresh_indexes and kind != "evaluation" and step <= run.current_step:
+        raise conflict(f"step {step} is committed; no group can be added to it")
+    size = config.evaluation_samples if kind == "evaluation" else config.rollout.group_size
+    version = policy_version_for(config, step, kind)
+    for group in groups:
+        if len(group.responses) != size:
+            raise bad_request(
+                f"the group of {group.prompt_uid!r} has {len(group.responses)} responses, not "
+                f"{size}: groups are whole or absent"
+            )
+        if group.policy_version != version:
+            raise bad_request(
+                f"the group of {group.prompt_uid!r} was made by policy version "
+                f"{group.policy_version}; {kind} groups of step {step} need version {version}"
+            )
+    return fresh_indexes
+
+
+def record_groups(
+    session: Session,
+    run: Run,
+    step: int,
+    kind: wire.Kind,
+    groups: Sequence[TrajectoryGroup],
+    indexes: Sequence[int],
+    object_key: str,
+    digest: str,
+) -> None:
+    """Rows for the groups at `indexes` of the object that holds `groups`."""
+    positions = _expected_positions(session, run, step, kind)
+    starts, row = [], 0
+    for group in groups:
+        starts.append(row)
+        row += len(group.responses)
+    rows = []
+    for index in indexes:
+        group = groups[index]
+        if group.prompt_uid not in positions:
+            raise bad_request(f"prompt {group.prompt_uid!r} is not a {kind} prompt of step {step}")
+        prompt_id, position = positions[group.prompt_uid]
+        rows.append(
+            {
+                "run_id": run.id,
+                "step": step,
+                "kind": kind,
+                "prompt_id": prompt_id,
+                "position": position,
+                "policy_version": group.policy_version,
+                "correct": group.correct,
+                "size": len(group.responses),
+                "mean_reward": group.correct / len(group.responses),
+                "object_key": object_key,
+                "object_digest": digest,
+                "row_start": starts[index],
+                "row_count": len(group.responses),
+                "token_count": group.token_count,
+            }
+        )
+    if rows:
+        session.execute(insert(RolloutGroup), rows)
+
+
+def _expected_positions(
+    session: Session, run: Run, step: int, kind: wire.Kind
+) -> dict[str, tuple[int, int]]:
+    """uid -> (prompt id, position) of every prompt that may be rolled out at this step."""
+    config = run_config(run)
+    if kind == "reevaluation" and run.current_step < step - 1:
+        raise conflict(f"step {step - 1} is not committed; its re-evaluations cannot be known yet")
+    rounds = config.rollout.max_generation_rounds if kind == "fresh" else 1
+    rows = [
+        row
+        for generation_round in range(rounds)
+        for row in _prompt_rows(session, run, config, step, kind, generation_round)
+    ]
+    return {row.uid: (row.id, position) for position, row in enumerate(rows)}
+
+
+def groups_complete(session: Session, run: Run, step: int, kind: wire.Kind) -> str:
+    """Empty when the step has all its groups of this kind; otherwise what is missing."""
+    config = run_config(run)
+    landed = _summaries(session, run, step, kind)
+    if kind == "fresh":
+        return _missing_fresh(config, step, landed)
+    wanted = len(_expected_positions(session, run, step, kind))
+    return "" if len(landed) == wanted else f"{len(landed)} of {wanted} {kind} groups of {step}"
+
+
+def _missing_fresh(config: RunConfig, step: int, landed: Sequence[GroupSummary]) -> str:
+    """DAPO's dynamic sampling stops early once B groups carry a gradient; whole rounds only."""
+    per_round, rounds = config.rollout.prompts_per_step, config.rollout.max_generation_rounds
+    done, partial = divmod(len(landed), per_round)
+    if partial == 0 and done >= 1:
+        mixed = sum(1 for group in landed if group.mixed)
+        if done == rounds or mixed >= config.batch_capacity:
+            return ""
+    return f"{len(landed)} of up to {per_round * rounds} fresh groups of step {step}"
+
+
+# ---- batch --------------------------------------------------------------------------------------
+
+
+def build(session: Session, run: Run, step: int) -> wire.BatchManifest:
+    """The training batch of `step`: X1, X2 and X3, built once and recorded."""
+    config = run_config(run)
+    check_step(config, step, "fresh")
+    record = session.get(StepRecord, (run.id, step))
+    if record is None:
+        if step != run.current_step + 1:
+            raise conflict(
+                f"the batch of step {step} cannot be built: step {run.current_step} is the last "
+                "committed one"
+            )
+        missing = groups_complete(session, run, step, "fresh")
+        if not missing and reevaluates_at(config, step):
+            missing = groups_complete(session, run, step, "reevaluation")
+        if missing:
+            return wire.BatchManifest(ready=False, step=step, members=[], missing=missing)
+        record = _record_batch(session, run, config, step)
+    return _manifest(session, run, config, record)
+
+
+def recorded_batch(session: Session, run: Run, step: int) -> wire.BatchManifest | None:
+    """The batch of `step` if it has been built."""
+    record = session.get(StepRecord, (run.id, step))
+    return None if record is None else _manifest(session, run, run_config(run), record)
+
+
+def _record_batch(session: Session, run: Run, config: RunConfig, step: int) -> StepRecord:
+    fresh = _summaries(session, run, step, "fresh")
+    reevaluated = _summaries(session, run, step, "reevaluation")
+    r_tot = _r_tot(session, run, config, step, fresh)
+    window = _window(config, r_tot)
+    batch = _compose(session, run, config, step, fresh, reevaluated, window)
+    counts = {
+        "rolled_out": len(fresh),
+        "reevaluated_total": len(reevaluated),
+        **{source.value: batch.counts[source] for source in Source},
+    }
+    record = StepRecord(
+        run_id=run.id,
+        step=step,
+        r_tot=r_tot,
+        c2=window[0],
+        c3=window[1],
+        counts=counts,
+        rollouts=sum(group.size for group in (*fresh, *reevaluated)),
+        tokens=_token_count(session, run, step),
+    )
+    session.add(record)
+    session.flush()
+    if batch.members:
+        session.execute(
+            insert(BatchMemberRow),
+            [
+                {
+                    "run_id": run.id,
+                    "step": step,
+                    "position": position,
+                    "group_id": member.group.group_id,
+                    "source": member.source.value,
+                }
+                for position, member in enumerate(batch.members)
+            ],
+        )
+    return record
+
+
+def _compose(
+    session: Session,
+    run: Run,
+    config: RunConfig,
+    step: int,
+    fresh: Sequence[GroupSummary],
+    reevaluated: Sequence[GroupSummary],
+    window: tuple[float, float],
+) -> TrainingBatch:
+    stored = {
+        entry.prompt_uid: entry
+        for entry in _reevaluated_entries(session, run, config, step)
+        if reevaluated
+    }
+    x2 = [
+        group
+        for group in reevaluated
+        if promoted(stored[group.prompt_uid], group, rule=config.x2.rule, c1=config.x2.c1)
+    ]
+    candidates: list[GroupSummary] = []
+    if config.x3.enabled:
+        candidates = eligible_high(
+            buffer_as_of(session, run, "high_quality", step - 1),
+            step=step,
+            window=window,
+            max_age=config.high.max_age,
+        )
+    return build_batch(
+        _x1(config, step, fresh),
+        x2,
+        candidates,
+        capacity=config.batch_capacity,
+        window=window,
+        c1=config.x2.c1 if config.x2.rule == "paper" else None,
+        rng=derive_rng(config.seed, "batch", step),
+        dedup=config.batch.dedup,
+    )
+
+
+def _x1(config: RunConfig, step: int, fresh: Sequence[GroupSummary]) -> list[GroupSummary]:
+    """The online filter of A.3."""
+    rng = derive_rng(config.seed, "filter", step)
+    match config.x1.filter:
+        case "range":
+            return range_filter(fresh)
+        case "gaussian":
+            return gaussian_filter(
+                fresh, mean=config.x1.gaussian_mean, sigma=config.x1.gaussian_sigma, rng=rng
+            )
+        case "uniform":
+            return uniform_filter(fresh, fraction=config.x1.uniform_fraction, rng=rng)
+        case "none":
+            return list(fresh)
+
+
+def _window(config: RunConfig, r_tot: float) -> tuple[float, float]:
+    adaptive = config.adaptive
+    return high_quality_window(r_tot, adaptive.c2_range, adaptive.c3_range, adaptive.direction)
+
+
+def _r_tot(
+    session: Session, run: Run, config: RunConfig, step: int, fresh: Sequence[GroupSummary]
+) -> float:
+    before = session.get(StepRecord, (run.id, step - 1))
+    stored: list[GroupSummary] = []
+    if config.adaptive.r_tot == "buffer":
+        for buffer in ("hard", "high_quality"):
+            stored += buffer_as_of(session, run, buffer, step - 1)
+    return running_reward(
+        config.adaptive.r_tot,
+        fresh,
+        previous=None if before is None else before.r_tot,
+        buffer=stored,
+        ema_decay=config.adaptive.ema_decay,
+    )
+
+
+def _manifest(
+    session: Session, run: Run, config: RunConfig, record: StepRecord
+) -> wire.BatchManifest:
+    members = session.execute(
+        select(RolloutGroup, PromptRow.uid, BatchMemberRow.source)
+        .join(BatchMemberRow, BatchMemberRow.group_id == RolloutGroup.id)
+        .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
+        .where(BatchMemberRow.run_id == run.id, BatchMemberRow.step == record.step)
+        .order_by(BatchMemberRow.position)
+    )
+    manifest = wire.BatchManifest(
+        ready=True,
+        step=record.step,
+        members=[_member(group, uid, source) for group, uid, source in members],
+        r_tot=record.r_tot,
+        c2=record.c2,
+        c3=record.c3,
+        counts=record.counts,
+    )
+    if config.loss.ratio == "decoupled":
+        manifest.record_proximal = _replayable(session, run, config, record)
+    return manifest
+
+
+def _replayable(
+    session: Session, run: Run, config: RunConfig, record: StepRecord
+) -> list[wire.ManifestMember]:
+    """This step's groups that its commit will admit to B_high."""
+    if not config.x3.enabled:
+        return []
+    kinds = ["fresh", "reevaluation"] if config.bad.store_new_in_high else ["fresh"]
+    rows = session.execute(
+        select(RolloutGroup, PromptRow.uid, RolloutGroup.kind)
+        .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
+        .where(
+            RolloutGroup.run_id == run.id,
+            RolloutGroup.step == record.step,
+            RolloutGroup.kind.in_(kinds),
+        )
+        .order_by(RolloutGroup.id)
+    )
+    return [
+        _member(group, uid, kind)
+        for group, uid, kind in rows
+        if within(group.mean_reward, record.c2, record.c3)
+    ]
+
+
+def _member(group: RolloutGroup, uid: str, source: str) -> wire.ManifestMember:
+    return wire.ManifestMember(
+        group_id=group.id,
+        source=source,
+        prompt_uid=uid,
+        step=group.step,
+        policy_version=group.policy_version,
+        correct=group.correct,
+        size=group.size,
+        object_key=group.object_key,
+        object_digest=group.object_digest,
+        row_start=group.row_start,
+        row_count=group.row_count,
+        proximal_key=group.proximal_key,
+        proximal_digest=group.proximal_digest,
+    )
+
+
+def record_proximal(
+    session: Session, run: Run, step: int, group_ids: Sequence[int], key: str, digest: str
+) -> None:
+    """Notes where the storage-step log-probs of these groups are."""
+    session.execute(
+        update(RolloutGroup)
+        .where(
+            RolloutGroup.run_id == run.id,
+            RolloutGroup.step == step,
+            RolloutGroup.id.in_(group_ids),
+        )
+        .values(proximal_key=key, proximal_digest=digest)
+    )
+
+
+# ---- commit -------------------------------------------------------------------------------------
+
+
+def commit(session: Session, run: Run, step: int, metrics: dict[str, float]) -> None:
+    """Closes the step: difficulty, admissions, evictions, `current_step`. Once."""
+    if step <= run.current_step:
+        return
+    record = session.get(StepRecord, (run.id, step))
+    if record is None or step != run.current_step + 1:
+        raise conflict(f"step {step} has no batch to commit (last committed: {run.current_step})")
+    config = run_config(run)
+    record.metrics = metrics
+    record.committed_at = datetime.now(UTC)
+    _settle_buffers(session, run, config, record)
+    _update_difficulty(session, run, step)
+    run.current_step = step
+
+
+def _settle_buffers(session: Session, run: Run, config: RunConfig, record: StepRecord) -> None:
+    """After the update: solved prompts leave, this step's unfiltered fresh groups come in."""
+    step = record.step
+    fresh = _summaries(session, run, step, "fresh")
+    reevaluated = _summaries(session, run, step, "reevaluation")
+    if config.x2.enabled:
+        hard = buffer_as_of(session, run, "hard", step - 1)
+        solved = settle_reevaluated(
+            hard,
+            {group.prompt_uid: group for group in reevaluated},
+            after=config.bad.after,
+            c1=config.x2.c1,
+        )
+        _apply(session, run, "hard", step, BufferChange(admitted=[], evicted=solved))
+        gone = {group.group_id for group, _ in solved}
+        change = admit_hard(
+            [entry for entry in hard if entry.group_id not in gone],
+            fresh,
+            c1=config.x2.c1,
+            capacity=config.hard_capacity,
+            dedup=config.batch.dedup,
+        )
+        _apply(session, run, "hard", step, change)
+    if config.x3.enabled:
+        change = admit_high(
+            buffer_as_of(session, run, "high_quality", step - 1),
+            [*fresh, *(reevaluated if config.bad.store_new_in_high else [])],
+            window=(record.c2, record.c3),
+            capacity=config.high.capacity,
+            max_age=config.high.max_age,
+            step=step,
+            dedup=config.batch.dedup,
+        )
+        _apply(session, run, "high_quality", step, change)
+
+
+def _apply(session: Session, run: Run, buffer: wire.Buffer, step: int, change: BufferChange) -> None:
+    if change.admitted:
+        session.execute(
+            insert(BufferEntry),
+            [
+                {
+                    "run_id": run.id,
+                    "buffer": buffer,
+                    "group_id": group.group_id,
+                    "mean_reward": group.mean_reward,
+                    "inserted_step": step,
+                }
+                for group in change.admitted
+            ],
+        )
+    reasons: dict[str, list[int]] = {}
+    for group, reason in change.evicted:
+        reasons.setdefault(reason.value, []).append(group.group_id)
+    for reason, group_ids in reasons.items():
+        session.execute(
+            update(BufferEntry)
+            .where(
+                BufferEntry.run_id == run.id,
+                BufferEntry.buffer == buffer,
+                BufferEntry.group_id.in_(group_ids),
+                BufferEntry.evicted_step.is_(None),
+            )
+            .values(evicted_step=step, eviction_reason=reason)
+        )
+
+
+_DIFFICULTY = """
+    insert into prompt_difficulty
+        (run_id, prompt_id, attempts, first_mean, last_mean, best_mean, first_solved_step,
+         last_step, bin)
+    select run_id, prompt_id, count(*),
+        (array_agg(mean_reward order by step, kind))[1],
+        (array_agg(mean_reward order by step desc, kind desc))[1],
+        max(mean_reward),
+        min(step) filter (where correct > 0),
+        max(step),
+        (array_agg(correct order by step desc, kind desc))[1]
+    from rollout_group
+    where run_id = :run_id and kind <> 'evaluation' and step <= :step
+        and prompt_id = any(:prompt_ids)
+    group by run_id, prompt_id
+    on conflict (run_id, prompt_id) do update set
+        attempts = excluded.attempts, first_mean = excluded.first_mean,
+        last_mean = excluded.last_mean, best_mean = excluded.best_mean,
+        first_solved_step = excluded.first_solved_step, last_step = excluded.last_step,
+        bin = excluded.bin
+"""
+
+
+def _update_difficulty(session: Session, run: Run, step: int) -> None:
+    """Derives the difficulty of the prompts that this step touched from their groups."""
+    touched = list(
+        session.scalars(
+            select(RolloutGroup.prompt_id)
+            .where(
+                RolloutGroup.run_id == run.id,
+                RolloutGroup.step == step,
+                RolloutGroup.kind != "evaluation",
+            )
+            .distinct()
+        )
+    )
+    _derive_difficulty(session, run, step, touched)
+
+
+def _derive_difficulty(session: Session, run: Run, step: int, prompt_ids: list[int]) -> None:
+    session.execute(
+        text(_DIFFICULTY), {"run_id": run.id, "step": step, "prompt_ids": prompt_ids}
+    )
+
+
+# ---- rewind -------------------------------------------------------------------------------------
+
+
+def rewind(session: Session, run: Run, step: int) -> None:
+    """Undoes everything after the commit of `step`, exactly."""
+    if step > run.current_step:
+        raise conflict(f"cannot rewind to step {step}: step {run.current_step} is the last one")
+    later = [RolloutGroup.run_id == run.id, RolloutGroup.step > step]
+    touched = list(
+        session.scalars(
+            select(RolloutGroup.prompt_id).where(*later, RolloutGroup.kind != "evaluation").distinct()
+        )
+    )
+    for table in (BatchMemberRow, StepRecord, Checkpoint):
+        session.execute(delete(table).where(table.run_id == run.id, table.step > step))
+    session.execute(
+        delete(BufferEntry).where(BufferEntry.run_id == run.id, BufferEntry.inserted_step > step)
+    )
+    session.execute(
+        update(BufferEntry)
+        .where(BufferEntry.run_id == run.id, BufferEntry.evicted_step > step)
+        .values(evicted_step=None, eviction_reason=None)
+    )
+    session.execute(
+        delete(PromptDifficulty).where(
+            PromptDifficulty.run_id == run.id, PromptDifficulty.prompt_id.in_(touched)
+        )
+    )
+    session.execute(delete(RolloutGroup).where(*later))
+    session.execute(
+        delete(WeightVersion).where(
+            WeightVersion.run_id == run.id, WeightVersion.version > step + 1
+        )
+    )
+    run.current_step = step
+    _derive_difficulty(session, run, step, touched)
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+
+def buffer_as_of(session: Session, run: Run, buffer: wire.Buffer, step: int) -> list[GroupSummary]:
+    """The buffer after the commit of `step`, oldest first."""
+    rows = session.execute(
+        select(RolloutGroup, PromptRow.uid)
+        .join(BufferEntry, BufferEntry.group_id == RolloutGroup.id)
+        .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
+        .where(
+            BufferEntry.run_id == run.id,
+            BufferEntry.buffer == buffer,
+            BufferEntry.inserted_step <= step,
+            BufferEntry.evicted_step.is_(None) | (BufferEntry.evicted_step > step),
+        )
+        .order_by(RolloutGroup.step, RolloutGroup.position, RolloutGroup.kind)
+    )
+    return [_summary(group, uid) for group, uid in rows]
+
+
+def _summaries(session: Session, run: Run, step: int, kind: wire.Kind) -> list[GroupSummary]:
+    """The groups of a step in the order their prompts were drawn, however they arrived."""
+    rows = session.execute(
+        select(RolloutGroup, PromptRow.uid)
+        .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
+        .where(
+            RolloutGroup.run_id == run.id, RolloutGroup.step == step, RolloutGroup.kind == kind
+        )
+        .order_by(RolloutGroup.position)
+    )
+    return [_summary(group, uid) for group, uid in rows]
+
+
+def _summary(group: RolloutGroup, uid: str) -> GroupSummary:
+    return GroupSummary(
+        group_id=group.id,
+        prompt_uid=uid,
+        step=group.step,
+        correct=group.correct,
+        size=group.size,
+        policy_version=group.policy_version,
+    )
+
+
+def _token_count(session: Session, run: Run, step: int) -> int:
+    counted = select(func.coalesce(func.sum(RolloutGroup.token_count), 0)).where(
+        RolloutGroup.run_id == run.id,
+        RolloutGroup.step == step,
+        RolloutGroup.kind != "evaluation",
+    )
+    return int(session.scalar(counted) or 0)

@@ -1,0 +1,310 @@
+"""`bapo`: the command line. Imports what a command needs only when it runs, so help is instant."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bapo_core.config import RunConfig
+    from services.buffer.client import BufferClient
+    from services.local.stack import Endpoints
+
+DEFAULT_PORT = 8700
+
+DESCRIPTION = """\
+Off-policy reinforcement learning from verifiable rewards (BAPO, arXiv 2602.20722).
+
+  bapo run examples/countdown.yaml               train on this machine, with live progress
+  bapo run examples/countdown.yaml steps=50      the same, with a key of the configuration changed
+  bapo run examples/countdown.yaml --resume      continue a run that was interrupted
+  bapo report countdown                          write runs/countdown/report.html again
+  bapo compare examples/countdown.yaml           BAPO against GRPO and DAPO, several seeds
+  bapo stack up                                  keep Postgres, S3 and the REST API running
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a command. An error is one line on standard error, and exit status 1."""
+    parsed = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], None] = parsed.command
+    from bapo_core.config import ConfigError
+
+    # The rest of what can go wrong is imported late: it brings the web framework with it.
+    try:
+        command(parsed)
+    except ConfigError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        _fail("interrupted; continue with `bapo run --resume`", 130)
+    except Exception as error:
+        from services.common.errors import BapoError
+
+        if not isinstance(error, BapoError | OSError):
+            raise
+        _fail(str(error))
+
+
+def _fail(message: str, status: int = 1) -> None:
+    sys.exit(_say_error(message) or status)
+
+
+def _say_error(message: str) -> None:
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+
+
+# ---- the commands -------------------------------------------------------------------------------
+
+
+def _run(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from services.local.run import LocalRun, create, ensure_model, execute, next_free_name
+    from services.local.stack import any_stack, default_home, stop_on_signals
+
+    stop_on_signals()
+    console = Console()
+    home = default_home()
+    config = _config(arguments)
+    for warning in config.warnings():
+        console.print(f"note: {warning}", highlight=False)
+    model = ensure_model(config, home, console)
+    with any_stack(home, arguments.port) as endpoints:
+        client = _client(endpoints, config.name)
+        if arguments.new:
+            config = config.model_copy(update={"name": next_free_name(client, config.name)})
+        if arguments.resume:
+            config = _stored_config(client, config.name)
+        _announce(console, endpoints, home)
+        run = LocalRun(config, endpoints, home, Path("runs") / config.name, console)
+        if not arguments.resume:
+            create(run)
+        history = execute(run, model)
+        initial, final = history.evaluations[0], history.evaluations[-1]
+        console.print(
+            f"\nheld-out accuracy {initial.mean_accuracy:.3f} -> {final.mean_accuracy:.3f}, "
+            f"prompts at 0 correct {initial.bins[0]} -> {final.bins[0]} of {final.prompts}\n"
+            f"report   {run.directory / 'report.html'}\n"
+            f"summary  {run.directory / 'summary.json'}\n"
+            "query    `bapo stack up` keeps the REST API running after this",
+            highlight=False,
+        )
+
+
+def _announce(console: object, endpoints: Endpoints, home: Path) -> None:
+    from rich.console import Console
+
+    assert isinstance(console, Console)
+    console.print(
+        f"REST API  {endpoints.buffer_url}/docs  (token: in {home / 'stack.json'})\n"
+        f"logs      {home / 'logs'}",
+        highlight=False,
+    )
+
+
+def _stored_config(client: BufferClient, name: str) -> RunConfig:
+    """A run is resumed with the configuration that it was started with."""
+    from bapo_core.config import RunConfig
+    from services.common.errors import BapoError, ServiceError
+
+    client.run = name
+    try:
+        state = client.run_state()
+    except ServiceError as error:
+        raise BapoError(f"there is no run {name!r} to resume; start it without --resume") from error
+    if state.status == "finished":
+        raise BapoError(f"run {name!r} is finished; `bapo report {name}` shows it")
+    return RunConfig.model_validate(state.config)
+
+
+def _config(arguments: argparse.Namespace) -> RunConfig:
+    from bapo_core.config import load_config
+
+    return load_config(arguments.config, arguments.overrides)
+
+
+def _client(endpoints: Endpoints, run: str) -> BufferClient:
+    from services.buffer.client import BufferClient
+
+    return BufferClient(endpoints.buffer_url, endpoints.token, run=run)
+
+
+def _eval(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from services.local.evaluate import evaluate_directory, show
+    from services.local.run import ensure_model
+    from services.local.stack import default_home
+
+    config = _config(arguments)
+    console = Console()
+    if arguments.model == "tiny":
+        model = ensure_model(config, default_home(), console)
+    else:
+        model = Path(arguments.model)
+    result = evaluate_directory(config, model)
+    if arguments.json:
+        print(json.dumps(result, indent=2))
+    else:
+        show(console, result)
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from bapo_core.config import RunConfig
+    from services.local.run import LocalRun, write_outputs
+    from services.local.stack import any_stack, default_home
+    from services.report.summary import read_history
+
+    home = default_home()
+    with any_stack(home, 0) as endpoints:
+        history = read_history(_client(endpoints, arguments.name))
+    config = RunConfig.model_validate(history.state.config)
+    directory = Path("runs") / arguments.name
+    write_outputs(LocalRun(config, endpoints, home, directory, Console()), history)
+    print(directory / "report.html")
+
+
+def _compare(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from services.local.compare import compare
+    from services.local.stack import default_home, stop_on_signals
+
+    stop_on_signals()
+    config = _config(arguments)
+    page = compare(
+        config,
+        algorithms=arguments.algorithms.split(","),
+        seeds=[int(seed) for seed in arguments.seeds.split(",")],
+        home=default_home(),
+        console=Console(),
+        port=arguments.port,
+    )
+    print(page)
+
+
+def _model_tiny(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from bapo_core.config import RunConfig
+    from services.local.run import ensure_model
+    from services.local.stack import default_home
+
+    print(ensure_model(RunConfig(), default_home(), Console()))
+
+
+def _config_show(arguments: argparse.Namespace) -> None:
+    import yaml
+
+    config = _config(arguments).model_dump(mode="json")
+    print(yaml.safe_dump(config, sort_keys=False), end="")
+
+
+def _config_check(arguments: argparse.Namespace) -> None:
+    config = _config(arguments)
+    for warning in config.warnings():
+        print(f"note: {warning}")
+    print(f"{arguments.config or 'the default configuration'} is valid")
+
+
+def _stack_up(arguments: argparse.Namespace) -> None:
+    from services.local.stack import default_home, stack_up
+
+    home = default_home()
+    endpoints = stack_up(home, arguments.port)
+    print(f"REST API  {endpoints.buffer_url}/docs")
+    print(f"token     {home / 'stack.json'}")
+
+
+def _stack_down(_: argparse.Namespace) -> None:
+    from services.local.stack import default_home, stack_down
+
+    print("stopped" if stack_down(default_home()) else "no stack is running")
+
+
+# ---- their arguments ----------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bapo",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    run = _command(commands, "run", _run, "train on this machine")
+    _configurable(run)
+    run.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
+    run.add_argument("--new", action="store_true", help="take the next free name if it is taken")
+    _with_port(run)
+
+    evaluate = _command(commands, "eval", _eval, "accuracy of a model directory, held-out prompts")
+    evaluate.add_argument("model", help="a Hugging Face directory, or `tiny`")
+    _configurable(evaluate)
+    evaluate.add_argument("--json", action="store_true", help="for programs")
+
+    report = _command(commands, "report", _report, "write the report of a run again")
+    report.add_argument("name", help="the run's name")
+
+    comparing = _command(commands, "compare", _compare, "train several algorithms, several seeds")
+    _configurable(comparing)
+    comparing.add_argument("--algorithms", default="bapo,grpo,dapo", help="(default: %(default)s)")
+    comparing.add_argument("--seeds", default="1,2,3", help="(default: %(default)s)")
+    _with_port(comparing)
+
+    model = _group(commands, "model", "models that come with bapo")
+    _command(model, "tiny", _model_tiny, "build the tiny base model; print its directory")
+
+    config = _group(commands, "config", "look at a configuration")
+    _configurable(_command(config, "show", _config_show, "every key, with presets applied"))
+    _configurable(_command(config, "check", _config_check, "say what is wrong with it, or slow"))
+
+    stack = _group(commands, "stack", "Postgres, S3, buffer service and verifier, kept running")
+    _with_port(_command(stack, "up", _stack_up, "start it; it stays until `bapo stack down`"))
+    _command(stack, "down", _stack_down, "stop it")
+    return parser
+
+
+def _command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    function: Callable[[argparse.Namespace], None],
+    summary: str,
+) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=summary, description=summary)
+    parser.set_defaults(command=function)
+    return parser
+
+
+def _group(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str
+) -> argparse._SubParsersAction[argparse.ArgumentParser]:
+    parser = commands.add_parser(name, help=summary, description=summary)
+    return parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+
+def _configurable(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", help="a YAML file (see examples/)")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="keys of the configuration, for example sync.every=3",
+    )
+
+
+def _with_port(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--port", type=int, default=DEFAULT_PORT, help="of the REST API (default: %(default)s)"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What every service shares: errors, tokens, settings, logs, the object store."""

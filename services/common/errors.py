@@ -1,0 +1,67 @@
+"""Errors that a person can act on, and their form on the wire (RFC 9457 problem details)."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+
+
+class BapoError(Exception):
+    """An error whose message is one line: what is wrong, where, and what to do."""
+
+
+class ServiceUnavailable(BapoError):
+    """A service of the run does not answer."""
+
+
+class ServiceError(BapoError):
+    """A service answered with an error. `status` is the HTTP status."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Superseded(ServiceError):
+    """409: a newer attempt of the run has taken over; this process must stop."""
+
+
+class Problem(Exception):
+    """What a route raises; becomes an `application/problem+json` answer."""
+
+    def __init__(self, status: int, title: str, detail: str, kind: str = "about:blank") -> None:
+        super().__init__(detail)
+        self.status, self.title, self.detail, self.kind = status, title, detail, kind
+
+
+def not_found(what: str) -> Problem:
+    return Problem(404, "Not found", f"there is no {what}")
+
+
+def conflict(detail: str, kind: str = "about:blank") -> Problem:
+    return Problem(409, "Conflict", detail, kind)
+
+
+def bad_request(detail: str) -> Problem:
+    return Problem(400, "Bad request", detail)
+
+
+def problem_response(
+    status: int, title: str, detail: str, kind: str = "about:blank"
+) -> JSONResponse:
+    body = {"type": kind, "title": title, "status": status, "detail": detail}
+    return JSONResponse(body, status_code=status, media_type="application/problem+json")
+
+
+def install_problem_handlers(app: FastAPI) -> None:
+    """Every error of `app` leaves as problem details."""
+
+    @app.exception_handler(Problem)
+    async def _problem(_: Request, error: Problem) -> JSONResponse:
+        return problem_response(error.status, error.title, error.detail, error.kind)
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        parts = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        return problem_response(422, "Invalid request", "; ".join(parts))

@@ -1,0 +1,146 @@
+"""The object store: bytes and directories, always with their SHA-256.
+
+A directory is written shards first, then `manifest.json` with the digest of every file; the
+digest of the manifest names the whole. Readers check every digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import urllib3
+from minio import Minio
+from minio.deleteobjects import DeleteObject
+from minio.error import MinioException, S3Error
+
+from services.common.errors import BapoError
+from services.common.settings import ObjectStoreSettings
+
+MANIFEST = "manifest.json"
+
+
+class ObjectStoreError(BapoError):
+    """The object store refused, failed, or returned other bytes than were stored."""
+
+
+def digest_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+class ObjectStore:
+    """One bucket of an S3 server."""
+
+    def __init__(self, settings: ObjectStoreSettings, *, patient: bool = True) -> None:
+        """`patient` retries what may pass by itself: a server that is busy or restarting."""
+        self.settings = settings
+        url = urlsplit(settings.endpoint)
+        self._client = Minio(
+            endpoint=url.netloc,
+            access_key=settings.access_key,
+            secret_key=settings.secret_key,
+            secure=url.scheme == "https",
+            region="us-east-1",
+            http_client=urllib3.PoolManager(
+                timeout=urllib3.Timeout(connect=5, read=60),
+                retries=urllib3.Retry(
+                    total=4 if patient else 0, backoff_factor=0.2, status_forcelist=[500, 503]
+                ),
+                maxsize=16,
+            ),
+        )
+
+    def _failed(self, doing: str, key: str, error: Exception) -> ObjectStoreError:
+        code = getattr(error, "code", None) or type(error).__name__
+        return ObjectStoreError(
+            f"object store {self.settings.endpoint}: cannot {doing} "
+            f"{self.settings.bucket}/{key}: {code}; check that it runs, has space, and accepts "
+            "the credentials"
+        )
+
+    def ensure_bucket(self) -> None:
+        try:
+            if not self._client.bucket_exists(bucket_name=self.settings.bucket):
+                self._client.make_bucket(bucket_name=self.settings.bucket)
+        except S3Error as error:
+            if error.code != "BucketAlreadyOwnedByYou":
+                raise self._failed("create", "", error) from error
+        except (MinioException, urllib3.exceptions.HTTPError) as error:
+            raise self._failed("create", "", error) from error
+
+    def put(self, key: str, data: bytes) -> str:
+        """Stores `data`; returns its digest."""
+        try:
+            self._client.put_object(
+                bucket_name=self.settings.bucket,
+                object_name=key,
+                data=io.BytesIO(data),
+                length=len(data),
+            )
+        except (MinioException, urllib3.exceptions.HTTPError) as error:
+            raise self._failed("write", key, error) from error
+        return digest_of(data)
+
+    def get(self, key: str, digest: str) -> bytes:
+        """The bytes of `key`; an error unless their digest is `digest`."""
+        try:
+            response = self._client.get_object(bucket_name=self.settings.bucket, object_name=key)
+            try:
+                data = response.read()
+            finally:
+                response.close()
+                response.release_conn()
+        except (MinioException, urllib3.exceptions.HTTPError) as error:
+            raise self._failed("read", key, error) from error
+        if digest_of(data) != digest:
+            raise ObjectStoreError(
+                f"{self.settings.bucket}/{key}: the stored bytes do not have the digest "
+                f"{digest[:12]}... that was recorded; the object was damaged or replaced"
+            )
+        return data
+
+    def keys(self, prefix: str) -> list[str]:
+        try:
+            found = self._client.list_objects(
+                bucket_name=self.settings.bucket, prefix=prefix, recursive=True
+            )
+            return [str(item.object_name) for item in found]
+        except (MinioException, urllib3.exceptions.HTTPError) as error:
+            raise self._failed("list", prefix, error) from error
+
+    def delete(self, keys: Iterable[str]) -> None:
+        doomed = [DeleteObject(key) for key in keys]
+        try:
+            errors = list(
+                self._client.remove_objects(
+                    bucket_name=self.settings.bucket, delete_object_list=doomed
+                )
+            )
+        except (MinioException, urllib3.exceptions.HTTPError) as error:
+            raise self._failed("delete", doomed[0]._name if doomed else "", error) from error
+        if errors:
+            raise ObjectStoreError(f"object store: cannot delete {errors[0].name}: {errors[0]}")
+
+    def put_directory(self, prefix: str, directory: Path) -> str:
+        """Stores every file of `directory` under `prefix`, the manifest last; returns its digest."""
+        files = sorted(path for path in directory.rglob("*") if path.is_file())
+        listing = {
+            str(path.relative_to(directory)): self.put(
+                f"{prefix}/{path.relative_to(directory)}", path.read_bytes()
+            )
+            for path in files
+        }
+        manifest = json.dumps({"files": listing}, sort_keys=True).encode()
+        return self.put(f"{prefix}/{MANIFEST}", manifest)
+
+    def get_directory(self, prefix: str, digest: str, directory: Path) -> None:
+        """Fetches what `put_directory` stored into `directory`, checking every digest."""
+        manifest = json.loads(self.get(f"{prefix}/{MANIFEST}", digest))
+        for name, file_digest in manifest["files"].items():
+            target = directory / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(self.get(f"{prefix}/{name}", file_digest))

@@ -1,0 +1,197 @@
+"""One run on this machine, from a configuration to a report."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.progress import Progress
+
+from bapo_core.config import RunConfig
+from services.buffer import wire
+from services.buffer.client import BufferClient
+from services.common.errors import BapoError, ServiceError
+from services.local.data import load_datasets
+from services.local.progress import RunDisplay
+from services.local.stack import Endpoints
+from services.local.supervisor import Supervisor, free_ports
+from services.report.summary import RunHistory, read_history, summarise
+
+POLL_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRun:
+    """A run of the local stack: what it is, and where its files go."""
+
+    config: RunConfig
+    endpoints: Endpoints
+    home: Path
+    directory: Path
+    """`runs/<name>`"""
+    console: Console
+
+    @property
+    def client(self) -> BufferClient:
+        return BufferClient(
+            self.endpoints.buffer_url, self.endpoints.token, run=self.config.name
+        )
+
+
+def create(run: LocalRun) -> None:
+    """Uploads the prompts and creates the run; an error if its name is taken."""
+    train, test = load_datasets(run.config)
+    client = run.client
+    for dataset in (train, test):
+        client.upload_dataset(dataset.name, dataset.prompts)
+    if run.config.name in {state.name for state in client.runs()}:
+        raise BapoError(
+            f"run {run.config.name!r} exists; continue it with --resume, or take another name "
+            "(name=...) or the next free one (--new)"
+        )
+    client.create_run(
+        wire.RunCreate(
+            name=run.config.name,
+            config=run.config.model_dump(mode="json"),
+            train_dataset=train.name,
+            test_dataset=test.name,
+        )
+    )
+
+
+def execute(run: LocalRun, model: Path) -> RunHistory:
+    """Trains from the last checkpoint to the end; writes the summary and the report."""
+    started = time.monotonic()
+    run.directory.mkdir(parents=True, exist_ok=True)
+    config_text = yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False)
+    (run.directory / "config.yaml").write_text(config_text)
+    client = run.client
+    state = client.begin_attempt()
+    scratch = Path(tempfile.mkdtemp(prefix=f"{run.config.name}-", dir=_scratch_home(run.home)))
+    try:
+        with Supervisor(run.home / "logs" / run.config.name) as supervisor:
+            _start(run, supervisor, state, model, scratch)
+            _watch(run, supervisor, client, state)
+        client.set_status("finished")
+    except BaseException:
+        _note_failure(client)
+        raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    history = read_history(client)
+    write_outputs(run, history, time.monotonic() - started)
+    return history
+
+
+def _scratch_home(home: Path) -> Path:
+    directory = home / "scratch"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def _start(
+    run: LocalRun, supervisor: Supervisor, state: wire.RunState, model: Path, scratch: Path
+) -> None:
+    """The engine, the trainer and the collector, with this attempt's number."""
+    (port,) = free_ports(1)
+    environment = {
+        **run.endpoints.environment(),
+        "BAPO_RUN": run.config.name,
+        "BAPO_ATTEMPT": str(state.attempt),
+        "BAPO_MODEL": str(model),
+        "BAPO_ROLLOUT_URL": f"http://127.0.0.1:{port}",
+        "BAPO_PORT": str(port),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
+    for name, module in (
+        ("engine", "services.rollout.server"),
+        ("trainer", "services.trainer.loop"),
+        ("collector", "services.rollout.collector"),
+    ):
+        own = {"BAPO_SCRATCH": str(scratch / name), "OMP_NUM_THREADS": "1"}
+        supervisor.start_python(name, module, {**environment, **own})
+
+
+def _watch(
+    run: LocalRun, supervisor: Supervisor, client: BufferClient, state: wire.RunState
+) -> None:
+    """Shows progress until the trainer and the collector are done; an error if a process fails."""
+    done = state.current_step
+    display = RunDisplay(run.console, run.config.name, run.config.steps, done)
+    evaluations: list[wire.Evaluation] = []
+    with display.shown():
+        while True:
+            finished = supervisor.finished("trainer") and supervisor.finished("collector")
+            if supervisor.finished("engine"):
+                raise BapoError("the rollout engine ended early; continue with --resume")
+            steps = client.steps(after=done)
+            if steps:
+                done = steps[-1].step
+                evaluations = client.evaluations()
+            display.update(steps, evaluations)
+            if finished:
+                return
+            time.sleep(POLL_S)
+
+
+def _note_failure(client: BufferClient) -> None:
+    try:
+        client.set_status("failed")
+    except (BapoError, ServiceError):
+        # The service may be what failed; the error that led here is the one to show.
+        return
+
+
+def write_outputs(run: LocalRun, history: RunHistory, wall_seconds: float | None = None) -> None:
+    """`summary.json` and `report.html`."""
+    from services.report.html import write_report
+
+    run.directory.mkdir(parents=True, exist_ok=True)
+    summary = summarise(history, wall_seconds)
+    (run.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_report(history, summary, run.directory / "report.html")
+
+
+def ensure_model(config: RunConfig, home: Path, console: Console) -> Path:
+    """The directory of the initial model; builds the tiny one on first use."""
+    if config.model.path != "tiny":
+        directory = Path(config.model.path)
+        if not (directory / "config.json").is_file():
+            raise BapoError(
+                f"model.path {directory} is not a model directory: it has no config.json; give a "
+                "Hugging Face directory, or `tiny`"
+            )
+        return directory.resolve()
+    from services.model.tiny import build_tiny_model
+
+    directory = home / "models" / "tiny"
+    if not (directory / "config.json").is_file():
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with Progress(console=console) as progress:
+            bar = progress.add_task("building the tiny base model (once)", total=None)
+
+            def show(done: int, total: int, loss: float) -> None:
+                progress.update(bar, completed=done, total=total, description=(
+                    f"building the tiny base model (once), loss {loss:.3f}"
+                ))
+
+            build_tiny_model(directory, seed=0, progress=show)
+    return directory
+
+
+def next_free_name(client: BufferClient, name: str) -> str:
+    """`name`, or `name-2`, `name-3`, ... if it is taken."""
+    taken = {state.name for state in client.runs()}
+    number = 1
+    candidate = name
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}-{number}"
+    return candidate

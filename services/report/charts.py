@@ -1,0 +1,166 @@
+"""The pictures of a report, each as one inline SVG. Colours read on light and dark pages."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+INK = "#7a8290"
+SERIES = ("#3b7dd8", "#e0743c", "#2f9e6e", "#b35fc4", "#c9a227", "#5aa9c7")
+"""Told apart by colour-blind readers too."""
+
+_STYLE: dict[str, Any] = {
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": INK,
+    "grid.alpha": 0.18,
+    "legend.frameon": False,
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    # The same report for the same run: no random ids.
+    "svg.hashsalt": "bapo",
+}
+
+
+class Chart:
+    """Axes to draw on, and the SVG once the drawing is done."""
+
+    def __init__(self, figure: Figure, axes: Axes) -> None:
+        self.figure, self.axes = figure, axes
+        self.svg = ""
+
+
+@contextmanager
+def chart(
+    *, x: str = "training step", y: str = "", wide: bool = False, tall: bool = False
+) -> Iterator[Chart]:
+    """A chart to draw on; `.svg` holds it after the block."""
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(11 if wide else 5.6, 4.6 if tall else 3.2), layout="constrained")
+        axes = figure.add_subplot()
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+        drawn = Chart(figure, axes)
+        yield drawn
+        handles, _ = axes.get_legend_handles_labels()
+        if handles:
+            columns = min(4, len(handles))
+            figure.legend(loc="outside upper left", ncols=columns, fontsize=9)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+        text = buffer.getvalue()
+        drawn.svg = text[text.index("<svg") :]
+
+
+def smoothed(values: Sequence[float], window: int = 15) -> np.ndarray[Any, Any]:
+    """The centred moving mean; at the ends over what there is."""
+    kernel = np.ones(min(window, len(values)))
+    weights = np.convolve(np.ones(len(values)), kernel, mode="same")
+    result: np.ndarray[Any, Any] = np.convolve(values, kernel, mode="same") / weights
+    return result
+
+
+def lines(
+    x: Sequence[float], series: Mapping[str, Sequence[float]], *, y: str = "", raw: bool = False
+) -> str:
+    """One line a series; with `raw`, its moving mean over a faint trace of the values."""
+    with chart(y=y) as drawn:
+        for (name, values), colour in zip(series.items(), SERIES, strict=False):
+            if raw:
+                drawn.axes.plot(x, values, color=colour, alpha=0.25, linewidth=0.8)
+                drawn.axes.plot(x, smoothed(values), color=colour, linewidth=1.8, label=name)
+            else:
+                marker = "o" if len(x) < 40 else None
+                drawn.axes.plot(
+                    x, values, color=colour, linewidth=1.8, marker=marker, markersize=3.5, label=name
+                )
+    return drawn.svg
+
+
+def stacked(
+    x: Sequence[float], series: Mapping[str, Sequence[float]], *, y: str, limit: float | None = None
+) -> str:
+    """Areas on top of each other; `limit` draws a dashed line."""
+    with chart(y=y) as drawn:
+        drawn.axes.stackplot(
+            x, list(series.values()), labels=list(series), colors=SERIES, alpha=0.85, linewidth=0
+        )
+        if limit is not None:
+            drawn.axes.axhline(limit, color=INK, linestyle="--", linewidth=1)
+        drawn.axes.set_xlim(x[0], max(x[-1], x[0] + 1))
+    return drawn.svg
+
+
+def bins_over_time(x: Sequence[float], bins: Sequence[Sequence[int]]) -> str:
+    """Share of prompts with k of G correct, from dark (none) to light (all)."""
+    shares = np.array(bins, dtype=float).T
+    shares /= shares.sum(axis=0, keepdims=True)
+    colours = mpl.colormaps["viridis"](np.linspace(0.02, 0.95, len(shares)))
+    with chart(y="share of prompts", tall=True) as drawn:
+        top = len(shares) - 1
+        labels = [f"{k} of {top}" for k in range(top + 1)]
+        drawn.axes.stackplot(x, shares, labels=labels, colors=colours, linewidth=0)
+        drawn.axes.set_xlim(x[0], max(x[-1], x[0] + 1))
+        drawn.axes.set_ylim(0, 1)
+    return drawn.svg
+
+
+def window(
+    x: Sequence[float], c2: Sequence[float], c3: Sequence[float], r_tot: Sequence[float]
+) -> str:
+    """The replay window [c2, c3] and the reward that moves it (Eq. 8)."""
+    with chart(y="mean reward of a group") as drawn:
+        drawn.axes.fill_between(x, c2, c3, color=SERIES[2], alpha=0.35, label="window [c2, c3]")
+        drawn.axes.plot(x, r_tot, color=SERIES[0], linewidth=1, label="r_tot")
+        drawn.axes.set_ylim(0, 1)
+    return drawn.svg
+
+
+def migration(matrix: Sequence[Sequence[int]], before: str, after: str) -> str:
+    """Prompts by bin before (row) and after (column); the number in each cell."""
+    values = np.array(matrix)
+    with chart(x=f"k correct, {after}", y=f"k correct, {before}", tall=True) as drawn:
+        drawn.axes.grid(False)
+        drawn.axes.imshow(np.sqrt(values), cmap="Blues", origin="lower", aspect="auto")
+        brightest = np.sqrt(values.max()) if values.size else 0.0
+        for row, column in zip(*np.nonzero(values), strict=True):
+            count = int(values[row, column])
+            dark = np.sqrt(count) > 0.6 * brightest
+            drawn.axes.text(
+                column, row, str(count), ha="center", va="center", fontsize=9,
+                color="white" if dark else "#1d2733",
+            )  # fmt: skip
+        drawn.axes.set_yticks(range(len(values)))
+        drawn.axes.set_xticks(range(len(values)))
+    return drawn.svg
+
+
+def bars(values: Mapping[str, float], *, x: str) -> str:
+    """Horizontal bars, the longest on top."""
+    ordered = sorted(values.items(), key=lambda item: item[1])
+    with chart(x=x) as drawn:
+        drawn.axes.barh([name for name, _ in ordered], [v for _, v in ordered], color=SERIES[0])
+        for position, (_, value) in enumerate(ordered):
+            drawn.axes.text(value, position, f" {value:.1f}", va="center", fontsize=9)
+        drawn.axes.grid(False, axis="y")
+        drawn.axes.margins(x=0.12)
+    return drawn.svg

@@ -1,0 +1,193 @@
+"""`report.html`: one self-contained page about a run."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from bapo_core.types import Source
+from services.report import charts
+from services.report.summary import RunHistory
+
+STYLE = """
+:root { color-scheme: light dark; --ink:#1d2733; --soft:#5b6675; --page:#fbfbfa; --card:#fff;
+  --line:#e3e6ea; --accent:#3b7dd8; }
+@media (prefers-color-scheme: dark) { :root { --ink:#e8ebef; --soft:#a3acb9; --page:#14181d;
+  --card:#1b2027; --line:#2d343d; } }
+* { box-sizing: border-box; }
+body { margin:0; background:var(--page); color:var(--ink); font:15px/1.5 system-ui, sans-serif; }
+main { max-width:1180px; margin:0 auto; padding:32px 20px 64px; }
+h1 { font-size:26px; margin:0 0 4px; } h2 { font-size:16px; margin:0 0 2px; }
+p.lead, figcaption, .soft { color:var(--soft); }
+p.lead { margin:0 0 20px; }
+.tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(150px,1fr)); gap:12px; }
+.tile, figure { background:var(--card); border:1px solid var(--line); border-radius:10px; }
+.tile { padding:12px 16px; } .tile b { display:block; font-size:22px; font-weight:600; }
+.tile span { color:var(--soft); font-size:13px; }
+.charts { display:grid; grid-template-columns:repeat(auto-fit,minmax(440px,1fr)); gap:16px;
+  margin-top:16px; }
+figure { margin:0; padding:16px; } figcaption { font-size:13px; margin-bottom:6px; }
+figure svg { width:100%; height:auto; display:block; }
+table { border-collapse:collapse; width:100%; font-variant-numeric:tabular-nums; }
+th, td { text-align:right; padding:6px 10px; border-bottom:1px solid var(--line); }
+th:first-child, td:first-child { text-align:left; } thead th { color:var(--soft); font-weight:500; }
+details { margin-top:24px; } pre { overflow-x:auto; padding:12px; background:var(--card);
+  border:1px solid var(--line); border-radius:10px; font-size:13px; }
+@media (max-width:520px) { .charts { grid-template-columns:1fr; } }
+"""
+
+
+def page(title: str, body: str) -> str:
+    """A whole HTML document; nothing in it is fetched from elsewhere."""
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head>"
+        f"<body><main>{body}</main></body></html>\n"
+    )
+
+
+def tiles(values: Sequence[tuple[str, str]]) -> str:
+    cells = (
+        f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>'
+        for name, value in values
+    )
+    return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def figure(title: str, caption: str, svg: str) -> str:
+    labelled = svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}"', 1)
+    return (
+        f"<figure><h2>{html.escape(title)}</h2><figcaption>{html.escape(caption)}</figcaption>"
+        f"{labelled}</figure>"
+    )
+
+
+def write_report(history: RunHistory, summary: dict[str, Any], path: Path) -> None:
+    """Writes the report of a run to `path`."""
+    name = history.state.name
+    body = [
+        f"<h1>{html.escape(name)}</h1>",
+        f'<p class="lead">{html.escape(_lead(history))}</p>',
+        tiles(_headline(summary)),
+        f'<div class="charts">{"".join(_figures(history, summary))}</div>',
+        "<details><summary>Configuration</summary><pre>",
+        html.escape(yaml.safe_dump(history.state.config, sort_keys=False)),
+        "</pre></details>",
+    ]
+    path.write_text(page(f"{name}: bapo report", "".join(body)), encoding="utf-8")
+
+
+def _lead(history: RunHistory) -> str:
+    config = history.config
+    return (
+        f"{config.algorithm} on {config.task.name}, seed {config.seed}: {len(history.steps)} steps "
+        f"of {config.rollout.prompts_per_step} prompts x {config.rollout.group_size} responses, "
+        f"rollout policy refreshed every {config.sync.every} steps."
+    )
+
+
+def _headline(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    initial, final = summary["evaluation"]["initial"], summary["evaluation"]["final"]
+    training = summary["unlocked_training_prompts"]
+    found = [
+        ("held-out accuracy, base", f"{initial['mean_accuracy']:.3f}"),
+        ("held-out accuracy, final", f"{final['mean_accuracy']:.3f}"),
+        ("held-out prompts at 0, base", f"{initial['bins'][0]} of {initial['prompts']}"),
+        ("held-out prompts at 0, final", f"{final['bins'][0]} of {final['prompts']}"),
+        ("of those at 0, since solved", f"{summary['unlocked_fraction']:.0%}"),
+        ("training prompts unlocked", f"{training['unlocked']} of {training['initially_unsolved']}"),
+        ("training responses", f"{summary['rollouts']:,}"),
+    ]
+    if "wall" in summary["seconds"]:
+        found.append(("wall time", f"{summary['seconds']['wall']:.0f} s"))
+    return found
+
+
+def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
+    steps, evaluations = history.steps, history.evaluations
+    x = [step.step for step in steps]
+    versions = [evaluation.version for evaluation in evaluations]
+    first, last = versions[0], versions[-1]
+
+    def metric(name: str) -> list[float]:
+        return [step.metrics.get(name, 0.0) for step in steps]
+
+    parts = {source.value: [step.counts[source.value] for step in steps] for source in Source}
+    phases = {name: value for name, value in summary["seconds"].items() if name != "wall"}
+    found = [
+        figure(
+            "Reward",
+            "Mean reward of each step's unfiltered fresh rollouts.",
+            charts.lines(x, {"reward": [step.r_tot for step in steps]}, raw=True),
+        ),
+        figure(
+            "Held-out accuracy",
+            "Mean over the held-out prompts, by policy version.",
+            charts.lines(
+                versions, {"accuracy": [evaluation.mean_accuracy for evaluation in evaluations]}
+            ),
+        ),
+        figure(
+            "Accuracy bins over time",
+            "Held-out prompts by how many of their responses are correct.",
+            charts.bins_over_time(versions, [evaluation.bins for evaluation in evaluations]),
+        ),
+        figure(
+            "Migration of held-out prompts",
+            f"Rows: bin at version {first}. Columns: bin at version {last}.",
+            charts.migration(history.migration.matrix, f"v{first}", f"v{last}"),
+        ),
+        figure(
+            "Batch composition",
+            "Groups by source; the dashed line is the capacity. Batches are never padded.",
+            charts.stacked(x, parts, y="groups", limit=history.config.batch_capacity),
+        ),
+        figure(
+            "Thresholds",
+            "Groups with a mean reward in the window may be replayed.",
+            charts.window(
+                x,
+                [step.c2 for step in steps],
+                [step.c3 for step in steps],
+                [step.r_tot for step in steps],
+            ),
+        ),
+        figure(
+            "Prompts unlocked",
+            "Share of the held-out prompts at 0 correct at first that have some correct since.",
+            charts.lines(versions, {"unlocked": history.unlocked_over_time}),
+        ),
+        figure(
+            "Time by phase of the trainer",
+            "`wait` is for rollouts; the collector works beside the trainer.",
+            charts.bars(phases, x="seconds"),
+        ),
+        figure(
+            "Entropy",
+            "Of the policy on the tokens it trains on, in nats a token.",
+            charts.lines(x, {"entropy": metric("entropy")}, raw=True),
+        ),
+        figure(
+            "Staleness",
+            "Trainer step minus policy version, over the groups of the batch.",
+            charts.lines(
+                x, {"mean": metric("staleness_mean"), "max": metric("staleness_max")}, y="steps"
+            ),
+        ),
+        figure(
+            "Off-policy mismatch",
+            "KL of the behaviour policies to the trainer's, in nats a token, before each update.",
+            charts.lines(x, {"mismatch KL": metric("mismatch/mismatch_kl")}, raw=True),
+        ),
+        figure(
+            "Measured lower bound of Theorem 3.2",
+            "Sum over the sources of L - 2 K TV(new) - 2 TV(old), from sequence ratios.",
+            charts.lines(x, {"bound": metric("theory/bound")}, raw=True),
+        ),
+    ]
+    return found

@@ -1,0 +1,1 @@
+"""Rollouts: engines, the server in front of one, and the collector that drives it."""

@@ -1,0 +1,1 @@
+"""The verifier: scores responses in killable processes. Others import `client` and nothing else."""

@@ -1,0 +1,95 @@
+import pytest
+import torch
+
+from bapo_core.advantages import gae, group_relative
+
+
+def rewards(k, size):
+    return torch.tensor([[1.0] * k + [0.0] * (size - k)])
+
+
+# T1: (G, k, advantage of a correct response, of a wrong one)
+@pytest.mark.parametrize(
+    ("std", "size", "k", "correct", "wrong"),
+    [
+        ("population", 4, 1, 1.732046, -0.577349),
+        ("population", 4, 2, 0.999998, -0.999998),
+        ("population", 8, 1, 2.645739, -0.377963),
+        ("population", 8, 2, 1.732046, -0.577349),
+        ("population", 8, 4, 0.999998, -0.999998),
+        ("population", 8, 7, 0.377963, -2.645739),
+        ("sample", 4, 1, 1.499997, -0.499999),
+        ("sample", 4, 2, 0.866024, -0.866024),
+        ("sample", 8, 1, 2.474867, -0.353552),
+        ("sample", 8, 2, 1.620182, -0.540061),
+        ("sample", 8, 4, 0.935413, -0.935413),
+    ],
+)
+def test_t1_advantages(std, size, k, correct, wrong):
+    expected = [[correct] * k + [wrong] * (size - k)]
+    found = group_relative(rewards(k, size).double(), std=std, eps=1e-6)
+    assert found.tolist() == [pytest.approx(expected[0], abs=1e-6)]
+
+
+@pytest.mark.parametrize("std", ["population", "sample"])
+@pytest.mark.parametrize("value", [0.0, 1.0, 0.1])
+def test_a_group_without_variance_gets_exactly_zero(std, value):
+    found = group_relative(torch.full((1, 7), value), std=std)
+    assert found.tolist() == [[0.0] * 7]
+
+
+def test_groups_do_not_influence_each_other():
+    both = torch.cat([rewards(1, 8), rewards(4, 8)])
+    assert torch.equal(group_relative(both)[:1], group_relative(rewards(1, 8)))
+
+
+@pytest.mark.parametrize("shape", [(8,), (3, 1)])
+def test_what_has_no_group_statistics_is_refused(shape):
+    with pytest.raises(ValueError, match="G >= 2"):
+        group_relative(torch.zeros(shape))
+
+
+def test_gae_without_discount_is_the_reward_to_go_minus_the_value():
+    advantages, returns = gae(
+        torch.tensor([[0.0, 0.0, 1.0]]),
+        torch.tensor([[0.2, 0.5, 0.6]]),
+        torch.ones(1, 3),
+        gamma=1.0,
+        lam=1.0,
+    )
+    assert advantages[0].tolist() == pytest.approx([0.8, 0.5, 0.4])
+    assert returns[0].tolist() == pytest.approx([1.0, 1.0, 1.0])
+
+
+def test_gae_by_hand():
+    # delta_2 = 1 - .4 = .6; delta_1 = .9*.4 - .2 = .16; A_1 = .16 + .9*.5*.6 = .43
+    advantages, returns = gae(
+        torch.tensor([[0.0, 1.0]]),
+        torch.tensor([[0.2, 0.4]]),
+        torch.ones(1, 2),
+        gamma=0.9,
+        lam=0.5,
+    )
+    assert advantages[0].tolist() == pytest.approx([0.43, 0.6])
+    assert returns[0].tolist() == pytest.approx([0.63, 1.0])
+
+
+def test_gae_skips_masked_positions_whatever_they_hold():
+    nan = float("nan")
+    plain = gae(
+        torch.tensor([[0.0, 1.0]]),
+        torch.tensor([[0.2, 0.4]]),
+        torch.ones(1, 2),
+        gamma=0.9,
+        lam=0.5,
+    )
+    holed = gae(
+        torch.tensor([[0.0, nan, 1.0, nan]]),
+        torch.tensor([[0.2, nan, 0.4, nan]]),
+        torch.tensor([[1, 0, 1, 0]]),
+        gamma=0.9,
+        lam=0.5,
+    )
+    for full, sparse in zip(plain, holed, strict=True):
+        assert sparse[:, [0, 2]].equal(full)
+        assert sparse[:, [1, 3]].tolist() == [[0.0, 0.0]]

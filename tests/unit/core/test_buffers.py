@@ -1,0 +1,244 @@
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bapo_core.buffers import (
+    EvictionReason,
+    admit,
+    admit_hard,
+    admit_high,
+    choose_reevaluated,
+    eligible,
+    eligible_high,
+    evict,
+    promoted,
+    settle_reevaluated,
+)
+from bapo_core.thresholds import within
+from bapo_core.types import GroupSummary
+
+WINDOW = (0.25, 0.5)
+
+
+def group(i, correct=0, *, step=1, uid=None, size=8):
+    uid = f"p{i}" if uid is None else uid
+    return GroupSummary(group_id=i, prompt_uid=uid, step=step, correct=correct, size=size)
+
+
+def ids(groups):
+    return [g.group_id for g in groups]
+
+
+def reasons(evicted):
+    return {g.group_id: reason for g, reason in evicted}
+
+
+@st.composite
+def histories(draw):
+    """Steps of fresh groups; few prompts, so that they come back."""
+    count = 0
+    steps = []
+    for step in range(1, draw(st.integers(1, 8)) + 1):
+        fresh = []
+        for uid in draw(st.lists(st.sampled_from("abcdefgh"), max_size=6, unique=True)):
+            count += 1
+            fresh.append(group(count, draw(st.integers(0, 8)), step=step, uid=uid))
+        steps.append(fresh)
+    return steps
+
+
+# ---- both buffers ----
+
+
+def test_first_in_first_out():
+    change = admit([group(1), group(2)], [group(3)], capacity=2)
+    assert reasons(change.evicted) == {1: EvictionReason.CAPACITY}
+    assert ids(change.apply([group(1), group(2)])) == [2, 3]
+
+
+def test_the_newest_group_of_a_prompt_replaces_the_older():
+    change = admit([group(1, uid="a"), group(2, uid="b")], [group(3, uid="a")], capacity=2)
+    assert reasons(change.evicted) == {1: EvictionReason.REPLACED}
+    assert ids(change.apply([group(1, uid="a"), group(2, uid="b")])) == [2, 3]
+
+
+def test_by_rollout_a_prompt_may_have_several_entries():
+    change = admit([group(1, uid="a")], [group(2, uid="a")], capacity=2, dedup="rollout")
+    assert ids(change.admitted) == [2]
+    assert change.evicted == []
+
+
+def test_of_more_groups_than_fit_the_last_are_admitted():
+    change = admit([group(1)], [group(2), group(3), group(4)], capacity=2)
+    assert ids(change.admitted) == [3, 4]
+    assert reasons(change.evicted) == {1: EvictionReason.CAPACITY}
+
+
+@given(histories(), st.integers(1, 10), st.sampled_from(["prompt", "rollout"]))
+def test_admission_keeps_the_newest_within_capacity(history, capacity, dedup):
+    entries = []
+    for fresh in history:
+        change = admit(entries, fresh, capacity=capacity, dedup=dedup)
+        after = change.apply(entries)
+        # Nothing appears or vanishes without being reported.
+        assert sorted(ids(after) + ids(g for g, _ in change.evicted)) == sorted(
+            ids(entries) + ids(change.admitted)
+        )
+        assert len(after) <= capacity
+        assert ids(after) == sorted(ids(after))  # oldest first
+        entries = after
+    seen = [g for fresh in history for g in fresh]
+    if dedup == "prompt":
+        seen = sorted({g.prompt_uid: g for g in seen}.values(), key=lambda g: g.group_id)
+        assert len({g.prompt_uid for g in entries}) == len(entries)
+    assert set(ids(entries)) <= set(ids(seen))
+    if dedup == "rollout":
+        assert ids(entries) == ids(seen)[-capacity:]
+
+
+def test_of_two_incoming_groups_of_a_prompt_the_last_is_admitted():
+    incoming = [group(1, uid="a"), group(2, uid="b"), group(3, uid="a")]
+    assert ids(admit([], incoming, capacity=5).admitted) == [2, 3]
+    assert ids(admit([], incoming, capacity=5, dedup="rollout").admitted) == [1, 2, 3]
+
+
+def test_only_the_last_steps_are_eligible_and_never_the_own():
+    entries = [group(step, step=step) for step in range(1, 8)]
+    assert ids(eligible(entries, step=6, max_age=3)) == [3, 4, 5]
+
+
+@given(st.integers(1, 30), st.integers(1, 5), st.lists(st.integers(0, 40)))
+def test_expired_is_what_can_never_be_eligible_again(step, max_age, steps):
+    entries = [group(i, step=min(s, step)) for i, s in enumerate(steps)]
+    expired = ids(g for g, _ in evict(entries, step=step, max_age=max_age))
+    later = {
+        i
+        for future in range(step + 1, step + 1 + max_age)
+        for i in ids(eligible(entries, step=future, max_age=max_age))
+    }
+    assert set(expired) == set(ids(entries)) - later
+
+
+# ---- the hard buffer ----
+
+
+def test_t2_hard_insertions():
+    fresh = [group(i, k) for i, k in enumerate([0, 1, 4, 8, 7, 8], start=1)]
+    assert ids(admit_hard([], fresh, c1=1 / 8, capacity=6).admitted) == [1, 2]
+
+
+# T2's hard buffer: old -> new correct of 8.
+T2_HARD = {"a": (0, 0), "b": (0, 3), "c": (1, 8), "d": (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("rule", "c1", "expected"),
+    [
+        ("paper", 1 / 8, {"b"}),
+        ("improved_window", 1 / 8, {"b", "d"}),
+        ("any_gain", 1 / 8, {"b", "c", "d"}),
+        ("paper", 0.0, {"b", "d"}),  # mini
+    ],
+)
+def test_t2_promotion(rule, c1, expected):
+    found = {
+        uid
+        for uid, (old, new) in T2_HARD.items()
+        if promoted(group(1, old), group(2, new), rule=rule, c1=c1)
+    }
+    assert found == expected
+
+
+def test_t2_solved_prompts_leave_the_hard_buffer():
+    stored = [group(i, old, uid=uid) for i, (uid, (old, _)) in enumerate(T2_HARD.items())]
+    new = {uid: group(10, k, uid=uid) for uid, (_, k) in T2_HARD.items()}
+    left = settle_reevaluated(stored, new, c1=1 / 8)
+    assert {g.prompt_uid for g, _ in left} == {"b", "c"}
+    assert {reason for _, reason in left} == {EvictionReason.SOLVED}
+    assert settle_reevaluated(stored, new, after="keep", c1=1 / 8) == []
+
+
+def test_prompts_not_reevaluated_stay():
+    assert settle_reevaluated([group(1, uid="a")], {"b": group(2, 8, uid="b")}, c1=1 / 8) == []
+
+
+@given(st.lists(st.sampled_from("abcdef")), st.integers(1, 10), st.integers(0, 2**32))
+def test_reevaluated_prompts_are_few_distinct_and_in_order(uids, limit, seed):
+    entries = [group(i, uid=uid) for i, uid in enumerate(uids)]
+    chosen = choose_reevaluated(entries, limit=limit, rng=random.Random(seed))
+    assert len(chosen) == min(limit, len(set(uids)))
+    assert len({g.prompt_uid for g in chosen}) == len(chosen)
+    assert ids(chosen) == sorted(ids(chosen))
+    newest = {uid: i for i, uid in enumerate(uids)}
+    assert all(newest[g.prompt_uid] == g.group_id for g in chosen)
+    assert chosen == choose_reevaluated(entries, limit=limit, rng=random.Random(seed))
+
+
+def test_every_hard_prompt_can_be_reevaluated():
+    entries = [group(i) for i in range(20)]
+    rng = random.Random(0)
+    drawn = {i for _ in range(50) for i in ids(choose_reevaluated(entries, limit=3, rng=rng))}
+    assert drawn == set(range(20))
+
+
+# ---- the high-quality buffer ----
+
+# The high-quality buffer of T2: step and correct of 8.
+T2_HIGH = {"e": (19, 3), "f": (17, 3), "g": (16, 3), "h": (18, 2), "i": (18, 5)}
+
+
+def test_t2_candidates():
+    entries = [group(i, k, step=s, uid=u) for i, (u, (s, k)) in enumerate(T2_HIGH.items())]
+    found = eligible_high(entries, step=20, window=(0.34375, 0.46875), max_age=3)
+    assert [g.prompt_uid for g in found] == ["e", "f"]
+
+
+def test_t2_no_fresh_group_is_of_high_quality():
+    fresh = [group(i, k, step=20) for i, k in enumerate([0, 1, 4, 8, 7, 8])]
+    change = admit_high([], fresh, window=(0.34375, 0.46875), capacity=8, max_age=3, step=20)
+    assert change.admitted == []
+
+
+def test_old_entries_expire_even_when_nothing_comes_in():
+    change = admit_high(
+        [group(1, 3, step=3), group(2, 3, step=4)],
+        [],
+        window=WINDOW,
+        capacity=8,
+        max_age=3,
+        step=6,
+    )
+    assert reasons(change.evicted) == {1: EvictionReason.EXPIRED}
+
+
+def test_groups_of_another_step_are_refused():
+    with pytest.raises(ValueError, match="group 7 was produced by step 4"):
+        admit_high([], [group(7, 3, step=4)], window=WINDOW, capacity=8, max_age=3, step=5)
+
+
+@given(histories(), st.integers(1, 8), st.integers(1, 4), st.sampled_from(["prompt", "rollout"]))
+def test_replay_is_recent_of_medium_difficulty_and_never_of_its_own_step(
+    history, capacity, max_age, dedup
+):
+    entries = []
+    for step, fresh in enumerate(history, start=1):
+        candidates = eligible_high(entries, step=step, window=WINDOW, max_age=max_age)
+        assert all(step - max_age <= g.step < step for g in candidates)
+        # Everything kept is of use: only the window, which moves, may exclude it.
+        assert candidates == [g for g in entries if within(g.mean_reward, *WINDOW)]
+        change = admit_high(
+            entries,
+            fresh,
+            window=WINDOW,
+            capacity=capacity,
+            max_age=max_age,
+            step=step,
+            dedup=dedup,
+        )
+        assert set(ids(change.admitted)) <= {
+            g.group_id for g in fresh if within(g.mean_reward, *WINDOW)
+        }
+        entries = change.apply(entries)
+        assert len(entries) <= capacity

@@ -1,0 +1,88 @@
+import math
+
+import pytest
+import torch
+
+from bapo_core.importance import mismatch_metrics, truncated_weights
+
+BEHAVIOR = torch.tensor([[-1.0, -2.0, -0.5, -3.0]], dtype=torch.double)
+PROX = torch.tensor([[-0.9, -1.5, -0.6, -1.0]], dtype=torch.double)
+MASK = torch.ones(1, 4, dtype=torch.bool)
+
+
+def test_t6_truncation_at_three():
+    log_ratios = torch.tensor([[-1.2, -0.1, 0, 0.5, math.log(3), 1.5, 25]], dtype=torch.double)
+    zeros, mask = torch.zeros_like(log_ratios), torch.ones_like(log_ratios)
+    weights = truncated_weights(log_ratios, zeros, mask)
+    expected = [0.301194, 0.904837, 1, 1.648721, 3, 3, 3]
+    assert weights[0].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("level", "cap", "expected"),
+    [
+        ("token", 3.0, [1.105171, 1.648721, 0.904837, 3.0]),
+        ("sequence", 100.0, [12.182494] * 4),
+        ("sequence", 3.0, [3.0] * 4),
+        ("geometric", 3.0, [1.868246] * 4),
+    ],
+)
+def test_t6_weights(level, cap, expected):
+    weights = truncated_weights(PROX, BEHAVIOR, MASK, cap=cap, level=level)
+    assert weights[0].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_masked_positions_weigh_nothing_and_change_nothing(level):
+    padded = torch.nn.functional.pad(PROX, (0, 1), value=math.nan)
+    weights = truncated_weights(
+        padded,
+        torch.nn.functional.pad(BEHAVIOR, (0, 1)),
+        torch.tensor([[1, 1, 1, 1, 0]]),
+        level=level,
+    )
+    assert weights[:, :4].equal(truncated_weights(PROX, BEHAVIOR, MASK, level=level))
+    assert weights[0, 4] == 0.0
+
+
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+def test_weights_are_detached_and_rows_independent(level):
+    prox = torch.cat([PROX, BEHAVIOR]).requires_grad_()
+    weights = truncated_weights(prox, BEHAVIOR.expand(2, 4), MASK.expand(2, 4), level=level)
+    assert not weights.requires_grad
+    assert weights[1].tolist() == [1.0] * 4
+
+
+def test_metrics_of_identical_policies():
+    assert mismatch_metrics(PROX, PROX, MASK) == {
+        "logprob_diff_mean": 0.0,
+        "logprob_diff_max": 0.0,
+        "mismatch_kl": 0.0,
+        "ess_fraction": 1.0,
+        "truncated_fraction": 0.0,
+    }
+
+
+def test_metrics_of_t6():
+    found = mismatch_metrics(PROX, BEHAVIOR, MASK)
+    differences = [0.1, 0.5, -0.1, 2.0]
+    weights = [math.exp(0.1), math.exp(0.5), math.exp(-0.1), 3.0]
+    assert found == pytest.approx(
+        {
+            "logprob_diff_mean": 0.675,
+            "logprob_diff_max": 2.0,
+            "mismatch_kl": sum(math.exp(d) - d - 1 for d in differences) / 4,
+            "ess_fraction": sum(weights) ** 2 / (4 * sum(w * w for w in weights)),
+            "truncated_fraction": 0.25,
+        }
+    )
+
+
+def test_a_weight_at_the_cap_is_not_truncated():
+    assert mismatch_metrics(PROX, PROX, MASK, cap=1.0)["truncated_fraction"] == 0.0
+
+
+def test_metrics_without_tokens_are_neutral():
+    found = mismatch_metrics(PROX, BEHAVIOR, torch.zeros_like(MASK))
+    assert found["ess_fraction"] == 1.0
+    assert sum(found.values()) == 1.0

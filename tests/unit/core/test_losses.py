@@ -1,0 +1,151 @@
+import math
+
+import pytest
+import torch
+
+from bapo_core.losses import aggregate, clip_fraction, clipped_surrogate, sequence_ratio
+
+CLIP = dict(clip_low=0.2, clip_high=0.28)
+RATIOS = torch.tensor([0.5, 0.7, 0.9, 1.1, 1.25, 1.4, 4.0, 12.0], dtype=torch.double)
+
+
+def surrogate(ratios, advantage, **options):
+    advantages = torch.full_like(ratios, advantage)
+    zeros, mask = torch.zeros_like(ratios), torch.ones_like(ratios)
+    return clipped_surrogate(ratios.log(), zeros, advantages, mask, **{**CLIP, **options})
+
+
+@pytest.mark.parametrize(
+    ("advantage", "dual_clip", "expected"),
+    [
+        (1.0, None, [-0.5, -0.7, -0.9, -1.1, -1.25, -1.28, -1.28, -1.28]),
+        (-1.0, None, [0.8, 0.8, 0.9, 1.1, 1.25, 1.4, 4, 12]),
+        (-1.0, 3.0, [0.8, 0.8, 0.9, 1.1, 1.25, 1.4, 3, 3]),
+        (-1.0, 10.0, [0.8, 0.8, 0.9, 1.1, 1.25, 1.4, 4, 10]),
+        (1.0, 3.0, [-0.5, -0.7, -0.9, -1.1, -1.25, -1.28, -1.28, -1.28]),
+    ],
+)
+def test_t5_clipped_loss(advantage, dual_clip, expected):
+    assert surrogate(RATIOS, advantage, dual_clip=dual_clip).tolist() == pytest.approx(expected)
+
+
+def test_t5_aggregation():
+    ratios = torch.tensor([[0.9, 1.1, 1.4], [1.0, 7.0, 7.0]])
+    advantages = torch.tensor([[1.0], [-1.0]]).expand(2, 3)
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    loss = clipped_surrogate(ratios.log(), torch.zeros(2, 3), advantages, mask, **CLIP)
+    assert aggregate(loss, mask, "token-mean").item() == pytest.approx(-0.57, abs=1e-6)
+    per_sequence = aggregate(loss, mask, "seq-mean-token-mean").item()
+    assert per_sequence == pytest.approx(-0.046667, abs=1e-6)
+
+
+# T6: log alpha, log prox and log theta of four tokens.
+ALPHA = torch.tensor([[-1.0, -2.0, -0.5, -3.0]])
+PROX = torch.tensor([[-0.9, -1.5, -0.6, -1.0]])
+THETA = torch.tensor([[-0.7, -1.6, -0.5, -0.8]])
+T6_ADVANTAGES = torch.tensor([[1.0, 1.0, -1.0, -1.0]])
+T6_MASK = torch.ones(1, 4, dtype=torch.bool)
+
+
+def test_t6_decoupled_loss():
+    weights = (PROX - ALPHA).exp().clamp(max=3)
+    loss = clipped_surrogate(
+        THETA, PROX, T6_ADVANTAGES, T6_MASK, **CLIP, dual_clip=10.0, weights=weights
+    )
+    assert loss[0].tolist() == pytest.approx([-1.349859, -1.491825, 1, 3.664208], abs=1e-5)
+    assert aggregate(loss, T6_MASK, "token-mean").item() == pytest.approx(0.455631, abs=1e-6)
+
+
+def test_t6_behaviour_loss():
+    loss = clipped_surrogate(THETA, ALPHA, T6_ADVANTAGES, T6_MASK, **CLIP, dual_clip=10.0)
+    assert loss[0].tolist() == pytest.approx([-1.28, -1.28, 1, 9.025013], abs=1e-5)
+    assert aggregate(loss, T6_MASK, "token-mean").item() == pytest.approx(1.866253, abs=1e-6)
+
+
+def test_the_clip_moves_with_its_centre():
+    # A stale token at its current ratio of 2 is not clipped; it may move by -0.2 and +0.28.
+    ratios = torch.tensor([1.5, 2.0, 2.5])
+    center = torch.full((3,), 2.0)
+    good = surrogate(ratios, 1.0, clip_center=center).tolist()
+    assert good == pytest.approx([-1.5, -2.0, -2.28])
+    assert surrogate(ratios, -1.0, clip_center=center).tolist() == pytest.approx([1.8, 2.0, 2.5])
+
+
+def test_no_gradient_beyond_the_clip():
+    logprobs = RATIOS.log().requires_grad_()
+    ones = torch.ones_like(RATIOS)
+    clipped_surrogate(logprobs, torch.zeros_like(RATIOS), ones, ones, **CLIP).sum().backward()
+    expected = torch.where(RATIOS < 1.28, -RATIOS, 0.0)
+    assert logprobs.grad.tolist() == pytest.approx(expected.tolist())
+
+
+def test_clip_fraction_is_the_share_of_tokens_without_gradient():
+    ones = torch.ones_like(RATIOS)
+    arguments = RATIOS.log(), torch.zeros_like(RATIOS)
+    assert clip_fraction(*arguments, ones, ones, **CLIP) == 3 / 8
+    assert clip_fraction(*arguments, -ones, ones, **CLIP) == 2 / 8
+    assert clip_fraction(*arguments, ones, torch.zeros_like(ones), **CLIP) == 0.0
+
+
+@pytest.mark.parametrize("logprob", [-1.0, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_masked_positions_never_matter(logprob, poison):
+    mask = torch.tensor([[True, False]])
+    logprobs = torch.tensor([[-1.0, logprob]], requires_grad=True)
+    prox = torch.full((1, 2), -1.0)
+    other = torch.tensor([[1.0, poison]])
+    loss = clipped_surrogate(logprobs, prox, other, mask, **CLIP, dual_clip=10.0, weights=other)
+    sequence_ratio(logprobs, prox, mask).sum().backward()
+    assert logprobs.grad.tolist() == [[1.0, 0.0]]
+    logprobs.grad = None
+    aggregate(loss, mask, "token-mean").backward()
+    assert loss[0, 1] == 0.0
+    assert logprobs.grad[0, 1] == 0.0
+    assert torch.isfinite(logprobs.grad).all()
+
+
+def test_an_exploded_ratio_stays_finite():
+    logprobs = torch.tensor([0.0], requires_grad=True)
+    ancient = torch.tensor([-1e4])
+    loss = clipped_surrogate(logprobs, ancient, torch.tensor([0.0]), torch.ones(1), **CLIP)
+    loss.sum().backward()
+    assert loss.tolist() == [0.0]
+    assert logprobs.grad.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+def test_aggregation_without_tokens_is_zero(mode):
+    loss = torch.ones(2, 3, requires_grad=True)
+    total = aggregate(loss, torch.zeros(2, 3), mode)
+    total.backward()
+    assert total.item() == 0.0
+    assert loss.grad.abs().sum() == 0.0
+
+
+def test_sequences_without_tokens_do_not_count():
+    loss, mask = torch.ones(2, 3), torch.tensor([[1, 1, 0], [0, 0, 0]])
+    assert aggregate(loss, mask, "seq-mean-token-mean").item() == 1.0
+
+
+def test_sequence_ratio_is_the_geometric_mean_over_valid_tokens():
+    ratio = sequence_ratio(THETA, ALPHA, torch.tensor([[1, 1, 0, 1]]))
+    assert ratio.tolist() == [[pytest.approx(math.exp((0.3 + 0.4 + 2.2) / 3))]]
+
+
+def test_sequence_ratio_is_clamped_at_ten_nats():
+    ratio = sequence_ratio(torch.zeros(1, 2), torch.full((1, 2), -50.0), torch.ones(1, 2))
+    assert ratio.item() == pytest.approx(math.exp(10))
+
+
+def test_gspo_gradient_is_shared_equally_by_the_tokens_of_a_sequence():
+    old = torch.tensor([[-1.0, -2.0], [-1.0, 0.0]])
+    mask = torch.tensor([[1, 1], [1, 0]])
+    logprobs = old.clone().requires_grad_()
+    s = sequence_ratio(logprobs, old, mask)
+    advantages = torch.tensor([[1.0], [-2.0]])
+    loss = clipped_surrogate(
+        s.log(), torch.zeros_like(s), advantages, mask, clip_low=3e-4, clip_high=4e-4
+    )
+    aggregate(loss, mask, "seq-mean-token-mean").backward()
+    # d/dlogp of -mean_i(s_i A_i), at s = 1: -A_i / (N * tokens_i)
+    assert logprobs.grad.tolist() == [[-0.25, -0.25], [1.0, 0.0]]

@@ -1,0 +1,64 @@
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bapo_core.theory import (
+    SourceTerm,
+    improvement_constants,
+    policy_improvement_bound,
+    stability_constant,
+    total_variation_estimate,
+)
+from bapo_core.types import Source
+
+
+def test_the_constant_is_smallest_at_a_mean_reward_of_one_half():
+    # Proposition A.3: sigma = 1/2, K = 1.
+    assert stability_constant(0.25, 0.0) == 1.0
+    assert all(stability_constant(mu * (1 - mu), 0.0) > 1.0 for mu in (0.1, 0.4, 0.6, 0.9))
+
+
+def test_a_group_without_variance_has_no_constant_without_eps():
+    with pytest.raises(ValueError, match="eps"):
+        stability_constant(0.0, 0.0)
+
+
+def test_constants_of_table_3():
+    k1, k2, k3 = improvement_constants(8, 1 / 8, 1 / 8, 2 / 8, 0.0)
+    # mu (1 - mu) = 7/64 for all three: mu = 1/8 is the least varied group each source admits.
+    assert (k1, k2, k3) == pytest.approx((8 / math.sqrt(7) - 1,) * 3)
+
+
+def test_mini_replays_at_the_best_constant():
+    assert improvement_constants(8, 1 / 8, 0.5, 0.5, 0.0)[2] == 1.0
+
+
+def test_k3_is_set_by_the_end_further_from_one_half():
+    assert improvement_constants(8, 1 / 8, 0.5, 0.75, 0.0)[2] == stability_constant(0.1875, 0.0)
+
+
+def test_the_bound_adds_up_the_sources_that_are_there():
+    fresh = SourceTerm(surrogate=0.5, constant=2.0, tv_new=0.05, tv_old=0.02)
+    replayed = SourceTerm(surrogate=0.1, constant=1.0, tv_new=0.2, tv_old=0.1)
+    assert policy_improvement_bound({}) == 0.0
+    assert policy_improvement_bound({Source.FRESH: fresh}) == pytest.approx(0.26)
+    both = policy_improvement_bound({Source.FRESH: fresh, Source.REPLAYED: replayed})
+    assert both == pytest.approx(0.26 - 0.5)
+
+
+def test_total_variation_of_a_known_pair():
+    # alpha = (1/2, 1/2), theta = (3/4, 1/4): TV = 1/4, and one sample of each has the exact mean.
+    assert total_variation_estimate([math.log(1.5), math.log(0.5)]) == pytest.approx(0.25)
+
+
+@given(st.lists(st.floats(allow_nan=False), min_size=1))
+def test_total_variation_is_a_share(log_ratios):
+    assert 0.0 <= total_variation_estimate(log_ratios) <= 1.0
+
+
+@pytest.mark.parametrize("log_ratios", [[], [0.0, math.nan]])
+def test_total_variation_without_data_is_refused(log_ratios):
+    with pytest.raises(ValueError, match="total variation"):
+        total_variation_estimate(log_ratios)
