@@ -121,7 +121,7 @@ class X2Config(Section):
     c1: Fraction = 0.125
     """Groups with mu <= c1 are hard (Table 3: 1/8)."""
     rule: Literal["paper", "improved_window", "any_gain"] = "paper"
-    """Who is promoted: c1 < mu_new < 1 (Eq. 6); also improved over the stored mean; any gain,
+    """Who is promoted: c1 < mu_new < 1 (Eq. 6); mu_stored < mu_new < 1; or any gain,
     mu_new = 1 included (authors' code)."""
     max_prompts: int = Field(128, ge=1)
     """At most this many hard prompts are re-evaluated at a time (Table 3: 128)."""

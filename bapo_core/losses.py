@@ -87,18 +87,27 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tens
 
 
 def aggregate(loss: Tensor, mask: Tensor, mode: Aggregation) -> Tensor:
-    """One number from token losses (N, T).
+    """One number from token losses (N, T): their sum under `token_scale`."""
+    return (torch.where(mask.bool(), loss, 0.0) * token_scale(mask, mode)).sum()
+
+
+def token_scale(mask: Tensor, mode: Aggregation) -> Tensor:
+    """(N, T): what each token's loss is multiplied by in the aggregate; 0 where masked.
 
     `token-mean` weighs every valid token equally (DAPO). `seq-mean-token-mean` weighs every
     sequence equally, by the mean over its tokens (Eq. 1); sequences without a valid token do not
     count. Without any valid token the result is 0.
+
+    Taken over a whole minibatch and sliced, it makes the sum over micro-batches equal the whole,
+    however the rows are split.
     """
     valid = mask.bool()
-    loss = torch.where(valid, loss, 0.0)
+    tokens = valid.sum(dim=1, keepdim=True)
     if mode == "token-mean":
-        return loss.sum() / valid.sum().clamp(min=1)
-    tokens = valid.sum(dim=1)
-    return (loss.sum(dim=1) / tokens.clamp(min=1)).sum() / (tokens > 0).sum().clamp(min=1)
+        count = tokens.sum().expand_as(tokens)
+    else:
+        count = tokens * (tokens > 0).sum()
+    return valid / count.clamp(min=1)
 
 
 def _ratio(logprobs: Tensor, prox_logprobs: Tensor, valid: Tensor) -> Tensor:

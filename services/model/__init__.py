@@ -1,0 +1,1 @@
+"""Models that bapo can build itself."""

@@ -1,0 +1,176 @@
+"""The tiny base model: small enough for a laptop's processor, real enough to learn.
+
+An ordinary Hugging Face directory: Qwen3 architecture, a character tokenizer. It is warm-started on
+random valid Countdown expressions, half of them aimed at their own value, so that it writes
+well-formed answers almost always and right ones seldom: a base model with a hard tail.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from bapo_core.seeding import derive_rng, derive_seed
+from bapo_core.tasks.countdown import CountdownTask, random_expression
+
+PAD, END = "<pad>", "<eos>"
+CHARACTERS = "0123456789+-*/()= :"
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+STEPS = 700
+BATCH = 128
+LEARNING_RATE = 2e-3
+EXAMPLES = 24_000
+"""Different examples; they are seen several times."""
+AIMED = 0.5
+"""Share of the examples whose target is the value of their expression."""
+
+Progress = Callable[[int, int, float], None]
+
+
+def build_tiny_model(
+    directory: Path, *, seed: int, steps: int = STEPS, progress: Progress | None = None
+) -> None:
+    """Writes the model to `directory`, whole or not at all; the same seed, the same weights.
+
+    progress: called with (steps done, steps in all, loss).
+    """
+    partial = directory.with_name(directory.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    tokenizer = build_tokenizer()
+    model = _warm_start(tokenizer, seed, steps, progress)
+    model.save_pretrained(partial, safe_serialization=True)
+    tokenizer.save_pretrained(partial)
+    shutil.rmtree(directory, ignore_errors=True)
+    partial.rename(directory)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character; a character it does not know is an error, not a substitute."""
+    vocabulary = {token: index for index, token in enumerate((PAD, END, *CHARACTERS))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=END,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=128,
+    )
+
+
+def model_config(vocabulary_size: int) -> Qwen3Config:
+    """0.85 M parameters. Embeddings untied: vLLM on CPU mishandles tied ones after a reload."""
+    return Qwen3Config(
+        vocab_size=vocabulary_size,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+
+
+def _warm_start(
+    tokenizer: PreTrainedTokenizerFast, seed: int, steps: int, progress: Progress | None
+) -> Qwen3ForCausalLM:
+    threads = torch.get_num_threads()
+    # The sum of a reduction depends on how many threads share it.
+    torch.set_num_threads(2)
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(derive_seed(seed, "tiny", "weights"))
+            model = Qwen3ForCausalLM(model_config(len(tokenizer)))
+        model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
+        examples = _examples(tokenizer, derive_rng(seed, "tiny", "examples"))
+        _fit(model, examples, derive_rng(seed, "tiny", "order"), steps, progress)
+    finally:
+        torch.set_num_threads(threads)
+    return model
+
+
+def _fit(
+    model: Qwen3ForCausalLM,
+    examples: Sequence[tuple[list[int], list[int]]],
+    rng: random.Random,
+    steps: int,
+    progress: Progress | None,
+) -> None:
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True
+    )
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, LEARNING_RATE, total_steps=steps + 1, pct_start=0.1
+    )
+    model.train()
+    for step, batch in zip(range(1, steps + 1), _batches(examples, rng), strict=False):
+        tokens, labels = _padded(batch)
+        loss: Tensor = model(input_ids=tokens, labels=labels).loss
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if progress is not None:
+            progress(step, steps, float(loss))
+    model.eval()
+
+
+def _examples(
+    tokenizer: PreTrainedTokenizerFast, rng: random.Random
+) -> list[tuple[list[int], list[int]]]:
+    """(prompt, response) token ids; the prompts look like the task's."""
+    task = CountdownTask(template="short")
+    found = []
+    while len(found) < EXAMPLES:
+        numbers = [rng.randint(1, task.max_number) for _ in range(rng.choice(task.numbers))]
+        text, value = random_expression(numbers, rng)
+        if rng.random() < AIMED:
+            while not (value.denominator == 1 and task.min_target <= value <= task.max_target):
+                text, value = random_expression(numbers, rng)
+            target = int(value)
+        else:
+            target = rng.randint(task.min_target, task.max_target)
+        (message,) = task.render({"nums": numbers, "target": target})
+        prompt = tokenizer.encode(message["content"])
+        found.append((prompt, [*tokenizer.encode(text), tokenizer.eos_token_id]))
+    return found
+
+
+def _batches(
+    examples: Sequence[tuple[list[int], list[int]]], rng: random.Random
+) -> Iterator[list[tuple[list[int], list[int]]]]:
+    while True:
+        order = list(range(len(examples)))
+        rng.shuffle(order)
+        for start in range(0, len(order) - BATCH + 1, BATCH):
+            yield [examples[index] for index in order[start : start + BATCH]]
+
+
+def _padded(batch: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+    """(tokens, labels), padded on the right; only the response is learnt (-100 elsewhere)."""
+    width = max(len(prompt) + len(response) for prompt, response in batch)
+    tokens = torch.zeros(len(batch), width, dtype=torch.long)
+    labels = torch.full((len(batch), width), -100)
+    for row, (prompt, response) in enumerate(batch):
+        end = len(prompt) + len(response)
+        tokens[row, :end] = torch.tensor(prompt + response)
+        labels[row, len(prompt) : end] = torch.tensor(response)
+    return tokens, labels
+
+
