@@ -144,7 +144,8 @@ class Stack:
             "-s3.iam=false",
             f"-s3.config={identities}",
         ]
-        self._supervisor.start("s3", command)
+        # Its graceful stop waits for streams that never end. What it has answered is in files.
+        self._supervisor.start("s3", command, stop_within_s=1.0)
         return settings
 
     def _await_s3(self, settings: ObjectStoreSettings) -> None:

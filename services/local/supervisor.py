@@ -18,6 +18,7 @@ from services.common.errors import BapoError
 from services.common.process import end_with_parent
 
 STOP_WITHIN_S = 15.0
+"""What has not stopped by then is killed."""
 
 
 class ProcessFailed(BapoError):
@@ -30,6 +31,7 @@ class _Child:
     process: subprocess.Popen[bytes]
     log: Path
     stop_signal: signal.Signals
+    stop_within_s: float
     output: IO[bytes]
 
 
@@ -59,6 +61,7 @@ class Supervisor:
         environment: Mapping[str, str] | None = None,
         user: str | None = None,
         stop_signal: signal.Signals = signal.SIGTERM,
+        stop_within_s: float = STOP_WITHIN_S,
     ) -> None:
         """Starts `command`; its output goes to `<name>.log`, which is begun anew."""
         log = self._logs / f"{name}.log"
@@ -74,7 +77,7 @@ class Supervisor:
             start_new_session=True,
             preexec_fn=end_with_parent,
         )
-        self._children.append(_Child(name, process, log, stop_signal, output))
+        self._children.append(_Child(name, process, log, stop_signal, stop_within_s, output))
 
     def start_python(self, name: str, module: str, environment: Mapping[str, str]) -> None:
         """Starts one of our own modules."""
@@ -120,7 +123,7 @@ class Supervisor:
             if child.process.poll() is None:
                 child.process.send_signal(child.stop_signal)
             try:
-                child.process.wait(STOP_WITHIN_S)
+                child.process.wait(child.stop_within_s)
             except subprocess.TimeoutExpired:
                 child.process.kill()
                 child.process.wait()

@@ -24,7 +24,7 @@ PAD, END = "<pad>", "<eos>"
 CHARACTERS = "0123456789+-*/()= :"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
-STEPS = 700
+STEPS = 400
 BATCH = 128
 LEARNING_RATE = 2e-3
 EXAMPLES = 24_000
@@ -127,7 +127,7 @@ def _fit(
         optimizer.step()
         schedule.step()
         if progress is not None:
-            progress(step, steps, float(loss))
+            progress(step, steps, loss.item())
     model.eval()
 
 
@@ -140,12 +140,11 @@ def _examples(
     while len(found) < EXAMPLES:
         numbers = [rng.randint(1, task.max_number) for _ in range(rng.choice(task.numbers))]
         text, value = random_expression(numbers, rng)
-        if rng.random() < AIMED:
-            while not (value.denominator == 1 and task.min_target <= value <= task.max_target):
-                text, value = random_expression(numbers, rng)
+        target = rng.randint(task.min_target, task.max_target)
+        if len(found) < AIMED * EXAMPLES:
+            if value.denominator != 1 or not task.min_target <= value <= task.max_target:
+                continue
             target = int(value)
-        else:
-            target = rng.randint(task.min_target, task.max_target)
         (message,) = task.render({"nums": numbers, "target": target})
         prompt = tokenizer.encode(message["content"])
         found.append((prompt, [*tokenizer.encode(text), tokenizer.eos_token_id]))
