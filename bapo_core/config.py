@@ -6,6 +6,7 @@ authors' code, the choice argued in `docs/decisions/`. Unknown keys are refused.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -443,10 +444,8 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"override {override!r}: {text!r} is not YAML") from error
         # YAML 1.1 reads 1e-4 as a string.
         if isinstance(value, str):
-            try:
+            with contextlib.suppress(ValueError):
                 value = float(value)
-            except ValueError:
-                pass
         for key in reversed(path.split(".")):
             value = {key: value}
         parsed = merge(parsed, value)

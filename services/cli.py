@@ -50,11 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fail(message: str, status: int = 1) -> None:
-    sys.exit(_say_error(message) or status)
-
-
-def _say_error(message: str) -> None:
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    sys.exit(status)
 
 
 # ---- the commands -------------------------------------------------------------------------------
@@ -189,7 +186,7 @@ def _compare(arguments: argparse.Namespace) -> None:
     print(page)
 
 
-def _model_tiny(arguments: argparse.Namespace) -> None:
+def _model_tiny(_: argparse.Namespace) -> None:
     from rich.console import Console
 
     from bapo_core.config import RunConfig

@@ -11,6 +11,7 @@ from time import monotonic
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, FastAPI, Header, Query, Request, Response
+from fastapi.params import Depends as DependsParameter
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, Counter, Gauge, generate_latest
 from sqlalchemy import Engine, create_engine, select
@@ -30,7 +31,13 @@ from services.buffer.trajectories import (
     read_table,
 )
 from services.common.auth import bearer_token, covers, hash_token
-from services.common.errors import Problem, bad_request, install_problem_handlers, not_found, problem_response
+from services.common.errors import (
+    Problem,
+    bad_request,
+    install_problem_handlers,
+    not_found,
+    problem_response,
+)
 from services.common.objectstore import ObjectStore, ObjectStoreError
 
 LONGEST_WAIT_S = 30.0
@@ -115,7 +122,7 @@ def create_app(database_url: str, store: ObjectStore, admin_token: str) -> FastA
     return app
 
 
-def _scope(service: Service, wanted: str) -> list[object]:
+def _scope(service: Service, wanted: str) -> list[DependsParameter]:
     def check(request: Request) -> None:
         hashed = hash_token(bearer_token(request))
         with service.sessions.begin() as session:

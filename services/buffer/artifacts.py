@@ -63,9 +63,7 @@ def record_checkpoint(session: Session, run: Run, step: int, digest: str) -> lis
         raise bad_request(f"step {step} is not committed; there is nothing to checkpoint")
     session.execute(
         insert(Checkpoint)
-        .values(
-            run_id=run.id, step=step, uri=checkpoint_prefix(run, step), manifest_digest=digest
-        )
+        .values(run_id=run.id, step=step, uri=checkpoint_prefix(run, step), manifest_digest=digest)
         .on_conflict_do_nothing(index_elements=["run_id", "step"])
     )
     return _prune(session, run)

@@ -26,7 +26,10 @@ def get_run(session: Session, name: str) -> Run:
 def lock_run(session: Session, name: str, attempt: int) -> Run:
     """The run, locked until the transaction ends; 409 unless `attempt` is its current one."""
     run = session.scalar(
-        select(Run).where(Run.name == name).with_for_update().execution_options(populate_existing=True)
+        select(Run)
+        .where(Run.name == name)
+        .with_for_update()
+        .execution_options(populate_existing=True)
     )
     if run is None:
         raise not_found(f"run {name!r}; GET /v1/runs lists them")

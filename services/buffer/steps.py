@@ -534,7 +534,9 @@ def _settle_buffers(session: Session, run: Run, config: RunConfig, record: StepR
         _apply(session, run, "high_quality", step, change)
 
 
-def _apply(session: Session, run: Run, buffer: wire.Buffer, step: int, change: BufferChange) -> None:
+def _apply(
+    session: Session, run: Run, buffer: wire.Buffer, step: int, change: BufferChange
+) -> None:
     if change.admitted:
         session.execute(
             insert(BufferEntry),
@@ -552,7 +554,7 @@ def _apply(session: Session, run: Run, buffer: wire.Buffer, step: int, change: B
     reasons: dict[str, list[int]] = {}
     for group, reason in change.evicted:
         reasons.setdefault(reason.value, []).append(group.group_id)
-    for reason, group_ids in reasons.items():
+    for name, group_ids in reasons.items():
         session.execute(
             update(BufferEntry)
             .where(
@@ -561,7 +563,7 @@ def _apply(session: Session, run: Run, buffer: wire.Buffer, step: int, change: B
                 BufferEntry.group_id.in_(group_ids),
                 BufferEntry.evicted_step.is_(None),
             )
-            .values(evicted_step=step, eviction_reason=reason)
+            .values(evicted_step=step, eviction_reason=name)
         )
 
 
@@ -605,9 +607,7 @@ def _update_difficulty(session: Session, run: Run, step: int) -> None:
 
 
 def _derive_difficulty(session: Session, run: Run, step: int, prompt_ids: list[int]) -> None:
-    session.execute(
-        text(_DIFFICULTY), {"run_id": run.id, "step": step, "prompt_ids": prompt_ids}
-    )
+    session.execute(text(_DIFFICULTY), {"run_id": run.id, "step": step, "prompt_ids": prompt_ids})
 
 
 # ---- rewind -------------------------------------------------------------------------------------
@@ -620,7 +620,9 @@ def rewind(session: Session, run: Run, step: int) -> None:
     later = [RolloutGroup.run_id == run.id, RolloutGroup.step > step]
     touched = list(
         session.scalars(
-            select(RolloutGroup.prompt_id).where(*later, RolloutGroup.kind != "evaluation").distinct()
+            select(RolloutGroup.prompt_id)
+            .where(*later, RolloutGroup.kind != "evaluation")
+            .distinct()
         )
     )
     for table in (BatchMemberRow, StepRecord, Checkpoint):
@@ -673,9 +675,7 @@ def _summaries(session: Session, run: Run, step: int, kind: wire.Kind) -> list[G
     rows = session.execute(
         select(RolloutGroup, PromptRow.uid)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
-        .where(
-            RolloutGroup.run_id == run.id, RolloutGroup.step == step, RolloutGroup.kind == kind
-        )
+        .where(RolloutGroup.run_id == run.id, RolloutGroup.step == step, RolloutGroup.kind == kind)
         .order_by(RolloutGroup.position)
     )
     return [_summary(group, uid) for group, uid in rows]

@@ -127,7 +127,9 @@ def groups_of(table: pa.Table) -> list[TrajectoryGroup]:
                 raise TrajectoryError(f"group {current}: its rows are not together")
             seen.add(current)
             groups.append(
-                TrajectoryGroup(row["prompt_uid"], row["prompt_token_ids"], row["policy_version"], [])
+                TrajectoryGroup(
+                    row["prompt_uid"], row["prompt_token_ids"], row["policy_version"], []
+                )
             )
         _check_row(row, groups[-1])
         groups[-1].responses.append(
@@ -141,7 +143,8 @@ def groups_of(table: pa.Table) -> list[TrajectoryGroup]:
 def _check_row(row: dict[str, object], group: TrajectoryGroup) -> None:
     where = f"group {row['group']}, response {row['response_index']}"
     tokens, logprobs = row["token_ids"], row["logprobs"]
-    assert isinstance(tokens, list) and isinstance(logprobs, list)
+    assert isinstance(tokens, list)
+    assert isinstance(logprobs, list)
     if row["response_index"] != len(group.responses):
         raise TrajectoryError(f"{where}: responses must be numbered 0, 1, ... in order")
     if (row["prompt_uid"], row["policy_version"]) != (group.prompt_uid, group.policy_version):

@@ -37,6 +37,6 @@ def require_shared_token(expected: str) -> Callable[[Request], None]:
 
     def check(request: Request) -> None:
         if not hmac.compare_digest(hash_token(bearer_token(request)), expected_hash):
-            raise Problem(403, "Forbidden", "this token is not accepted here")
+            raise Problem(401, "Unauthorized", "this token is not known here")
 
     return check

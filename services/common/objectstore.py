@@ -121,12 +121,12 @@ class ObjectStore:
                 )
             )
         except (MinioException, urllib3.exceptions.HTTPError) as error:
-            raise self._failed("delete", doomed[0]._name if doomed else "", error) from error
+            raise self._failed("delete", "...", error) from error
         if errors:
             raise ObjectStoreError(f"object store: cannot delete {errors[0].name}: {errors[0]}")
 
     def put_directory(self, prefix: str, directory: Path) -> str:
-        """Stores every file of `directory` under `prefix`, the manifest last; returns its digest."""
+        """Stores every file of `directory` under `prefix`, manifest last; returns its digest."""
         files = sorted(path for path in directory.rglob("*") if path.is_file())
         listing = {
             str(path.relative_to(directory)): self.put(

@@ -25,7 +25,7 @@ def end_with_parent() -> None:
 
 
 def run_until_error(work: Callable[[], None]) -> None:
-    """Runs a process's work; an error becomes one log line that its supervisor shows, and exit 1."""
+    """Runs a process's work; an error becomes a log line that its supervisor shows, and exit 1."""
     try:
         work()
     except BapoError as error:

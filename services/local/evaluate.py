@@ -49,7 +49,7 @@ def evaluate_directory(config: RunConfig, directory: Path) -> dict[str, Any]:
         policy_version=1,
     )
     work = [
-        (prompt.payload, tokenizer.decode(response.token_ids, skip_special_tokens=True))
+        (prompt.payload, str(tokenizer.decode(response.token_ids, skip_special_tokens=True)))
         for prompt, group in zip(held_out.prompts, generated, strict=True)
         for response in group.responses
     ]

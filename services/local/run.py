@@ -40,9 +40,7 @@ class LocalRun:
 
     @property
     def client(self) -> BufferClient:
-        return BufferClient(
-            self.endpoints.buffer_url, self.endpoints.token, run=self.config.name
-        )
+        return BufferClient(self.endpoints.buffer_url, self.endpoints.token, run=self.config.name)
 
 
 def create(run: LocalRun) -> None:
@@ -188,9 +186,12 @@ def ensure_model(config: RunConfig, home: Path, console: Console) -> Path:
             bar = progress.add_task("building the tiny base model (once)", total=None)
 
             def show(done: int, total: int, loss: float) -> None:
-                progress.update(bar, completed=done, total=total, description=(
-                    f"building the tiny base model (once), loss {loss:.3f}"
-                ))
+                progress.update(
+                    bar,
+                    completed=done,
+                    total=total,
+                    description=(f"building the tiny base model (once), loss {loss:.3f}"),
+                )
 
             build_tiny_model(directory, seed=0, progress=show)
     return directory

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -25,7 +26,7 @@ import httpx
 from services.common.errors import BapoError
 from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.common.settings import ObjectStoreSettings
-from services.local.supervisor import Supervisor, check_port_free, free_ports
+from services.local.supervisor import Supervisor, as_user, check_port_free, free_ports
 
 DEFAULT_PORT = 8700
 """Where the REST API of the buffer service is."""
@@ -48,9 +49,7 @@ class Endpoints:
 
     @property
     def object_store(self) -> ObjectStoreSettings:
-        return ObjectStoreSettings(
-            self.s3_endpoint, BUCKET, self.s3_access_key, self.s3_secret_key
-        )
+        return ObjectStoreSettings(self.s3_endpoint, BUCKET, self.s3_access_key, self.s3_secret_key)
 
     def environment(self) -> dict[str, str]:
         """What a process of ours needs to find the stack."""
@@ -97,7 +96,7 @@ class Stack:
         self._await_s3(s3)
         self._start_service("buffer", "services.buffer.main", buffer_port, endpoints)
         for url in (endpoints.verifier_url, endpoints.buffer_url):
-            self._supervisor.wait_until(lambda url=url: _healthy(url), url, seconds=READY_WITHIN_S)
+            self._supervisor.wait_until(partial(_healthy, url), url, seconds=READY_WITHIN_S)
         return endpoints
 
     def _start_service(self, name: str, module: str, port: int, endpoints: Endpoints) -> None:
@@ -177,9 +176,8 @@ class Stack:
                 _let_traverse(path)
         if not (data / "PG_VERSION").exists():
             made = subprocess.run(
-                [binaries / "initdb", "-D", data, "-U", "postgres", "-E", "utf8"]
-                + ["--auth=trust"],
-                user=user,
+                [f"{binaries}/initdb", f"-D{data}", "-Upostgres", "-Eutf8", "--auth=trust"],
+                **as_user(user),
                 capture_output=True,
                 text=True,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import signal
 import socket
 import subprocess
@@ -12,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from services.common.errors import BapoError
 from services.common.process import end_with_parent
@@ -72,7 +73,7 @@ class Supervisor:
             stdout=output,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(environment or {})},
-            user=user,
+            **as_user(user),
             # Its own session, so that Ctrl-C reaches only us and we stop it in order.
             start_new_session=True,
             preexec_fn=end_with_parent,
@@ -106,7 +107,9 @@ class Supervisor:
         while not ready():
             self.check_all_alive()
             if time.monotonic() > deadline:
-                raise ProcessFailed(f"{what} did not become ready in {seconds:.0f} s; see {self._logs}")
+                raise ProcessFailed(
+                    f"{what} did not become ready in {seconds:.0f} s; see {self._logs}"
+                )
             time.sleep(pause)
 
     def check_all_alive(self) -> None:
@@ -132,6 +135,13 @@ class Supervisor:
 
     def _child(self, name: str) -> _Child:
         return next(child for child in self._children if child.name == name)
+
+
+def as_user(name: str | None) -> dict[str, Any]:
+    """Arguments of `subprocess` that run a child as this user, with none of our groups."""
+    if name is None:
+        return {}
+    return {"user": name, "group": pwd.getpwnam(name).pw_gid, "extra_groups": []}
 
 
 def _outcome(code: int) -> str:

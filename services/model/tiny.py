@@ -32,20 +32,29 @@ EXAMPLES = 24_000
 AIMED = 0.5
 """Share of the examples whose target is the value of their expression."""
 
+TASK = CountdownTask(template="short")
+
 Progress = Callable[[int, int, float], None]
 
 
 def build_tiny_model(
-    directory: Path, *, seed: int, steps: int = STEPS, progress: Progress | None = None
+    directory: Path,
+    *,
+    seed: int,
+    steps: int = STEPS,
+    task: CountdownTask = TASK,
+    progress: Progress | None = None,
 ) -> None:
     """Writes the model to `directory`, whole or not at all; the same seed, the same weights.
+
+    task: whose prompts it can read.
 
     progress: called with (steps done, steps in all, loss).
     """
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     tokenizer = build_tokenizer()
-    model = _warm_start(tokenizer, seed, steps, progress)
+    model = _warm_start(tokenizer, seed, steps, task, progress)
     model.save_pretrained(partial, safe_serialization=True)
     tokenizer.save_pretrained(partial)
     shutil.rmtree(directory, ignore_errors=True)
@@ -58,7 +67,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=END,
@@ -87,7 +96,11 @@ def model_config(vocabulary_size: int) -> Qwen3Config:
 
 
 def _warm_start(
-    tokenizer: PreTrainedTokenizerFast, seed: int, steps: int, progress: Progress | None
+    tokenizer: PreTrainedTokenizerFast,
+    seed: int,
+    steps: int,
+    task: CountdownTask,
+    progress: Progress | None,
 ) -> Qwen3ForCausalLM:
     threads = torch.get_num_threads()
     # The sum of a reduction depends on how many threads share it.
@@ -96,8 +109,10 @@ def _warm_start(
         with torch.random.fork_rng():
             torch.manual_seed(derive_seed(seed, "tiny", "weights"))
             model = Qwen3ForCausalLM(model_config(len(tokenizer)))
-        model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
-        examples = _examples(tokenizer, derive_rng(seed, "tiny", "examples"))
+        model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
+            eos_token_id=1, pad_token_id=0
+        )
+        examples = _examples(tokenizer, task, derive_rng(seed, "tiny", "examples"))
         _fit(model, examples, derive_rng(seed, "tiny", "order"), steps, progress)
     finally:
         torch.set_num_threads(threads)
@@ -128,15 +143,14 @@ def _fit(
         schedule.step()
         if progress is not None:
             progress(step, steps, loss.item())
-    model.eval()
+    model.train(False)
 
 
 def _examples(
-    tokenizer: PreTrainedTokenizerFast, rng: random.Random
+    tokenizer: PreTrainedTokenizerFast, task: CountdownTask, rng: random.Random
 ) -> list[tuple[list[int], list[int]]]:
     """(prompt, response) token ids; the prompts look like the task's."""
-    task = CountdownTask(template="short")
-    found = []
+    found: list[tuple[list[int], list[int]]] = []
     while len(found) < EXAMPLES:
         numbers = [rng.randint(1, task.max_number) for _ in range(rng.choice(task.numbers))]
         text, value = random_expression(numbers, rng)
@@ -171,5 +185,3 @@ def _padded(batch: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tenso
         tokens[row, :end] = torch.tensor(prompt + response)
         labels[row, len(prompt) : end] = torch.tensor(response)
     return tokens, labels
-
-

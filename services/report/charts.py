@@ -53,7 +53,7 @@ def chart(
     *, x: str = "training step", y: str = "", wide: bool = False, tall: bool = False
 ) -> Iterator[Chart]:
     """A chart to draw on; `.svg` holds it after the block."""
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(_STYLE):  # type: ignore[arg-type]
         figure = Figure(figsize=(11 if wide else 5.6, 4.6 if tall else 3.2), layout="constrained")
         axes = figure.add_subplot()
         axes.set_xlabel(x)
@@ -91,7 +91,13 @@ def lines(
             else:
                 marker = "o" if len(x) < 40 else None
                 drawn.axes.plot(
-                    x, values, color=colour, linewidth=1.8, marker=marker, markersize=3.5, label=name
+                    x,
+                    values,
+                    color=colour,
+                    linewidth=1.8,
+                    marker=marker,
+                    markersize=3.5,
+                    label=name,
                 )
     return drawn.svg
 
@@ -132,6 +138,20 @@ def window(
         drawn.axes.fill_between(x, c2, c3, color=SERIES[2], alpha=0.35, label="window [c2, c3]")
         drawn.axes.plot(x, r_tot, color=SERIES[0], linewidth=1, label="r_tot")
         drawn.axes.set_ylim(0, 1)
+    return drawn.svg
+
+
+def bands(curves: Mapping[str, Sequence[tuple[list[float], list[float]]]], *, x: str) -> str:
+    """For each name the mean of its curves, in a band from the lowest to the highest."""
+    with chart(x=x, y="held-out accuracy", tall=True) as drawn:
+        for (name, runs), colour in zip(curves.items(), SERIES, strict=False):
+            # Curves of one algorithm may differ in x (rollouts): onto the first one's.
+            grid = np.array(runs[0][0])
+            values = np.array([np.interp(grid, xs, ys) for xs, ys in runs])
+            drawn.axes.fill_between(
+                grid, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.18, linewidth=0
+            )
+            drawn.axes.plot(grid, values.mean(axis=0), color=colour, linewidth=2, label=name)
     return drawn.svg
 
 

@@ -100,7 +100,10 @@ def _headline(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("held-out prompts at 0, base", f"{initial['bins'][0]} of {initial['prompts']}"),
         ("held-out prompts at 0, final", f"{final['bins'][0]} of {final['prompts']}"),
         ("of those at 0, since solved", f"{summary['unlocked_fraction']:.0%}"),
-        ("training prompts unlocked", f"{training['unlocked']} of {training['initially_unsolved']}"),
+        (
+            "training prompts unlocked",
+            f"{training['unlocked']} of {training['initially_unsolved']}",
+        ),
         ("training responses", f"{summary['rollouts']:,}"),
     ]
     if "wall" in summary["seconds"]:

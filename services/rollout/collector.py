@@ -26,7 +26,7 @@ from services.verifier.client import VerifierClient
 from services.verifier.wire import VerifyItem
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class Collector:
         buffer: BufferClient,
         rollout: RolloutClient,
         verifier: VerifierClient,
-        tokenizer: PreTrainedTokenizerFast,
+        tokenizer: PreTrainedTokenizerBase,
     ) -> None:
         self._config, self._buffer = config, buffer
         self._rollout, self._verifier, self._tokenizer = rollout, verifier, tokenizer
@@ -182,9 +182,7 @@ class Collector:
                         response.finish_reason,
                         answer,
                     )
-                    for response, verdict, answer in zip(
-                        responses, scored, answers, strict=True
-                    )
+                    for response, verdict, answer in zip(responses, scored, answers, strict=True)
                 ],
             )
             for prompt, responses, scored, answers in zip(
@@ -196,7 +194,7 @@ class Collector:
         return accepted
 
 
-def render(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]) -> list[int]:
+def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
     """The token ids of a conversation up to where the response begins."""
     rendered: Any = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=False

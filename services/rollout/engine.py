@@ -71,7 +71,11 @@ class Engine(Protocol):
         ...
 
     def generate(
-        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, *, policy_version: int
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: SamplingParams,
+        *,
+        policy_version: int,
     ) -> list[GeneratedGroup]:
         """A group for each request, in order. Raises `WrongVersion` if it serves another."""
         ...

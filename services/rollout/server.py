@@ -51,9 +51,7 @@ class VersionedEngine:
         prompts = [GenerationRequest(p.prompt_token_ids, p.seed) for p in request.prompts]
         with self._busy:
             self._ensure(request.policy_version)
-            groups = self._engine.generate(
-                prompts, sampling, policy_version=request.policy_version
-            )
+            groups = self._engine.generate(prompts, sampling, policy_version=request.policy_version)
         return GenerateAnswer(
             policy_version=request.policy_version,
             groups=[

@@ -33,7 +33,7 @@ COMPACT_BELOW = 0.8
 enough to save their cost, seldom enough that copying the rest does not cost more."""
 
 
-class _PlacedLayer(DynamicLayer):  # type: ignore[misc]
+class _PlacedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """One layer's keys and values in buffers of their final length."""
 
     def place(self, keys: Tensor, values: Tensor, repeats: int, length: int) -> None:
@@ -54,8 +54,7 @@ class _PlacedLayer(DynamicLayer):  # type: ignore[misc]
         for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, self._filled : end] = new
         self._filled = end
-        self._expose()
-        return self.keys, self.values
+        return self._expose()
 
     def keep(self, rows: Tensor) -> None:
         """Drops all other rows."""
@@ -66,8 +65,10 @@ class _PlacedLayer(DynamicLayer):  # type: ignore[misc]
             self._buffers[index] = kept
         self._expose()
 
-    def _expose(self) -> None:
-        self.keys, self.values = (buffer[:, :, : self._filled] for buffer in self._buffers)
+    def _expose(self) -> tuple[Tensor, Tensor]:
+        keys, values = (buffer[:, :, : self._filled] for buffer in self._buffers)
+        self.keys, self.values = keys, values
+        return keys, values
 
 
 class TransformersEngine:
@@ -91,7 +92,7 @@ class TransformersEngine:
     # -- weights
 
     def load(self, directory: Path, version: int) -> None:
-        """Serves the model in `directory`; in place, within milliseconds, if only weights changed."""
+        """Serves the model in `directory`; loads in place if only the weights changed."""
         config = _read_config(directory)
         self._version = 0
         if self._model is not None and config == self._config:
@@ -144,7 +145,11 @@ class TransformersEngine:
 
     @torch.inference_mode()
     def generate(
-        self, requests: Sequence[GenerationRequest], sampling: SamplingParams, *, policy_version: int
+        self,
+        requests: Sequence[GenerationRequest],
+        sampling: SamplingParams,
+        *,
+        policy_version: int,
     ) -> list[GeneratedGroup]:
         """A group for each request, in order; the same call gives the same answer, bit for bit."""
         if policy_version != self._version or self._model is None:
@@ -189,7 +194,9 @@ class _Wave:
         """All samples, G rows for each prompt."""
         group, length = self._sampling.group_size, self._sampling.max_tokens
         prompt_length = self._prompts.shape[1]
-        cache, logits = self._read_prompts(length)
+        layers, logits = self._read_prompts(length)
+        cache = DynamicCache()
+        cache.layers.extend(layers)
         logits = logits.repeat_interleave(group, dim=0)
         positions = self._prompt_mask.sum(dim=1).repeat_interleave(group)[:, None]
         seen = torch.ones(
@@ -201,9 +208,7 @@ class _Wave:
         alive = torch.arange(len(positions), device=self._device)
         ended = torch.zeros(len(alive), dtype=torch.bool, device=self._device)
         for t in range(length):
-            chosen, logprobs = _sample(
-                logits, self._sampling.temperature, self._uniforms[alive, t]
-            )
+            chosen, logprobs = _sample(logits, self._sampling.temperature, self._uniforms[alive, t])
             self._tokens[alive, t] = torch.where(ended, 0, chosen)
             self._logprobs[alive, t] = logprobs
             ending = torch.isin(chosen, self._ends) & ~ended
@@ -215,7 +220,7 @@ class _Wave:
                 break
             if going < COMPACT_BELOW * len(alive):
                 kept = torch.nonzero(~ended).flatten()
-                for layer in cache.layers:
+                for layer in layers:
                     layer.keep(kept)
                 alive, positions, seen = alive[kept], positions[kept], seen[kept]
                 chosen, ended = chosen[kept], ended[kept]
@@ -223,8 +228,8 @@ class _Wave:
             logits = self._step(chosen, positions + t, mask, cache)
         return self._responses()
 
-    def _read_prompts(self, new_tokens: int) -> tuple[DynamicCache, Tensor]:
-        """The cache of all rows with room for the response, and the first logits a prompt."""
+    def _read_prompts(self, new_tokens: int) -> tuple[list[_PlacedLayer], Tensor]:
+        """The caches of all rows with room for the response, and the first logits a prompt."""
         read = DynamicCache()
         positions = (self._prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
         output = self._model(
@@ -235,13 +240,14 @@ class _Wave:
             use_cache=True,
             logits_to_keep=1,
         )
-        cache = DynamicCache()
-        for layer in read.layers:
-            placed = _PlacedLayer()
-            length = self._prompts.shape[1] + new_tokens
-            placed.place(layer.keys, layer.values, self._sampling.group_size, length)
-            cache.layers.append(placed)
-        return cache, output.logits[:, -1]
+        placed = [_PlacedLayer() for _ in read.layers]  # type: ignore[no-untyped-call]
+        length = self._prompts.shape[1] + new_tokens
+        for new, layer in zip(placed, read.layers, strict=True):
+            assert isinstance(layer, DynamicLayer)
+            assert layer.keys is not None
+            assert layer.values is not None
+            new.place(layer.keys, layer.values, self._sampling.group_size, length)
+        return placed, output.logits[:, -1]
 
     def _step(
         self, chosen: Tensor, positions: Tensor, mask: Tensor | None, cache: DynamicCache

@@ -10,9 +10,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.optim import Optimizer
 
 from services.buffer.client import BufferClient
@@ -32,7 +33,7 @@ def save_checkpoint(
     weights, optimizer_state = get_state_dict(model, optimizer)
     with tempfile.TemporaryDirectory(dir=scratch) as directory:
         state = {"model": weights, "optimizer": optimizer_state, "step": step}
-        dcp.save(state, checkpoint_id=directory)
+        save(state, checkpoint_id=directory)
         prefix = f"runs/{buffer.run}/checkpoints/step-{step}"
         digest = store.put_directory(prefix, Path(directory))
     buffer.record_checkpoint(step, digest)
@@ -55,7 +56,7 @@ def load_checkpoint(
         store.get_directory(uri, digest, directory)
         weights, optimizer_state = get_state_dict(model, optimizer)
         state: dict[str, Any] = {"model": weights, "optimizer": optimizer_state, "step": 0}
-        dcp.load(state, checkpoint_id=str(directory))
+        load(state, checkpoint_id=str(directory))
         set_state_dict(
             model,
             optimizer,

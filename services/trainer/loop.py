@@ -111,10 +111,9 @@ def train_batch(
         return metrics
     with clock.phase("read"):
         batch = reader.batch(manifest.members, proximal=config.loss.ratio == "decoupled")
-    updater.window = (manifest.c2, manifest.c3)
     metrics["trained_tokens"] = float(batch.mask.sum())
     metrics["response_length"] = float(batch.mask.sum(dim=1).float().mean())
-    return metrics | updater.step(manifest.step, batch, clock)
+    return metrics | updater.step(manifest.step, batch, (manifest.c2, manifest.c3), clock)
 
 
 def staleness_metrics(schedule: SyncSchedule, manifest: BatchManifest) -> dict[str, float]:
@@ -161,7 +160,8 @@ def process_group() -> Iterator[None]:
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         if dist.get_world_size() > 1:
             raise BapoError(

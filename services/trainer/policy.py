@@ -35,9 +35,9 @@ def save_model(model: nn.Module, source: Path, directory: Path) -> None:
     """Writes a Hugging Face directory: the weights, and `source`'s tokenizer and configuration."""
     directory.mkdir(parents=True)
     for path in source.iterdir():
-        if path.is_file() and path.suffix in (".json", ".jinja", ".model", ".txt"):
-            if not path.name.endswith(".index.json"):
-                shutil.copyfile(path, directory / path.name)
+        wanted = path.suffix in (".json", ".jinja", ".model", ".txt")
+        if path.is_file() and wanted and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, directory / path.name)
     hf_model: Any = model
     hf_model.save_pretrained(directory, safe_serialization=True)
 

@@ -81,8 +81,12 @@ class Updater:
             fused=True,
         )
 
-    def step(self, step: int, batch: Batch, clock: Clock) -> dict[str, float]:
+    def step(
+        self, step: int, batch: Batch, window: tuple[float, float], clock: Clock
+    ) -> dict[str, float]:
         """Trains on `batch`; returns what there is to know about it.
+
+        window: [c2, c3] of the step, for the constants of Theorem 3.2.
 
         Raises `NonFiniteLoss` before an update that would spoil the weights.
         """
@@ -97,7 +101,7 @@ class Updater:
                 found = self._update(batch, batch.rows_of(groups), len(groups), targets, new)
                 for name, value in found.items():
                     totals[name] = totals.get(name, 0.0) + value / len(parts)
-        return totals | self._diagnose(batch, targets, new) | {"updates": float(len(parts))}
+        return totals | self._diagnose(batch, window, targets, new) | {"updates": float(len(parts))}
 
     # -- what the loss is measured against
 
@@ -149,7 +153,9 @@ class Updater:
                 replayed = torch.tensor(
                     [member.source == Source.REPLAYED for member in batch.members]
                 )[batch.group][:, None]
-                if batch.storage is None or bool((batch.storage.isnan() & replayed & batch.mask).any()):
+                if batch.storage is None or bool(
+                    (batch.storage.isnan() & replayed & batch.mask).any()
+                ):
                     raise BapoError(
                         "ratio=decoupled needs the log-probs of the storage step for every "
                         "replayed group, and some have none; was the run started with another "
@@ -204,10 +210,10 @@ class Updater:
         mask = batch.mask[rows]
         center = None if targets.center is None else targets.center[rows]
         arguments = (logprobs, targets.proximal[rows], targets.advantages[rows], mask)
-        clip = {"clip_low": settings.clip_low, "clip_high": settings.clip_high}
         policy = clipped_surrogate(
             *arguments,
-            **clip,
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
             dual_clip=settings.dual_clip,
             weights=targets.weights[rows],
             clip_center=center,
@@ -219,7 +225,13 @@ class Updater:
             "loss": float(loss.detach()),
             "kl": float((penalty.detach() * scale).sum()),
             "entropy": float((entropy.detach() * scale).sum()),
-            "clip_fraction": share * clip_fraction(*arguments, **clip, clip_center=center),
+            "clip_fraction": share
+            * clip_fraction(
+                *arguments,
+                clip_low=settings.clip_low,
+                clip_high=settings.clip_high,
+                clip_center=center,
+            ),
         }
 
     def _set_learning_rate(self, step: int) -> None:
@@ -239,7 +251,9 @@ class Updater:
 
     # -- diagnosis
 
-    def _diagnose(self, batch: Batch, targets: Targets, new: Tensor) -> dict[str, float]:
+    def _diagnose(
+        self, batch: Batch, window: tuple[float, float], targets: Targets, new: Tensor
+    ) -> dict[str, float]:
         """How far the data is off-policy, and the lower bound of Theorem 3.2.
 
         theta is the policy at the time it trained on each minibatch: the last update of a step is
@@ -254,18 +268,18 @@ class Updater:
             level=settings.weight_level,
         )
         return {f"mismatch/{key}": value for key, value in mismatch.items()} | self._bound(
-            batch, targets, new
+            batch, window, targets, new
         )
 
-    def _bound(self, batch: Batch, targets: Targets, new: Tensor) -> dict[str, float]:
+    def _bound(
+        self, batch: Batch, window: tuple[float, float], targets: Targets, new: Tensor
+    ) -> dict[str, float]:
         config = self.config
         eps = config.advantage.eps
         constants = dict(
             zip(
                 Source,
-                improvement_constants(
-                    config.rollout.group_size, config.x2.c1, self.window[0], self.window[1], eps
-                ),
+                improvement_constants(config.rollout.group_size, config.x2.c1, *window, eps),
                 strict=True,
             )
         )
@@ -290,9 +304,6 @@ class Updater:
             metrics[f"theory/tv_{source.value}"] = term.tv_new
             metrics[f"theory/bound_{source.value}"] = term.bound
         return metrics | {"theory/bound": policy_improvement_bound(terms)}
-
-    window: tuple[float, float] = (0.125, 0.25)
-    """[c2, c3] of the step being trained; set by the loop from the manifest."""
 
 
 def _sequence_log_ratios(logprobs: Tensor, batch: Batch) -> Tensor:

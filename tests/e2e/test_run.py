@@ -1,0 +1,324 @@
+"""Whole runs through the real command: what they leave, and that an interruption leaves no trace.
+
+The undisturbed run is checked against an independent recomputation of its buffers and batches;
+the disturbed ones, killed in mid-run and resumed, against the undisturbed one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+import yaml
+
+from services.buffer import wire
+from services.buffer.client import BufferClient
+from services.buffer.trajectories import decode_groups
+from services.common.objectstore import ObjectStore
+from services.local.stack import Endpoints
+from tests.conftest import EASY
+
+G, B, STEPS = 4, 16, 9
+C1, C2_RANGE, C3_RANGE = 0.25, (0.25, 0.5), (0.5, 0.75)
+
+
+def configuration(name: str, model: Path) -> dict[str, Any]:
+    return {
+        "name": name,
+        "seed": 5,
+        "steps": STEPS,
+        "model": {"path": str(model)},
+        "task": {"options": EASY, "train_prompts": 48, "test_prompts": 12},
+        "rollout": {
+            "prompts_per_step": B,
+            "group_size": G,
+            "max_prompt_tokens": 32,
+            "max_response_tokens": 16,
+        },
+        "sync": {"every": 3, "reevaluate_every": 3},
+        "x2": {"c1": C1},
+        "adaptive": {"c2_range": list(C2_RANGE), "c3_range": list(C3_RANGE)},
+        "optimizer": {"learning_rate": 1e-3, "minibatch_prompts": 4, "warmup_steps": 2},
+        "evaluation": {"every": 4},
+        "checkpoint": {"every": 3},
+    }
+
+
+@dataclass
+class Bapo:
+    """`bapo run` in a directory of its own, on the tests' stack."""
+
+    directory: Path
+    environment: dict[str, str]
+    stack: Endpoints
+    model: Path
+
+    def start(self, name: str, *options: str) -> subprocess.Popen[str]:
+        path = self.directory / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(configuration(name, self.model)))
+        return subprocess.Popen(
+            [sys.executable, "-m", "services.cli", "run", str(path), *options],
+            cwd=self.directory,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, name: str, *options: str) -> None:
+        process = self.start(name, *options)
+        output, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, output + errors
+
+    def client(self, name: str) -> BufferClient:
+        return BufferClient(self.stack.buffer_url, self.stack.token, run=name)
+
+
+@pytest.fixture(scope="module")
+def bapo(
+    tmp_path_factory: pytest.TempPathFactory,
+    environment: dict[str, str],
+    stack: Endpoints,
+    easy_model: Path,
+) -> Bapo:
+    return Bapo(tmp_path_factory.mktemp("runs"), environment, stack, easy_model)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(bapo: Bapo) -> str:
+    bapo.run("undisturbed")
+    return "undisturbed"
+
+
+def test_the_summary_and_the_report_are_there(bapo: Bapo, undisturbed: str) -> None:
+    directory = bapo.directory / "runs" / undisturbed
+    summary = json.loads((directory / "summary.json").read_text())
+    assert summary["run"] == undisturbed
+    assert summary["algorithm"] == "bapo"
+    assert summary["seed"] == 5
+    assert summary["steps"] == STEPS
+    rolled_out = sum(step.rollouts for step in bapo.client(undisturbed).steps())
+    assert summary["rollouts"] == rolled_out >= STEPS * B * G
+    for when in ("initial", "final"):
+        evaluation = summary["evaluation"][when]
+        assert len(evaluation["bins"]) == G + 1
+        assert sum(evaluation["bins"]) == evaluation["prompts"] == 12
+        correct = sum(k * count for k, count in enumerate(evaluation["bins"]))
+        assert evaluation["mean_accuracy"] == pytest.approx(correct / (12 * G))
+    assert 0 <= summary["unlocked_fraction"] <= 1
+    assert summary["seconds"]["update"] > 0
+    assert summary["tokens"]["trained"] > 0
+    page = (directory / "report.html").read_text()
+    assert page.count("<svg") == 12
+    assert "http://" not in page.replace("http://www.w3.org", "").replace(
+        "http://purl.org", ""
+    ).replace("http://creativecommons.org", "")
+
+
+def test_every_expected_evaluation_was_made(bapo: Bapo, undisturbed: str) -> None:
+    versions = [evaluation.version for evaluation in bapo.client(undisturbed).evaluations()]
+    assert versions == [1, 4, 8, STEPS + 1]
+
+
+def test_rollouts_used_the_scheduled_weights(bapo: Bapo, undisturbed: str) -> None:
+    with psycopg.connect(_url(bapo)) as connection:
+        rows = connection.execute(
+            "select step, kind, policy_version from rollout_group g join run r on r.id = g.run_id "
+            "where r.name = %s",
+            (undisturbed,),
+        ).fetchall()
+    alpha = {1: 1, 2: 1, 3: 3, 4: 3, 5: 3, 6: 6, 7: 6, 8: 6, 9: 9}
+    assert {(s, v) for s, kind, v in rows if kind == "fresh"} == set(alpha.items())
+    assert all(step == version for step, kind, version in rows if kind != "fresh")
+
+
+def test_batches_equal_an_independent_recomputation(bapo: Bapo, undisturbed: str) -> None:
+    """The paper's algorithm over again, in plain lists, from nothing but the recorded rewards."""
+    client = bapo.client(undisturbed)
+    hard: list[tuple[int, str]] = []  # (step, uid), oldest first
+    high: list[tuple[int, str, float]] = []  # (step, uid, mean)
+    seen = {"reevaluated": 0, "replayed": 0}
+    for step in range(1, STEPS + 1):
+        fresh, again = _means(bapo, undisturbed, step)
+        r_tot = sum(fresh.values()) / len(fresh)
+        c2, c3 = (r_tot * (top - low) + low for low, top in (C2_RANGE, C3_RANGE))
+        batch = client.recorded_batch(step)
+        assert (batch.c2, batch.c3) == (pytest.approx(c2), pytest.approx(c3))
+        x1 = [uid for uid, mean in fresh.items() if 0 < mean < 1]
+        assert set(again) == ({uid for _, uid in hard} if step % 3 == 0 else set())
+        x2 = [uid for uid, mean in again.items() if C1 < mean < 1 and uid not in x1]
+        x2 = x2[: B - len(x1)]
+        eligible = {
+            (s, uid)
+            for s, uid, mean in high
+            if step - 3 <= s <= step - 1
+            and c2 - 1e-9 <= mean <= c3 + 1e-9
+            and uid not in x1
+            and uid not in x2
+        }
+        chosen = {source: _uids(batch, source) for source in ("fresh", "reevaluated", "replayed")}
+        assert chosen["fresh"] == x1
+        assert sorted(chosen["reevaluated"]) == sorted(x2)
+        replayed = {(m.step, m.prompt_uid) for m in batch.members if m.source == "replayed"}
+        assert replayed <= eligible
+        assert len(replayed) == min(len(eligible), B - len(x1) - len(x2))
+        for source in seen:
+            seen[source] += len(chosen[source])
+        solved = {uid for uid, mean in again.items() if mean > C1}
+        incoming = [uid for uid, mean in fresh.items() if mean <= C1]
+        hard = [(s, uid) for s, uid in hard if uid not in solved and uid not in incoming]
+        hard = [*hard, *((step, uid) for uid in incoming)][-B:]
+        medium = {u: mean for u, mean in fresh.items() if c2 - 1e-9 <= mean <= c3 + 1e-9}
+        high = [entry for entry in high if entry[0] >= step - 2 and entry[1] not in medium]
+        high += [(step, uid, mean) for uid, mean in medium.items()]
+        stored = client.buffer("hard", step)
+        assert sorted((item.step, item.prompt_uid) for item in stored) == sorted(hard)
+        stored = client.buffer("high_quality", step)
+        assert sorted((i.step, i.prompt_uid) for i in stored) == sorted(h[:2] for h in high)
+    assert min(seen.values()) > 0, f"the run is too short to show every source: {seen}"
+
+
+def test_objects_hold_what_the_rows_say(bapo: Bapo, undisturbed: str) -> None:
+    store = ObjectStore(bapo.stack.object_store)
+    checked = 0
+    for step in range(1, STEPS + 1):
+        for member in bapo.client(undisturbed).recorded_batch(step).members:
+            groups = decode_groups(store.get(member.object_key, member.object_digest))
+            group = groups[member.row_start // member.size]
+            assert group.prompt_uid == member.prompt_uid
+            assert group.policy_version == member.policy_version
+            assert (group.correct, len(group.responses)) == (member.correct, member.size)
+            checked += 1
+    assert checked > 0
+
+
+def test_the_trainer_scores_as_the_engine_sampled(bapo: Bapo, undisturbed: str) -> None:
+    """Parity: where the batch is on-policy, the trainer's log-probs are the behaviour's."""
+    first = bapo.client(undisturbed).steps()[0]
+    assert first.metrics["mismatch/logprob_diff_max"] < 1e-4
+    assert first.metrics["staleness_max"] == 0
+
+
+@pytest.mark.parametrize("victim", ["trainer", "collector"])
+def test_a_killed_run_resumes_as_if_nothing_had_happened(
+    bapo: Bapo, undisturbed: str, victim: str
+) -> None:
+    name = f"killed-{victim}"
+    process = bapo.start(name)
+    client = bapo.client(name)
+    _until(lambda: _committed(client) >= 4, process)
+    os.kill(_child(process.pid, victim), signal.SIGKILL)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert errors.strip().startswith(f"error: {victim} was killed by SIGKILL")
+    assert len(errors.strip().splitlines()) == 1
+    assert _children(process.pid) == []
+    assert client.run_state().status == "failed"
+    bapo.run(name, "--resume")
+    assert _outcome(bapo, name) == _outcome(bapo, undisturbed)
+
+
+def test_an_interrupted_run_stops_cleanly_and_resumes(bapo: Bapo, undisturbed: str) -> None:
+    process = bapo.start("interrupted")
+    client = bapo.client("interrupted")
+    _until(lambda: _committed(client) >= 2, process)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGINT
+    assert _children(process.pid) == []
+    bapo.run("interrupted", "--resume")
+    assert _outcome(bapo, "interrupted") == _outcome(bapo, undisturbed)
+
+
+def test_a_taken_name_is_refused_with_the_way_out(bapo: Bapo, undisturbed: str) -> None:
+    process = bapo.start(undisturbed)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.startswith(f"error: run '{undisturbed}' exists")
+    assert "--resume" in errors
+
+
+# ---- helpers ------------------------------------------------------------------------------------
+
+
+def _url(bapo: Bapo) -> str:
+    return bapo.stack.database_url.replace("postgresql+psycopg", "postgresql")
+
+
+def _means(bapo: Bapo, name: str, step: int) -> tuple[dict[str, float], dict[str, float]]:
+    """(fresh, re-evaluated) mean rewards by uid, in the order the prompts were drawn."""
+    with psycopg.connect(_url(bapo)) as connection:
+        rows = connection.execute(
+            "select g.kind, p.uid, g.correct::float / g.size from rollout_group g "
+            "join run r on r.id = g.run_id join prompt p on p.id = g.prompt_id "
+            "where r.name = %s and g.step = %s order by g.position",
+            (name, step),
+        ).fetchall()
+    fresh = {uid: mean for kind, uid, mean in rows if kind == "fresh"}
+    return fresh, {uid: mean for kind, uid, mean in rows if kind == "reevaluation"}
+
+
+def _uids(batch: wire.BatchManifest, source: str) -> list[str]:
+    return [member.prompt_uid for member in batch.members if member.source == source]
+
+
+def _outcome(bapo: Bapo, name: str) -> dict[str, Any]:
+    """Consumed prompts, compositions, rewards, evaluations and the bytes of the final weights."""
+    client = bapo.client(name)
+    compositions = [
+        [(m.source, m.prompt_uid, m.step, m.correct, m.policy_version) for m in batch.members]
+        for batch in (client.recorded_batch(step) for step in range(1, STEPS + 1))
+    ]
+    return {
+        "prompts": [_means(bapo, name, step) for step in range(1, STEPS + 1)],
+        "compositions": compositions,
+        "evaluations": client.evaluations(),
+        "weights": client.weights(STEPS + 1).manifest_digest,
+        "difficulty": client.difficulty().prompts,
+        "hard": [(i.prompt_uid, i.inserted_step) for i in client.buffer("hard")],
+    }
+
+
+def _committed(client: BufferClient) -> int:
+    states = {state.name: state.current_step for state in client.runs()}
+    return states.get(client.run, 0)
+
+
+def _until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert process.poll() is None, "the run ended too early"
+        assert time.monotonic() < deadline, "the run is stuck"
+        time.sleep(0.02)
+
+
+def _children(pid: int) -> list[int]:
+    """The children of a process that still run."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rsplit(")", 1)[1].split()
+            except OSError:
+                continue
+            if int(fields[1]) == pid and fields[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+def _child(pid: int, name: str) -> int:
+    modules = {"trainer": "services.trainer.loop", "collector": "services.rollout.collector"}
+    for child in _children(pid):
+        if modules[name] in Path(f"/proc/{child}/cmdline").read_text():
+            return child
+    raise AssertionError(f"no {name} among the children of {pid}")

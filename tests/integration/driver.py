@@ -1,0 +1,100 @@
+"""Plays collector and trainer with made-up rewards, against the real service."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from bapo_core.config import RunConfig, config_from
+from bapo_core.seeding import derive_rng
+from services.buffer import wire
+from services.buffer.client import BufferClient
+from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
+from services.local.data import load_datasets
+from services.local.stack import Endpoints
+
+
+def small_config(name: str, **sections: Any) -> RunConfig:
+    """A run of 12 steps with 8 prompts of 4 responses each."""
+    return config_from(
+        {
+            "name": name,
+            "steps": 12,
+            "task": {"options": {"template": "short"}, "train_prompts": 24, "test_prompts": 4},
+            "rollout": {"prompts_per_step": 8, "group_size": 4},
+            "sync": {"every": 2, "reevaluate_every": 2},
+            "x2": {"c1": 0.25},
+            "adaptive": {"c2_range": [0.25, 0.5], "c3_range": [0.5, 0.75]},
+            "optimizer": {"minibatch_prompts": 4},
+            "evaluation": {"every": 4},
+            "checkpoint": {"every": 2},
+            **sections,
+        }
+    )
+
+
+class Driver:
+    """A run of its own, driven step by step. Rewards depend on (seed, step, prompt) alone."""
+
+    def __init__(self, stack: Endpoints, config: RunConfig) -> None:
+        self.config, self.stack = config, stack
+        self.client = BufferClient(stack.buffer_url, stack.token, run=config.name)
+        train, test = load_datasets(config)
+        for dataset in (train, test):
+            self.client.upload_dataset(dataset.name, dataset.prompts)
+        self.client.create_run(
+            wire.RunCreate(
+                name=config.name,
+                config=config.model_dump(mode="json"),
+                train_dataset=train.name,
+                test_dataset=test.name,
+            )
+        )
+        self.client.begin_attempt()
+
+    def groups(self, step: int, kind: wire.Kind = "fresh") -> list[TrajectoryGroup]:
+        """What a collector would post for this step."""
+        prompts = self.client.step_prompts(step, kind)
+        return [
+            made_up_group(
+                prompt.uid,
+                prompts.policy_version,
+                size=self.config.rollout.group_size,
+                rng=derive_rng(self.config.seed, "rewards", kind, step, prompt.uid),
+            )
+            for prompt in prompts.prompts
+        ]
+
+    def roll_out(self, step: int) -> None:
+        """Posts the fresh groups and, when due, the re-evaluations."""
+        self.client.post_groups(step, "fresh", encode_groups(self.groups(step)))
+        if self.config.x2.enabled and self.config.schedule.reevaluates_at(step):
+            groups = self.groups(step, "reevaluation")
+            if groups:
+                self.client.post_groups(step, "reevaluation", encode_groups(groups))
+
+    def run_step(self, step: int) -> wire.BatchManifest:
+        """A whole step, from prompts to commit."""
+        self.roll_out(step)
+        manifest = self.client.batch(step)
+        self.client.commit(step, {"loss": 0.5})
+        return manifest
+
+
+def made_up_group(
+    uid: str, policy_version: int, *, size: int, rng: random.Random
+) -> TrajectoryGroup:
+    ability = rng.random()
+    responses = []
+    for _ in range(size):
+        tokens = [rng.randrange(2, 20) for _ in range(rng.randrange(1, 6))]
+        responses.append(
+            TrajectoryResponse(
+                token_ids=tokens,
+                logprobs=[-rng.random() for _ in tokens],
+                reward=float(rng.random() < ability),
+                finish_reason="stop",
+                text="1+2",
+            )
+        )
+    return TrajectoryGroup(uid, [2, 3, 4], policy_version, responses)

@@ -1,0 +1,367 @@
+"""The step protocol against the real service, on real Postgres and S3 (design section 6)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import psycopg
+import pytest
+
+from services.buffer.client import BufferClient
+from services.buffer.trajectories import encode_groups
+from services.common.errors import ServiceError, ServiceUnavailable, Superseded
+from services.common.objectstore import ObjectStore, ObjectStoreError
+from services.local.stack import Endpoints
+from tests.integration.driver import Driver, small_config
+
+TABLES = {
+    "prompt_difficulty": "run_id, prompt_id",
+    "rollout_group": "step, kind, position",
+    "buffer_entry": "buffer, inserted_step, group_id",
+    "batch_member": "step, position",
+    "step_record": "step",
+    "weight_version": "version",
+    "checkpoint": "step",
+}
+
+
+@pytest.fixture
+def drive(stack: Endpoints, request: pytest.FixtureRequest) -> Callable[..., Driver]:
+    """A new run, named after the test."""
+
+    def make(**sections: Any) -> Driver:
+        name = request.node.name.split("[")[0].replace("_", "-")[:60]
+        return Driver(stack, small_config(name, **sections))
+
+    return make
+
+
+def snapshot(driver: Driver) -> dict[str, list[tuple[Any, ...]]]:
+    """Every row of the run, without keys and times that a repetition may change."""
+    unstable = {"id", "group_id", "created_at", "committed_at"}
+    found = {}
+    url = driver.stack.database_url.replace("postgresql+psycopg", "postgresql")
+    with psycopg.connect(url) as connection:
+        for table, order in TABLES.items():
+            cursor = connection.execute(
+                f"select t.* from {table} t join run on run.id = t.run_id "  # type: ignore[arg-type]
+                f"where run.name = '{driver.config.name}' order by {order}"
+            )
+            assert cursor.description is not None
+            names = [column.name for column in cursor.description]
+            kept = [i for i, name in enumerate(names) if name not in unstable]
+            found[table] = [tuple(row[i] for i in kept) for row in cursor]
+    return found
+
+
+def test_every_call_repeated_gives_the_first_answer(drive: Callable[..., Driver]) -> None:
+    driver = drive()
+    first = driver.client.step_prompts(1)
+    body = encode_groups(driver.groups(1))
+    accepted = driver.client.post_groups(1, "fresh", body)
+    assert (accepted.accepted, accepted.duplicates, accepted.complete) == (8, 0, True)
+    again = driver.client.post_groups(1, "fresh", body)
+    assert (again.accepted, again.duplicates, again.complete) == (0, 8, True)
+    manifest = driver.client.batch(1)
+    assert driver.client.batch(1) == manifest
+    driver.client.commit(1, {"loss": 1.0})
+    before = snapshot(driver)
+    driver.client.commit(1, {"loss": 2.0})
+    assert snapshot(driver) == before
+    assert driver.client.batch(1) == manifest
+    assert driver.client.step_prompts(1).prompts == first.prompts
+
+
+def test_a_group_lands_once_whoever_sends_other_content_for_it(
+    drive: Callable[..., Driver],
+) -> None:
+    driver = drive()
+    groups = driver.groups(1)
+    driver.client.post_groups(1, "fresh", encode_groups(groups))
+    rivals = [
+        dataclasses.replace(
+            group,
+            responses=[dataclasses.replace(r, reward=1.0 - r.reward) for r in group.responses],
+        )
+        for group in groups
+    ]
+    before = snapshot(driver)
+    answer = driver.client.post_groups(1, "fresh", encode_groups(rivals))
+    assert answer.accepted == 0
+    assert snapshot(driver) == before
+
+
+def test_a_superseded_attempt_is_refused_everywhere(drive: Callable[..., Driver]) -> None:
+    driver = drive()
+    body = encode_groups(driver.groups(1))
+    old = driver.client
+    new = BufferClient(driver.stack.buffer_url, driver.stack.token, run=driver.config.name)
+    assert new.begin_attempt().attempt == old.attempt + 1
+    calls: list[Callable[[], object]] = [
+        lambda: old.step_prompts(1),
+        lambda: old.post_groups(1, "fresh", body),
+        lambda: old.batch(1),
+        lambda: old.commit(1, {}),
+        lambda: old.rewind(0),
+        lambda: old.publish_weights(1, "0" * 64),
+        lambda: old.record_checkpoint(0, "0" * 64),
+        lambda: old.set_status("failed"),
+    ]
+    for call in calls:
+        with pytest.raises(Superseded, match="superseded by attempt 2"):
+            call()
+    assert new.post_groups(1, "fresh", body).accepted == 8
+
+
+def test_groups_that_do_not_belong_are_refused_and_leave_nothing(
+    drive: Callable[..., Driver],
+) -> None:
+    driver = drive()
+    good = driver.groups(1)
+    short = dataclasses.replace(good[0], responses=good[0].responses[:3])
+    stale = dataclasses.replace(good[0], policy_version=2)
+    stranger = dataclasses.replace(good[0], prompt_uid="countdown:nobody")
+    for bad, message in (
+        ([short], "groups are whole or absent"),
+        ([stale], "need version 1"),
+        ([stranger], "not a fresh prompt of step 1"),
+        ([good[0], good[0]], "more than one group"),
+    ):
+        with pytest.raises(ServiceError, match=message) as caught:
+            driver.client.post_groups(1, "fresh", encode_groups(bad))
+        assert caught.value.status == 400
+    with pytest.raises(ServiceError, match="not an Arrow IPC stream"):
+        driver.client.post_groups(1, "fresh", b"not arrow")
+    assert snapshot(driver)["rollout_group"] == []
+
+
+def test_the_batch_waits_for_all_groups(drive: Callable[..., Driver]) -> None:
+    driver = drive()
+    groups = driver.groups(1)
+    driver.client.post_groups(1, "fresh", encode_groups(groups[:5]))
+    response = _post(driver, "steps/1/batch")
+    assert response.json()["ready"] is False
+    assert "5 of up to 8 fresh groups" in response.json()["missing"]
+    driver.client.post_groups(1, "fresh", encode_groups(groups[5:]))
+    assert driver.client.batch(1).ready
+
+
+def test_reevaluations_wait_for_the_step_before(drive: Callable[..., Driver]) -> None:
+    driver = drive()
+    response = _post(driver, "steps/2/prompts?kind=reevaluation")
+    assert response.json()["ready"] is False
+    driver.run_step(1)
+    assert driver.client.step_prompts(2, "reevaluation").ready
+
+
+def test_steps_are_committed_in_order_and_once(drive: Callable[..., Driver]) -> None:
+    driver = drive()
+    with pytest.raises(ServiceError, match="no batch to commit"):
+        driver.client.commit(1, {})
+    driver.roll_out(1)
+    with pytest.raises(ServiceError, match="cannot be built"):
+        driver.client.batch(3)
+    driver.client.batch(1)
+    driver.client.commit(1, {})
+    late = encode_groups(driver.groups(1)[:1])
+    assert driver.client.post_groups(1, "fresh", late).duplicates == 1
+    assert driver.client.run_state().current_step == 1
+
+
+def test_a_rewind_undoes_everything_after_a_step_exactly(drive: Callable[..., Driver]) -> None:
+    driver = drive()
+    for step in range(1, 6):
+        driver.run_step(step)
+    before = snapshot(driver)
+    manifests = [driver.run_step(step) for step in range(6, 10)]
+    assert snapshot(driver) != before
+    driver.client.rewind(5)
+    assert snapshot(driver) == before
+    again = [driver.run_step(step) for step in range(6, 10)]
+    assert [_composition(each) for each in again] == [_composition(each) for each in manifests]
+
+
+def test_a_new_attempt_starts_from_the_last_checkpoint(drive: Callable[..., Driver]) -> None:
+    driver = drive()
+    for step in range(1, 4):
+        driver.run_step(step)
+        if step == 1:
+            driver.client.record_checkpoint(1, "a" * 64)
+            before = snapshot(driver)
+    assert driver.client.begin_attempt().current_step == 1
+    assert snapshot(driver) == before
+
+
+def test_no_group_is_replayed_in_the_step_that_made_it(drive: Callable[..., Driver]) -> None:
+    driver = drive()
+    replayed = 0
+    for step in range(1, 13):
+        for member in driver.run_step(step).members:
+            if member.source == "replayed":
+                replayed += 1
+                assert step - 3 <= member.step <= step - 1
+            else:
+                assert member.step == step
+    assert replayed > 0
+
+
+def test_dynamic_sampling_goes_on_until_enough_groups_are_mixed(
+    drive: Callable[..., Driver],
+) -> None:
+    driver = drive(
+        algorithm="dapo",
+        rollout={"prompts_per_step": 8, "group_size": 4, "max_generation_rounds": 3},
+    )
+    uids: list[str] = []
+    for generation_round in range(3):
+        prompts = driver.client.step_prompts(1, "fresh", generation_round)
+        uids += [prompt.uid for prompt in prompts.prompts]
+    assert len(set(uids)) == 24
+    groups = {group.prompt_uid: group for group in driver.groups(1)}
+    first = driver.client.post_groups(1, "fresh", encode_groups(list(groups.values())))
+    mixed = sum(1 for group in groups.values() if 0 < group.correct < 4)
+    assert mixed < 8
+    assert not first.complete
+    second = [
+        dataclasses.replace(next(iter(groups.values())), prompt_uid=uid) for uid in uids[8:16]
+    ]
+    mixed_responses = [
+        dataclasses.replace(response, reward=float(index % 2))
+        for index, response in enumerate(second[0].responses)
+    ]
+    second = [dataclasses.replace(group, responses=mixed_responses) for group in second]
+    assert driver.client.post_groups(1, "fresh", encode_groups(second)).complete
+    manifest = driver.client.batch(1)
+    assert len(manifest.members) == 8
+    assert all(0 < member.correct < member.size for member in manifest.members)
+
+
+def test_decoupled_runs_keep_the_log_probs_of_the_storage_step(
+    drive: Callable[..., Driver],
+) -> None:
+    from services.buffer.trajectories import encode_proximal
+
+    driver = drive(loss={"ratio": "decoupled"})
+    replayed = 0
+    for step in range(1, 6):
+        driver.roll_out(step)
+        manifest = driver.client.batch(step)
+        if manifest.record_proximal:
+            scores = {m.group_id: [[-1.0]] * m.size for m in manifest.record_proximal}
+            driver.client.post_proximal(step, encode_proximal(scores))
+        driver.client.commit(step, {})
+        for member in manifest.members:
+            if member.source == "replayed":
+                replayed += 1
+                assert member.proximal_key is not None
+    assert replayed > 0
+
+
+def test_difficulty_is_what_the_groups_say(drive: Callable[..., Driver]) -> None:
+    driver = drive()
+    means: dict[str, list[float]] = {}
+    for step in range(1, 7):
+        for kind in ("fresh", "reevaluation"):
+            if kind == "reevaluation" and step % 2:
+                continue
+            for group in driver.groups(step, kind):
+                means.setdefault(group.prompt_uid, []).append(group.correct / 4)
+        driver.run_step(step)
+    page = driver.client.difficulty()
+    assert {prompt.uid for prompt in page.prompts} == set(means)
+    for prompt in page.prompts:
+        history = means[prompt.uid]
+        assert prompt.attempts == len(history)
+        assert (prompt.first_mean, prompt.last_mean) == (history[0], history[-1])
+        assert prompt.best_mean == max(history)
+        assert prompt.bin == round(history[-1] * 4)
+    assert sum(driver.client.difficulty_bins()) == len(means)
+
+
+def test_published_weights_cannot_change(drive: Callable[..., Driver]) -> None:
+    driver = drive()
+    stored = driver.client.publish_weights(1, "a" * 64)
+    assert driver.client.publish_weights(1, "a" * 64) == stored
+    with pytest.raises(ServiceError, match="published with other weights"):
+        driver.client.publish_weights(1, "b" * 64)
+    with pytest.raises(ServiceError, match="cannot exist"):
+        driver.client.publish_weights(5, "a" * 64)
+
+
+def test_damaged_objects_are_noticed(drive: Callable[..., Driver]) -> None:
+    driver = drive()
+    member = driver.run_step(1).members[0]
+    store = ObjectStore(driver.stack.object_store)
+    assert store.get(member.object_key, member.object_digest)
+    store.put(member.object_key, b"something else")
+    with pytest.raises(ObjectStoreError, match="damaged or replaced"):
+        store.get(member.object_key, member.object_digest)
+
+
+def test_the_object_store_refuses_wrong_credentials(stack: Endpoints) -> None:
+    settings = dataclasses.replace(stack.object_store, secret_key="wrong")
+    with pytest.raises(ObjectStoreError, match="accepts the credentials"):
+        ObjectStore(settings, patient=False).put("key", b"data")
+
+
+def test_a_run_exists_once(drive: Callable[..., Driver]) -> None:
+    driver = drive()
+    with pytest.raises(ServiceError, match="exists with another config"):
+        Driver(driver.stack, driver.config.model_copy(update={"seed": 7}))
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [({}, 401), ({"Authorization": "Bearer nobody"}, 401), ({"Authorization": "Basic x"}, 401)],
+)
+def test_every_route_but_health_wants_a_token(
+    stack: Endpoints, headers: dict[str, str], status: int
+) -> None:
+    response = httpx.get(f"{stack.buffer_url}/v1/runs", headers=headers)
+    assert response.status_code == status
+    assert response.headers["content-type"] == "application/problem+json"
+    assert httpx.get(f"{stack.buffer_url}/health").status_code == 200
+    assert httpx.post(f"{stack.verifier_url}/v1/verify", headers=headers).status_code == status
+    schema = httpx.get(f"{stack.buffer_url}/openapi.json").json()
+    for path, methods in schema["paths"].items():
+        if path.startswith("/v1/"):
+            for method in methods:
+                url = stack.buffer_url + path.format(
+                    dataset="d", name="n", step=1, version=1, replica="r", buffer="hard", group_id=1
+                )
+                assert httpx.request(method, url).status_code == 401, (method, path)
+
+
+def test_errors_say_what_and_where(stack: Endpoints) -> None:
+    client = BufferClient(stack.buffer_url, stack.token, run="nobody")
+    with pytest.raises(ServiceError, match="there is no run 'nobody'") as caught:
+        client.run_state()
+    assert caught.value.status == 404
+    headers = {"Authorization": f"Bearer {stack.token}"}
+    response = httpx.post(f"{stack.buffer_url}/v1/runs", headers=headers, json={"name": "Bad Name"})
+    assert response.status_code == 422
+    assert "name" in response.json()["detail"]
+
+
+def test_a_lost_server_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.common.http.GIVE_UP_AFTER_S", 0.1)
+    client = BufferClient("http://127.0.0.1:9", "token", run="r")
+    with pytest.raises(ServiceUnavailable, match=r"127\.0\.0\.1:9 does not answer .* --resume"):
+        client.run_state()
+
+
+def _post(driver: Driver, path: str) -> httpx.Response:
+    return httpx.post(
+        f"{driver.stack.buffer_url}/v1/runs/{driver.config.name}/{path}",
+        headers={
+            "Authorization": f"Bearer {driver.stack.token}",
+            "X-Bapo-Attempt": str(driver.client.attempt),
+        },
+    )
+
+
+def _composition(manifest: Any) -> list[tuple[str, str, int, int]]:
+    return [(m.source, m.prompt_uid, m.step, m.correct) for m in manifest.members]
