@@ -115,8 +115,8 @@ def _page(outcomes: Sequence[Outcome], table: dict[str, dict[str, Any]]) -> str:
     base = statistics.mean(each.history.evaluations[0].mean_accuracy for each in outcomes)
     lead = (
         f"{first.config.steps} steps from the same base model (held-out accuracy {base:.3f}) on "
-        f"the same {first.config.task.train_prompts} prompts. Seeds: {seeds}. Lines are means over the "
-        "seeds, bands span the lowest to the highest."
+        f"the same {first.config.task.train_prompts} prompts. Seeds: {seeds}. Lines are means over "
+        "the seeds, bands span the lowest to the highest."
     )
     figures = [
         figure(
@@ -176,7 +176,7 @@ def _table(table: dict[str, dict[str, Any]]) -> str:
         for algorithm, values in table.items()
     )
     return (
-        f"<figure><table><thead><tr><th>mean ± standard deviation over seeds</th>{head}</tr></thead>"
+        f"<figure><table><thead><tr><th>mean ± standard deviation</th>{head}</tr></thead>"
         f"<tbody>{rows}</tbody></table></figure>"
     )
 

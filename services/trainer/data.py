@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pyarrow as pa
 import torch
@@ -49,6 +49,35 @@ class Batch:
         return torch.cat(by_group)
 
 
+def collate(members: Sequence[ManifestMember], groups: Sequence[TrajectoryGroup]) -> Batch:
+    """Tensors of the groups; `members` says where each came from, in the same order."""
+    rows = [
+        (index, group.prompt_token_ids, response)
+        for index, group in enumerate(groups)
+        for response in group.responses
+    ]
+    lengths = [len(prompt) + len(response.token_ids) for _, prompt, response in rows]
+    widest = max(len(response.token_ids) for _, _, response in rows)
+    tokens = torch.zeros(len(rows), max(lengths), dtype=torch.long)
+    behavior = torch.zeros(len(rows), widest)
+    mask = torch.zeros(len(rows), widest, dtype=torch.bool)
+    for i, (_, prompt, response) in enumerate(rows):
+        ids = [*prompt, *response.token_ids]
+        tokens[i, : len(ids)] = torch.tensor(ids)
+        behavior[i, : len(response.logprobs)] = torch.tensor(response.logprobs)
+        mask[i, : len(response.logprobs)] = True
+    return Batch(
+        members=members,
+        group=torch.tensor([index for index, _, _ in rows]),
+        tokens=tokens,
+        prompt_lengths=torch.tensor([len(prompt) for _, prompt, _ in rows]),
+        lengths=torch.tensor(lengths),
+        behavior=behavior,
+        mask=mask,
+        rewards=torch.tensor([[r.reward for r in group.responses] for group in groups]),
+    )
+
+
 class TrajectoryReader:
     """Reads groups from the object store. Objects that are replayed soon again stay in memory."""
 
@@ -58,33 +87,10 @@ class TrajectoryReader:
 
     def batch(self, members: Sequence[ManifestMember], *, proximal: bool = False) -> Batch:
         """The batch of these members; with their storage-step log-probs if `proximal`."""
-        groups = [self._group(member) for member in members]
-        rows = [
-            (index, group.prompt_token_ids, response)
-            for index, group in enumerate(groups)
-            for response in group.responses
-        ]
-        lengths = [len(prompt) + len(response.token_ids) for _, prompt, response in rows]
-        widest = max(len(response.token_ids) for _, _, response in rows)
-        tokens = torch.zeros(len(rows), max(lengths), dtype=torch.long)
-        behavior = torch.zeros(len(rows), widest)
-        mask = torch.zeros(len(rows), widest, dtype=torch.bool)
-        for i, (_, prompt, response) in enumerate(rows):
-            ids = [*prompt, *response.token_ids]
-            tokens[i, : len(ids)] = torch.tensor(ids)
-            behavior[i, : len(response.logprobs)] = torch.tensor(response.logprobs)
-            mask[i, : len(response.logprobs)] = True
-        return Batch(
-            members=members,
-            group=torch.tensor([index for index, _, _ in rows]),
-            tokens=tokens,
-            prompt_lengths=torch.tensor([len(prompt) for _, prompt, _ in rows]),
-            lengths=torch.tensor(lengths),
-            behavior=behavior,
-            mask=mask,
-            rewards=torch.tensor([[r.reward for r in group.responses] for group in groups]),
-            storage=self._storage(members, behavior.shape) if proximal else None,
-        )
+        batch = collate(members, [self._group(member) for member in members])
+        if proximal:
+            return replace(batch, storage=self._storage(members, batch.behavior.shape))
+        return batch
 
     def _group(self, member: ManifestMember) -> TrajectoryGroup:
         table = self._table(member.object_key, member.object_digest)

@@ -1,0 +1,229 @@
+"""What goes wrong from outside: one line that names the thing and the remedy, and nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from services.buffer.client import BufferClient
+from services.common.objectstore import ObjectStore, ObjectStoreError
+from services.local.stack import Endpoints, find_stack, running_stack
+from tests.e2e.test_run import configuration
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def own_home() -> Iterator[Path]:
+    """A home without a stack."""
+    directory = Path(tempfile.mkdtemp(prefix="bapo-own-"))
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def command(tmp_path: Path, own_home: Path) -> Command:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "services.cli", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "BAPO_HOME": str(own_home)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    return run
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line of a command that was refused."""
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("error: ")
+    return lines[0]
+
+
+def test_help_is_instant_and_teaches(command: Command) -> None:
+    started = time.perf_counter()
+    done = command("--help")
+    assert time.perf_counter() - started < 1.0
+    assert "bapo run examples/countdown.yaml" in done.stdout
+
+
+def test_an_unknown_key(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("sync: {evry: 3}\n")
+    message = refused(command("config", "check", "run.yaml"))
+    assert "run.yaml: sync.evry: no such key; did you mean every?" in message
+
+
+def test_a_model_directory_that_is_not_one(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("model: {path: nowhere}\n")
+    message = refused(command("run", "run.yaml", "--port", "0"))
+    assert "model.path nowhere is not a model directory" in message
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"numbers": [1, 2]}, "needs the keys nums and target"),
+        ({"nums": [1, 2], "target": 50}, "no expression over [1, 2] equals 50"),
+        ({"nums": "1 2", "target": 3}, "make it a list"),
+    ],
+)
+def test_a_dataset_with_a_bad_row(
+    command: Command, tmp_path: Path, row: dict[str, object], message: str, easy_model: Path
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"nums": [1, 2], "target": 3}) + "\n" + json.dumps(row) + "\n")
+    config = configuration("bad-data", easy_model)
+    config["task"] |= {"train_path": str(data), "test_path": str(data)}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    said = refused(command("eval", str(easy_model), "run.yaml"))
+    assert f"{data}, row 2" in said
+    assert message in said
+
+
+def test_held_out_prompts_in_the_training_data(
+    command: Command, tmp_path: Path, easy_model: Path
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"nums": [1, 2], "target": 3}) + "\n")
+    config = configuration("overlap", easy_model)
+    config["task"] |= {"train_path": str(data), "test_path": str(data)}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    said = refused(command("eval", str(easy_model), "run.yaml"))
+    assert "1 training prompts are held-out prompts too" in said
+
+
+def test_a_busy_port(command: Command, own_home: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        message = refused(command("stack", "up", "--port", str(port)))
+    assert f"port {port} is busy" in message
+    assert "--port" in message
+    assert processes_of(own_home) == []
+
+
+def test_stack_up_and_down_leave_nothing(command: Command, own_home: Path) -> None:
+    assert command("stack", "up", "--port", "0").returncode == 0
+    endpoints = find_stack(own_home)
+    assert endpoints is not None
+    assert (own_home / "stack.json").stat().st_mode & 0o077 == 0
+    assert command("stack", "down").stdout.strip() == "stopped"
+    assert processes_of(own_home) == []
+    assert find_stack(own_home) is None
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", int(endpoints.buffer_url.rsplit(":", 1)[1])))
+
+
+def test_a_killed_supervisor_takes_the_stack_with_it(command: Command, own_home: Path) -> None:
+    assert command("stack", "up", "--port", "0").returncode == 0
+    endpoints = find_stack(own_home)
+    assert endpoints is not None
+    os.kill(endpoints.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while processes_of(own_home):
+        assert time.monotonic() < deadline, processes_of(own_home)
+        time.sleep(0.1)
+    assert command("stack", "up", "--port", "0").returncode == 0
+    assert command("stack", "down").returncode == 0
+
+
+def test_a_lost_buffer_service_ends_the_run_and_loses_nothing(
+    command: Command, own_home: Path, tmp_path: Path, easy_model: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(yaml.safe_dump(configuration("lost", easy_model)))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "services.cli", "run", str(path), "--port", "0"],
+        cwd=tmp_path,
+        env={**os.environ, "BAPO_HOME": str(own_home)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    committed = 0
+    deadline = time.monotonic() + 90
+    while committed < 4:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        endpoints = find_stack(own_home)
+        if endpoints is not None:
+            client = BufferClient(endpoints.buffer_url, endpoints.token, run="lost")
+            committed = {s.name: s.current_step for s in client.runs()}.get("lost", 0)
+        time.sleep(0.05)
+    (buffer,) = [p for p in processes_of(own_home) if "services.buffer.main" in p.cmdline()]
+    buffer.kill()
+    _, errors = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert len(errors.strip().splitlines()) == 1
+    assert "buffer" in errors
+    assert "--resume" in errors
+    assert processes_of(own_home) == []
+    done = command("run", str(path), "--resume", "--port", "0")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "runs/lost/summary.json").read_text())["steps"] == 9
+
+
+@pytest.fixture
+def small_disk(own_home: Path) -> Iterator[Path]:
+    """A home whose object store has 40 MB. Needs root, to mount it."""
+    directory = own_home / "s3"
+    directory.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(directory)], check=True)
+    yield own_home
+    subprocess.run(["umount", str(directory)], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk_loses_nothing_that_was_acknowledged(small_disk: Path) -> None:
+    with running_stack(small_disk, 0) as endpoints:
+        store = ObjectStore(endpoints.object_store, patient=False)
+        stored = {}
+        with pytest.raises(ObjectStoreError, match="has space"):
+            for number in range(100):
+                data = os.urandom(1 << 20)
+                stored[f"filler/{number}"] = store.put(f"filler/{number}", data)
+        assert stored
+        for key, digest in stored.items():
+            assert store.get(key, digest)
+
+
+def test_secrets_stay_out_of_logs(stack: Endpoints, home: Path) -> None:
+    for log in (home / "logs").rglob("*.log"):
+        text = log.read_text(errors="replace")
+        assert stack.token not in text, log
+        assert stack.s3_secret_key not in text, log
+
+
+def processes_of(home: Path) -> list[psutil.Process]:
+    """Running processes that were started for this home."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            environment = process.environ()
+            mine = environment.get("BAPO_HOME") == str(home) or str(home) in " ".join(
+                process.cmdline()
+            )
+            if mine and process.pid != os.getpid() and process.status() != "zombie":
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
