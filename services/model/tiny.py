@@ -24,7 +24,7 @@ PAD, END = "<pad>", "<eos>"
 CHARACTERS = "0123456789+-*/()= :"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
-STEPS = 400
+STEPS = 340
 BATCH = 128
 LEARNING_RATE = 2e-3
 EXAMPLES = 24_000
