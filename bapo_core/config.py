@@ -242,11 +242,13 @@ class OptimizerConfig(Section):
     learning_rate: float = Field(1e-6, gt=0.0)
     """AdamW (Table 3: 1e-6)."""
     weight_decay: float = Field(0.1, ge=0.0)
-    """(released script: 0.1)"""
+    """Decoupled weight decay (released script: 0.1)."""
     warmup_steps: int = Field(10, ge=0)
     """Training steps of linear warm-up (released script: 10)."""
     beta1: float = Field(0.9, ge=0.0, lt=1.0)
+    """Decay of the first moment."""
     beta2: float = Field(0.999, ge=0.0, lt=1.0)
+    """Decay of the second moment."""
     gradient_clip: float = Field(1.0, gt=0.0)
     """Largest gradient norm (released script: 1)."""
     minibatch_prompts: int = Field(64, ge=1)

@@ -1,0 +1,275 @@
+"""The rollout engine against `model.generate`: same model, same prompts, same number of samples.
+
+    python -m benchmarks.engine [--out benchmarks/results/engine.json] [--model DIR]
+
+Two regimes. *varied*: the logit of the end token is raised a little, so responses end anywhere,
+after about a third of the limit on average: `generate` pays for every row until the last one ends.
+*equal*: the end token is impossible, so every response has the limit's length and leaving out
+finished rows saves nothing. The two take turns, in an order that alternates; the ratio is of the
+median tokens per second. `generate` does not return log-probs, the engine always does: what they
+are worth is checked against one teacher-forced forward pass over whole sequences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from bapo_core.tasks.countdown import CountdownTask
+from services.local.run import ensure_model
+from services.local.stack import default_home
+from services.rollout.engine import GeneratedGroup, GenerationRequest, SamplingParams
+from services.rollout.transformers_engine import TransformersEngine
+
+TEMPERATURE = 1.0
+NEVER = -1e4
+"""Added to a logit, it makes the token impossible without an infinity in the log-softmax."""
+
+
+class BiasedHead(nn.Module):
+    """The output layer with a constant added to the logit of one token."""
+
+    def __init__(self, head: nn.Module, token: int, bias: float) -> None:
+        super().__init__()
+        self.head, self.token, self.bias = head, token, bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self.head(hidden)
+        logits[..., self.token] += self.bias
+        return logits
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One run: tokens that count (up to and with the end token), and how long they took."""
+
+    tokens: int
+    seconds: float
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+class Contest:
+    """Engine and `generate` on one model and one set of prompts."""
+
+    def __init__(self, model: Any, prompts: Sequence[list[int]], sampling: SamplingParams) -> None:
+        self.model, self.prompts, self.sampling = model, prompts, sampling
+        self.engine = TransformersEngine()
+        self.engine.use(model, 1)
+        self.end = int(model.generation_config.eos_token_id)
+        self.tokens, self.mask = _left_padded(prompts)
+
+    def run_engine(self, seed: int) -> tuple[Timing, list[GeneratedGroup]]:
+        requests = [
+            GenerationRequest(prompt, seed * 100_003 + index)
+            for index, prompt in enumerate(self.prompts)
+        ]
+        started = time.perf_counter()
+        groups = self.engine.generate(requests, self.sampling, policy_version=1)
+        seconds = time.perf_counter() - started
+        return Timing(sum(len(r.token_ids) for g in groups for r in g.responses), seconds), groups
+
+    def run_generate(self, seed: int) -> Timing:
+        torch.manual_seed(seed)
+        config = GenerationConfig(
+            do_sample=True,
+            temperature=self.sampling.temperature,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=self.sampling.max_tokens,
+            num_return_sequences=self.sampling.group_size,
+            eos_token_id=self.end,
+            pad_token_id=0,
+            use_cache=True,
+        )
+        started = time.perf_counter()
+        with torch.inference_mode():
+            output = self.model.generate(
+                self.tokens, attention_mask=self.mask, generation_config=config
+            )
+        seconds = time.perf_counter() - started
+        new = output[:, self.tokens.shape[1] :]
+        ended = (new == self.end).long().cumsum(dim=1)
+        # Up to the first end token, and with it.
+        return Timing(int(((ended - (new == self.end).long()) == 0).sum()), seconds)
+
+
+def logprob_error(
+    model: Any, prompts: Sequence[list[int]], groups: Sequence[GeneratedGroup]
+) -> float:
+    """The largest difference from a forward pass over each whole sequence, without a cache."""
+    worst = 0.0
+    for prompt, group in zip(prompts, groups, strict=True):
+        for response in group.responses:
+            ids = torch.tensor([[*prompt, *response.token_ids]])
+            with torch.inference_mode():
+                logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+            logprobs = torch.log_softmax(logits.float() / TEMPERATURE, dim=-1)
+            exact = logprobs.gather(1, torch.tensor(response.token_ids)[:, None])[:, 0]
+            worst = max(worst, float((exact - torch.tensor(response.logprobs)).abs().max()))
+    return worst
+
+
+def compete(contest: Contest, repeats: int, console: Console, name: str) -> dict[str, Any]:
+    """Medians of both over the repeats, after one unmeasured run of each."""
+    _, groups = contest.run_engine(0)
+    contest.run_generate(0)
+    error = logprob_error(contest.model, contest.prompts[:32], groups[:32])
+    engine: list[Timing] = []
+    generate: list[Timing] = []
+
+    def ours(seed: int) -> None:
+        engine.append(contest.run_engine(seed)[0])
+
+    def theirs(seed: int) -> None:
+        generate.append(contest.run_generate(seed))
+
+    for seed in range(1, repeats + 1):
+        order: list[Callable[[int], None]] = [ours, theirs] if seed % 2 else [theirs, ours]
+        for run in order:
+            run(seed)
+        console.print(
+            f"{name} {seed}/{repeats}: engine {engine[-1].speed:,.0f} tok/s in "
+            f"{engine[-1].seconds:.2f} s, generate {generate[-1].speed:,.0f} tok/s in "
+            f"{generate[-1].seconds:.2f} s",
+            highlight=False,
+        )
+    return _summary(contest, engine, generate, error)
+
+
+def _summary(
+    contest: Contest, engine: list[Timing], generate: list[Timing], error: float
+) -> dict[str, Any]:
+    ours = statistics.median(timing.speed for timing in engine)
+    theirs = statistics.median(timing.speed for timing in generate)
+    responses = len(contest.prompts) * contest.sampling.group_size
+    return {
+        "responses": responses,
+        "mean_length": statistics.mean(timing.tokens for timing in engine) / responses,
+        "engine_tokens_per_s": ours,
+        "generate_tokens_per_s": theirs,
+        "ratio_of_medians": ours / theirs,
+        "ratios_of_pairs": [a.speed / b.speed for a, b in zip(engine, generate, strict=True)],
+        "engine_median_s": statistics.median(timing.seconds for timing in engine),
+        "generate_median_s": statistics.median(timing.seconds for timing in generate),
+        "max_logprob_error": error,
+        "engine": [asdict(timing) for timing in engine],
+        "generate": [asdict(timing) for timing in generate],
+    }
+
+
+def find_end_bias(model: Any, contest: Contest, share: float) -> float:
+    """The addition to the end token's logit that makes the mean length about `share` of the limit.
+
+    Bisection on one run each: the mean length falls as the end token becomes likelier.
+    """
+    low, high = NEVER / 1e3, -NEVER / 1e3
+    responses = len(contest.prompts) * contest.sampling.group_size
+    for _ in range(10):
+        middle = (low + high) / 2
+        model.lm_head.bias = middle
+        timing, _ = contest.run_engine(7)
+        too_long = timing.tokens / responses > share * contest.sampling.max_tokens
+        low, high = (middle, high) if too_long else (low, middle)
+    return (low + high) / 2
+
+
+def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+    directory = arguments.model or _tiny_model(console)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    model.eval().requires_grad_(False)
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    task = CountdownTask(template="short")
+    prompts = [
+        [int(token) for token in tokenizer.encode(task.render(problem)[0]["content"])]
+        for problem in task.generate(seed=1, n=arguments.prompts)
+    ]
+    sampling = SamplingParams(
+        temperature=TEMPERATURE, max_tokens=arguments.max_tokens, group_size=arguments.group_size
+    )
+    contest = Contest(model, prompts, sampling)
+    result: dict[str, Any] = {"machine": machine(), "max_tokens": sampling.max_tokens}
+    result["as_it_is"] = compete(contest, arguments.repeats, console, "as it is")
+    model.lm_head = BiasedHead(model.lm_head, contest.end, 0.0)
+    model.lm_head.bias = find_end_bias(model, contest, 1 / 3)
+    result["varied"] = compete(contest, arguments.repeats, console, "varied")
+    model.lm_head.bias = NEVER
+    result["equal"] = compete(contest, arguments.repeats, console, "equal")
+    return result
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on."""
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load_before": round(os.getloadavg()[0], 2),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _tiny_model(console: Console) -> Path:
+    """The local stack's tiny model; built on first use."""
+    from bapo_core.config import load_config
+
+    return ensure_model(load_config("examples/countdown.yaml", []), default_home(), console)
+
+
+def _left_padded(prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
+    width = max(map(len, prompts))
+    tokens = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts])
+    mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+    return tokens, mask
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/engine.json"))
+    parser.add_argument("--model", type=Path, help="a Hugging Face directory (default: tiny)")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--repeats", type=int, default=7)
+    arguments = parser.parse_args()
+    result = measure(arguments, Console())
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps({key: _headline(value) for key, value in result.items()}, indent=2))
+
+
+def _headline(value: Any) -> Any:
+    """A section without its lists."""
+    if not isinstance(value, dict):
+        return value
+    return {key: item for key, item in value.items() if not isinstance(item, list)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""When to sync, and which prompts to draw: properties of the schedule and the sampler."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bapo_core.sampling import prompt_positions
+from bapo_core.schedule import Phase, SyncSchedule
+
+schedules = st.builds(
+    SyncSchedule,
+    v=st.integers(1, 12),
+    m=st.integers(1, 12),
+    phase=st.sampled_from(["algorithm1", "first_step"]),
+)
+steps = st.integers(1, 200)
+
+
+@given(schedules, steps)
+def test_the_policy_version_is_the_last_sync(schedule: SyncSchedule, t: int) -> None:
+    version = schedule.policy_version(t)
+    assert 1 <= version <= t
+    assert version == 1 or schedule.syncs_at(version)
+    assert not any(schedule.syncs_at(later) for later in range(version + 1, t + 1))
+    assert schedule.staleness(t) == t - version < schedule.v
+
+
+@given(schedules, steps)
+def test_windows_partition_the_steps(schedule: SyncSchedule, t: int) -> None:
+    window = schedule.window(t)
+    assert t in window
+    assert all(schedule.window(other) == window for other in window)
+    assert {schedule.policy_version(other) for other in window} == {window.start}
+    assert schedule.syncs_at(window.stop)
+
+
+@pytest.mark.parametrize(
+    ("phase", "syncs"), [("algorithm1", [5, 10, 15]), ("first_step", [1, 6, 11])]
+)
+def test_phases(phase: Phase, syncs: list[int]) -> None:
+    schedule = SyncSchedule(5, 5, phase)
+    assert [t for t in range(1, 16) if schedule.syncs_at(t)] == syncs
+    assert [t for t in range(1, 16) if schedule.reevaluates_at(t)] == [5, 10, 15]
+
+
+@given(schedules)
+def test_one_load_serves_both_iff_every_reevaluation_is_a_sync(schedule: SyncSchedule) -> None:
+    horizon = range(1, schedule.v * schedule.m * 2 + 1)
+    both = all(schedule.syncs_at(t) for t in horizon if schedule.reevaluates_at(t))
+    if schedule.one_load_serves_both:
+        assert both
+    if schedule.phase == "algorithm1":
+        assert schedule.one_load_serves_both == both
+
+
+@given(
+    seed=st.integers(0, 5),
+    size=st.integers(1, 60),
+    per_step=st.integers(1, 10),
+    rounds=st.integers(1, 3),
+)
+def test_an_epoch_draws_each_prompt_at_most_once(
+    seed: int, size: int, per_step: int, rounds: int
+) -> None:
+    def draw(step: int, generation_round: int) -> list[int]:
+        return prompt_positions(
+            seed,
+            step,
+            generation_round,
+            dataset_size=size,
+            prompts_per_step=per_step,
+            max_rounds=rounds,
+        )
+
+    steps_per_epoch = size // (per_step * rounds)
+    if steps_per_epoch == 0:
+        with pytest.raises(ValueError, match="cannot fill one step"):
+            draw(1, 0)
+        return
+    for epoch in range(2):
+        drawn = [
+            position
+            for within in range(1, steps_per_epoch + 1)
+            for generation_round in range(rounds)
+            for position in draw(epoch * steps_per_epoch + within, generation_round)
+        ]
+        assert len(drawn) == len(set(drawn)) == steps_per_epoch * per_step * rounds
+        assert set(drawn) <= set(range(size))
+    with pytest.raises(ValueError, match="is not in"):
+        draw(1, rounds)
