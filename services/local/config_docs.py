@@ -64,7 +64,8 @@ def _section(name: str, model: type[BaseModel]) -> str:
     for key, field in model.model_fields.items():
         if _is_section(field):
             continue
-        default = yaml.safe_dump(field.get_default(call_default_factory=True), default_flow_style=True)
+        value = field.get_default(call_default_factory=True)
+        default = yaml.safe_dump(value, default_flow_style=True)
         default = default.removesuffix("...\n").strip()
         full = f"{name}.{key}" if name else key
         lines.append(f"| `{full}` | `{default}` | {_choices(model, key)}{words.get(key, '')} |")

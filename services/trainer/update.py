@@ -153,15 +153,16 @@ class Updater:
                 replayed = torch.tensor(
                     [member.source == Source.REPLAYED for member in batch.members]
                 )[batch.group][:, None]
-                if batch.storage is None or bool(
-                    (batch.storage.isnan() & replayed & batch.mask).any()
-                ):
+                storage = batch.storage
+                if storage is None:
+                    storage = torch.full_like(current, torch.nan)
+                if bool((storage.isnan() & replayed & batch.mask).any()):
                     raise BapoError(
                         "ratio=decoupled needs the log-probs of the storage step for every "
                         "replayed group, and some have none; was the run started with another "
                         "ratio? Start a new run"
                     )
-                return torch.where(replayed, batch.storage, current)
+                return torch.where(replayed, storage, current)
 
     # -- one optimizer update
 

@@ -196,11 +196,15 @@ def small_disk(own_home: Path) -> Iterator[Path]:
 def test_a_full_disk_loses_nothing_that_was_acknowledged(small_disk: Path) -> None:
     with running_stack(small_disk, 0) as endpoints:
         store = ObjectStore(endpoints.object_store, patient=False)
-        stored = {}
-        with pytest.raises(ObjectStoreError, match="has space"):
+        stored: dict[str, str] = {}
+
+        def fill() -> None:
             for number in range(100):
-                data = os.urandom(1 << 20)
-                stored[f"filler/{number}"] = store.put(f"filler/{number}", data)
+                key = f"filler/{number}"
+                stored[key] = store.put(key, os.urandom(1 << 20))
+
+        with pytest.raises(ObjectStoreError, match="has space"):
+            fill()
         assert stored
         for key, digest in stored.items():
             assert store.get(key, digest)

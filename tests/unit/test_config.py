@@ -88,7 +88,7 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_a_missing_file_is_named() -> None:
-    with pytest.raises(ConfigError, match="nowhere.yaml: cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read: No such file"):
         load_config("nowhere.yaml")
 
 

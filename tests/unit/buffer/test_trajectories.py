@@ -1,0 +1,106 @@
+"""Trajectory files: what goes in comes out, and what is not whole groups stays out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.buffer.trajectories import (
+    SCHEMA,
+    TrajectoryError,
+    TrajectoryGroup,
+    TrajectoryResponse,
+    _write,
+    decode_groups,
+    decode_proximal,
+    encode_groups,
+    encode_proximal,
+)
+
+logprobs = st.floats(-50, 0, width=32)
+
+
+@st.composite
+def responses(draw: st.DrawFn) -> TrajectoryResponse:
+    tokens = draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=5))
+    return TrajectoryResponse(
+        token_ids=tokens,
+        logprobs=draw(st.lists(logprobs, min_size=len(tokens), max_size=len(tokens))),
+        reward=draw(st.sampled_from([0.0, 1.0])),
+        finish_reason=draw(st.sampled_from(["stop", "length"])),
+        text=draw(st.text(max_size=10)),
+    )
+
+
+groups = st.builds(
+    TrajectoryGroup,
+    prompt_uid=st.text(min_size=1, max_size=10),
+    prompt_token_ids=st.lists(st.integers(0, 1000), max_size=5),
+    policy_version=st.integers(1, 2**40),
+    responses=st.lists(responses(), min_size=1, max_size=4),
+)
+
+
+@given(st.lists(groups, max_size=4))
+def test_what_goes_in_comes_out(written: list[TrajectoryGroup]) -> None:
+    assert decode_groups(encode_groups(written)) == written
+
+
+def rows() -> list[dict[str, Any]]:
+    """Two groups of two responses."""
+    return [
+        {
+            "group": group,
+            "prompt_uid": f"p{group}",
+            "response_index": index,
+            "prompt_token_ids": [1],
+            "token_ids": [2, 3],
+            "logprobs": [-1.0, -2.0],
+            "policy_version": 1,
+            "reward": 1.0,
+            "finish_reason": "stop",
+            "text": "x",
+        }
+        for group in range(2)
+        for index in range(2)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "change", "message"),
+    [
+        (1, {"reward": 0.5}, "group 0, response 1: reward is 0.5"),
+        (3, {"logprobs": [-1.0]}, "group 1, response 1: 2 tokens but 1 log-probs"),
+        (2, {"logprobs": [-1.0, float("nan")]}, "must be finite"),
+        (2, {"logprobs": [-1.0, 0.5]}, "not above 0"),
+        (1, {"policy_version": 2}, "one prompt and one policy version"),
+        (1, {"prompt_uid": "other"}, "one prompt and one policy version"),
+        (1, {"response_index": 2}, "numbered 0, 1, ..."),
+        (3, {"group": 0, "prompt_uid": "p0", "response_index": 2}, "rows are not together"),
+        (0, {"token_ids": [], "logprobs": []}, "0 tokens"),
+        (0, {"text": None}, "must not hold nulls"),
+    ],
+)
+def test_what_is_not_whole_groups_is_refused(
+    row: int, change: dict[str, Any], message: str
+) -> None:
+    wrong = rows()
+    wrong[row] |= change
+    with pytest.raises(TrajectoryError, match=message):
+        decode_groups(_write(pa.Table.from_pylist(wrong, schema=SCHEMA)))
+
+
+def test_other_formats_are_refused() -> None:
+    with pytest.raises(TrajectoryError, match="not an Arrow IPC stream"):
+        decode_groups(b"PAR1")
+    with pytest.raises(TrajectoryError, match="columns must be exactly"):
+        decode_groups(_write(pa.table({"a": [1]})))
+
+
+def test_storage_step_log_probs_survive() -> None:
+    scores = {7: [[-1.0, -2.0], [-0.5]], 9: [[-3.0]]}
+    assert decode_proximal(encode_proximal(scores)) == scores

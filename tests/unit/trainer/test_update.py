@@ -1,0 +1,261 @@
+"""One update: the result depends on the data and the configuration, not on how it is cut up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from bapo_core.advantages import group_relative
+from bapo_core.config import RunConfig, load_config
+from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse
+from services.buffer.wire import ManifestMember
+from services.common.errors import BapoError
+from services.trainer.data import Batch, collate, microbatches
+from services.trainer.policy import response_logprobs
+from services.trainer.update import Clock, NonFiniteLoss, Updater
+
+GROUPS, G, WINDOW = 6, 4, (0.25, 0.5)
+
+
+def model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=12,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+    )
+    return Qwen3ForCausalLM(config).eval()
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_config(
+        None,
+        [
+            "rollout.group_size=4",
+            "rollout.temperature=0.8",
+            "optimizer.minibatch_prompts=4",
+            "optimizer.learning_rate=1e-3",
+            "optimizer.warmup_steps=0",
+            *overrides,
+        ],
+    )
+
+
+def batch(source: str = "fresh", behavior: float | None = None) -> Batch:
+    """Ragged groups with mixed rewards; behaviour log-probs random, or all the same."""
+    draw = torch.Generator().manual_seed(3)
+
+    def integers(low: int, high: int, count: int = 1) -> list[int]:
+        return torch.randint(low, high, (count,), generator=draw).tolist()
+
+    groups, members = [], []
+    for index in range(GROUPS):
+        responses = []
+        for position in range(G):
+            (length,) = integers(1, 7)
+            noise = torch.rand(length, generator=draw)
+            logprobs = (-1.5 - noise) if behavior is None else torch.full((length,), behavior)
+            responses.append(
+                TrajectoryResponse(
+                    integers(2, 12, length),
+                    logprobs.tolist(),
+                    float(position <= index % 3),
+                    "stop",
+                    "",
+                )
+            )
+        groups.append(TrajectoryGroup(str(index), integers(2, 12, 2 + index), 1, responses))
+        members.append(
+            ManifestMember(
+                group_id=index,
+                source=source,
+                prompt_uid=str(index),
+                step=1,
+                policy_version=1,
+                correct=groups[-1].correct,
+                size=G,
+                object_key="",
+                object_digest="",
+                row_start=0,
+                row_count=G,
+            )
+        )
+    return collate(members, groups)
+
+
+def trained(settings: RunConfig, data: Batch, reference: nn.Module | None = None) -> Tensor:
+    """The weights after one step."""
+    updater = Updater(settings, model(), reference)
+    updater.step(1, data, WINDOW, Clock())
+    return flat(updater.model)
+
+
+def flat(module: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+def test_the_gradient_does_not_depend_on_the_microbatches(aggregation: str) -> None:
+    gradients = []
+    for tokens in (1, 30, 70, 10_000):
+        settings = config(
+            f"optimizer.microbatch_tokens={tokens}",
+            f"loss.aggregation={aggregation}",
+            "optimizer.gradient_clip=1000",
+        )
+        updater = Updater(settings, model())
+        data = batch()
+        targets = updater._targets(data)
+        rows = data.rows_of([0, 2, 3, 5])
+        updater.optimizer.step = lambda: None  # type: ignore[assignment, method-assign]
+        updater._update(data, rows, 4, targets, torch.zeros_like(targets.current))
+        gradients.append(
+            torch.cat([p.grad.flatten() for p in updater.model.parameters() if p.grad is not None])
+        )
+    assert gradients[0].abs().max() > 1e-3
+    for gradient in gradients[1:]:
+        assert torch.allclose(gradient, gradients[0], atol=1e-6)
+
+
+def test_the_same_step_gives_the_same_weights_bit_for_bit() -> None:
+    assert torch.equal(trained(config(), batch()), trained(config(), batch()))
+
+
+def test_log_probs_are_those_of_a_plain_forward_pass_at_the_temperature() -> None:
+    data, network = batch(), model()
+    rows = torch.tensor([5, 0, 17])
+    found, entropy = response_logprobs(network, data, rows, 0.8, entropy=True)
+    for position, row in enumerate(rows.tolist()):
+        length, prompt = int(data.lengths[row]), int(data.prompt_lengths[row])
+        tokens = data.tokens[row, :length]
+        logits = network(tokens[None]).logits[0] / 0.8
+        distribution = torch.log_softmax(logits, dim=-1)[prompt - 1 : length - 1]
+        expected = distribution.gather(1, tokens[prompt:, None])[:, 0]
+        count = length - prompt
+        assert torch.allclose(found[position, :count], expected, atol=1e-5)
+        spread = -(distribution.exp() * distribution).sum(dim=-1)
+        assert torch.allclose(entropy[position, :count], spread, atol=1e-5)
+        assert not found[position, count:].any()
+
+
+def test_on_policy_data_has_no_mismatch_and_its_weights_are_one() -> None:
+    updater = Updater(config(), model())
+    data = batch()
+    data.behavior.copy_(updater.score(data))
+    targets = updater._targets(data)
+    assert torch.allclose(targets.weights[data.mask], torch.ones(int(data.mask.sum())), atol=1e-4)
+    metrics = updater.step(1, data, WINDOW, Clock())
+    assert metrics["mismatch/logprob_diff_max"] < 1e-5
+    assert metrics["updates"] == 2
+
+
+def test_behavior_and_prox_current_agree_on_the_first_update() -> None:
+    """Where nothing is clipped or truncated, w * ratio is theta / behaviour in both."""
+    wide = ["loss.clip_low=100", "loss.clip_high=100", "loss.weight_cap=100", "loss.dual_clip=null"]
+    wide += ["optimizer.minibatch_prompts=6", "kl.coefficient=0"]
+    behavior = trained(config("loss.ratio=behavior", *wide), batch())
+    current = trained(config("loss.ratio=prox_current", *wide), batch())
+    assert torch.allclose(behavior, current, atol=1e-6)
+
+
+def test_decoupled_needs_the_storage_step_of_replayed_groups() -> None:
+    settings = config("loss.ratio=decoupled")
+    with pytest.raises(BapoError, match="log-probs of the storage step"):
+        trained(settings, batch("replayed"))
+    fresh = trained(settings, batch("fresh"))
+    assert torch.equal(fresh, trained(config("loss.ratio=prox_current"), batch("fresh")))
+
+
+def test_kl_to_the_initial_model_uses_that_model() -> None:
+    settings = config("kl.reference=initial", "kl.coefficient=0.5")
+    assert not torch.equal(
+        trained(settings, batch(), model(seed=0)), trained(settings, batch(), model(seed=1))
+    )
+
+
+def test_a_short_last_minibatch_weighs_by_its_own_size_or_by_the_nominal_one() -> None:
+    data = batch()
+    norms = {}
+    for norm in ("actual", "nominal"):
+        updater = Updater(config(f"loss.norm={norm}", "optimizer.gradient_clip=1000"), model())
+        targets = updater._targets(data)
+        found = updater._update(
+            data, data.rows_of([1, 4]), 2, targets, torch.zeros_like(targets.current)
+        )
+        norms[norm] = found["gradient_norm"]
+    assert norms["nominal"] == pytest.approx(norms["actual"] / 2, rel=1e-4)
+
+
+def test_what_is_not_a_number_stops_before_the_weights_change() -> None:
+    updater = Updater(config(), model())
+    before = flat(updater.model)
+    with torch.no_grad():
+        next(iter(updater.model.parameters()))[3] = torch.nan
+    spoilt = flat(updater.model)
+    with pytest.raises(NonFiniteLoss, match="stopped before the optimizer step"):
+        updater.step(1, batch(), WINDOW, Clock())
+    assert torch.equal(flat(updater.model).isnan(), spoilt.isnan())
+    assert torch.equal(flat(updater.model)[~spoilt.isnan()], before[~spoilt.isnan()])
+
+
+def test_minibatches_hold_whole_groups_once_each() -> None:
+    updater = Updater(config(), model())
+    data = batch()
+    parts = updater._minibatches(7, data)
+    assert [len(part) for part in parts] == [4, 2]
+    assert sorted(group for part in parts for group in part) == list(range(GROUPS))
+    assert parts != updater._minibatches(8, data)
+    rows = torch.cat([data.rows_of(part) for part in parts])
+    assert sorted(rows.tolist()) == list(range(GROUPS * G))
+
+
+def test_the_learning_rate_warms_up() -> None:
+    updater = Updater(config("optimizer.warmup_steps=10"), model())
+    rates = {}
+    for step in (1, 5, 10, 50):
+        updater._set_learning_rate(step)
+        rates[step] = updater.optimizer.param_groups[0]["lr"]
+    assert rates == pytest.approx({1: 1e-4, 5: 5e-4, 10: 1e-3, 50: 1e-3})
+
+
+def test_good_responses_become_likelier_than_bad_ones() -> None:
+    settings = config("kl.coefficient=0", "loss.entropy_coefficient=0")
+    updater = Updater(settings, model())
+    data = batch()
+    data.behavior.copy_(updater.score(data))
+    before = updater.score(data).sum(dim=1)
+    for step in range(1, 6):
+        updater.step(step, data, WINDOW, Clock())
+    gain = updater.score(data).sum(dim=1) - before
+    advantages = group_relative(data.rewards).flatten()
+    assert float((gain * advantages).mean()) > 0
+
+
+@given(
+    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
+    budget=st.integers(1, 300),
+    data=st.data(),
+)
+def test_microbatches_partition_the_rows_within_the_budget(
+    lengths: list[int], budget: int, data: Any
+) -> None:
+    rows = data.draw(st.permutations(range(len(lengths))))[
+        : data.draw(st.integers(1, len(lengths)))
+    ]
+    sizes = torch.tensor(lengths)
+    parts = [part.tolist() for part in microbatches(sizes, torch.tensor(rows), budget)]
+    assert sorted(row for part in parts for row in part) == sorted(rows)
+    for part in parts:
+        assert len(part) == 1 or len(part) * max(lengths[row] for row in part) <= budget
