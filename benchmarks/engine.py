@@ -7,12 +7,14 @@ after about a third of the limit on average: `generate` pays for every row until
 *equal*: the end token is impossible, so every response has the limit's length and leaving out
 finished rows saves nothing. The two take turns, in an order that alternates; the ratio is of the
 median tokens per second. `generate` does not return log-probs, the engine always does: what they
-are worth is checked against one teacher-forced forward pass over whole sequences.
+are worth is checked against a teacher-forced forward pass over whole sequences, and both of these
+against the same in double precision.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import statistics
@@ -35,6 +37,7 @@ from services.rollout.engine import GeneratedGroup, GenerationRequest, SamplingP
 from services.rollout.transformers_engine import TransformersEngine
 
 TEMPERATURE = 1.0
+TOLERANCE = 1e-5
 NEVER = -1e4
 """Added to a logit, it makes the token impossible without an infinity in the log-softmax."""
 
@@ -87,7 +90,7 @@ class Contest:
 
     def run_generate(self, seed: int) -> Timing:
         torch.manual_seed(seed)
-        config = GenerationConfig(
+        config = GenerationConfig(  # type: ignore[no-untyped-call]
             do_sample=True,
             temperature=self.sampling.temperature,
             top_k=0,
@@ -110,27 +113,48 @@ class Contest:
         return Timing(int(((ended - (new == self.end).long()) == 0).sum()), seconds)
 
 
-def logprob_error(
+def logprob_errors(
     model: Any, prompts: Sequence[list[int]], groups: Sequence[GeneratedGroup]
-) -> float:
-    """The largest difference from a forward pass over each whole sequence, without a cache."""
-    worst = 0.0
+) -> dict[str, float]:
+    """Largest differences between three log-probs of the sampled tokens, in nats.
+
+    The engine's; those of a forward pass over each whole sequence without a cache (`forward`);
+    and those of the same pass in double precision (`float64`), which says how much of the first
+    difference is the rounding of single precision on either side.
+    """
+    exact_model = copy.deepcopy(model).double()
+    worst = {"engine_forward": 0.0, "engine_float64": 0.0, "forward_float64": 0.0}
+    tokens = above = 0
     for prompt, group in zip(prompts, groups, strict=True):
         for response in group.responses:
-            ids = torch.tensor([[*prompt, *response.token_ids]])
-            with torch.inference_mode():
-                logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-            logprobs = torch.log_softmax(logits.float() / TEMPERATURE, dim=-1)
-            exact = logprobs.gather(1, torch.tensor(response.token_ids)[:, None])[:, 0]
-            worst = max(worst, float((exact - torch.tensor(response.logprobs)).abs().max()))
-    return worst
+            engine = torch.tensor(response.logprobs)
+            forward = _teacher_forced(model, prompt, response.token_ids)
+            exact = _teacher_forced(exact_model, prompt, response.token_ids)
+            for name, difference in (
+                ("engine_forward", engine - forward),
+                ("engine_float64", engine - exact),
+                ("forward_float64", forward - exact),
+            ):
+                worst[name] = max(worst[name], float(difference.abs().max()))
+            tokens += len(engine)
+            above += int(((engine - forward).abs() > TOLERANCE).sum())
+    return {**worst, "tokens": tokens, "engine_forward_above_1e-5": above}
+
+
+@torch.inference_mode()
+def _teacher_forced(model: Any, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
+    """Log-probs (tokens,) of the response at the benchmark's temperature."""
+    ids = torch.tensor([[*prompt, *response]])
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    logprobs = torch.log_softmax(logits / TEMPERATURE, dim=-1)
+    return logprobs.gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
 def compete(contest: Contest, repeats: int, console: Console, name: str) -> dict[str, Any]:
     """Medians of both over the repeats, after one unmeasured run of each."""
     _, groups = contest.run_engine(0)
     contest.run_generate(0)
-    error = logprob_error(contest.model, contest.prompts[:32], groups[:32])
+    errors = logprob_errors(contest.model, contest.prompts, groups)
     engine: list[Timing] = []
     generate: list[Timing] = []
 
@@ -150,11 +174,11 @@ def compete(contest: Contest, repeats: int, console: Console, name: str) -> dict
             f"{generate[-1].seconds:.2f} s",
             highlight=False,
         )
-    return _summary(contest, engine, generate, error)
+    return _summary(contest, engine, generate, errors)
 
 
 def _summary(
-    contest: Contest, engine: list[Timing], generate: list[Timing], error: float
+    contest: Contest, engine: list[Timing], generate: list[Timing], errors: dict[str, float]
 ) -> dict[str, Any]:
     ours = statistics.median(timing.speed for timing in engine)
     theirs = statistics.median(timing.speed for timing in generate)
@@ -168,7 +192,7 @@ def _summary(
         "ratios_of_pairs": [a.speed / b.speed for a, b in zip(engine, generate, strict=True)],
         "engine_median_s": statistics.median(timing.seconds for timing in engine),
         "generate_median_s": statistics.median(timing.seconds for timing in generate),
-        "max_logprob_error": error,
+        "max_logprob_differences": errors,
         "engine": [asdict(timing) for timing in engine],
         "generate": [asdict(timing) for timing in generate],
     }

@@ -30,7 +30,7 @@ Off-policy reinforcement learning from verifiable rewards (BAPO, arXiv 2602.2072
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command. An error is one line on standard error, and exit status 1."""
-    parsed = _parser().parse_args(arguments)
+    parsed = _parse(arguments)
     command: Callable[[argparse.Namespace], None] = parsed.command
     from bapo_core.config import ConfigError
 
@@ -47,6 +47,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not isinstance(error, BapoError | OSError):
             raise
         _fail(str(error))
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Overrides may stand anywhere, also after options, and without a file."""
+    parser = _parser()
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and not (hasattr(parsed, "overrides") and all(_is_override(each) for each in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if hasattr(parsed, "overrides"):
+        parsed.overrides = [*parsed.overrides, *rest]
+        if parsed.config is not None and _is_override(parsed.config):
+            parsed.config, parsed.overrides = None, [parsed.config, *parsed.overrides]
+    return parsed
+
+
+def _is_override(argument: str) -> bool:
+    return "=" in argument and not argument.startswith("-")
 
 
 def _fail(message: str, status: int = 1) -> None:

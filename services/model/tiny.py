@@ -24,7 +24,7 @@ PAD, END = "<pad>", "<eos>"
 CHARACTERS = "0123456789+-*/()= :"
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
-STEPS = 340
+STEPS = 400
 BATCH = 128
 LEARNING_RATE = 2e-3
 EXAMPLES = 24_000
