@@ -61,6 +61,10 @@ def install_problem_handlers(app: FastAPI) -> None:
     async def _problem(_: Request, error: Problem) -> JSONResponse:
         return problem_response(error.status, error.title, error.detail, error.kind)
 
+    @app.exception_handler(BapoError)
+    async def _failed(_: Request, error: BapoError) -> JSONResponse:
+        return problem_response(500, "Failed", str(error))
+
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         parts = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]

@@ -9,16 +9,18 @@ else is in the batch.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
+from services.common.errors import BapoError
 from services.rollout.engine import (
     GeneratedGroup,
     GenerationRequest,
@@ -31,6 +33,13 @@ from services.rollout.engine import (
 COMPACT_BELOW = 0.8
 """Rows that have ended are dropped once the others are fewer than this share of the batch: often
 enough to save their cost, seldom enough that copying the rest does not cost more."""
+
+ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Kinds of layers whose state is keys and values; others cannot share a prompt's cache here."""
+
+
+class NonFiniteLogprobs(BapoError):
+    """The model's outputs are not numbers: nothing that it sampled can be used."""
 
 
 class _PlacedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -72,16 +81,26 @@ class _PlacedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 class TransformersEngine:
-    """An engine for any causal language model of transformers.
+    """An engine for any causal language model of transformers whose layers are attention.
 
     max_sequences: samples generated at a time; bounds memory.
+
+    dtype: of the weights that `load` builds; by default float32 on CPU, else bfloat16.
     """
 
-    def __init__(self, *, max_sequences: int = 1024, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        *,
+        max_sequences: int = 1024,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> None:
         self._max_sequences, self._device = max_sequences, torch.device(device)
-        self._dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        default = torch.float32 if self._device.type == "cpu" else torch.bfloat16
+        self._dtype = dtype or default
         self._model: Any = None
-        self._config: dict[str, Any] = {}
+        self._ends: list[int] = []
+        self._identity: dict[str, Any] | None = None
         self._version = 0
 
     @property
@@ -92,54 +111,73 @@ class TransformersEngine:
     # -- weights
 
     def load(self, directory: Path, version: int) -> None:
-        """Serves the model in `directory`; loads in place if only the weights changed."""
-        config = _read_config(directory)
-        self._version = 0
-        if self._model is not None and config == self._config:
-            self._load_in_place(directory)
+        """Serves the model in `directory`; loads in place if only the weights changed.
+
+        Everything is checked before anything changes: after a `ModelLoadError` the engine serves
+        what it served before.
+        """
+        identity = _read_identity(directory)
+        if self._model is not None and identity == self._identity:
+            self._copy_weights(_read_weights(directory), str(directory))
         else:
-            self._model = self._build(directory)
-            self._config = config
+            model = self._build(directory)
+            self._ends = _end_tokens(model, directory)
+            self._model, self._identity = model, identity
+        self._version = version
+
+    def load_state_dict(self, state: Mapping[str, Tensor], version: int) -> None:
+        """Copies `state` into the model served, without files. Raises `ModelLoadError`."""
+        if self._model is None:
+            raise ModelLoadError("there is no model to copy a state dict into; load or use one")
+        self._copy_weights(state, "the state dict")
         self._version = version
 
     def use(self, model: nn.Module, version: int) -> None:
         """Serves `model` itself, which its owner may go on training."""
-        self._model, self._config, self._version = model, {}, version
+        _refuse_other_layers(model, "the model")
+        self._ends = _end_tokens(model)
+        self._model, self._identity, self._version = model, None, version
 
     def _build(self, directory: Path) -> nn.Module:
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                directory, dtype=self._dtype, attn_implementation="sdpa"
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=self._dtype,
+                attn_implementation="sdpa",
+                # Neither pickles nor code out of a directory.
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
+        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
             reason = str(error).splitlines()[0]
             raise ModelLoadError(
-                f"{directory}: no causal language model can be loaded from it: {reason}"
+                f"{directory}: no causal language model can be loaded from it: {reason}; give a "
+                "Hugging Face directory with config.json and *.safetensors"
             ) from error
+        model, report = loaded
+        # transformers makes up weights that are missing, and only warns.
+        if report["missing_keys"]:
+            raise _misfit(str(directory), min(report["missing_keys"]), "is missing")
+        _refuse_other_layers(model, str(directory))
         built: nn.Module = model.eval().requires_grad_(False).to(self._device)
         return built
 
-    def _load_in_place(self, directory: Path) -> None:
-        files = sorted(directory.glob("*.safetensors"))
-        if not files:
-            raise ModelLoadError(f"{directory}: has no *.safetensors; publish the weights again")
-        weights: dict[str, Tensor] = {}
-        for file in files:
-            weights |= load_file(file)
-        tied = set(getattr(self._model, "all_tied_weights_keys", {}) or {})
-        try:
-            found = self._model.load_state_dict(weights, strict=False)
-        except RuntimeError as error:
-            raise ModelLoadError(
-                f"{directory}: its weights do not fit its config.json; publish them again"
-            ) from error
-        missing = [name for name in found.missing_keys if name not in tied]
-        if missing or found.unexpected_keys:
-            name = (missing + found.unexpected_keys)[0]
-            raise ModelLoadError(
-                f"{directory}: its weights do not fit its config.json (see {name}); publish them "
-                "again"
-            )
+    def _copy_weights(self, weights: Mapping[str, Tensor], source: str) -> None:
+        """Replaces the weights, or raises `ModelLoadError` and has replaced none."""
+        current: dict[str, Tensor] = self._model.state_dict()
+        tied = set(getattr(self._model, "all_tied_weights_keys", None) or {})
+        for name in current.keys() - weights.keys() - tied:
+            raise _misfit(source, name, "is missing")
+        for name, new in weights.items():
+            if name not in current:
+                raise _misfit(source, name, "is not in this architecture")
+            if new.shape != current[name].shape:
+                shapes = f"{tuple(new.shape)} instead of {tuple(current[name].shape)}"
+                raise _misfit(source, name, f"has the shape {shapes}")
+        with torch.no_grad():
+            for name, new in weights.items():
+                current[name].copy_(new)
 
     # -- generation
 
@@ -151,7 +189,10 @@ class TransformersEngine:
         *,
         policy_version: int,
     ) -> list[GeneratedGroup]:
-        """A group for each request, in order; the same call gives the same answer, bit for bit."""
+        """A group for each request, in order; the same call gives the same answer, bit for bit.
+
+        Raises `WrongVersion`, and `NonFiniteLogprobs` if the weights are broken.
+        """
         if policy_version != self._version or self._model is None:
             raise WrongVersion(
                 f"asked for policy version {policy_version}, but the engine serves {self._version}"
@@ -160,7 +201,7 @@ class TransformersEngine:
         groups: list[GeneratedGroup] = []
         for start in range(0, len(requests), per_wave):
             wave = requests[start : start + per_wave]
-            responses = _Wave(self._model, self._device, wave, sampling).run()
+            responses = _Wave(self._model, self._device, self._ends, wave, sampling).run()
             groups += [
                 GeneratedGroup(responses[row : row + sampling.group_size], policy_version)
                 for row in range(0, len(responses), sampling.group_size)
@@ -175,13 +216,14 @@ class _Wave:
         self,
         model: Any,
         device: torch.device,
+        ends: Sequence[int],
         requests: Sequence[GenerationRequest],
         sampling: SamplingParams,
     ) -> None:
         self._model, self._device, self._sampling = model, device, sampling
         group, length = sampling.group_size, sampling.max_tokens
         self._prompts, self._prompt_mask = _left_padded(requests, device)
-        self._ends = torch.tensor(_end_tokens(model), device=device)
+        self._ends = torch.tensor(ends, device=device)
         rows = len(requests) * group
         self._uniforms = torch.cat([_uniforms(request.seed, group, length) for request in requests])
         self._uniforms = self._uniforms.to(device)
@@ -200,7 +242,7 @@ class _Wave:
         logits = logits.repeat_interleave(group, dim=0)
         positions = self._prompt_mask.sum(dim=1).repeat_interleave(group)[:, None]
         seen = torch.ones(
-            len(positions), prompt_length + length, dtype=torch.bool, device=self._device
+            len(positions), prompt_length + length, dtype=torch.long, device=self._device
         )
         seen[:, :prompt_length] = self._prompt_mask.repeat_interleave(group, dim=0)
         # Left padding matters only where there is some.
@@ -224,7 +266,9 @@ class _Wave:
                     layer.keep(kept)
                 alive, positions, seen = alive[kept], positions[kept], seen[kept]
                 chosen, ended = chosen[kept], ended[kept]
-            mask = seen[:, None, None, : prompt_length + t + 1] if padded else None
+            # Two-dimensional: each architecture makes of it what its attention needs (a window, a
+            # bias by distance). Preparing it here saves nothing that can be measured.
+            mask = seen[:, : prompt_length + t + 1] if padded else None
             logits = self._step(chosen, positions + t, mask, cache)
         return self._responses()
 
@@ -264,6 +308,10 @@ class _Wave:
         return logits
 
     def _responses(self) -> list[SampledResponse]:
+        if not bool(torch.isfinite(self._logprobs).all()):
+            raise NonFiniteLogprobs(
+                "the model's outputs are not finite; its weights are broken, publish others"
+            )
         tokens, logprobs = self._tokens.tolist(), self._logprobs.tolist()
         return [
             SampledResponse(ids[:length], values[:length], "stop" if stopped else "length")
@@ -278,8 +326,11 @@ def _sample(logits: Tensor, temperature: float, uniforms: Tensor) -> tuple[Tenso
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     # In double precision, so that a large vocabulary does not blur the small probabilities.
     cumulative = logprobs.double().exp().cumsum(dim=-1)
-    thresholds = uniforms[:, None] * cumulative[:, -1:]
+    total = cumulative[:, -1:]
+    # Below the total even when the product rounds up to it, so that some token always exceeds it.
+    thresholds = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
     # The first token whose cumulative probability exceeds the threshold: never an impossible one.
+    # The limit is for outputs that are not numbers; they are refused at the end.
     chosen = torch.searchsorted(cumulative, thresholds, right=True).clamp(max=logits.shape[-1] - 1)
     return chosen[:, 0], logprobs.gather(1, chosen)[:, 0]
 
@@ -304,23 +355,70 @@ def _left_padded(
     return tokens.to(device), mask.to(device)
 
 
-def _end_tokens(model: Any) -> list[int]:
-    """The tokens that end a response, by the generation config or else the config."""
+def _end_tokens(model: Any, directory: Path | None = None) -> list[int]:
+    """The tokens that end a response: by the generation config, the config, the tokenizer."""
     for config in (getattr(model, "generation_config", None), model.config):
         ends = getattr(config, "eos_token_id", None)
         if ends is not None:
             return list(ends) if isinstance(ends, list) else [ends]
-    raise ModelLoadError("the model names no eos_token_id, so no response could ever end")
+    if directory is not None and (directory / "tokenizer_config.json").is_file():
+        end = AutoTokenizer.from_pretrained(directory).eos_token_id
+        if end is not None:
+            return [int(end)]
+    raise ModelLoadError(
+        f"{directory or 'the model'}: names no end token, so no response could ever end; set "
+        "eos_token_id in generation_config.json"
+    )
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError as error:
+def _refuse_other_layers(model: Any, source: str) -> None:
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - ATTENTION
+    if kinds:
+        raise ModelLoadError(
+            f"{source}: has layers of the kind {min(kinds)}, whose state this engine cannot share "
+            "between samples; serve it with vLLM"
+        )
+
+
+def _read_identity(directory: Path) -> dict[str, Any]:
+    """What must be equal for one version's weights to be loaded in place of another's."""
+    config = _read_json(directory / "config.json")
+    if config is None:
         raise ModelLoadError(
             f"{directory}: not a model directory (it has no config.json); give a Hugging Face one"
-        ) from error
+        )
+    return {"config": config, "generation": _read_json(directory / "generation_config.json")}
+
+
+def _read_json(path: Path) -> Any:
+    """The content, or None if there is no such file."""
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
     except ValueError as error:
-        raise ModelLoadError(f"{path}: not JSON; the directory is damaged") from error
-    return config
+        raise ModelLoadError(
+            f"{path}: not JSON; the directory is damaged, publish it again"
+        ) from error
+
+
+def _read_weights(directory: Path) -> dict[str, Tensor]:
+    files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ModelLoadError(f"{directory}: has no *.safetensors; publish the weights again")
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            weights |= load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise ModelLoadError(
+                f"{file}: cannot be read as safetensors ({error}); publish the weights again"
+            ) from error
+    return weights
+
+
+def _misfit(source: str, name: str, how: str) -> ModelLoadError:
+    return ModelLoadError(
+        f"{source}: the weights do not fit the model: {name} {how}; publish them again with the "
+        "config.json they belong to"
+    )

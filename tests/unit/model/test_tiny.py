@@ -1,57 +1,117 @@
-"""The tiny base model: an ordinary directory, made whole or not at all."""
+"""The tiny base model: its tokenizer, its directory, its reproducibility."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.model import tiny
-from services.rollout.collector import render
+from services.rollout.engine import GenerationRequest, SamplingParams
+from services.rollout.transformers_engine import TransformersEngine
+
+TEXT = "3 7 25=46:(3*7)+25-4/1"
 
 
-@pytest.fixture(autouse=True)
-def _few_examples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny, "EXAMPLES", 200)
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("tiny") / "model", seed=0)
 
 
-def test_the_tokenizer_spells_and_reads_back(tmp_path: Path) -> None:
-    tiny.build_tokenizer().save_pretrained(tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    ids = render(tokenizer, [{"role": "user", "content": "3 7 25=46:"}])
-    assert len(ids) == len("3 7 25=46:")
-    assert tokenizer.decode(ids) == "3 7 25=46:"
-    assert (
-        tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "3 7 25=46:"
+def build(directory: Path, *, seed: int, steps: int = 3) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny, "EXAMPLES", 256)
+        tiny.build_tiny_model(directory, seed=seed, steps=steps)
+    return directory
+
+
+def test_the_tokenizer_gives_back_what_it_reads(built: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(built)
+    ids = tokenizer.encode(TEXT)
+    assert len(ids) == len(TEXT)
+    assert tokenizer.decode(ids) == TEXT
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == TEXT
+
+
+@pytest.mark.parametrize("text", ["3 7 x=46:", "3\n7=1:", "３=3:"])
+def test_a_character_it_does_not_know_is_an_error(built: Path, text: str) -> None:
+    with pytest.raises(Exception, match="WordLevel"):
+        AutoTokenizer.from_pretrained(built).encode(text)
+
+
+def test_the_chat_template_is_the_content(built: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(built)
+    messages = [{"role": "user", "content": "3 7 25=46:"}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == "3 7 25=46:"
+    encoding: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    assert encoding["input_ids"] == tokenizer.encode("3 7 25=46:")
+
+
+def test_the_directory_is_an_ordinary_model(built: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(built)
+    tokenizer = AutoTokenizer.from_pretrained(built)
+    assert 7e5 < model.num_parameters() < 9e5
+    assert not model.config.tie_word_embeddings
+    generation = json.loads((built / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == tokenizer.eos_token_id
+    assert generation["pad_token_id"] == tokenizer.pad_token_id
+    assert not list(built.parent.glob("*.partial"))
+
+
+def test_the_engine_serves_it(built: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(built)
+    engine = TransformersEngine()
+    engine.load(built, 1)
+    (group,) = engine.generate(
+        [GenerationRequest(tokenizer.encode("3 7 25=46:"), 0)],
+        SamplingParams(temperature=1.0, max_tokens=8, group_size=4),
+        policy_version=1,
     )
+    assert len(group.responses) == 4
 
 
-def test_the_directory_loads_and_the_same_seed_gives_the_same_bytes(tmp_path: Path) -> None:
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        tiny.build_tiny_model(tmp_path / name, seed=seed, steps=2)
-    a, b, c = ((tmp_path / name / "model.safetensors").read_bytes() for name in "abc")
-    assert a == b != c
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
-    assert 700_000 < model.num_parameters() < 1_000_000
-    assert model.generation_config.eos_token_id == tiny.build_tokenizer().eos_token_id
+def test_a_seed_is_a_model(built: Path, tmp_path: Path) -> None:
+    weights = load_file(built / "model.safetensors")
+    torch.manual_seed(99)  # the surroundings have no influence
+    again = load_file(build(tmp_path / "again", seed=0) / "model.safetensors")
+    other = load_file(build(tmp_path / "other", seed=1) / "model.safetensors")
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    assert any(not torch.equal(weights[name], other[name]) for name in weights)
 
 
-def test_a_failed_build_leaves_no_model(tmp_path: Path) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("no more")
-
-    with pytest.raises(RuntimeError, match="no more"):
-        tiny.build_tiny_model(tmp_path / "model", seed=0, steps=2, progress=fail)
-    assert not (tmp_path / "model").exists()
+def test_building_leaves_the_callers_randomness_and_threads(tmp_path: Path) -> None:
+    state, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    build(tmp_path / "model", seed=0, steps=1)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
 
 
-def test_progress_is_told(tmp_path: Path) -> None:
+def test_progress_is_reported_for_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny, "EXAMPLES", 256)
     seen: list[tuple[int, int]] = []
     tiny.build_tiny_model(
-        tmp_path / "model",
-        seed=0,
-        steps=3,
-        progress=lambda done, total, _: seen.append((done, total)),
+        tmp_path / "model", seed=0, steps=3, progress=lambda d, n, _: seen.append((d, n))
     )
     assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_a_build_that_fails_leaves_the_model_that_was_there(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (built / "model.safetensors").read_bytes()
+
+    def fail(done: int, total: int, loss: float) -> None:
+        raise RuntimeError("interrupted")
+
+    monkeypatch.setattr(tiny, "EXAMPLES", 256)
+    with pytest.raises(RuntimeError, match="interrupted"):
+        tiny.build_tiny_model(built, seed=5, steps=2, progress=fail)
+    assert (built / "model.safetensors").read_bytes() == before

@@ -1,12 +1,17 @@
-"""The engine samples the model's distribution exactly, and every sample from its own seed."""
+"""The transformers engine: exact log-probs, reproducible samples, safe loading."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from services.rollout.engine import (
@@ -16,191 +21,358 @@ from services.rollout.engine import (
     SamplingParams,
     WrongVersion,
 )
-from services.rollout.transformers_engine import TransformersEngine
+from services.rollout.transformers_engine import (
+    NonFiniteLogprobs,
+    TransformersEngine,
+    _sample,
+    _uniforms,
+)
 
-VOCABULARY, END = 12, 1
+VOCABULARY, END = 13, 1
+RAGGED = [[2], [3, 4, 5, 6, 7, 8, 9], [10, 11, 12], [5, 5, 5, 5]]
 
 
-def save_model(directory: Path, seed: int, hidden: int = 32) -> Path:
+def save_model(directory: Path, *, seed: int = 0, **changes: Any) -> Path:
+    """A micro Qwen3 with random weights, spread enough that its distributions are uneven."""
+    options = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "eos_token_id": END,
+        "bos_token_id": None,
+        "initializer_range": 0.3,
+    }
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=hidden,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=False,
-        eos_token_id=END,
-        pad_token_id=0,
-        # Far from uniform, so that a wrong log-prob shows.
-        initializer_range=0.3,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    Qwen3ForCausalLM(Qwen3Config(**(options | changes))).save_pretrained(directory)
     return directory
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"), seed=0)
+    return save_model(tmp_path_factory.mktemp("models") / "micro")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def engine(directory: Path) -> TransformersEngine:
     engine = TransformersEngine()
-    engine.load(directory, 7)
+    engine.load(directory, 1)
     return engine
 
 
-RAGGED = [
-    GenerationRequest([2, 3, 4, 5, 6], 10),
-    GenerationRequest([7], 11),
-    GenerationRequest([8, 9, 10, 2, 3, 4, 5, 6, 7], 12),
-]
-SAMPLING = SamplingParams(temperature=0.7, max_tokens=20, group_size=6)
+def requests(prompts: Sequence[Sequence[int]] = RAGGED) -> list[GenerationRequest]:
+    return [GenerationRequest(prompt, 100 + i) for i, prompt in enumerate(prompts)]
 
 
-def generate(engine: TransformersEngine, requests: list[GenerationRequest]) -> list[GeneratedGroup]:
-    return engine.generate(requests, SAMPLING, policy_version=engine.version)
+def sampling(
+    max_tokens: int = 12, *, group_size: int = 8, temperature: float = 1.0
+) -> SamplingParams:
+    return SamplingParams(temperature=temperature, max_tokens=max_tokens, group_size=group_size)
 
 
-def test_log_probs_are_those_of_a_forward_pass_over_the_whole(
-    engine: TransformersEngine, directory: Path
-) -> None:
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    checked = 0
-    for request, group in zip(RAGGED, generate(engine, RAGGED), strict=True):
-        for response in group.responses:
-            prompt = list(request.prompt_token_ids)
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + response.token_ids])).logits[0]
-            expected = torch.log_softmax(logits / SAMPLING.temperature, dim=-1)
-            for t, (token, logprob) in enumerate(
-                zip(response.token_ids, response.logprobs, strict=True)
-            ):
-                assert logprob == pytest.approx(
-                    float(expected[len(prompt) - 1 + t, token]), abs=1e-5
-                )
-                checked += 1
-    assert checked > 50
-
-
-def test_a_sample_depends_on_its_seed_and_on_nothing_else(directory: Path) -> None:
-    roomy, cramped = TransformersEngine(), TransformersEngine(max_sequences=6)
-    for engine in (roomy, cramped):
-        engine.load(directory, 7)
-    together = generate(roomy, RAGGED)
-    assert generate(roomy, RAGGED) == together
-    waves = generate(cramped, RAGGED)
-    alone = [generate(roomy, [request])[0] for request in RAGGED]
-    for one, other, third in zip(together, waves, alone, strict=True):
-        tokens = [response.token_ids for response in one.responses]
-        assert tokens == [response.token_ids for response in other.responses]
-        assert tokens == [response.token_ids for response in third.responses]
-    reseeded = generate(roomy, [GenerationRequest(RAGGED[0].prompt_token_ids, 99)])[0]
-    assert reseeded.responses != together[0].responses
-
-
-def test_responses_end_with_the_end_token_or_at_the_limit(engine: TransformersEngine) -> None:
-    responses = [r for group in generate(engine, RAGGED) for r in group.responses]
-    stopped = [r for r in responses if r.finish_reason == "stop"]
-    cut = [r for r in responses if r.finish_reason == "length"]
-    assert stopped
-    assert cut
-    for response in stopped:
-        assert response.token_ids[-1] == END
-        assert END not in response.token_ids[:-1]
-        assert len(response.token_ids) <= SAMPLING.max_tokens
-    for response in cut:
-        assert END not in response.token_ids
-        assert len(response.token_ids) == SAMPLING.max_tokens
-
-
-def test_groups_are_whole_and_carry_their_version(engine: TransformersEngine) -> None:
-    groups = generate(engine, RAGGED)
-    assert [len(group.responses) for group in groups] == [6, 6, 6]
-    assert {group.policy_version for group in groups} == {7}
-
-
-def test_frequencies_are_the_models_probabilities(
-    engine: TransformersEngine, directory: Path
-) -> None:
-    prompt = [2, 3, 4]
-    many = SamplingParams(temperature=1.3, max_tokens=1, group_size=4000)
-    (group,) = engine.generate([GenerationRequest(prompt, 5)], many, policy_version=7)
-    counts = torch.zeros(VOCABULARY)
-    for response in group.responses:
-        counts[response.token_ids[0]] += 1
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+def teacher_forced(
+    model: Any, prompt: Sequence[int], response: Sequence[int], temperature: float
+) -> Tensor:
+    """Log-probs (tokens,) by one forward pass over the whole sequence, without padding."""
+    ids = torch.tensor([[*prompt, *response]])
     with torch.no_grad():
-        probabilities = torch.softmax(model(torch.tensor([prompt])).logits[0, -1] / 1.3, dim=-1)
-    expected = probabilities * 4000
-    common = expected > 5
-    chi_square = float(((counts - expected)[common] ** 2 / expected[common]).sum())
-    # 99.99% quantile for at most 11 degrees of freedom.
-    assert chi_square < 38
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    return logprobs.gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
-def test_new_weights_are_loaded_in_place(directory: Path, tmp_path: Path) -> None:
-    other = save_model(tmp_path / "other", seed=1)
-    engine, fresh = TransformersEngine(), TransformersEngine()
-    engine.load(directory, 1)
-    before = generate(engine, RAGGED)
-    engine.load(other, 2)
-    fresh.load(other, 2)
-    after = generate(engine, RAGGED)
-    assert after == generate(fresh, RAGGED)
-    assert [g.responses for g in after] != [g.responses for g in before]
-    engine.load(directory, 1)
-    assert generate(engine, RAGGED) == before
+def worst_error(
+    model: Any, prompts: Sequence[Sequence[int]], groups: Sequence[GeneratedGroup], t: float
+) -> float:
+    return max(
+        float((teacher_forced(model, p, r.token_ids, t) - torch.tensor(r.logprobs)).abs().max())
+        for p, group in zip(prompts, groups, strict=True)
+        for r in group.responses
+    )
 
 
-def test_another_architecture_is_built_anew(directory: Path, tmp_path: Path) -> None:
-    wider = save_model(tmp_path / "wider", seed=1, hidden=48)
-    engine = TransformersEngine()
-    engine.load(directory, 1)
-    engine.load(wider, 2)
-    assert len(generate(engine, RAGGED)) == 3
+class TestLogprobs:
+    @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.6])
+    def test_equal_teacher_forcing_with_ragged_prompts(
+        self, engine: TransformersEngine, directory: Path, temperature: float
+    ) -> None:
+        groups = engine.generate(
+            requests(), sampling(20, temperature=temperature), policy_version=1
+        )
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        lengths = {len(r.token_ids) for group in groups for r in group.responses}
+        assert len(lengths) > 3, "rows must end at different times for compaction to be tested"
+        assert worst_error(model, RAGGED, groups, temperature) < 1e-5
+
+    def test_hold_for_a_model_in_use_with_another_attention(self, directory: Path) -> None:
+        # Eager attention adds its mask: a boolean one would be wrong without any error.
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager")
+        engine = TransformersEngine()
+        engine.use(model.eval(), 4)
+        groups = engine.generate(requests(), sampling(20), policy_version=4)
+        assert worst_error(model, RAGGED, groups, 1.0) < 1e-5
+
+    def test_hold_for_a_sliding_window_shorter_than_the_sequences(self, tmp_path: Path) -> None:
+        kinds = ["sliding_attention", "full_attention"]
+        path = save_model(
+            tmp_path / "window", sliding_window=4, use_sliding_window=True, layer_types=kinds
+        )
+        engine = TransformersEngine()
+        engine.load(path, 1)
+        groups = engine.generate(requests(), sampling(20), policy_version=1)
+        model = AutoModelForCausalLM.from_pretrained(path)
+        assert worst_error(model, RAGGED, groups, 1.0) < 1e-5
+
+    def test_that_are_not_finite_are_refused(self, engine: TransformersEngine) -> None:
+        broken = {"lm_head.weight": torch.full((VOCABULARY, 32), float("nan"))}
+        state = {**engine._model.state_dict(), **broken}
+        engine.load_state_dict(state, 2)
+        with pytest.raises(NonFiniteLogprobs, match="not finite"):
+            engine.generate(requests(), sampling(), policy_version=2)
 
 
-def test_another_version_is_refused(engine: TransformersEngine) -> None:
-    with pytest.raises(WrongVersion, match="asked for policy version 8, but the engine serves 7"):
-        engine.generate(RAGGED, SAMPLING, policy_version=8)
-    with pytest.raises(WrongVersion):
-        TransformersEngine().generate(RAGGED, SAMPLING, policy_version=0)
+class TestSamples:
+    def test_are_the_same_bit_for_bit_when_repeated(self, engine: TransformersEngine) -> None:
+        first = engine.generate(requests(), sampling(), policy_version=1)
+        assert engine.generate(requests(), sampling(), policy_version=1) == first
+
+    def test_do_not_depend_on_what_else_is_in_the_batch(self, engine: TransformersEngine) -> None:
+        together = engine.generate(requests(), sampling(), policy_version=1)
+        for request, group in zip(requests(), together, strict=True):
+            (alone,) = engine.generate([request], sampling(), policy_version=1)
+            for a, b in zip(alone.responses, group.responses, strict=True):
+                assert a.token_ids == b.token_ids
+                assert a.logprobs == pytest.approx(b.logprobs, abs=1e-5)
+
+    def test_do_not_depend_on_how_many_fit_at_a_time(self, directory: Path) -> None:
+        small, large = TransformersEngine(max_sequences=8), TransformersEngine()
+        tokens = []
+        for engine in (small, large):
+            engine.load(directory, 1)
+            groups = engine.generate(requests(), sampling(), policy_version=1)
+            tokens.append([r.token_ids for group in groups for r in group.responses])
+        assert tokens[0] == tokens[1]
+
+    def test_of_a_group_and_of_other_seeds_differ(self, engine: TransformersEngine) -> None:
+        twice = [GenerationRequest([2, 3], 1), GenerationRequest([2, 3], 2)]
+        a, b = engine.generate(twice, sampling(), policy_version=1)
+        assert len({tuple(r.token_ids) for r in a.responses}) > 1
+        assert [r.token_ids for r in a.responses] != [r.token_ids for r in b.responses]
+
+    def test_follow_the_softmax(self, engine: TransformersEngine, directory: Path) -> None:
+        draws, temperature = 20_000, 0.8
+        (group,) = engine.generate(
+            [GenerationRequest([4, 9], 5)],
+            sampling(1, group_size=draws, temperature=temperature),
+            policy_version=1,
+        )
+        counts = torch.zeros(VOCABULARY)
+        for response in group.responses:
+            counts[response.token_ids[0]] += 1
+        model = AutoModelForCausalLM.from_pretrained(directory)
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([[4, 9]])).logits[0, -1]
+        expected = draws * torch.softmax(logits / temperature, dim=-1)
+        chi_square = float(((counts - expected) ** 2 / expected).sum())
+        assert chi_square < 32.9, "beyond the 99.9 % quantile for 12 degrees of freedom"
+
+    def test_are_never_impossible(self) -> None:
+        logits = torch.tensor([[-torch.inf, 0.3, -torch.inf, 1.1, 0.2, -torch.inf]])
+        for uniform in (0.0, 0.25, 0.5, 1 - 2**-53):
+            tokens, logprobs = _sample(logits, 1.0, torch.tensor([uniform], dtype=torch.float64))
+            assert int(tokens) in (1, 3, 4)
+            assert bool(torch.isfinite(logprobs).all())
+
+    def test_with_a_longer_limit_begin_the_same(self) -> None:
+        assert torch.equal(_uniforms(3, 4, 30)[:, :10], _uniforms(3, 4, 10))
 
 
-def test_directories_that_hold_no_model_are_refused(directory: Path, tmp_path: Path) -> None:
-    engine = TransformersEngine()
-    with pytest.raises(ModelLoadError, match="not a model directory"):
-        engine.load(tmp_path, 1)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelLoadError, match="not JSON"):
-        engine.load(tmp_path, 1)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nothing"}))
-    with pytest.raises(ModelLoadError, match="no causal language model can be loaded"):
-        engine.load(tmp_path, 1)
+class TestEnding:
+    def test_a_response_has_its_end_token_or_the_limit(self, engine: TransformersEngine) -> None:
+        groups = engine.generate(requests(), sampling(10), policy_version=1)
+        reasons = set()
+        for response in (r for group in groups for r in group.responses):
+            reasons.add(response.finish_reason)
+            assert len(response.token_ids) == len(response.logprobs) <= 10
+            assert END not in response.token_ids[:-1]
+            if response.finish_reason == "stop":
+                assert response.token_ids[-1] == END
+            else:
+                assert len(response.token_ids) == 10
+                assert response.token_ids[-1] != END
+        assert reasons == {"stop", "length"}
+
+    def test_an_end_token_in_the_last_place_is_a_stop(self, engine: TransformersEngine) -> None:
+        groups = engine.generate(requests(), sampling(1, group_size=64), policy_version=1)
+        ended = [r for g in groups for r in g.responses if r.token_ids == [END]]
+        assert ended
+        assert {r.finish_reason for r in ended} == {"stop"}
+
+    def test_several_end_tokens_all_end(self, tmp_path: Path) -> None:
+        engine = TransformersEngine()
+        engine.load(save_model(tmp_path / "two", eos_token_id=[1, 7]), 1)
+        groups = engine.generate(requests(), sampling(20), policy_version=1)
+        last = {r.token_ids[-1] for g in groups for r in g.responses if r.finish_reason == "stop"}
+        assert last == {1, 7}
+
+    def test_groups_come_whole_and_in_order(self, engine: TransformersEngine) -> None:
+        groups = engine.generate(requests(), sampling(group_size=3), policy_version=1)
+        assert [len(group.responses) for group in groups] == [3] * len(RAGGED)
+        assert {group.policy_version for group in groups} == {1}
+
+    def test_no_requests_no_groups(self, engine: TransformersEngine) -> None:
+        assert engine.generate([], sampling(), policy_version=1) == []
 
 
-def test_weights_that_do_not_fit_are_refused_and_nothing_is_served(
-    directory: Path, tmp_path: Path
-) -> None:
-    engine = TransformersEngine()
-    engine.load(directory, 1)
-    wider = save_model(tmp_path / "wider", seed=1, hidden=48)
-    (wider / "config.json").write_bytes((directory / "config.json").read_bytes())
-    with pytest.raises(ModelLoadError, match=r"do not fit its config\.json"):
-        engine.load(wider, 2)
-    with pytest.raises(WrongVersion):
-        engine.generate(RAGGED, SAMPLING, policy_version=2)
-    (wider / "model.safetensors").unlink()
-    with pytest.raises(ModelLoadError, match=r"has no \*\.safetensors"):
-        engine.load(wider, 2)
+class TestVersions:
+    def test_a_version_that_is_not_served_is_refused(self, engine: TransformersEngine) -> None:
+        with pytest.raises(WrongVersion, match=r"version 2.*serves 1"):
+            engine.generate(requests(), sampling(), policy_version=2)
+
+    def test_nothing_is_served_before_the_first_load(self) -> None:
+        with pytest.raises(WrongVersion):
+            TransformersEngine().generate(requests(), sampling(), policy_version=0)
+
+    def test_a_reload_is_in_place_and_equals_a_fresh_engine(
+        self, engine: TransformersEngine, tmp_path: Path
+    ) -> None:
+        old = engine.generate(requests(), sampling(), policy_version=1)
+        module = engine._model
+        other = save_model(tmp_path / "other", seed=1)
+        engine.load(other, 2)
+        assert engine._model is module
+        fresh = TransformersEngine()
+        fresh.load(other, 2)
+        new = engine.generate(requests(), sampling(), policy_version=2)
+        assert new == fresh.generate(requests(), sampling(), policy_version=2)
+        assert [g.responses for g in new] != [g.responses for g in old]
+
+    def test_a_state_dict_is_taken_without_files(
+        self, engine: TransformersEngine, tmp_path: Path
+    ) -> None:
+        other = save_model(tmp_path / "other", seed=1)
+        fresh = TransformersEngine()
+        fresh.load(other, 3)
+        engine.load_state_dict(load_file(other / "model.safetensors"), 3)
+        assert engine.version == 3
+        assert engine.generate(requests(), sampling(), policy_version=3) == fresh.generate(
+            requests(), sampling(), policy_version=3
+        )
+
+    def test_tied_weights_are_reloaded_on_both_sides(self, tmp_path: Path) -> None:
+        first = save_model(tmp_path / "first", tie_word_embeddings=True)
+        second = save_model(tmp_path / "second", seed=1, tie_word_embeddings=True)
+        engine, fresh = TransformersEngine(), TransformersEngine()
+        engine.load(first, 1)
+        engine.load(second, 2)
+        fresh.load(second, 2)
+        assert engine.generate(requests(), sampling(), policy_version=2) == fresh.generate(
+            requests(), sampling(), policy_version=2
+        )
+
+    def test_another_architecture_is_built_anew(
+        self, engine: TransformersEngine, tmp_path: Path
+    ) -> None:
+        engine.load(save_model(tmp_path / "deep", num_hidden_layers=3), 2)
+        assert engine.version == 2
+        assert len(engine._model.model.layers) == 3
 
 
-@pytest.mark.parametrize("field", ["temperature", "max_tokens", "group_size"])
-def test_sampling_parameters_must_be_positive(field: str) -> None:
-    values = {"temperature": 1.0, "max_tokens": 1, "group_size": 1, field: 0}
+def without_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+
+
+def with_damaged_config(directory: Path) -> None:
+    (directory / "config.json").write_text("{")
+
+
+def without_weights(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+
+
+def with_cut_weights(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def with_a_weight_missing(directory: Path) -> None:
+    weights = load_file(directory / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def with_another_shape(directory: Path) -> None:
+    weights = load_file(directory / "model.safetensors")
+    weights["lm_head.weight"] = torch.zeros(VOCABULARY + 1, 32)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+BROKEN = [
+    without_config,
+    with_damaged_config,
+    without_weights,
+    with_cut_weights,
+    with_a_weight_missing,
+    with_another_shape,
+]
+
+
+class TestBadDirectories:
+    @pytest.mark.parametrize("damage", BROKEN)
+    @pytest.mark.parametrize("live", [False, True], ids=["first load", "reload"])
+    def test_are_refused_and_change_nothing(
+        self, directory: Path, tmp_path: Path, damage: Any, live: bool
+    ) -> None:
+        bad = tmp_path / "bad"
+        shutil.copytree(directory, bad)
+        damage(bad)
+        engine = TransformersEngine()
+        before = None
+        if live:
+            engine.load(directory, 1)
+            before = engine.generate(requests(), sampling(), policy_version=1)
+        with pytest.raises(ModelLoadError) as error:
+            engine.load(bad, 2)
+        assert str(bad) in str(error.value)
+        assert any(word in str(error.value) for word in ("publish", "give")), "names no remedy"
+        if live:
+            assert engine.generate(requests(), sampling(), policy_version=1) == before
+        else:
+            assert engine.version == 0
+
+    def test_one_that_does_not_exist(self, tmp_path: Path) -> None:
+        with pytest.raises(ModelLoadError, match="not a model directory"):
+            TransformersEngine().load(tmp_path / "nothing", 1)
+
+    def test_one_that_names_no_end_token(self, directory: Path, tmp_path: Path) -> None:
+        bad = tmp_path / "endless"
+        shutil.copytree(directory, bad)
+        for name in ("config.json", "generation_config.json"):
+            content = json.loads((bad / name).read_text())
+            content["eos_token_id"] = None
+            (bad / name).write_text(json.dumps(content))
+        with pytest.raises(ModelLoadError, match="names no end token"):
+            TransformersEngine().load(bad, 1)
+
+    def test_a_state_dict_of_another_model(
+        self, engine: TransformersEngine, tmp_path: Path
+    ) -> None:
+        wide = save_model(tmp_path / "wide", intermediate_size=64)
+        with pytest.raises(ModelLoadError, match=r"the state dict.*has the shape"):
+            engine.load_state_dict(load_file(wide / "model.safetensors"), 2)
+        assert engine.version == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"temperature": 0.0}, {"max_tokens": 0}, {"group_size": 0}], ids=str
+)
+def test_sampling_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"temperature": 1.0, "max_tokens": 1, "group_size": 1}
     with pytest.raises(ValueError, match="must be positive"):
-        SamplingParams(**values)  # type: ignore[arg-type]
+        SamplingParams(**(options | wrong))
