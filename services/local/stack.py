@@ -8,6 +8,7 @@ import json
 import os
 import pwd
 import secrets
+import select
 import shutil
 import signal
 import stat
@@ -332,9 +333,11 @@ def stack_down(home: Path) -> bool:
     found = find_stack(home)
     if found is None:
         return False
+    # Readable once the process has ended, and with it everything that it had started.
+    ended = os.pidfd_open(found.pid)
     os.kill(found.pid, signal.SIGTERM)
-    with (home / "stack.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    select.select([ended], [], [], READY_WITHIN_S)
+    os.close(ended)
     return True
 
 
