@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+import hashlib
 
-from bapo_core.seeding import derive_rng
+from bapo_core.seeding import derive_seed
+
+_ROUNDS = 6
 
 
-@lru_cache(maxsize=4)
-def _epoch_order(seed: int, epoch: int, dataset_size: int) -> tuple[int, ...]:
-    order = list(range(dataset_size))
-    derive_rng(seed, "epoch", epoch).shuffle(order)
-    return tuple(order)
+def permuted(index: int, *, size: int, key: int) -> int:
+    """Where a permutation of `range(size)`, chosen by `key`, sends `index`.
+
+    A Feistel network on the smallest even number of bits that holds `size`, walked until it ends
+    inside the range (Black and Rogaway 2002). It takes no memory, and a few microseconds whatever
+    the size, where a shuffle of a million prompts takes half a second at every epoch.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for number in range(_ROUNDS):
+            word = f"{key}/{number}/{right}".encode()
+            mixed = int.from_bytes(hashlib.blake2b(word, digest_size=8).digest(), "big")
+            left, right = right, left ^ (mixed & mask)
+        index = left << half | right
+        if index < size:
+            return index
 
 
 def prompt_positions(
@@ -38,4 +53,8 @@ def prompt_positions(
         raise ValueError(f"round {generation_round} is not in 0..{max_rounds - 1}")
     epoch, within = divmod(step - 1, steps_per_epoch)
     start = within * reserved + generation_round * prompts_per_step
-    return list(_epoch_order(seed, epoch, dataset_size)[start : start + prompts_per_step])
+    key = derive_seed(seed, "epoch", epoch)
+    return [
+        permuted(index, size=dataset_size, key=key)
+        for index in range(start, start + prompts_per_step)
+    ]

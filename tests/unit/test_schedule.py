@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapo_core.sampling import prompt_positions
+from bapo_core.sampling import permuted, prompt_positions
 from bapo_core.schedule import Phase, SyncSchedule
 
 schedules = st.builds(
@@ -90,3 +92,15 @@ def test_an_epoch_draws_each_prompt_at_most_once(
         assert set(drawn) <= set(range(size))
     with pytest.raises(ValueError, match="is not in"):
         draw(1, rounds)
+
+
+@given(size=st.integers(1, 300), key=st.integers(0, 2**63 - 1))
+def test_permuted_is_a_permutation(size: int, key: int) -> None:
+    assert sorted(permuted(i, size=size, key=key) for i in range(size)) == list(range(size))
+
+
+def test_every_order_is_as_likely() -> None:
+    drawn = Counter(tuple(permuted(i, size=4, key=key) for i in range(4)) for key in range(12_000))
+    assert len(drawn) == 24
+    # Chi-squared with 23 degrees of freedom exceeds 49.7 once in a thousand draws.
+    assert sum((count - 500) ** 2 / 500 for count in drawn.values()) < 49.7
