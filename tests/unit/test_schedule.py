@@ -99,8 +99,9 @@ def test_permuted_is_a_permutation(size: int, key: int) -> None:
     assert sorted(permuted(i, size=size, key=key) for i in range(size)) == list(range(size))
 
 
-def test_every_order_is_as_likely() -> None:
-    drawn = Counter(tuple(permuted(i, size=4, key=key) for i in range(4)) for key in range(12_000))
-    assert len(drawn) == 24
-    # Chi-squared with 23 degrees of freedom exceeds 49.7 once in a thousand draws.
-    assert sum((count - 500) ** 2 / 500 for count in drawn.values()) < 49.7
+def test_any_two_prompts_land_anywhere_as_likely() -> None:
+    pairs = [(permuted(0, size=6, key=k), permuted(4, size=6, key=k)) for k in range(12_000)]
+    drawn = Counter(pairs)
+    assert len(drawn) == 30
+    # Chi-squared with 29 degrees of freedom exceeds 58.3 once in a thousand draws.
+    assert sum((count - 400) ** 2 / 400 for count in drawn.values()) < 58.3
