@@ -120,6 +120,8 @@ def begin_attempt(session: Session, name: str) -> Run:
     run = session.scalar(select(Run).where(Run.name == name).with_for_update())
     if run is None:
         raise not_found(f"run {name!r}; GET /v1/runs lists them")
+    if run.status == "deleting":
+        raise conflict(f"run {name!r} is being deleted")
     run.attempt += 1
     run.status = "running"
     checkpoint = latest_checkpoint(session, run)

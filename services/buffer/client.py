@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 
 from services.buffer import wire
 from services.common.http import HttpClient
 
-Model = TypeVar("Model", bound=BaseModel)
+Answer = TypeVar("Answer")
+Parameters = ParamSpec("Parameters")
 
 ARROW = {"Content-Type": "application/vnd.apache.arrow.stream"}
 LONG_POLL_S = 10.0
@@ -27,8 +29,13 @@ class BufferClient:
     def close(self) -> None:
         self._http.close()
 
-    def _ask(self, model: type[Model], method: str, path: str, **arguments: Any) -> Model:
-        return model.model_validate_json(self._send(method, path, **arguments).content)
+    def _ask(self, model: type[Answer], method: str, path: str, **arguments: Any) -> Answer:
+        content = self._send(method, path, **arguments).content
+        return TypeAdapter(model).validate_json(content)
+
+    def _read(self, model: type[Answer], path: str, **params: Any) -> Answer:
+        given = {name: value for name, value in params.items() if value is not None}
+        return self._ask(model, "GET", f"/v1/runs/{self.run}/{path}", params=given)
 
     def _send(self, method: str, path: str, **arguments: Any) -> Any:
         headers = {"X-Bapo-Attempt": str(self.attempt), **arguments.pop("headers", {})}
@@ -50,8 +57,30 @@ class BufferClient:
         return self._ask(wire.RunState, "POST", "/v1/runs", json=request.model_dump())
 
     def runs(self) -> list[wire.RunState]:
-        answer = self._send("GET", "/v1/runs")
-        return TypeAdapter(list[wire.RunState]).validate_json(answer.content)
+        """All runs, in the order of their creation."""
+        found: list[wire.RunState] = []
+        cursor: str | None = None
+        while True:
+            params = {"limit": 1000} | ({} if cursor is None else {"cursor": cursor})
+            page = self._ask(wire.Page[wire.RunState], "GET", "/v1/runs", params=params)
+            found += page.items
+            if (cursor := page.next) is None:
+                return found
+
+    def pause(self) -> wire.RunState:
+        """No new prompts and batches until `resume`."""
+        return self._ask(wire.RunState, "POST", f"/v1/runs/{self.run}/pause")
+
+    def resume(self) -> wire.RunState:
+        return self._ask(wire.RunState, "POST", f"/v1/runs/{self.run}/resume")
+
+    def stop(self) -> wire.RunState:
+        """Turns the run's processes away."""
+        return self._ask(wire.RunState, "POST", f"/v1/runs/{self.run}/stop")
+
+    def delete_run(self) -> None:
+        """Deletes the run and its objects. There is no way back."""
+        self._send("DELETE", f"/v1/runs/{self.run}")
 
     def run_state(self) -> wire.RunState:
         return self._ask(wire.RunState, "GET", f"/v1/runs/{self.run}")
@@ -122,7 +151,10 @@ class BufferClient:
 
     def latest_checkpoint(self) -> wire.StoredVersion | None:
         answer = self._send("GET", f"/v1/runs/{self.run}/checkpoints/latest")
-        return TypeAdapter(wire.StoredVersion | None).validate_json(answer.content)
+        stored: wire.StoredVersion | None = TypeAdapter(wire.StoredVersion | None).validate_json(
+            answer.content
+        )
+        return stored
 
     def report_replica(self, name: str, loaded_version: int) -> None:
         path = f"/v1/runs/{self.run}/replicas/{name}"
@@ -135,37 +167,126 @@ class BufferClient:
         found: list[wire.StepView] = []
         while True:
             last = found[-1].step if found else after
-            answer = self._send("GET", f"/v1/runs/{self.run}/steps", params={"after": last})
-            page = TypeAdapter(list[wire.StepView]).validate_json(answer.content)
+            page = self._read(list[wire.StepView], "steps", after=last)
             if not page:
                 return found
             found += page
 
     def evaluations(self) -> list[wire.Evaluation]:
-        answer = self._send("GET", f"/v1/runs/{self.run}/evaluations")
-        return TypeAdapter(list[wire.Evaluation]).validate_json(answer.content)
+        return self._read(list[wire.Evaluation], "evaluations")
 
-    def migration(self, before: int, after: int) -> wire.Migration:
-        params = {"before": before, "after": after}
-        return self._ask(wire.Migration, "GET", f"/v1/runs/{self.run}/migration", params=params)
+    def evaluation_migration(self, before: int, after: int) -> wire.Migration:
+        """Held-out prompts by bin at two policy versions."""
+        return self._read(wire.Migration, "evaluations/migration", before=before, after=after)
 
-    def difficulty_bins(self) -> list[int]:
-        answer = self._send("GET", f"/v1/runs/{self.run}/difficulty/bins")
-        return TypeAdapter(list[int]).validate_json(answer.content)
+    def difficulty_bins(self, step: int | None = None) -> wire.DifficultyBins:
+        """Training prompts by bin, now or as of a step."""
+        return self._read(wire.DifficultyBins, "difficulty/bins", step=step)
 
-    def difficulty(self, after: str = "", limit: int = 1000) -> wire.DifficultyPage:
-        params = {"after": after, "limit": limit}
-        return self._ask(
-            wire.DifficultyPage, "GET", f"/v1/runs/{self.run}/difficulty", params=params
+    def difficulty_history(self, points: int = 200) -> list[wire.DifficultyBins]:
+        return self._read(list[wire.DifficultyBins], "difficulty/bins/history", points=points)
+
+    def difficulty_migration(self, before: int, after: int) -> wire.DifficultyMigration:
+        """Training prompts by bin at two steps."""
+        return self._read(
+            wire.DifficultyMigration, "difficulty/migration", before=before, after=after
         )
 
+    def prompts(
+        self, *, cursor: str | None = None, limit: int = 100, **filters: Any
+    ) -> wire.Page[wire.DifficultyView]:
+        """A page of training prompts. `filters`: bin, trend, unlocked_after, unlocked_until,
+        search, order, as `GET /v1/runs/{run}/prompts` has them."""
+        page = wire.Page[wire.DifficultyView]
+        return self._read(page, "prompts", cursor=cursor, limit=limit, **filters)
+
+    def all_prompts(self, **filters: Any) -> Iterator[wire.DifficultyView]:
+        """Every prompt that passes the filters, page by page."""
+        cursor: str | None = None
+        while True:
+            page = self.prompts(cursor=cursor, limit=1000, **filters)
+            yield from page.items
+            if (cursor := page.next) is None:
+                return
+
+    def prompt_history(self, uid: str) -> wire.PromptHistory:
+        return self._read(wire.PromptHistory, "prompts/history", uid=uid)
+
+    def decision(self, step: int, uid: str) -> wire.Decision:
+        """Why a prompt is, or is not, in the batch of a step."""
+        return self._read(wire.Decision, f"steps/{step}/decision", uid=uid)
+
     def buffer(self, buffer: wire.Buffer, step: int | None = None) -> list[wire.BufferItem]:
-        params = {} if step is None else {"step": step}
-        answer = self._send("GET", f"/v1/runs/{self.run}/buffers/{buffer}", params=params)
-        return TypeAdapter(list[wire.BufferItem]).validate_json(answer.content)
+        """All that a buffer holds, now or as of a step."""
+        found: list[wire.BufferItem] = []
+        cursor: str | None = None
+        while True:
+            page = self._read(
+                wire.Page[wire.BufferItem], f"buffers/{buffer}", step=step, cursor=cursor
+            )
+            found += page.items
+            if (cursor := page.next) is None:
+                return found
+
+    def buffer_events(
+        self, buffer: wire.Buffer, *, after: int = 0, cursor: str | None = None, limit: int = 100
+    ) -> wire.Page[wire.BufferEvent]:
+        page = wire.Page[wire.BufferEvent]
+        path = f"buffers/{buffer}/events"
+        return self._read(page, path, after=after, cursor=cursor, limit=limit)
+
+    def batches(
+        self, *, cursor: str | None = None, limit: int = 100
+    ) -> wire.Page[wire.BatchSummary]:
+        return self._read(wire.Page[wire.BatchSummary], "batches", cursor=cursor, limit=limit)
 
     def recorded_batch(self, step: int) -> wire.BatchManifest:
-        return self._ask(wire.BatchManifest, "GET", f"/v1/runs/{self.run}/batches/{step}")
+        return self._read(wire.BatchManifest, f"batches/{step}")
+
+    def batch_arrow(self, step: int) -> bytes:
+        """The trajectories of a batch; `trajectories.decode_groups` reads them."""
+        return bytes(self._send("GET", f"/v1/runs/{self.run}/batches/{step}/arrow").content)
 
     def group(self, group_id: int) -> wire.GroupView:
-        return self._ask(wire.GroupView, "GET", f"/v1/runs/{self.run}/groups/{group_id}")
+        return self._read(wire.GroupView, f"groups/{group_id}")
+
+    def difficulty_parquet(self) -> bytes:
+        return bytes(self._send("GET", f"/v1/runs/{self.run}/difficulty.parquet").content)
+
+    def compare(self, other: str) -> wire.RunComparison:
+        """This run and another side by side."""
+        params = {"first": self.run, "second": other}
+        return self._ask(wire.RunComparison, "GET", "/v1/comparisons", params=params)
+
+    # -- tokens and garbage (scope admin)
+
+    def create_token(self, name: str, scope: wire.Scope) -> wire.TokenCreated:
+        body = {"name": name, "scope": scope}
+        return self._ask(wire.TokenCreated, "POST", "/v1/tokens", json=body)
+
+    def tokens(self) -> list[wire.TokenView]:
+        return self._ask(list[wire.TokenView], "GET", "/v1/tokens")
+
+    def revoke_token(self, token_id: int) -> wire.TokenView:
+        return self._ask(wire.TokenView, "DELETE", f"/v1/tokens/{token_id}")
+
+    def collect_garbage(self, *, dry_run: bool = True) -> wire.Garbage:
+        return self._ask(wire.Garbage, "POST", "/v1/gc", params={"dry_run": dry_run})
+
+
+class AsyncBufferClient:
+    """The same calls from asynchronous code, each in a thread.
+
+    `await client.call(BufferClient.prompts, bin=0)`
+    """
+
+    def __init__(self, client: BufferClient) -> None:
+        self._client = client
+
+    async def call(
+        self,
+        method: Callable[Concatenate[BufferClient, Parameters], Answer],
+        *arguments: Parameters.args,
+        **keywords: Parameters.kwargs,
+    ) -> Answer:
+        return await asyncio.to_thread(method, self._client, *arguments, **keywords)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from bapo_core.config import ConfigError, RunConfig, config_from
 from services.buffer import wire
-from services.buffer.tables import PromptRow, Run
+from services.buffer.tables import Dataset, PromptRow, Run
 from services.common.errors import Problem, bad_request, conflict, not_found
 
 SUPERSEDED = "urn:bapo:superseded"
@@ -38,7 +39,11 @@ def lock_run(session: Session, name: str, attempt: int) -> Run:
 
 
 def check_attempt(run: Run, attempt: int) -> None:
-    if attempt != run.attempt:
+    if run.status == "stopped":
+        raise conflict(
+            f"run {run.name!r} was stopped; continue it with `bapo run --resume`", SUPERSEDED
+        )
+    if attempt != run.attempt or run.status == "deleting":
         raise conflict(
             f"attempt {attempt} of run {run.name!r} was superseded by attempt {run.attempt}; stop",
             SUPERSEDED,
@@ -62,11 +67,13 @@ def run_state(run: Run) -> wire.RunState:
     )
 
 
-def upload_prompts(session: Session, dataset: str, upload: wire.DatasetUpload) -> wire.DatasetState:
-    """Inserts the prompts that are not there yet."""
+def upload_prompts(session: Session, name: str, upload: wire.DatasetUpload) -> wire.DatasetState:
+    """Inserts the prompts that are not there yet; 409 if that would change a run's dataset."""
+    session.execute(insert(Dataset).values(name=name, size=0).on_conflict_do_nothing())
+    dataset = session.get_one(Dataset, name, with_for_update=True)
     rows = [
         {
-            "dataset": dataset,
+            "dataset": name,
             "position": upload.first_position + index,
             "uid": item.uid,
             "task": item.task,
@@ -74,16 +81,36 @@ def upload_prompts(session: Session, dataset: str, upload: wire.DatasetUpload) -
         }
         for index, item in enumerate(upload.prompts)
     ]
-    if rows:
-        session.execute(
-            insert(PromptRow).on_conflict_do_nothing(index_elements=["dataset", "uid"]), rows
+    try:
+        added = _insert_new(session, rows)
+    except IntegrityError as error:
+        raise conflict(
+            f"dataset {name!r} has another prompt at one of the positions "
+            f"{upload.first_position}..{upload.first_position + len(rows) - 1}; upload the same "
+            "prompts in the same order, or use another dataset name"
+        ) from error
+    users = (Run.train_dataset == name) | (Run.test_dataset == name)
+    user = session.scalar(select(Run.name).where(users).limit(1)) if added else None
+    if user is not None:
+        raise conflict(
+            f"dataset {name!r} is used by run {user!r}, whose prompts must not change; use another "
+            "dataset name"
         )
-    return wire.DatasetState(dataset=dataset, prompts=dataset_size(session, dataset))
+    dataset.size += added
+    return wire.DatasetState(dataset=name, prompts=dataset.size)
 
 
-def dataset_size(session: Session, dataset: str) -> int:
-    counted = select(func.count()).select_from(PromptRow).where(PromptRow.dataset == dataset)
-    return session.scalar(counted) or 0
+def _insert_new(session: Session, rows: list[dict[str, Any]]) -> int:
+    if not rows:
+        return 0
+    statement = insert(PromptRow).on_conflict_do_nothing(index_elements=["dataset", "uid"])
+    return len(session.scalars(statement.returning(PromptRow.id), rows).all())
+
+
+def dataset_size(session: Session, name: str) -> int:
+    """How many prompts a dataset has; 0 if there is none of this name."""
+    dataset = session.get(Dataset, name)
+    return 0 if dataset is None else dataset.size
 
 
 def create_run(session: Session, request: wire.RunCreate) -> Run:

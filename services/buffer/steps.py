@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from sqlalchemy import delete, func, select, text, update
+from sqlalchemy import BigInteger, ColumnElement, and_, cast, delete, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
@@ -25,24 +25,25 @@ from bapo_core.buffers import (
 )
 from bapo_core.config import RunConfig
 from bapo_core.filters import gaussian_filter, range_filter, uniform_filter
+from bapo_core.metrics import accuracy_bins
 from bapo_core.sampling import prompt_positions
 from bapo_core.seeding import derive_rng
 from bapo_core.thresholds import high_quality_window, running_reward, within
 from bapo_core.types import GroupSummary, Source, TrainingBatch
-from services.buffer import wire
+from services.buffer import difficulty, wire
 from services.buffer.runs import dataset_size, run_config
 from services.buffer.tables import (
     BatchMemberRow,
     BufferEntry,
     Checkpoint,
-    PromptDifficulty,
+    EvaluationRecord,
     PromptRow,
     RolloutGroup,
     Run,
     StepRecord,
     WeightVersion,
 )
-from services.buffer.trajectories import TrajectoryGroup
+from services.buffer.trajectories import GroupRows
 from services.common.errors import bad_request, conflict
 
 
@@ -76,7 +77,8 @@ def step_prompts(
     config = run_config(run)
     check_step(config, step, kind)
     version = policy_version_for(config, step, kind)
-    if kind == "reevaluation" and run.current_step < step - 1:
+    undecided = kind == "reevaluation" and run.current_step < step - 1
+    if undecided or run.status == "paused":
         return wire.StepPrompts(ready=False, policy_version=version, prompts=[])
     rows = _prompt_rows(session, run, config, step, kind, generation_round)
     items = [wire.PromptItem(uid=row.uid, task=row.task, payload=row.payload) for row in rows]
@@ -94,7 +96,7 @@ def _prompt_rows(
 ) -> list[PromptRow]:
     """The prompt rows of a step and kind, in the order in which they are rolled out."""
     if kind == "reevaluation":
-        chosen = [entry.prompt_uid for entry in _reevaluated_entries(session, run, config, step)]
+        chosen = [entry.prompt_uid for entry in reevaluated_entries(session, run, config, step)]
         return _rows_by_uid(session, run.train_dataset, chosen)
     if kind == "evaluation":
         statement = select(PromptRow).where(PromptRow.dataset == run.test_dataset)
@@ -124,7 +126,7 @@ def _rows_by_uid(session: Session, dataset: str, uids: Sequence[str]) -> list[Pr
     return [by_uid[uid] for uid in uids]
 
 
-def _reevaluated_entries(
+def reevaluated_entries(
     session: Session, run: Run, config: RunConfig, step: int
 ) -> list[GroupSummary]:
     """The hard entries re-evaluated at `step`: a function of committed state and the seed."""
@@ -137,7 +139,7 @@ def _reevaluated_entries(
 
 
 def new_groups(
-    session: Session, run: Run, step: int, kind: wire.Kind, groups: Sequence[TrajectoryGroup]
+    session: Session, run: Run, step: int, kind: wire.Kind, groups: Sequence[GroupRows]
 ) -> list[int]:
     """Indexes of the groups not landed yet; 400 or 409 if any group does not belong here."""
     config = run_config(run)
@@ -159,9 +161,9 @@ def new_groups(
     size = config.evaluation_samples if kind == "evaluation" else config.rollout.group_size
     version = policy_version_for(config, step, kind)
     for group in groups:
-        if len(group.responses) != size:
+        if group.row_count != size:
             raise bad_request(
-                f"the group of {group.prompt_uid!r} has {len(group.responses)} responses, not "
+                f"the group of {group.prompt_uid!r} has {group.row_count} responses, not "
                 f"{size}: groups are whole or absent"
             )
         if group.policy_version != version:
@@ -177,17 +179,13 @@ def record_groups(
     run: Run,
     step: int,
     kind: wire.Kind,
-    groups: Sequence[TrajectoryGroup],
+    groups: Sequence[GroupRows],
     indexes: Sequence[int],
     object_key: str,
     digest: str,
 ) -> None:
     """Rows for the groups at `indexes` of the object that holds `groups`."""
     positions = _expected_positions(session, run, step, kind)
-    starts, row = [], 0
-    for group in groups:
-        starts.append(row)
-        row += len(group.responses)
     rows = []
     for index in indexes:
         group = groups[index]
@@ -203,12 +201,12 @@ def record_groups(
                 "position": position,
                 "policy_version": group.policy_version,
                 "correct": group.correct,
-                "size": len(group.responses),
-                "mean_reward": group.correct / len(group.responses),
+                "size": group.row_count,
+                "mean_reward": group.correct / group.row_count,
                 "object_key": object_key,
                 "object_digest": digest,
-                "row_start": starts[index],
-                "row_count": len(group.responses),
+                "row_start": group.row_start,
+                "row_count": group.row_count,
                 "token_count": group.token_count,
             }
         )
@@ -235,11 +233,42 @@ def _expected_positions(
 def groups_complete(session: Session, run: Run, step: int, kind: wire.Kind) -> str:
     """Empty when the step has all its groups of this kind; otherwise what is missing."""
     config = run_config(run)
-    landed = _summaries(session, run, step, kind)
     if kind == "fresh":
-        return _missing_fresh(config, step, landed)
-    wanted = len(_expected_positions(session, run, step, kind))
-    return "" if len(landed) == wanted else f"{len(landed)} of {wanted} {kind} groups of {step}"
+        return _missing_fresh(config, step, summaries(session, run, step, kind))
+    if kind == "evaluation":
+        wanted = dataset_size(session, run.test_dataset)
+    else:
+        wanted = len(reevaluated_entries(session, run, config, step))
+    counted = select(func.count()).where(
+        RolloutGroup.run_id == run.id, RolloutGroup.step == step, RolloutGroup.kind == kind
+    )
+    landed = session.scalar(counted) or 0
+    return "" if landed == wanted else f"{landed} of {wanted} {kind} groups of step {step}"
+
+
+def record_evaluation(session: Session, run: Run, version: int) -> None:
+    """Writes down the complete evaluation of a policy version, so that nobody counts it again."""
+    size = run_config(run).evaluation_samples
+    found = session.execute(
+        select(RolloutGroup.correct, RolloutGroup.token_count).where(
+            RolloutGroup.run_id == run.id,
+            RolloutGroup.step == version,
+            RolloutGroup.kind == "evaluation",
+        )
+    ).all()
+    correct = [row.correct for row in found]
+    session.execute(
+        insert(EvaluationRecord)
+        .values(
+            run_id=run.id,
+            version=version,
+            mean_accuracy=sum(correct) / (len(correct) * size),
+            bins=accuracy_bins(correct, size),
+            prompts=len(correct),
+            tokens=sum(row.token_count for row in found),
+        )
+        .on_conflict_do_nothing(index_elements=["run_id", "version"])
+    )
 
 
 def _missing_fresh(config: RunConfig, step: int, landed: Sequence[GroupSummary]) -> str:
@@ -262,6 +291,10 @@ def build(session: Session, run: Run, step: int) -> wire.BatchManifest:
     check_step(config, step, "fresh")
     record = session.get(StepRecord, (run.id, step))
     if record is None:
+        if run.status == "paused":
+            return wire.BatchManifest(
+                ready=False, step=step, members=[], missing=f"run {run.name!r} is paused"
+            )
         if step != run.current_step + 1:
             raise conflict(
                 f"the batch of step {step} cannot be built: step {run.current_step} is the last "
@@ -283,8 +316,8 @@ def recorded_batch(session: Session, run: Run, step: int) -> wire.BatchManifest 
 
 
 def _record_batch(session: Session, run: Run, config: RunConfig, step: int) -> StepRecord:
-    fresh = _summaries(session, run, step, "fresh")
-    reevaluated = _summaries(session, run, step, "reevaluation")
+    fresh = summaries(session, run, step, "fresh")
+    reevaluated = summaries(session, run, step, "reevaluation")
     r_tot = _r_tot(session, run, config, step, fresh)
     window = _window(config, r_tot)
     batch = _compose(session, run, config, step, fresh, reevaluated, window)
@@ -293,9 +326,11 @@ def _record_batch(session: Session, run: Run, config: RunConfig, step: int) -> S
         "reevaluated_total": len(reevaluated),
         **{source.value: batch.counts[source] for source in Source},
     }
+    bins = accuracy_bins([group.correct for group in fresh], config.rollout.group_size)
     record = StepRecord(
         run_id=run.id,
         step=step,
+        bins=bins,
         r_tot=r_tot,
         c2=window[0],
         c3=window[1],
@@ -333,14 +368,10 @@ def _compose(
 ) -> TrainingBatch:
     stored = {
         entry.prompt_uid: entry
-        for entry in _reevaluated_entries(session, run, config, step)
+        for entry in reevaluated_entries(session, run, config, step)
         if reevaluated
     }
-    x2 = [
-        group
-        for group in reevaluated
-        if promoted(stored[group.prompt_uid], group, rule=config.x2.rule, c1=config.x2.c1)
-    ]
+    x2 = [group for group in reevaluated if promotes(config, stored[group.prompt_uid], group)]
     candidates: list[GroupSummary] = []
     if config.x3.enabled:
         candidates = eligible_high(
@@ -350,7 +381,7 @@ def _compose(
             max_age=config.high.max_age,
         )
     return build_batch(
-        _x1(config, step, fresh),
+        filtered(config, step, fresh),
         x2,
         candidates,
         capacity=config.batch_capacity,
@@ -361,7 +392,12 @@ def _compose(
     )
 
 
-def _x1(config: RunConfig, step: int, fresh: Sequence[GroupSummary]) -> list[GroupSummary]:
+def promotes(config: RunConfig, stored: GroupSummary, new: GroupSummary) -> bool:
+    """Whether a re-evaluated hard prompt enters X2."""
+    return promoted(stored, new, rule=config.x2.rule, c1=config.x2.c1)
+
+
+def filtered(config: RunConfig, step: int, fresh: Sequence[GroupSummary]) -> list[GroupSummary]:
     """The online filter of A.3."""
     rng = derive_rng(config.seed, "filter", step)
     match config.x1.filter:
@@ -412,7 +448,7 @@ def _manifest(
     manifest = wire.BatchManifest(
         ready=True,
         step=record.step,
-        members=[_member(group, uid, source) for group, uid, source in members],
+        members=[manifest_member(group, uid, source) for group, uid, source in members],
         r_tot=record.r_tot,
         c2=record.c2,
         c3=record.c3,
@@ -441,13 +477,13 @@ def _replayable(
         .order_by(RolloutGroup.id)
     )
     return [
-        _member(group, uid, kind)
+        manifest_member(group, uid, kind)
         for group, uid, kind in rows
         if within(group.mean_reward, record.c2, record.c3)
     ]
 
 
-def _member(group: RolloutGroup, uid: str, source: str) -> wire.ManifestMember:
+def manifest_member(group: RolloutGroup, uid: str, source: str) -> wire.ManifestMember:
     return wire.ManifestMember(
         group_id=group.id,
         source=source,
@@ -494,15 +530,15 @@ def commit(session: Session, run: Run, step: int, metrics: dict[str, float]) -> 
     record.metrics = metrics
     record.committed_at = datetime.now(UTC)
     _settle_buffers(session, run, config, record)
-    _update_difficulty(session, run, step)
+    record.difficulty_bins = difficulty.update(session, run, step)
     run.current_step = step
 
 
 def _settle_buffers(session: Session, run: Run, config: RunConfig, record: StepRecord) -> None:
     """After the update: solved prompts leave, this step's unfiltered fresh groups come in."""
     step = record.step
-    fresh = _summaries(session, run, step, "fresh")
-    reevaluated = _summaries(session, run, step, "reevaluation")
+    fresh = summaries(session, run, step, "fresh")
+    reevaluated = summaries(session, run, step, "reevaluation")
     if config.x2.enabled:
         hard = buffer_as_of(session, run, "hard", step - 1)
         solved = settle_reevaluated(
@@ -567,49 +603,6 @@ def _apply(
         )
 
 
-_DIFFICULTY = """
-    insert into prompt_difficulty
-        (run_id, prompt_id, attempts, first_mean, last_mean, best_mean, first_solved_step,
-         last_step, bin)
-    select run_id, prompt_id, count(*),
-        (array_agg(mean_reward order by step, kind))[1],
-        (array_agg(mean_reward order by step desc, kind desc))[1],
-        max(mean_reward),
-        min(step) filter (where correct > 0),
-        max(step),
-        (array_agg(correct order by step desc, kind desc))[1]
-    from rollout_group
-    where run_id = :run_id and kind <> 'evaluation' and step <= :step
-        and prompt_id = any(:prompt_ids)
-    group by run_id, prompt_id
-    on conflict (run_id, prompt_id) do update set
-        attempts = excluded.attempts, first_mean = excluded.first_mean,
-        last_mean = excluded.last_mean, best_mean = excluded.best_mean,
-        first_solved_step = excluded.first_solved_step, last_step = excluded.last_step,
-        bin = excluded.bin
-"""
-
-
-def _update_difficulty(session: Session, run: Run, step: int) -> None:
-    """Derives the difficulty of the prompts that this step touched from their groups."""
-    touched = list(
-        session.scalars(
-            select(RolloutGroup.prompt_id)
-            .where(
-                RolloutGroup.run_id == run.id,
-                RolloutGroup.step == step,
-                RolloutGroup.kind != "evaluation",
-            )
-            .distinct()
-        )
-    )
-    _derive_difficulty(session, run, step, touched)
-
-
-def _derive_difficulty(session: Session, run: Run, step: int, prompt_ids: list[int]) -> None:
-    session.execute(text(_DIFFICULTY), {"run_id": run.id, "step": step, "prompt_ids": prompt_ids})
-
-
 # ---- rewind -------------------------------------------------------------------------------------
 
 
@@ -617,14 +610,7 @@ def rewind(session: Session, run: Run, step: int) -> None:
     """Undoes everything after the commit of `step`, exactly."""
     if step > run.current_step:
         raise conflict(f"cannot rewind to step {step}: step {run.current_step} is the last one")
-    later = [RolloutGroup.run_id == run.id, RolloutGroup.step > step]
-    touched = list(
-        session.scalars(
-            select(RolloutGroup.prompt_id)
-            .where(*later, RolloutGroup.kind != "evaluation")
-            .distinct()
-        )
-    )
+    touched = difficulty.forget(session, run, step)
     for table in (BatchMemberRow, StepRecord, Checkpoint):
         session.execute(delete(table).where(table.run_id == run.id, table.step > step))
     session.execute(
@@ -636,18 +622,20 @@ def rewind(session: Session, run: Run, step: int) -> None:
         .values(evicted_step=None, eviction_reason=None)
     )
     session.execute(
-        delete(PromptDifficulty).where(
-            PromptDifficulty.run_id == run.id, PromptDifficulty.prompt_id.in_(touched)
+        delete(RolloutGroup).where(RolloutGroup.run_id == run.id, RolloutGroup.step > step)
+    )
+    session.execute(
+        delete(EvaluationRecord).where(
+            EvaluationRecord.run_id == run.id, EvaluationRecord.version > step
         )
     )
-    session.execute(delete(RolloutGroup).where(*later))
     session.execute(
         delete(WeightVersion).where(
             WeightVersion.run_id == run.id, WeightVersion.version > step + 1
         )
     )
     run.current_step = step
-    _derive_difficulty(session, run, step, touched)
+    difficulty.restore(session, run, step, touched)
 
 
 # ---- reading ------------------------------------------------------------------------------------
@@ -659,18 +647,23 @@ def buffer_as_of(session: Session, run: Run, buffer: wire.Buffer, step: int) -> 
         select(RolloutGroup, PromptRow.uid)
         .join(BufferEntry, BufferEntry.group_id == RolloutGroup.id)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
-        .where(
-            BufferEntry.run_id == run.id,
-            BufferEntry.buffer == buffer,
-            BufferEntry.inserted_step <= step,
-            BufferEntry.evicted_step.is_(None) | (BufferEntry.evicted_step > step),
-        )
+        .where(in_buffer(run, buffer, step))
         .order_by(RolloutGroup.step, RolloutGroup.position, RolloutGroup.kind)
     )
     return [_summary(group, uid) for group, uid in rows]
 
 
-def _summaries(session: Session, run: Run, step: int, kind: wire.Kind) -> list[GroupSummary]:
+def in_buffer(run: Run, buffer: wire.Buffer, step: int) -> ColumnElement[bool]:
+    """The entries whose stay contains `step`. The present has an index of its own."""
+    if step >= run.current_step:
+        stays = BufferEntry.evicted_step.is_(None)
+    else:
+        stay = func.int8range(BufferEntry.inserted_step, BufferEntry.evicted_step)
+        stays = stay.op("@>")(cast(step, BigInteger))
+    return and_(BufferEntry.run_id == run.id, BufferEntry.buffer == buffer, stays)
+
+
+def summaries(session: Session, run: Run, step: int, kind: wire.Kind) -> list[GroupSummary]:
     """The groups of a step in the order their prompts were drawn, however they arrived."""
     rows = session.execute(
         select(RolloutGroup, PromptRow.uid)

@@ -14,6 +14,8 @@ from sqlalchemy import (
     MetaData,
     UniqueConstraint,
     func,
+    literal_column,
+    text,
 )
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -63,8 +65,20 @@ class Run(Base):
 
     __table_args__ = (
         CheckConstraint("current_step >= 0", name="current_step"),
-        CheckConstraint("status in ('created','running','finished','failed')", name="status"),
+        CheckConstraint(
+            "status in ('created','running','paused','stopped','finished','failed','deleting')",
+            name="status",
+        ),
     )
+
+
+class Dataset(Base):
+    """How many prompts a dataset has: counting a million takes longer than a whole request."""
+
+    __tablename__ = "dataset"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    size: Mapped[int]
 
 
 class PromptRow(Base):
@@ -82,6 +96,13 @@ class PromptRow(Base):
     __table_args__ = (
         UniqueConstraint("dataset", "uid"),
         UniqueConstraint("dataset", "position"),
+        # What a search matches. The expression is `queries.searched`'s.
+        Index(
+            "ix_prompt_search",
+            literal_column("(uid::text || ' '::text) || payload::text").label("searched"),
+            postgresql_using="gin",
+            postgresql_ops={"searched": "gin_trgm_ops"},
+        ),
     )
 
 
@@ -101,7 +122,39 @@ class PromptDifficulty(Base):
     bin: Mapped[int]
     """k of G correct, at the last attempt."""
 
-    __table_args__ = (Index(None, "run_id", "bin"),)
+    # One index for each order and filter that a listing offers; each ends in the tie-breaker.
+    __table_args__ = (
+        Index("ix_prompt_difficulty_bin", "run_id", "bin", "prompt_id"),
+        Index(
+            "ix_prompt_difficulty_hardest", "run_id", "best_mean", text("(-attempts)"), "prompt_id"
+        ),
+        Index(
+            "ix_prompt_difficulty_improved",
+            "run_id",
+            text("(first_mean - last_mean)"),
+            "prompt_id",
+        ),
+        Index("ix_prompt_difficulty_unlocked", "run_id", "first_solved_step", "prompt_id"),
+        Index(
+            "ix_prompt_difficulty_forgotten",
+            "run_id",
+            "prompt_id",
+            postgresql_where=text("bin = 0 and best_mean > 0"),
+        ),
+    )
+
+
+class DifficultySnapshot(Base):
+    """The bin of every training prompt after a step, so that any step is a short way from one.
+
+    `bins` has a byte for each prompt of the dataset, by position; 255: not attempted yet.
+    """
+
+    __tablename__ = "difficulty_snapshot"
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"), primary_key=True)
+    step: Mapped[int] = mapped_column(primary_key=True)
+    bins: Mapped[bytes]
 
 
 class RolloutGroup(Base):
@@ -157,6 +210,16 @@ class BufferEntry(Base):
         CheckConstraint("(evicted_step is null) = (eviction_reason is null)", name="eviction"),
         UniqueConstraint("run_id", "buffer", "group_id"),
         Index("ix_buffer_entry_live", "run_id", "buffer", postgresql_where="evicted_step is null"),
+        Index("ix_buffer_entry_inserted", "run_id", "buffer", "inserted_step", "id"),
+        Index("ix_buffer_entry_evicted", "run_id", "buffer", "evicted_step", "id"),
+        Index("ix_buffer_entry_group_id", "group_id"),
+        # Who was in the buffer at a step: the stays that contain it.
+        Index(
+            "ix_buffer_entry_stay",
+            "run_id",
+            text("int8range(inserted_step, evicted_step)"),
+            postgresql_using="gist",
+        ),
     )
 
 
@@ -173,6 +236,7 @@ class BatchMemberRow(Base):
 
     __table_args__ = (
         UniqueConstraint("run_id", "step", "group_id"),
+        Index("ix_batch_member_group_id", "group_id"),
         CheckConstraint("source in ('fresh','reevaluated','replayed')", name="source"),
     )
 
@@ -192,8 +256,25 @@ class StepRecord(Base):
     rollouts: Mapped[int]
     """Training responses generated at this step, discarded and re-evaluated ones included."""
     tokens: Mapped[int]
+    bins: Mapped[list[Any]]
+    """The step's fresh groups by k of G correct."""
+    difficulty_bins: Mapped[list[Any] | None]
+    """All training prompts attempted so far, by k of G at their last attempt: of a commit."""
     metrics: Mapped[dict[str, Any] | None]
     committed_at: Mapped[datetime | None]
+
+
+class EvaluationRecord(Base):
+    """A complete evaluation of a policy version; derived from `rollout_group`."""
+
+    __tablename__ = "evaluation"
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"), primary_key=True)
+    version: Mapped[int] = mapped_column(primary_key=True)
+    mean_accuracy: Mapped[float]
+    bins: Mapped[list[Any]]
+    prompts: Mapped[int]
+    tokens: Mapped[int]
 
 
 class WeightVersion(Base):
@@ -240,9 +321,11 @@ class ApiToken(Base):
     __tablename__ = "api_token"
 
     id: Mapped[int] = _key()
+    name: Mapped[str]
     hash: Mapped[str] = mapped_column(unique=True)
     scope: Mapped[str]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     last_used_at: Mapped[datetime | None]
+    revoked_at: Mapped[datetime | None]
 
     __table_args__ = (CheckConstraint("scope in ('read','run','admin')", name="scope"),)

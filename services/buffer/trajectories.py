@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 SCHEMA = pa.schema(
     [
@@ -110,6 +113,120 @@ def encode_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
     return _write(pa.Table.from_pylist(rows, schema=SCHEMA))
 
 
+@dataclass(frozen=True, slots=True)
+class GroupRows:
+    """Where a group is in a table, and what it scored."""
+
+    prompt_uid: str
+    policy_version: int
+    row_start: int
+    row_count: int
+    correct: int
+    token_count: int
+
+
+def check_groups(table: pa.Table) -> list[GroupRows]:
+    """The groups of a table of `SCHEMA`, in order; `TrajectoryError` unless all of it is sound.
+
+    Works on whole columns: a step of a million tokens is checked in milliseconds.
+    """
+    if table.num_rows == 0:
+        return []
+    rows = _Rows(table.combine_chunks())
+    rows.check(
+        rows.indexes == rows.expected_indexes, "responses must be numbered 0, 1, ... in order"
+    )
+    rows.check(rows.same_in_group("prompt_uid"), "a group has one prompt and one policy version")
+    rows.check(
+        rows.same_in_group("policy_version"), "a group has one prompt and one policy version"
+    )
+    tokens, logprobs = rows.lengths("token_ids"), rows.lengths("logprobs")
+    rows.check(
+        (tokens > 0) & (tokens == logprobs),
+        lambda row: f"{tokens[row]} tokens but {logprobs[row]} log-probs",
+    )
+    for name in ("prompt_token_ids", "token_ids"):
+        rows.check_values(name, lambda ids: ids >= 0, "token ids must not be negative")
+    rows.check_values(
+        "logprobs",
+        lambda values: np.isfinite(values) & (values <= 1e-4),
+        "log-probs must be finite and not above 0",
+    )
+    rewards = rows.numbers("reward")
+    rows.check(
+        (rewards == 0) | (rewards == 1),
+        lambda row: f"reward is {rewards[row]}, must be 0 or 1",
+    )
+    uids = rows.column("prompt_uid").take(pa.array(rows.starts)).to_pylist()
+    versions = rows.numbers("policy_version")[rows.starts].tolist()
+    counts = np.diff(np.append(rows.starts, table.num_rows)).tolist()
+    correct = np.add.reduceat(rewards, rows.starts).astype(int).tolist()
+    token_counts = np.add.reduceat(tokens, rows.starts).tolist()
+    starts = rows.starts.tolist()
+    return [
+        GroupRows(*values)
+        for values in zip(uids, versions, starts, counts, correct, token_counts, strict=True)
+    ]
+
+
+class _Rows:
+    """The columns of a table in one chunk, with the bounds of its groups."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self._table = table
+        self.groups = self.numbers("group")
+        self.indexes = self.numbers("response_index")
+        self.starts = np.flatnonzero(np.append(True, np.diff(self.groups) != 0))
+        labels, firsts = np.unique(self.groups[self.starts], return_index=True)
+        if len(labels) != len(self.starts):
+            repeated = self.groups[
+                self.starts[np.setdiff1d(np.arange(len(self.starts)), firsts)[0]]
+            ]
+            raise TrajectoryError(f"group {repeated}: its rows are not together")
+        group_of_row = np.cumsum(np.append(True, np.diff(self.groups) != 0)) - 1
+        self.first_rows = self.starts[group_of_row]
+        self.expected_indexes = np.arange(table.num_rows) - self.first_rows
+
+    def column(self, name: str) -> pa.Array:
+        return self._table[name].chunk(0)
+
+    def numbers(self, name: str) -> NDArray[Any]:
+        values: NDArray[Any] = self.column(name).to_numpy(zero_copy_only=False)
+        return values
+
+    def lengths(self, name: str) -> NDArray[Any]:
+        counted: NDArray[Any] = pc.list_value_length(self.column(name)).to_numpy(
+            zero_copy_only=False
+        )
+        return counted
+
+    def same_in_group(self, name: str) -> NDArray[np.bool_]:
+        """For each row, whether it has the value of its group's first row."""
+        codes = self.column(name).dictionary_encode().indices.to_numpy(zero_copy_only=False)
+        same: NDArray[np.bool_] = codes == codes[self.first_rows]
+        return same
+
+    def check(self, sound: NDArray[np.bool_], rule: str | Callable[[int], str]) -> None:
+        if not sound.all():
+            row = int(np.argmin(sound))
+            self._refuse(row, rule if isinstance(rule, str) else rule(row))
+
+    def check_values(
+        self, name: str, sound: Callable[[NDArray[Any]], NDArray[np.bool_]], rule: str
+    ) -> None:
+        """Checks what is in the lists of a column."""
+        values = self.column(name).flatten()
+        if values.null_count:
+            raise TrajectoryError(f"the column {name} must not hold nulls in its lists")
+        verdicts = sound(values.to_numpy(zero_copy_only=False))
+        if not verdicts.all():
+            ends = np.cumsum(self.lengths(name))
+            self._refuse(int(np.searchsorted(ends, int(np.argmin(verdicts)), side="right")), rule)
+
+    def _refuse(self, row: int, rule: str) -> None:
+        raise TrajectoryError(f"group {self.groups[row]}, response {self.indexes[row]}: {rule}")
+
+
 def decode_groups(data: bytes) -> list[TrajectoryGroup]:
     """The whole groups of `data`, in order; `TrajectoryError` says what is wrong in which."""
     return groups_of(read_table(data, SCHEMA))
@@ -117,44 +234,21 @@ def decode_groups(data: bytes) -> list[TrajectoryGroup]:
 
 def groups_of(table: pa.Table) -> list[TrajectoryGroup]:
     """The groups of a table (or of a slice on group boundaries)."""
-    groups: list[TrajectoryGroup] = []
-    current: int | None = None
-    seen: set[int] = set()
-    for row in table.to_pylist():
-        if row["group"] != current:
-            current = row["group"]
-            if current in seen:
-                raise TrajectoryError(f"group {current}: its rows are not together")
-            seen.add(current)
-            groups.append(
-                TrajectoryGroup(
-                    row["prompt_uid"], row["prompt_token_ids"], row["policy_version"], []
-                )
-            )
-        _check_row(row, groups[-1])
-        groups[-1].responses.append(
-            TrajectoryResponse(
-                row["token_ids"], row["logprobs"], row["reward"], row["finish_reason"], row["text"]
-            )
+    return [_group(table.slice(rows.row_start, rows.row_count)) for rows in check_groups(table)]
+
+
+def _group(table: pa.Table) -> TrajectoryGroup:
+    rows = table.to_pylist()
+    responses = [
+        TrajectoryResponse(
+            row["token_ids"], row["logprobs"], row["reward"], row["finish_reason"], row["text"]
         )
-    return groups
-
-
-def _check_row(row: dict[str, object], group: TrajectoryGroup) -> None:
-    where = f"group {row['group']}, response {row['response_index']}"
-    tokens, logprobs = row["token_ids"], row["logprobs"]
-    assert isinstance(tokens, list)
-    assert isinstance(logprobs, list)
-    if row["response_index"] != len(group.responses):
-        raise TrajectoryError(f"{where}: responses must be numbered 0, 1, ... in order")
-    if (row["prompt_uid"], row["policy_version"]) != (group.prompt_uid, group.policy_version):
-        raise TrajectoryError(f"{where}: a group has one prompt and one policy version")
-    if not tokens or len(tokens) != len(logprobs):
-        raise TrajectoryError(f"{where}: {len(tokens)} tokens but {len(logprobs)} log-probs")
-    if not all(math.isfinite(value) and value <= 1e-4 for value in logprobs):
-        raise TrajectoryError(f"{where}: log-probs must be finite and not above 0")
-    if row["reward"] not in (0.0, 1.0):
-        raise TrajectoryError(f"{where}: reward is {row['reward']}, must be 0 or 1")
+        for row in rows
+    ]
+    first = rows[0]
+    return TrajectoryGroup(
+        first["prompt_uid"], first["prompt_token_ids"], first["policy_version"], responses
+    )
 
 
 def encode_proximal(logprobs: dict[int, list[list[float]]]) -> bytes:

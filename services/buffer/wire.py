@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Any, Literal
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
 Kind = Literal["fresh", "reevaluation", "evaluation"]
 Buffer = Literal["hard", "high_quality"]
+Status = Literal["created", "running", "paused", "stopped", "finished", "failed", "deleting"]
+
+
+RUN_NAME = r"^[a-z][a-z0-9-]{0,62}$"
+# Postgres cannot hold a NUL.
+Uid = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]+$")]
+MetricName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00]+$")]
+DatasetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
 
 
 class Wire(BaseModel):
@@ -16,15 +24,15 @@ class Wire(BaseModel):
 
 
 class PromptItem(Wire):
-    uid: str = Field(min_length=1, max_length=512)
-    task: str
+    uid: Uid
+    task: str = Field(min_length=1, max_length=100)
     payload: dict[str, Any]
 
 
 class DatasetUpload(Wire):
     """Prompts of a dataset. Repeating an upload changes nothing; a uid keeps its first payload."""
 
-    first_position: int = Field(ge=0)
+    first_position: int = Field(ge=0, le=2**53)
     prompts: list[PromptItem] = Field(max_length=10_000)
 
 
@@ -34,10 +42,10 @@ class DatasetState(Wire):
 
 
 class RunCreate(Wire):
-    name: str = Field(pattern=r"^[a-z][a-z0-9-]{0,62}$")
+    name: str = Field(pattern=RUN_NAME, examples=["countdown"])
     config: dict[str, Any]
-    train_dataset: str
-    test_dataset: str
+    train_dataset: DatasetName
+    test_dataset: DatasetName
 
 
 class RunPatch(Wire):
@@ -107,11 +115,11 @@ class BatchManifest(Wire):
 
 
 class Commit(Wire):
-    metrics: dict[str, float]
+    metrics: dict[MetricName, FiniteFloat] = Field(max_length=1000)
 
 
 class Rewind(Wire):
-    step: int = Field(ge=0)
+    step: int = Field(ge=0, le=2**53)
 
 
 class Manifested(Wire):
@@ -129,7 +137,7 @@ class StoredVersion(Wire):
 
 
 class ReplicaReport(Wire):
-    loaded_version: int
+    loaded_version: int = Field(ge=0, le=2**53)
 
 
 class StepView(Wire):
@@ -165,7 +173,42 @@ class Migration(Wire):
     unlocked_fraction: float
 
 
+Item = TypeVar("Item")
+
+
+class Page(Wire, Generic[Item]):
+    """Part of a list. `next` is the cursor of the part after it; null at the end."""
+
+    items: list[Item]
+    next: str | None = None
+
+
+class DifficultyBins(Wire):
+    """Training prompts by k of G correct at their last attempt, after the commit of `step`."""
+
+    step: int
+    bins: list[int]
+    unseen: int
+    """Prompts not attempted by then."""
+
+
+class DifficultyMigration(Wire):
+    """Training prompts by bin at two steps: rows before, columns after."""
+
+    before: int
+    after: int
+    matrix: list[list[int]]
+    newly_attempted: list[int]
+    """Prompts attempted in between for the first time, by their bin after."""
+    unlocked: int
+    """Prompts at 0 of G before and above it after."""
+    unlocked_fraction: float
+    """... as a share of those at 0 of G before."""
+
+
 class DifficultyView(Wire):
+    """What a run knows of a training prompt."""
+
     uid: str
     payload: dict[str, Any]
     attempts: int
@@ -177,19 +220,113 @@ class DifficultyView(Wire):
     bin: int
 
 
-class DifficultyPage(Wire):
-    prompts: list[DifficultyView]
-    next_after: str | None
+class Attempt(Wire):
+    """A group of a prompt."""
 
-
-class BufferItem(Wire):
     group_id: int
-    prompt_uid: str
     step: int
+    kind: Kind
+    policy_version: int
+    correct: int
+    size: int
+    mean_reward: float
+    tokens: int
+    batches: list[int]
+    """The steps whose training batch had it."""
+
+
+class Stay(Wire):
+    """A group's time in a buffer."""
+
+    buffer: Buffer
+    group_id: int
     mean_reward: float
     inserted_step: int
     evicted_step: int | None
     eviction_reason: str | None
+
+
+class PromptHistory(Wire):
+    """A prompt of a run: every attempt at it and every stay in a buffer, oldest first."""
+
+    uid: str
+    dataset: str
+    task: str
+    payload: dict[str, Any]
+    difficulty: DifficultyView | None
+    attempts: list[Attempt]
+    stays: list[Stay]
+
+
+class BufferItem(Wire):
+    """An entry of a buffer, as seen after the commit of some step."""
+
+    group_id: int
+    prompt_uid: str
+    step: int
+    policy_version: int
+    age: int
+    """Steps since the group was made."""
+    staleness: int
+    """Steps since the policy that made it."""
+    mean_reward: float
+    inserted_step: int
+    evicted_step: int | None
+    eviction_reason: str | None
+
+
+class BufferEvent(Wire):
+    """An admission or an eviction, and why."""
+
+    step: int
+    event: Literal["admitted", "evicted"]
+    reason: str
+    group_id: int
+    prompt_uid: str
+    mean_reward: float
+
+
+class Consideration(Wire):
+    """What one of the three sources made of a prompt at a step."""
+
+    source: str
+    outcome: Literal["used", "not_used", "not_considered"]
+    reason: str
+    group_id: int | None = None
+    mean_reward: float | None = None
+
+
+class Decision(Wire):
+    """Why a prompt is, or is not, in the training batch of a step."""
+
+    step: int
+    uid: str
+    used: bool
+    source: str | None
+    c2: float
+    c3: float
+    c1: float
+    capacity: int
+    counts: dict[str, int]
+    considered: list[Consideration]
+
+
+class BatchSummary(Wire):
+    """The composition of a training batch."""
+
+    step: int
+    counts: dict[str, int]
+    c2: float
+    c3: float
+    r_tot: float
+
+
+class ResponseView(Wire):
+    text: str
+    reward: float
+    finish_reason: str
+    token_ids: list[int]
+    logprobs: list[float]
 
 
 class GroupView(Wire):
@@ -202,4 +339,80 @@ class GroupView(Wire):
     kind: str
     policy_version: int
     mean_reward: float
-    responses: list[dict[str, Any]]
+    prompt_token_ids: list[int]
+    responses: list[ResponseView]
+
+
+class WeightView(Wire):
+    version: int
+    uri: str
+    manifest_digest: str
+    status: str
+    created_at: datetime
+
+
+class CheckpointView(Wire):
+    step: int
+    uri: str
+    manifest_digest: str
+    created_at: datetime
+
+
+class ReplicaView(Wire):
+    name: str
+    loaded_version: int
+    last_seen: datetime
+
+
+class RunComparison(Wire):
+    """Two runs side by side."""
+
+    runs: tuple[str, str]
+    differing_config: dict[str, tuple[Any, Any]]
+    """Keys of the configuration that differ, dotted, with both values."""
+    steps: tuple[int, int]
+    rollouts: tuple[int, int]
+    tokens: tuple[int, int]
+    difficulty: tuple[DifficultyBins, DifficultyBins]
+    evaluations: list[tuple[int, float | None, float | None]]
+    """(policy version, accuracy of the first, of the second), for every version of either."""
+
+
+Scope = Literal["read", "run", "admin"]
+
+
+class TokenCreate(Wire):
+    name: str = Field(min_length=1, max_length=100, examples=["grafana"])
+    scope: Scope
+
+
+class TokenView(Wire):
+    id: int
+    name: str
+    scope: Scope
+    created_at: datetime
+    last_used_at: datetime | None
+    revoked_at: datetime | None
+
+
+class TokenCreated(TokenView):
+    token: str
+    """Shown this once: only its hash is kept."""
+
+
+class Readiness(Wire):
+    """`ready` is false, and the status 503, while something that every request needs is away."""
+
+    ready: bool
+    database: str
+    object_store: str
+
+
+class Garbage(Wire):
+    """Objects that no row points to, and how many there are under the runs' prefixes in all."""
+
+    orphans: list[str]
+    objects: int
+    missing: list[str]
+    """Objects that a row points to and that are not there. Must be empty."""
+    deleted: int

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from http import HTTPStatus
+
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
 
 class BapoError(Exception):
@@ -30,9 +34,17 @@ class Superseded(ServiceError):
 class Problem(Exception):
     """What a route raises; becomes an `application/problem+json` answer."""
 
-    def __init__(self, status: int, title: str, detail: str, kind: str = "about:blank") -> None:
+    def __init__(
+        self,
+        status: int,
+        title: str,
+        detail: str,
+        kind: str = "about:blank",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(detail)
         self.status, self.title, self.detail, self.kind = status, title, detail, kind
+        self.headers = headers
 
 
 def not_found(what: str) -> Problem:
@@ -48,10 +60,21 @@ def bad_request(detail: str) -> Problem:
 
 
 def problem_response(
-    status: int, title: str, detail: str, kind: str = "about:blank"
+    status: int,
+    title: str,
+    detail: str,
+    kind: str = "about:blank",
+    headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
     body = {"type": kind, "title": title, "status": status, "detail": detail}
-    return JSONResponse(body, status_code=status, media_type="application/problem+json")
+    return JSONResponse(
+        body, status_code=status, media_type="application/problem+json", headers=headers
+    )
+
+
+def unavailable(detail: str) -> JSONResponse:
+    """503: something that the request needs is away for the moment; the same call may succeed."""
+    return problem_response(503, "Unavailable", detail, headers={"Retry-After": "1"})
 
 
 def install_problem_handlers(app: FastAPI) -> None:
@@ -59,7 +82,16 @@ def install_problem_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Problem)
     async def _problem(_: Request, error: Problem) -> JSONResponse:
-        return problem_response(error.status, error.title, error.detail, error.kind)
+        return problem_response(error.status, error.title, error.detail, error.kind, error.headers)
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        detail = str(error.detail)
+        if error.status_code == 404:
+            detail = f"there is no {request.url.path} here; /docs lists what there is"
+        return problem_response(
+            error.status_code, HTTPStatus(error.status_code).phrase, detail, headers=error.headers
+        )
 
     @app.exception_handler(BapoError)
     async def _failed(_: Request, error: BapoError) -> JSONResponse:

@@ -10,6 +10,8 @@ import hashlib
 import io
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -22,10 +24,21 @@ from services.common.errors import BapoError
 from services.common.settings import ObjectStoreSettings
 
 MANIFEST = "manifest.json"
+LARGEST_PART = 256 << 20
 
 
 class ObjectStoreError(BapoError):
     """The object store refused, failed, or returned other bytes than were stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    key: str
+    modified: datetime
+
+
+class ObjectStoreUnavailable(ObjectStoreError):
+    """The object store does not answer; the same call may succeed when it is back."""
 
 
 def digest_of(data: bytes) -> str:
@@ -56,11 +69,26 @@ class ObjectStore:
 
     def _failed(self, doing: str, key: str, error: Exception) -> ObjectStoreError:
         code = getattr(error, "code", None) or type(error).__name__
-        return ObjectStoreError(
+        # A server that answers 500 however often has a reason, a full disk for example.
+        refused = isinstance(error, MinioException) or isinstance(
+            getattr(error, "reason", None), urllib3.exceptions.ResponseError
+        )
+        return (ObjectStoreError if refused else ObjectStoreUnavailable)(
             f"object store {self.settings.endpoint}: cannot {doing} "
             f"{self.settings.bucket}/{key}: {code}; check that it runs, has space, and accepts "
             "the credentials"
         )
+
+    def check(self) -> None:
+        """`ObjectStoreError` unless the bucket can be reached now."""
+        try:
+            found = self._client.bucket_exists(bucket_name=self.settings.bucket)
+        except (MinioException, urllib3.exceptions.HTTPError) as error:
+            raise self._failed("reach", "", error) from error
+        if not found:
+            raise ObjectStoreError(
+                f"object store {self.settings.endpoint}: there is no bucket {self.settings.bucket}"
+            )
 
     def ensure_bucket(self) -> None:
         try:
@@ -80,6 +108,8 @@ class ObjectStore:
                 object_name=key,
                 data=io.BytesIO(data),
                 length=len(data),
+                # One request up to this size; several make it half as fast.
+                part_size=LARGEST_PART,
             )
         except (MinioException, urllib3.exceptions.HTTPError) as error:
             raise self._failed("write", key, error) from error
@@ -104,11 +134,19 @@ class ObjectStore:
         return data
 
     def keys(self, prefix: str) -> list[str]:
+        return [item.key for item in self.listing(prefix)]
+
+    def listing(self, prefix: str) -> list[StoredObject]:
+        """Every object whose key begins with `prefix`."""
         try:
             found = self._client.list_objects(
                 bucket_name=self.settings.bucket, prefix=prefix, recursive=True
             )
-            return [str(item.object_name) for item in found]
+            return [
+                StoredObject(str(item.object_name), item.last_modified)
+                for item in found
+                if not item.is_dir
+            ]
         except (MinioException, urllib3.exceptions.HTTPError) as error:
             raise self._failed("list", prefix, error) from error
 

@@ -45,7 +45,7 @@ def read_history(buffer: BufferClient) -> RunHistory:
             f"{len(evaluations)} evaluations; a report needs one of each"
         )
     versions = [evaluation.version for evaluation in evaluations]
-    migrations = [buffer.migration(versions[0], version) for version in versions]
+    migrations = [buffer.evaluation_migration(versions[0], version) for version in versions]
     return RunHistory(
         state=state,
         config=RunConfig.model_validate(state.config),
@@ -53,20 +53,17 @@ def read_history(buffer: BufferClient) -> RunHistory:
         evaluations=evaluations,
         migration=migrations[-1],
         unlocked_over_time=[migration.unlocked_fraction for migration in migrations],
-        difficulty_bins=buffer.difficulty_bins(),
+        difficulty_bins=buffer.difficulty_bins().bins,
         unlocked_training_prompts=_unlocked(buffer),
     )
 
 
 def _unlocked(buffer: BufferClient) -> tuple[int, int]:
     unlocked = unsolved = 0
-    after: str | None = ""
-    while after is not None:
-        page = buffer.difficulty(after)
-        at_zero = [prompt for prompt in page.prompts if prompt.first_mean == 0]
-        unsolved += len(at_zero)
-        unlocked += sum(1 for prompt in at_zero if prompt.best_mean > 0)
-        after = page.next_after
+    for prompt in buffer.all_prompts():
+        if prompt.first_mean == 0:
+            unsolved += 1
+            unlocked += prompt.best_mean > 0
     return unlocked, unsolved
 
 

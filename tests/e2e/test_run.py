@@ -284,7 +284,7 @@ def _outcome(bapo: Bapo, name: str) -> dict[str, Any]:
         "compositions": compositions,
         "evaluations": client.evaluations(),
         "weights": client.weights(STEPS + 1).manifest_digest,
-        "difficulty": client.difficulty().prompts,
+        "difficulty": list(client.all_prompts()),
         "hard": [(i.prompt_uid, i.inserted_step) for i in client.buffer("hard")],
     }
 

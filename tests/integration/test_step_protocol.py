@@ -25,6 +25,8 @@ TABLES = {
     "step_record": "step",
     "weight_version": "version",
     "checkpoint": "step",
+    "difficulty_snapshot": "step",
+    "evaluation": "version",
 }
 
 
@@ -107,7 +109,7 @@ def test_a_superseded_attempt_is_refused_everywhere(drive: Callable[..., Driver]
         lambda: old.commit(1, {}),
         lambda: old.rewind(0),
         lambda: old.publish_weights(1, "0" * 64),
-        lambda: old.record_checkpoint(0, "0" * 64),
+        lambda: old.record_checkpoint(1, "0" * 64),
         lambda: old.set_status("failed"),
     ]
     for call in calls:
@@ -270,15 +272,15 @@ def test_difficulty_is_what_the_groups_say(drive: Callable[..., Driver]) -> None
             for group in driver.groups(step, kind):
                 means.setdefault(group.prompt_uid, []).append(group.correct / 4)
         driver.run_step(step)
-    page = driver.client.difficulty()
-    assert {prompt.uid for prompt in page.prompts} == set(means)
-    for prompt in page.prompts:
+    prompts = list(driver.client.all_prompts())
+    assert {prompt.uid for prompt in prompts} == set(means)
+    for prompt in prompts:
         history = means[prompt.uid]
         assert prompt.attempts == len(history)
         assert (prompt.first_mean, prompt.last_mean) == (history[0], history[-1])
         assert prompt.best_mean == max(history)
         assert prompt.bin == round(history[-1] * 4)
-    assert sum(driver.client.difficulty_bins()) == len(means)
+    assert sum(driver.client.difficulty_bins().bins) == len(means)
 
 
 def test_published_weights_cannot_change(drive: Callable[..., Driver]) -> None:
@@ -330,7 +332,14 @@ def test_every_route_but_health_wants_a_token(
         if path.startswith("/v1/"):
             for method in methods:
                 url = stack.buffer_url + path.format(
-                    dataset="d", name="n", step=1, version=1, replica="r", buffer="hard", group_id=1
+                    dataset="d",
+                    name="n",
+                    step=1,
+                    version=1,
+                    replica="r",
+                    buffer="hard",
+                    group_id=1,
+                    token_id=1,
                 )
                 assert httpx.request(method, url).status_code == 401, (method, path)
 

@@ -1,0 +1,195 @@
+"""Prompts of a run: listed by difficulty, searched, and each with its whole history."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import ColumnElement, Select, Text, and_, cast, false, select
+from sqlalchemy.orm import Session
+
+from services.buffer import wire
+from services.buffer.pages import Key, after_cursor, page_of
+from services.buffer.runs import run_config
+from services.buffer.tables import (
+    BatchMemberRow,
+    BufferEntry,
+    PromptDifficulty,
+    PromptRow,
+    RolloutGroup,
+    Run,
+)
+from services.common.errors import bad_request, not_found
+
+Order = Literal["stored", "hardest", "most_improved"]
+Trend = Literal["improving", "worsening", "steady", "forgotten", "never_solved"]
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which prompts to list; what is None does not matter."""
+
+    bin: int | None = None
+    trend: Trend | None = None
+    unlocked_after: int | None = None
+    unlocked_until: int | None = None
+    search: str | None = None
+
+
+_LOSS = PromptDifficulty.first_mean - PromptDifficulty.last_mean
+_ORDERS: dict[Order, tuple[ColumnElement[Any], ...]] = {
+    "stored": (PromptDifficulty.prompt_id.expression,),
+    "hardest": (
+        PromptDifficulty.best_mean.expression,
+        -PromptDifficulty.attempts,
+        PromptDifficulty.prompt_id.expression,
+    ),
+    "most_improved": (_LOSS, PromptDifficulty.prompt_id.expression),
+}
+_TRENDS: dict[Trend, ColumnElement[bool]] = {
+    "improving": _LOSS < 0,
+    "worsening": _LOSS > 0,
+    "steady": _LOSS == 0,
+    "forgotten": and_(PromptDifficulty.bin == 0, PromptDifficulty.best_mean > 0),
+    "never_solved": PromptDifficulty.best_mean == 0,
+}
+
+
+def listing(
+    session: Session, run: Run, filter_: Filter, order: Order, cursor: str | None, limit: int
+) -> wire.Page[wire.DifficultyView]:
+    """A page of the attempted training prompts that pass the filter."""
+    statement = _filtered(run, filter_)
+    rows = session.execute(after_cursor(statement, _ORDERS[order], order, cursor, limit)).all()
+    return page_of(
+        rows, limit, order, lambda row: _key(row[0], order), lambda row: _view(row[0], row[1])
+    )
+
+
+def _filtered(run: Run, filter_: Filter) -> Select[PromptDifficulty, PromptRow]:
+    statement = (
+        select(PromptDifficulty, PromptRow)
+        .join(PromptRow, PromptRow.id == PromptDifficulty.prompt_id)
+        .where(PromptDifficulty.run_id == run.id)
+    )
+    if filter_.bin is not None:
+        size = run_config(run).rollout.group_size
+        if filter_.bin > size:
+            raise bad_request(f"bin: {filter_.bin} is not in 0..{size}, the bins of this run")
+        statement = statement.where(PromptDifficulty.bin == filter_.bin)
+    if filter_.trend is not None:
+        statement = statement.where(_TRENDS[filter_.trend])
+    if filter_.unlocked_after is not None or filter_.unlocked_until is not None:
+        first, last = filter_.unlocked_after or 0, filter_.unlocked_until
+        statement = statement.where(_unlocked(first, run.current_step if last is None else last))
+    if filter_.search is not None:
+        statement = statement.where(_matches(filter_.search))
+    return statement
+
+
+def _unlocked(after: int, until: int) -> ColumnElement[bool]:
+    """Was 0 of G at first, and first solved in (after, until]."""
+    if until < after:
+        return false()
+    return and_(
+        PromptDifficulty.first_mean == 0,
+        PromptDifficulty.first_solved_step > after,
+        PromptDifficulty.first_solved_step <= until,
+    )
+
+
+def _matches(words: str) -> ColumnElement[bool]:
+    """uid or payload contains the words, in any case; `ix_prompt_search` answers it."""
+    return (PromptRow.uid + " " + cast(PromptRow.payload, Text)).icontains(words, autoescape=True)
+
+
+def _key(row: PromptDifficulty, order: Order) -> Key:
+    match order:
+        case "stored":
+            return (row.prompt_id,)
+        case "hardest":
+            return (row.best_mean, -row.attempts, row.prompt_id)
+        case "most_improved":
+            return (row.first_mean - row.last_mean, row.prompt_id)
+
+
+def _view(row: PromptDifficulty, prompt: PromptRow) -> wire.DifficultyView:
+    return wire.DifficultyView(
+        uid=prompt.uid,
+        payload=prompt.payload,
+        attempts=row.attempts,
+        first_mean=row.first_mean,
+        last_mean=row.last_mean,
+        best_mean=row.best_mean,
+        first_solved_step=row.first_solved_step,
+        last_step=row.last_step,
+        bin=row.bin,
+    )
+
+
+def find_prompt(session: Session, run: Run, uid: str) -> PromptRow:
+    """The prompt of this uid, training or held out."""
+    prompt = session.scalar(
+        select(PromptRow).where(
+            PromptRow.dataset.in_([run.train_dataset, run.test_dataset]), PromptRow.uid == uid
+        )
+    )
+    if prompt is None:
+        raise not_found(f"prompt {uid!r} in the datasets of run {run.name!r}")
+    return prompt
+
+
+def history(session: Session, run: Run, uid: str) -> wire.PromptHistory:
+    """Every attempt at a prompt and every stay in a buffer."""
+    prompt = find_prompt(session, run, uid)
+    groups = list(
+        session.scalars(
+            select(RolloutGroup)
+            .where(RolloutGroup.run_id == run.id, RolloutGroup.prompt_id == prompt.id)
+            .order_by(RolloutGroup.step, RolloutGroup.kind)
+        )
+    )
+    ids = [group.id for group in groups]
+    batches: dict[int, list[int]] = defaultdict(list)
+    used = select(BatchMemberRow.group_id, BatchMemberRow.step).order_by(BatchMemberRow.step)
+    for group_id, step in session.execute(used.where(BatchMemberRow.group_id.in_(ids))):
+        batches[group_id].append(step)
+    entries = session.scalars(
+        select(BufferEntry).where(BufferEntry.group_id.in_(ids)).order_by(BufferEntry.id)
+    )
+    row = session.get(PromptDifficulty, (run.id, prompt.id))
+    return wire.PromptHistory(
+        uid=prompt.uid,
+        dataset=prompt.dataset,
+        task=prompt.task,
+        payload=prompt.payload,
+        difficulty=None if row is None else _view(row, prompt),
+        attempts=[_attempt(group, batches[group.id]) for group in groups],
+        stays=[_stay(entry) for entry in entries],
+    )
+
+
+def _attempt(group: RolloutGroup, batches: list[int]) -> wire.Attempt:
+    return wire.Attempt(
+        group_id=group.id,
+        step=group.step,
+        kind=group.kind,
+        policy_version=group.policy_version,
+        correct=group.correct,
+        size=group.size,
+        mean_reward=group.mean_reward,
+        tokens=group.token_count,
+        batches=batches,
+    )
+
+
+def _stay(entry: BufferEntry) -> wire.Stay:
+    return wire.Stay(
+        buffer=entry.buffer,
+        group_id=entry.group_id,
+        mean_reward=entry.mean_reward,
+        inserted_step=entry.inserted_step,
+        evicted_step=entry.evicted_step,
+        eviction_reason=entry.eviction_reason,
+    )

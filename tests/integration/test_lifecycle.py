@@ -1,0 +1,261 @@
+"""Runs paused, stopped and deleted; tokens; limits; what is away and what is too much."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import httpx
+import pytest
+
+from services.buffer.client import BufferClient
+from services.buffer.trajectories import encode_groups
+from services.common.errors import ServiceError, Superseded
+from services.common.objectstore import ObjectStore
+from services.local.stack import Endpoints
+from tests.integration.driver import Driver, small_config
+
+
+@pytest.fixture
+def driver(stack: Endpoints, request: pytest.FixtureRequest) -> Driver:
+    return Driver(stack, small_config(request.node.name.replace("_", "-")[:60]))
+
+
+# ---- pause, stop, delete ------------------------------------------------------------------------
+
+
+def test_a_paused_run_waits_and_goes_on(driver: Driver) -> None:
+    driver.run_step(1)
+    assert driver.client.pause().status == "paused"
+    assert driver.client.pause().status == "paused"
+    waiting = threading.Thread(target=driver.run_step, args=(2,))
+    waiting.start()
+    # Pausing again answers only after the waiting request could have been served.
+    assert driver.client.pause().current_step == 1
+    assert waiting.is_alive()
+    assert driver.client.resume().status == "running"
+    waiting.join(timeout=30)
+    assert driver.client.run_state().current_step == 2
+
+
+def test_a_paused_run_gives_no_prompts_and_no_batch(driver: Driver, stack: Endpoints) -> None:
+    driver.roll_out(1)
+    driver.client.pause()
+    headers = {
+        "Authorization": f"Bearer {stack.token}",
+        "X-Bapo-Attempt": str(driver.client.attempt),
+    }
+    base = f"{stack.buffer_url}/v1/runs/{driver.config.name}/steps/1"
+    prompts = httpx.post(f"{base}/prompts", headers=headers).json()
+    assert (prompts["ready"], prompts["prompts"]) == (False, [])
+    batch = httpx.post(f"{base}/batch", headers=headers).json()
+    assert (batch["ready"], batch["members"]) == (False, [])
+    assert "is paused" in batch["missing"]
+    driver.client.resume()
+    assert httpx.post(f"{base}/batch", headers=headers).json()["ready"]
+
+
+def test_a_stopped_run_turns_its_processes_away_until_a_new_attempt(driver: Driver) -> None:
+    driver.run_step(1)
+    assert driver.client.stop().status == "stopped"
+    assert driver.client.stop().status == "stopped"
+    with pytest.raises(Superseded, match="was stopped; continue it with `bapo run --resume`"):
+        driver.client.step_prompts(2)
+    with pytest.raises(ServiceError, match="is stopped, not paused"):
+        driver.client.resume()
+    state = driver.client.begin_attempt()
+    assert (state.status, state.current_step) == ("running", 0), "there was no checkpoint"
+    driver.run_step(1)
+
+
+def test_a_deleted_run_is_gone_with_its_objects(driver: Driver, stack: Endpoints) -> None:
+    store = ObjectStore(stack.object_store)
+    name = driver.config.name
+    for step in (1, 2):
+        driver.run_step(step)
+    assert store.keys(f"runs/{name}/")
+    with pytest.raises(ServiceError, match="is running; stop it first") as caught:
+        driver.client.delete_run()
+    assert caught.value.status == 409
+    assert driver.client.run_state().current_step == 2
+    driver.client.stop()
+    driver.client.delete_run()
+    assert store.keys(f"runs/{name}/") == []
+    with pytest.raises(ServiceError, match="there is no run"):
+        driver.client.run_state()
+    again = Driver(stack, driver.config)
+    assert again.client.run_state().current_step == 0
+    again.run_step(1)
+
+
+def test_a_dataset_in_use_does_not_change(driver: Driver, stack: Endpoints) -> None:
+    dataset = driver.client.run_state().train_dataset
+    extra = {"uid": "another", "task": "countdown", "payload": {}}
+    for position, words in [
+        (0, "has another prompt at one of the positions 0..0"),
+        (24, "is used"),
+    ]:
+        upload = {"first_position": position, "prompts": [extra]}
+        answer = ask(stack, "POST", f"/v1/datasets/{dataset}", json=upload)
+        assert (answer.status_code, words in answer.json()["detail"]) == (409, True), answer.text
+    assert ask(stack, "GET", f"/v1/datasets/{dataset}").json()["prompts"] == 24
+
+
+# ---- garbage ------------------------------------------------------------------------------------
+
+
+def test_garbage_is_what_no_row_points_to(driver: Driver, stack: Endpoints) -> None:
+    store = ObjectStore(stack.object_store)
+    driver.run_step(1)
+    orphan = f"runs/{driver.config.name}/trajectories/step=1/fresh-0000.arrow"
+    store.put(orphan, b"nobody knows me")
+    found = driver.client.collect_garbage()
+    assert orphan in found.orphans
+    assert found.missing == []
+    assert found.deleted == 0
+    own = {member.object_key for member in driver.client.recorded_batch(1).members}
+    assert own
+    assert own.isdisjoint(found.orphans)
+    young = driver.client.collect_garbage(dry_run=False)
+    assert orphan not in young.orphans, "its row may be about to be written"
+    assert orphan in store.keys(f"runs/{driver.config.name}/")
+
+
+def test_a_lost_object_is_reported(driver: Driver, stack: Endpoints) -> None:
+    driver.run_step(1)
+    key = driver.client.recorded_batch(1).members[0].object_key
+    ObjectStore(stack.object_store).delete([key])
+    assert key in driver.client.collect_garbage().missing
+    driver.client.stop()
+    driver.client.delete_run()
+
+
+# ---- tokens -------------------------------------------------------------------------------------
+
+
+def test_tokens_are_made_used_and_revoked(driver: Driver, stack: Endpoints) -> None:
+    made = driver.client.create_token("a reader", "read")
+    assert made.token.startswith("bapo_")
+    reader = BufferClient(stack.buffer_url, made.token, run=driver.config.name)
+    assert reader.run_state().name == driver.config.name
+    with pytest.raises(ServiceError, match="needs scope 'run', the token has 'read'") as caught:
+        reader.pause()
+    assert caught.value.status == 403
+    with pytest.raises(ServiceError, match="needs scope 'admin'"):
+        reader.tokens()
+    listed = {token.id: token for token in driver.client.tokens()}
+    assert listed[made.id].name == "a reader"
+    assert listed[made.id].last_used_at is not None
+    assert made.token not in listed[made.id].model_dump_json()
+    assert driver.client.revoke_token(made.id).revoked_at is not None
+    with pytest.raises(ServiceError, match="not known here, or was revoked") as caught:
+        reader.run_state()
+    assert caught.value.status == 401
+
+
+def test_too_many_bad_tokens_are_slowed_down_and_good_ones_are_not(
+    driver: Driver, stack: Endpoints
+) -> None:
+    url = f"{stack.buffer_url}/v1/runs"
+    with httpx.Client() as client:
+        answers = [
+            client.get(url, headers={"Authorization": f"Bearer guess-{n}"}) for n in range(40)
+        ]
+    assert {answer.status_code for answer in answers} == {401, 429}
+    assert answers[-1].status_code == 429
+    assert 1 <= int(answers[-1].headers["retry-after"]) <= 61
+    assert driver.client.runs()
+
+
+# ---- limits and errors --------------------------------------------------------------------------
+
+
+def ask(stack: Endpoints, method: str, path: str, **arguments: object) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {stack.token}", "X-Bapo-Attempt": "1"}
+    answer = httpx.request(
+        method, f"{stack.buffer_url}{path}", headers=headers, timeout=60, **arguments
+    )
+    if answer.status_code >= 400:
+        assert answer.headers["content-type"] == "application/problem+json"
+        assert answer.json().keys() == {"type", "title", "status", "detail"}
+        assert answer.json()["status"] == answer.status_code
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "words"),
+    [
+        ("GET", "/v1/nothing", None, 404, "there is no /v1/nothing here"),
+        ("PUT", "/v1/runs", None, 405, ""),
+        ("GET", "/v1/runs/UPPER", None, 422, "path.name"),
+        ("GET", "/v1/runs?limit=0", None, 422, "query.limit"),
+        ("GET", "/v1/runs?status=dancing", None, 422, "query.status"),
+        ("POST", "/v1/runs", {"name": "x"}, 422, "body.config: Field required"),
+        ("POST", "/v1/datasets/a%20b", {"first_position": 0, "prompts": []}, 422, "path.dataset"),
+        ("POST", "/v1/tokens", {"name": "x", "scope": "god"}, 422, "body.scope"),
+        ("GET", f"/v1/runs/x/steps/{2**70}/decision?uid=a", None, 422, "path.step"),
+        (
+            "POST",
+            "/v1/datasets/nul",
+            {"first_position": 0, "prompts": [{"uid": "a\0", "task": "t", "payload": {}}]},
+            422,
+            "body.prompts.0.uid",
+        ),
+        (
+            "POST",
+            "/v1/datasets/nul",
+            {"first_position": 0, "prompts": [{"uid": "a", "task": "t", "payload": {"a": "\0"}}]},
+            422,
+            "cannot hold it",
+        ),
+    ],
+)
+def test_bad_requests_say_which_field(
+    stack: Endpoints, method: str, path: str, body: object, status: int, words: str
+) -> None:
+    answer = ask(stack, method, path, json=body)
+    assert answer.status_code == status, answer.text
+    assert words in answer.json()["detail"]
+
+
+def test_a_body_that_is_too_large_is_not_read(stack: Endpoints) -> None:
+    answer = ask(stack, "POST", "/v1/tokens", content=b" " * (17 << 20))
+    assert answer.status_code == 413
+    assert "larger than 16777216 bytes" in answer.json()["detail"]
+
+    def endless() -> object:
+        for _ in range(20):
+            yield b" " * (1 << 20)
+
+    streamed = ask(stack, "POST", "/v1/tokens", content=endless())
+    assert streamed.status_code == 413
+
+
+def test_refused_groups_leave_no_trace(driver: Driver, stack: Endpoints) -> None:
+    name = driver.config.name
+    path = f"/v1/runs/{name}/steps/1/groups"
+    good = encode_groups(driver.groups(1))
+    groups = driver.groups(1)
+    short = [dataclasses.replace(groups[0], responses=groups[0].responses[:-1])]
+    stale = [dataclasses.replace(groups[0], policy_version=7)]
+    for body, words in [
+        (b"", "not an Arrow IPC stream"),
+        (good[: len(good) // 2], "the body is refused"),
+        (b"\0" * 100, "not an Arrow IPC stream"),
+        (encode_groups(short), "has 3 responses, not 4"),
+        (encode_groups(stale), "made by policy version 7"),
+        (encode_groups([groups[0], groups[0]]), "more than one group"),
+    ]:
+        answer = ask(stack, "POST", path, content=body)
+        assert answer.status_code == 400, answer.text
+        assert words in answer.json()["detail"]
+    answer = ask(stack, "POST", f"/v1/runs/{name}/steps/13/groups", content=good)
+    assert (answer.status_code, "not in 1..12" in answer.text) == (400, True)
+    assert not ObjectStore(stack.object_store).keys(f"runs/{name}/")
+    assert driver.client.post_groups(1, "fresh", good).accepted == 8
+
+
+def test_readyz_of_a_healthy_service(stack: Endpoints) -> None:
+    answer = httpx.get(f"{stack.buffer_url}/readyz")
+    assert answer.status_code == 200
+    assert answer.json() == {"ready": True, "database": "ok", "object_store": "ok"}

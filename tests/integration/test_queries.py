@@ -1,0 +1,380 @@
+"""What people ask of a run, against an independent account of the same run kept by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import itertools
+import random
+from collections import defaultdict
+
+import httpx
+import pyarrow.parquet as pq
+import pytest
+
+from services.buffer import wire
+from services.buffer.client import AsyncBufferClient, BufferClient
+from services.buffer.trajectories import decode_groups, encode_groups
+from services.common.errors import ServiceError
+from services.local.stack import Endpoints
+from tests.integration.driver import Driver, made_up_group, small_config
+
+STEPS = 70
+"""One more than a snapshot away from the beginning."""
+SIZE = 4
+
+
+class Account:
+    """A run of 70 steps, and what the test itself noted of every group."""
+
+    def __init__(self, stack: Endpoints) -> None:
+        self.driver = Driver(stack, small_config("queries", steps=STEPS, seed=3))
+        self.client = self.driver.client
+        self.groups: list[tuple[int, str, str, int]] = []
+        """(step, kind, uid, correct), in the order of time."""
+        self.manifests: dict[int, wire.BatchManifest] = {}
+        for step in range(1, STEPS + 1):
+            self._note(step, "fresh")
+            if self.driver.config.schedule.reevaluates_at(step):
+                self._note(step, "reevaluation")
+            self.manifests[step] = self.client.batch(step)
+            self.client.commit(step, {"loss": 1 / step})
+
+    def _note(self, step: int, kind: wire.Kind) -> None:
+        groups = self.driver.groups(step, kind)
+        if groups:
+            self.client.post_groups(step, kind, encode_groups(groups))
+        self.groups += [(step, kind, group.prompt_uid, group.correct) for group in groups]
+
+    def last_bins(self, step: int) -> dict[str, int]:
+        """uid -> k of G at the last attempt up to `step`."""
+        return {uid: correct for at, _, uid, correct in self.groups if at <= step}
+
+    def means(self) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = defaultdict(list)
+        for _, _, uid, correct in self.groups:
+            found[uid].append(correct / SIZE)
+        return found
+
+
+@pytest.fixture(scope="module")
+def account(stack: Endpoints) -> Account:
+    return Account(stack)
+
+
+def counts(bins: list[int]) -> list[int]:
+    return [bins.count(k) for k in range(SIZE + 1)]
+
+
+# ---- difficulty ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [0, 1, 2, 5, 63, 64, 65, STEPS])
+def test_bins_as_of_a_step(account: Account, step: int) -> None:
+    answer = account.client.difficulty_bins(step)
+    last = account.last_bins(step)
+    assert answer.bins == counts(list(last.values()))
+    assert answer.unseen == 24 - len(last)
+
+
+def test_bins_over_time(account: Account) -> None:
+    history = account.client.difficulty_history(points=10)
+    assert len(history) <= 10
+    assert history[-1].step == STEPS
+    assert [point.step for point in history] == sorted(point.step for point in history)
+    for point in history:
+        assert point.bins == counts(list(account.last_bins(point.step).values()))
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 3), (1, 2), (3, 64), (63, 70), (65, 66), (9, 9)])
+def test_migration_between_any_two_steps(account: Account, before: int, after: int) -> None:
+    answer = account.client.difficulty_migration(before, after)
+    first, second = account.last_bins(before), account.last_bins(after)
+    expected = [[0] * (SIZE + 1) for _ in range(SIZE + 1)]
+    for uid in first:
+        expected[first[uid]][second[uid]] += 1
+    assert answer.matrix == expected
+    assert answer.newly_attempted == counts([second[uid] for uid in second.keys() - first.keys()])
+    assert answer.unlocked == sum(1 for uid in first if first[uid] == 0 < second[uid])
+
+
+def test_a_step_that_is_not_committed_has_no_bins(account: Account) -> None:
+    with pytest.raises(ServiceError, match=r"step 71 is not in 0\.\.70"):
+        account.client.difficulty_bins(71)
+    with pytest.raises(ServiceError, match=r"after: step 99 is not in 0\.\.70"):
+        account.client.difficulty_migration(1, 99)
+
+
+# ---- prompts ------------------------------------------------------------------------------------
+
+
+def uids(account: Account, **filters: object) -> list[str]:
+    """All pages of a listing, three prompts at a time."""
+    found: list[str] = []
+    cursor: str | None = None
+    while True:
+        page = account.client.prompts(cursor=cursor, limit=3, **filters)
+        assert len(page.items) <= 3
+        found += [item.uid for item in page.items]
+        if page.next is None:
+            return found
+        cursor = page.next
+
+
+def test_listing_by_bin(account: Account) -> None:
+    last = account.last_bins(STEPS)
+    for bin_ in range(SIZE + 1):
+        listed = uids(account, bin=bin_)
+        assert sorted(listed) == sorted(uid for uid, k in last.items() if k == bin_)
+
+
+def test_listing_by_trend(account: Account) -> None:
+    means = account.means()
+    expected = {
+        "improving": {uid for uid, m in means.items() if m[-1] > m[0]},
+        "worsening": {uid for uid, m in means.items() if m[-1] < m[0]},
+        "steady": {uid for uid, m in means.items() if m[-1] == m[0]},
+        "forgotten": {uid for uid, m in means.items() if m[-1] == 0 < max(m)},
+        "never_solved": {uid for uid, m in means.items() if max(m) == 0},
+    }
+    assert expected["improving"]
+    assert expected["worsening"]
+    for trend, wanted in expected.items():
+        assert set(uids(account, trend=trend)) == wanted, trend
+
+
+def test_unlocked_between_two_steps(account: Account) -> None:
+    first_solved: dict[str, int] = {}
+    began_at_zero: dict[str, bool] = {}
+    for step, _, uid, correct in account.groups:
+        began_at_zero.setdefault(uid, correct == 0)
+        if correct:
+            first_solved.setdefault(uid, step)
+    unlocked = {uid: s for uid, s in first_solved.items() if began_at_zero[uid]}
+    assert len(unlocked) >= 2
+    for after, until in [(0, STEPS), (0, 6), (6, STEPS), (STEPS, STEPS), (9, 3)]:
+        wanted = {uid for uid, step in unlocked.items() if after < step <= until}
+        assert set(uids(account, unlocked_after=after, unlocked_until=until)) == wanted
+
+
+@pytest.mark.parametrize("order", ["hardest", "most_improved"])
+def test_orders(account: Account, order: str) -> None:
+    means = account.means()
+    listed = uids(account, order=order)
+    assert sorted(listed) == sorted(means)
+    keys = [
+        (max(means[uid]), -len(means[uid]))
+        if order == "hardest"
+        else (means[uid][0] - means[uid][-1],)
+        for uid in listed
+    ]
+    assert keys == sorted(keys)
+
+
+def test_search_in_uid_and_payload(account: Account) -> None:
+    some = next(account.client.all_prompts())
+    target = str(some.payload["target"])
+    found = {item.uid for item in account.client.all_prompts(search=target)}
+    assert some.uid in found
+    assert found == {
+        item.uid
+        for item in account.client.all_prompts()
+        if target in item.uid or target in str(item.payload)
+    }
+    assert list(account.client.all_prompts(search="no such words")) == []
+    assert list(account.client.all_prompts(search="%")) == [], "a wildcard is a character here"
+
+
+def test_a_cursor_belongs_to_its_list(account: Account) -> None:
+    page = account.client.prompts(limit=3, order="hardest")
+    with pytest.raises(ServiceError, match=r"cursor: .* is not one that this list gave"):
+        account.client.prompts(cursor=page.next, order="most_improved")
+    for forged in ("x", "bm9wZQ", "WyJzdG9yZWQiLCAiYSJd"):
+        with pytest.raises(ServiceError, match="cursor") as caught:
+            account.client.prompts(cursor=forged)
+        assert caught.value.status == 400
+
+
+def test_a_prompts_history(account: Account) -> None:
+    uid = account.groups[0][2]
+    history = account.client.prompt_history(uid)
+    own = [(step, kind, correct) for step, kind, of, correct in account.groups if of == uid]
+    assert [(a.step, a.kind, a.correct) for a in history.attempts] == own
+    for attempt in history.attempts:
+        used = [
+            step
+            for step, manifest in account.manifests.items()
+            if attempt.group_id in {member.group_id for member in manifest.members}
+        ]
+        assert attempt.batches == used
+    for buffer in ("hard", "high_quality"):
+        inside = {step for step in range(STEPS + 1) if _holds(account, buffer, step, uid)}
+        stays = [stay for stay in history.stays if stay.buffer == buffer]
+        assert inside == {
+            step
+            for stay in stays
+            for step in range(stay.inserted_step, stay.evicted_step or STEPS + 1)
+        }
+    with pytest.raises(ServiceError, match="there is no prompt 'nobody'"):
+        account.client.prompt_history("nobody")
+
+
+def _holds(account: Account, buffer: wire.Buffer, step: int, uid: str) -> bool:
+    return uid in {item.prompt_uid for item in account.client.buffer(buffer, step)}
+
+
+# ---- decisions ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 40, STEPS])
+def test_every_decision_agrees_with_the_batch(account: Account, step: int) -> None:
+    source_of = {m.prompt_uid: m.source for m in account.manifests[step].members}
+    drawn = {uid for at, kind, uid, _ in account.groups if (at, kind) == (step, "fresh")}
+    for prompt in account.client.all_prompts():
+        decision = account.client.decision(step, prompt.uid)
+        assert decision.used == (prompt.uid in source_of)
+        assert decision.source == source_of.get(prompt.uid)
+        used = [each.source for each in decision.considered if each.outcome == "used"]
+        assert used == ([source_of[prompt.uid]] if prompt.uid in source_of else [])
+        fresh, reevaluated, replayed = decision.considered
+        assert (fresh.outcome == "not_considered") == (prompt.uid not in drawn)
+        in_high = _holds(account, "high_quality", step - 1, prompt.uid)
+        assert (replayed.outcome != "not_considered") == in_high
+        if step % 2:
+            assert reevaluated.outcome == "not_considered"
+        assert all(each.reason for each in decision.considered)
+
+
+def test_a_step_without_a_batch_has_no_decision(account: Account) -> None:
+    uid = account.groups[0][2]
+    with pytest.raises(ServiceError, match="there is no batch of step 71"):
+        account.client.decision(71, uid)
+
+
+# ---- buffers and batches ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("buffer", ["hard", "high_quality"])
+def test_events_tell_the_contents_of_every_step(account: Account, buffer: wire.Buffer) -> None:
+    events: list[wire.BufferEvent] = []
+    cursor: str | None = None
+    while True:
+        page = account.client.buffer_events(buffer, cursor=cursor, limit=7)
+        events += page.items
+        if (cursor := page.next) is None:
+            break
+    assert [event.step for event in events] == sorted(event.step for event in events)
+    assert {"admitted", "evicted"} == {event.event for event in events}
+    held: set[int] = set()
+    for step in range(1, STEPS + 1):
+        for event in (each for each in events if each.step == step):
+            if event.event == "admitted":
+                held.add(event.group_id)
+            else:
+                held.remove(event.group_id)
+                assert event.reason in {"capacity", "expired", "replaced", "solved"}
+        contents = account.client.buffer(buffer, step)
+        assert {item.group_id for item in contents} == held
+        for item in contents:
+            assert item.age == step - item.step >= 0
+            assert item.staleness >= item.age
+    later = account.client.buffer_events(buffer, after=50, limit=1000).items
+    assert later == [event for event in events if event.step > 50]
+
+
+def test_batches_page_by_page(account: Account) -> None:
+    first = account.client.batches(limit=60)
+    second = account.client.batches(cursor=first.next, limit=60)
+    assert second.next is None
+    summaries = [*first.items, *second.items]
+    assert [summary.step for summary in summaries] == list(range(1, STEPS + 1))
+    for summary in summaries:
+        assert summary.counts == account.manifests[summary.step].counts
+
+
+def test_a_batch_as_arrow(account: Account) -> None:
+    step = max(account.manifests, key=lambda s: len({m.step for m in account.manifests[s].members}))
+    members = account.manifests[step].members
+    assert len({member.object_key for member in members}) > 1
+    groups = decode_groups(account.client.batch_arrow(step))
+    assert [group.prompt_uid for group in groups] == [member.prompt_uid for member in members]
+    assert [group.correct for group in groups] == [member.correct for member in members]
+    view = account.client.group(members[0].group_id)
+    assert [r.token_ids for r in view.responses] == [r.token_ids for r in groups[0].responses]
+
+
+def test_difficulty_as_parquet(account: Account) -> None:
+    table = pq.read_table(io.BytesIO(account.client.difficulty_parquet()))
+    rows = {row["uid"]: row for row in table.to_pylist()}
+    listed = list(account.client.all_prompts())
+    assert len(rows) == len(listed)
+    for item in listed:
+        row = rows[item.uid]
+        for name in ("attempts", "first_mean", "last_mean", "best_mean", "last_step", "bin"):
+            assert row[name] == getattr(item, name)
+
+
+def test_steps_thinned_out_on_the_server(account: Account) -> None:
+    url = f"{account.driver.stack.buffer_url}/v1/runs/queries/steps"
+    headers = {"Authorization": f"Bearer {account.driver.stack.token}"}
+    steps = httpx.get(url, params={"points": 9}, headers=headers).json()
+    assert 1 < len(steps) <= 9
+    assert steps[-1]["step"] == STEPS
+    gaps = {b["step"] - a["step"] for a, b in itertools.pairwise(steps)}
+    assert len(gaps) == 1
+
+
+def test_an_answer_that_has_not_changed_is_not_sent_again(account: Account) -> None:
+    url = f"{account.driver.stack.buffer_url}/v1/runs/queries/difficulty/bins"
+    headers = {"Authorization": f"Bearer {account.driver.stack.token}"}
+    first = httpx.get(url, headers=headers)
+    tag = first.headers["etag"]
+    again = httpx.get(url, headers={**headers, "If-None-Match": f'"other", W/{tag}'})
+    assert (again.status_code, again.content) == (304, b"")
+    assert again.headers["etag"] == tag
+    other = httpx.get(url, params={"step": 1}, headers={**headers, "If-None-Match": tag})
+    assert other.status_code == 200
+
+
+def test_two_runs_side_by_side(account: Account, stack: Endpoints) -> None:
+    other = Driver(stack, small_config("queries-other", seed=4, x2={"c1": 0.5}))
+    other.run_step(1)
+    answer = account.client.compare("queries-other")
+    assert answer.runs == ("queries", "queries-other")
+    assert answer.steps == (STEPS, 1)
+    assert answer.differing_config["seed"] == (3, 4)
+    assert answer.differing_config["x2.c1"] == (0.25, 0.5)
+    assert "rollout.group_size" not in answer.differing_config
+    assert answer.rollouts[1] == 8 * SIZE
+    assert answer.difficulty[0] == account.client.difficulty_bins()
+
+
+def test_the_same_calls_from_asynchronous_code(account: Account) -> None:
+    client = AsyncBufferClient(account.client)
+
+    async def both() -> tuple[wire.DifficultyBins, wire.Page[wire.DifficultyView]]:
+        return await asyncio.gather(
+            client.call(BufferClient.difficulty_bins, 5),
+            client.call(BufferClient.prompts, limit=2, order="hardest"),
+        )
+
+    bins, page = asyncio.run(both())
+    assert bins == account.client.difficulty_bins(5)
+    assert page == account.client.prompts(limit=2, order="hardest")
+
+
+def test_evaluations_are_counted_once_complete(stack: Endpoints) -> None:
+    driver = Driver(stack, small_config("queries-evaluation"))
+    prompts = driver.client.step_prompts(1, "evaluation").prompts
+    rng = random.Random(1)
+    groups = [made_up_group(prompt.uid, 1, size=SIZE, rng=rng) for prompt in prompts]
+    driver.client.post_groups(1, "evaluation", encode_groups(groups[:1]))
+    assert driver.client.evaluations() == []
+    with pytest.raises(ServiceError, match="no complete evaluation of version 1"):
+        driver.client.evaluation_migration(1, 1)
+    driver.client.post_groups(1, "evaluation", encode_groups(groups[1:]))
+    (evaluation,) = driver.client.evaluations()
+    assert evaluation.bins == counts([group.correct for group in groups])
+    assert evaluation.prompts == len(prompts)
+    correct = sum(group.correct for group in groups)
+    assert evaluation.mean_accuracy == pytest.approx(correct / (SIZE * len(prompts)))
