@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import psycopg
+
 from bapo_core.config import RunConfig, config_from
 from bapo_core.seeding import derive_rng
 from services.buffer import wire
@@ -98,3 +100,35 @@ def made_up_group(
             )
         )
     return TrajectoryGroup(uid, [2, 3, 4], policy_version, responses)
+
+
+TABLES = {
+    "prompt_difficulty": "run_id, prompt_id",
+    "rollout_group": "step, kind, position",
+    "buffer_entry": "buffer, inserted_step, group_id",
+    "batch_member": "step, position",
+    "step_record": "step",
+    "weight_version": "version",
+    "checkpoint": "step",
+    "difficulty_snapshot": "step",
+    "evaluation": "version",
+}
+
+
+def snapshot(driver: Driver) -> dict[str, list[tuple[Any, ...]]]:
+    """Every row of the run, without what differs between runs or may change by repetition."""
+    unstable = {"id", "run_id", "group_id", "created_at", "committed_at"}
+    prefix = f"runs/{driver.config.name}/"
+    found = {}
+    url = driver.stack.database_url.replace("postgresql+psycopg", "postgresql")
+    with psycopg.connect(url) as connection:
+        for table, order in TABLES.items():
+            cursor = connection.execute(
+                f"select t.* from {table} t join run on run.id = t.run_id "  # type: ignore[arg-type]
+                f"where run.name = '{driver.config.name}' order by {order}"
+            )
+            assert cursor.description is not None
+            names = [column.name for column in cursor.description]
+            kept = [i for i, name in enumerate(names) if name not in unstable]
+            found[table] = [tuple(str(row[i]).removeprefix(prefix) for i in kept) for row in cursor]
+    return found

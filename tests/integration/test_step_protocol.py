@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
-import psycopg
 import pytest
 
 from services.buffer.client import BufferClient
@@ -15,19 +14,7 @@ from services.buffer.trajectories import encode_groups
 from services.common.errors import ServiceError, ServiceUnavailable, Superseded
 from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.local.stack import Endpoints
-from tests.integration.driver import Driver, small_config
-
-TABLES = {
-    "prompt_difficulty": "run_id, prompt_id",
-    "rollout_group": "step, kind, position",
-    "buffer_entry": "buffer, inserted_step, group_id",
-    "batch_member": "step, position",
-    "step_record": "step",
-    "weight_version": "version",
-    "checkpoint": "step",
-    "difficulty_snapshot": "step",
-    "evaluation": "version",
-}
+from tests.integration.driver import Driver, small_config, snapshot
 
 
 @pytest.fixture
@@ -39,24 +26,6 @@ def drive(stack: Endpoints, request: pytest.FixtureRequest) -> Callable[..., Dri
         return Driver(stack, small_config(name, **sections))
 
     return make
-
-
-def snapshot(driver: Driver) -> dict[str, list[tuple[Any, ...]]]:
-    """Every row of the run, without keys and times that a repetition may change."""
-    unstable = {"id", "group_id", "created_at", "committed_at"}
-    found = {}
-    url = driver.stack.database_url.replace("postgresql+psycopg", "postgresql")
-    with psycopg.connect(url) as connection:
-        for table, order in TABLES.items():
-            cursor = connection.execute(
-                f"select t.* from {table} t join run on run.id = t.run_id "  # type: ignore[arg-type]
-                f"where run.name = '{driver.config.name}' order by {order}"
-            )
-            assert cursor.description is not None
-            names = [column.name for column in cursor.description]
-            kept = [i for i, name in enumerate(names) if name not in unstable]
-            found[table] = [tuple(row[i] for i in kept) for row in cursor]
-    return found
 
 
 def test_every_call_repeated_gives_the_first_answer(drive: Callable[..., Driver]) -> None:

@@ -1,0 +1,120 @@
+"""Parts of the stack are killed at any moment: nothing acknowledged is lost, nothing is torn."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+
+import httpx
+import psycopg
+import pytest
+
+from services.buffer.trajectories import decode_groups
+from services.common.objectstore import ObjectStore
+from tests.integration.breakable import PARTS, Breakable, breakable_stack
+from tests.integration.driver import Driver, small_config, snapshot
+
+
+@pytest.fixture(scope="module")
+def breakable() -> Iterator[Breakable]:
+    with breakable_stack() as stack:
+        yield stack
+
+
+@pytest.mark.parametrize(("part", "field"), [("postgres", "database"), ("s3", "object_store")])
+def test_an_outage_shows_and_calls_are_retried(breakable: Breakable, part: str, field: str) -> None:
+    driver = Driver(breakable.endpoints, small_config(f"outage-{part}"))
+    driver.run_step(1)
+    breakable.kill(part)
+    answer = httpx.get(f"{breakable.endpoints.buffer_url}/readyz", timeout=30)
+    assert answer.status_code == 503
+    assert answer.json()["ready"] is False
+    assert answer.json()[field] != "ok"
+    assert httpx.get(f"{breakable.endpoints.buffer_url}/health").status_code == 200
+    step = threading.Thread(target=driver.run_step, args=(2,))
+    step.start()
+    breakable.revive(part)
+    step.join(timeout=60)
+    assert driver.client.run_state().current_step == 2
+    check_objects(driver)
+
+
+def steps_under_fire(breakable: Breakable, name: str, *, kills: int, seed: int) -> None:
+    """A run goes on while parts are killed; in the end it is what an undisturbed run is."""
+    rng = random.Random(seed)
+    config = small_config(name, steps=100_000)
+    driver = Driver(breakable.endpoints, config)
+    enough = threading.Event()
+    failures: list[BaseException] = []
+    done = 0
+
+    def work() -> None:
+        nonlocal done
+        try:
+            while not enough.is_set():
+                driver.run_step(done + 1)
+                done += 1
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        for _ in range(kills):
+            # However long: the moment of the kill is meant to be any moment of a step.
+            enough.wait(rng.uniform(0.02, 0.6))
+            part = rng.choice(PARTS)
+            breakable.kill(part)
+            breakable.revive(part)
+            assert not failures
+    finally:
+        enough.set()
+        worker.join(timeout=60)
+    assert not failures
+    assert done > kills // 2
+    assert driver.client.run_state().current_step == done
+    undisturbed = Driver(
+        breakable.endpoints, config.model_copy(update={"name": f"{name}-undisturbed"})
+    )
+    for step in range(1, done + 1):
+        undisturbed.run_step(step)
+    assert snapshot(driver) == snapshot(undisturbed)
+    check_objects(driver)
+
+
+def check_objects(driver: Driver) -> None:
+    """Every row has its whole object; every object without a row is found as garbage."""
+    store = ObjectStore(driver.stack.object_store)
+    url = driver.stack.database_url.replace("postgresql+psycopg", "postgresql")
+    with psycopg.connect(url) as connection:
+        rows = connection.execute(
+            "select g.object_key, g.object_digest, g.row_start, g.row_count, g.correct, p.uid"
+            " from rollout_group g join prompt p on p.id = g.prompt_id"
+            " join run r on r.id = g.run_id where r.name = %s",
+            [driver.config.name],
+        ).fetchall()
+    objects = {}
+    for key, digest, start, count, correct, uid in rows:
+        if key not in objects:
+            groups = decode_groups(store.get(key, digest))
+            starts = [sum(len(g.responses) for g in groups[:i]) for i in range(len(groups))]
+            objects[key] = dict(zip(starts, groups, strict=True))
+        group = objects[key][start]
+        assert (group.prompt_uid, len(group.responses), group.correct) == (uid, count, correct)
+    garbage = driver.client.collect_garbage()
+    assert garbage.missing == []
+    prefix = f"runs/{driver.config.name}/trajectories/"
+    stored = set(store.keys(prefix))
+    assert {key for key in garbage.orphans if key.startswith(prefix)} == stored - objects.keys()
+
+
+def test_killed_at_any_moment(breakable: Breakable) -> None:
+    steps_under_fire(breakable, "under-fire", kills=8, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_killed_two_hundred_times(breakable: Breakable) -> None:
+    steps_under_fire(breakable, "under-long-fire", kills=200, seed=2)
