@@ -1,0 +1,322 @@
+"""The real service on real Postgres and S3 against a model in plain lists, with faults between
+any two operations: repeated, reordered, concurrent, superseded and broken-off calls, connections
+that are cut, and (in the long test) a service that is killed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar, TypeVar
+from urllib.parse import urlsplit
+
+import psycopg
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from services.buffer.client import BufferClient
+from services.buffer.trajectories import TrajectoryGroup, encode_groups
+from services.common.errors import ServiceError, Superseded
+from tests.integration.breakable import Breakable, breakable_stack
+from tests.integration.driver import Driver, made_up_group, small_config
+from tests.integration.model import Model
+
+T = TypeVar("T")
+names = itertools.count()
+faults = st.sampled_from(["none", "none", "none", "twice", "at once", "cut", "broken off"])
+
+
+class StepProtocol(RuleBasedStateMachine):
+    stack: ClassVar[Breakable]
+    kills: ClassVar[bool] = False
+
+    @initialize(seed=st.integers(0, 1000))
+    def begin(self, seed: int) -> None:
+        config = small_config(
+            f"stateful-{next(names)}",
+            seed=seed,
+            steps=40,
+            bad={"capacity": 5},
+            high={"capacity": 6},
+        )
+        self.driver = Driver(self.stack.endpoints, config)
+        self.client = self.driver.client
+        self.model = Model(config)
+        self.checkpoint = 0
+        self.paused = False
+        self.rng = random.Random(seed)
+
+    # ---- faults
+
+    def faulty(self, fault: str, call: Callable[[], T]) -> T:
+        """The first answer of `call`, whatever happens around it."""
+        if fault == "cut":
+            self.cut_connections()
+        if fault == "broken off":
+            self.break_off()
+        if fault == "at once":
+            with ThreadPoolExecutor(4) as pool:
+                answers = list(pool.map(lambda _: call(), range(4)))
+            # Exactly one of them had the effect; all answers describe the same state.
+            return answers[0]
+        answer = call()
+        if fault == "twice":
+            call()
+        return answer
+
+    def cut_connections(self) -> None:
+        url = self.stack.endpoints.database_url.replace("postgresql+psycopg", "postgresql")
+        with psycopg.connect(url) as connection:
+            connection.execute(
+                "select pg_terminate_backend(pid) from pg_stat_activity"
+                " where pid <> pg_backend_pid() and backend_type = 'client backend'"
+            )
+
+    def break_off(self) -> None:
+        """A sender that dies in the middle of its groups."""
+        url = urlsplit(self.stack.endpoints.buffer_url)
+        step = self.model.current_step + 1
+        body = b"\xff\xff\xff\xff half of it"
+        with socket.create_connection((url.hostname, url.port)) as connection:
+            connection.sendall(
+                (
+                    f"POST /v1/runs/{self.client.run}/steps/{step}/groups HTTP/1.1\r\n"
+                    f"Host: {url.netloc}\r\nContent-Length: 100000\r\n"
+                    f"Authorization: Bearer {self.stack.endpoints.token}\r\n"
+                    f"X-Bapo-Attempt: {self.client.attempt}\r\n\r\n"
+                ).encode()
+                + body
+            )
+
+    # ---- rules
+
+    def next_step(self, ahead: int) -> int:
+        return self.model.current_step + 1 + ahead
+
+    def drawn(self, step: int) -> list[str]:
+        if step not in self.model.drawn:
+            prompts = self.client.step_prompts(step)
+            self.model.drawn[step] = [prompt.uid for prompt in prompts.prompts]
+        return self.model.drawn[step]
+
+    def send(self, step: int, kind: Any, uids: list[str], fault: str) -> None:
+        version = self.model.config.schedule.policy_version(step) if kind == "fresh" else step
+        groups = [self.group(uid, version) for uid in uids]
+        body = encode_groups(groups)
+        expected = self.model.land(step, kind, {g.prompt_uid: g.correct for g in groups})
+        accepted = self.faulty(fault, lambda: self.client.post_groups(step, kind, body))
+        if fault != "at once":
+            assert accepted.accepted == expected
+        assert accepted.accepted + accepted.duplicates == len(groups)
+
+    def group(self, uid: str, version: int) -> TrajectoryGroup:
+        size = self.model.config.rollout.group_size
+        return made_up_group(uid, version, size=size, rng=self.rng)
+
+    @precondition(lambda self: not self.paused)
+    @rule(ahead=st.integers(0, 2), share=st.floats(0, 1), fault=faults, order=st.randoms())
+    def fresh_groups(self, ahead: int, share: float, fault: str, order: random.Random) -> None:
+        """Any part of a step's groups, in any order, also of steps ahead."""
+        step = self.next_step(ahead)
+        uids = list(self.drawn(step))
+        order.shuffle(uids)
+        self.send(step, "fresh", uids[: max(1, round(share * len(uids)))], fault)
+
+    @precondition(lambda self: not self.paused)
+    @rule(fault=faults)
+    def reevaluations(self, fault: str) -> None:
+        step = self.next_step(0)
+        if step % self.model.config.sync.reevaluate_every:
+            return
+        wanted = self.model.reevaluated(step)
+        given = [p.uid for p in self.client.step_prompts(step, "reevaluation").prompts]
+        assert given == wanted
+        if given:
+            self.send(step, "reevaluation", given, fault)
+
+    @precondition(lambda self: not self.paused)
+    @rule(fault=faults)
+    def whole_step(self, fault: str) -> None:
+        """What is missing of the step, then its batch and its commit."""
+        step = self.next_step(0)
+        if step > 39:
+            return
+        self.send(step, "fresh", self.drawn(step), "none")
+        self.reevaluations("none")
+        self.batch(fault)
+        self.commit(fault)
+
+    @precondition(lambda self: not self.paused)
+    @rule(fault=faults)
+    def batch(self, fault: str) -> None:
+        step = self.next_step(0)
+        self.drawn(step)
+        if self.model.missing(step):
+            assert not self.look_at_batch(step)
+            return
+        manifest = self.faulty(fault, lambda: self.client.batch(step))
+        if step not in self.model.batches:
+            self.model.build(step)
+        found = [(m.prompt_uid, m.source, m.step) for m in manifest.members]
+        assert found == self.model.batches[step]
+        assert (manifest.c2, manifest.c3) == pytest.approx(self.model.windows[step])
+
+    def look_at_batch(self, step: int) -> bool:
+        path = f"/v1/runs/{self.client.run}/steps/{step}/batch"
+        answer = self.client._send("POST", path, params={"wait": 0})
+        return bool(answer.json()["ready"])
+
+    @rule(fault=faults)
+    def commit(self, fault: str) -> None:
+        step = self.next_step(0)
+        if step not in self.model.batches:
+            with pytest.raises(ServiceError, match="has no batch to commit"):
+                self.client.commit(step, {})
+            return
+        state = self.faulty(fault, lambda: self.client.commit(step, {"loss": float(step)}))
+        self.model.commit(step)
+        assert state.current_step == step
+
+    @rule(fault=faults)
+    def checkpoint_now(self, fault: str) -> None:
+        step = self.model.current_step
+        if step:
+            self.faulty(fault, lambda: self.client.record_checkpoint(step, "c" * 64))
+            self.checkpoint = step
+
+    @rule(back=st.integers(0, 5), fault=faults)
+    def rewind(self, back: int, fault: str) -> None:
+        step = max(self.checkpoint, self.model.current_step - back)
+        state = self.faulty(fault, lambda: self.client.rewind(step))
+        self.model.rewind(step)
+        assert state.current_step == step
+
+    @rule()
+    def new_attempt(self) -> None:
+        """Another trainer takes over; the one before is turned away."""
+        old = BufferClient(
+            self.stack.endpoints.buffer_url,
+            self.stack.endpoints.token,
+            run=self.client.run,
+            attempt=self.client.attempt,
+        )
+        state = self.client.begin_attempt()
+        self.model.rewind(self.checkpoint)
+        self.paused = False
+        assert state.current_step == self.checkpoint
+        step = self.next_step(0)
+        calls: list[Callable[[], object]] = [
+            lambda: old.commit(step, {}),
+            lambda: old.rewind(0),
+            lambda: old.step_prompts(step),
+        ]
+        for call in calls:
+            with pytest.raises(Superseded):
+                call()
+
+    @rule(fault=faults)
+    def pause_or_resume(self, fault: str) -> None:
+        change = self.client.resume if self.paused else self.client.pause
+        self.faulty(fault, change)
+        self.paused = not self.paused
+
+    @rule(kind=st.sampled_from(["fresh", "reevaluation"]))
+    def groups_that_do_not_belong_here(self, kind: Any) -> None:
+        step = self.next_step(0)
+        version = self.model.config.schedule.policy_version(step) if kind == "fresh" else step
+        stranger = encode_groups([self.group("stranger", version)])
+        with pytest.raises(ServiceError):
+            self.client.post_groups(step, kind, stranger)
+        with pytest.raises(ServiceError, match=r"need version|no re-evaluation"):
+            self.client.post_groups(step, kind, encode_groups([self.group("stranger", 99)]))
+
+    @precondition(lambda self: self.kills)
+    @rule(part=st.sampled_from(["buffer", "postgres", "s3"]))
+    def kill(self, part: str) -> None:
+        self.stack.kill(part)
+        self.stack.revive(part)
+
+    # ---- what holds between any two operations
+
+    @invariant()
+    def the_service_is_where_the_model_is(self) -> None:
+        assert self.client.run_state().current_step == self.model.current_step
+
+    @invariant()
+    def buffers_are_equal(self) -> None:
+        step = self.rng.randint(0, self.model.current_step)
+        for at in {step, self.model.current_step}:
+            state = self.model.states[at]
+            hard, high = self.client.buffer("hard", at), self.client.buffer("high_quality", at)
+            assert [(i.prompt_uid, i.step) for i in hard] == [
+                (g.prompt_uid, g.step) for g in state.hard
+            ]
+            assert [(i.prompt_uid, i.step) for i in high] == [
+                (g.prompt_uid, g.step) for g in state.high
+            ]
+
+    @invariant()
+    def difficulty_is_equal(self) -> None:
+        step = self.rng.randint(0, self.model.current_step)
+        last = [each[-1] for each in self.model.states[step].attempts.values()]
+        bins = self.client.difficulty_bins(step).bins
+        assert bins == [last.count(k) for k in range(len(bins))]
+        listed = {p.uid: p for p in self.client.all_prompts()}
+        attempts = self.model.states[-1].attempts
+        assert listed.keys() == attempts.keys()
+        for uid, correct in attempts.items():
+            found = listed[uid]
+            assert (found.attempts, found.bin) == (len(correct), correct[-1])
+            assert found.best_mean == max(correct) / 4
+
+
+@pytest.fixture(scope="module")
+def breakable() -> Iterator[Breakable]:
+    with breakable_stack() as stack:
+        StepProtocol.stack = stack
+        yield stack
+
+
+def check(machine: type[StepProtocol], *, examples: int, steps: int) -> None:
+    run_state_machine_as_test(
+        machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_the_service_does_what_the_model_does(breakable: Breakable) -> None:
+    check(StepProtocol, examples=12, steps=25)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_service_does_what_the_model_does_for_long(breakable: Breakable) -> None:
+    check(StepProtocol, examples=300, steps=50)
+
+
+class KilledStepProtocol(StepProtocol):
+    kills = True
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_service_does_what_the_model_does_while_killed(breakable: Breakable) -> None:
+    check(KilledStepProtocol, examples=40, steps=40)
