@@ -1,8 +1,10 @@
-"""The schema on the real server: up, down, and the same as the tables say."""
+"""The schema on the real server: up and down with data, and the same as the tables say."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from typing import Any
 
 import psycopg
 import pytest
@@ -11,16 +13,24 @@ from sqlalchemy import create_engine, inspect
 
 from services.buffer.migrate import alembic_config, downgrade, upgrade
 from services.buffer.tables import Base
+from services.buffer.trajectories import encode_groups
+from services.common.errors import BapoError
 from services.local.stack import Endpoints
+from tests.integration.driver import Driver, made_up_group, small_config
+
+
+def plain(url: str) -> str:
+    return url.replace("postgresql+psycopg", "postgresql")
 
 
 @pytest.fixture
 def database(stack: Endpoints) -> Iterator[str]:
     """An empty database of its own."""
-    admin = stack.database_url.replace("postgresql+psycopg", "postgresql")
-    with psycopg.connect(admin, autocommit=True) as connection:
+    own = stack.database_url.replace("/postgres?", "/migrations?")
+    with psycopg.connect(plain(stack.database_url), autocommit=True) as connection:
         connection.execute("create database migrations")
-        yield stack.database_url.replace("/postgres?", "/migrations?")
+    yield own
+    with psycopg.connect(plain(stack.database_url), autocommit=True) as connection:
         connection.execute("drop database migrations with (force)")
 
 
@@ -38,3 +48,61 @@ def test_up_down_up(database: str) -> None:
 def test_migrations_and_tables_agree(database: str) -> None:
     upgrade(database)
     command.check(alembic_config(database))
+
+
+def test_a_newer_schema_is_refused(database: str) -> None:
+    upgrade(database)
+    with psycopg.connect(plain(database), autocommit=True) as connection:
+        connection.execute("update alembic_version set version_num = '9999'")
+    with pytest.raises(BapoError, match=r"schema revision 9999, .* a newer one has migrated it"):
+        upgrade(database)
+
+
+def rows(url: str) -> dict[str, list[tuple[Any, ...]]]:
+    """Everything in the database, but the times of tokens' use."""
+    found = {}
+    with psycopg.connect(plain(url)) as connection:
+        for table in sorted(Base.metadata.tables):
+            cursor = connection.execute(f"select t::text from {table} t order by 1")  # type: ignore[arg-type]
+            found[table] = list(cursor)
+    return found
+
+
+def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
+    """What 0002 derives from older rows is what the service wrote as it went along."""
+    driver = Driver(stack, small_config("migrated", steps=70))
+    for step in range(1, 67):
+        driver.run_step(step)
+    evaluated = [
+        made_up_group(prompt.uid, 1, size=4, rng=random.Random(prompt.uid))
+        for prompt in driver.client.step_prompts(1, "evaluation").prompts
+    ]
+    driver.client.post_groups(1, "evaluation", encode_groups(evaluated))
+    driver.roll_out(67)
+    driver.client.batch(67)
+    copy_database(stack, "migrations")
+    before = rows(database)
+    assert before["difficulty_snapshot"]
+    assert before["evaluation"]
+    downgrade(database, "0001")
+    upgrade(database)
+    after = rows(database)
+    # The names of tokens and the revoked ones are all that going back loses.
+    for table in before:
+        if table != "api_token":
+            assert after[table] == before[table], table
+
+
+def copy_database(stack: Endpoints, name: str) -> None:
+    """Makes `name` a copy of the stack's database. That one must have no connections meanwhile."""
+    template1 = plain(stack.database_url).replace("/postgres?", "/template1?")
+    with psycopg.connect(template1, autocommit=True) as connection:
+        connection.execute(f"drop database {name} with (force)")  # type: ignore[arg-type]
+        connection.execute("alter database postgres allow_connections false")
+        try:
+            connection.execute(
+                "select pg_terminate_backend(pid) from pg_stat_activity where datname = 'postgres'"
+            )
+            connection.execute(f"create database {name} template postgres")  # type: ignore[arg-type]
+        finally:
+            connection.execute("alter database postgres allow_connections true")

@@ -1,0 +1,97 @@
+"""docs/operations.md, "Backup and restore", done by the letter: the same answers come back."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import httpx
+import psycopg
+
+from services.common.objectstore import ObjectStore
+from services.local.stack import Endpoints, _postgres_binaries
+from services.local.supervisor import Supervisor, free_ports
+from tests.integration.driver import Driver, small_config
+
+QUESTIONS = (
+    "",
+    "/steps",
+    "/evaluations",
+    "/difficulty/bins?step=2",
+    "/difficulty/migration?before=1&after=4",
+    "/prompts?order=hardest",
+    "/buffers/hard",
+    "/buffers/high_quality/events",
+    "/batches/3",
+    "/checkpoints/latest",
+)
+
+
+def test_a_restored_backup_gives_the_same_answers(stack: Endpoints, tmp_path: Path) -> None:
+    driver = Driver(stack, small_config("kept"))
+    for step in range(1, 5):
+        driver.run_step(step)
+    driver.client.record_checkpoint(4, "c" * 64)
+
+    binaries = _postgres_binaries()
+    sockets = parse_qs(urlsplit(stack.database_url).query)["host"][0]
+    place = ["--host", sockets, "--username", "postgres"]
+    dump = tmp_path / "bapo.dump"
+    subprocess.run(
+        [binaries / "pg_dump", *place, "--format=custom", "--file", dump, "postgres"], check=True
+    )
+    source = ObjectStore(stack.object_store)
+    saved = tmp_path / "bucket"
+    for key in source.keys("runs/kept/"):
+        path = saved / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(source._client.get_object(bucket_name="bapo", object_name=key).read())
+
+    subprocess.run([binaries / "createdb", *place, "restored"], check=True)
+    subprocess.run(
+        [binaries / "pg_restore", *place, "--dbname=restored", "--no-owner", dump], check=True
+    )
+    settings = dataclasses.replace(stack.object_store, bucket="restored")
+    target = ObjectStore(settings)
+    target.ensure_bucket()
+    for path in saved.rglob("*.arrow"):
+        target.put(str(path.relative_to(saved)), path.read_bytes())
+
+    restored = dataclasses.replace(
+        stack,
+        database_url=stack.database_url.replace("/postgres?", "/restored?"),
+        buffer_url=f"http://127.0.0.1:{free_ports(1)[0]}",
+    )
+    environment = {
+        **os.environ,
+        **restored.environment(),
+        "BAPO_S3_BUCKET": "restored",
+        "BAPO_PORT": str(urlsplit(restored.buffer_url).port),
+    }
+    with Supervisor(tmp_path / "logs") as supervisor:
+        supervisor.start_python("buffer", "services.buffer.main", environment)
+        supervisor.wait_until(lambda: ready(restored), "the restored service", seconds=60)
+        for question in QUESTIONS:
+            assert answer(restored, question) == answer(stack, question), question
+        group = driver.client.recorded_batch(3).members[0].group_id
+        assert answer(restored, f"/groups/{group}") == answer(stack, f"/groups/{group}")
+    admin = stack.database_url.replace("postgresql+psycopg", "postgresql")
+    with psycopg.connect(admin, autocommit=True) as connection:
+        connection.execute("drop database restored with (force)")
+
+
+def ready(stack: Endpoints) -> bool:
+    try:
+        return httpx.get(f"{stack.buffer_url}/readyz", timeout=5).is_success
+    except httpx.TransportError:
+        return False
+
+
+def answer(stack: Endpoints, question: str) -> object:
+    url = f"{stack.buffer_url}/v1/runs/kept{question}"
+    found = httpx.get(url, headers={"Authorization": f"Bearer {stack.token}"})
+    assert found.status_code == 200, found.text
+    return found.json()

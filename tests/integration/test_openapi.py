@@ -1,0 +1,98 @@
+"""The API keeps what its OpenAPI document promises, whatever is thrown at it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import (
+    content_type_conformance,
+    not_a_server_error,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from services.local.stack import Endpoints
+from tests.integration.driver import Driver, small_config
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+RUN = "fuzzed"
+
+
+@schemathesis.serializer("application/vnd.apache.arrow.stream")
+def raw_bytes(_: Any, value: Any) -> bytes:
+    return value if isinstance(value, bytes) else str(value).encode(errors="replace")
+
+
+@pytest.fixture(scope="module")
+def driver(stack: Endpoints) -> Driver:
+    """A run with something to find."""
+    driver = Driver(stack, small_config(RUN))
+    for step in range(1, 5):
+        driver.run_step(step)
+    driver.roll_out(5)
+    return driver
+
+
+def fuzz(driver: Driver, *, examples: int) -> int:
+    """Throws so many requests at each operation; returns how many there were in all."""
+    document = f"{driver.stack.buffer_url}/openapi.json"
+    sent = 0
+    for found in schemathesis.openapi.from_url(document).get_all_operations():
+        operation = found.ok()
+
+        @settings(
+            max_examples=examples,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy(), aim=st.booleans())
+        def throw(case: Any, aim: bool) -> None:
+            nonlocal sent
+            aim_at(case, driver, really=aim)
+            case.call_and_validate(
+                checks=CHECKS, headers={"Authorization": f"Bearer {driver.stack.token}"}
+            )
+            sent += 1
+
+        throw()
+    return sent
+
+
+def aim_at(case: Any, driver: Driver, *, really: bool) -> None:
+    """Half of the requests are about things that exist; none waits or locks the test out."""
+    path, query = case.path_parameters or {}, case.query or {}
+    if really and "name" in path:
+        path["name"] = RUN
+    if really and case.headers and "X-Bapo-Attempt" in case.headers:
+        case.headers["X-Bapo-Attempt"] = str(driver.client.run_state().attempt)
+    if really and "step" in path:
+        path["step"] = 1 + int(path["step"]) % 6 if str(path["step"]).isdigit() else 5
+    if "wait" in query:
+        query["wait"] = 0
+    if case.method.upper() == "DELETE" and "token_id" in path:
+        # The first is the one that this test itself uses.
+        path["token_id"] = int(path["token_id"]) + 1000
+
+
+def test_the_api_conforms_to_its_document(driver: Driver) -> None:
+    assert fuzz(driver, examples=10) > 300
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_api_conforms_to_its_document_at_length(driver: Driver) -> None:
+    assert fuzz(driver, examples=260) > 10_000
