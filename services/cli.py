@@ -25,6 +25,8 @@ Off-policy reinforcement learning from verifiable rewards (BAPO, arXiv 2602.2072
   bapo report countdown                          write runs/countdown/report.html again
   bapo compare examples/countdown.yaml           BAPO against GRPO and DAPO, several seeds
   bapo stack up                                  keep Postgres, S3 and the REST API running
+  bapo prompts countdown --order hardest         what the run knows of its prompts
+  bapo prompt countdown UID --step 40            why a prompt was, or was not, trained at step 40
 """
 
 
@@ -280,9 +282,86 @@ def _parser() -> argparse.ArgumentParser:
     _configurable(_command(config, "show", _config_show, "every key, with presets applied"))
     _configurable(_command(config, "check", _config_check, "say what is wrong with it, or slow"))
 
+    _questions(commands)
+
     stack = _group(commands, "stack", "Postgres, S3, buffer service and verifier, kept running")
     _with_port(_command(stack, "up", _stack_up, "start it; it stays until `bapo stack down`"))
     _command(stack, "down", _stack_down, "stop it")
+    return parser
+
+
+def _questions(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Commands that ask a running service; `services/ask.py` has them."""
+    _asking(_command(commands, "runs", _ask("runs"), "the runs of the service"))
+    for name, summary in {
+        "pause": "let a run's processes wait",
+        "resume": "end a pause",
+        "stop": "turn a run's processes away; `bapo run --resume` continues it",
+        "delete": "delete a run with its objects; there is no way back",
+    }.items():
+        changing = _command(commands, name, _ask("change"), summary)
+        changing.add_argument("run", help="the run's name")
+        changing.set_defaults(change=name)
+
+    prompts = _about_run(commands, "prompts", "training prompts by difficulty")
+    prompts.add_argument("--bin", type=int, help="k of G correct at the last attempt")
+    prompts.add_argument("--trend", choices=TRENDS, help="how it changed since the first attempt")
+    prompts.add_argument("--unlocked-after", type=int, metavar="STEP", help="first solved after it")
+    prompts.add_argument("--unlocked-until", type=int, metavar="STEP", help="first solved by then")
+    prompts.add_argument("--search", help="part of the uid or the payload")
+    prompts.add_argument("--order", choices=ORDERS, default="stored", help="(default: %(default)s)")
+
+    prompt = _about_run(commands, "prompt", "one prompt: its attempts, or why it was used or not")
+    prompt.add_argument("uid", help="as `bapo prompts` shows it")
+    prompt.add_argument("--step", type=int, help="why it is or is not in the batch of this step")
+
+    buffer = _about_run(commands, "buffer", "what a buffer holds, now or as of a step")
+    buffer.add_argument("buffer", choices=("hard", "high_quality"))
+    buffer.add_argument("--step", type=int, help="as of this step (default: now)")
+    buffer.add_argument("--events", action="store_true", help="admissions and evictions instead")
+    buffer.add_argument("--after", type=int, default=0, metavar="STEP", help="events after it")
+
+    batches = _about_run(commands, "batches", "the composition of the batches, or one of them")
+    batches.add_argument("--step", type=int, help="the members of this step's batch")
+
+    token = _group(commands, "token", "tokens for the REST API")
+    create = _asking(_command(token, "create", _ask("token_create"), "make one; it is shown once"))
+    create.add_argument("name", help="what it is for")
+    create.add_argument("--scope", choices=("read", "run", "admin"), default="read")
+    _asking(_command(token, "list", _ask("token_list"), "all of them, without their secrets"))
+    revoke = _command(token, "revoke", _ask("token_revoke"), "make one invalid, at once")
+    revoke.add_argument("id", type=int, help="as `bapo token list` shows it")
+
+    gc = _asking(_command(commands, "gc", _ask("gc"), "delete objects that no row points to"))
+    gc.add_argument("--dry-run", action="store_true", help="only list them")
+
+
+TRENDS = ("improving", "worsening", "steady", "forgotten", "never_solved")
+ORDERS = ("stored", "hardest", "most_improved")
+
+
+def _ask(name: str) -> Callable[[argparse.Namespace], None]:
+    """A function of `services.ask`, imported when it is called."""
+
+    def command(arguments: argparse.Namespace) -> None:
+        from services import ask
+
+        getattr(ask, name)(arguments)
+
+    return command
+
+
+def _about_run(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, summary: str
+) -> argparse.ArgumentParser:
+    parser = _asking(_command(commands, name, _ask(name), summary))
+    parser.add_argument("run", help="the run's name")
+    parser.add_argument("--limit", type=int, default=50, help="rows at most (default: %(default)s)")
+    return parser
+
+
+def _asking(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    parser.add_argument("--json", action="store_true", help="for programs")
     return parser
 
 

@@ -1,0 +1,105 @@
+"""The command line asks the service: as a person reads it, and as a program does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from services import cli
+from services.local.stack import Endpoints
+from tests.integration.driver import Driver, small_config
+
+Ask = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def driver(stack: Endpoints) -> Driver:
+    driver = Driver(stack, small_config("asked"))
+    for step in range(1, 5):
+        driver.run_step(step)
+    return driver
+
+
+@pytest.fixture
+def ask(driver: Driver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ask:
+    monkeypatch.setenv("BAPO_BUFFER_URL", driver.stack.buffer_url)
+    monkeypatch.setenv("BAPO_TOKEN", driver.stack.token)
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*arguments: str) -> str:
+        cli.main(arguments)
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_prompts_and_their_histories(ask: Ask, driver: Driver) -> None:
+    listed = json.loads(ask("prompts", "asked", "--order", "hardest", "--limit", "5", "--json"))
+    assert listed == [
+        p.model_dump(mode="json") for p in driver.client.prompts(order="hardest", limit=5).items
+    ]
+    uid = listed[0]["uid"]
+    table = ask("prompts", "asked", "--order", "hardest", "--limit", "5")
+    assert uid in table
+    assert len(table.strip().splitlines()) == 6
+    history = json.loads(ask("prompt", "asked", uid, "--json"))
+    assert len(history["attempts"]) == listed[0]["attempts"]
+    assert f"{history['attempts'][0]['correct']}/4" in ask("prompt", "asked", uid)
+    why = ask("prompt", "asked", uid, "--step", "3")
+    assert "fresh" in why
+    assert "replayed" in why
+    assert ask("prompts", "asked", "--search", "no such words").strip() == "nothing"
+
+
+def test_buffers_and_batches(ask: Ask, driver: Driver) -> None:
+    held = json.loads(ask("buffer", "asked", "hard", "--step", "3", "--json"))
+    assert [i["group_id"] for i in held] == [i.group_id for i in driver.client.buffer("hard", 3)]
+    assert "admitted" in ask("buffer", "asked", "hard", "--events")
+    assert len(json.loads(ask("batches", "asked", "--json"))) == 4
+    members = json.loads(ask("batches", "asked", "--step", "2", "--json"))["members"]
+    assert members == [m.model_dump(mode="json") for m in driver.client.recorded_batch(2).members]
+    assert "replayed" in ask("batches", "asked")
+
+
+def test_runs_and_their_changes(ask: Ask, stack: Endpoints) -> None:
+    Driver(stack, small_config("changed"))
+    assert {run["name"] for run in json.loads(ask("runs", "--json"))} >= {"asked", "changed"}
+    assert ask("pause", "changed") == "changed is paused after step 0\n"
+    assert ask("resume", "changed") == "changed is running after step 0\n"
+    assert ask("stop", "changed") == "changed is stopped after step 0\n"
+    assert "is deleted" in ask("delete", "changed")
+    assert "changed" not in ask("runs")
+
+
+def test_tokens(ask: Ask, driver: Driver) -> None:
+    made = json.loads(ask("token", "create", "for a test", "--scope", "read", "--json"))
+    assert "for a test" in ask("token", "list")
+    assert (
+        ask("token", "revoke", str(made["id"])) == f"token {made['id']} (for a test) is revoked\n"
+    )
+    assert "it is not shown again" in ask("token", "create", "another")
+
+
+def test_garbage(ask: Ask) -> None:
+    assert "objects have no row" in ask("gc", "--dry-run")
+
+
+def test_without_a_service_the_error_says_how_to_get_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("BAPO_BUFFER_URL", raising=False)
+    monkeypatch.setenv("BAPO_HOME", str(tmp_path))
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["runs"])
+    assert caught.value.code == 1
+    assert "start it with `bapo stack up`" in capsys.readouterr().err
+
+
+def test_an_unknown_run_is_one_line(ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        ask("prompts", "nobody")
+    error = capsys.readouterr().err
+    assert "there is no run 'nobody'" in error
+    assert len(error.strip().splitlines()) == 1
