@@ -147,6 +147,10 @@ class VerifierPool:
         """Whether work is taken and a worker stands ready for it."""
         return not self._draining and any(slot.warm for slot in self._slots)
 
+    def spare_ready(self) -> bool:
+        """Whether a process stands ready to take the place of another."""
+        return self._spare.ready()
+
     def drain(self, timeout_s: float) -> bool:
         """Takes no new work and waits for what is under way; whether it all got done in time."""
         with self._changed:
@@ -245,9 +249,8 @@ class _Slot(threading.Thread):
 
     def run(self) -> None:
         # Started by this thread: the kernel ends a process with the thread that started it.
-        self._process = WorkerProcess(self._memory_bytes)
         try:
-            self._process.wait_ready()
+            self._process = self._start_one()
             self.warm = True
         except BapoError as error:
             log.error("%s", error)
@@ -264,6 +267,8 @@ class _Slot(threading.Thread):
 
     def _score(self, chunk: _Chunk) -> None:
         process = self._fit(chunk.batch.task)
+        if self._stopping:
+            return
         work = [
             (payload, response if len(response) <= LONGEST_RESPONSE else "")
             for payload, response in chunk.batch.work[chunk.start : chunk.stop]
@@ -292,13 +297,17 @@ class _Slot(threading.Thread):
         self._pool.give_back(chunk.batch, position, at)
         self._pool.record(chunk.batch, at, [(0.0, process.fate, None, None)])
 
+    def _start_one(self) -> WorkerProcess:
+        process = WorkerProcess(self._memory_bytes)
+        process.wait_ready()
+        return process
+
     def _fit(self, task: TaskKey) -> WorkerProcess:
         """A live process with the task prepared. Raises `TaskRefused` or `BapoError`."""
         if self._process is None or not self._process.idle():
             if self._process is not None:
                 self._process.close()
-            self._process = None
-            self._process = self._spare.take()
+            self._process = self._spare.take() or self._start_one()
             self.warm = True
         self._process.prepare(task)
         self._spare.task = task
@@ -317,15 +326,18 @@ class _Spare(threading.Thread):
         self._closed = False
         self.start()
 
-    def take(self) -> WorkerProcess:
-        """Waits for the process. Raises `Draining` when the pool closes."""
+    def take(self) -> WorkerProcess | None:
+        """The process, if it is ready."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._ready is not None)
             process, self._ready = self._ready, None
             self._changed.notify_all()
-        if process is None:
-            raise Draining("the verifier has shut down; send this again")
-        return process
+        if process is None or process.idle():
+            return process
+        process.close()
+        return None
+
+    def ready(self) -> bool:
+        return self._ready is not None
 
     def close(self) -> None:
         with self._changed:
