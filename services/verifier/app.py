@@ -14,6 +14,7 @@ SIGTERM drains it: new work gets 503 and `/readyz` says no, what is under way is
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -252,6 +253,7 @@ def main() -> None:
             access_log=False,
             timeout_graceful_shutdown=5,
         )
+        gc.freeze()
         _Server(config).run()
 
     run_until_error(work)

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 SMALLEST_CHUNK = 4
 CHUNK_CHARACTERS = 2_000_000
-"""A chunk is at least one response and at most about so many characters."""
+"""About the most in a chunk, by the mean length of the batch's responses."""
 _TOO_LONG: Result = (0.0, "too_large", None, None)
 _RETRY_START_S = 1.0
 
@@ -57,6 +57,9 @@ class Batch:
     """Ranges of items that no worker has yet."""
     left: int = 0
     """Items without a result."""
+    too_long: set[int] = field(default_factory=set)
+    """Items that no worker gets to read."""
+    largest_chunk: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +105,16 @@ class VerifierPool:
 
     def submit(self, task: str, options: dict[str, Any], work: Sequence[Work]) -> Batch:
         """Queues (payload, response) pairs. Raises `Busy` or `Draining`."""
-        batch = Batch((task, json.dumps(options, sort_keys=True)), work)
-        batch.results = [
-            _TOO_LONG if len(response) > LONGEST_RESPONSE else None for _, response in work
-        ]
-        batch.left = batch.results.count(None)
+        batch = Batch((task, json.dumps(options, sort_keys=True)), work, left=len(work))
+        batch.results = [None] * len(work)
+        lengths = [len(response) for _, response in work]
+        if max(lengths, default=0) > LONGEST_RESPONSE:
+            batch.too_long = {n for n, length in enumerate(lengths) if length > LONGEST_RESPONSE}
+            batch.work = [
+                (payload, "" if n in batch.too_long else response)
+                for n, (payload, response) in enumerate(work)
+            ]
+        batch.largest_chunk = max(1, CHUNK_CHARACTERS * len(work) // max(1, sum(lengths)))
         with self._changed:
             if self._draining:
                 raise Draining("the verifier is shutting down; send this again to its successor")
@@ -120,8 +128,8 @@ class VerifierPool:
                 self._batches.append(batch)
                 self._under_way += batch.left
                 self._changed.notify_all()
-        if not batch.left:
-            batch.done.set_result([_TOO_LONG] * len(work))
+        if not work:
+            batch.done.set_result([])
         return batch
 
     def abandon(self, batch: Batch, error: BaseException | None = None) -> None:
@@ -188,12 +196,9 @@ class VerifierPool:
     def _cut(self, batch: Batch) -> _Chunk:
         """Large chunks first, for little overhead; small ones last, so that all end together."""
         waiting = sum(stop - start for start, stop in batch.waiting)
-        size = max(SMALLEST_CHUNK, waiting // (2 * self.workers))
+        size = min(max(SMALLEST_CHUNK, waiting // (2 * self.workers)), batch.largest_chunk)
         start, stop = batch.waiting.popleft()
-        characters, end = 0, start
-        while end < min(stop, start + size) and characters < CHUNK_CHARACTERS:
-            characters += len(batch.work[end][1])
-            end += 1
+        end = min(stop, start + size)
         if end < stop:
             batch.waiting.appendleft((end, stop))
         return _Chunk(batch, start, end)
@@ -203,16 +208,16 @@ class VerifierPool:
         with self._changed:
             if batch.left == 0:
                 return  # abandoned
-            for index, result in enumerate(results, start):
-                if batch.results[index] is None:
-                    batch.results[index] = result
-                    batch.left -= 1
-                    self._under_way -= 1
+            batch.results[start : start + len(results)] = results
+            batch.left -= len(results)
+            self._under_way -= len(results)
             finished = batch.left == 0
             if finished:
                 self._batches.remove(batch)
                 self._changed.notify_all()
         if finished:
+            for index in batch.too_long:
+                batch.results[index] = _TOO_LONG
             # The client may hang up at this very moment.
             with suppress(InvalidStateError):
                 batch.done.set_result([result for result in batch.results if result is not None])
@@ -269,11 +274,7 @@ class _Slot(threading.Thread):
         process = self._fit(chunk.batch.task)
         if self._stopping:
             return
-        work = [
-            (payload, response if len(response) <= LONGEST_RESPONSE else "")
-            for payload, response in chunk.batch.work[chunk.start : chunk.stop]
-        ]
-        process.dispatch(work)
+        process.dispatch(chunk.batch.work[chunk.start : chunk.stop])
         position = chunk.start
         while position < chunk.stop and process.fate is None:
             results = process.receive(self._pool.deadline_s)[: chunk.stop - position]
