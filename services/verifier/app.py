@@ -253,7 +253,7 @@ def main() -> None:
             access_log=False,
             timeout_graceful_shutdown=5,
         )
-        gc.freeze()
+        gc.freeze()  # what is imported stays; the collector need not visit it
         _Server(config).run()
 
     run_until_error(work)

@@ -12,6 +12,7 @@ pool, and writes JSON, because the pool must not unpickle what such a process sa
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import mmap
 import os
@@ -90,6 +91,8 @@ class _Worker:
         except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; the pool tells
             return f"task {name} does not start: {type(error).__name__}: {error}"
         self._task = task
+        # What has been imported is here to stay: SymPy's objects need no collector's visits.
+        gc.freeze()
         self._first_size = self._first_size or _address_space()
         return None
 

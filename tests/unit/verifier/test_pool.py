@@ -11,7 +11,7 @@ import psutil
 import pytest
 from conftest import wait_until
 
-from services.verifier.pool import Busy, Draining, TaskRefused, VerifierPool
+from services.verifier.pool import SMALLEST_CHUNK, Busy, Draining, TaskRefused, VerifierPool
 from services.verifier.wire import LONGEST_RESPONSE
 
 OPTIONS = {"template": "short"}
@@ -161,11 +161,9 @@ def test_options_that_a_task_refuses_are_an_error(pool: VerifierPool) -> None:
 def test_one_batch_uses_all_workers(odd_task: None) -> None:
     pool = started(2, 60.0)
     try:
-        # Two that hang at once leave nobody to score the rest: both workers have one.
-        batch = pool.submit("odd", {}, [(ODD, "hang")] * 2 * 4)
-        wait_until(lambda: sum(1 for _ in batch.waiting) == 0)
-        verdicts = pool.submit("odd", {}, [(ODD, "pid")])
-        assert not verdicts.done.done()
+        batch = pool.submit("odd", {}, [(ODD, "hang")] * 2 * SMALLEST_CHUNK)
+        # A worker that hangs takes no second chunk, so each has one.
+        wait_until(lambda: not batch.waiting)
         pool.abandon(batch)
     finally:
         pool.close()
