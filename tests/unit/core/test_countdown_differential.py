@@ -8,8 +8,6 @@ import re
 from collections.abc import Sequence
 from fractions import Fraction
 
-import pytest
-
 from bapo_core.tasks.countdown import CountdownTask, random_expression
 
 TASK = CountdownTask(template="short")
@@ -26,8 +24,8 @@ def independent(numbers: Sequence[int], target: int, answer: str) -> bool:
     if LEADING_ZERO.search(answer):
         return False
     try:
-        # In parentheses: line breaks between tokens are blanks.
-        tree = ast.parse(f"({answer}\n)", mode="eval").body
+        # Line breaks end an expression of Python's; here they are blanks.
+        tree = ast.parse(re.sub(r"\s", " ", answer), mode="eval").body
         used: list[int] = []
         value = evaluate(tree, used)
     except (SyntaxError, ZeroDivisionError, NotImplementedError):
@@ -103,10 +101,5 @@ def compare(seed: int, count: int) -> None:
     assert 0.2 < right / count < 0.6
 
 
-def test_two_verifiers_agree_on_ten_thousand_answers() -> None:
-    compare(0, 10_000)
-
-
-@pytest.mark.slow
 def test_two_verifiers_agree_on_a_hundred_thousand_answers() -> None:
-    compare(1, 100_000)
+    compare(0, 100_000)
