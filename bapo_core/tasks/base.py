@@ -39,7 +39,8 @@ class Verdict:
     """The outcome of checking a response: the reward, 0 or 1, and why."""
 
     reward: float
-    status: VerdictStatus
+    status: str
+    """A `VerdictStatus`, or a task's own: lower-case letters and underscores, at most 40."""
     answer: str | None = None
     """The answer found in the response, if there was one of a sensible size."""
     detail: str = ""
@@ -48,7 +49,11 @@ class Verdict:
 
 @runtime_checkable
 class Task(Protocol):
-    """A kind of problem. Instances are immutable; options are given when one is made."""
+    """A kind of problem. Instances are immutable; options are given when one is made.
+
+    A task may also have `warm_up() -> None`: the verifier calls it before the first deadline
+    runs, so what takes long the first time (imports, tables) is done there.
+    """
 
     @property
     def name(self) -> str: ...
@@ -62,7 +67,9 @@ class Task(Protocol):
         ...
 
     def verify(self, payload: Payload, response: str) -> Verdict:
-        """Checks a response. Raises nothing for any string: a response is hostile input."""
+        """Checks a response. Raises nothing for any string, because a response is hostile input;
+        only `MemoryError` may pass, for the verifier to see.
+        """
         ...
 
     def load(self, path: str | Path, *, limit: int | None = None) -> list[Payload]:

@@ -6,12 +6,11 @@ dataset Jiayi-Pan/Countdown-Tasks-3to4.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import combinations, islice
+from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -24,6 +23,7 @@ from bapo_core.tasks.expressions import (
     parse,
     random_expression,
 )
+from bapo_core.tasks.files import rows_of
 
 __all__ = ["CountdownTask", "is_solvable", "load_countdown", "random_expression"]
 
@@ -31,6 +31,8 @@ Template = Literal["short", "think"]
 
 MAX_NUMBERS = 6
 """More numbers cannot be searched for a solution in reasonable time."""
+
+_EXAMPLE = '{"nums": [3, 4, 7], "target": 84}'
 
 # How many draws in a row may bring nothing new before the space of problems counts as exhausted.
 _PATIENCE = 20_000
@@ -269,54 +271,14 @@ def load_countdown(path: str | Path, *, limit: int | None = None) -> list[Payloa
     Raises `ValueError` naming file and row for anything but 2 to 6 positive integers, a positive
     integer target, and a solvable problem.
     """
-    file = Path(path)
-    if file.suffix == ".parquet":
-        rows = _parquet_rows(file)
-    elif file.suffix == ".jsonl":
-        rows = _jsonl_rows(file)
-    else:
-        raise ValueError(f"{file}: name it .parquet or .jsonl, after what it holds")
     problems: dict[str, Payload] = {}
-    for number, row in islice(enumerate(rows, start=1), limit):
-        problem = _checked(row, f"{file}, row {number}")
+    for where, row in rows_of(path, ("nums", "target"), _EXAMPLE, limit=limit):
+        problem = _checked(row, where)
         problems.setdefault(_uid(problem["nums"], problem["target"]), problem)
     return list(problems.values())
 
 
-def _parquet_rows(file: Path) -> Iterator[Any]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(file) as parquet:
-            missing = {"nums", "target"} - set(parquet.schema_arrow.names)
-            if missing:
-                raise ValueError(
-                    f"{file}: no column {', '.join(sorted(missing))} (found "
-                    f"{', '.join(parquet.schema_arrow.names)}); rename the columns to nums, target"
-                )
-            for batch in parquet.iter_batches(columns=["nums", "target"]):
-                yield from batch.to_pylist()
-    except pa.ArrowInvalid as error:
-        raise ValueError(f"{file}: not a Parquet file ({error}); export it again") from error
-
-
-def _jsonl_rows(file: Path) -> Iterator[Any]:
-    # Bytes that are not UTF-8 are then an error of their row, not of the whole file.
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise ValueError(
-                    f"{file}, row {number}: not JSON ({error}); write one object a line, like "
-                    '{"nums": [3, 4, 7], "target": 84}'
-                ) from error
-
-
-def _checked(row: Any, where: str) -> Payload:
-    if not isinstance(row, dict) or not {"nums", "target"} <= row.keys():
-        raise ValueError(f"{where}: needs the keys nums and target, got {row!r:.80}")
+def _checked(row: dict[str, Any], where: str) -> Payload:
     numbers, target = row["nums"], row["target"]
     if not (
         isinstance(numbers, list)

@@ -1,10 +1,19 @@
-"""The shapes that cross the wire of the verifier."""
+"""The shapes and sizes that cross the wire of the verifier."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
+
+LONGEST_RESPONSE = 200_000
+"""Characters of a response; a longer one is refused unread, with status `too_large`."""
+MOST_RESPONSES = 8_192
+"""Responses in one request, over all its items."""
+LARGEST_PAYLOAD = 100_000
+"""Bytes of a payload, or of the options, as JSON."""
+LARGEST_BODY = 64 << 20
+"""Bytes of a request's body."""
 
 
 class Wire(BaseModel):
@@ -15,13 +24,13 @@ class VerifyItem(Wire):
     """All responses to one prompt."""
 
     payload: dict[str, Any]
-    responses: list[str] = Field(max_length=4096)
+    responses: list[str] = Field(max_length=MOST_RESPONSES)
 
 
 class VerifyRequest(Wire):
-    task: str
+    task: str = Field(max_length=100)
     options: dict[str, Any] = {}
-    items: list[VerifyItem] = Field(max_length=10_000)
+    items: list[VerifyItem] = Field(max_length=MOST_RESPONSES)
 
 
 class ItemVerdict(Wire):
@@ -30,6 +39,8 @@ class ItemVerdict(Wire):
     reward: float
     status: str
     extracted: str | None = None
+    detail: str | None = None
+    """What broke, for `crashed`."""
 
 
 class VerifyAnswer(Wire):

@@ -2,29 +2,59 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 
+import psutil
 import pytest
+from conftest import wait_until
 
-from services.verifier.pool import LONGEST_RESPONSE, VerifierPool
+from services.verifier.pool import SMALLEST_CHUNK, Busy, Draining, TaskRefused, VerifierPool
+from services.verifier.wire import LONGEST_RESPONSE
 
 OPTIONS = {"template": "short"}
 PAYLOAD = {"nums": [1, 2, 3], "target": 6}
+ODD = {"n": 7}
+
+
+def processes() -> list[psutil.Process]:
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if child.status() != psutil.STATUS_ZOMBIE and "services.verifier.worker" in child.cmdline()
+    ]
+
+
+def started(workers: int, deadline_s: float, **more: int) -> VerifierPool:
+    pool = VerifierPool(workers, deadline_s, **more)
+    wait_until(lambda: pool.ready() and pool.spare_ready())
+    return pool
 
 
 @pytest.fixture
-def pool() -> Iterator[VerifierPool]:
-    pool = VerifierPool(workers=1, deadline_s=10.0)
+def pool(odd_task: None) -> Iterator[VerifierPool]:
+    """One worker, so that everything goes through the same one."""
+    pool = started(1, 2.0, memory_mb=256)
     yield pool
     pool.close()
-    assert multiprocessing.active_children() == []
+    assert processes() == []
 
 
 def statuses(pool: VerifierPool, responses: list[str]) -> list[str]:
     verdicts = pool.verify("countdown", OPTIONS, [(PAYLOAD, response) for response in responses])
+    return [verdict.status for verdict in verdicts]
+
+
+def odd(pool: VerifierPool, responses: list[str]) -> list[str]:
+    verdicts = pool.verify("odd", {}, [({"n": n}, text) for n, text in enumerate(responses)])
+    for n, verdict in enumerate(verdicts):
+        # What is right is right for its own payload: no verdict is another's.
+        if verdict.status == "ok":
+            assert (verdict.reward, verdict.extracted) == (1.0, str(n))
+        else:
+            assert verdict.reward == 0.0
     return [verdict.status for verdict in verdicts]
 
 
@@ -48,25 +78,148 @@ def test_nothing_to_do_is_no_error(pool: VerifierPool) -> None:
 
 
 def test_an_endless_response_is_not_read(pool: VerifierPool) -> None:
-    assert statuses(pool, ["9" * (LONGEST_RESPONSE + 1), "1+2+3"]) == ["too_large", "ok"]
+    endless = "9" * (LONGEST_RESPONSE + 1)
+    assert statuses(pool, [endless]) == ["too_large"]
+    assert statuses(pool, [endless, "1+2+3"]) == ["too_large", "ok"]
 
 
-def test_a_missed_deadline_costs_one_response_and_a_process(pool: VerifierPool) -> None:
-    (process,) = multiprocessing.active_children()
+@pytest.mark.parametrize("how", ["hang", "spin"])
+def test_a_missed_deadline_costs_itself_and_half_a_second(pool: VerifierPool, how: str) -> None:
+    assert odd(pool, ["fine"]) == ["ok"]
+    # The spare was made before there was a task; the next one knows it.
+    assert odd(pool, ["exit"]) == ["crashed"]
+    wait_until(pool.spare_ready)
+    begin = time.monotonic()
+    assert odd(pool, ["a", "b", how, "c", "d"]) == ["ok", "ok", "timeout", "ok", "ok"]
+    assert 2.0 <= time.monotonic() - begin < 2.5
+    assert pool.restarts["timeout"] == 1
+
+
+def test_the_deadline_is_of_each_response_not_of_a_batch(pool: VerifierPool) -> None:
+    assert odd(pool, ["hang", "a", "hang", "b"]) == ["timeout", "ok", "timeout", "ok"]
+
+
+@pytest.mark.parametrize("how", ["exit", "segfault"])
+def test_a_crash_costs_one_response(pool: VerifierPool, how: str) -> None:
+    assert odd(pool, ["a", how, "b", how, "c"]) == ["ok", "crashed", "ok", "crashed", "ok"]
+    assert pool.restarts["crashed"] == 2
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("raise", "KeyError: 'nums'"),
+        ("sys.exit", "SystemExit: 3"),
+        ("half", "make it 0 or 1"),
+        ("status", "lower-case letters"),
+    ],
+)
+def test_a_task_that_breaks_its_promises_is_told_so(pool: VerifierPool, how: str, why: str) -> None:
+    before = processes()
+    verdicts = pool.verify("odd", {}, [(ODD, "a"), (ODD, how), (ODD, "b")])
+    assert [verdict.status for verdict in verdicts] == ["ok", "crashed", "ok"]
+    assert verdicts[1].detail is not None
+    assert why in verdicts[1].detail
+    assert processes() == before
+
+
+def test_too_much_memory_costs_one_response(pool: VerifierPool) -> None:
+    assert odd(pool, ["a", "memory", "b", "memory"]) == ["ok", "too_large", "ok", "too_large"]
+    assert pool.restarts == {"retired": 2}
+
+
+def test_a_worker_that_dies_between_batches_is_nobodys_fault(pool: VerifierPool) -> None:
     assert statuses(pool, ["1+2+3"]) == ["ok"]
-    assert process.pid is not None
-    # A stopped process is one that hangs.
-    os.kill(process.pid, signal.SIGSTOP)
-    pool.deadline_s = 0.2
-    assert statuses(pool, ["1+2+3"])[0] == "timeout"
-    pool.deadline_s = 10.0
+    for process in processes():
+        process.kill()
+    wait_until(lambda: processes() == [])
     assert statuses(pool, ["1+2+3", "3+2+1"]) == ["ok", "ok"]
-    assert process not in multiprocessing.active_children()
 
 
-def test_a_crash_costs_one_response(pool: VerifierPool) -> None:
-    assert statuses(pool, ["1+2+3"]) == ["ok"]
-    (process,) = multiprocessing.active_children()
-    process.kill()
-    process.join()
-    assert statuses(pool, ["1+2+3", "3+2+1"]) == ["crashed", "ok"]
+def test_a_task_may_have_statuses_of_its_own_and_long_answers_are_cut(pool: VerifierPool) -> None:
+    own, long = pool.verify("odd", {}, [(ODD, "own"), (ODD, "long")])
+    assert (own.status, own.extracted) == ("not_funny", "own")
+    assert long.extracted == "x" * 1_000
+
+
+def test_workers_know_no_secret(pool: VerifierPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAPO_TOKEN", "secret")
+    with_secret = started(1, 5.0)
+    (verdict,) = with_secret.verify("odd", {}, [(ODD, "secret")])
+    with_secret.close()
+    assert verdict.extracted == "[]"
+
+
+def test_options_that_a_task_refuses_are_an_error(pool: VerifierPool) -> None:
+    with pytest.raises(TaskRefused, match="task odd: reward is 'x'; make it a number"):
+        pool.verify("odd", {"reward": "x"}, [(ODD, "a")])
+    with pytest.raises(TaskRefused, match="cannot load no_such_module:Task of odd-task"):
+        pool.verify("gone", {}, [(ODD, "a")])
+    assert odd(pool, ["a"]) == ["ok"]
+
+
+def test_one_batch_uses_all_workers(odd_task: None) -> None:
+    pool = started(2, 60.0)
+    try:
+        batch = pool.submit("odd", {}, [(ODD, "hang")] * 2 * SMALLEST_CHUNK)
+        # A worker that hangs takes no second chunk, so each has one.
+        wait_until(lambda: not batch.waiting)
+        pool.abandon(batch)
+    finally:
+        pool.close()
+
+
+def test_batches_take_turns(odd_task: None) -> None:
+    pool = started(1, 1.0)
+    try:
+        long = pool.submit("odd", {}, [(ODD, "hang")] * 40)
+        short = pool.submit("odd", {}, [(ODD, "a")])
+        assert [status for _, status, *_ in short.done.result(30)] == ["ok"]
+        assert not long.done.done()
+        pool.abandon(long)
+        assert pool.waiting() == 0
+        assert odd(pool, ["a"]) == ["ok"]
+    finally:
+        pool.close()
+
+
+def test_no_more_waits_than_may(odd_task: None) -> None:
+    pool = started(1, 60.0, queue=10)
+    try:
+        batch = pool.submit("odd", {}, [(ODD, "hang")] * 8)
+        with pytest.raises(Busy, match="8 responses wait and 10 may"):
+            pool.submit("odd", {}, [(ODD, "a")] * 3)
+        pool.submit("odd", {}, [(ODD, "a")] * 2)
+        pool.abandon(batch)
+        with pytest.raises(CancelledError):
+            batch.done.result()
+        pool.submit("odd", {}, [(ODD, "a")] * 8)
+    finally:
+        pool.close()
+
+
+def test_a_drain_finishes_what_is_under_way_and_takes_nothing_new(odd_task: None) -> None:
+    pool = started(1, 1.0)
+    try:
+        batch = pool.submit("odd", {}, [(ODD, "hang"), (ODD, "a")])
+        drained: list[bool] = []
+        thread = threading.Thread(target=lambda: drained.append(pool.drain(30.0)))
+        thread.start()
+        wait_until(lambda: not pool.ready())
+        with pytest.raises(Draining):
+            pool.submit("odd", {}, [(ODD, "a")])
+        thread.join()
+        assert drained == [True]
+        assert [status for _, status, *_ in batch.done.result(0)] == ["timeout", "ok"]
+    finally:
+        pool.close()
+
+
+def test_a_drain_gives_up_in_time_and_what_is_left_is_told(odd_task: None) -> None:
+    pool = started(1, 60.0)
+    batch = pool.submit("odd", {}, [(ODD, "hang")])
+    assert not pool.drain(0.05)
+    pool.close()
+    with pytest.raises(Draining):
+        batch.done.result(0)
+    assert processes() == []

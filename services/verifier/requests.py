@@ -1,0 +1,86 @@
+"""A request's body → responses to score; results → the answer's body. Plain functions.
+
+Written for batches of thousands: one pass of compiled code each way, and little per response.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails, to_json
+
+from services.common.errors import Problem
+from services.verifier.wire import LARGEST_PAYLOAD, MOST_RESPONSES, VerifyRequest
+from services.verifier.worker import Result, Work
+
+_SHOWN_ERRORS = 5
+
+
+def too_large(detail: str) -> Problem:
+    return Problem(413, "Too large", detail)
+
+
+def read_request(body: bytes, known_tasks: Sequence[str]) -> VerifyRequest:
+    """The request, with every limit checked. Raises `Problem`: 400, 413 or 422."""
+    try:
+        request = VerifyRequest.model_validate_json(body)
+    except ValidationError as error:
+        raise _explained(error) from error
+    if request.task not in known_tasks:
+        raise _invalid(f"task: {request.task!r} is none of {', '.join(known_tasks)}")
+    responses = sum(len(item.responses) for item in request.items)
+    if responses > MOST_RESPONSES:
+        raise too_large(
+            f"items: {responses} responses in one request; send at most {MOST_RESPONSES}"
+        )
+    _check_size("options", len(to_json(request.options)))
+    for number, item in enumerate(request.items):
+        _check_size(f"items.{number}.payload", len(to_json(item.payload)))
+    return request
+
+
+def work_of(request: VerifyRequest) -> list[Work]:
+    """Every (payload, response), in order."""
+    return [(item.payload, response) for item in request.items for response in item.responses]
+
+
+def answer_body(request: VerifyRequest, results: Sequence[Result]) -> bytes:
+    """A `VerifyAnswer` as JSON."""
+    flat = iter(
+        [
+            {"reward": reward, "status": status, "extracted": answer, "detail": detail}
+            for reward, status, answer, detail in results
+        ]
+    )
+    verdicts = [[next(flat) for _ in item.responses] for item in request.items]
+    return to_json({"verdicts": verdicts})
+
+
+def count_statuses(results: Sequence[Result]) -> Counter[str]:
+    return Counter([status for _, status, _, _ in results])
+
+
+def _check_size(where: str, size: int) -> None:
+    if size > LARGEST_PAYLOAD:
+        raise _invalid(f"{where}: {size} bytes as JSON; send at most {LARGEST_PAYLOAD}")
+
+
+def _invalid(detail: str) -> Problem:
+    return Problem(422, "Invalid request", detail)
+
+
+def _explained(error: ValidationError) -> Problem:
+    # Neither the input, which may be huge and is hostile, nor a link.
+    errors = error.errors(include_url=False, include_input=False)
+    if errors[0]["type"] == "json_invalid":
+        return Problem(400, "Bad request", f"body: {errors[0]['msg']}; send JSON in UTF-8")
+    parts = [_part(each) for each in errors[:_SHOWN_ERRORS]]
+    if len(errors) > _SHOWN_ERRORS:
+        parts.append(f"and {len(errors) - _SHOWN_ERRORS} more")
+    return _invalid("; ".join(parts))
+
+
+def _part(error: ErrorDetails) -> str:
+    return f"{'.'.join(map(str, error['loc'])) or 'body'}: {error['msg']}"

@@ -1,0 +1,105 @@
+"""The Countdown verifier against another one, written on Python's own parser."""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+from collections.abc import Sequence
+from fractions import Fraction
+
+from bapo_core.tasks.countdown import CountdownTask, random_expression
+
+TASK = CountdownTask(template="short")
+JUNK = [*"%^ \t()+-*/01.,x_e\n=#٣²\x00", "**", "//", "  ", "()", "((", "+-", "1e1", "0x1"]
+ALLOWED = re.compile(r"[0-9+\-*/() \t\r\n]*")
+LEADING_ZERO = re.compile(r"(?<![0-9])0[0-9]")
+
+
+def independent(numbers: Sequence[int], target: int, answer: str) -> bool:
+    """Whether `answer` is right: ast for the grammar, Fraction for the value."""
+    answer = answer.strip()
+    if not answer or len(answer) > 512 or not ALLOWED.fullmatch(answer):
+        return False
+    if LEADING_ZERO.search(answer):
+        return False
+    try:
+        # Line breaks end an expression of Python's; here they are blanks.
+        tree = ast.parse(re.sub(r"\s", " ", answer), mode="eval").body
+        used: list[int] = []
+        value = evaluate(tree, used)
+    except (SyntaxError, ZeroDivisionError, NotImplementedError):
+        return False
+    return sorted(used) == sorted(numbers) and value == target
+
+
+def evaluate(node: ast.expr, used: list[int]) -> Fraction:
+    match node:
+        case ast.Constant(value=int(number)):
+            used.append(number)
+            return Fraction(number)
+        case ast.BinOp(left=left, op=op, right=right):
+            a, b = evaluate(left, used), evaluate(right, used)
+            match op:
+                case ast.Add():
+                    return a + b
+                case ast.Sub():
+                    return a - b
+                case ast.Mult():
+                    return a * b
+                case ast.Div():
+                    return a / b
+    raise NotImplementedError(type(node).__name__)
+
+
+def generated(rng: random.Random) -> tuple[list[int], int, str]:
+    """(numbers, target, answer): right, nearly right, or mutilated."""
+    numbers = [rng.randint(1, rng.choice([9, 99])) for _ in range(rng.choice([2, 3, 4, 5, 6]))]
+    text, value = random_expression(numbers, rng, positive_integer=True)
+    target = int(value)
+    kind = rng.randrange(4)
+    if kind == 0:
+        return numbers, target, spaced(text, rng)
+    if kind == 1:  # other expressions over the same numbers: mostly the wrong value
+        return numbers, target, random_expression(numbers, rng)[0]
+    if kind == 2:  # other numbers: 1 of them changed, left out or added
+        return [*numbers[1:], rng.randint(1, 99)], target, spaced(text, rng)
+    for _ in range(rng.randint(1, 3)):
+        text = mutated(text, rng)
+    return numbers, target, text
+
+
+def spaced(text: str, rng: random.Random) -> str:
+    """Blanks between tokens, and parentheses around everything, change nothing."""
+    tokens = re.findall(r"\d+|.", text)
+    blanks = ["", "", " ", "\t", "\n", "  "]
+    inside = "".join(token + rng.choice(blanks) for token in tokens)
+    return rng.choice([inside, f"({inside})", f" (({inside}) ) "])
+
+
+def mutated(text: str, rng: random.Random) -> str:
+    at = rng.randrange(len(text) + 1)
+    match rng.randrange(3):
+        case 0:
+            return text[:at] + rng.choice(JUNK) + text[at:]
+        case 1:
+            return text[:at] + text[at + 1 :]
+        case _:
+            return text[:at] + rng.choice(JUNK) + text[at + 1 :]
+
+
+def compare(seed: int, count: int) -> None:
+    rng = random.Random(seed)
+    right = 0
+    for _ in range(count):
+        numbers, target, answer = generated(rng)
+        expected = independent(numbers, target, answer)
+        verdict = TASK.verify({"nums": numbers, "target": target}, answer)
+        assert (verdict.reward == 1.0) == expected, (numbers, target, answer, verdict)
+        right += expected
+    # Neither side always says the same.
+    assert 0.2 < right / count < 0.6
+
+
+def test_two_verifiers_agree_on_a_hundred_thousand_answers() -> None:
+    compare(0, 100_000)

@@ -1,0 +1,124 @@
+"""Tasks of other distributions, by entry point; and the example of the docs, which must work."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bapo_core.tasks import SyntheticTask, get_task, task_names
+from services.verifier.pool import VerifierPool
+
+DOCS = Path(__file__).parents[3] / "docs" / "adding-a-task.md"
+
+
+def distribution(directory: Path, name: str, entry_points: str, code: str) -> None:
+    """What pip leaves behind."""
+    module = name.replace("-", "_")
+    (directory / f"{module}.py").write_text(code)
+    info = directory / f"{module}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[bapo.tasks]\n{entry_points}\n")
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    for name in ("bapo_mine", "bapo_his", "bapo_sums"):
+        sys.modules.pop(name, None)
+
+
+def blocks() -> dict[str, str]:
+    """The docs' code blocks by the file that their first line names."""
+    found = re.findall(r"```\w+\n# (\S+)\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    return dict(found)
+
+
+def test_the_example_of_the_docs_works_in_the_verifier(place: Path) -> None:
+    code = blocks()["bapo_sums.py"]
+    points = re.search(r'"bapo\.tasks"\]\n(.*?)\n', blocks()["pyproject.toml"])
+    assert points is not None
+    distribution(place, "bapo-sums", points[1].replace('"', ""), code)
+    assert "sums" in task_names()
+    task = get_task("sums", largest=9)
+    assert isinstance(task, SyntheticTask)
+    train, test = task.generate_split(0, train=20, test=5)
+    assert len({task.uid(payload) for payload in [*train, *test]}) == 25
+    pool = VerifierPool(1, 10.0)
+    try:
+        payload = {"a": 2, "b": 3}
+        verdicts = pool.verify("sums", {}, [(payload, "5"), (payload, "6"), (payload, "five")])
+    finally:
+        pool.close()
+    assert [verdict.reward for verdict in verdicts] == [1, 0, 0]
+    assert [verdict.status for verdict in verdicts] == ["ok", "wrong_value", "not_a_number"]
+
+
+def test_a_distribution_that_pip_installs_is_found(tmp_path: Path) -> None:
+    """The same through pip and pyproject.toml, as the docs say."""
+    pytest.importorskip("setuptools")
+    project, target = tmp_path / "project", tmp_path / "target"
+    project.mkdir()
+    for name, content in blocks().items():
+        if name in ("pyproject.toml", "bapo_sums.py"):
+            (project / name).write_text(content)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run(
+        [*pip, "--no-build-isolation", "--target", str(target), str(project)],
+        check=True,
+        timeout=120,
+    )
+    code = (
+        f"import sys; sys.path.insert(0, {str(target)!r})\n"
+        "from bapo_core.tasks import get_task, task_names\n"
+        "print(get_task('sums').verify({'a': 1, 'b': 1}, '2').reward, 'sums' in task_names())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["1.0", "True"], done.stderr
+
+
+def test_an_unknown_name_lists_the_known_ones(place: Path) -> None:
+    distribution(place, "bapo-mine", "mine = bapo_mine:Task", "Task = int\n")
+    with pytest.raises(ValueError, match="no task 'nonsense'; known tasks: countdown, math, mine"):
+        get_task("nonsense")
+
+
+def test_what_is_no_task_is_named(place: Path) -> None:
+    distribution(place, "bapo-mine", "mine = bapo_mine:Task", "Task = int\n")
+    with pytest.raises(ValueError, match="makes a int, which lacks some of name, uid"):
+        get_task("mine")
+
+
+def test_what_does_not_load_is_named(place: Path) -> None:
+    distribution(place, "bapo-mine", "mine = bapo_mine:Task\nhis = bapo_his:Task", "")
+    with pytest.raises(ValueError, match="cannot load bapo_mine:Task of bapo-mine"):
+        get_task("mine")
+    with pytest.raises(ValueError, match="No module named 'bapo_his'"):
+        get_task("his")
+
+
+def test_two_of_a_name_are_refused(place: Path) -> None:
+    distribution(place, "bapo-mine", "mine = bapo_mine:Task", "Task = int\n")
+    distribution(place, "bapo-his", "mine = bapo_his:Task", "Task = int\n")
+    with pytest.raises(ValueError, match="installed more than once"):
+        get_task("mine")
+
+
+def test_a_plug_in_does_not_replace_a_task_of_ours(place: Path) -> None:
+    distribution(place, "bapo-mine", "countdown = bapo_mine:Task", "Task = int\n")
+    assert get_task("countdown").uid({"nums": [1, 2], "target": 3}) == "countdown:1-2:3"
+
+
+def test_tasks_import_without_mathematics() -> None:
+    code = (
+        "import sys; sys.modules['math_verify'] = sys.modules['sympy'] = None\n"
+        "import bapo_core.tasks; bapo_core.tasks.get_task('math')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

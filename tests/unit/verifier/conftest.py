@@ -1,0 +1,130 @@
+"""A verifier on a real port, and a distribution with a task that misbehaves on demand."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+
+from services.verifier.app import create_app
+from services.verifier.settings import VerifierSettings
+
+TOKEN = "a-token"
+
+ODD_TASK = '''
+import os, signal, sys, time
+from bapo_core.tasks import Verdict, VerdictStatus
+
+
+class OddTask:
+    """Does what the response says."""
+
+    name = "odd"
+
+    def __init__(self, reward=1.0):
+        if not isinstance(reward, float):
+            raise ValueError(f"reward is {reward!r}; make it a number")
+        self.reward = reward
+
+    def uid(self, payload):
+        return str(payload["n"])
+
+    def render(self, payload):
+        return [{"role": "user", "content": str(payload["n"])}]
+
+    def load(self, path, *, limit=None):
+        return []
+
+    def verify(self, payload, response):
+        if response == "hang":
+            time.sleep(3600)
+        elif response == "spin":
+            10 ** 10 ** 9  # holds the interpreter, in C
+        elif response == "exit":
+            os._exit(0)
+        elif response == "sys.exit":
+            sys.exit(3)
+        elif response == "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        elif response == "raise":
+            raise KeyError("nums")
+        elif response == "memory":
+            hoard = [bytes(1 << 20) for _ in range(100_000)]
+        elif response == "half":
+            return Verdict(0.5, VerdictStatus.OK)
+        elif response == "status":
+            return Verdict(0.0, "Not A Status")
+        elif response == "secret":
+            return Verdict(1.0, "ok", str([name for name in os.environ if "BAPO" in name]))
+        elif response == "pid":
+            return Verdict(1.0, "ok", str(os.getpid()))
+        elif response == "long":
+            return Verdict(1.0, "ok", "x" * 100_000)
+        elif response == "own":
+            return Verdict(0.0, "not_funny", "own")
+        return Verdict(self.reward, VerdictStatus.OK, f"{payload['n']}")
+
+
+class Lacking:
+    name = "lacking"
+'''
+
+
+@pytest.fixture
+def odd_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A distribution as pip would leave it, on the path of this process and of the workers."""
+    (tmp_path / "odd_task.py").write_text(ODD_TASK)
+    info = tmp_path / "odd_task-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd-task\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[bapo.tasks]\nodd = odd_task:OddTask\nlacking = odd_task:Lacking\n"
+        "gone = no_such_module:Task\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@contextmanager
+def serving(settings: VerifierSettings) -> Iterator[tuple[FastAPI, httpx.Client]]:
+    """The verifier on a port of its own."""
+    app = create_app(TOKEN, settings)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        try:
+            with httpx.Client(
+                base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=120
+            ) as client:
+                wait_until(lambda: _ready(client))
+                yield app, client
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def _ready(client: httpx.Client) -> bool:
+    try:
+        return client.get("/readyz").is_success
+    except httpx.TransportError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Until the condition holds; fails the test if it never does."""
+    pause = threading.Event()
+    for _ in range(int(seconds * 50)):
+        if condition():
+            return
+        pause.wait(0.02)
+    raise AssertionError(f"not so within {seconds} s")
