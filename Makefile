@@ -39,6 +39,8 @@ compare: $(STAMP) ## BAPO, GRPO and DAPO, 3 seeds each (an hour; QUICK=1: ten mi
 bench: $(STAMP) ## the benchmarks of benchmarks/
 	$(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.stack
+	$(BIN)/python -m benchmarks.verifier
+	$(BIN)/python -m benchmarks.buffer
 
 docs: $(STAMP) ## regenerate docs/configuration.md
 	$(BIN)/python -m services.local.config_docs docs/configuration.md

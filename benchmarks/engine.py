@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from bapo_core.tasks.countdown import CountdownTask
+from benchmarks.machine import machine
 from services.local.run import ensure_model
 from services.local.stack import default_home
 from services.rollout.engine import GeneratedGroup, GenerationRequest, SamplingParams
@@ -230,7 +229,10 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         temperature=TEMPERATURE, max_tokens=arguments.max_tokens, group_size=arguments.group_size
     )
     contest = Contest(model, prompts, sampling)
-    result: dict[str, Any] = {"machine": machine(), "max_tokens": sampling.max_tokens}
+    result: dict[str, Any] = {
+        "machine": machine("torch", "transformers"),
+        "max_tokens": sampling.max_tokens,
+    }
     result["as_it_is"] = compete(contest, arguments.repeats, console, "as it is")
     model.lm_head = BiasedHead(model.lm_head, contest.end, 0.0)
     model.lm_head.bias = find_end_bias(model, contest, 1 / 3)
@@ -238,18 +240,6 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     model.lm_head.bias = NEVER
     result["equal"] = compete(contest, arguments.repeats, console, "equal")
     return result
-
-
-def machine() -> dict[str, Any]:
-    """What the numbers depend on."""
-    return {
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "load_before": round(os.getloadavg()[0], 2),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
 
 
 def _tiny_model(console: Console) -> Path:
@@ -264,13 +254,6 @@ def _left_padded(prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
     tokens = torch.tensor([[0] * (width - len(ids)) + ids for ids in prompts])
     mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
     return tokens, mask
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown"
 
 
 def main() -> None:

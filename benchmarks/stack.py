@@ -23,8 +23,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from rich.console import Console
 from transformers import AutoTokenizer
 
@@ -44,6 +42,7 @@ from bapo_core.seeding import derive_rng, derive_seed
 from bapo_core.tasks import get_task
 from bapo_core.thresholds import high_quality_window, running_reward
 from bapo_core.types import GroupSummary
+from benchmarks.machine import machine
 from services.buffer.client import BufferClient
 from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse
 from services.buffer.wire import ManifestMember, PromptItem
@@ -274,20 +273,8 @@ def measure(repeats: int, steps: int, console: Console) -> dict[str, Any]:
         "stack_seconds_per_step": through,
         "ratio_of_medians": statistics.median(through) / statistics.median(alone),
         "same_batches": equal,
-        "machine": {
-            "processor": _processor(),
-            "cores": os.cpu_count(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "machine": machine("torch", "transformers"),
     }
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown"
 
 
 def main() -> None:

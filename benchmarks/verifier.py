@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
 import secrets
 import statistics
@@ -24,7 +23,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +30,7 @@ import httpx
 
 from bapo_core.tasks import Payload, get_task
 from bapo_core.tasks.countdown import random_expression
+from benchmarks.machine import machine
 from services.local.supervisor import free_ports
 
 GROUP_SIZE = 8
@@ -196,22 +195,10 @@ def main() -> None:
                 clients=arguments.clients,
                 repeats=arguments.repeats,
             )
-    result["machine"] = {
-        "processor": _processor(),
-        "cores": CORES,
-        "python": platform.python_version(),
-        "math_verify": version("math-verify"),
-    }
+    result["machine"] = machine("math-verify")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown"
 
 
 if __name__ == "__main__":

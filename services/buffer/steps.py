@@ -644,13 +644,13 @@ def rewind(session: Session, run: Run, step: int) -> None:
 def buffer_as_of(session: Session, run: Run, buffer: wire.Buffer, step: int) -> list[GroupSummary]:
     """The buffer after the commit of `step`, oldest first."""
     rows = session.execute(
-        select(RolloutGroup, PromptRow.uid)
+        select(*_SUMMARY)
         .join(BufferEntry, BufferEntry.group_id == RolloutGroup.id)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
         .where(in_buffer(run, buffer, step))
         .order_by(RolloutGroup.step, RolloutGroup.position, RolloutGroup.kind)
     )
-    return [_summary(group, uid) for group, uid in rows]
+    return [GroupSummary(*row) for row in rows]
 
 
 def in_buffer(run: Run, buffer: wire.Buffer, step: int) -> ColumnElement[bool]:
@@ -666,23 +666,23 @@ def in_buffer(run: Run, buffer: wire.Buffer, step: int) -> ColumnElement[bool]:
 def summaries(session: Session, run: Run, step: int, kind: wire.Kind) -> list[GroupSummary]:
     """The groups of a step in the order their prompts were drawn, however they arrived."""
     rows = session.execute(
-        select(RolloutGroup, PromptRow.uid)
+        select(*_SUMMARY)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
         .where(RolloutGroup.run_id == run.id, RolloutGroup.step == step, RolloutGroup.kind == kind)
         .order_by(RolloutGroup.position)
     )
-    return [_summary(group, uid) for group, uid in rows]
+    return [GroupSummary(*row) for row in rows]
 
 
-def _summary(group: RolloutGroup, uid: str) -> GroupSummary:
-    return GroupSummary(
-        group_id=group.id,
-        prompt_uid=uid,
-        step=group.step,
-        correct=group.correct,
-        size=group.size,
-        policy_version=group.policy_version,
-    )
+# The fields of a GroupSummary, in their order. Whole rows would take twice as long.
+_SUMMARY = (
+    RolloutGroup.id,
+    PromptRow.uid,
+    RolloutGroup.step,
+    RolloutGroup.correct,
+    RolloutGroup.size,
+    RolloutGroup.policy_version,
+)
 
 
 def _token_count(session: Session, run: Run, step: int) -> int:

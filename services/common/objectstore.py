@@ -100,8 +100,8 @@ class ObjectStore:
         except (MinioException, urllib3.exceptions.HTTPError) as error:
             raise self._failed("create", "", error) from error
 
-    def put(self, key: str, data: bytes) -> str:
-        """Stores `data`; returns its digest."""
+    def put(self, key: str, data: bytes) -> None:
+        """Stores `data`."""
         try:
             self._client.put_object(
                 bucket_name=self.settings.bucket,
@@ -113,7 +113,6 @@ class ObjectStore:
             )
         except (MinioException, urllib3.exceptions.HTTPError) as error:
             raise self._failed("write", key, error) from error
-        return digest_of(data)
 
     def get(self, key: str, digest: str) -> bytes:
         """The bytes of `key`; an error unless their digest is `digest`."""
@@ -166,14 +165,14 @@ class ObjectStore:
     def put_directory(self, prefix: str, directory: Path) -> str:
         """Stores every file of `directory` under `prefix`, manifest last; returns its digest."""
         files = sorted(path for path in directory.rglob("*") if path.is_file())
-        listing = {
-            str(path.relative_to(directory)): self.put(
-                f"{prefix}/{path.relative_to(directory)}", path.read_bytes()
-            )
-            for path in files
-        }
+        listing = {}
+        for path in files:
+            name, data = str(path.relative_to(directory)), path.read_bytes()
+            self.put(f"{prefix}/{name}", data)
+            listing[name] = digest_of(data)
         manifest = json.dumps({"files": listing}, sort_keys=True).encode()
-        return self.put(f"{prefix}/{MANIFEST}", manifest)
+        self.put(f"{prefix}/{MANIFEST}", manifest)
+        return digest_of(manifest)
 
     def get_directory(self, prefix: str, digest: str, directory: Path) -> None:
         """Fetches what `put_directory` stored into `directory`, checking every digest."""

@@ -111,7 +111,7 @@ def test_garbage_is_what_no_row_points_to(driver: Driver, stack: Endpoints) -> N
     store.put(orphan, b"nobody knows me")
     found = driver.client.collect_garbage()
     assert orphan in found.orphans
-    assert found.missing == []
+    assert not [key for key in found.missing if key.startswith(f"runs/{driver.config.name}/")]
     assert found.deleted == 0
     own = {member.object_key for member in driver.client.recorded_batch(1).members}
     assert own
