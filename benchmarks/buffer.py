@@ -88,7 +88,7 @@ def fill(url: str, run: Filled, console: Console) -> None:
         first_group = _fill_groups(connection, run, run_id, first_prompt, position, correct)
         console.print(f"{run.name}: groups are in")
         _fill_derived(connection, run, run_id, first_prompt, position, correct)
-        _fill_members(connection, run, run_id, first_group, correct)
+        _fill_members(connection, run, run_id, first_group)
         connection.execute("analyze")
 
 
@@ -238,7 +238,6 @@ def _fill_members(
     run: Filled,
     run_id: int,
     first_group: int,
-    correct: NDArray[Any],
 ) -> None:
     """128 fresh groups a batch; 64 in the high-quality buffer for 3 steps, 16 in the other."""
 
