@@ -1,0 +1,195 @@
+"""The buffer service under load: 64 runs and 8 dashboards at once, for ten minutes.
+
+    python -m benchmarks.buffer_load [--runs 64] [--dashboards 8] [--minutes 10] [--pace 10]
+
+Each run has a collector and a trainer, which make a step of 64 groups x 8 responses x 128 tokens
+every `pace` seconds: prompts, groups, batch, commit, a checkpoint every fifth step. A dashboard
+asks for a run's state, steps, bins, prompts and buffers every two seconds, with If-None-Match. The
+same first with one run and no dashboard, to tell the load from the machine. Any error fails it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import httpx
+import numpy as np
+from rich.console import Console
+
+from bapo_core.config import RunConfig, config_from
+from benchmarks.buffer import SIZE, percentile, service_memory, trajectories
+from benchmarks.machine import machine
+from services.buffer import wire
+from services.buffer.client import BufferClient
+from services.local.data import load_datasets
+from services.local.stack import Endpoints, running_stack
+
+GROUPS, TOKENS = 64, 128
+T = TypeVar("T")
+Given = ParamSpec("Given")
+
+
+class Clock:
+    """Milliseconds of every call, by its name; and what went wrong."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.times: dict[str, list[float]] = defaultdict(list)
+        self.errors: list[str] = []
+
+    def time(
+        self, name: str, call: Callable[Given, T], *given: Given.args, **more: Given.kwargs
+    ) -> T:
+        started = time.perf_counter()
+        result = call(*given, **more)
+        with self._lock:
+            self.times[name].append((time.perf_counter() - started) * 1e3)
+        return result
+
+    def summary(self) -> dict[str, Any]:
+        return {
+            name: {
+                "calls": len(times),
+                "p50_ms": percentile(times, 0.5),
+                "p99_ms": percentile(times, 0.99),
+                "max_ms": max(times),
+            }
+            for name, times in sorted(self.times.items())
+        }
+
+
+def config(name: str) -> RunConfig:
+    return config_from(
+        {
+            "name": name,
+            "steps": 100_000,
+            "task": {"options": {"template": "short"}, "train_prompts": 2000, "test_prompts": 8},
+            "rollout": {"prompts_per_step": GROUPS, "group_size": SIZE},
+        }
+    )
+
+
+def create(stack: Endpoints, name: str) -> BufferClient:
+    client = BufferClient(stack.buffer_url, stack.token, run=name)
+    train, test = load_datasets(config(name))
+    for dataset in (train, test):
+        client.upload_dataset(dataset.name, dataset.prompts)
+    request = wire.RunCreate(
+        name=name,
+        config=config(name).model_dump(mode="json"),
+        train_dataset=train.name,
+        test_dataset=test.name,
+    )
+    client.create_run(request)
+    client.begin_attempt()
+    return client
+
+
+def train(client: BufferClient, clock: Clock, until: float, pace: float, seed: int) -> None:
+    """A collector and a trainer, step after step."""
+    rng = np.random.default_rng(seed)
+    begins = time.monotonic() + pace * random.Random(seed).random()
+    step = 0
+    while (begins := begins + pace) < until:
+        time.sleep(max(0.0, begins - time.monotonic()))
+        step += 1
+        make_step(client, clock, step, rng)
+
+
+def make_step(client: BufferClient, clock: Clock, step: int, rng: np.random.Generator) -> None:
+    kinds: list[wire.Kind] = ["fresh"]
+    if config(client.run).schedule.reevaluates_at(step):
+        kinds.append("reevaluation")
+    for kind in kinds:
+        prompts = clock.time("prompts", client.step_prompts, step, kind)
+        uids = [prompt.uid for prompt in prompts.prompts]
+        if uids:
+            body = trajectories(uids, prompts.policy_version, TOKENS, rng)
+            clock.time("groups", client.post_groups, step, kind, body)
+    clock.time("batch", client.batch, step)
+    clock.time("commit", client.commit, step, {"loss": 0.5, "entropy": 1.0})
+    if step % 5 == 0:
+        clock.time("checkpoint", client.record_checkpoint, step, "c" * 64)
+
+
+def watch(stack: Endpoints, name: str, clock: Clock, until: float) -> None:
+    """A dashboard on one run."""
+    tags: dict[str, str] = {}
+    paths = ("", "/steps?points=500", "/difficulty/bins", "/prompts?order=hardest", "/buffers/hard")
+    headers = {"Authorization": f"Bearer {stack.token}"}
+    with httpx.Client(base_url=stack.buffer_url, headers=headers, timeout=30) as client:
+        while time.monotonic() < until:
+            for path in paths:
+                known = {"If-None-Match": tags[path]} if path in tags else {}
+                url = f"/v1/runs/{name}{path}"
+                answer = clock.time("dashboard", client.get, url, headers=known)
+                if answer.status_code not in (200, 304):
+                    clock.errors.append(f"{url}: {answer.status_code}")
+                tags[path] = answer.headers.get("etag", "")
+            time.sleep(2)
+
+
+def load(
+    stack: Endpoints, prefix: str, runs: int, dashboards: int, minutes: float, pace: float
+) -> Any:
+    """What every call took while so many runs and dashboards were at work."""
+    clients = [create(stack, f"{prefix}-{n}") for n in range(runs)]
+    clock = Clock()
+    until = time.monotonic() + 60 * minutes
+    with ThreadPoolExecutor(runs + dashboards) as pool:
+        jobs = [
+            pool.submit(train, client, clock, until, pace, n) for n, client in enumerate(clients)
+        ]
+        jobs += [
+            pool.submit(watch, stack, f"{prefix}-{n % runs}", clock, until)
+            for n in range(dashboards)
+        ]
+        for job in jobs:
+            job.result()
+    if clock.errors:
+        raise RuntimeError(f"{len(clock.errors)} errors, the first: {clock.errors[0]}")
+    return {"runs": runs, "dashboards": dashboards, "calls": clock.summary()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/buffer_load.json"))
+    parser.add_argument("--runs", type=int, default=64)
+    parser.add_argument("--dashboards", type=int, default=8)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--pace", type=float, default=10, help="seconds from step to step of a run")
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {
+        "machine": machine("sqlalchemy", "psycopg"),
+        "minutes": arguments.minutes,
+        "pace_s": arguments.pace,
+    }
+    console = Console()
+    with (
+        tempfile.TemporaryDirectory(prefix="bapo-bench-") as directory,
+        running_stack(Path(directory), 0) as stack,
+    ):
+        result["alone"] = load(stack, "alone", 1, 0, arguments.minutes / 10, 1.0)
+        console.print("alone: done")
+        result["memory_before_mib"] = service_memory(stack)
+        result["together"] = load(
+            stack, "run", arguments.runs, arguments.dashboards, arguments.minutes, arguments.pace
+        )
+        result["memory_after_mib"] = service_memory(stack)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
