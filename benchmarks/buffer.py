@@ -439,15 +439,64 @@ def _bare_rows(run: Filled, number: int, digest: str) -> Iterator[str]:
         )
 
 
+def serving(stack: Endpoints, run: Filled) -> dict[str, dict[str, float]]:
+    """MiB by which the service's peak memory rises while it serves one group, and a whole batch."""
+    client = BufferClient(stack.buffer_url, stack.token, run=run.name, attempt=1)
+    step = client.run_state().current_step + 1
+    if run.config.schedule.reevaluates_at(step):
+        prompts = client.step_prompts(step, "reevaluation")
+        uids = [prompt.uid for prompt in prompts.prompts]
+        body = trajectories(uids, prompts.policy_version, 4, np.random.default_rng(4))
+        client.post_groups(step, "reevaluation", body)
+    members = client.batch(step).members
+    large = [member for member in members if member.step == step]
+    found = {}
+    for name, path, groups in (
+        ("one group", f"groups/{large[0].group_id}/arrow", 1),
+        ("batch", f"batches/{step}/arrow", len(members)),
+    ):
+        url = f"{stack.buffer_url}/v1/runs/{run.name}/{path}"
+        process = service_process(stack)
+        rises = []
+        for _ in range(5):
+            before = process.memory_info().rss
+            # Starts the kernel's high-water mark anew.
+            Path(f"/proc/{process.pid}/clear_refs").write_text("5")
+            size = 0
+            headers = {"Authorization": f"Bearer {stack.token}"}
+            with httpx.stream("GET", url, headers=headers, timeout=60) as answer:
+                answer.raise_for_status()
+                for part in answer.iter_bytes():
+                    size += len(part)
+            rises.append((_peak(process.pid) - before) / 2**20)
+        found[name] = {
+            "groups": groups,
+            "mib_served": size / 2**20,
+            "peak_rise_mib": statistics.median(rises),
+        }
+    return found
+
+
+def _peak(pid: int) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("no VmHWM")
+
+
 # ---- everything ---------------------------------------------------------------------------------
 
 
 def service_memory(stack: Endpoints) -> float:
     """MiB resident in the buffer service's process."""
+    return float(service_process(stack).memory_info().rss / 2**20)
+
+
+def service_process(stack: Endpoints) -> psutil.Process:
     port = int(stack.buffer_url.rpartition(":")[2])
     for connection in psutil.net_connections("tcp"):
         if connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
-            return float(psutil.Process(connection.pid).memory_info().rss / 2**20)
+            return psutil.Process(connection.pid)
     raise RuntimeError(f"nobody listens on port {port}")
 
 
@@ -475,6 +524,7 @@ def measure(prompts: int, steps: int, console: Console) -> dict[str, Any]:
         for run in runs:
             result[run.name] |= build_batches(stack, run)
             result[run.name]["ingest"] = ingest(stack, run, url)
+            result[run.name]["serving"] = serving(stack, run)
         result["memory_after_ingest_mib"] = service_memory(stack)
     slowest = max(result["large"]["routes"].items(), key=lambda item: item[1]["p95_ms"])
     result["slowest_route"] = {"name": slowest[0], **slowest[1]}

@@ -11,7 +11,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
 from services.buffer.tables import PromptDifficulty, PromptRow, Run
-from services.buffer.trajectories import SCHEMA, read_table
+from services.buffer.trajectories import SCHEMA
 from services.buffer.wire import ManifestMember
 from services.common.objectstore import ObjectStore
 
@@ -58,22 +58,50 @@ class _Sink:
 def arrow_of(store: ObjectStore, members: Sequence[ManifestMember]) -> Iterator[bytes]:
     """The trajectories of these groups as one Arrow IPC stream, group by group.
 
-    `group` is renumbered in their order: in the objects it counts within each of them.
+    `group` is renumbered in their order: in the objects it counts within each of them. Objects are
+    read as they come, a record batch at a time. Damage shows only at an object's end: the stream
+    then breaks off before its own end, which a reader cannot mistake for a whole one.
     """
     sink = _Sink()
-    held: tuple[str, pa.Table] | None = None
-    with pa.ipc.new_stream(
-        sink, SCHEMA, options=pa.ipc.IpcWriteOptions(compression="zstd")
-    ) as writer:
-        for number, member in enumerate(members):
-            if held is None or held[0] != member.object_key:
-                data = store.get(member.object_key, member.object_digest)
-                held = (member.object_key, read_table(data, SCHEMA))
-            rows = held[1].slice(member.row_start, member.row_count)
+    options = pa.ipc.IpcWriteOptions(compression="zstd")
+    with pa.ipc.new_stream(sink, SCHEMA, options=options) as writer:
+        for number, rows in enumerate(_rows_of(store, members)):
             numbers = pa.array([number] * rows.num_rows, pa.int32())
             writer.write_table(rows.set_column(0, SCHEMA.field(0), numbers))
             yield sink.taken()
     yield sink.taken()
+
+
+def _rows_of(store: ObjectStore, members: Sequence[ManifestMember]) -> Iterator[pa.Table]:
+    """The rows of each group. Groups that lie in order in one object are read in one pass."""
+    for passing in _passes(members):
+        with store.stream(passing[0].object_key, passing[0].object_digest) as stream:
+            reader = pa.ipc.open_stream(pa.PythonFile(stream, mode="r"))
+            held, first = SCHEMA.empty_table(), 0
+            for member in passing:
+                end = member.row_start + member.row_count
+                while first + held.num_rows < end:
+                    # What lies before this group is not needed any more.
+                    passed = min(max(member.row_start - first, 0), held.num_rows)
+                    held, first = held.slice(passed), first + passed
+                    held = pa.concat_tables(
+                        [held, pa.Table.from_batches([reader.read_next_batch()])]
+                    )
+                yield held.slice(member.row_start - first, member.row_count)
+            stream.check()
+
+
+def _passes(members: Sequence[ManifestMember]) -> Iterator[list[ManifestMember]]:
+    """Cuts the members where the next one is in another object, or before the last in its own."""
+    passing: list[ManifestMember] = []
+    for member in members:
+        last = passing[-1] if passing else member
+        if member.object_key != last.object_key or member.row_start < last.row_start:
+            yield passing
+            passing = []
+        passing.append(member)
+    if passing:
+        yield passing
 
 
 def difficulty_parquet(sessions: sessionmaker[Session], run: Run) -> Iterator[bytes]:

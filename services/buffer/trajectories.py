@@ -68,11 +68,15 @@ class TrajectoryGroup:
         return sum(len(response.token_ids) for response in self.responses)
 
 
+ROWS_AT_ONCE = 64
+"""Rows of a record batch: what a reader that streams holds in memory."""
+
+
 def _write(table: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
-        writer.write_table(table)
+        writer.write_table(table, max_chunksize=ROWS_AT_ONCE)
     return bytes(sink.getvalue().to_pybytes())
 
 

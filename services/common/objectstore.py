@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import urllib3
@@ -31,6 +33,10 @@ class ObjectStoreError(BapoError):
     """The object store refused, failed, or returned other bytes than were stored."""
 
 
+class BinarySource(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+
 @dataclass(frozen=True, slots=True)
 class StoredObject:
     key: str
@@ -43,6 +49,37 @@ class ObjectStoreUnavailable(ObjectStoreError):
 
 def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+def _damaged(where: str, digest: str) -> ObjectStoreError:
+    return ObjectStoreError(
+        f"{where}: the stored bytes do not have the digest {digest[:12]}... that was recorded; the "
+        "object was damaged or replaced"
+    )
+
+
+class CheckedStream(io.RawIOBase):
+    """Bytes on their way, hashed as they pass."""
+
+    def __init__(self, source: BinarySource, where: str, digest: str) -> None:
+        self._source, self._where, self._digest = source, where, digest
+        self._hash = hashlib.sha256()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._source.read(len(buffer))
+        self._hash.update(data)
+        buffer[: len(data)] = data
+        return len(data)
+
+    def check(self) -> None:
+        """Reads what is left; `ObjectStoreError` unless all the bytes have the digest."""
+        while self.read(1 << 20):
+            continue
+        if self._hash.hexdigest() != self._digest:
+            raise _damaged(self._where, self._digest)
 
 
 class ObjectStore:
@@ -126,11 +163,21 @@ class ObjectStore:
         except (MinioException, urllib3.exceptions.HTTPError) as error:
             raise self._failed("read", key, error) from error
         if digest_of(data) != digest:
-            raise ObjectStoreError(
-                f"{self.settings.bucket}/{key}: the stored bytes do not have the digest "
-                f"{digest[:12]}... that was recorded; the object was damaged or replaced"
-            )
+            raise _damaged(f"{self.settings.bucket}/{key}", digest)
         return data
+
+    @contextmanager
+    def stream(self, key: str, digest: str) -> Iterator[CheckedStream]:
+        """A file of the bytes of `key`, read as they come; its `check` says if they were right."""
+        try:
+            response = self._client.get_object(bucket_name=self.settings.bucket, object_name=key)
+        except (MinioException, urllib3.exceptions.HTTPError) as error:
+            raise self._failed("read", key, error) from error
+        try:
+            yield CheckedStream(response, f"{self.settings.bucket}/{key}", digest)
+        finally:
+            response.close()
+            response.release_conn()
 
     def keys(self, prefix: str) -> list[str]:
         return [item.key for item in self.listing(prefix)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 import itertools
 import random
@@ -16,6 +17,7 @@ from services.buffer import wire
 from services.buffer.client import AsyncBufferClient, BufferClient
 from services.buffer.trajectories import decode_groups, encode_groups
 from services.common.errors import ServiceError
+from services.common.objectstore import ObjectStore
 from services.local.stack import Endpoints
 from tests.integration.driver import Driver, made_up_group, small_config
 
@@ -301,6 +303,21 @@ def test_a_batch_as_arrow(account: Account) -> None:
     assert [group.correct for group in groups] == [member.correct for member in members]
     view = account.client.group(members[0].group_id)
     assert [r.token_ids for r in view.responses] == [r.token_ids for r in groups[0].responses]
+
+
+def test_a_damaged_object_breaks_the_download_off(stack: Endpoints) -> None:
+    driver = Driver(stack, small_config("queries-damaged"))
+    manifest = driver.run_step(1)
+    key = manifest.members[0].object_key
+    other = [dataclasses.replace(g, prompt_token_ids=[9]) for g in driver.groups(1)]
+    ObjectStore(stack.object_store).put(key, encode_groups(other))
+    with pytest.raises(httpx.RemoteProtocolError):
+        httpx.get(
+            f"{stack.buffer_url}/v1/runs/queries-damaged/batches/1/arrow",
+            headers={"Authorization": f"Bearer {stack.token}"},
+        )
+    with pytest.raises(ServiceError, match="the object was damaged or replaced"):
+        driver.client.group(manifest.members[0].group_id)
 
 
 def test_difficulty_as_parquet(account: Account) -> None:
