@@ -24,9 +24,10 @@ main { max-width:1180px; margin:0 auto; padding:32px 20px 64px; }
 h1 { font-size:26px; margin:0 0 4px; } h2 { font-size:16px; margin:0 0 2px; }
 p.lead, figcaption, .soft { color:var(--soft); }
 p.lead { margin:0 0 20px; }
-.tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(150px,1fr)); gap:12px; }
+.tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(240px,1fr)); gap:12px; }
 .tile, figure { background:var(--card); border:1px solid var(--line); border-radius:10px; }
-.tile { padding:12px 16px; } .tile b { display:block; font-size:22px; font-weight:600; }
+.tile { padding:12px 16px; }
+.tile b { display:block; font-size:22px; font-weight:600; white-space:nowrap; }
 .tile span { color:var(--soft); font-size:13px; }
 .charts { display:grid; grid-template-columns:repeat(auto-fit,minmax(440px,1fr)); gap:16px;
   margin-top:16px; }
