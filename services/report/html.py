@@ -35,6 +35,7 @@ figure { margin:0; padding:16px; } figcaption { font-size:13px; margin-bottom:6p
 figure svg { width:100%; height:auto; display:block; }
 table { border-collapse:collapse; width:100%; font-variant-numeric:tabular-nums; }
 th, td { text-align:right; padding:6px 10px; border-bottom:1px solid var(--line); }
+td { white-space:nowrap; }
 th:first-child, td:first-child { text-align:left; } thead th { color:var(--soft); font-weight:500; }
 details { margin-top:24px; } pre { overflow-x:auto; padding:12px; background:var(--card);
   border:1px solid var(--line); border-radius:10px; font-size:13px; }
