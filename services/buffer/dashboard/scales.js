@@ -1,0 +1,54 @@
+// From values to places on a chart.
+
+/** @returns {(value: number) => number} */
+export function linear([low, high], [from, to]) {
+  const span = high - low || 1;
+  return (value) => from + ((value - low) / span) * (to - from);
+}
+
+/** Round numbers in [low, high], about `wanted` of them. */
+export function ticks(low, high, wanted, { integers = false } = {}) {
+  const rough = (high - low || 1) / Math.max(1, wanted);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  let step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough * 0.999);
+  if (integers) step = Math.max(1, Math.round(step));
+  const found = [];
+  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) {
+    // A multiple of the step, without the noise of floating point.
+    found.push(Number((i * step).toPrecision(12)));
+  }
+  return found;
+}
+
+/** [low, high] of the numbers among `values`; null if there are none. */
+export function extent(values) {
+  let low = Infinity;
+  let high = -Infinity;
+  for (const value of values) {
+    if (!Number.isFinite(value)) continue;
+    low = Math.min(low, value);
+    high = Math.max(high, value);
+  }
+  return low <= high ? [low, high] : null;
+}
+
+/** The extent with some air, down to 0 where 0 is near. */
+export function padded([low, high]) {
+  if (low === high) {
+    const air = Math.abs(low) || 1;
+    return low >= 0 ? [0, low + air * 0.25 || 1] : [low - air * 0.25, 0];
+  }
+  const air = (high - low) * 0.08;
+  if (low >= 0 && low < (high - low) * 1.5) return [0, high + air];
+  return [low - air, high + air];
+}
+
+/** The centred moving mean over up to `window` neighbours; nulls stay out of it. */
+export function smoothed(values, window = 15) {
+  const half = Math.floor(window / 2);
+  return values.map((own, i) => {
+    if (own === null) return null;
+    const near = values.slice(Math.max(0, i - half), i + half + 1).filter((value) => value !== null);
+    return near.reduce((sum, value) => sum + value, 0) / near.length;
+  });
+}
