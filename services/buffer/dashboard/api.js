@@ -78,7 +78,12 @@ async function problem(response) {
     const body = await response.json();
     return new Problem(response.status, body.title ?? response.statusText, body.detail ?? "", retryAfter);
   } catch {
-    return new Problem(response.status, response.statusText, `the service answered ${response.status}`, retryAfter);
+    return new Problem(
+      response.status,
+      response.statusText,
+      `the service answered ${response.status}`,
+      retryAfter,
+    );
   }
 }
 

@@ -45,7 +45,12 @@ function navigate() {
   showCrumbs(found?.[0] ?? ["Runs"]);
   fill(main);
   if (found) found[1](main, visit.signal);
-  else fill(main, h("h1", {}, "Nothing here"), refusal({ title: "Not found", message: "There is no such page." }));
+  else
+    fill(
+      main,
+      h("h1", {}, "Nothing here"),
+      refusal({ title: "Not found", message: "There is no such page." }),
+    );
   settle();
 }
 
@@ -67,7 +72,17 @@ function showCrumbs(names) {
   const last = names.length - 1;
   fill(
     crumbs,
-    h("ol", {}, names.map((name, i) => h("li", {}, i === last ? h("span", { "aria-current": "page" }, name) : h("a", { href: href(["runs"]) }, name)))),
+    h(
+      "ol",
+      {},
+      names.map((name, i) =>
+        h(
+          "li",
+          {},
+          i === last ? h("span", { "aria-current": "page" }, name) : h("a", { href: href(["runs"]) }, name),
+        ),
+      ),
+    ),
   );
 }
 
@@ -87,6 +102,8 @@ function prompt(problem) {
   visit.abort();
   visit = new AbortController();
   leave.hidden = true;
+  document.getElementById("connection").textContent = "";
+  document.getElementById("banner").hidden = true;
   showCrumbs([]);
   shownPath = "";
   askForToken(main, problem, (entered) => {

@@ -5,7 +5,7 @@
 
 import { h, s, fill, uniqueId } from "./dom.js";
 import * as format from "./format.js";
-import { extent, linear, padded, ticks } from "./scales.js";
+import { extent, linear, padded, ticks, tickStep } from "./scales.js";
 
 /**
  * @typedef {object} Series
@@ -16,6 +16,8 @@ import { extent, linear, padded, ticks } from "./scales.js";
  * @property {number[]} [low] lower edge of a band, whose upper edge is `values`
  * @property {"circle" | "triangle" | "diamond"} [marker]
  * @property {boolean[]} [ringed] points with a ring around them
+ * @property {boolean} [stepped] an area that jumps from point to point
+ * @property {boolean} [joined] a line that runs on over gaps
  * @property {boolean} [hidden] drawn, but neither in the legend nor in the table
  *
  * @typedef {object} Lane a strip below the plot
@@ -37,6 +39,7 @@ import { extent, linear, padded, ticks } from "./scales.js";
  * @property {string} y what the y axis counts, with its unit
  * @property {string} [x] what the x axis counts
  * @property {(value: number) => string} [format]
+ * @property {(value: number) => string} [axisFormat] of the y axis; default: as many decimals as it needs
  * @property {string} [empty] what to say when there is nothing
  * @property {number} [height]
  * @property {boolean} [integers] only whole numbers on the y axis
@@ -57,7 +60,14 @@ export function chart(options) {
 class Chart {
   /** @param {Options} options */
   constructor(options) {
-    this.options = { x: "step", format: format.number, height: 190, empty: "Nothing to show yet.", heading: "h2", ...options };
+    this.options = {
+      x: "step",
+      format: format.number,
+      height: 190,
+      empty: "Nothing to show yet.",
+      heading: "h2",
+      ...options,
+    };
     /** @type {Data | null} */
     this.data = null;
     /** Index into x of the values that the legend shows; null follows the last. */
@@ -65,7 +75,11 @@ class Chart {
     this.width = 0;
     this.legend = h("div", { class: "legend" });
     this.plot = h("div", { class: "plot" });
-    this.table = h("details", { class: "values", ontoggle: () => this.#fillTable() }, h("summary", {}, "Values as a table"));
+    this.table = h(
+      "details",
+      { class: "values", ontoggle: () => this.#fillTable() },
+      h("summary", {}, "Values as a table"),
+    );
     const title = h(this.options.heading, { id: uniqueId("chart") }, options.title);
     this.element = h(
       "figure",
@@ -98,7 +112,11 @@ class Chart {
   }
 
   get #isEmpty() {
-    return !this.data || this.data.x.length === 0 || this.data.series.every((each) => each.values.every((v) => v === null));
+    return (
+      !this.data ||
+      this.data.x.length === 0 ||
+      this.data.series.every((each) => each.values.every((v) => v === null))
+    );
   }
 
   #draw() {
@@ -146,23 +164,35 @@ class Chart {
     const { data, options } = this;
     const stacked = data.series.filter((each) => each.kind === "area" || each.kind === "bar");
     this.stacks = stack(stacked, data.x.length);
-    const values = data.series.flatMap((each) => (stacked.includes(each) ? [] : [...each.values, ...(each.low ?? [])]));
+    const values = data.series.flatMap((each) =>
+      stacked.includes(each) ? [] : [...each.values, ...(each.low ?? [])],
+    );
     const tops = this.stacks.at(-1)?.high ?? [];
-    const found = extent([...values.filter((v) => v !== null), ...tops, ...(stacked.length ? [0] : []), ...(data.limit ? [data.limit.value] : [])]);
+    const found = extent([
+      ...values.filter((v) => v !== null),
+      ...tops,
+      ...(stacked.length ? [0] : []),
+      ...(data.limit ? [data.limit.value] : []),
+    ]);
     this.yDomain = data.yDomain ?? (stacked.length ? [0, (found[1] || 1) * 1.04] : padded(found));
     this.xDomain = data.xDomain ?? extent(data.x);
     const half = stacked.some((each) => each.kind === "bar") || this.xDomain[0] === this.xDomain[1] ? 0.5 : 0;
     this.xDomain = [this.xDomain[0] - half, this.xDomain[1] + half];
-    this.yTicks = ticks(...this.yDomain, options.height / 42, { integers: options.integers });
+    const wanted = options.height / 42;
+    this.yTicks = ticks(...this.yDomain, wanted, { integers: options.integers });
+    this.yLabel = options.axisFormat ?? format.axis(tickStep(...this.yDomain, wanted, options.integers));
     const laneNames = (data.lanes ?? []).map((lane) => lane.name.length * CHARACTER);
-    const labels = this.yTicks.map((value) => options.format(value).length * CHARACTER);
-    this.left = Math.min(this.width / 3, Math.max(26, ...labels, ...laneNames) + 10);
+    const labels = this.yTicks.map((value) => this.yLabel(value).length * CHARACTER);
+    this.left = Math.min(
+      this.width / 3,
+      Math.max(options.x.length * CHARACTER, ...labels, ...laneNames) + 10,
+    );
     this.right = this.width - 10;
     this.top = 22;
-    this.bottom = options.height - 30;
+    this.bottom = options.height - 20;
     this.lanesTop = this.bottom + 8;
     this.lanesBottom = this.bottom + (data.lanes?.length ? data.lanes.length * LANE + 8 : 0);
-    this.height = this.lanesBottom + 30;
+    this.height = this.lanesBottom + 20;
     this.toX = linear(this.xDomain, [this.left, this.right]);
     this.toY = linear(this.yDomain, [this.bottom, this.top]);
   }
@@ -178,19 +208,24 @@ class Chart {
         const y = round(this.toY(value));
         return [
           s("line", { class: value === 0 ? "base" : "grid", x1: this.left, x2: this.right, y1: y, y2: y }),
-          s("text", { x: this.left - 6, y: y + 4, "text-anchor": "end" }, options.format(value)),
+          s("text", { x: this.left - 6, y: y + 4, "text-anchor": "end" }, this.yLabel(value)),
         ];
       }),
       xTicks.map((value) => this.#xTick(value)),
-      s("text", { class: "axis-title", x: this.right, y: this.height - 2, "text-anchor": "end" }, options.x),
+      s(
+        "text",
+        { class: "axis-title", x: this.left - 8, y: this.lanesBottom + 15, "text-anchor": "end" },
+        options.x,
+      ),
     );
   }
 
   #xTick(value) {
     const x = this.toX(value);
     const label = format.compact(value);
-    // The last label must not leave the picture, nor run into the name of the axis below it.
-    const anchor = x + (label.length * CHARACTER) / 2 > this.width ? "end" : "middle";
+    const half = (label.length * CHARACTER) / 2;
+    // Labels leave neither the picture nor the plot, left of which is the name of the axis.
+    const anchor = x + half > this.width ? "end" : x - half < this.left - 5 ? "start" : "middle";
     return [
       s("line", { class: "grid", x1: x, x2: x, y1: this.lanesBottom, y2: this.lanesBottom + 4 }),
       s("text", { x, y: this.lanesBottom + 15, "text-anchor": anchor }, label),
@@ -200,18 +235,25 @@ class Chart {
   #marks() {
     const drawn = this.data.series.map((each, index) => {
       switch (each.kind) {
-        case "area": return this.#area(each);
-        case "bar": return this.#bars(each);
-        case "band": return this.#band(each);
-        case "points": return this.#points(each);
-        default: return this.#line(each, index);
+        case "area":
+          return this.#area(each);
+        case "bar":
+          return this.#bars(each);
+        case "band":
+          return this.#band(each);
+        case "points":
+          return this.#points(each);
+        default:
+          return this.#line(each, index);
       }
     });
     const { limit } = this.data;
     if (limit) {
       const y = round(this.toY(limit.value));
       drawn.push(s("line", { class: "limit", x1: this.left, x2: this.right, y1: y, y2: y }));
-      drawn.push(s("text", { class: "limit-name", x: this.right, y: y - 4, "text-anchor": "end" }, limit.name));
+      drawn.push(
+        s("text", { class: "limit-name", x: this.right, y: y - 4, "text-anchor": "end" }, limit.name),
+      );
     }
     return drawn;
   }
@@ -219,43 +261,82 @@ class Chart {
   #line(each, index) {
     const faint = each.kind === "faint";
     const style = { stroke: each.color };
-    const shown = each.values.map((value, i) => (value === null ? null : [this.toX(this.data.x[i]), this.toY(value)]));
+    const places = each.values.map((value, i) =>
+      value === null ? null : [this.toX(this.data.x[i]), this.toY(value)],
+    );
+    const shown = each.joined ? places.filter((place) => place !== null) : places;
     // Dashes tell two lines apart without their colours.
-    const path = s("path", { class: faint ? "line faint" : `line dash-${index % 4}`, d: pathOf(shown), style });
+    const path = s("path", {
+      class: faint ? "line faint" : `line dash-${index % 4}`,
+      d: pathOf(shown),
+      style,
+    });
     const dots = shown.filter((place) => place !== null);
     if (faint || dots.length > 40) return path;
-    return s("g", {}, path, dots.map(([x, y]) => s("circle", { class: "dot", cx: round(x), cy: round(y), r: 2.5, style: { fill: each.color } })));
+    return s(
+      "g",
+      {},
+      path,
+      dots.map(([x, y]) =>
+        s("circle", { class: "dot", cx: round(x), cy: round(y), r: 2.5, style: { fill: each.color } }),
+      ),
+    );
   }
 
   #area(each) {
     const { low, high } = this.stacks.find((found) => found.series === each);
-    const x = this.data.x.length === 1 ? this.xDomain : this.data.x;
-    const edge = (values) => x.map((value, i) => [this.toX(value), this.toY(values[Math.min(i, values.length - 1)])]);
-    const d = `${pathOf(edge(high))}L${pathOf(edge(low).reverse()).slice(1)}Z`;
-    return s("path", { class: "area", d, style: { fill: each.color } });
+    return s("path", {
+      class: each.stepped ? "area stepped" : "area",
+      d: this.#between(low, high, each.stepped),
+      style: { fill: each.color },
+    });
+  }
+
+  /** The outline of what is between two edges. */
+  #between(low, high, stepped = false) {
+    const { x } = this.data;
+    const edge = (values) => {
+      if (!stepped && x.length > 1) return x.map((value, i) => [this.toX(value), this.toY(values[i])]);
+      const middle = (i) => (x[i - 1] + x[i]) / 2;
+      return x.flatMap((_, i) => {
+        const [from, to] = [
+          i === 0 ? this.xDomain[0] : middle(i),
+          i === x.length - 1 ? this.xDomain[1] : middle(i + 1),
+        ];
+        return [from, to].map((value) => [this.toX(value), this.toY(values[i])]);
+      });
+    };
+    return `${pathOf(edge(high))}L${pathOf(edge(low).reverse()).slice(1)}Z`;
   }
 
   #bars(each) {
     const { low, high } = this.stacks.find((found) => found.series === each);
-    const width = Math.max(1, (this.right - this.left) / (this.xDomain[1] - this.xDomain[0]) * barWidth(this.data.x) - 2);
+    const width = Math.max(
+      1,
+      ((this.right - this.left) / (this.xDomain[1] - this.xDomain[0])) * barWidth(this.data.x) - 2,
+    );
     return s(
       "g",
       {},
       this.data.x.map((x, i) => {
         const height = this.toY(low[i]) - this.toY(high[i]);
-        return height > 0 && s("rect", {
-          class: "bar", x: round(this.toX(x) - width / 2), y: round(this.toY(high[i])), width: round(width), height: round(height),
-          style: { fill: each.color },
-        });
+        return (
+          height > 0 &&
+          s("rect", {
+            class: "bar",
+            x: round(this.toX(x) - width / 2),
+            y: round(this.toY(high[i])),
+            width: round(width),
+            height: round(height),
+            style: { fill: each.color },
+          })
+        );
       }),
     );
   }
 
   #band(each) {
-    const x = this.data.x.length === 1 ? this.xDomain : this.data.x;
-    const edge = (values) => x.map((value, i) => [this.toX(value), this.toY(values[Math.min(i, values.length - 1)])]);
-    const d = `${pathOf(edge(each.values))}L${pathOf(edge(each.low).reverse()).slice(1)}Z`;
-    return s("path", { class: "band", d, style: { fill: each.color } });
+    return s("path", { class: "band", d: this.#between(each.low, each.values), style: { fill: each.color } });
   }
 
   #points(each) {
@@ -266,32 +347,50 @@ class Chart {
         if (value === null) return null;
         const [x, y] = [round(this.toX(this.data.x[i])), round(this.toY(value))];
         return [
-          each.ringed?.[i] && s("circle", { class: "ring", cx: x, cy: y, r: 8, style: { stroke: each.color } }),
-          s("path", { class: "point", d: MARKERS[each.marker ?? "circle"], transform: `translate(${x} ${y})`, style: { fill: each.color } }),
+          each.ringed?.[i] &&
+            s("circle", { class: "ring", cx: x, cy: y, r: 8, style: { stroke: each.color } }),
+          s("path", {
+            class: "point",
+            d: MARKERS[each.marker ?? "circle"],
+            transform: `translate(${x} ${y})`,
+            style: { fill: each.color },
+          }),
         ];
       }),
     );
   }
 
   #lanes() {
-    return (this.data.lanes ?? []).length === 0 ? s("g") : s(
-      "g",
-      { class: "lanes", "aria-hidden": "true" },
-      this.data.lanes.map((lane, i) => {
-        const y = this.lanesTop + i * LANE;
-        return [
-          s("text", { x: this.left - 6, y: y + 11, "text-anchor": "end" }, lane.name),
-          s("rect", { class: "lane", x: this.left, y: y + 2, width: this.right - this.left, height: LANE - 6 }),
-          lane.spans.map(([from, to]) => {
-            const x = this.toX(from);
-            return s("rect", {
-              x: round(x - (from === to ? 1.5 : 0)), y: y + 2, width: round(Math.max(3, this.toX(to) - x)), height: LANE - 6, rx: 1,
-              style: { fill: lane.color },
-            });
+    return (this.data.lanes ?? []).length === 0
+      ? s("g")
+      : s(
+          "g",
+          { class: "lanes", "aria-hidden": "true" },
+          this.data.lanes.map((lane, i) => {
+            const y = this.lanesTop + i * LANE;
+            return [
+              s("text", { x: this.left - 6, y: y + 11, "text-anchor": "end" }, lane.name),
+              s("rect", {
+                class: "lane",
+                x: this.left,
+                y: y + 2,
+                width: this.right - this.left,
+                height: LANE - 6,
+              }),
+              lane.spans.map(([from, to]) => {
+                const x = this.toX(from);
+                return s("rect", {
+                  x: round(x - (from === to ? 1.5 : 0)),
+                  y: y + 2,
+                  width: round(Math.max(3, this.toX(to) - x)),
+                  height: LANE - 6,
+                  rx: 1,
+                  style: { fill: lane.color },
+                });
+              }),
+            ];
           }),
-        ];
-      }),
-    );
+        );
   }
 
   // ---- the cursor: by pointer or by keys --------------------------------------------------------
@@ -310,8 +409,13 @@ class Chart {
     const from = this.at ?? last;
     const stride = event.shiftKey ? 10 : 1;
     const moves = {
-      ArrowLeft: from - stride, ArrowRight: from + stride, ArrowDown: from - stride, ArrowUp: from + stride,
-      Home: 0, End: last, Escape: null,
+      ArrowLeft: from - stride,
+      ArrowRight: from + stride,
+      ArrowDown: from - stride,
+      ArrowUp: from + stride,
+      Home: 0,
+      End: last,
+      Escape: null,
     };
     if (event.key === "Enter") this.#pick();
     else if (event.key in moves) {
@@ -337,19 +441,45 @@ class Chart {
     const { data, options } = this;
     const i = this.at ?? data.x.length - 1;
     const named = data.series.filter((each) => !each.hidden);
-    const value = (each) => (each.low ? `${options.format(each.low[i])} to ${options.format(each.values[i])}` : options.format(each.values[i]));
+    const whole = this.at === null && named[0].kind === "bar";
     fill(
       this.legend,
-      h("span", { class: "at" }, `${options.x} ${format.count(data.x[i])}`),
-      named.map((each) => h("span", { class: "key" }, swatch(each), each.name, " ", h("b", {}, value(each)))),
-      (data.lanes ?? []).map((lane) => lane.key && h("span", { class: "key" }, swatch({ kind: "area", color: lane.color }), lane.key)),
+      !whole && h("span", { class: "at" }, `${options.x} ${format.count(data.x[i])}`),
+      named.map((each) =>
+        h(
+          "span",
+          { class: "key" },
+          swatch(each),
+          each.name,
+          " ",
+          h("b", {}, whole ? `${format.count(sum(each.values))} in all` : this.#words(each, i)),
+        ),
+      ),
     );
     this.svg.setAttribute("aria-valuemin", data.x[0]);
     this.svg.setAttribute("aria-valuemax", data.x.at(-1));
     this.svg.setAttribute("aria-valuenow", data.x[i]);
-    this.svg.setAttribute("aria-valuetext", `${options.x} ${data.x[i]}: ${named.filter((e) => e.values[i] !== null).map((each) => `${each.name} ${value(each)}`).join(", ")}`);
+    this.svg.setAttribute(
+      "aria-valuetext",
+      `${options.x} ${data.x[i]}: ${named
+        .filter((each) => each.values[i] !== null)
+        .map((each) => `${each.name} ${this.#words(each, i)}`)
+        .join(", ")}`,
+    );
     const x = round(this.toX(data.x[i]));
-    this.cursor.replaceChildren(...(this.at === null ? [] : [s("line", { x1: x, x2: x, y1: this.top, y2: this.lanesBottom })]));
+    this.cursor.replaceChildren(
+      ...(this.at === null ? [] : [s("line", { x1: x, x2: x, y1: this.top, y2: this.lanesBottom })]),
+    );
+  }
+
+  /** The value of a series at x number i; where the newest is asked for, its last one. */
+  #words(each, i) {
+    const { format: words, x } = this.options;
+    if (each.low) return `${words(each.low[i])} to ${words(each.values[i])}`;
+    if (each.values[i] !== null || each.kind === "points")
+      return each.values[i] === null ? "" : words(each.values[i]);
+    const last = this.at === null ? each.values.findLastIndex((value) => value !== null) : -1;
+    return last < 0 ? format.NONE : `${words(each.values[last])} at ${x} ${format.count(this.data.x[last])}`;
   }
 
   #fillTable() {
@@ -359,7 +489,10 @@ class Chart {
     const named = data.series.filter((each) => !each.hidden);
     const stride = Math.ceil(data.x.length / LONGEST_TABLE);
     const rows = data.x.map((_, i) => i).filter((i) => (data.x.length - 1 - i) % stride === 0);
-    const cell = (each, i) => (each.low ? `${options.format(each.low[i])} to ${options.format(each.values[i])}` : options.format(each.values[i]));
+    const cell = (each, i) =>
+      each.low
+        ? `${options.format(each.low[i])} to ${options.format(each.values[i])}`
+        : options.format(each.values[i]);
     this.table.replaceChildren(
       summary,
       h(
@@ -368,9 +501,34 @@ class Chart {
         h(
           "table",
           {},
-          h("caption", {}, `${options.title} (${options.y})${stride > 1 ? `, every ${stride}th of ${data.x.length} points` : ""}`),
-          h("thead", {}, h("tr", {}, [options.x, ...named.map((each) => each.name)].map((name) => h("th", { scope: "col", class: "number" }, name)))),
-          h("tbody", {}, rows.map((i) => h("tr", {}, h("th", { scope: "row", class: "number" }, format.count(data.x[i])), named.map((each) => h("td", { class: "number" }, cell(each, i)))))),
+          h(
+            "caption",
+            {},
+            `${options.title} (${options.y})${stride > 1 ? `, every ${stride}th of ${data.x.length} points` : ""}`,
+          ),
+          h(
+            "thead",
+            {},
+            h(
+              "tr",
+              {},
+              [options.x, ...named.map((each) => each.name)].map((name) =>
+                h("th", { scope: "col", class: "number" }, name),
+              ),
+            ),
+          ),
+          h(
+            "tbody",
+            {},
+            rows.map((i) =>
+              h(
+                "tr",
+                {},
+                h("th", { scope: "row", class: "number" }, format.count(data.x[i])),
+                named.map((each) => h("td", { class: "number" }, cell(each, i))),
+              ),
+            ),
+          ),
         ),
       ),
     );
@@ -384,12 +542,28 @@ const MARKERS = {
 };
 
 function swatch(each) {
-  const shape = each.kind === "points" ? s("path", { d: MARKERS[each.marker ?? "circle"], transform: "translate(6 6)" }) : each.kind === "area" || each.kind === "bar" || each.kind === "band" ? s("rect", { x: 1, y: 1, width: 10, height: 10, rx: 2 }) : s("rect", { x: 0, y: 4.5, width: 12, height: 3, rx: 1 });
+  const shape =
+    each.kind === "points"
+      ? s("path", { d: MARKERS[each.marker ?? "circle"], transform: "translate(6 6)" })
+      : each.kind === "area" || each.kind === "bar" || each.kind === "band"
+        ? s("rect", { x: 1, y: 1, width: 10, height: 10, rx: 2 })
+        : s("rect", { x: 0, y: 4.5, width: 12, height: 3, rx: 1 });
   shape.style.setProperty("fill", each.color);
-  return s("svg", { class: `swatch ${each.kind ?? "line"}`, width: 12, height: 12, viewBox: "0 0 12 12", "aria-hidden": "true" }, shape);
+  return s(
+    "svg",
+    {
+      class: `swatch ${each.kind ?? "line"}`,
+      width: 12,
+      height: 12,
+      viewBox: "0 0 12 12",
+      "aria-hidden": "true",
+    },
+    shape,
+  );
 }
 
 const round = (value) => Math.round(value * 10) / 10;
+const sum = (values) => values.reduce((all, each) => all + (each ?? 0), 0);
 
 /** A path through the places; a null breaks it. */
 function pathOf(places) {

@@ -13,12 +13,21 @@ export const KINDS = {
   evaluation: "var(--pink)",
 };
 
-const CYCLE = ["blue", "orange", "green", "red", "pink", "sky", "yellow", "grey"].map((name) => `var(--${name})`);
+const CYCLE = ["blue", "orange", "green", "red", "pink", "sky", "yellow", "grey"].map(
+  (name) => `var(--${name})`,
+);
 export const series = (index) => CYCLE[index % CYCLE.length];
 
 const VIRIDIS = [
-  [68, 1, 84], [71, 44, 122], [59, 81, 139], [44, 113, 142], [33, 144, 141],
-  [39, 173, 129], [92, 200, 99], [170, 220, 50], [253, 231, 37],
+  [68, 1, 84],
+  [71, 44, 122],
+  [59, 81, 139],
+  [44, 113, 142],
+  [33, 144, 141],
+  [39, 173, 129],
+  [92, 200, 99],
+  [170, 220, 50],
+  [253, 231, 37],
 ];
 
 /** viridis at 0…1 */

@@ -69,7 +69,13 @@ export const uniqueId = (prefix) => `${prefix}-${++counter}`;
 /** A labelled control: the label above, the control below. */
 export function field(label, control, hint) {
   control.id ||= uniqueId("field");
-  return h("div", { class: "field" }, h("label", { for: control.id }, label), control, hint && h("small", {}, hint));
+  return h(
+    "div",
+    { class: "field" },
+    h("label", { for: control.id }, label),
+    control,
+    hint && h("small", {}, hint),
+  );
 }
 
 /** A <select>. @param {[string, string][]} options value and words */
@@ -87,7 +93,10 @@ export function confirmed(title, text, action) {
     const heading = h("h2", { id: uniqueId("dialog") }, title);
     const dialog = h(
       "dialog",
-      { "aria-labelledby": heading.id, onclose: () => (dialog.remove(), resolve(dialog.returnValue === "yes")) },
+      {
+        "aria-labelledby": heading.id,
+        onclose: () => (dialog.remove(), resolve(dialog.returnValue === "yes")),
+      },
       heading,
       h("p", {}, text),
       h(

@@ -21,15 +21,36 @@ export const score = (value) => (isNumber(value) ? value.toFixed(3) : NONE);
 export const percent = (value) =>
   isNumber(value) ? `${(100 * value).toFixed(value !== 0 && Math.abs(value) < 0.1 ? 1 : 0)} %` : NONE;
 
-/** Any number, in at most four digits that matter. */
+/** Any number, in about three digits that matter. */
 export function number(value) {
   if (!isNumber(value)) return NONE;
   const size = Math.abs(value);
-  if (value === 0) return "0";
-  if (size >= 10_000) return short.format(value);
-  if (size < 0.001) return value.toExponential(1);
-  if (Number.isInteger(value)) return whole.format(value);
-  return value.toFixed(Math.max(0, 3 - Math.floor(Math.log10(Math.max(size, 1)))));
+  if (size >= 10_000) return minus(short.format(value));
+  if (Number.isInteger(value) || size >= 1000) return minus(whole.format(value));
+  if (size < 0.001) return minus(value.toExponential(1));
+  return minus(value.toFixed(size >= 100 ? 1 : size >= 1 ? 2 : 3));
+}
+
+const minus = (text) => text.replace("-", "−");
+
+/** The labels of an axis whose ticks are `step` apart: all with the same number of decimals. */
+export function axis(step) {
+  const decimals = Math.max(0, -Math.floor(Math.log10(step) + 1e-9));
+  if (decimals > 5) return (value) => minus(value.toExponential(1));
+  return (value) =>
+    minus(
+      Math.abs(value) >= 10_000
+        ? short.format(value)
+        : decimals
+          ? value.toFixed(decimals)
+          : whole.format(value),
+    );
+}
+
+/** A value of unknown kind, on one line. */
+export function any(value) {
+  if (typeof value === "string") return value;
+  return Array.isArray(value) ? `[${value.map(any).join(", ")}]` : JSON.stringify(value);
 }
 
 /** 1 step, 2 steps */
@@ -54,7 +75,8 @@ export function ago(iso) {
   return `${Math.round(passed / 86_400)} days ago`;
 }
 
-export const time = (iso) => new Date(iso).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "medium" });
+export const time = (iso) =>
+  new Date(iso).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "medium" });
 
 /** Words of the API as words of a page: high_quality → high-quality. */
 const WORDS = {

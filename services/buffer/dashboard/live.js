@@ -59,7 +59,8 @@ export function keeper(signal) {
 }
 
 const same = (a, b) =>
-  a === b || (Array.isArray(a) && Array.isArray(b) && a.length === b.length && a.every((each, i) => each === b[i]));
+  a === b ||
+  (Array.isArray(a) && Array.isArray(b) && a.length === b.length && a.every((each, i) => each === b[i]));
 
 /** Ends all pauses: whatever is kept fresh is loaded again now. */
 export const refresh = () => window.dispatchEvent(new Event("bapo-refresh"));
@@ -112,7 +113,11 @@ export function announce(text, { seldom = false } = {}) {
 
 /** A region for data that is still on its way; `refuse` shows why it will not come. */
 export function region(attributes = {}) {
-  const element = h("div", { "aria-busy": "true", ...attributes }, h("p", { class: "empty" }, "Loading…"));
+  const element = h(
+    "div",
+    { class: "region", "aria-busy": "true", ...attributes },
+    h("p", { class: "empty" }, "Loading…"),
+  );
   return {
     element,
     show: (...children) => {
@@ -127,6 +132,11 @@ export function region(attributes = {}) {
 }
 
 export const refusal = (problem) =>
-  h("div", { class: "problem", role: "alert" }, h("strong", {}, problem.title || "Failed"), h("p", {}, problem.message));
+  h(
+    "div",
+    { class: "problem", role: "alert" },
+    h("strong", {}, problem.title || "Failed"),
+    h("p", {}, problem.message),
+  );
 
 export const empty = (...children) => h("p", { class: "empty" }, ...children);

@@ -19,7 +19,9 @@ function decode(segment) {
 
 /** @param {string[]} path @param {Record<string, any>} query what is empty is left out */
 export function href(path, query = {}) {
-  const kept = Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const kept = Object.entries(query).filter(
+    ([, value]) => value !== null && value !== undefined && value !== "",
+  );
   const tail = new URLSearchParams(kept.map(([name, value]) => [name, String(value)])).toString();
   return `#/${path.map((each) => encodeURIComponent(each)).join("/")}${tail ? `?${tail}` : ""}`;
 }

@@ -8,16 +8,21 @@ export function linear([low, high], [from, to]) {
 
 /** Round numbers in [low, high], about `wanted` of them. */
 export function ticks(low, high, wanted, { integers = false } = {}) {
-  const rough = (high - low || 1) / Math.max(1, wanted);
-  const power = 10 ** Math.floor(Math.log10(rough));
-  let step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough * 0.999);
-  if (integers) step = Math.max(1, Math.round(step));
+  const step = tickStep(low, high, wanted, integers);
   const found = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) {
     // A multiple of the step, without the noise of floating point.
     found.push(Number((i * step).toPrecision(12)));
   }
   return found;
+}
+
+/** 1, 2 or 5 times a power of ten. */
+export function tickStep(low, high, wanted, integers = false) {
+  const rough = (high - low || 1) / Math.max(1, wanted);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough * 0.999);
+  return integers ? Math.max(1, Math.round(step)) : step;
 }
 
 /** [low, high] of the numbers among `values`; null if there are none. */

@@ -19,7 +19,8 @@ export class Steps {
   async bring(run) {
     const last = this.steps.at(-1)?.step ?? 0;
     const rewound = run.attempt !== this.attempt || run.current_step < last;
-    if (rewound || run.current_step - last > POINTS || this.steps.length > MOST) this.steps = await this.#sample(run);
+    if (rewound || run.current_step - last > POINTS || this.steps.length > MOST)
+      this.steps = await this.#sample(run);
     else if (run.current_step > last) this.steps = [...this.steps, ...(await this.#after(last))];
     this.attempt = run.attempt;
     return this.steps;
@@ -48,7 +49,9 @@ export function reward({ bins }) {
 /** The seconds of a step by phase of the trainer. */
 export function phases({ metrics }) {
   return Object.fromEntries(
-    Object.entries(metrics).filter(([name]) => name.startsWith("seconds/")).map(([name, value]) => [name.slice(8), value]),
+    Object.entries(metrics)
+      .filter(([name]) => name.startsWith("seconds/"))
+      .map(([name, value]) => [name.slice(8), value]),
   );
 }
 

@@ -21,21 +21,40 @@ import { count } from "./format.js";
 export function table({ caption, columns, rows, empty = "Nothing here.", hideCaption = false, most = 200 }) {
   if (rows.length === 0) return h("p", { class: "empty" }, empty);
   const body = h("tbody");
-  const others = h("p", { hidden: rows.length <= most }, h("button", { type: "button", onclick: showAll }, `Show all ${count(rows.length)} rows`));
+  const others = h(
+    "p",
+    { hidden: rows.length <= most },
+    h("button", { type: "button", onclick: showAll }, `Show all ${count(rows.length)} rows`),
+  );
   const heads = columns.map((column) => headOf(column, () => sort(column)));
   let order = { column: null, direction: 1 };
 
   function sort(column) {
     order = { column, direction: order.column === column ? -order.direction : 1 };
     columns.forEach((each, i) => {
-      if (each.by) heads[i].setAttribute("aria-sort", each !== column ? "none" : order.direction > 0 ? "ascending" : "descending");
+      if (each.by)
+        heads[i].setAttribute(
+          "aria-sort",
+          each !== column ? "none" : order.direction > 0 ? "ascending" : "descending",
+        );
     });
     show();
   }
 
   function show() {
-    const sorted = order.column ? [...rows].sort((a, b) => order.direction * compare(order.column.by(a), order.column.by(b))) : rows;
-    fill(body, sorted.slice(0, most).map((row) => h("tr", {}, columns.map((column, i) => cellOf(column, row, i)))));
+    const sorted = order.column
+      ? [...rows].sort((a, b) => order.direction * compare(order.column.by(a), order.column.by(b)))
+      : rows;
+    fill(
+      body,
+      sorted.slice(0, most).map((row) =>
+        h(
+          "tr",
+          {},
+          columns.map((column, i) => cellOf(column, row, i)),
+        ),
+      ),
+    );
   }
 
   function showAll() {
@@ -51,7 +70,13 @@ export function table({ caption, columns, rows, empty = "Nothing here.", hideCap
     h(
       "div",
       { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
-      h("table", {}, h("caption", { class: hideCaption ? "unseen" : null }, caption), h("thead", {}, h("tr", {}, heads)), body),
+      h(
+        "table",
+        {},
+        h("caption", { class: hideCaption ? "unseen" : null }, caption),
+        h("thead", {}, h("tr", {}, heads)),
+        body,
+      ),
     ),
     others,
   );
@@ -61,13 +86,24 @@ function headOf(column, sortHere) {
   const sorts = column.by || column.onsort;
   return h(
     "th",
-    { scope: "col", class: column.number ? "number" : null, "aria-sort": sorts ? (column.sorted ?? "none") : null, title: column.hint },
-    sorts ? h("button", { type: "button", class: "sort", onclick: column.onsort ?? sortHere }, column.title) : column.title,
+    {
+      scope: "col",
+      class: column.number ? "number" : null,
+      "aria-sort": sorts ? (column.sorted ?? "none") : null,
+      title: column.hint,
+    },
+    sorts
+      ? h("button", { type: "button", class: "sort", onclick: column.onsort ?? sortHere }, column.title)
+      : column.title,
   );
 }
 
 function cellOf(column, row, index) {
-  return h(index === 0 ? "th" : "td", { scope: index === 0 ? "row" : null, class: column.number ? "number" : null }, column.cell(row));
+  return h(
+    index === 0 ? "th" : "td",
+    { scope: index === 0 ? "row" : null, class: column.number ? "number" : null },
+    column.cell(row),
+  );
 }
 
 function compare(a, b) {
@@ -102,9 +138,25 @@ export class Pager {
     return h(
       "nav",
       { class: "pager", "aria-label": "Pages" },
-      h("button", { type: "button", disabled: !this.cursor, onclick: () => ((this.passed = []), this.#to(null)) }, "First page"),
-      h("button", { type: "button", disabled: this.passed.length === 0, onclick: () => this.#to(this.passed.pop() ?? null) }, "Previous"),
-      h("button", { type: "button", disabled: !next, onclick: () => (this.passed.push(this.cursor), this.#to(next)) }, "Next"),
+      h(
+        "button",
+        { type: "button", disabled: !this.cursor, onclick: () => ((this.passed = []), this.#to(null)) },
+        "First page",
+      ),
+      h(
+        "button",
+        {
+          type: "button",
+          disabled: this.passed.length === 0,
+          onclick: () => this.#to(this.passed.pop() ?? null),
+        },
+        "Previous",
+      ),
+      h(
+        "button",
+        { type: "button", disabled: !next, onclick: () => (this.passed.push(this.cursor), this.#to(next)) },
+        "Next",
+      ),
     );
   }
 }

@@ -10,7 +10,10 @@ import { mean } from "../steps.js";
 import { Pager, table } from "../tables.js";
 import { batchLink, binChip, groupSize, promptLink, stepControls, tiles } from "./parts.js";
 
-const BUFFERS = [["hard", "Hard"], ["high_quality", "High-quality"]];
+const BUFFERS = [
+  ["hard", "Hard"],
+  ["high_quality", "High-quality"],
+];
 const ABOUT = {
   hard: "Groups with a mean reward of at most c1, generated again every m steps (X2).",
   high_quality: "Recent groups with a mean reward in [c2, c3], replayed where a batch has room (X3).",
@@ -21,7 +24,7 @@ const REASONS = {
   replaced: "a newer group of the same prompt came",
   solved: "the prompt was above c1 when generated again",
 };
-const EVENTS = 50;
+const EVENTS = 25;
 const LARGEST_PAGE = 1000;
 
 /** @param {import("./run.js").Visit} visit */
@@ -38,17 +41,60 @@ export function showBuffers(visit) {
   const about = h("p", { class: "note" });
   const keepContents = keeper(signal);
   const keepEvents = keeper(signal);
-  const age = chart({ title: "Age", note: "Steps since the group was made.", y: "entries", x: "steps", integers: true, heading: "h3", height: 150, empty: "The buffer is empty." });
-  const staleness = chart({ title: "Staleness", note: "Steps since the policy that made it.", y: "entries", x: "steps", integers: true, heading: "h3", height: 150, empty: "The buffer is empty." });
-  const rewards = chart({ title: "Correct responses", note: "k of G in the stored group.", y: "entries", x: "k", integers: true, heading: "h3", height: 150, empty: "The buffer is empty." });
+  const age = chart({
+    title: "Age",
+    note: "Steps since the group was made.",
+    y: "entries",
+    x: "steps",
+    integers: true,
+    heading: "h3",
+    height: 150,
+    empty: "The buffer is empty.",
+  });
+  const staleness = chart({
+    title: "Staleness",
+    note: "Steps since the policy that made it.",
+    y: "entries",
+    x: "steps",
+    integers: true,
+    heading: "h3",
+    height: 150,
+    empty: "The buffer is empty.",
+  });
+  const rewards = chart({
+    title: "Correct responses",
+    note: "k of G in the stored group.",
+    y: "entries",
+    x: "k",
+    integers: true,
+    heading: "h3",
+    height: 150,
+    empty: "The buffer is empty.",
+  });
   const facts = h("div");
 
   const step = stepControls("As of step", wanted.step ?? run.current_step, 0, run.current_step, (chosen) => {
     wanted.step = chosen === visit.run.current_step ? null : chosen;
     changed({ step: wanted.step });
   });
-  const now = h("button", { type: "button", onclick: () => ((wanted.step = null), step.set(visit.run.current_step), changed({ step: null })) }, "Now");
-  const after = h("input", { type: "number", min: 0, inputmode: "numeric", onchange: () => ((wanted.events = whole(after.value)), setQuery({ events: wanted.events }), restartEvents()) });
+  const now = h(
+    "button",
+    {
+      type: "button",
+      onclick: () => ((wanted.step = null), step.set(visit.run.current_step), changed({ step: null })),
+    },
+    "Now",
+  );
+  const after = h("input", {
+    type: "number",
+    min: 0,
+    inputmode: "numeric",
+    onchange: () => (
+      (wanted.events = whole(after.value)),
+      setQuery({ events: wanted.events }),
+      restartEvents()
+    ),
+  });
   const pager = new Pager(loadEvents);
 
   fill(
@@ -60,7 +106,14 @@ export function showBuffers(visit) {
       h(
         "div",
         { class: "controls" },
-        field("Buffer", select(BUFFERS, wanted.buffer, (buffer) => ((wanted.buffer = buffer), changed({ buffer }), restartEvents()))),
+        field(
+          "Buffer",
+          select(
+            BUFFERS,
+            wanted.buffer,
+            (buffer) => ((wanted.buffer = buffer), changed({ buffer }), restartEvents()),
+          ),
+        ),
         step.element,
         now,
       ),
@@ -69,7 +122,13 @@ export function showBuffers(visit) {
       h("div", { class: "charts small" }, age.element, staleness.element, rewards.element),
       contents.element,
     ),
-    h("section", { class: "card" }, h("h2", {}, "Admissions and evictions"), h("div", { class: "controls" }, field("After step", after)), events.element),
+    h(
+      "section",
+      { class: "card" },
+      h("h2", {}, "Admissions and evictions"),
+      h("div", { class: "controls" }, field("After step", after)),
+      events.element,
+    ),
   );
 
   let seen = -1;
@@ -94,7 +153,11 @@ export function showBuffers(visit) {
         const found = [];
         let cursor = null;
         do {
-          const page = await get(path`/runs/${name}/buffers/${wanted.buffer}`, { step: wanted.step, cursor, limit: LARGEST_PAGE }, ours);
+          const page = await get(
+            path`/runs/${name}/buffers/${wanted.buffer}`,
+            { step: wanted.step, cursor, limit: LARGEST_PAGE },
+            ours,
+          );
           found.push(...page.items);
           cursor = page.next;
         } while (cursor && found.length < 5 * LARGEST_PAGE);
@@ -118,9 +181,19 @@ export function showBuffers(visit) {
         ["Staleness", average((each) => each.staleness), "steps on average"],
       ]),
     );
-    drawBars(age, items.map((each) => each.age));
-    drawBars(staleness, items.map((each) => each.staleness));
-    drawBars(rewards, items.map((each) => Math.round(each.mean_reward * size)), [0, size]);
+    drawBars(
+      age,
+      items.map((each) => each.age),
+    );
+    drawBars(
+      staleness,
+      items.map((each) => each.staleness),
+    );
+    drawBars(
+      rewards,
+      items.map((each) => Math.round(each.mean_reward * size)),
+      [0, size],
+    );
     contents.show(
       table({
         caption: `${BUFFERS.find(([key]) => key === wanted.buffer)[1]} buffer ${at}, in the order of admission`,
@@ -128,14 +201,48 @@ export function showBuffers(visit) {
         empty: `The buffer is empty ${at}.`,
         most: 50,
         columns: [
-          { title: "Prompt", by: (each) => each.prompt_uid, cell: (each) => promptLink(name, each.prompt_uid, { first: each.group_id }) },
-          { title: "Correct", by: (each) => each.mean_reward, cell: (each) => binChip(Math.round(each.mean_reward * size), size) },
-          { title: "Made at step", number: true, by: (each) => each.step, cell: (each) => format.count(each.step) },
-          { title: "Version", number: true, by: (each) => each.policy_version, cell: (each) => format.count(each.policy_version) },
+          {
+            title: "Prompt",
+            by: (each) => each.prompt_uid,
+            cell: (each) => promptLink(name, each.prompt_uid, { first: each.group_id }),
+          },
+          {
+            title: "Correct",
+            by: (each) => each.mean_reward,
+            cell: (each) => binChip(Math.round(each.mean_reward * size), size),
+          },
+          {
+            title: "Made at step",
+            number: true,
+            by: (each) => each.step,
+            cell: (each) => format.count(each.step),
+          },
+          {
+            title: "Version",
+            number: true,
+            by: (each) => each.policy_version,
+            cell: (each) => format.count(each.policy_version),
+          },
           { title: "Age", number: true, by: (each) => each.age, cell: (each) => format.count(each.age) },
-          { title: "Staleness", number: true, by: (each) => each.staleness, cell: (each) => format.count(each.staleness) },
-          { title: "Admitted at", number: true, by: (each) => each.inserted_step, cell: (each) => format.count(each.inserted_step) },
-          { title: "Left at", number: true, by: (each) => each.evicted_step ?? Infinity, cell: (each) => (each.evicted_step ? `${format.count(each.evicted_step)} (${each.eviction_reason})` : "still in") },
+          {
+            title: "Staleness",
+            number: true,
+            by: (each) => each.staleness,
+            cell: (each) => format.count(each.staleness),
+          },
+          {
+            title: "Admitted at",
+            number: true,
+            by: (each) => each.inserted_step,
+            cell: (each) => format.count(each.inserted_step),
+          },
+          {
+            title: "Left at",
+            number: true,
+            by: (each) => each.evicted_step ?? Infinity,
+            cell: (each) =>
+              each.evicted_step ? `${format.count(each.evicted_step)} (${each.eviction_reason})` : "still in",
+          },
         ],
       }),
     );
@@ -149,7 +256,12 @@ export function showBuffers(visit) {
 
   function loadEvents() {
     keepEvents({
-      load: (ours) => get(path`/runs/${name}/buffers/${wanted.buffer}/events`, { after: after.value, cursor: pager.cursor, limit: EVENTS }, ours),
+      load: (ours) =>
+        get(
+          path`/runs/${name}/buffers/${wanted.buffer}/events`,
+          { after: after.value, cursor: pager.cursor, limit: EVENTS },
+          ours,
+        ),
       show: (page) => events.show(eventTable(page.items), pager.controls(page.next)),
       refuse: events.refuse,
     });
@@ -166,7 +278,11 @@ export function showBuffers(visit) {
         { title: "Event", cell: (each) => h("span", { class: `event ${each.event}` }, each.event) },
         { title: "Prompt", cell: (each) => promptLink(name, each.prompt_uid, { first: each.group_id }) },
         { title: "Correct", cell: (each) => binChip(Math.round(each.mean_reward * size), size) },
-        { title: "Reason", cell: (each) => (each.event === "evicted" ? `${each.reason}: ${REASONS[each.reason] ?? ""}` : each.reason) },
+        {
+          title: "Reason",
+          cell: (each) =>
+            each.event === "evicted" ? `${each.reason}: ${REASONS[each.reason] ?? ""}` : each.reason,
+        },
       ],
     });
   }
@@ -174,9 +290,23 @@ export function showBuffers(visit) {
 
 function drawBars(drawing, values, domain = null) {
   const { x, counts, width } = domain
-    ? { x: range(...domain), counts: range(...domain).map((k) => values.filter((each) => each === k).length), width: 1 }
+    ? {
+        x: range(...domain),
+        counts: range(...domain).map((k) => values.filter((each) => each === k).length),
+        width: 1,
+      }
     : histogram(values);
-  drawing.update({ x: values.length ? x : [], series: [{ name: width > 1 ? `entries in ${width} steps` : "entries", kind: "bar", color: "var(--blue)", values: values.length ? counts : [] }] });
+  drawing.update({
+    x: values.length ? x : [],
+    series: [
+      {
+        name: width > 1 ? `entries in ${width} steps` : "entries",
+        kind: "bar",
+        color: "var(--blue)",
+        values: values.length ? counts : [],
+      },
+    ],
+  });
 }
 
 const range = (first, last) => Array.from({ length: last - first + 1 }, (_, i) => first + i);

@@ -14,11 +14,20 @@ import { table } from "../tables.js";
 const COLORS = ["var(--blue)", "var(--orange)"];
 
 export function showCompare(root, signal, query) {
-  const results = region();
+  const results = region({ class: "page" });
   const keepResults = keeper(signal);
   const keepNames = keeper(signal);
   const names = h("datalist", { id: uniqueId("names") });
-  const input = (key) => h("input", { type: "text", value: query[key] ?? "", list: names.id, autocomplete: "off", spellcheck: "false", required: true, oninput: (event) => suggest(event.target.value) });
+  const input = (key) =>
+    h("input", {
+      type: "text",
+      value: query[key] ?? "",
+      list: names.id,
+      autocomplete: "off",
+      spellcheck: "false",
+      required: true,
+      oninput: (event) => suggest(event.target.value),
+    });
   const [first, second] = [input("first"), input("second")];
   const submit = (event) => {
     event.preventDefault();
@@ -28,7 +37,14 @@ export function showCompare(root, signal, query) {
   fill(
     root,
     h("h1", {}, "Compare two runs"),
-    h("form", { class: "controls", onsubmit: submit }, field("First run", first), field("Second run", second), h("button", { type: "submit", class: "primary" }, "Compare"), names),
+    h(
+      "form",
+      { class: "controls", onsubmit: submit },
+      field("First run", first),
+      field("Second run", second),
+      h("button", { type: "submit", class: "primary" }, "Compare"),
+      names,
+    ),
     results.element,
   );
   suggest("");
@@ -37,7 +53,11 @@ export function showCompare(root, signal, query) {
   function suggest(part) {
     keepNames({
       load: (ours) => get("/runs", { search: part.slice(0, 63), limit: 20 }, ours),
-      show: (page) => fill(names, page.items.map((run) => h("option", { value: run.name }))),
+      show: (page) =>
+        fill(
+          names,
+          page.items.map((run) => h("option", { value: run.name })),
+        ),
       refuse: () => {},
     });
   }
@@ -46,7 +66,11 @@ export function showCompare(root, signal, query) {
     const pair = [first.value.trim(), second.value.trim()];
     if (!pair[0] || !pair[1]) return results.show(empty("Name two runs."));
     keepResults({
-      load: (ours) => Promise.all([get("/comparisons", { first: pair[0], second: pair[1] }, ours), ...pair.map((name) => get(path`/runs/${name}/steps`, { points: 300 }, ours))]),
+      load: (ours) =>
+        Promise.all([
+          get("/comparisons", { first: pair[0], second: pair[1] }, ours),
+          ...pair.map((name) => get(path`/runs/${name}/steps`, { points: 300 }, ours)),
+        ]),
       show: ([comparison, ...steps]) => results.show(comparisonView(comparison, steps)),
       refuse: results.refuse,
     });
@@ -58,9 +82,27 @@ function comparisonView(found, steps) {
   const link = (name) => h("a", { href: href(["runs", name]) }, name);
   const versions = found.evaluations.map(([version]) => version);
   const accuracy = [1, 2].map((i) => found.evaluations.map((each) => each[i]));
-  const evaluation = chart({ title: "Held-out evaluation", note: "Mean accuracy on the held-out prompts.", y: "accuracy", x: "version", format: format.score, height: 260, empty: "Neither run has an evaluation yet." });
-  evaluation.update({ x: versions, series: accuracy.map((values, i) => ({ name: found.runs[i], color: COLORS[i], values })) });
-  const rewards = chart({ title: "Reward", note: "Mean of each step's fresh rollouts; moving mean.", y: "mean reward", format: format.score, height: 260, empty: "Neither run has committed a step yet." });
+  const evaluation = chart({
+    title: "Held-out evaluation",
+    note: "Mean accuracy on the held-out prompts.",
+    y: "accuracy",
+    x: "version",
+    format: format.score,
+    height: 260,
+    empty: "Neither run has an evaluation yet.",
+  });
+  evaluation.update({
+    x: versions,
+    series: accuracy.map((values, i) => ({ name: found.runs[i], color: COLORS[i], values, joined: true })),
+  });
+  const rewards = chart({
+    title: "Reward",
+    note: "Mean of each step's fresh rollouts; moving mean.",
+    y: "mean reward",
+    format: format.score,
+    height: 260,
+    empty: "Neither run has committed a step yet.",
+  });
   rewards.update(aligned(steps, found.runs));
   const known = accuracy.map((values) => values.filter((value) => value !== null));
   const totals = [
@@ -91,7 +133,12 @@ function comparisonView(found, steps) {
           ],
         }),
       ),
-      h("section", { class: "card" }, h("h2", {}, "Training prompts by accuracy bin"), found.difficulty.map((bins, i) => binBar(found.runs[i], bins))),
+      h(
+        "section",
+        { class: "card" },
+        h("h2", {}, "Training prompts by accuracy bin"),
+        found.difficulty.map((bins, i) => binBar(found.runs[i], bins)),
+      ),
     ),
     h(
       "section",
@@ -121,7 +168,11 @@ function aligned(steps, names) {
       const values = new Map(own.map((each, j) => [each.step, j]));
       const means = smoothed(own.map(reward));
       const last = own.at(-1)?.step ?? 0;
-      return { name: names[i], color: COLORS[i], values: x.map((step) => (step > last ? null : between(own, means, values, step))) };
+      return {
+        name: names[i],
+        color: COLORS[i],
+        values: x.map((step) => (step > last ? null : between(own, means, values, step))),
+      };
     }),
   };
 }
@@ -146,9 +197,29 @@ function binBar(name, { bins, step, unseen }) {
     seen === 0
       ? empty("No prompt was attempted yet.")
       : [
-          h("div", { class: "bar", "aria-hidden": "true" }, bins.map((prompts, k) => h("i", { style: { "flex-grow": prompts, background: bin(k, size) } }))),
-          h("ul", { class: "bin-list" }, bins.map((prompts, k) => h("li", {}, h("i", { style: { background: bin(k, size) } }), `${k} of ${size}: `, h("b", {}, format.count(prompts))))),
-          h("p", { class: "note" }, `after step ${format.count(step)}; ${format.count(unseen)} not attempted`),
+          h(
+            "div",
+            { class: "bar", "aria-hidden": "true" },
+            bins.map((prompts, k) => h("i", { style: { "flex-grow": prompts, background: bin(k, size) } })),
+          ),
+          h(
+            "ul",
+            { class: "bin-list" },
+            bins.map((prompts, k) =>
+              h(
+                "li",
+                {},
+                h("i", { style: { background: bin(k, size) } }),
+                `${k} of ${size}: `,
+                h("b", {}, format.count(prompts)),
+              ),
+            ),
+          ),
+          h(
+            "p",
+            { class: "note" },
+            `after step ${format.count(step)}; ${format.count(unseen)} not attempted`,
+          ),
         ],
   );
 }

@@ -18,14 +18,41 @@ export function heatmap({ caption, matrix, extra }) {
       h(
         "thead",
         {},
-        h("tr", {}, h("td"), h("th", { colspan: size + 1, scope: "colgroup" }, `after: k of ${size} correct`), h("td")),
-        h("tr", {}, h("th", { scope: "col" }, "before"), matrix.map((_, k) => h("th", { scope: "col" }, k)), h("th", { scope: "col" }, "all")),
+        h(
+          "tr",
+          {},
+          h("td"),
+          h("th", { colspan: size + 1, scope: "colgroup" }, `after: k of ${size} correct`),
+          h("td"),
+        ),
+        h(
+          "tr",
+          {},
+          h("th", { scope: "col" }, "before"),
+          matrix.map((_, k) => h("th", { scope: "col" }, k)),
+          h("th", { scope: "col" }, "all"),
+        ),
       ),
       h(
         "tbody",
         {},
-        matrix.map((row, i) => h("tr", {}, h("th", { scope: "row" }, `${i} of ${size}`), row.map((value, j) => cell(value, most, i === j)), h("td", { class: "total" }, format.count(total(row))))),
-        extra && h("tr", { class: "extra" }, h("th", { scope: "row" }, extra.title), extra.values.map((value) => cell(value, most, false)), h("td", { class: "total" }, format.count(total(extra.values)))),
+        matrix.map((row, i) =>
+          h(
+            "tr",
+            {},
+            h("th", { scope: "row" }, `${i} of ${size}`),
+            row.map((value, j) => cell(value, most, i === j)),
+            h("td", { class: "total" }, format.count(total(row))),
+          ),
+        ),
+        extra &&
+          h(
+            "tr",
+            { class: "extra" },
+            h("th", { scope: "row" }, extra.title),
+            extra.values.map((value) => cell(value, most, false)),
+            h("td", { class: "total" }, format.count(total(extra.values))),
+          ),
       ),
     ),
   );
@@ -34,6 +61,12 @@ export function heatmap({ caption, matrix, extra }) {
 function cell(value, most, diagonal) {
   // The root: a few prompts among thousands still show.
   const share = Math.sqrt(value / most);
-  const classes = [diagonal && "diagonal", share > 0.6 && "strong", value === 0 && "none"].filter(Boolean).join(" ");
-  return h("td", { class: classes || null, style: { "--share": `${Math.round(100 * share)}%` } }, format.compact(value));
+  const classes = [diagonal && "diagonal", share > 0.6 && "strong", value === 0 && "none"]
+    .filter(Boolean)
+    .join(" ");
+  return h(
+    "td",
+    { class: classes || null, style: { "--share": `${Math.round(100 * share)}%` } },
+    format.compact(value),
+  );
 }

@@ -6,8 +6,7 @@ import { SOURCES, series } from "../colors.js";
 import { field, fill, h } from "../dom.js";
 import * as format from "../format.js";
 import { EVERY_MS, keep, refusal } from "../live.js";
-import { href, setQuery } from "../router.js";
-import { go } from "../router.js";
+import { go, href, setQuery } from "../router.js";
 import { smoothed } from "../scales.js";
 import { duration, mean, metric, phases, reward, Steps, throughput } from "../steps.js";
 import { tiles } from "./parts.js";
@@ -25,7 +24,9 @@ export function showOverview(visit) {
   let evaluations = [];
   let metricName = visit.query.metric ?? "loss";
 
-  const picker = h("select", { onchange: () => ((metricName = picker.value), setQuery({ metric: metricName }), drawMetric()) });
+  const picker = h("select", {
+    onchange: () => ((metricName = picker.value), setQuery({ metric: metricName }), drawMetric()),
+  });
   const all = Object.values(charts).map((each) => each.element);
   charts.metric.element.querySelector(".chart-head").append(field("Metric", picker));
   fill(root, facts, h("div", { class: "charts" }, all));
@@ -57,18 +58,37 @@ export function showOverview(visit) {
     charts.reward.update({ x, series: smoothLine("reward", of(reward), "var(--blue)") });
     charts.batch.update({
       x,
-      series: Object.entries(SOURCES).map(([source, color]) => ({ name: format.words(source), kind: "area", color, values: of((each) => each.counts[source] ?? 0) })),
+      series: Object.entries(SOURCES).map(([source, color]) => ({
+        name: format.words(source),
+        kind: "area",
+        stepped: true,
+        color,
+        values: of((each) => each.counts[source] ?? 0),
+      })),
       limit: capacity(visit.run),
     });
     charts.window.update({
       x,
       yDomain: [0, 1],
       series: [
-        { name: "window [c2, c3]", kind: "band", color: "var(--green)", low: of((each) => each.c2), values: of((each) => each.c3) },
+        {
+          name: "window [c2, c3]",
+          kind: "band",
+          color: "var(--green)",
+          low: of((each) => each.c2),
+          values: of((each) => each.c3),
+        },
         { name: "r_tot", color: "var(--blue)", values: of((each) => each.r_tot) },
       ],
     });
-    charts.entropy.update({ x, series: smoothLine("entropy", of((each) => metric(each, "entropy")), "var(--blue)") });
+    charts.entropy.update({
+      x,
+      series: smoothLine(
+        "entropy",
+        of((each) => metric(each, "entropy")),
+        "var(--blue)",
+      ),
+    });
     charts.staleness.update({
       x,
       series: [
@@ -78,8 +98,19 @@ export function showOverview(visit) {
     });
     charts.throughput.update({ x, series: smoothLine("generated", of(throughput), "var(--blue)") });
     const byPhase = of(phases);
-    const named = [...new Set([...PHASES, ...byPhase.flatMap(Object.keys)])].filter((phase) => byPhase.some((each) => phase in each));
-    charts.phases.update({ x, series: named.map((phase, i) => ({ name: phase, kind: "area", color: series(i), values: byPhase.map((each) => each[phase] ?? 0) })) });
+    const named = [...new Set([...PHASES, ...byPhase.flatMap(Object.keys)])].filter((phase) =>
+      byPhase.some((each) => phase in each),
+    );
+    charts.phases.update({
+      x,
+      series: named.map((phase, i) => ({
+        name: phase,
+        kind: "area",
+        stepped: true,
+        color: series(i),
+        values: byPhase.map((each) => each[phase] ?? 0),
+      })),
+    });
     drawMetric();
     drawFacts();
   }
@@ -88,15 +119,29 @@ export function showOverview(visit) {
     const names = [...new Set(steps.flatMap((each) => Object.keys(each.metrics)))].sort();
     if (names.length && !names.includes(metricName)) metricName = names[0];
     const shown = [...picker.options].map((each) => each.value);
-    if (shown.join() !== names.join()) fill(picker, names.map((each) => h("option", { value: each }, each)));
+    if (shown.join() !== names.join())
+      fill(
+        picker,
+        names.map((each) => h("option", { value: each }, each)),
+      );
     picker.value = metricName;
-    charts.metric.update({ x: steps.map((each) => each.step), series: smoothLine(metricName, steps.map((each) => metric(each, metricName)), "var(--blue)") });
+    picker.parentElement.hidden = names.length === 0;
+    charts.metric.update({
+      x: steps.map((each) => each.step),
+      series: smoothLine(
+        metricName,
+        steps.map((each) => metric(each, metricName)),
+        "var(--blue)",
+      ),
+    });
   }
 
   function drawEvaluations() {
     charts.evaluation.update({
       x: evaluations.map((each) => each.version),
-      series: [{ name: "accuracy", color: "var(--blue)", values: evaluations.map((each) => each.mean_accuracy) }],
+      series: [
+        { name: "accuracy", color: "var(--blue)", values: evaluations.map((each) => each.mean_accuracy) },
+      ],
     });
     drawFacts();
   }
@@ -110,12 +155,38 @@ export function showOverview(visit) {
     fill(
       facts,
       tiles([
-        ["Reward", format.score(mean(recent.map(reward))), last ? `mean of the last ${recent.length}; step ${format.count(last.step)}: ${format.score(reward(last))}` : NO_STEP],
-        ["Held-out accuracy", format.score(newest), evaluations.length ? `version ${format.count(evaluations.at(-1).version)}; base ${format.score(base)}` : "no evaluation yet"],
+        [
+          "Reward",
+          format.score(mean(recent.map(reward))),
+          last
+            ? `mean of the last ${recent.length}; step ${format.count(last.step)}: ${format.score(reward(last))}`
+            : NO_STEP,
+        ],
+        [
+          "Held-out accuracy",
+          format.score(newest),
+          evaluations.length
+            ? `version ${format.count(evaluations.at(-1).version)}; base ${format.score(base)}`
+            : "no evaluation yet",
+        ],
         ["Entropy", format.number(last ? metric(last, "entropy") : null), "nats a token"],
-        ["Staleness", format.number(last ? metric(last, "staleness_mean") : null), last ? `steps on average; at most ${format.number(metric(last, "staleness_max"))}` : "steps"],
-        ["Throughput", format.compact(mean(recent.map(throughput)) === null ? null : Math.round(mean(recent.map(throughput)))), pace ? `tokens/s; ${format.seconds(pace)} a step` : "tokens/s"],
-        ["Time left", visit.run.status === "running" && pace ? format.seconds(left * pace) : format.NONE, `${format.plural(Math.max(0, left), "step")} to go`],
+        [
+          "Staleness",
+          format.number(last ? metric(last, "staleness_mean") : null),
+          last ? `steps on average; at most ${format.number(metric(last, "staleness_max"))}` : "steps",
+        ],
+        [
+          "Throughput",
+          format.compact(
+            mean(recent.map(throughput)) === null ? null : Math.round(mean(recent.map(throughput))),
+          ),
+          pace ? `tokens/s; ${format.seconds(pace)} a step` : "tokens/s",
+        ],
+        [
+          "Time left",
+          visit.run.status === "running" && pace ? format.seconds(left * pace) : format.NONE,
+          `${format.plural(Math.max(0, left), "step")} to go`,
+        ],
       ]),
     );
   }
@@ -136,16 +207,65 @@ function capacity(run) {
 }
 
 function makeCharts({ name }) {
-  const openBatch = { words: "open this step's batch", act: (step) => go(href(["runs", name, "batches"], { step })) };
+  const openBatch = {
+    words: "open this step's batch",
+    act: (step) => go(href(["runs", name, "batches"], { step })),
+  };
   return {
-    reward: chart({ title: "Reward", note: "Mean of each step's fresh rollouts, before any filter.", y: "mean reward", format: format.score, empty: NO_STEP }),
-    evaluation: chart({ title: "Held-out evaluation", note: "Mean accuracy on the held-out prompts.", y: "accuracy", x: "version", format: format.score, empty: "No evaluation yet." }),
-    batch: chart({ title: "Batch composition", note: "Groups by source. Batches are never padded.", y: "groups", integers: true, empty: NO_STEP, pick: openBatch }),
-    window: chart({ title: "Replay window", note: "Groups within [c2, c3] may be replayed; r_tot moves it (Eq. 8).", y: "mean reward", format: format.score, empty: NO_STEP }),
-    entropy: chart({ title: "Entropy", note: "Of the policy on the tokens it trains on.", y: "nats a token", empty: "No entropy is reported yet." }),
-    staleness: chart({ title: "Staleness", note: "Trainer step minus policy version, over the batch.", y: "steps", empty: "No staleness is reported yet." }),
-    throughput: chart({ title: "Throughput", note: "Tokens generated for a step, by the time it took.", y: "tokens/s", empty: "No times are reported yet." }),
-    phases: chart({ title: "Time by phase", note: "Of the trainer; wait is for rollouts.", y: "seconds a step", empty: "No times are reported yet." }),
+    reward: chart({
+      title: "Reward",
+      note: "Mean of each step's fresh rollouts, before any filter.",
+      y: "mean reward",
+      format: format.score,
+      empty: NO_STEP,
+    }),
+    evaluation: chart({
+      title: "Held-out evaluation",
+      note: "Mean accuracy on the held-out prompts.",
+      y: "accuracy",
+      x: "version",
+      format: format.score,
+      empty: "No evaluation yet.",
+    }),
+    batch: chart({
+      title: "Batch composition",
+      note: "Groups by source. Batches are never padded.",
+      y: "groups",
+      integers: true,
+      empty: NO_STEP,
+      pick: openBatch,
+    }),
+    window: chart({
+      title: "Replay window",
+      note: "Groups within [c2, c3] may be replayed; r_tot moves it (Eq. 8).",
+      y: "mean reward",
+      format: format.score,
+      empty: NO_STEP,
+    }),
+    entropy: chart({
+      title: "Entropy",
+      note: "Of the policy on the tokens it trains on.",
+      y: "nats a token",
+      empty: "No entropy is reported yet.",
+    }),
+    staleness: chart({
+      title: "Staleness",
+      note: "Trainer step minus policy version, over the batch.",
+      y: "steps",
+      empty: "No staleness is reported yet.",
+    }),
+    throughput: chart({
+      title: "Throughput",
+      note: "Tokens generated for a step, by the time it took.",
+      y: "tokens/s",
+      empty: "No times are reported yet.",
+    }),
+    phases: chart({
+      title: "Time by phase",
+      note: "Of the trainer; wait is for rollouts.",
+      y: "seconds a step",
+      empty: "No times are reported yet.",
+    }),
     metric: chart({ title: "Any metric", y: "value", empty: "The trainer has reported no metrics." }),
   };
 }

@@ -23,7 +23,9 @@ export function tiles(items) {
   return h(
     "dl",
     { class: "tiles" },
-    items.map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value), more && h("dd", { class: "note" }, more))),
+    items.map(([name, value, more]) =>
+      h("div", {}, h("dt", {}, name), h("dd", {}, value), more && h("dd", { class: "note" }, more)),
+    ),
   );
 }
 
@@ -34,13 +36,16 @@ export const binChip = (k, size) =>
 export const promptLink = (run, uid, query = {}) =>
   h("a", { href: href(["runs", run, "prompt"], { uid, ...query }) }, h("bdi", {}, uid));
 
-export const batchLink = (run, step) => h("a", { href: href(["runs", run, "batches"], { step }) }, format.count(step));
+export const batchLink = (run, step) =>
+  h("a", { href: href(["runs", run, "batches"], { step }) }, format.count(step));
 
 export const source = (name) => h("span", { class: `source ${name}` }, format.words(name));
 
 /** A payload on one line. */
 export function payloadText(payload, longest = 120) {
-  const text = Object.entries(payload).map(([name, value]) => `${name} ${typeof value === "string" ? value : JSON.stringify(value)}`).join(", ");
+  const text = Object.entries(payload)
+    .map(([name, value]) => `${name} ${format.any(value)}`)
+    .join(", ");
   return text.length > longest ? `${text.slice(0, longest)}…` : text;
 }
 
@@ -49,10 +54,20 @@ export const groupSize = (run) => run.config.rollout?.group_size ?? 8;
 /** A number field with a slider: a step in [low, high]. `chosen` is called when it is settled. */
 export function stepControls(name, value, low, high, chosen) {
   const slider = h("input", { type: "range", min: low, max: high, value, "aria-label": `${name}, slider` });
-  const number = h("input", { type: "number", min: low, max: high, value, inputmode: "numeric", "aria-label": name });
+  const number = h("input", {
+    type: "number",
+    min: low,
+    max: high,
+    value,
+    inputmode: "numeric",
+    "aria-label": name,
+  });
   const settle = (input) => {
     const wanted = Math.round(Number(input.value));
-    const step = Math.min(Number(slider.max), Math.max(Number(slider.min), Number.isFinite(wanted) ? wanted : low));
+    const step = Math.min(
+      Number(slider.max),
+      Math.max(Number(slider.min), Number.isFinite(wanted) ? wanted : low),
+    );
     set(step);
     chosen(step);
   };
@@ -63,5 +78,14 @@ export function stepControls(name, value, low, high, chosen) {
     if (most !== null) slider.max = number.max = String(most);
     slider.value = number.value = String(step);
   };
-  return { element: h("div", { class: "step-control" }, h("span", { class: "label", "aria-hidden": "true" }, name), number, slider), set };
+  return {
+    element: h(
+      "div",
+      { class: "step-control" },
+      h("span", { class: "label", "aria-hidden": "true" }, name),
+      number,
+      slider,
+    ),
+    set,
+  };
 }

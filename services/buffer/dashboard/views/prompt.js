@@ -34,7 +34,13 @@ export function showPrompt(visit) {
 
   fill(
     root,
-    h("section", { class: "card" }, h("p", { class: "back" }, h("a", { href: href(["runs", name, "prompts"]) }, "All prompts")), h("h2", { class: "uid" }, h("bdi", {}, uid || "No uid given")), facts.element),
+    h(
+      "section",
+      { class: "card" },
+      h("p", { class: "back" }, h("a", { href: href(["runs", name, "prompts"]) }, "All prompts")),
+      h("h2", { class: "uid" }, h("bdi", {}, uid || "No uid given")),
+      facts.element,
+    ),
     uid && [over.element, sides, attempts],
   );
   if (!uid) return facts.refuse({ title: "Not found", message: "The address needs ?uid=…" });
@@ -59,7 +65,13 @@ export function showPrompt(visit) {
 function summary(history, size) {
   const { difficulty, payload } = history;
   return [
-    h("dl", { class: "payload-list" }, Object.entries(payload).map(([key, value]) => h("div", {}, h("dt", {}, key), h("dd", { dir: "auto" }, typeof value === "string" ? value : JSON.stringify(value))))),
+    h(
+      "dl",
+      { class: "payload-list" },
+      Object.entries(payload).map(([key, value]) =>
+        h("div", {}, h("dt", {}, key), h("dd", { dir: "auto" }, format.any(value))),
+      ),
+    ),
     h("p", { class: "note" }, `Task ${history.task}, dataset ${history.dataset}`),
     difficulty
       ? tiles([
@@ -67,7 +79,11 @@ function summary(history, size) {
           ["First", format.score(difficulty.first_mean), "mean reward"],
           ["Best", format.score(difficulty.best_mean), "mean reward"],
           ["Attempts", format.count(difficulty.attempts), "in training"],
-          ["First solved", format.count(difficulty.first_solved_step), difficulty.first_solved_step ? "step" : "never solved"],
+          [
+            "First solved",
+            difficulty.first_solved_step ? `step ${format.count(difficulty.first_solved_step)}` : format.NONE,
+            difficulty.first_solved_step ? "first with a correct response" : "never solved",
+          ],
         ])
       : empty("A held-out prompt, or one that training has not drawn yet."),
   ];
@@ -76,7 +92,13 @@ function summary(history, size) {
 function historyData(history, run, size) {
   const { attempts, stays } = history;
   const kinds = Object.keys(KINDS).filter((kind) => attempts.some((each) => each.kind === kind));
-  const spans = (buffer) => stays.filter((each) => each.buffer === buffer).map((each) => [each.inserted_step, each.evicted_step ?? Math.max(run.current_step, each.inserted_step)]);
+  const spans = (buffer) =>
+    stays
+      .filter((each) => each.buffer === buffer)
+      .map((each) => [
+        each.inserted_step,
+        each.evicted_step ?? Math.max(run.current_step, each.inserted_step),
+      ]);
   const batches = attempts.flatMap((each) => each.batches.map((step) => [step, step]));
   const last = Math.max(run.current_step, ...attempts.map((each) => each.step), 1);
   return {
@@ -84,7 +106,15 @@ function historyData(history, run, size) {
     xDomain: [Math.min(1, last - 1), last],
     yDomain: [-0.4, size + 0.4],
     series: [
-      { name: "k", kind: "line", hidden: true, color: "var(--faint)", values: attempts.map((each) => (each.kind === "evaluation" ? null : (each.correct / each.size) * size)) },
+      {
+        name: "k",
+        kind: "line",
+        hidden: true,
+        color: "var(--faint)",
+        values: attempts.map((each) =>
+          each.kind === "evaluation" ? null : (each.correct / each.size) * size,
+        ),
+      },
       ...kinds.map((kind) => ({
         name: format.words(kind),
         kind: "points",
@@ -106,7 +136,10 @@ function attemptTable(name, { attempts, stays }, compare) {
   const staysOf = (each) =>
     stays
       .filter((stay) => stay.group_id === each.group_id)
-      .map((stay) => `${format.words(stay.buffer)} ${format.count(stay.inserted_step)} to ${stay.evicted_step ? `${format.count(stay.evicted_step)} (${stay.eviction_reason})` : "now"}`)
+      .map(
+        (stay) =>
+          `${format.words(stay.buffer)} ${format.count(stay.inserted_step)} to ${stay.evicted_step ? `${format.count(stay.evicted_step)} (${stay.eviction_reason})` : "now"}`,
+      )
       .join(", ");
   return [
     h("h2", {}, "Attempts"),
@@ -117,14 +150,39 @@ function attemptTable(name, { attempts, stays }, compare) {
       columns: [
         { title: "Step", number: true, by: (each) => each.step, cell: (each) => format.count(each.step) },
         { title: "Kind", by: (each) => each.kind, cell: (each) => format.words(each.kind) },
-        { title: "Version", number: true, by: (each) => each.policy_version, cell: (each) => format.count(each.policy_version) },
+        {
+          title: "Version",
+          number: true,
+          by: (each) => each.policy_version,
+          cell: (each) => format.count(each.policy_version),
+        },
         { title: "Correct", by: (each) => each.correct, cell: (each) => binChip(each.correct, each.size) },
-        { title: "Tokens", number: true, by: (each) => each.tokens, cell: (each) => format.count(each.tokens) },
-        { title: "In the batch of", cell: (each) => each.batches.map((step, i) => [i > 0 && ", ", batchLink(name, step)]) },
+        {
+          title: "Tokens",
+          number: true,
+          by: (each) => each.tokens,
+          cell: (each) => format.count(each.tokens),
+        },
+        {
+          title: "In the batch of",
+          cell: (each) => each.batches.map((step, i) => [i > 0 && ", ", batchLink(name, step)]),
+        },
         { title: "Stays in buffers", cell: staysOf },
         {
           title: "Compare",
-          cell: (each) => ["first", "second"].map((side) => h("button", { type: "button", class: "quiet", "aria-label": `Show step ${each.step} as the ${side} group (group ${each.group_id})`, onclick: () => compare(side, each.group_id) }, side === "first" ? "left" : "right")),
+          cell: (each) =>
+            ["first", "second"].map((side) =>
+              h(
+                "button",
+                {
+                  type: "button",
+                  class: "quiet",
+                  "aria-label": `Show step ${each.step} as the ${side} group (group ${each.group_id})`,
+                  onclick: () => compare(side, each.group_id),
+                },
+                side === "first" ? "left" : "right",
+              ),
+            ),
         },
       ],
     }),
@@ -136,12 +194,25 @@ function attemptTable(name, { attempts, stays }, compare) {
 function trajectories(visit, root) {
   const { name, signal, query } = visit;
   const chosen = { first: whole(query.first), second: whole(query.second) };
-  const shade = h("input", { type: "checkbox", id: "shade", onchange: () => ["first", "second"].forEach(draw) });
-  const panels = Object.fromEntries(["first", "second"].map((side) => [side, { area: region(), pick: h("div"), keep: keeper(signal), group: null }]));
+  const shade = h("input", {
+    type: "checkbox",
+    id: "shade",
+    onchange: () => ["first", "second"].forEach(draw),
+  });
+  const panels = Object.fromEntries(
+    ["first", "second"].map((side) => [
+      side,
+      { area: region(), pick: h("div"), keep: keeper(signal), group: null },
+    ]),
+  );
   fill(
     root,
     h("h2", {}, "Trajectories"),
-    h("div", { class: "controls" }, h("label", { class: "check", for: "shade" }, shade, "Show tokens, shaded by log-prob")),
+    h(
+      "div",
+      { class: "controls" },
+      h("label", { class: "check", for: "shade" }, shade, "Show tokens, shaded by log-prob"),
+    ),
     h(
       "div",
       { class: "sides" },
@@ -154,16 +225,28 @@ function trajectories(visit, root) {
   function offer(attempts) {
     known = attempts;
     const ids = attempts.map((each) => each.group_id);
-    if (ids.length === 0) return Object.values(panels).forEach((panel) => panel.area.show(empty("No attempt yet.")));
+    if (ids.length === 0)
+      return Object.values(panels).forEach((panel) => panel.area.show(empty("No attempt yet.")));
     if (!ids.includes(chosen.first)) chosen.first = ids[0];
     if (!ids.includes(chosen.second)) chosen.second = ids.findLast((id) => id !== chosen.first) ?? ids[0];
-    for (const side of ["first", "second"]) load(side);
+    load("first");
+    if (ids.length > 1) load("second");
+    else panels.second.area.show(empty("Only one attempt so far: nothing to compare it with."));
   }
 
   function load(side) {
     const panel = panels[side];
-    const options = known.map((each) => [String(each.group_id), `step ${each.step}, ${format.words(each.kind)}, version ${each.policy_version}: ${each.correct} of ${each.size}`]);
-    fill(panel.pick, field(side === "first" ? "First group" : "Second group", select(options, String(chosen[side]), (id) => compare(side, Number(id)))));
+    const options = known.map((each) => [
+      String(each.group_id),
+      `step ${each.step}, ${format.words(each.kind)}, version ${each.policy_version}: ${each.correct} of ${each.size}`,
+    ]);
+    fill(
+      panel.pick,
+      field(
+        side === "first" ? "First group" : "Second group",
+        select(options, String(chosen[side]), (id) => compare(side, Number(id))),
+      ),
+    );
     if (panel.group?.group_id === chosen[side]) return;
     panel.keep({
       load: (ours) => get(path`/runs/${name}/groups/${chosen[side]}`, {}, ours),

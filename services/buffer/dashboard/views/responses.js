@@ -12,18 +12,36 @@ export function responses(group, withTokens) {
   return h(
     "ol",
     { class: "responses" },
-    group.responses.map((response, i) => h("li", { class: response.reward > 0 ? "response right" : "response" }, head(response, i), withTokens ? tokens(response, characters) : text(response))),
+    group.responses.map((response, i) =>
+      h(
+        "li",
+        { class: response.reward > 0 ? "response right" : "response" },
+        head(response, i),
+        withTokens ? tokens(response, characters) : text(response),
+      ),
+    ),
   );
 }
 
 function head(response, i) {
   const right = response.reward > 0;
-  const mean = response.logprobs.length ? response.logprobs.reduce((sum, each) => sum + each, 0) / response.logprobs.length : null;
+  const mean = response.logprobs.length
+    ? response.logprobs.reduce((sum, each) => sum + each, 0) / response.logprobs.length
+    : null;
   return h(
     "div",
     { class: "response-head" },
-    h("span", { class: `reward ${right ? "right" : "wrong"}` }, h("span", { "aria-hidden": "true" }, right ? "✓ " : "✗ "), `reward ${format.number(response.reward)}`),
-    h("span", { class: "note" }, `${format.plural(response.token_ids.length, "token")}, ended by ${response.finish_reason}, mean log-prob ${format.number(mean)}`),
+    h(
+      "span",
+      { class: `reward ${right ? "right" : "wrong"}` },
+      h("span", { "aria-hidden": "true" }, right ? "✓ " : "✗ "),
+      `reward ${format.number(response.reward)}`,
+    ),
+    h(
+      "span",
+      { class: "note" },
+      `${format.plural(response.token_ids.length, "token")}, ended by ${response.finish_reason}, mean log-prob ${format.number(mean)}`,
+    ),
     h("span", { class: "note index" }, `#${i + 1}`),
   );
 }
@@ -32,7 +50,11 @@ const text = (response) =>
   response.text === ""
     ? h("p", { class: "empty" }, "The response is empty.")
     : // What a model wrote: shown as it is, in its own direction, and never as markup.
-      h("pre", { dir: "auto", tabindex: 0, role: "region", "aria-label": "Text of the response" }, response.text);
+      h(
+        "pre",
+        { dir: "auto", tabindex: 0, role: "region", "aria-label": "Text of the response" },
+        response.text,
+      );
 
 function tokens(response, characters) {
   const box = h("div", { class: "tokens" });
@@ -40,12 +62,31 @@ function tokens(response, characters) {
     const [id, logprob] = [response.token_ids[i], response.logprobs[i]];
     const share = Math.round(100 * Math.min(1, logprob / LOWEST));
     const probability = format.percent(Math.exp(logprob));
-    return h("span", { class: "token", style: { "--share": `${share}%` }, title: `token ${id}, log-prob ${format.number(logprob)}, probability ${probability}` }, characters?.get(id) ?? String(id));
+    return h(
+      "span",
+      {
+        class: "token",
+        style: { "--share": `${share}%` },
+        title: `token ${id}, log-prob ${format.number(logprob)}, probability ${probability}`,
+      },
+      characters?.get(id) ?? String(id),
+    );
   };
   const show = (most) => {
     const shown = response.token_ids.slice(0, most).map((_, i) => one(i));
     const left = response.token_ids.length - shown.length;
-    box.replaceChildren(...shown, ...(left > 0 ? [h("button", { type: "button", class: "quiet", onclick: () => show(Infinity) }, `Show the other ${format.count(left)}`)] : []));
+    box.replaceChildren(
+      ...shown,
+      ...(left > 0
+        ? [
+            h(
+              "button",
+              { type: "button", class: "quiet", onclick: () => show(Infinity) },
+              `Show the other ${format.count(left)}`,
+            ),
+          ]
+        : []),
+    );
   };
   show(FIRST_TOKENS);
   return box;

@@ -43,7 +43,7 @@ export function showRun(root, signal, { name, section, query }) {
   const steps = h("span");
   const about = h("span", { class: "note" });
   const actions = h("div", { class: "actions" });
-  const trouble = h("div");
+  const trouble = h("div", { class: "run-trouble" });
   const body = h("div", { class: "page" }, h("p", { class: "empty" }, "Loading…"));
   const listeners = [];
   let visit = null;
@@ -54,7 +54,10 @@ export function showRun(root, signal, { name, section, query }) {
       "div",
       { class: "run-head" },
       h("h1", {}, h("bdi", {}, name), h("span", { class: "unseen" }, `: ${found?.title ?? "not found"}`)),
-      status, steps, about, actions,
+      status,
+      steps,
+      about,
+      actions,
     ),
     trouble,
     tabs(name, section),
@@ -71,13 +74,25 @@ export function showRun(root, signal, { name, section, query }) {
       if (visit) {
         const before = visit.run;
         visit.run = run;
-        if (run.current_step !== before.current_step) announce(`Step ${run.current_step} of ${run.name} is committed`, { seldom: true });
-        if (run.current_step !== before.current_step || run.attempt !== before.attempt || run.status !== before.status) {
+        if (run.current_step !== before.current_step)
+          announce(`Step ${run.current_step} of ${run.name} is committed`, { seldom: true });
+        if (
+          run.current_step !== before.current_step ||
+          run.attempt !== before.attempt ||
+          run.status !== before.status
+        ) {
           for (const listener of listeners) listener(run);
         }
       } else {
         fill(body);
-        visit = { name, run, root: body, signal, query, changed: (listener) => (listeners.push(listener), listener(visit.run)) };
+        visit = {
+          name,
+          run,
+          root: body,
+          signal,
+          query,
+          changed: (listener) => (listeners.push(listener), listener(visit.run)),
+        };
         found.show(visit);
       }
     },
@@ -87,7 +102,10 @@ export function showRun(root, signal, { name, section, query }) {
   function head(run) {
     fill(status, statusPill(run.status));
     fill(steps, progress(run));
-    fill(about, `${run.config.algorithm ?? "unknown algorithm"} · seed ${run.config.seed} · attempt ${run.attempt} · started ${format.ago(run.created_at)}`);
+    fill(
+      about,
+      `${run.config.algorithm ?? "unknown algorithm"} · seed ${run.config.seed} · attempt ${run.attempt} · started ${format.ago(run.created_at)}`,
+    );
     fill(actions, mayChange() && buttons(run));
   }
 
@@ -97,7 +115,13 @@ export function showRun(root, signal, { name, section, query }) {
       paused: ["resume", "stop"],
       created: ["stop"],
     }[run.status];
-    return (offered ?? []).map((action) => h("button", { type: "button", class: action === "stop" ? "danger" : "", onclick: () => change(action) }, ACTIONS[action].title));
+    return (offered ?? []).map((action) =>
+      h(
+        "button",
+        { type: "button", class: action === "stop" ? "danger" : "", onclick: () => change(action) },
+        ACTIONS[action].title,
+      ),
+    );
   }
 
   async function change(action) {
@@ -116,9 +140,15 @@ export function showRun(root, signal, { name, section, query }) {
 }
 
 const ACTIONS = {
-  pause: { title: "Pause", ask: "It gets no new prompts and batches until it is resumed. What is under way finishes." },
+  pause: {
+    title: "Pause",
+    ask: "It gets no new prompts and batches until it is resumed. What is under way finishes.",
+  },
   resume: { title: "Resume", ask: "Its processes go on where they wait." },
-  stop: { title: "Stop", ask: "Its processes are turned away. A new attempt (bapo run --resume) continues from the last checkpoint; steps after it are lost." },
+  stop: {
+    title: "Stop",
+    ask: "Its processes are turned away. A new attempt (bapo run --resume) continues from the last checkpoint; steps after it are lost.",
+  },
 };
 
 function tabs(name, section) {
@@ -129,7 +159,14 @@ function tabs(name, section) {
     Object.entries(SECTIONS)
       .filter(([, each]) => !each.tab)
       .map(([key, each]) =>
-        h("a", { href: href(key === "overview" ? ["runs", name] : ["runs", name, key]), "aria-current": key === active ? "page" : null }, each.title),
+        h(
+          "a",
+          {
+            href: href(key === "overview" ? ["runs", name] : ["runs", name, key]),
+            "aria-current": key === active ? "page" : null,
+          },
+          each.title,
+        ),
       ),
   );
 }

@@ -21,15 +21,34 @@ export function showRuns(root, signal, query) {
   const keepResults = keeper(signal);
   const pager = new Pager(again);
 
-  const compareButton = h("button", { type: "button", onclick: () => go(href(["compare"], { first: ticked[0], second: ticked[1] })) });
-  const search = h("input", { type: "search", value: wanted.search, placeholder: "Part of a name", maxlength: 63, oninput: () => filter({ search: search.value }) });
-  const status = select([["", "Any status"], ...STATUSES.map((each) => [each, each])], wanted.status, (value) => filter({ status: value }));
+  const compareButton = h("button", {
+    type: "button",
+    onclick: () => go(href(["compare"], { first: ticked[0], second: ticked[1] })),
+  });
+  const search = h("input", {
+    type: "search",
+    value: wanted.search,
+    placeholder: "Part of a name",
+    maxlength: 63,
+    oninput: () => filter({ search: search.value }),
+  });
+  const status = select(
+    [["", "Any status"], ...STATUSES.map((each) => [each, each])],
+    wanted.status,
+    (value) => filter({ status: value }),
+  );
 
   fill(
     root,
     h("h1", {}, "Runs"),
-    h("form", { class: "controls", role: "search", onsubmit: (event) => event.preventDefault() }, field("Name", search), field("Status", status), h("div", { class: "push" }, compareButton)),
-    results.element,
+    h(
+      "form",
+      { class: "controls", role: "search", onsubmit: (event) => event.preventDefault() },
+      field("Name", search),
+      field("Status", status),
+      h("div", { class: "push" }, compareButton),
+    ),
+    h("section", { class: "card", "aria-label": "List of runs" }, results.element),
   );
   tick();
   again();
@@ -50,7 +69,9 @@ export function showRuns(root, signal, query) {
       },
       show: ([page, ...evaluations]) => {
         results.show(listing(page.items, evaluations), pager.controls(page.next));
-        announce(`${format.plural(page.items.length, "run")}${page.next ? ", and more" : ""}`, { seldom: true });
+        announce(`${format.plural(page.items.length, "run")}${page.next ? ", and more" : ""}`, {
+          seldom: true,
+        });
       },
       refuse: results.refuse,
     });
@@ -69,20 +90,36 @@ export function showRuns(root, signal, query) {
   function listing(runs, evaluations) {
     if (runs.length === 0) {
       const filtered = wanted.search || wanted.status;
-      return h("p", { class: "empty" }, filtered ? "No run matches." : "No runs yet. Start one with ", !filtered && h("code", {}, "bapo run examples/countdown.yaml"));
+      return h(
+        "p",
+        { class: "empty" },
+        filtered ? "No run matches." : "No runs yet. Start one with ",
+        !filtered && h("code", {}, "bapo run examples/countdown.yaml"),
+      );
     }
     const rows = runs.map((run, i) => ({ run, evaluations: evaluations[i] }));
     return table({
       caption: "Runs, oldest first",
       rows,
       columns: [
-        { title: "Name", cell: ({ run }) => h("a", { class: "strong", href: href(["runs", run.name]) }, run.name) },
+        {
+          title: "Name",
+          cell: ({ run }) => h("a", { class: "strong", href: href(["runs", run.name]) }, run.name),
+        },
         { title: "Status", cell: ({ run }) => statusPill(run.status) },
         { title: "Algorithm", cell: ({ run }) => run.config.algorithm ?? format.NONE },
         { title: "Progress", cell: ({ run }) => progress(run) },
         { title: "Held-out accuracy", cell: accuracy },
         { title: "Seed", number: true, cell: ({ run }) => format.count(run.config.seed) },
-        { title: "Created", cell: ({ run }) => h("time", { datetime: run.created_at, title: format.time(run.created_at) }, format.ago(run.created_at)) },
+        {
+          title: "Created",
+          cell: ({ run }) =>
+            h(
+              "time",
+              { datetime: run.created_at, title: format.time(run.created_at) },
+              format.ago(run.created_at),
+            ),
+        },
         { title: "Compare", cell: ({ run }) => tickBox(run.name) },
       ],
     });
@@ -91,7 +128,15 @@ export function showRuns(root, signal, query) {
   function accuracy({ run, evaluations }) {
     if (evaluations.length === 0) return h("span", { class: "muted" }, "no evaluation yet");
     const values = evaluations.map((each) => each.mean_accuracy);
-    return h("span", { class: "spark" }, h("b", {}, format.score(values.at(-1))), sparkline(values, `Held-out accuracy of ${run.name}: ${format.score(values[0])} to ${format.score(values.at(-1))}`));
+    return h(
+      "span",
+      { class: "spark" },
+      h("b", {}, format.score(values.at(-1))),
+      sparkline(
+        values,
+        `Held-out accuracy of ${run.name}: ${format.score(values[0])} to ${format.score(values.at(-1))}`,
+      ),
+    );
   }
 
   function tickBox(name) {
@@ -100,7 +145,9 @@ export function showRuns(root, signal, query) {
       "aria-label": `Compare ${name}`,
       checked: ticked.includes(name),
       onchange: (event) => {
-        ticked = [...ticked.filter((each) => each !== name), ...(event.target.checked ? [name] : [])].slice(-2);
+        ticked = [...ticked.filter((each) => each !== name), ...(event.target.checked ? [name] : [])].slice(
+          -2,
+        );
         for (const box of results.element.querySelectorAll("input[type=checkbox]")) {
           box.checked = ticked.some((each) => box.getAttribute("aria-label") === `Compare ${each}`);
         }
@@ -111,6 +158,7 @@ export function showRuns(root, signal, query) {
 
   function tick() {
     compareButton.disabled = ticked.length !== 2;
-    compareButton.textContent = ticked.length === 2 ? `Compare ${ticked.join(" and ")}` : "Tick two runs to compare";
+    compareButton.textContent =
+      ticked.length === 2 ? `Compare ${ticked.join(" and ")}` : "Tick two runs to compare";
   }
 }

@@ -83,10 +83,29 @@ function configuration(run) {
   const show = () => {
     const wanted = search.value.toLowerCase();
     const found = rows.filter((each) => `${each.key} ${each.value}`.toLowerCase().includes(wanted));
-    fill(results, table({ caption: "Configuration", hideCaption: true, rows: found, empty: "No key matches.", most: 500, columns: [{ title: "Key", cell: (each) => h("code", {}, each.key) }, { title: "Value", cell: (each) => h("code", {}, each.value) }] }));
+    fill(
+      results,
+      table({
+        caption: "Configuration",
+        hideCaption: true,
+        rows: found,
+        empty: "No key matches.",
+        most: 500,
+        columns: [
+          { title: "Key", cell: (each) => h("code", {}, each.key) },
+          { title: "Value", cell: (each) => h("code", {}, each.value) },
+        ],
+      }),
+    );
   };
   show();
-  return h("section", { class: "card" }, h("h2", {}, "Configuration"), h("div", { class: "controls" }, field("Search", search)), results);
+  return h(
+    "section",
+    { class: "card" },
+    h("h2", {}, "Configuration"),
+    h("div", { class: "controls" }, field("Search", search)),
+    results,
+  );
 }
 
 function flat(config, prefix = "") {
