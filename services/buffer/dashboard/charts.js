@@ -189,10 +189,10 @@ class Chart {
     );
     this.right = this.width - 10;
     this.top = 22;
-    this.bottom = options.height - 20;
+    this.bottom = options.height - 24;
     this.lanesTop = this.bottom + 8;
     this.lanesBottom = this.bottom + (data.lanes?.length ? data.lanes.length * LANE + 8 : 0);
-    this.height = this.lanesBottom + 20;
+    this.height = this.lanesBottom + 24;
     this.toX = linear(this.xDomain, [this.left, this.right]);
     this.toY = linear(this.yDomain, [this.bottom, this.top]);
   }
@@ -214,7 +214,7 @@ class Chart {
       xTicks.map((value) => this.#xTick(value)),
       s(
         "text",
-        { class: "axis-title", x: this.left - 8, y: this.lanesBottom + 15, "text-anchor": "end" },
+        { class: "axis-title", x: this.left - 8, y: this.lanesBottom + 18, "text-anchor": "end" },
         options.x,
       ),
     );
@@ -228,7 +228,7 @@ class Chart {
     const anchor = x + half > this.width ? "end" : x - half < this.left - 5 ? "start" : "middle";
     return [
       s("line", { class: "grid", x1: x, x2: x, y1: this.lanesBottom, y2: this.lanesBottom + 4 }),
-      s("text", { x, y: this.lanesBottom + 15, "text-anchor": anchor }, label),
+      s("text", { x, y: this.lanesBottom + 18, "text-anchor": anchor }, label),
     ];
   }
 

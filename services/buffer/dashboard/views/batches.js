@@ -255,7 +255,7 @@ export function decisionView(name, decision) {
           title: "Outcome",
           cell: (each) => h("span", { class: `outcome ${each.outcome}` }, format.words(each.outcome)),
         },
-        { title: "Reason", cell: (each) => each.reason },
+        { title: "Reason", cell: (each) => h("span", { class: "reason" }, each.reason) },
         { title: "Mean reward", number: true, cell: (each) => format.score(each.mean_reward) },
       ],
     }),

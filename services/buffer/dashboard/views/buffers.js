@@ -280,8 +280,7 @@ export function showBuffers(visit) {
         { title: "Correct", cell: (each) => binChip(Math.round(each.mean_reward * size), size) },
         {
           title: "Reason",
-          cell: (each) =>
-            each.event === "evicted" ? `${each.reason}: ${REASONS[each.reason] ?? ""}` : each.reason,
+          cell: (each) => h("span", { class: "reason" }, each.event === "evicted" ? `${each.reason}: ${REASONS[each.reason] ?? ""}` : each.reason),
         },
       ],
     });

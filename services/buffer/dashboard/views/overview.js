@@ -159,7 +159,7 @@ export function showOverview(visit) {
           "Reward",
           format.score(mean(recent.map(reward))),
           last
-            ? `mean of the last ${recent.length}; step ${format.count(last.step)}: ${format.score(reward(last))}`
+            ? `mean of the last ${recent.length}; now ${format.score(reward(last))}`
             : NO_STEP,
         ],
         [

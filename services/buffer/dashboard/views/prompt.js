@@ -127,7 +127,7 @@ function historyData(history, run, size) {
     lanes: [
       { name: "in a batch", color: "var(--ink)", spans: batches },
       { name: "hard", color: "var(--red)", spans: spans("hard") },
-      { name: "high-q.", color: "var(--green)", spans: spans("high_quality") },
+      { name: "high-quality", color: "var(--green)", spans: spans("high_quality") },
     ],
   };
 }

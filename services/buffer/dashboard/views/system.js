@@ -77,7 +77,7 @@ export function showSystem(visit) {
 }
 
 function configuration(run) {
-  const rows = flat(run.config);
+  const rows = flat(run.config).sort((a, b) => a.key.localeCompare(b.key, "en"));
   const results = h("div");
   const search = h("input", { type: "search", placeholder: "Part of a key or value", oninput: () => show() });
   const show = () => {
