@@ -2,6 +2,7 @@
 
 const STORED = "bapo-token";
 const REMEMBERED = 60;
+const LONGEST_MS = 30_000;
 
 /** An answer that is not a success. `status` is 0 when there was none at all. */
 export class Problem extends Error {
@@ -35,14 +36,14 @@ export async function get(path, query = {}, signal = undefined) {
   const known = answers.get(url);
   const response = await send(url, { signal, headers: known ? { "If-None-Match": known.tag } : {} });
   if (response.status === 304) return known.data;
-  const data = await response.json();
+  const data = await body(response);
   const tag = response.headers.get("etag");
   if (tag) remember(url, { tag, data });
   return data;
 }
 
 export async function post(path) {
-  return (await send(address(path, {}), { method: "POST" })).json();
+  return body(await send(address(path, {}), { method: "POST" }));
 }
 
 function address(path, query) {
@@ -61,15 +62,24 @@ function remember(url, answer) {
 
 async function send(url, options) {
   const headers = { Accept: "application/json", Authorization: `Bearer ${token()}`, ...options.headers };
-  let response;
+  const late = AbortSignal.timeout(LONGEST_MS);
+  const signal = options.signal ? AbortSignal.any([options.signal, late]) : late;
+  const response = await answered(fetch(url, { ...options, headers, signal }));
+  if (response.ok || response.status === 304) return response;
+  throw await problem(response);
+}
+
+/** The JSON of an answer. */
+const body = (response) => answered(response.json());
+
+/** An answer that does not come, or not whole, is a problem like any other; a visit's end is not. */
+async function answered(promise) {
   try {
-    response = await fetch(url, { ...options, headers });
+    return await promise;
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Problem(0, "No answer", "the service does not answer");
   }
-  if (response.ok || response.status === 304) return response;
-  throw await problem(response);
 }
 
 async function problem(response) {

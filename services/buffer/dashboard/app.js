@@ -3,7 +3,7 @@
 import { forgetToken, get, setToken, token } from "./api.js";
 import { fill, h } from "./dom.js";
 import { announce, onUnauthorized, refusal } from "./live.js";
-import { current, href } from "./router.js";
+import { current, decoded, href } from "./router.js";
 import { session } from "./session.js";
 import { askForToken } from "./views/token.js";
 import { showCompare } from "./views/compare.js";
@@ -59,11 +59,14 @@ function settle() {
   const heading = main.querySelector("h1");
   document.title = `${heading?.textContent ?? "Runs"} – bapo`;
   const path = current().path.join("/");
-  if (path !== shownPath) {
+  const elsewhere = path !== shownPath;
+  heading?.setAttribute("tabindex", "-1");
+  if (elsewhere) {
     window.scrollTo(0, 0);
-    heading?.setAttribute("tabindex", "-1");
-    if (shownPath) heading?.focus({ preventScroll: true });
     announce(document.title);
+  }
+  if (shownPath && (elsewhere || document.activeElement === document.body)) {
+    heading?.focus({ preventScroll: true });
   }
   shownPath = path || "runs";
 }
@@ -92,7 +95,7 @@ function showCrumbs(names) {
 function takeTokenFromAddress() {
   const match = /^#token=([^&]*)(?:&(\/.*))?$/.exec(location.hash);
   if (!match) return false;
-  setToken(decodeURIComponent(match[1]));
+  setToken(decoded(match[1]));
   history.replaceState(null, "", `#${match[2] ?? "/runs"}`);
   enter();
   return true;

@@ -152,8 +152,13 @@ class Chart {
       "aria-orientation": "horizontal",
       class: pick ? "picks" : "",
       onpointermove: (event) => this.#point(event),
-      onpointerleave: () => this.#move(null),
-      onclick: (event) => (this.#point(event), this.#pick()),
+      // A finger has no hover: the first tap reads, the second one on the same place picks.
+      onpointerleave: (event) => event.pointerType !== "touch" && this.#move(null),
+      onclick: (event) => {
+        const before = this.at;
+        this.#point(event);
+        if (event.pointerType !== "touch" || before === this.at) this.#pick();
+      },
       onkeydown: (event) => this.#key(event),
       onblur: () => this.#move(null),
     });
@@ -233,7 +238,7 @@ class Chart {
   }
 
   #marks() {
-    const drawn = this.data.series.map((each, index) => {
+    const drawn = this.data.series.map((each) => {
       switch (each.kind) {
         case "area":
           return this.#area(each);
@@ -244,7 +249,7 @@ class Chart {
         case "points":
           return this.#points(each);
         default:
-          return this.#line(each, index);
+          return this.#line(each);
       }
     });
     const { limit } = this.data;
@@ -258,16 +263,15 @@ class Chart {
     return drawn;
   }
 
-  #line(each, index) {
+  #line(each) {
     const faint = each.kind === "faint";
     const style = { stroke: each.color };
     const places = each.values.map((value, i) =>
       value === null ? null : [this.toX(this.data.x[i]), this.toY(value)],
     );
     const shown = each.joined ? places.filter((place) => place !== null) : places;
-    // Dashes tell two lines apart without their colours.
     const path = s("path", {
-      class: faint ? "line faint" : `line dash-${index % 4}`,
+      class: faint ? "line faint" : "line",
       d: pathOf(shown),
       style,
     });

@@ -87,8 +87,11 @@ export function select(options, value, onchange, attributes = {}) {
   );
 }
 
-/** Asks before something that cannot be taken back. Resolves to whether it was confirmed. */
-export function confirmed(title, text, action) {
+/**
+ * Asks before something is done. Resolves to whether it was confirmed; leaving the page, which ends
+ * `signal`, is a no.
+ */
+export function confirmed(title, text, action, signal) {
   return new Promise((resolve) => {
     const heading = h("h2", { id: uniqueId("dialog") }, title);
     const dialog = h(
@@ -106,6 +109,7 @@ export function confirmed(title, text, action) {
         h("button", { type: "button", class: "danger", onclick: () => dialog.close("yes") }, action),
       ),
     );
+    signal.addEventListener("abort", () => dialog.close("no"), { once: true });
     document.body.append(dialog);
     dialog.showModal();
   });

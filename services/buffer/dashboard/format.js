@@ -62,7 +62,7 @@ export function seconds(value) {
   if (value < 60) return `${value.toFixed(value < 10 ? 1 : 0)} s`;
   if (value < 3600) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
   if (value < 172_800) return `${Math.floor(value / 3600)} h ${Math.round((value % 3600) / 60)} min`;
-  return `${Math.round(value / 86_400)} days`;
+  return `${count(Math.round(value / 86_400))} days`;
 }
 
 /** "3 min ago", for a time in the past. */

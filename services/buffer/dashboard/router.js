@@ -4,12 +4,13 @@
 export function current() {
   const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?", 2);
   return {
-    path: path.split("/").filter(Boolean).map(decode),
+    path: path.split("/").filter(Boolean).map(decoded),
     query: Object.fromEntries(new URLSearchParams(query)),
   };
 }
 
-function decode(segment) {
+/** Without its %-escapes; as it is where they are none. */
+export function decoded(segment) {
   try {
     return decodeURIComponent(segment);
   } catch {

@@ -9,12 +9,10 @@ export function linear([low, high], [from, to]) {
 /** Round numbers in [low, high], about `wanted` of them. */
 export function ticks(low, high, wanted, { integers = false } = {}) {
   const step = tickStep(low, high, wanted, integers);
-  const found = [];
-  for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) {
-    // A multiple of the step, without the noise of floating point.
-    found.push(Number((i * step).toPrecision(12)));
-  }
-  return found;
+  const first = Math.ceil(low / step - 1e-9);
+  const count = Math.floor(high / step + 1e-9) - first + 1;
+  // Multiples of the step, without the noise of floating point.
+  return Array.from({ length: Math.max(0, count) }, (_, i) => Number(((first + i) * step).toPrecision(12)));
 }
 
 /** 1, 2 or 5 times a power of ten. */
@@ -39,7 +37,8 @@ export function extent(values) {
 
 /** The extent with some air, down to 0 where 0 is near. */
 export function padded([low, high]) {
-  if (low === high) {
+  // Values that differ by the noise of floating point are the same.
+  if (high - low <= 1e-9 * Math.max(Math.abs(low), Math.abs(high))) {
     const air = Math.abs(low) || 1;
     return low >= 0 ? [0, low + air * 0.25 || 1] : [low - air * 0.25, 0];
   }

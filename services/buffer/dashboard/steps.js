@@ -13,10 +13,16 @@ export class Steps {
     this.attempt = -1;
     /** @type {any[]} a sample of all steps; the last 20 are all there */
     this.steps = [];
+    this.under = Promise.resolve();
   }
 
-  /** Brings the steps up to the run's current one. */
-  async bring(run) {
+  /** Brings the steps up to the run's current one; one call after the other. */
+  bring(run) {
+    this.under = this.under.catch(() => {}).then(() => this.#bring(run));
+    return this.under;
+  }
+
+  async #bring(run) {
     const last = this.steps.at(-1)?.step ?? 0;
     const rewound = run.attempt !== this.attempt || run.current_step < last;
     if (rewound || run.current_step - last > POINTS || this.steps.length > MOST)

@@ -280,7 +280,12 @@ export function showBuffers(visit) {
         { title: "Correct", cell: (each) => binChip(Math.round(each.mean_reward * size), size) },
         {
           title: "Reason",
-          cell: (each) => h("span", { class: "reason" }, each.event === "evicted" ? `${each.reason}: ${REASONS[each.reason] ?? ""}` : each.reason),
+          cell: (each) =>
+            h(
+              "span",
+              { class: "reason" },
+              each.event === "evicted" ? `${each.reason}: ${REASONS[each.reason] ?? ""}` : each.reason,
+            ),
         },
       ],
     });

@@ -34,7 +34,8 @@ function binsOverTime(visit, now) {
   const options = {
     title: "Training prompts by accuracy bin",
     note: `k of ${size} correct at each prompt's last attempt: dark is none, bright is all.`,
-    height: 330,
+    // As high as the table beside it.
+    height: Math.min(600, Math.max(330, 110 + 27 * (size + 1))),
     empty: "No step is committed yet.",
   };
   const box = h("div", { class: "tall" });

@@ -5,7 +5,7 @@ import { chart } from "../charts.js";
 import { SOURCES, series } from "../colors.js";
 import { field, fill, h } from "../dom.js";
 import * as format from "../format.js";
-import { EVERY_MS, keep, refusal } from "../live.js";
+import { EVERY_MS, keep, keeper, refusal } from "../live.js";
 import { go, href, setQuery } from "../router.js";
 import { smoothed } from "../scales.js";
 import { duration, mean, metric, phases, reward, Steps, throughput } from "../steps.js";
@@ -31,18 +31,14 @@ export function showOverview(visit) {
   charts.metric.element.querySelector(".chart-head").append(field("Metric", picker));
   fill(root, facts, h("div", { class: "charts" }, all));
 
-  // A step may be committed while the last one is still on its way: one at a time, in order.
-  let queue = Promise.resolve();
-  visit.changed((run) => {
-    queue = queue.then(() =>
-      keep({
-        signal,
-        load: () => store.bring(run),
-        show: (found) => ((steps = found), drawSteps()),
-        refuse: (problem) => fill(facts, refusal(problem)),
-      }),
-    );
-  });
+  const keepSteps = keeper(signal);
+  visit.changed((run) =>
+    keepSteps({
+      load: () => store.bring(run),
+      show: (found) => ((steps = found), drawSteps()),
+      refuse: (problem) => fill(facts, refusal(problem)),
+    }),
+  );
   // An evaluation may be complete long after the step that it belongs to.
   keep({
     signal,
@@ -158,9 +154,7 @@ export function showOverview(visit) {
         [
           "Reward",
           format.score(mean(recent.map(reward))),
-          last
-            ? `mean of the last ${recent.length}; now ${format.score(reward(last))}`
-            : NO_STEP,
+          last ? `mean of the last ${recent.length}; now ${format.score(reward(last))}` : NO_STEP,
         ],
         [
           "Held-out accuracy",

@@ -63,6 +63,7 @@ export function showRun(root, signal, { name, section, query }) {
     tabs(name, section),
     body,
   );
+  root.querySelector(".tabs [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
   if (!found) return fill(body, refusal(new Problem(404, "Not found", `A run has no page ${section}.`)));
 
   keep({
@@ -104,7 +105,7 @@ export function showRun(root, signal, { name, section, query }) {
     fill(steps, progress(run));
     fill(
       about,
-      `${run.config.algorithm ?? "unknown algorithm"} · seed ${run.config.seed} · attempt ${run.attempt} · started ${format.ago(run.created_at)}`,
+      `${run.config.algorithm ?? "unknown algorithm"} · seed ${run.config.seed} · attempt ${run.attempt} · created ${format.ago(run.created_at)}`,
     );
     fill(actions, mayChange() && buttons(run));
   }
@@ -126,7 +127,7 @@ export function showRun(root, signal, { name, section, query }) {
 
   async function change(action) {
     const { title, ask } = ACTIONS[action];
-    if (!(await confirmed(`${title} ${name}?`, ask, title))) return;
+    if (!(await confirmed(`${title} ${name}?`, ask, title, signal))) return;
     fill(trouble);
     try {
       head(await post(path`/runs/${name}` + `/${action}`));

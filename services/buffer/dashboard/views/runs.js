@@ -19,6 +19,8 @@ export function showRuns(root, signal, query) {
   /** Names ticked for comparison, oldest tick first. */
   let ticked = [];
   const keepResults = keeper(signal);
+  /** Evaluations of runs that are not at work: they need no second look. */
+  const atRest = new Map();
   const pager = new Pager(again);
 
   const compareButton = h("button", {
@@ -78,9 +80,13 @@ export function showRuns(root, signal, query) {
   }
 
   /** None for a run that was deleted after the list was made. */
-  async function evaluationsOf({ name }, ours) {
+  async function evaluationsOf({ name, status, attempt, current_step: step }, ours) {
+    const state = [name, status, attempt, step].join();
+    if (atRest.has(state)) return atRest.get(state);
     try {
-      return await get(path`/runs/${name}/evaluations`, {}, ours);
+      const found = await get(path`/runs/${name}/evaluations`, {}, ours);
+      if (status !== "running") atRest.set(state, found);
+      return found;
     } catch (problem) {
       if (problem.status === 404) return NO_EVALUATIONS;
       throw problem;
