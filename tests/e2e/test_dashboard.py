@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
 import re
 from collections.abc import Iterator
+from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import pytest
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
 from bapo_core.seeding import derive_rng
+from bapo_core.tasks.countdown import CountdownTask
 from services.buffer import wire
 from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
 from services.local.stack import Endpoints
@@ -23,6 +27,7 @@ from tests.integration.driver import Driver, small_config
 CHROMIUM = "/usr/bin/chromium"
 STEPS = 14
 END_OF_SEQUENCE = 1
+TASK = CountdownTask(template="short")
 
 HOSTILE = (
     '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
@@ -65,7 +70,7 @@ class Play(Driver):
     def _response(
         self, prompt: wire.PromptItem, rng: random.Random, right: bool
     ) -> TrajectoryResponse:
-        text = self.hostile or _expression(prompt.payload["nums"], rng)
+        text = self.hostile or _answer(prompt.payload, rng, right)
         ids = [ord(character) % 30_000 + 2 for character in text] + [END_OF_SEQUENCE]
         logprobs = [-rng.expovariate(1.5) for _ in ids]
         return TrajectoryResponse(ids, logprobs, float(right), "stop", text)
@@ -101,6 +106,39 @@ class Play(Driver):
             "seconds/commit": 0.05,
             **({"seconds/publish": 0.3} if step % 2 == 0 else {}),
         }
+
+
+def _answer(payload: dict[str, Any], rng: random.Random, right: bool) -> str:
+    """An expression that the verifier would score so."""
+    if right:
+        return _solution(tuple(payload["nums"]), payload["target"])
+    while True:
+        text = _expression(payload["nums"], rng)
+        if TASK.verify(payload, text).reward == 0:
+            return text
+
+
+@cache
+def _solution(numbers: tuple[int, ...], target: int) -> str:
+    found = _reach([(Fraction(number), str(number)) for number in numbers], target)
+    assert found is not None, "generated problems have a solution"
+    return found
+
+
+def _reach(terms: list[tuple[Fraction, str]], target: int) -> str | None:
+    """Joins two of the terms, in every way, until one is left that has the value."""
+    if len(terms) == 1:
+        return terms[0][1] if terms[0][0] == target else None
+    for i, j in itertools.permutations(range(len(terms)), 2):
+        (a, left), (b, right) = terms[i], terms[j]
+        others = [term for k, term in enumerate(terms) if k not in (i, j)]
+        joined = {"+": a + b, "-": a - b, "*": a * b, **({"/": a / b} if b else {})}
+        for operator, value in joined.items():
+            text = f"{left}{operator}{right}"
+            found = _reach([*others, (value, f"({text})" if others else text)], target)
+            if found is not None:
+                return found
+    return None
 
 
 def _expression(numbers: list[int], rng: random.Random) -> str:

@@ -15,11 +15,11 @@ export function ticks(low, high, wanted, { integers = false } = {}) {
   return Array.from({ length: Math.max(0, count) }, (_, i) => Number(((first + i) * step).toPrecision(12)));
 }
 
-/** 1, 2 or 5 times a power of ten. */
+/** 1, 2 or 5 times a power of ten, for about `wanted` ticks. */
 export function tickStep(low, high, wanted, integers = false) {
   const rough = (high - low || 1) / Math.max(1, wanted);
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough * 0.999);
+  const step = [1, 2, 5, 10].map((each) => each * power).find((each) => each >= rough * 0.85);
   return integers ? Math.max(1, Math.round(step)) : step;
 }
 
