@@ -31,7 +31,7 @@ const VIRIDIS = [
 ];
 
 /** viridis at 0…1 */
-export function viridis(share) {
+function viridis(share) {
   const at = Math.min(1, Math.max(0, share)) * (VIRIDIS.length - 1);
   const low = VIRIDIS[Math.floor(at)];
   const high = VIRIDIS[Math.ceil(at)];

@@ -232,7 +232,7 @@ export function showBatches(visit) {
   }
 }
 
-export function decisionView(name, decision) {
+function decisionView(name, decision) {
   const verdict = decision.used
     ? ["is in the batch of step ", "as ", source(decision.source)]
     : ["is not in the batch of step "];

@@ -4,8 +4,8 @@ import { h } from "../dom.js";
 import * as format from "../format.js";
 
 const FIRST_TOKENS = 600;
-const LOWEST = -5;
 /** At and below this log-prob the shade is full. */
+const LOWEST = -5;
 
 export function responses(group, withTokens) {
   const characters = withTokens ? charactersOf(group.responses) : null;
@@ -97,7 +97,7 @@ function tokens(response, characters) {
  * character is the n-th token. Null unless that holds for every response, with one meaning an id.
  * @returns {Map<number, string> | null}
  */
-export function charactersOf(all) {
+function charactersOf(all) {
   const found = new Map();
   for (const { text, token_ids: ids } of all) {
     const characters = [...text];
