@@ -12,9 +12,10 @@ from sqlalchemy.exc import DataError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from services.buffer.migrate import upgrade
-from services.buffer.routes.admin import admin_router, health_router
+from services.buffer.routes.admin import admin_router, health_router, scope_router
 from services.buffer.routes.artifacts import artifacts_router
 from services.buffer.routes.common import ERRORS
+from services.buffer.routes.dashboard import dashboard_router
 from services.buffer.routes.runs import runs_router
 from services.buffer.routes.statistics import statistics_router
 from services.buffer.routes.steps import steps_router
@@ -60,7 +61,15 @@ def create_app(database_url: str, store: ObjectStore, admin_token: str) -> FastA
     _install_outage_handlers(app)
     guard = Guard(service)
     app.include_router(health_router(service))
-    for make in (runs_router, steps_router, artifacts_router, statistics_router, admin_router):
+    app.include_router(dashboard_router())
+    for make in (
+        runs_router,
+        steps_router,
+        artifacts_router,
+        statistics_router,
+        scope_router,
+        admin_router,
+    ):
         app.include_router(make(service, guard), responses=ERRORS)
     app.add_middleware(EntityTags)
     app.add_middleware(BodyLimit, limit_of=_limit_of)

@@ -97,6 +97,7 @@ class Guard:
                 raise Problem(
                     403, "Forbidden", f"this needs scope {wanted!r}, the token has {scope!r}"
                 )
+            request.state.scope = scope
 
         return [Depends(check)]
 

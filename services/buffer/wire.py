@@ -381,6 +381,12 @@ class RunComparison(Wire):
 Scope = Literal["read", "run", "admin"]
 
 
+class TokenScope(Wire):
+    """What the token of the request may do."""
+
+    scope: Scope
+
+
 class TokenCreate(Wire):
     name: str = Field(min_length=1, max_length=100, examples=["grafana"])
     scope: Scope

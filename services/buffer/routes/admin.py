@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Response
+from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sqlalchemy import select
@@ -56,6 +56,17 @@ def _object_store(service: Service) -> str:
     except ObjectStoreError as error:
         return str(error)
     return "ok"
+
+
+def scope_router(_: Service, guard: Guard) -> APIRouter:
+    router = APIRouter(prefix="/v1", tags=["admin"])
+
+    @router.get("/token", dependencies=guard("read"))
+    def scope(request: Request) -> wire.TokenScope:
+        """The scope of the token in use, so that a page offers only what it may do."""
+        return wire.TokenScope(scope=request.state.scope)
+
+    return router
 
 
 def admin_router(service: Service, guard: Guard) -> APIRouter:

@@ -1,0 +1,42 @@
+// Addresses: #/runs/countdown/prompts?bin=0. Everything a page shows is in its address.
+
+/** @returns {{path: string[], query: Record<string, string>}} */
+export function current() {
+  const [path, query = ""] = location.hash.replace(/^#\/?/, "").split("?", 2);
+  return {
+    path: path.split("/").filter(Boolean).map(decoded),
+    query: Object.fromEntries(new URLSearchParams(query)),
+  };
+}
+
+/** Without its %-escapes; as it is where they are none. */
+export function decoded(segment) {
+  try {
+    return decodeURIComponent(segment);
+  } catch {
+    return segment;
+  }
+}
+
+/** @param {string[]} path @param {Record<string, any>} query what is empty is left out */
+export function href(path, query = {}) {
+  const kept = Object.entries(query).filter(
+    ([, value]) => value !== null && value !== undefined && value !== "",
+  );
+  const tail = new URLSearchParams(kept.map(([name, value]) => [name, String(value)])).toString();
+  return `#/${path.map((each) => encodeURIComponent(each)).join("/")}${tail ? `?${tail}` : ""}`;
+}
+
+/** Changes part of the query in the address without leaving the page (and without `hashchange`). */
+export function setQuery(changes) {
+  const { path, query } = current();
+  const wanted = href(path, { ...query, ...changes });
+  if (wanted !== location.hash) history.pushState(null, "", wanted);
+}
+
+export const go = (address) => (location.hash = address);
+
+/** A step from an address; null if it is not a whole number. */
+export function whole(text) {
+  return /^\d{1,15}$/.test(text ?? "") ? Number(text) : null;
+}

@@ -1,0 +1,765 @@
+"""The dashboard in a real browser, on the real service, with a run whose rewards are made up."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import re
+from collections.abc import Iterator
+from fractions import Fraction
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+
+from bapo_core.seeding import derive_rng
+from bapo_core.tasks.countdown import CountdownTask
+from services.buffer import wire
+from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
+from services.local.stack import Endpoints
+from tests.integration.driver import Driver, small_config
+
+CHROMIUM = "/usr/bin/chromium"
+STEPS = 14
+END_OF_SEQUENCE = 1
+TASK = CountdownTask(template="short")
+
+HOSTILE = (
+    '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
+    '<a href="javascript:window.hacked=1">x</a> שלום عالم 🧮\u202e 👩‍👩‍👧 ' + "W" * 3000
+)
+"""What a model might write: markup, both directions of text, emoji, no place to break a line."""
+
+pytestmark = pytest.mark.skipif(not Path(CHROMIUM).exists(), reason=f"needs {CHROMIUM}")
+
+
+# ---- a run to look at ---------------------------------------------------------------------------
+
+
+class Play(Driver):
+    """A run whose policy gets better: hard prompts stay unsolved for long, easy ones do not."""
+
+    hostile: str = ""
+    """Text of every response, instead of an arithmetic expression."""
+
+    def groups(self, step: int, kind: wire.Kind = "fresh") -> list[TrajectoryGroup]:
+        prompts = self.client.step_prompts(step, kind)
+        return [
+            self._group(prompt, prompts.policy_version, step, kind) for prompt in prompts.prompts
+        ]
+
+    def _group(
+        self, prompt: wire.PromptItem, version: int, step: int, kind: wire.Kind
+    ) -> TrajectoryGroup:
+        rng = derive_rng(self.config.seed, "rewards", kind, step, prompt.uid)
+        hardness = derive_rng(0, "hardness", prompt.uid).random()
+        skill = 0.1 + 0.8 * (1 - math.exp(-3 * version / self.config.steps))
+        ability = 1 / (1 + math.exp(10 * (hardness - skill)))
+        responses = [self._response(prompt, rng, rng.random() < ability) for _ in range(self.size)]
+        return TrajectoryGroup(prompt.uid, [2, 3, 4], version, responses)
+
+    @property
+    def size(self) -> int:
+        return self.config.rollout.group_size
+
+    def _response(
+        self, prompt: wire.PromptItem, rng: random.Random, right: bool
+    ) -> TrajectoryResponse:
+        text = self.hostile or _answer(prompt.payload, rng, right)
+        ids = [ord(character) % 30_000 + 2 for character in text] + [END_OF_SEQUENCE]
+        logprobs = [-rng.expovariate(1.5) for _ in ids]
+        return TrajectoryResponse(ids, logprobs, float(right), "stop", text)
+
+    def evaluate(self, version: int) -> None:
+        self.client.post_groups(
+            version, "evaluation", encode_groups(self.groups(version, "evaluation"))
+        )
+
+    def run_step(self, step: int) -> wire.BatchManifest:
+        if self.config.evaluates_at(step):
+            self.evaluate(step)
+        self.roll_out(step)
+        manifest = self.client.batch(step)
+        self.client.commit(step, self._metrics(step, manifest))
+        self.client.report_replica("engine-0", step)
+        return manifest
+
+    def _metrics(self, step: int, manifest: wire.BatchManifest) -> dict[str, float]:
+        rng = derive_rng(self.config.seed, "metrics", step)
+        stale = [step - member.policy_version for member in manifest.members] or [0]
+        return {
+            "loss": rng.gauss(0.02, 0.01),
+            "entropy": 0.35 + 0.9 * math.exp(-2 * step / self.config.steps) + rng.gauss(0, 0.03),
+            "gradient_norm": 0.4 + rng.random() / 4,
+            "kl": 0.001 + rng.random() / 500,
+            "staleness_mean": sum(stale) / len(stale),
+            "staleness_max": float(max(stale)),
+            "seconds/wait": 0.7 + rng.random() / 3,
+            "seconds/proximal": 0.25 + rng.random() / 10,
+            "seconds/update": 0.9 + rng.random() / 4,
+            "seconds/read": 0.04,
+            "seconds/commit": 0.05,
+            **({"seconds/publish": 0.3} if step % 2 == 0 else {}),
+        }
+
+
+def _answer(payload: dict[str, Any], rng: random.Random, right: bool) -> str:
+    """An expression that the verifier would score so."""
+    if right:
+        return _solution(tuple(payload["nums"]), payload["target"])
+    while True:
+        text = _expression(payload["nums"], rng)
+        if TASK.verify(payload, text).reward == 0:
+            return text
+
+
+@cache
+def _solution(numbers: tuple[int, ...], target: int) -> str:
+    found = _reach([(Fraction(number), str(number)) for number in numbers], target)
+    assert found is not None, "generated problems have a solution"
+    return found
+
+
+def _reach(terms: list[tuple[Fraction, str]], target: int) -> str | None:
+    """Joins two of the terms, in every way, until one is left that has the value."""
+    if len(terms) == 1:
+        return terms[0][1] if terms[0][0] == target else None
+    for i, j in itertools.permutations(range(len(terms)), 2):
+        (a, left), (b, right) = terms[i], terms[j]
+        others = [term for k, term in enumerate(terms) if k not in (i, j)]
+        joined = {"+": a + b, "-": a - b, "*": a * b, **({"/": a / b} if b else {})}
+        for operator, value in joined.items():
+            text = f"{left}{operator}{right}"
+            found = _reach([*others, (value, f"({text})" if others else text)], target)
+            if found is not None:
+                return found
+    return None
+
+
+def _expression(numbers: list[int], rng: random.Random) -> str:
+    shuffled = rng.sample(numbers, len(numbers))
+    text = str(shuffled[0])
+    for number in shuffled[1:]:
+        text = f"{text}{rng.choice('+-*/')}{number}"
+        if rng.random() < 0.3:
+            text = f"({text})"
+    return text
+
+
+@pytest.fixture(scope="module")
+def play(stack: Endpoints) -> Play:
+    """A run of 14 committed steps of 40."""
+    made = Play(stack, small_config("dashboard", steps=40, seed=1))
+    for step in range(1, STEPS + 1):
+        made.run_step(step)
+    return made
+
+
+@pytest.fixture(scope="module")
+def hostile(stack: Endpoints) -> Play:
+    """A run of 2 steps, at rest, whose model writes what a page must not obey."""
+    made = Play(stack, small_config("dashboard-hostile", seed=2))
+    made.hostile = HOSTILE
+    for step in (1, 2):
+        made.run_step(step)
+    made.client.stop()
+    return made
+
+
+# ---- a browser ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def complaints() -> list[str]:
+    """What the browser's console says is wrong. A test that provokes it clears it."""
+    return []
+
+
+@pytest.fixture
+def page(browser: Browser, complaints: list[str]) -> Iterator[Page]:
+    context = browser.new_context(viewport={"width": 1400, "height": 900}, color_scheme="light")
+    page = context.new_page()
+    page.set_default_timeout(15_000)
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on(
+        "console",
+        lambda message: complaints.append(message.text) if message.type == "error" else None,
+    )
+    yield page
+    context.close()
+    assert complaints == []
+
+
+def visit(page: Page, stack: Endpoints, address: str, token: str | None = None) -> None:
+    """Opens a page of the dashboard as a link with a token does."""
+    page.goto(f"{stack.buffer_url}/#token={token or stack.token}&{address}")
+
+
+EXPECT_MS = 15_000
+expect.set_options(timeout=EXPECT_MS)
+
+WRONG = Path(__file__).with_name("accessibility.js").read_text()
+
+
+def uid_of(play: Play) -> str:
+    return play.client.prompts(limit=1).items[0].uid
+
+
+# ---- every view ---------------------------------------------------------------------------------
+
+
+def addresses(play: Play) -> dict[str, tuple[str, str]]:
+    """Of each view its address, and words that it shows once its data is there."""
+    run = "/runs/dashboard"
+    return {
+        "runs": ("/runs", "dashboard-hostile"),
+        "overview": (run, "Values as a table"),
+        "difficulty": (f"{run}/difficulty?before=6", "easier"),
+        "held out": (f"{run}/difficulty?set=held-out&unit=prompts", "Held-out prompts by bin"),
+        "buffers": (f"{run}/buffers?buffer=high_quality", "mean reward in [c2, c3]"),
+        "batches": (f"{run}/batches?step=4&uid={uid_of(play)}", "What each source made of it"),
+        "prompts": (f"{run}/prompts?order=hardest", "Hardest first"),
+        "prompt": (f"{run}/prompt?uid={uid_of(play)}", "mean log-prob"),
+        "system": (f"{run}/system", "engine-0"),
+        "compare": (
+            "/compare?first=dashboard&second=dashboard-hostile",
+            "What is set differently",
+        ),
+    }
+
+
+VIEWS = [
+    "runs",
+    "overview",
+    "difficulty",
+    "held out",
+    "buffers",
+    "batches",
+    "prompts",
+    "prompt",
+    "system",
+    "compare",
+]
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_view(stack: Endpoints, play: Play, hostile: Play, page: Page, view: str) -> None:
+    """It loads with data, no console error, nothing wrong for assistive technology, in light and
+    dark, and fits a narrow screen."""
+    address, words = addresses(play)[view]
+    visit(page, stack, address)
+    expect(page.locator("main")).to_contain_text(words)
+    expect(page.locator("[aria-busy]")).to_have_count(0)
+    assert page.evaluate(WRONG) == []
+    page.emulate_media(color_scheme="dark")
+    assert page.evaluate(WRONG) == []
+    page.set_viewport_size({"width": 380, "height": 800})
+    assert page.evaluate("document.documentElement.scrollWidth") <= 380
+
+
+def test_charts_show_the_committed_steps(stack: Endpoints, play: Play, page: Page) -> None:
+    visit(page, stack, "/runs/dashboard")
+    reward = page.get_by_role("slider", name="Reward")
+    expect(reward).to_have_attribute("aria-valuemax", str(STEPS))
+    steps = play.client.steps()
+    last = sum(k * n for k, n in enumerate(steps[-1].bins)) / (4 * sum(steps[-1].bins))
+    expect(reward).to_have_attribute("aria-valuetext", f"step {STEPS}: reward {last:.3f}")
+    batch = page.get_by_role("slider", name="Batch composition")
+    counts = steps[-1].counts
+    expect(batch).to_have_attribute(
+        "aria-valuetext",
+        f"step {STEPS}: fresh {counts['fresh']}, re-evaluated {counts['reevaluated']}, "
+        f"replayed {counts['replayed']}",
+    )
+    page.get_by_label("Metric", exact=True).select_option("gradient_norm")
+    expect(page).to_have_url(re.compile("metric=gradient_norm"))
+
+
+def test_a_run_without_steps_says_so(stack: Endpoints, page: Page) -> None:
+    Play(stack, small_config("dashboard-empty"))
+    for section, words in {
+        "": "No evaluation yet",
+        "/difficulty": "No step is committed yet",
+        "/buffers": "The buffer is empty",
+        "/batches": "No step is committed yet",
+        "/prompts": "No prompt was attempted yet",
+        "/system": "No checkpoint yet",
+    }.items():
+        visit(page, stack, f"/runs/dashboard-empty{section}")
+        expect(page.locator("main")).to_contain_text(words)
+
+
+# ---- finding things -----------------------------------------------------------------------------
+
+
+def test_filters_of_prompts(stack: Endpoints, play: Play, page: Page) -> None:
+    """The rows are those that the service finds, and the address leads back to them."""
+    visit(page, stack, "/runs/dashboard/prompts")
+    rows = page.locator("tbody tr")
+    everything = list(play.client.all_prompts())
+    expect(rows).to_have_count(len(everything))
+    solved = [each for each in everything if each.bin == 4]
+    page.get_by_label("Now correct").select_option("4")
+    expect(rows).to_have_count(len(solved))
+    page.get_by_label("Search").fill(solved[0].uid)
+    expect(rows).to_have_count(1)
+    expect(page).to_have_url(re.compile(r"bin=4&search=countdown"))
+    page.reload()
+    expect(rows).to_have_count(1)
+    expect(page.get_by_label("Now correct")).to_have_value("4")
+    page.get_by_role("button", name="Clear").click()
+    expect(rows).to_have_count(len(everything))
+    page.get_by_role("button", name="Change").click()
+    expect(page.locator("th[aria-sort=descending]")).to_have_text("Change")
+    hardest = next(play.client.all_prompts(order="most_improved")).uid
+    expect(rows.first.get_by_role("link")).to_have_text(hardest)
+
+
+def test_pages_of_prompts(stack: Endpoints, play: Play, page: Page) -> None:
+    """A cursor is followed, and left again."""
+
+    def smaller(route: Route) -> None:
+        route.continue_(url=route.request.url.replace("limit=50", "limit=10"))
+
+    page.route("**/prompts?*", smaller)
+    visit(page, stack, "/runs/dashboard/prompts")
+    rows = page.locator("tbody tr th")
+    uids = [each.uid for each in play.client.all_prompts()]
+    expect(rows).to_have_text(uids[:10])
+    page.get_by_role("button", name="Next").click()
+    expect(rows).to_have_text(uids[10:20])
+    page.get_by_role("button", name="Previous").click()
+    expect(rows).to_have_text(uids[:10])
+
+
+def test_a_prompt_opens_with_its_trajectories(stack: Endpoints, play: Play, page: Page) -> None:
+    prompt = max(play.client.all_prompts(), key=lambda each: each.attempts)
+    attempts = play.client.prompt_history(prompt.uid).attempts
+    visit(page, stack, "/runs/dashboard/prompts")
+    page.get_by_role("link", name=prompt.uid).click()
+    history = page.get_by_role("slider", name="History")
+    expect(history).to_have_attribute("aria-valuemax", str(attempts[-1].step))
+    for name, attempt in (("First group", attempts[0]), ("Second group", attempts[-1])):
+        side = page.get_by_role("region", name=name)
+        shown = play.client.group(attempt.group_id)
+        texts = [response.text for response in shown.responses]
+        expect(side.locator("pre")).to_have_text(texts)
+        right = sum(response.reward == 1 for response in shown.responses)
+        expect(side.get_by_text("reward 1", exact=True)).to_have_count(right)
+    page.get_by_label("Show tokens, shaded by log-prob").check()
+    token = page.locator(".token").first
+    expect(token).to_have_attribute("title", re.compile(r"^token \d+, log-prob −?[\d.]+"))
+    other = attempts[1]
+    page.get_by_role("combobox", name="First group").select_option(str(other.group_id))
+    expect(page).to_have_url(re.compile(f"first={other.group_id}"))
+
+
+def test_why_a_prompt_is_in_a_batch(stack: Endpoints, play: Play, page: Page) -> None:
+    member = play.client.recorded_batch(4).members[-1]
+    visit(page, stack, "/runs/dashboard/batches?step=4")
+    page.get_by_role("button", name=f"Why {member.prompt_uid}").click()
+    for each in play.client.decision(4, member.prompt_uid).considered:
+        expect(page.locator("#why")).to_contain_text(each.reason)
+    page.get_by_role("button", name="Next").click()
+    expect(page.get_by_text("in the batch of step 5", exact=True)).to_be_visible()
+    expect(page).to_have_url(re.compile("step=5"))
+
+
+@pytest.mark.parametrize("buffer", ["hard", "high_quality"])
+def test_a_buffer_as_of_a_step(
+    stack: Endpoints, play: Play, page: Page, buffer: wire.Buffer
+) -> None:
+    visit(page, stack, f"/runs/dashboard/buffers?buffer={buffer}")
+    contents = page.locator("section", has_text="in the order of admission")
+    page.get_by_label("As of step", exact=True).fill("9")
+    page.get_by_label("As of step", exact=True).press("Enter")
+    then = play.client.buffer(buffer, 9)
+    expect(contents.locator("tbody th")).to_have_text([each.prompt_uid for each in then])
+    contents.get_by_role("button", name="Staleness").click()
+    expect(contents.locator("th[aria-sort=ascending]")).to_have_text("Staleness")
+
+
+def test_migration_between_two_steps(stack: Endpoints, play: Play, page: Page) -> None:
+    visit(page, stack, "/runs/dashboard/difficulty?before=5&after=12")
+    wanted = play.client.difficulty_migration(5, 12)
+    rows = page.locator(".heatmap tbody tr")
+    for row, values in enumerate([*wanted.matrix, wanted.newly_attempted]):
+        expect(rows.nth(row).locator("td")).to_have_text([*map(str, values), str(sum(values))])
+    page.get_by_label("Before: step", exact=True).fill("2")
+    page.get_by_label("Before: step", exact=True).press("Enter")
+    again = play.client.difficulty_migration(2, 12)
+    expect(rows.first.locator("td")).to_have_text(
+        [*map(str, again.matrix[0]), str(sum(again.matrix[0]))]
+    )
+    expect(page).to_have_url(re.compile(r"before=2&after=12"))
+
+
+# ---- as it happens ------------------------------------------------------------------------------
+
+
+def test_a_step_shows_up_while_the_page_is_open(stack: Endpoints, page: Page) -> None:
+    play = Play(stack, small_config("dashboard-live", steps=40, seed=5))
+    play.run_step(1)
+    visit(page, stack, "/runs/dashboard-live")
+    reward = page.get_by_role("slider", name="Reward")
+    expect(reward).to_have_attribute("aria-valuemax", "1")
+    # A poll while nothing has changed costs no body.
+    page.wait_for_event("response", lambda response: response.status == 304)
+    play.run_step(2)
+    expect(reward).to_have_attribute("aria-valuemax", "2")
+    expect(page.get_by_text("2 / 40")).to_be_visible()
+
+
+def test_pause_and_resume(stack: Endpoints, page: Page, complaints: list[str]) -> None:
+    play = Play(stack, small_config("dashboard-pause"))
+    visit(page, stack, "/runs/dashboard-pause")
+    page.get_by_role("button", name="Pause").click()
+    dialog = page.get_by_role("dialog", name="Pause dashboard-pause?")
+    dialog.get_by_role("button", name="Cancel").click()
+    assert play.client.run_state().status == "running"
+    page.get_by_role("button", name="Pause").click()
+    page.evaluate("location.hash = '/runs/dashboard-pause/system'")
+    expect(dialog).to_have_count(0)
+    page.get_by_role("button", name="Pause").click()
+    dialog.get_by_role("button", name="Pause").click()
+    expect(page.locator(".pill")).to_have_text("paused")
+    assert play.client.run_state().status == "paused"
+    # Somebody else ends the run while the dialog is open: the answer is a conflict, and is shown.
+    page.get_by_role("button", name="Resume").click()
+    play.client.stop()
+    page.get_by_role("dialog").get_by_role("button", name="Resume").click()
+    expect(page.get_by_role("alert").filter(has_text="is stopped, not paused")).to_be_visible()
+    assert all("409" in complaint for complaint in complaints)
+    complaints.clear()
+
+
+def test_a_token_that_may_only_read(stack: Endpoints, play: Play, page: Page) -> None:
+    token = play.client.create_token("dashboard reader", "read").token
+    visit(page, stack, "/runs/dashboard", token)
+    expect(page.locator(".pill")).to_have_text("running")
+    expect(page.get_by_role("button", name="Stop")).to_have_count(0)
+
+
+# ---- when something is wrong --------------------------------------------------------------------
+
+
+def test_a_bad_token_and_a_good_one(
+    stack: Endpoints, play: Play, page: Page, complaints: list[str]
+) -> None:
+    page.goto(f"{stack.buffer_url}/#/runs/dashboard/difficulty")
+    field = page.get_by_label("Token", exact=True)
+    expect(field).to_be_focused()
+    field.fill("nobody")
+    field.press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("this token is not known here")
+    assert all("401" in complaint for complaint in complaints)
+    complaints.clear()
+    field.fill(stack.token)
+    field.press("Enter")
+    expect(page.locator("h1")).to_contain_text("dashboard")
+    assert page.url.endswith("/#/runs/dashboard/difficulty"), "what was asked for is shown"
+
+
+def test_a_token_leaves_the_address(stack: Endpoints, play: Play, page: Page) -> None:
+    visit(page, stack, "/runs/dashboard")
+    expect(page.locator("h1")).to_contain_text("dashboard")
+    assert stack.token not in page.url
+    page.reload()
+    expect(page.locator("h1")).to_contain_text("dashboard")
+    page.get_by_role("button", name="Forget token").click()
+    expect(page.get_by_label("Token", exact=True)).to_be_visible()
+    assert page.evaluate("sessionStorage.length + localStorage.length") == 0
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("/runs/nobody", "there is no run 'nobody'"),
+        ("/runs/dashboard/prompt?uid=nobody", "there is no prompt 'nobody'"),
+        ("/runs/dashboard/batches?step=999", "there is no batch of step 999"),
+    ],
+)
+def test_what_is_not_there(
+    stack: Endpoints, play: Play, page: Page, complaints: list[str], address: str, words: str
+) -> None:
+    visit(page, stack, address)
+    expect(page.get_by_role("alert").filter(has_text=words)).to_be_visible()
+    assert all("404" in complaint for complaint in complaints)
+    complaints.clear()
+
+
+def test_an_outage_and_its_end(
+    stack: Endpoints, play: Play, page: Page, complaints: list[str]
+) -> None:
+    visit(page, stack, "/runs/dashboard")
+    reward = page.get_by_role("slider", name="Reward")
+    expect(reward).to_be_visible()
+    problem = {"title": "Unavailable", "status": 503, "detail": "the database does not answer"}
+    page.route("**/v1/**", lambda route: route.fulfill(status=503, json=problem))
+    banner = page.locator("#banner")
+    expect(banner).to_contain_text("the database does not answer")
+    expect(reward).to_be_visible()
+    page.unroute("**/v1/**")
+    banner.get_by_role("button", name="Try now").click()
+    expect(banner).to_be_hidden()
+    expect(page.get_by_text("Connected")).to_be_visible()
+    complaints.clear()
+
+
+def test_hostile_text_is_text(stack: Endpoints, hostile: Play, page: Page) -> None:
+    visit(page, stack, f"/runs/dashboard-hostile/prompt?uid={uid_of(hostile)}")
+    response = page.locator("pre").first
+    expect(response).to_have_text(HOSTILE)
+    page.get_by_label("Show tokens, shaded by log-prob").check()
+    expect(page.locator(".token").first).to_have_text("<")
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("main img, main script, main a[href^=javascript]").count() == 0
+    assert page.evaluate("document.documentElement.scrollWidth") <= 1400
+
+
+def test_nothing_inline_would_run(stack: Endpoints, page: Page, complaints: list[str]) -> None:
+    """If markup did get in, the content security policy would stop it."""
+    visit(page, stack, "/runs")
+    page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=hacked=1>')")
+    page.wait_for_function("document.images[0].complete")
+    assert page.evaluate("window.hacked") is None
+    assert any("Content Security Policy" in complaint for complaint in complaints)
+    complaints.clear()
+
+
+def test_the_files(stack: Endpoints) -> None:
+    """They want no token, and nothing else is served."""
+    index = httpx.get(f"{stack.buffer_url}/")
+    assert index.status_code == 200
+    assert index.headers["content-security-policy"].startswith("default-src 'self';")
+    assert index.headers["x-content-type-options"] == "nosniff"
+    assert "<script>" not in index.text
+    for name in ("app.js", "style.css", "views/run.js", "icon.svg"):
+        answer = httpx.get(f"{stack.buffer_url}/dashboard/{name}")
+        assert answer.status_code == 200
+        known = {"If-None-Match": answer.headers["etag"]}
+        assert httpx.get(f"{stack.buffer_url}/dashboard/{name}", headers=known).status_code == 304
+    for name in ("nobody.js", "../app.py", "%2e%2e/app.py", "views", ""):
+        assert httpx.get(f"{stack.buffer_url}/dashboard/{name}").status_code == 404
+
+
+# ---- for everybody ------------------------------------------------------------------------------
+
+
+def test_dark_and_light(stack: Endpoints, play: Play, page: Page) -> None:
+    def brightness() -> float:
+        channels = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
+        return sum(map(float, re.findall(r"[\d.]+", channels)[:3])) / 3
+
+    page.emulate_media(color_scheme="dark")
+    visit(page, stack, "/runs/dashboard")
+    expect(page.get_by_role("slider", name="Reward")).to_be_visible()
+    assert brightness() < 60
+    page.get_by_label("Colours").select_option("light")
+    assert brightness() > 200
+    page.reload()
+    assert brightness() > 200, "the choice is remembered"
+    page.get_by_label("Colours").select_option("")
+    assert brightness() < 60
+
+
+def test_by_keyboard_alone(stack: Endpoints, play: Play, page: Page) -> None:
+    visit(page, stack, "/runs?search=dashboard")
+    first = page.locator("tbody tr").first.get_by_role("link")
+    expect(first).to_be_visible()
+    page.keyboard.press("Tab")
+    expect(page.get_by_text("Skip to the content")).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("main")).to_be_focused()
+    for _ in range(12):
+        page.keyboard.press("Tab")
+        if first.evaluate("element => element === document.activeElement"):
+            break
+    expect(first).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator("h1")).to_be_focused()
+    expect(page).to_have_title(re.compile("Overview"))
+    reward = page.get_by_role("slider", name="Reward")
+    reward.focus()
+    page.keyboard.press("Home")
+    expect(reward).to_have_attribute("aria-valuetext", re.compile(r"^step 1:"))
+    page.keyboard.press("ArrowRight")
+    expect(reward).to_have_attribute("aria-valuetext", re.compile(r"^step 2:"))
+    batch = page.get_by_role("slider", name="Batch composition")
+    batch.focus()
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("Enter")
+    expect(page).to_have_url(re.compile(rf"/batches\?step={STEPS - 1}$"))
+    page.go_back()
+    expect(page.locator("h1")).to_be_focused()
+
+
+# ---- at scale -----------------------------------------------------------------------------------
+
+
+class Large:
+    """Answers like those of a run of 10,000 steps with 1,000,000 prompts."""
+
+    SIZE = 16
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def answer(self, route: Route) -> None:
+        url = route.request.url
+        self.asked.append(url)
+        path = url.split("/v1", 1)[1].partition("?")[0]
+        found = self._found(path.removeprefix("/runs/large"), url)
+        route.fulfill(json=found, headers={"ETag": '"1"'})
+
+    def _found(self, path: str, url: str) -> Any:
+        match path:
+            case "/token":
+                return {"scope": "read"}
+            case "":
+                return self._run()
+            case "/steps":
+                sampled = "points=" in url
+                return [
+                    self._step(s)
+                    for s in (range(25, 10_001, 25) if sampled else range(9981, 10_001))
+                ]
+            case "/evaluations":
+                return [self._evaluation(version) for version in range(1, 10_001, 20)]
+            case "/difficulty/bins/history":
+                return [self._bins(step) for step in range(50, 10_001, 50)]
+            case "/difficulty/migration":
+                rows = [[987_654] * (self.SIZE + 1)] * (self.SIZE + 1)
+                return {
+                    "before": 5000,
+                    "after": 10_000,
+                    "matrix": rows,
+                    "newly_attempted": rows[0],
+                    "unlocked": 987_654,
+                    "unlocked_fraction": 0.123456,
+                }
+            case "/prompts":
+                return {"items": [self._prompt(i) for i in range(50)], "next": "x"}
+            case _:
+                return {"items": [], "next": None}
+
+    def _run(self) -> dict[str, Any]:
+        return {
+            "name": "large",
+            "status": "running",
+            "config": {
+                "algorithm": "bapo",
+                "seed": 1,
+                "steps": 1_000_000,
+                "rollout": {"group_size": self.SIZE, "prompts_per_step": 4096},
+            },
+            "train_dataset": "t",
+            "test_dataset": "h",
+            "current_step": 10_000,
+            "attempt": 12_345,
+            "created_at": "2025-01-01T00:00:00Z",
+        }
+
+    def _step(self, step: int) -> dict[str, Any]:
+        rng = random.Random(step)
+        return {
+            "step": step,
+            "r_tot": rng.random(),
+            "c2": 0.2,
+            "c3": 0.4,
+            "counts": {"fresh": rng.randrange(3000), "reevaluated": 500, "replayed": 596},
+            "rollouts": 65_536,
+            "tokens": 268_435_456,
+            "metrics": {
+                "entropy": rng.random() * 1e-7,
+                "staleness_mean": 123.456,
+                "staleness_max": 9999.0,
+                "seconds/update": 1234.5,
+                "loss": -1e12 * rng.random(),
+                **{f"metric/with/a/very/long/name/number/{i}": rng.random() for i in range(60)},
+            },
+            "bins": [rng.randrange(999) for _ in range(self.SIZE + 1)],
+            "committed_at": "2025-01-01T00:00:00Z",
+        }
+
+    def _evaluation(self, version: int) -> dict[str, Any]:
+        return {
+            "version": version,
+            "mean_accuracy": version / 20_000,
+            "bins": [1] * (self.SIZE + 1),
+            "prompts": 17,
+            "tokens": 10**9,
+        }
+
+    def _bins(self, step: int) -> dict[str, Any]:
+        return {"step": step, "bins": [58_823 + step] * (self.SIZE + 1), "unseen": 9}
+
+    def _prompt(self, index: int) -> dict[str, Any]:
+        return {
+            "uid": f"{index}:" + "u" * 500,
+            "payload": {"question": "long words " * 500, "answer": 10**15},
+            "attempts": 9_999_999,
+            "first_mean": 0.0,
+            "last_mean": 0.5,
+            "best_mean": 0.5,
+            "first_solved_step": 1_000_000,
+            "last_step": 1_000_000,
+            "bin": 8,
+        }
+
+
+@pytest.mark.parametrize("width", [1400, 380])
+def test_ten_thousand_steps_and_a_million_prompts(stack: Endpoints, page: Page, width: int) -> None:
+    """Nothing is asked for whole, nothing overflows, and drawing takes no time to speak of."""
+    large = Large()
+    page.route("**/v1/**", large.answer)
+    page.set_viewport_size({"width": width, "height": 800})
+    for address, words in {
+        "/runs/large": "10,000 / 1,000,000",
+        "/runs/large/difficulty": "988K",
+        "/runs/large/prompts": "9,999,999",
+    }.items():
+        visit(page, stack, address)
+        expect(page.get_by_text(words).first).to_be_attached()
+        expect(page.locator("[aria-busy]")).to_have_count(0)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, address
+    visit(page, stack, "/runs/large")
+    reward = page.get_by_role("slider", name="Reward")
+    expect(reward).to_have_attribute("aria-valuemax", "10000")
+    drawn = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+    page.evaluate("performance.mark('start')")
+    for _ in range(8):
+        page.set_viewport_size({"width": width - 1, "height": 800})
+        page.evaluate(drawn)
+        page.set_viewport_size({"width": width, "height": 800})
+        page.evaluate(drawn)
+    taken = page.evaluate("performance.measure('all', 'start').duration") / 16
+    assert taken < 500, f"{taken:.0f} ms to draw all charts once"
+    lists = [url for url in large.asked if re.search(r"/(steps|prompts|history)\b", url)]
+    assert lists
+    assert all(re.search(r"(points|limit)=\d+", url) for url in lists)
+
+
+def test_the_scale_test_answers_as_the_service_does() -> None:
+    """Else it would prove nothing."""
+    large = Large()
+    wire.RunState.model_validate(large._run())
+    wire.StepView.model_validate(large._step(1))
+    wire.Evaluation.model_validate(large._evaluation(1))
+    wire.DifficultyBins.model_validate(large._bins(1))
+    wire.DifficultyView.model_validate(large._prompt(1))
+    wire.DifficultyMigration.model_validate(large._found("/difficulty/migration", ""))
+    json.dumps(large._found("/steps", "points=400"))
