@@ -39,13 +39,15 @@ def accept_groups(
     # The name holds the content's digest: a retry or a rival writes another object or the same
     # bytes, never other bytes under a name that a row points to.
     key = f"{prefix}/trajectories/step={step}/{kind}-{digest[:16]}.arrow"
-    if wanted:
-        service.store.put(key, body)
+    with service.writing(key, body if wanted else None), service.sessions.begin() as session:
+        known = steps.places(session, runs.get_run(session, name), step, kind)
     with service.changing(name) as session:
         run = runs.lock_run(session, name, attempt)
         wanted = steps.new_groups(session, run, step, kind, found)
-        steps.record_groups(session, run, step, kind, found, wanted, key, digest)
-        session.flush()
+        if kind == "reevaluation":
+            # Only under the lock is it certain which prompts those are.
+            known = steps.places(session, run, step, kind)
+        steps.record_groups(session, run, step, kind, wanted, known, key, digest)
         complete = not steps.groups_complete(session, run, step, kind)
         if complete and kind == "evaluation":
             steps.record_evaluation(session, run, step)

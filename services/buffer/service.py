@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from time import monotonic
 from typing import TypeVar
@@ -29,6 +30,7 @@ class Service:
         self.probe = ObjectStore(store.settings, patient=False)
         """The same store for questions that want an answer now."""
         self.sessions = sessionmaker(engine, expire_on_commit=False)
+        self._writers = ThreadPoolExecutor(16, thread_name_prefix="object-store")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._news: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
@@ -48,6 +50,16 @@ class Service:
         waited_for = self._news.pop(run, None)
         if waited_for is not None:
             waited_for.set()
+
+    @contextmanager
+    def writing(self, key: str, data: bytes | None) -> Iterator[None]:
+        """Stores `data`, if any, beside what the context does; ends when both have ended."""
+        stored = None if data is None else self._writers.submit(self.store.put, key, data)
+        try:
+            yield
+        finally:
+            if stored is not None:
+                stored.result()
 
     async def until(
         self, run: str, seconds: float, attempt: Callable[[], T], ready: Callable[[T], bool]

@@ -19,7 +19,6 @@ from sqlalchemy import (
     delete,
     func,
     select,
-    text,
     update,
 )
 from sqlalchemy.dialects.postgresql import insert
@@ -43,6 +42,7 @@ from bapo_core.seeding import derive_rng
 from bapo_core.thresholds import high_quality_window, running_reward, within
 from bapo_core.types import GroupSummary, Source, TrainingBatch
 from services.buffer import difficulty, wire
+from services.buffer.bulk import insert_columns
 from services.buffer.runs import dataset_size, run_config
 from services.buffer.tables import (
     BatchMemberRow,
@@ -157,8 +157,8 @@ def reevaluated_entries(
 
 def new_groups(
     session: Session, run: Run, step: int, kind: wire.Kind, groups: Sequence[GroupRows]
-) -> list[int]:
-    """Indexes of the groups not landed yet; 400 or 409 if any group does not belong here."""
+) -> list[GroupRows]:
+    """The groups that have not landed yet; 400 or 409 if any group does not belong here."""
     config = run_config(run)
     check_step(config, step, kind)
     landed = set(
@@ -172,8 +172,8 @@ def new_groups(
             )
         )
     )
-    fresh_indexes = [i for i, group in enumerate(groups) if group.prompt_uid not in landed]
-    if fresh_indexes and kind != "evaluation" and step <= run.current_step:
+    new = [group for group in groups if group.prompt_uid not in landed]
+    if new and kind != "evaluation" and step <= run.current_step:
         raise conflict(f"step {step} is committed; no group can be added to it")
     size = config.evaluation_samples if kind == "evaluation" else config.rollout.group_size
     version = policy_version_for(config, step, kind)
@@ -188,62 +188,15 @@ def new_groups(
                 f"the group of {group.prompt_uid!r} was made by policy version "
                 f"{group.policy_version}; {kind} groups of step {step} need version {version}"
             )
-    return fresh_indexes
+    return new
 
 
-def record_groups(
-    session: Session,
-    run: Run,
-    step: int,
-    kind: wire.Kind,
-    groups: Sequence[GroupRows],
-    indexes: Sequence[int],
-    object_key: str,
-    digest: str,
-) -> None:
-    """Rows for the groups at `indexes` of the object that holds `groups`."""
-    positions = _expected_positions(session, run, step, kind)
-    rows = []
-    for index in indexes:
-        group = groups[index]
-        if group.prompt_uid not in positions:
-            raise bad_request(f"prompt {group.prompt_uid!r} is not a {kind} prompt of step {step}")
-        rows.append(
-            (
-                *positions[group.prompt_uid],
-                group.policy_version,
-                group.correct,
-                group.row_count,
-                group.correct / group.row_count,
-                group.row_start,
-                group.row_count,
-                group.token_count,
-            )
-        )
-    if rows:
-        same = {"run": run.id, "step": step, "kind": kind, "key": object_key, "digest": digest}
-        columns = (list(column) for column in zip(*rows, strict=True))
-        session.execute(_INSERT_GROUPS, same | dict(zip("abcdefghi", columns, strict=True)))
+Places = dict[str, tuple[int, int]]
+"""uid -> (prompt id, position) of every prompt that may be rolled out at a step."""
 
 
-# One statement however many groups: a step of 256 lands in the time of a few single inserts.
-_INSERT_GROUPS = text("""
-    insert into rollout_group
-        (run_id, step, kind, object_key, object_digest, prompt_id, position, policy_version,
-         correct, size, mean_reward, row_start, row_count, token_count)
-    select :run, :step, :kind, :key, :digest, new.*
-    from unnest(
-        cast(:a as bigint[]), cast(:b as bigint[]), cast(:c as bigint[]), cast(:d as bigint[]),
-        cast(:e as bigint[]), cast(:f as float8[]), cast(:g as bigint[]), cast(:h as bigint[]),
-        cast(:i as bigint[])
-    ) as new
-""")
-
-
-def _expected_positions(
-    session: Session, run: Run, step: int, kind: wire.Kind
-) -> dict[str, tuple[int, int]]:
-    """uid -> (prompt id, position) of every prompt that may be rolled out at this step."""
+def places(session: Session, run: Run, step: int, kind: wire.Kind) -> Places:
+    """Where groups may land. Those of re-evaluations depend on committed state."""
     config = run_config(run)
     if kind == "reevaluation" and run.current_step < step - 1:
         raise conflict(f"step {step - 1} is not committed; its re-evaluations cannot be known yet")
@@ -254,6 +207,44 @@ def _expected_positions(
         for row in _prompt_rows(session, run, config, step, kind, generation_round)
     ]
     return {row.uid: (row.id, position) for position, row in enumerate(rows)}
+
+
+def record_groups(
+    session: Session,
+    run: Run,
+    step: int,
+    kind: wire.Kind,
+    groups: Sequence[GroupRows],
+    known: Places,
+    object_key: str,
+    digest: str,
+) -> None:
+    """Rows for `groups`, which lie in one object."""
+    for group in groups:
+        if group.prompt_uid not in known:
+            raise bad_request(f"prompt {group.prompt_uid!r} is not a {kind} prompt of step {step}")
+    insert_columns(
+        session,
+        RolloutGroup,
+        {
+            "run_id": run.id,
+            "step": step,
+            "kind": kind,
+            "object_key": object_key,
+            "object_digest": digest,
+        },
+        {
+            "prompt_id": [known[group.prompt_uid][0] for group in groups],
+            "position": [known[group.prompt_uid][1] for group in groups],
+            "policy_version": [group.policy_version for group in groups],
+            "correct": [group.correct for group in groups],
+            "size": [group.row_count for group in groups],
+            "mean_reward": [group.correct / group.row_count for group in groups],
+            "row_start": [group.row_start for group in groups],
+            "row_count": [group.row_count for group in groups],
+            "token_count": [group.token_count for group in groups],
+        },
+    )
 
 
 def groups_complete(session: Session, run: Run, step: int, kind: wire.Kind) -> str:
@@ -366,20 +357,16 @@ def _record_batch(session: Session, run: Run, config: RunConfig, step: int) -> S
     )
     session.add(record)
     session.flush()
-    if batch.members:
-        session.execute(
-            insert(BatchMemberRow),
-            [
-                {
-                    "run_id": run.id,
-                    "step": step,
-                    "position": position,
-                    "group_id": member.group.group_id,
-                    "source": member.source.value,
-                }
-                for position, member in enumerate(batch.members)
-            ],
-        )
+    insert_columns(
+        session,
+        BatchMemberRow,
+        {"run_id": run.id, "step": step},
+        {
+            "position": range(len(batch.members)),
+            "group_id": [member.group.group_id for member in batch.members],
+            "source": [member.source.value for member in batch.members],
+        },
+    )
     return record
 
 
@@ -465,7 +452,7 @@ def _manifest(
     session: Session, run: Run, config: RunConfig, record: StepRecord
 ) -> wire.BatchManifest:
     members = session.execute(
-        select(RolloutGroup, PromptRow.uid, BatchMemberRow.source)
+        select(BatchMemberRow.source, *_LOCATION)
         .join(BatchMemberRow, BatchMemberRow.group_id == RolloutGroup.id)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
         .where(BatchMemberRow.run_id == run.id, BatchMemberRow.step == record.step)
@@ -474,7 +461,7 @@ def _manifest(
     manifest = wire.BatchManifest(
         ready=True,
         step=record.step,
-        members=[manifest_member(group, uid, source) for group, uid, source in members],
+        members=[_member(row) for row in members],
         r_tot=record.r_tot,
         c2=record.c2,
         c3=record.c3,
@@ -493,7 +480,7 @@ def _replayable(
         return []
     kinds = ["fresh", "reevaluation"] if config.bad.store_new_in_high else ["fresh"]
     rows = session.execute(
-        select(RolloutGroup, PromptRow.uid, RolloutGroup.kind)
+        select(RolloutGroup.kind.label("source"), *_LOCATION)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
         .where(
             RolloutGroup.run_id == run.id,
@@ -502,29 +489,41 @@ def _replayable(
         )
         .order_by(RolloutGroup.id)
     )
+    members = [_member(row) for row in rows]
     return [
-        manifest_member(group, uid, kind)
-        for group, uid, kind in rows
-        if within(group.mean_reward, record.c2, record.c3)
+        member for member in members if within(member.correct / member.size, record.c2, record.c3)
     ]
 
 
-def manifest_member(group: RolloutGroup, uid: str, source: str) -> wire.ManifestMember:
-    return wire.ManifestMember(
-        group_id=group.id,
-        source=source,
-        prompt_uid=uid,
-        step=group.step,
-        policy_version=group.policy_version,
-        correct=group.correct,
-        size=group.size,
-        object_key=group.object_key,
-        object_digest=group.object_digest,
-        row_start=group.row_start,
-        row_count=group.row_count,
-        proximal_key=group.proximal_key,
-        proximal_digest=group.proximal_digest,
-    )
+def group_location(session: Session, run: Run, group_id: int) -> wire.ManifestMember | None:
+    """One group as a batch would have it; its kind stands for the source."""
+    row = session.execute(
+        select(RolloutGroup.kind.label("source"), *_LOCATION)
+        .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
+        .where(RolloutGroup.run_id == run.id, RolloutGroup.id == group_id)
+    ).first()
+    return None if row is None else _member(row)
+
+
+_LOCATION = (
+    RolloutGroup.id.label("group_id"),
+    PromptRow.uid.label("prompt_uid"),
+    RolloutGroup.step,
+    RolloutGroup.policy_version,
+    RolloutGroup.correct,
+    RolloutGroup.size,
+    RolloutGroup.object_key,
+    RolloutGroup.object_digest,
+    RolloutGroup.row_start,
+    RolloutGroup.row_count,
+    RolloutGroup.proximal_key,
+    RolloutGroup.proximal_digest,
+)
+"""With a `source`, the fields of a ManifestMember."""
+
+
+def _member(row: Row[*tuple[Any, ...]]) -> wire.ManifestMember:
+    return wire.ManifestMember(**row._mapping)
 
 
 def record_proximal(
@@ -599,20 +598,15 @@ def _settle_buffers(session: Session, run: Run, config: RunConfig, record: StepR
 def _apply(
     session: Session, run: Run, buffer: wire.Buffer, step: int, change: BufferChange
 ) -> None:
-    if change.admitted:
-        session.execute(
-            insert(BufferEntry),
-            [
-                {
-                    "run_id": run.id,
-                    "buffer": buffer,
-                    "group_id": group.group_id,
-                    "mean_reward": group.mean_reward,
-                    "inserted_step": step,
-                }
-                for group in change.admitted
-            ],
-        )
+    insert_columns(
+        session,
+        BufferEntry,
+        {"run_id": run.id, "buffer": buffer, "inserted_step": step},
+        {
+            "group_id": [group.group_id for group in change.admitted],
+            "mean_reward": [group.mean_reward for group in change.admitted],
+        },
+    )
     reasons: dict[str, list[int]] = {}
     for group, reason in change.evicted:
         reasons.setdefault(reason.value, []).append(group.group_id)

@@ -223,6 +223,7 @@ def _group_routes(router: APIRouter, service: Service) -> None:
     def group_arrow(name: RunName, group_id: GroupId) -> StreamingResponse:
         """The same as an Arrow stream."""
         with service.sessions() as session:
-            row, prompt = queries.find_group(session, runs.get_run(session, name), group_id)
-        member = steps.manifest_member(row, prompt.uid, row.kind)
+            member = steps.group_location(session, runs.get_run(session, name), group_id)
+        if member is None:
+            raise not_found(f"group {group_id} in run {name!r}")
         return StreamingResponse(exports.arrow_of(service.store, [member]), media_type=ARROW)
