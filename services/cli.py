@@ -309,7 +309,9 @@ def _questions(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     prompts.add_argument("--unlocked-after", type=int, metavar="STEP", help="first solved after it")
     prompts.add_argument("--unlocked-until", type=int, metavar="STEP", help="first solved by then")
     prompts.add_argument("--search", help="part of the uid or the payload")
-    prompts.add_argument("--order", choices=ORDERS, default="stored", help="(default: %(default)s)")
+    prompts.add_argument(
+        "--order", choices=ORDERS, help="(default: unlocked, if asked for; stored)"
+    )
 
     prompt = _about_run(commands, "prompt", "one prompt: its attempts, or why it was used or not")
     prompt.add_argument("uid", help="as `bapo prompts` shows it")
@@ -337,7 +339,7 @@ def _questions(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 TRENDS = ("improving", "worsening", "steady", "forgotten", "never_solved")
-ORDERS = ("stored", "hardest", "most_improved")
+ORDERS = ("stored", "hardest", "most_improved", "unlocked")
 
 
 def _ask(name: str) -> Callable[[argparse.Namespace], None]:

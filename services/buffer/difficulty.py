@@ -3,8 +3,8 @@
 The groups of a prompt are the truth; everything here is derived from them. Three forms answer
 three kinds of question: a row for each prompt (`prompt_difficulty`: listings, as of the last
 commit), the counts of each commit (`step_record.difficulty_bins`: bins over time), and every
-64th commit the bin of every prompt in one byte each (`difficulty_snapshot`: who was where at
-step s). A million prompts at any step are then one row and at most 63 steps of groups away.
+32nd commit the bin of every prompt in one byte each (`difficulty_snapshot`: who was where at
+step s). A million prompts at any step are then one row and at most 31 steps of groups away.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from services.buffer.tables import (
 )
 from services.common.errors import bad_request
 
-SNAPSHOT_EVERY = 64
+SNAPSHOT_EVERY = 32
 UNSEEN = 255
 """In a snapshot: a prompt that was not attempted yet."""
 
@@ -45,14 +45,16 @@ _DERIVE = text("""
         max(step),
         (array_agg(correct order by step desc, kind desc))[1]
     from rollout_group
-    where run_id = :run_id and kind <> 'evaluation' and step <= :step
+    where run_id = :run_id and kind <> 'evaluation' and step between :first and :last
         and prompt_id = any(:prompt_ids)
     group by run_id, prompt_id
     on conflict (run_id, prompt_id) do update set
-        attempts = excluded.attempts, first_mean = excluded.first_mean,
-        last_mean = excluded.last_mean, best_mean = excluded.best_mean,
-        first_solved_step = excluded.first_solved_step, last_step = excluded.last_step,
-        bin = excluded.bin
+        attempts = prompt_difficulty.attempts + excluded.attempts,
+        last_mean = excluded.last_mean,
+        best_mean = greatest(prompt_difficulty.best_mean, excluded.best_mean),
+        first_solved_step =
+            coalesce(prompt_difficulty.first_solved_step, excluded.first_solved_step),
+        last_step = excluded.last_step, bin = excluded.bin
 """)
 
 
@@ -60,7 +62,7 @@ def update(session: Session, run: Run, step: int) -> list[int]:
     """At the commit of `step`: what its groups say; returns the prompts by bin after it."""
     touched = _touched(session, run, step, step)
     before = _bins_of(session, run, touched)
-    _derive(session, run, step, touched)
+    _derive(session, run, step, step, touched)
     counts = np.array(bins_after(session, run, step - 1))
     np.subtract.at(counts, before, 1)
     np.add.at(counts, _bins_of(session, run, touched), 1)
@@ -86,7 +88,7 @@ def forget(session: Session, run: Run, step: int) -> list[int]:
 
 def restore(session: Session, run: Run, step: int, prompt_ids: list[int]) -> None:
     """After a rewind to `step`: derives these prompts from the groups that are left."""
-    _derive(session, run, step, prompt_ids)
+    _derive(session, run, 1, step, prompt_ids)
 
 
 def _touched(session: Session, run: Run, first: int, last: int | None) -> list[int]:
@@ -111,8 +113,10 @@ def _bins_of(session: Session, run: Run, prompt_ids: list[int]) -> list[int]:
     )
 
 
-def _derive(session: Session, run: Run, step: int, prompt_ids: list[int]) -> None:
-    session.execute(_DERIVE, {"run_id": run.id, "step": step, "prompt_ids": prompt_ids})
+def _derive(session: Session, run: Run, first: int, last: int, prompt_ids: list[int]) -> None:
+    """Adds what the groups of steps first..last say, which must all be new to the prompts."""
+    given = {"run_id": run.id, "first": first, "last": last, "prompt_ids": prompt_ids}
+    session.execute(_DERIVE, given)
 
 
 # ---- any step -----------------------------------------------------------------------------------

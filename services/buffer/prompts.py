@@ -22,7 +22,7 @@ from services.buffer.tables import (
 )
 from services.common.errors import bad_request, not_found
 
-Order = Literal["stored", "hardest", "most_improved"]
+Order = Literal["stored", "hardest", "most_improved", "unlocked"]
 Trend = Literal["improving", "worsening", "steady", "forgotten", "never_solved"]
 
 
@@ -36,6 +36,10 @@ class Filter:
     unlocked_until: int | None = None
     search: str | None = None
 
+    @property
+    def about_unlocked(self) -> bool:
+        return self.unlocked_after is not None or self.unlocked_until is not None
+
 
 _LOSS = PromptDifficulty.first_mean - PromptDifficulty.last_mean
 _ORDERS: dict[Order, tuple[ColumnElement[Any], ...]] = {
@@ -46,6 +50,10 @@ _ORDERS: dict[Order, tuple[ColumnElement[Any], ...]] = {
         PromptDifficulty.prompt_id.expression,
     ),
     "most_improved": (_LOSS, PromptDifficulty.prompt_id.expression),
+    "unlocked": (
+        PromptDifficulty.first_solved_step.expression,
+        PromptDifficulty.prompt_id.expression,
+    ),
 }
 _TRENDS: dict[Trend, ColumnElement[bool]] = {
     "improving": _LOSS < 0,
@@ -57,10 +65,23 @@ _TRENDS: dict[Trend, ColumnElement[bool]] = {
 
 
 def listing(
-    session: Session, run: Run, filter_: Filter, order: Order, cursor: str | None, limit: int
+    session: Session,
+    run: Run,
+    filter_: Filter,
+    order: Order | None,
+    cursor: str | None,
+    limit: int,
 ) -> wire.Page[wire.DifficultyView]:
-    """A page of the attempted training prompts that pass the filter."""
+    """A page of the attempted training prompts that pass the filter.
+
+    The order `unlocked` is by the step at which a prompt that began at 0 of G was first solved; it
+    has no others. It is the default where the filter asks for such prompts, else `stored` is.
+    """
+    if order is None:
+        order = "unlocked" if filter_.about_unlocked else "stored"
     statement = _filtered(run, filter_)
+    if order == "unlocked" and not filter_.about_unlocked:
+        statement = statement.where(_unlocked(0, run.current_step))
     rows = session.execute(after_cursor(statement, _ORDERS[order], order, cursor, limit)).all()
     return page_of(
         rows, limit, order, lambda row: _key(row[0], order), lambda row: _view(row[0], row[1])
@@ -80,7 +101,7 @@ def _filtered(run: Run, filter_: Filter) -> Select[PromptDifficulty, PromptRow]:
         statement = statement.where(PromptDifficulty.bin == filter_.bin)
     if filter_.trend is not None:
         statement = statement.where(_TRENDS[filter_.trend])
-    if filter_.unlocked_after is not None or filter_.unlocked_until is not None:
+    if filter_.about_unlocked:
         first, last = filter_.unlocked_after or 0, filter_.unlocked_until
         statement = statement.where(_unlocked(first, run.current_step if last is None else last))
     if filter_.search is not None:
@@ -112,6 +133,9 @@ def _key(row: PromptDifficulty, order: Order) -> Key:
             return (row.best_mean, -row.attempts, row.prompt_id)
         case "most_improved":
             return (row.first_mean - row.last_mean, row.prompt_id)
+        case "unlocked":
+            assert row.first_solved_step is not None
+            return (row.first_solved_step, row.prompt_id)
 
 
 def _view(row: PromptDifficulty, prompt: PromptRow) -> wire.DifficultyView:

@@ -96,6 +96,8 @@ class PromptRow(Base):
     __table_args__ = (
         UniqueConstraint("dataset", "uid"),
         UniqueConstraint("dataset", "position"),
+        # Thousands of positions at a time, without a look at the rows.
+        Index("ix_prompt_place", "id", postgresql_include=["position"]),
         # What a search matches. The expression is `queries.searched`'s.
         Index(
             "ix_prompt_search",
@@ -134,7 +136,13 @@ class PromptDifficulty(Base):
             text("(first_mean - last_mean)"),
             "prompt_id",
         ),
-        Index("ix_prompt_difficulty_unlocked", "run_id", "first_solved_step", "prompt_id"),
+        Index(
+            "ix_prompt_difficulty_unlocked",
+            "run_id",
+            "first_solved_step",
+            "prompt_id",
+            postgresql_where=text("first_mean = 0"),
+        ),
         Index(
             "ix_prompt_difficulty_forgotten",
             "run_id",

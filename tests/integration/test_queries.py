@@ -156,7 +156,12 @@ def test_unlocked_between_two_steps(account: Account) -> None:
     assert len(unlocked) >= 2
     for after, until in [(0, STEPS), (0, 6), (6, STEPS), (STEPS, STEPS), (9, 3)]:
         wanted = {uid for uid, step in unlocked.items() if after < step <= until}
-        assert set(uids(account, unlocked_after=after, unlocked_until=until)) == wanted
+        listed = uids(account, unlocked_after=after, unlocked_until=until)
+        assert set(listed) == wanted
+        assert [unlocked[uid] for uid in listed] == sorted(unlocked[uid] for uid in listed)
+        hardest = uids(account, unlocked_after=after, unlocked_until=until, order="hardest")
+        assert set(hardest) == wanted
+    assert set(uids(account, order="unlocked")) == set(unlocked)
 
 
 @pytest.mark.parametrize("order", ["hardest", "most_improved"])

@@ -116,7 +116,7 @@ def _prompt_routes(router: APIRouter, service: Service) -> None:
         search: Annotated[
             str | None, Query(min_length=1, max_length=200, pattern=r"^[^\x00]+$")
         ] = None,
-        order: prompts.Order = "stored",
+        order: prompts.Order | None = None,
         cursor: Cursor = None,
         limit: Limit = 100,
     ) -> wire.Page[wire.DifficultyView]:

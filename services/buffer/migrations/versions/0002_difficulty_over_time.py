@@ -13,7 +13,7 @@ down_revision = "0001"
 branch_labels = None
 depends_on = None
 
-SNAPSHOT_EVERY = 64
+SNAPSHOT_EVERY = 32
 UNSEEN = 255
 
 
@@ -87,13 +87,17 @@ def _create_indexes() -> None:
         "bin": "run_id, bin, prompt_id",
         "hardest": "run_id, best_mean, (-attempts), prompt_id",
         "improved": "run_id, (first_mean - last_mean), prompt_id",
-        "unlocked": "run_id, first_solved_step, prompt_id",
     }.items():
         op.execute(f"create index ix_prompt_difficulty_{name} on prompt_difficulty ({columns})")
     op.execute(
         "create index ix_prompt_difficulty_forgotten on prompt_difficulty (run_id, prompt_id)"
         " where bin = 0 and best_mean > 0"
     )
+    op.execute(
+        "create index ix_prompt_difficulty_unlocked"
+        " on prompt_difficulty (run_id, first_solved_step, prompt_id) where first_mean = 0"
+    )
+    op.create_index("ix_prompt_place", "prompt", ["id"], postgresql_include=["position"])
     op.create_index(
         "ix_buffer_entry_inserted", "buffer_entry", ["run_id", "buffer", "inserted_step", "id"]
     )
@@ -226,6 +230,7 @@ def downgrade() -> None:
         op.drop_index(f"ix_prompt_difficulty_{name}", table_name="prompt_difficulty")
     op.create_index(op.f("ix_prompt_difficulty_run_id_bin"), "prompt_difficulty", ["run_id", "bin"])
     op.drop_index("ix_prompt_search", table_name="prompt")
+    op.drop_index("ix_prompt_place", table_name="prompt")
     op.drop_column("api_token", "revoked_at")
     op.drop_column("api_token", "name")
     op.drop_column("step_record", "difficulty_bins")
