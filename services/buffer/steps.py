@@ -250,17 +250,28 @@ def record_groups(
 def groups_complete(session: Session, run: Run, step: int, kind: wire.Kind) -> str:
     """Empty when the step has all its groups of this kind; otherwise what is missing."""
     config = run_config(run)
+    mixed_only = RolloutGroup.correct.between(1, RolloutGroup.size - 1)
+    landed, mixed = session.execute(
+        select(func.count(), func.count().filter(mixed_only)).where(
+            RolloutGroup.run_id == run.id, RolloutGroup.step == step, RolloutGroup.kind == kind
+        )
+    ).one()
     if kind == "fresh":
-        return _missing_fresh(config, step, summaries(session, run, step, kind))
+        return _missing_fresh(config, step, landed, mixed)
     if kind == "evaluation":
         wanted = dataset_size(session, run.test_dataset)
     else:
         wanted = len(reevaluated_entries(session, run, config, step))
-    counted = select(func.count()).where(
-        RolloutGroup.run_id == run.id, RolloutGroup.step == step, RolloutGroup.kind == kind
-    )
-    landed = session.scalar(counted) or 0
     return "" if landed == wanted else f"{landed} of {wanted} {kind} groups of step {step}"
+
+
+def _missing_fresh(config: RunConfig, step: int, landed: int, mixed: int) -> str:
+    """DAPO's dynamic sampling stops early once B groups carry a gradient; whole rounds only."""
+    per_round, rounds = config.rollout.prompts_per_step, config.rollout.max_generation_rounds
+    done, partial = divmod(landed, per_round)
+    if partial == 0 and done >= 1 and (done == rounds or mixed >= config.batch_capacity):
+        return ""
+    return f"{landed} of up to {per_round * rounds} fresh groups of step {step}"
 
 
 def record_evaluation(session: Session, run: Run, version: int) -> None:
@@ -286,17 +297,6 @@ def record_evaluation(session: Session, run: Run, version: int) -> None:
         )
         .on_conflict_do_nothing(index_elements=["run_id", "version"])
     )
-
-
-def _missing_fresh(config: RunConfig, step: int, landed: Sequence[GroupSummary]) -> str:
-    """DAPO's dynamic sampling stops early once B groups carry a gradient; whole rounds only."""
-    per_round, rounds = config.rollout.prompts_per_step, config.rollout.max_generation_rounds
-    done, partial = divmod(len(landed), per_round)
-    if partial == 0 and done >= 1:
-        mixed = sum(1 for group in landed if group.mixed)
-        if done == rounds or mixed >= config.batch_capacity:
-            return ""
-    return f"{len(landed)} of up to {per_round * rounds} fresh groups of step {step}"
 
 
 # ---- batch --------------------------------------------------------------------------------------
