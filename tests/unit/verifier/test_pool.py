@@ -20,9 +20,10 @@ ODD = {"n": 7}
 
 
 def processes() -> list[psutil.Process]:
+    """The workers of this process's pools. The stack of other tests has its own."""
     return [
         child
-        for child in psutil.Process().children(recursive=True)
+        for child in psutil.Process().children()
         if child.status() != psutil.STATUS_ZOMBIE and "services.verifier.worker" in child.cmdline()
     ]
 
