@@ -182,7 +182,7 @@ def gc(arguments: argparse.Namespace) -> None:
         return
     for key in found.orphans:
         print(key)
-    what = "would be deleted (those older than an hour)" if arguments.dry_run else "deleted"
+    what = "would be deleted (those older than a day)" if arguments.dry_run else "deleted"
     print(f"{len(found.orphans)} of {found.objects} objects have no row; {what}")
     if found.missing:
         raise BapoError(

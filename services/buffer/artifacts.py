@@ -7,7 +7,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from services.buffer import wire
-from services.buffer.runs import run_config
+from services.buffer.runs import lock_any_attempt, run_config
 from services.buffer.steps import groups_complete, rewind
 from services.buffer.tables import Checkpoint, Replica, Run, WeightVersion
 from services.common.errors import bad_request, conflict, not_found
@@ -117,9 +117,7 @@ def latest_checkpoint(session: Session, run: Run) -> wire.StoredVersion | None:
 
 def begin_attempt(session: Session, name: str) -> Run:
     """A new attempt supersedes whoever worked on the run, and starts from the last checkpoint."""
-    run = session.scalar(select(Run).where(Run.name == name).with_for_update())
-    if run is None:
-        raise not_found(f"run {name!r}; GET /v1/runs lists them")
+    run = lock_any_attempt(session, name)
     if run.status == "deleting":
         raise conflict(f"run {name!r} is being deleted")
     run.attempt += 1

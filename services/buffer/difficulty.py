@@ -76,8 +76,11 @@ def update(session: Session, run: Run, step: int) -> list[int]:
 def forget(session: Session, run: Run, step: int) -> list[int]:
     """Before a rewind to `step`: drops what later groups say; returns the prompts they were of."""
     touched = _touched(session, run, step + 1, None)
-    for table in (DifficultySnapshot,):
-        session.execute(delete(table).where(table.run_id == run.id, table.step > step))
+    session.execute(
+        delete(DifficultySnapshot).where(
+            DifficultySnapshot.run_id == run.id, DifficultySnapshot.step > step
+        )
+    )
     session.execute(
         delete(PromptDifficulty).where(
             PromptDifficulty.run_id == run.id, PromptDifficulty.prompt_id.in_(touched)

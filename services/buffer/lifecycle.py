@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from services.buffer import wire
 from services.buffer.artifacts import run_prefix
-from services.buffer.runs import get_run
+from services.buffer.runs import lock_any_attempt
 from services.buffer.service import Service
 from services.buffer.tables import (
     BatchMemberRow,
@@ -24,23 +24,13 @@ from services.buffer.tables import (
 from services.common.errors import conflict
 from services.common.objectstore import MANIFEST
 
-YOUNGEST_ORPHAN = timedelta(hours=1)
-"""A younger object may be one whose row is about to be written."""
-
-
-def lock(session: Session, name: str) -> Run:
-    get_run(session, name)
-    return session.scalars(
-        select(Run)
-        .where(Run.name == name)
-        .with_for_update()
-        .execution_options(populate_existing=True)
-    ).one()
+YOUNGEST_ORPHAN = timedelta(days=1)
+"""A younger object may be one whose row is about to be written: a large checkpoint takes hours."""
 
 
 def pause(session: Session, name: str) -> Run:
     """No new prompts and no new batches until `resume`. What is under way may finish."""
-    run = lock(session, name)
+    run = lock_any_attempt(session, name)
     if run.status not in ("running", "paused"):
         raise conflict(f"run {name!r} is {run.status}; only a running one can be paused")
     run.status = "paused"
@@ -49,7 +39,7 @@ def pause(session: Session, name: str) -> Run:
 
 def resume(session: Session, name: str) -> Run:
     """Ends a pause."""
-    run = lock(session, name)
+    run = lock_any_attempt(session, name)
     if run.status not in ("running", "paused"):
         raise conflict(
             f"run {name!r} is {run.status}, not paused; a new attempt (`bapo run --resume`) "
@@ -61,7 +51,7 @@ def resume(session: Session, name: str) -> Run:
 
 def stop(session: Session, name: str) -> Run:
     """Turns away every process of the run. A new attempt continues from the last checkpoint."""
-    run = lock(session, name)
+    run = lock_any_attempt(session, name)
     if run.status == "deleting":
         raise conflict(f"run {name!r} is being deleted")
     if run.status not in ("finished", "failed", "stopped"):
@@ -73,7 +63,7 @@ def stop(session: Session, name: str) -> Run:
 def delete_run(service: Service, name: str) -> None:
     """Deletes a run with its objects. A deletion that was interrupted is repeated to finish it."""
     with service.changing(name) as session:
-        run = lock(session, name)
+        run = lock_any_attempt(session, name)
         if run.status in ("running", "paused"):
             raise conflict(f"run {name!r} is {run.status}; stop it first")
         # From here on nobody can add to it.
@@ -83,7 +73,7 @@ def delete_run(service: Service, name: str) -> None:
     # Objects first: while the run is there, a deletion that fails half-way can be repeated.
     service.store.delete(service.store.keys(f"{prefix}/"))
     with service.changing(name) as session:
-        run = lock(session, name)
+        run = lock_any_attempt(session, name)
         for table in (BatchMemberRow, BufferEntry, PromptDifficulty, RolloutGroup):
             session.execute(delete(table).where(table.run_id == run.id))
         session.delete(run)
@@ -95,7 +85,7 @@ def delete_run(service: Service, name: str) -> None:
 def collect_garbage(service: Service, *, dry_run: bool) -> wire.Garbage:
     """Finds (and unless `dry_run` deletes) objects that no row points to; also the reverse.
 
-    Objects younger than an hour are left alone: their rows may be about to be written.
+    Objects younger than a day are left alone: their rows may be about to be written.
     """
     stored = {item.key: item.modified for item in service.store.listing("runs/")}
     with service.sessions() as session:

@@ -25,7 +25,14 @@ def get_run(session: Session, name: str) -> Run:
 
 
 def lock_run(session: Session, name: str, attempt: int) -> Run:
-    """The run, locked until the transaction ends; 409 unless `attempt` is its current one."""
+    """As `lock_any_attempt`; 409 unless `attempt` is the run's current one."""
+    run = lock_any_attempt(session, name)
+    check_attempt(run, attempt)
+    return run
+
+
+def lock_any_attempt(session: Session, name: str) -> Run:
+    """The run, locked until the transaction ends."""
     run = session.scalar(
         select(Run)
         .where(Run.name == name)
@@ -34,7 +41,6 @@ def lock_run(session: Session, name: str, attempt: int) -> Run:
     )
     if run is None:
         raise not_found(f"run {name!r}; GET /v1/runs lists them")
-    check_attempt(run, attempt)
     return run
 
 

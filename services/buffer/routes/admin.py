@@ -94,7 +94,7 @@ def admin_router(service: Service, guard: Guard) -> APIRouter:
     def gc(dry_run: bool = True) -> wire.Garbage:
         """Objects that no row points to; deletes them with `dry_run=false`.
 
-        An object younger than an hour is never deleted: its row may be about to be written.
+        An object younger than a day is never deleted: its row may be about to be written.
         """
         return lifecycle.collect_garbage(service, dry_run=dry_run)
 
