@@ -62,8 +62,14 @@ class TaskConfig(Section):
 
 
 class RolloutConfig(Section):
-    engine: Literal["transformers"] = "transformers"
-    """What generates."""
+    engine: Literal["transformers", "vllm"] = "transformers"
+    """What generates: vLLM in production, transformers where there is no vLLM."""
+    replicas: int = Field(1, ge=1)
+    """Engines that a local run starts. In a cluster, any number may come and go."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What vLLM computes in: float32 on CPU, bfloat16 on GPU, unless given."""
+    vllm_args: list[str] = []
+    """More arguments for vLLM's server, `[--tensor-parallel-size, "2"]` for example."""
     prompts_per_step: int = Field(256, ge=1)
     """B: prompts rolled out for each step (Table 3: 256)."""
     group_size: int = Field(8, ge=2)
@@ -319,6 +325,10 @@ class RunConfig(Section):
     @property
     def evaluation_temperature(self) -> float:
         return self.evaluation.temperature or self.rollout.temperature
+
+    def rollout_version(self, t: int, kind: str) -> int:
+        """Which weights make rollouts at step t: alpha for fresh ones, theta_t for the others."""
+        return self.schedule.policy_version(t) if kind == "fresh" else t
 
     def evaluates_at(self, t: int) -> bool:
         """Whether theta_t is evaluated: the base, every k steps, and the final weights."""

@@ -50,11 +50,15 @@ def publish_weights(session: Session, run: Run, version: int, digest: str) -> wi
 
 def get_weights(session: Session, run: Run, version: int) -> wire.StoredVersion | None:
     row = session.get(WeightVersion, (run.id, version))
-    if row is None:
-        return None
-    if row.status == "pruned":
+    if row is not None and row.status == "pruned":
         raise not_found(f"version {version} of run {run.name!r} any more: it was pruned")
-    return wire.StoredVersion(number=version, uri=row.uri, manifest_digest=row.manifest_digest)
+    return _stored(row)
+
+
+def _stored(row: WeightVersion | None) -> wire.StoredVersion | None:
+    if row is None or row.status != "published":
+        return None
+    return wire.StoredVersion(number=row.version, uri=row.uri, manifest_digest=row.manifest_digest)
 
 
 def record_checkpoint(session: Session, run: Run, step: int, digest: str) -> list[str]:
@@ -127,8 +131,26 @@ def begin_attempt(session: Session, name: str) -> Run:
     return run
 
 
+def wanted_weights(session: Session, run: Run) -> wire.WantedWeights:
+    wanted = run.wanted_version
+    newest = session.scalar(
+        select(WeightVersion)
+        .where(WeightVersion.run_id == run.id, WeightVersion.status == "published")
+        .order_by(WeightVersion.version.desc())
+        .limit(1)
+    )
+    versions = [_stored(session.get(WeightVersion, (run.id, wanted))), _stored(newest)]
+    digests = ["" if each is None else each.manifest_digest[:16] for each in versions]
+    return wire.WantedWeights(
+        version=wanted,
+        stored=versions[0],
+        newest=versions[1],
+        tag="-".join([str(wanted), *digests]),
+    )
+
+
 def report_replica(session: Session, run: Run, name: str, report: wire.ReplicaReport) -> None:
-    values = {"loaded_version": report.loaded_version, "last_seen": func.now()}
+    values = report.model_dump() | {"last_seen": func.now()}
     session.execute(
         insert(Replica)
         .values(run_id=run.id, name=name, **values)

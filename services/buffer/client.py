@@ -57,7 +57,7 @@ class BufferClient:
         return self._ask(wire.RunState, "POST", "/v1/runs", json=request.model_dump())
 
     def runs(self) -> list[wire.RunState]:
-        """All runs, in the order of their creation."""
+        """All runs, the newest first."""
         found: list[wire.RunState] = []
         cursor: str | None = None
         while True:
@@ -156,9 +156,17 @@ class BufferClient:
         )
         return stored
 
-    def report_replica(self, name: str, loaded_version: int) -> None:
+    def wanted(self, known: str = "", *, wait: float = 0.0) -> wire.WantedWeights:
+        """What rollout replicas should serve; waits while it is what the tag `known` says."""
+        return self._read(wire.WantedWeights, "wanted", known=known, wait=wait)
+
+    def replicas(self, *, serving: str = "", wait: float = 0.0) -> list[wire.ReplicaView]:
+        """All that ever reported; waits until one serves the weights with the digest `serving`."""
+        return self._read(list[wire.ReplicaView], "replicas", serving=serving, wait=wait)
+
+    def report_replica(self, name: str, report: wire.ReplicaReport) -> None:
         path = f"/v1/runs/{self.run}/replicas/{name}"
-        self._send("PUT", path, json={"loaded_version": loaded_version})
+        self._send("PUT", path, json=report.model_dump())
 
     # -- statistics
 

@@ -321,9 +321,22 @@ def checkpoints(session: Session, run: Run) -> list[wire.CheckpointView]:
 
 
 def replicas(session: Session, run: Run) -> list[wire.ReplicaView]:
+    # The database's clock on both sides: those of other machines may differ.
+    now = session.scalar(select(func.now()))
+    assert now is not None
     rows = session.scalars(select(Replica).where(Replica.run_id == run.id).order_by(Replica.name))
     return [
-        wire.ReplicaView(name=row.name, loaded_version=row.loaded_version, last_seen=row.last_seen)
+        wire.ReplicaView(
+            name=row.name,
+            url=row.url,
+            state=row.state,
+            detail=row.detail,
+            loaded_version=row.loaded_version,
+            manifest_digest=row.manifest_digest,
+            prompts_per_request=row.prompts_per_request,
+            last_seen=row.last_seen,
+            silent_s=max(0.0, (now - row.last_seen).total_seconds()),
+        )
         for row in rows
     ]
 

@@ -56,12 +56,7 @@ from services.buffer.tables import (
     WeightVersion,
 )
 from services.buffer.trajectories import GroupRows
-from services.common.errors import bad_request, conflict
-
-
-def policy_version_for(config: RunConfig, step: int, kind: wire.Kind) -> int:
-    """Which weights must make these rollouts: alpha for fresh ones, theta_t for the others."""
-    return config.schedule.policy_version(step) if kind == "fresh" else step
+from services.common.errors import bad_request, conflict, not_found
 
 
 def check_step(config: RunConfig, step: int, kind: wire.Kind) -> None:
@@ -93,7 +88,7 @@ def step_prompts(
     """The prompts to roll out. Re-evaluations depend on the commit of the step before."""
     config = run_config(run)
     check_step(config, step, kind)
-    version = policy_version_for(config, step, kind)
+    version = config.rollout_version(step, kind)
     undecided = kind == "reevaluation" and run.current_step < step - 1
     if undecided or run.status == "paused":
         return wire.StepPrompts(ready=False, policy_version=version, prompts=[])
@@ -176,7 +171,7 @@ def new_groups(
     if new and kind != "evaluation" and step <= run.current_step:
         raise conflict(f"step {step} is committed; no group can be added to it")
     size = config.evaluation_samples if kind == "evaluation" else config.rollout.group_size
-    version = policy_version_for(config, step, kind)
+    version = config.rollout_version(step, kind)
     for group in groups:
         if group.row_count != size:
             raise bad_request(
@@ -529,8 +524,8 @@ def _member(row: Row[*tuple[Any, ...]]) -> wire.ManifestMember:
 def record_proximal(
     session: Session, run: Run, step: int, group_ids: Sequence[int], key: str, digest: str
 ) -> None:
-    """Notes where the storage-step log-probs of these groups are."""
-    session.execute(
+    """Notes where the storage-step log-probs of these groups are; 404 unless all are of `step`."""
+    found = session.scalars(
         update(RolloutGroup)
         .where(
             RolloutGroup.run_id == run.id,
@@ -538,7 +533,11 @@ def record_proximal(
             RolloutGroup.id.in_(group_ids),
         )
         .values(proximal_key=key, proximal_digest=digest)
+        .returning(RolloutGroup.id)
     )
+    unknown = sorted(set(group_ids) - set(found))
+    if unknown:
+        raise not_found(f"group {unknown[0]} among those of step {step} ({len(unknown)} unknown)")
 
 
 # ---- commit -------------------------------------------------------------------------------------

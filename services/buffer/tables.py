@@ -61,6 +61,8 @@ class Run(Base):
     current_step: Mapped[int] = mapped_column(default=0)
     """The last committed step."""
     attempt: Mapped[int] = mapped_column(default=0)
+    wanted_version: Mapped[int] = mapped_column(default=0)
+    """The policy version of the prompts handed out last: what rollout replicas should serve."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
     __table_args__ = (
@@ -301,13 +303,21 @@ class WeightVersion(Base):
 
 
 class Replica(Base):
-    """A rollout engine and what it has loaded."""
+    """A rollout engine: where it is, what it has loaded, how it is."""
 
     __tablename__ = "replica"
 
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"), primary_key=True)
     name: Mapped[str] = mapped_column(primary_key=True)
+    url: Mapped[str]
+    state: Mapped[str]
+    detail: Mapped[str]
+    """What is wrong, while `state` is failing."""
     loaded_version: Mapped[int]
+    """0 before the first load."""
+    manifest_digest: Mapped[str]
+    prompts_per_request: Mapped[int]
+    """How many it wants in one request; 0 = as many as there are."""
     last_seen: Mapped[datetime] = mapped_column(server_default=func.now())
 
 

@@ -136,8 +136,34 @@ class StoredVersion(Wire):
     manifest_digest: str
 
 
+ReplicaState = Literal["starting", "downloading", "loading", "serving", "failing"]
+
+
 class ReplicaReport(Wire):
+    """What a rollout replica says of itself."""
+
+    url: str = Field(pattern=r"^https?://[^\s/]+$", max_length=300)
+    state: ReplicaState
+    detail: str = Field("", max_length=1000)
+    """What is wrong, while it is failing."""
     loaded_version: int = Field(ge=0, le=2**53)
+    """0 before the first load."""
+    manifest_digest: str = Field("", pattern=r"^([0-9a-f]{64})?$")
+    prompts_per_request: int = Field(0, ge=0, le=2**31)
+    """How many prompts it wants in one request; 0 = as many as there are."""
+
+
+class WantedWeights(Wire):
+    """What the rollout replicas of a run should serve."""
+
+    version: int
+    """0 while nothing has been asked for."""
+    stored: StoredVersion | None
+    """Where it is; null until it is published."""
+    newest: StoredVersion | None
+    """The last version published, which will be wanted next."""
+    tag: str
+    """Changes with the answer."""
 
 
 class StepView(Wire):
@@ -358,10 +384,11 @@ class CheckpointView(Wire):
     created_at: datetime
 
 
-class ReplicaView(Wire):
+class ReplicaView(ReplicaReport):
     name: str
-    loaded_version: int
     last_seen: datetime
+    silent_s: float
+    """Seconds since it last said anything."""
 
 
 class RunComparison(Wire):

@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 from urllib.parse import urlsplit
 
 import urllib3
@@ -27,6 +29,10 @@ from services.common.settings import ObjectStoreSettings
 
 MANIFEST = "manifest.json"
 LARGEST_PART = 256 << 20
+FILE_PART = 64 << 20
+"""Files are sent in parts of this size, so that no more of them is in memory."""
+TRANSFERS = 4
+"""Files of a directory under way at a time."""
 
 
 class ObjectStoreError(BapoError):
@@ -209,22 +215,100 @@ class ObjectStore:
         if errors:
             raise ObjectStoreError(f"object store: cannot delete {errors[0].name}: {errors[0]}")
 
+    def put_file(self, key: str, path: Path) -> str:
+        """Stores the file at `path`, read as it is sent; returns the digest of what was sent."""
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            source = _Hashing(file)
+            try:
+                self._client.put_object(
+                    bucket_name=self.settings.bucket,
+                    object_name=key,
+                    data=source,  # type: ignore[arg-type]
+                    length=size,
+                    part_size=FILE_PART,
+                )
+            except (MinioException, urllib3.exceptions.HTTPError) as error:
+                raise self._failed("write", key, error) from error
+        return source.hash.hexdigest()
+
+    def get_file(self, key: str, digest: str, target: Path) -> None:
+        """Fetches `key` into `target`, which then is whole and has the digest.
+
+        What an interrupted fetch has left beside it is continued, not fetched again.
+        """
+        if target.exists():
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(target.name + ".part")
+        with partial.open("a+b") as file:
+            file.seek(0)
+            hashed = hashlib.file_digest(file, "sha256")
+            try:
+                self._append(key, file, hashed)
+            except (MinioException, urllib3.exceptions.HTTPError) as error:
+                raise self._failed("read", key, error) from error
+            file.flush()
+            os.fsync(file.fileno())
+        if hashed.hexdigest() != digest:
+            partial.unlink()
+            raise _damaged(f"{self.settings.bucket}/{key}", digest)
+        partial.rename(target)
+
+    def _append(self, key: str, file: BinaryIO, hashed: hashlib._Hash) -> None:
+        """The bytes of `key` that `file` does not have yet."""
+        offset = file.tell()
+        if offset and offset >= (self._size(key) or 0):
+            return  # all there; or too much, which the digest tells
+        response = self._client.get_object(
+            bucket_name=self.settings.bucket, object_name=key, offset=offset
+        )
+        try:
+            for data in response.stream(1 << 20):
+                file.write(data)
+                hashed.update(data)
+        finally:
+            response.close()
+            response.release_conn()
+
+    def _size(self, key: str) -> int | None:
+        return self._client.stat_object(bucket_name=self.settings.bucket, object_name=key).size
+
     def put_directory(self, prefix: str, directory: Path) -> str:
         """Stores every file of `directory` under `prefix`, manifest last; returns its digest."""
         files = sorted(path for path in directory.rglob("*") if path.is_file())
-        listing = {}
-        for path in files:
-            name, data = str(path.relative_to(directory)), path.read_bytes()
-            self.put(f"{prefix}/{name}", data)
-            listing[name] = digest_of(data)
+        names = [str(path.relative_to(directory)) for path in files]
+        with ThreadPoolExecutor(TRANSFERS) as pool:
+            digests = pool.map(self.put_file, [f"{prefix}/{name}" for name in names], files)
+            listing = dict(zip(names, digests, strict=True))
         manifest = json.dumps({"files": listing}, sort_keys=True).encode()
         self.put(f"{prefix}/{MANIFEST}", manifest)
         return digest_of(manifest)
 
     def get_directory(self, prefix: str, digest: str, directory: Path) -> None:
-        """Fetches what `put_directory` stored into `directory`, checking every digest."""
-        manifest = json.loads(self.get(f"{prefix}/{MANIFEST}", digest))
-        for name, file_digest in manifest["files"].items():
-            target = directory / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(self.get(f"{prefix}/{name}", file_digest))
+        """Fetches what `put_directory` stored into `directory`, checking every digest.
+
+        Files that are there already are taken to be right: they were checked when they came.
+        """
+        directory.mkdir(parents=True, exist_ok=True)
+        files = json.loads(self.get(f"{prefix}/{MANIFEST}", digest))["files"]
+        with ThreadPoolExecutor(TRANSFERS) as pool:
+            fetched = [
+                pool.submit(self.get_file, f"{prefix}/{name}", file_digest, directory / name)
+                for name, file_digest in files.items()
+            ]
+            for each in fetched:
+                each.result()
+
+
+class _Hashing:
+    """A file whose bytes are hashed as they are read."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.hash = hashlib.sha256()
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        self.hash.update(data)
+        return data

@@ -6,7 +6,7 @@
 | `BAPO_S3_ENDPOINT` | `http://host:port` of the object store |
 | `BAPO_S3_BUCKET` | bucket, created when missing |
 | `BAPO_S3_ACCESS_KEY`, `BAPO_S3_SECRET_KEY` | its credentials |
-| `BAPO_BUFFER_URL`, `BAPO_VERIFIER_URL`, `BAPO_ROLLOUT_URL` | the services |
+| `BAPO_BUFFER_URL`, `BAPO_VERIFIER_URL` | the services |
 | `BAPO_TOKEN` | bearer token for all of them |
 """
 

@@ -97,25 +97,30 @@ def _scratch_home(home: Path) -> Path:
 def _start(
     run: LocalRun, supervisor: Supervisor, state: wire.RunState, model: Path, scratch: Path
 ) -> None:
-    """The engine, the trainer and the collector, with this attempt's number."""
-    (port,) = free_ports(1)
+    """The engines, the trainer and the collector, with this attempt's number."""
     environment = {
         **run.endpoints.environment(),
         "BAPO_RUN": run.config.name,
         "BAPO_ATTEMPT": str(state.attempt),
         "BAPO_MODEL": str(model),
-        "BAPO_ROLLOUT_URL": f"http://127.0.0.1:{port}",
-        "BAPO_PORT": str(port),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
+        **_threads(),
     }
+    engines = _engines(run.config)
+    for name, port in zip(engines, free_ports(len(engines)), strict=True):
+        own = {"BAPO_REPLICA": name, "BAPO_PORT": str(port), "BAPO_SCRATCH": str(scratch / name)}
+        supervisor.start_python(name, "services.rollout.agent", {**environment, **own})
     for name, module in (
-        ("engine", "services.rollout.server"),
         ("trainer", "services.trainer.loop"),
         ("collector", "services.rollout.collector"),
     ):
-        own = {"BAPO_SCRATCH": str(scratch / name), **_threads()}
+        own = {"BAPO_SCRATCH": str(scratch / name)}
         supervisor.start_python(name, module, {**environment, **own})
+
+
+def _engines(config: RunConfig) -> list[str]:
+    return [f"engine-{number}" for number in range(config.rollout.replicas)]
 
 
 def _threads() -> dict[str, str]:
@@ -124,7 +129,12 @@ def _threads() -> dict[str, str]:
     The engine and the trainer take turns more than they overlap; spinning threads of the one
     would take the cores that the other needs (measured: a step then takes twice as long).
     """
-    return {"OMP_NUM_THREADS": str(os.cpu_count() or 1), "OMP_WAIT_POLICY": "PASSIVE"}
+    return {
+        "OMP_NUM_THREADS": str(os.cpu_count() or 1),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # vLLM would take cores for itself alone, and two of them the same ones.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
 
 
 def _watch(
@@ -137,8 +147,8 @@ def _watch(
     with display.shown():
         while True:
             finished = supervisor.finished("trainer") and supervisor.finished("collector")
-            if supervisor.finished("engine"):
-                raise BapoError("the rollout engine ended early; continue with --resume")
+            if any(supervisor.finished(engine) for engine in _engines(run.config)):
+                raise BapoError("a rollout engine ended early; continue with --resume")
             steps = client.steps(after=done)
             if steps:
                 done = steps[-1].step

@@ -1,27 +1,54 @@
-"""The typed client of a rollout server."""
+"""The typed client of a rollout replica."""
 
 from __future__ import annotations
 
-from services.common.http import HttpClient
-from services.rollout.wire import GenerateAnswer, GenerateRequest
+from collections.abc import AsyncIterator
 
-LONGEST_GENERATION_S = 3600.0
+import httpx
+
+from services.common.errors import BapoError
+from services.rollout.wire import GeneratedGroup, GenerateRequest
+
+LONGEST_SILENCE_S = 1800.0
+"""Between two groups of an answer. A replica that has died is noticed sooner, by its reports."""
 
 
-class RolloutClient:
-    """Generates. The same request gives the same answer, so a call may be repeated."""
+class ReplicaFailed(BapoError):
+    """A replica did not finish what it was asked for; another one may."""
 
-    def __init__(self, url: str, token: str) -> None:
-        self._http = HttpClient("rollout engine", url, token, timeout_s=LONGEST_GENERATION_S)
 
-    def close(self) -> None:
-        self._http.close()
+class ReplicaClient:
+    """Generates on one replica. What it did not finish may be asked for again."""
 
-    def generate(self, request: GenerateRequest) -> GenerateAnswer:
-        answer = self._http.call(
-            "POST",
-            "/v1/generate",
-            content=request.model_dump_json(),
-            headers={"Content-Type": "application/json"},
-        )
-        return GenerateAnswer.model_validate_json(answer.content)
+    def __init__(self, url: str, http: httpx.AsyncClient, token: str) -> None:
+        self._url, self._http = url, http
+        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedGroup]:
+        """Groups in the order in which they are finished. Raises `ReplicaFailed`."""
+        try:
+            async with self._http.stream(
+                "POST",
+                f"{self._url}/v1/generate",
+                content=request.model_dump_json(),
+                headers=self._headers,
+                timeout=httpx.Timeout(LONGEST_SILENCE_S, connect=5.0),
+            ) as response:
+                if not response.is_success:
+                    words = (await response.aread()).decode(errors="replace")[:500]
+                    raise ReplicaFailed(f"{self._url}: HTTP {response.status_code}: {words}")
+                async for line in _lines(response):
+                    yield GeneratedGroup.model_validate_json(line)
+        except (httpx.HTTPError, ValueError) as error:
+            raise ReplicaFailed(f"{self._url}: {error or type(error).__name__}") from error
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Whole lines; a line that was cut off is dropped."""
+    rest: list[bytes] = []
+    async for data in response.aiter_raw():
+        *whole, last = data.split(b"\n")
+        for line in whole:
+            yield b"".join([*rest, line])
+            rest = []
+        rest.append(last)

@@ -7,9 +7,9 @@ otherwise wait for new weights.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,8 @@ from services.buffer import wire
 from services.buffer.client import LONG_POLL_S, BufferClient
 from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
 from services.common.errors import BapoError, ServiceError
-from services.rollout.client import RolloutClient
-from services.rollout.wire import GenerateAnswer, GenerateRequest, PromptRequest
+from services.rollout.fleet import Fleet
+from services.rollout.wire import GeneratedGroup, GenerateRequest, PromptRequest
 from services.verifier.client import VerifierClient
 from services.verifier.wire import VerifyItem
 
@@ -29,6 +29,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
+
+JOBS_UNDER_WAY = 2
+"""One is generated while the last groups of the one before are still coming: bounds memory."""
+BUNDLE = 64
+"""Groups that are scored and delivered together, before all of the job are there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,56 +67,102 @@ def jobs(config: RunConfig, first_step: int) -> Iterator[Job]:
 
 
 class Collector:
-    """Runs jobs; scores and delivers each group while the engine generates the next job."""
+    """Runs jobs. While one is generated, the groups of the one before are scored and delivered."""
 
     def __init__(
         self,
         config: RunConfig,
         buffer: BufferClient,
-        rollout: RolloutClient,
+        fleet: Fleet,
         verifier: VerifierClient,
         tokenizer: PreTrainedTokenizerBase,
     ) -> None:
-        self._config, self._buffer = config, buffer
-        self._rollout, self._verifier, self._tokenizer = rollout, verifier, tokenizer
+        self._config, self._buffer, self._fleet = config, buffer, fleet
+        self._verifier, self._tokenizer = verifier, tokenizer
         self._task = get_task(config.task.name, **config.task.options)
-        self._delivery = ThreadPoolExecutor(1, thread_name_prefix="deliver")
-        self._delivering: Future[wire.GroupsAccepted] | None = None
+        self._version = 0
+        self._under_way: set[asyncio.Task[bool]] = set()
 
-    def collect(self, first_step: int) -> None:
+    async def collect(self, first_step: int) -> None:
         """All jobs from `first_step` to the end of the run."""
-        for job in jobs(self._config, first_step):
-            self._run(job)
-        self._settled()
-        self._delivery.shutdown()
+        async with self._fleet.watched():
+            try:
+                for job in jobs(self._config, first_step):
+                    await self._run(job)
+                await self._at_most(0)
+            finally:
+                for task in self._under_way:
+                    task.cancel()
 
-    def _run(self, job: Job) -> None:
+    async def _run(self, job: Job) -> None:
+        version = self._config.rollout_version(job.step, job.kind)
+        # Asking for prompts tells the replicas which version is wanted: the groups of another
+        # version must be there before.
+        await self._at_most(JOBS_UNDER_WAY - 1 if version == self._version else 0)
+        self._version = version
         rounds = self._config.rollout.max_generation_rounds if job.kind == "fresh" else 1
         for generation_round in range(rounds):
-            prompts = self._buffer.step_prompts(job.step, job.kind, generation_round)
+            prompts = await asyncio.to_thread(
+                self._buffer.step_prompts, job.step, job.kind, generation_round
+            )
             if prompts.complete or not prompts.prompts:
                 return
-            generated = self._generate(job, prompts)
-            self._settled()
-            self._delivering = self._delivery.submit(self._deliver, job, prompts, generated)
+            roll_out = asyncio.create_task(self._roll_out(job, prompts))
+            self._under_way.add(roll_out)
             # Only dynamic sampling needs the outcome before it knows what to generate next.
-            if rounds > 1 and self._settled():
-                return
+            if rounds > 1:
+                await self._at_most(0)
+                if roll_out.result():
+                    return
 
-    def _settled(self) -> bool:
-        """Waits for the delivery under way; whether its step is complete."""
-        if self._delivering is None:
-            return False
-        accepted = self._delivering.result()
-        self._delivering = None
-        return accepted.complete
+    async def _at_most(self, count: int) -> None:
+        """Waits until so few jobs are under way; raises what went wrong in one that has ended."""
+        while len(self._under_way) > count:
+            ended, self._under_way = await asyncio.wait(
+                self._under_way, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in ended:
+                task.result()
 
-    def _generate(self, job: Job, prompts: wire.StepPrompts) -> GenerateAnswer:
-        self._await_weights(prompts.policy_version)
+    async def _roll_out(self, job: Job, prompts: wire.StepPrompts) -> bool:
+        """Generates, scores and delivers; whether the job's groups are complete after it."""
+        finished: list[GeneratedGroup] = []
+        news = asyncio.Event()
+
+        def on_group(group: GeneratedGroup) -> None:
+            finished.append(group)
+            news.set()
+
+        generating = asyncio.create_task(self._generate(job, prompts, on_group))
+        generating.add_done_callback(lambda _: news.set())
+        complete, left = False, len(prompts.prompts)
+        try:
+            while left:
+                await news.wait()
+                news.clear()
+                if generating.done():
+                    generating.result()
+                elif len(finished) < BUNDLE:
+                    continue
+                bundle, finished[:] = finished[:], []
+                left -= len(bundle)
+                complete = await asyncio.to_thread(self._deliver, job, prompts, bundle)
+        finally:
+            generating.cancel()
+        return complete
+
+    async def _generate(
+        self,
+        job: Job,
+        prompts: wire.StepPrompts,
+        on_group: Callable[[GeneratedGroup], None],
+    ) -> None:
+        weights = await self._await_weights(prompts.policy_version)
         rollout = self._config.rollout
         evaluating = job.kind == "evaluation"
         request = GenerateRequest(
             policy_version=prompts.policy_version,
+            manifest_digest=weights.manifest_digest,
             temperature=(
                 self._config.evaluation_temperature if evaluating else rollout.temperature
             ),
@@ -125,19 +176,12 @@ class Collector:
                 for prompt in prompts.prompts
             ],
         )
-        answer = self._rollout.generate(request)
-        if answer.policy_version != prompts.policy_version:
-            raise BapoError(
-                f"the rollout engine generated with version {answer.policy_version} instead of "
-                f"{prompts.policy_version}; restart it"
-            )
-        return answer
+        await self._fleet.generate(request, on_group)
 
-    def _await_weights(self, version: int) -> None:
+    async def _await_weights(self, version: int) -> wire.StoredVersion:
         while True:
             try:
-                self._buffer.weights(version, wait=LONG_POLL_S)
-                return
+                return await asyncio.to_thread(self._buffer.weights, version, wait=LONG_POLL_S)
             except ServiceError as error:
                 if error.status != 404:
                     raise
@@ -153,27 +197,29 @@ class Collector:
         return token_ids
 
     def _deliver(
-        self, job: Job, prompts: wire.StepPrompts, generated: GenerateAnswer
-    ) -> wire.GroupsAccepted:
+        self, job: Job, asked: wire.StepPrompts, generated: Sequence[GeneratedGroup]
+    ) -> bool:
+        """Whether the job's groups are complete with these."""
+        prompts = [asked.prompts[group.index] for group in generated]
         texts = [
             self._tokenizer.batch_decode(
-                [response.token_ids for response in group], skip_special_tokens=True
+                [response.token_ids for response in group.responses], skip_special_tokens=True
             )
-            for group in generated.groups
+            for group in generated
         ]
         verdicts = self._verifier.verify(
             self._config.task.name,
             self._config.task.options,
             [
                 VerifyItem(payload=prompt.payload, responses=answers)
-                for prompt, answers in zip(prompts.prompts, texts, strict=True)
+                for prompt, answers in zip(prompts, texts, strict=True)
             ],
         )
         groups = [
             TrajectoryGroup(
                 prompt_uid=prompt.uid,
                 prompt_token_ids=self._tokenize(prompt),
-                policy_version=generated.policy_version,
+                policy_version=group.policy_version,
                 responses=[
                     TrajectoryResponse(
                         response.token_ids,
@@ -182,16 +228,18 @@ class Collector:
                         response.finish_reason,
                         answer,
                     )
-                    for response, verdict, answer in zip(responses, scored, answers, strict=True)
+                    for response, verdict, answer in zip(
+                        group.responses, scored, answers, strict=True
+                    )
                 ],
             )
-            for prompt, responses, scored, answers in zip(
-                prompts.prompts, generated.groups, verdicts, texts, strict=True
+            for prompt, group, scored, answers in zip(
+                prompts, generated, verdicts, texts, strict=True
             )
         ]
         accepted = self._buffer.post_groups(job.step, job.kind, encode_groups(groups))
-        log.info("%s groups delivered", job.kind, extra={"step": job.step})
-        return accepted
+        log.info("%d %s groups delivered", len(groups), job.kind, extra={"step": job.step})
+        return accepted.complete
 
 
 def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
@@ -224,11 +272,11 @@ def main() -> None:
         collector = Collector(
             config,
             buffer,
-            RolloutClient(require("BAPO_ROLLOUT_URL"), token),
+            Fleet(buffer, token),
             VerifierClient(require("BAPO_VERIFIER_URL"), token),
             AutoTokenizer.from_pretrained(require("BAPO_MODEL")),
         )
-        collector.collect(state.current_step + 1)
+        asyncio.run(collector.collect(state.current_step + 1))
 
     run_until_error(collect)
 

@@ -1,4 +1,9 @@
-"""The shapes that cross the wire of a rollout server: token ids in, token ids and log-probs out."""
+"""The shapes that cross the wire of a rollout replica: token ids in, token ids and log-probs out.
+
+`POST /v1/generate` takes a `GenerateRequest` and answers with a line of JSON for each group, a
+`GeneratedGroup`, as soon as it is whole. An answer that ends before every prompt has its group was
+cut off: what is missing may be asked for again, here or elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +21,21 @@ class PromptRequest(Wire):
     seed: int
 
 
-class GenerateRequest(Wire):
-    """`group_size` responses for each prompt, all by `policy_version`."""
+class Sampling(Wire):
+    """How to sample: the whole distribution at `temperature`, `group_size` times a prompt."""
 
-    policy_version: int = Field(ge=1)
     temperature: float = Field(gt=0)
     max_tokens: int = Field(ge=1)
     group_size: int = Field(ge=1)
-    prompts: list[PromptRequest]
+
+
+class GenerateRequest(Sampling):
+    """`group_size` responses for each prompt, all by one version of the weights."""
+
+    policy_version: int = Field(ge=1)
+    manifest_digest: str
+    """Of the weights: a run that was rewound may publish another version of the same number."""
+    prompts: list[PromptRequest] = Field(min_length=1)
 
 
 class GeneratedResponse(Wire):
@@ -34,8 +46,12 @@ class GeneratedResponse(Wire):
     finish_reason: Literal["stop", "length"]
 
 
-class GenerateAnswer(Wire):
-    """`policy_version` is the version that did generate."""
+class GeneratedGroup(Wire):
+    """The responses to one prompt. `policy_version` is the version that did generate them."""
 
+    index: int
+    """Of the prompt in the request."""
     policy_version: int
-    groups: list[list[GeneratedResponse]]
+    responses: list[GeneratedResponse]
+    refused: str = ""
+    """Why this engine can never answer the prompt; then there are no responses."""

@@ -86,7 +86,8 @@ class Play(Driver):
         self.roll_out(step)
         manifest = self.client.batch(step)
         self.client.commit(step, self._metrics(step, manifest))
-        self.client.report_replica("engine-0", step)
+        report = wire.ReplicaReport(url="http://127.0.0.1:1", state="serving", loaded_version=step)
+        self.client.report_replica("engine-0", report)
         return manifest
 
     def _metrics(self, step: int, manifest: wire.BatchManifest) -> dict[str, float]:

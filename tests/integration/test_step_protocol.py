@@ -231,6 +231,19 @@ def test_decoupled_runs_keep_the_log_probs_of_the_storage_step(
     assert replayed > 0
 
 
+def test_log_probs_of_groups_of_another_step_are_refused(drive: Callable[..., Driver]) -> None:
+    from services.buffer.trajectories import encode_proximal
+
+    driver = drive(loss={"ratio": "decoupled"})
+    driver.roll_out(1)
+    ours = driver.client.batch(1).record_proximal[0]
+    body = encode_proximal({m: [[-1.0]] * ours.size for m in (ours.group_id, 10**12)})
+    with pytest.raises(ServiceError, match="no group 1000000000000 among those of step 1"):
+        driver.client.post_proximal(1, body)
+    again = driver.client.batch(1).record_proximal[0]
+    assert (again.group_id, again.proximal_key) == (ours.group_id, None)
+
+
 def test_difficulty_is_what_the_groups_say(drive: Callable[..., Driver]) -> None:
     driver = drive()
     means: dict[str, list[float]] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Query
 
 from services.buffer import artifacts, queries, runs, wire
 from services.buffer.routes.common import Attempt, RunName, Step, Wait
@@ -14,10 +14,15 @@ from services.common.errors import not_found
 
 ReplicaName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
 
+Known = Annotated[str, Query(max_length=300, description="The `tag` of the answer before")]
+
+Serving = Annotated[str, Query(max_length=64, description="Digest of the manifest of weights")]
+
 
 def artifacts_router(service: Service, guard: Guard) -> APIRouter:
     router = APIRouter(prefix="/v1/runs/{name}", tags=["artifacts"])
     _weight_routes(router, service, guard)
+    _wanted_route(router, service, guard)
     _checkpoint_routes(router, service, guard)
     _replica_routes(router, service, guard)
     return router
@@ -55,6 +60,18 @@ def _weight_routes(router: APIRouter, service: Service, guard: Guard) -> None:
         return found
 
 
+def _wanted_route(router: APIRouter, service: Service, guard: Guard) -> None:
+    @router.get("/wanted", dependencies=guard("read"))
+    async def wanted(name: RunName, known: Known = "", wait: Wait = 0) -> wire.WantedWeights:
+        """What rollout replicas should serve. Waits while it is what `known` says."""
+
+        def look() -> wire.WantedWeights:
+            with service.sessions() as session:
+                return artifacts.wanted_weights(session, runs.get_run(session, name))
+
+        return await service.until(name, wait, look, lambda answer: answer.tag != known)
+
+
 def _checkpoint_routes(router: APIRouter, service: Service, guard: Guard) -> None:
     run, read = guard("run"), guard("read")
 
@@ -84,13 +101,22 @@ def _replica_routes(router: APIRouter, service: Service, guard: Guard) -> None:
     run, read = guard("run"), guard("read")
 
     @router.get("/replicas", dependencies=read)
-    def list_replicas(name: RunName) -> list[wire.ReplicaView]:
-        """Rollout engines, and what each has loaded."""
-        with service.sessions() as session:
-            return queries.replicas(session, runs.get_run(session, name))
+    async def list_replicas(
+        name: RunName, serving: Serving = "", wait: Wait = 0
+    ) -> list[wire.ReplicaView]:
+        """Rollout engines, and what each has loaded. May wait until one serves given weights."""
+
+        def look() -> list[wire.ReplicaView]:
+            with service.sessions() as session:
+                return queries.replicas(session, runs.get_run(session, name))
+
+        def served(replicas: list[wire.ReplicaView]) -> bool:
+            return any(each.manifest_digest == serving for each in replicas)
+
+        return await service.until(name, wait if serving else 0, look, served)
 
     @router.put("/replicas/{replica}", dependencies=run)
     def report(name: RunName, replica: ReplicaName, body: wire.ReplicaReport) -> None:
         """What an engine has loaded, as it says itself."""
-        with service.sessions.begin() as session:
+        with service.changing(name) as session:
             artifacts.report_replica(session, runs.get_run(session, name), replica, body)

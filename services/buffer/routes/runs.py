@@ -56,7 +56,7 @@ def _run_routes(router: APIRouter, service: Service, guard: Guard) -> None:
         cursor: Cursor = None,
         limit: Limit = 100,
     ) -> wire.Page[wire.RunState]:
-        """Runs in the order of their creation."""
+        """Runs, the newest first."""
         statement = select(Run)
         if status is not None:
             statement = statement.where(Run.status == status)
@@ -64,9 +64,9 @@ def _run_routes(router: APIRouter, service: Service, guard: Guard) -> None:
             statement = statement.where(Run.name.contains(search, autoescape=True))
         with service.sessions() as session:
             rows = session.scalars(
-                after_cursor(statement, (Run.id.expression,), "id", cursor, limit)
+                after_cursor(statement, (-Run.id.expression,), "newest", cursor, limit)
             ).all()
-        return page_of(rows, limit, "id", lambda row: (row.id,), runs.run_state)
+        return page_of(rows, limit, "newest", lambda row: (-row.id,), runs.run_state)
 
     @router.get("/runs/{name}", tags=["runs"], dependencies=read)
     def show(name: RunName) -> wire.RunState:

@@ -48,7 +48,10 @@ def steps_router(service: Service, guard: Guard) -> APIRouter:
                 runs.check_attempt(row, attempt)
                 return steps.step_prompts(session, row, step, kind, generation_round)
 
-        return await service.until(name, wait, look, lambda answer: answer.ready)
+        answer = await service.until(name, wait, look, lambda answer: answer.ready)
+        if answer.prompts and not answer.complete:
+            await run_in_threadpool(_want, service, name, attempt, answer.policy_version)
+        return answer
 
     @router.post("/steps/{step}/groups", openapi_extra=ARROW_BODY)
     async def groups(
@@ -98,3 +101,12 @@ def steps_router(service: Service, guard: Guard) -> APIRouter:
             return runs.run_state(row)
 
     return router
+
+
+def _want(service: Service, name: str, attempt: int, version: int) -> None:
+    """Rollouts by `version` are about to be asked for."""
+    with service.sessions() as session:
+        if runs.get_run(session, name).wanted_version == version:
+            return
+    with service.changing(name) as session:
+        runs.lock_run(session, name, attempt).wanted_version = version

@@ -23,6 +23,7 @@ const ORDERS = [
   ["", "As stored"],
   ["hardest", "Hardest first"],
   ["most_improved", "Most improved first"],
+  ["unlocked", "First unlocked first"],
 ];
 
 /** @param {import("./run.js").Visit} visit */

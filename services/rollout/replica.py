@@ -1,0 +1,240 @@
+"""A rollout replica: an engine that serves the version of the weights which its run wants.
+
+Pull-based and level-triggered: the replica asks the buffer service what is wanted, makes it so, and
+says what it serves. Restarts, new replicas and lost messages need no other treatment. Requests name
+the version they want, number and digest; nothing generates while weights are being loaded, so a
+group is by one version or does not exist.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import suppress
+
+from services.buffer.client import LONG_POLL_S, BufferClient
+from services.buffer.wire import ReplicaReport, ReplicaState, StoredVersion, WantedWeights
+from services.common.errors import BapoError, ServiceError, ServiceUnavailable
+from services.rollout.engine import WrongVersion
+from services.rollout.host import EngineHost, EngineLost
+from services.rollout.weights import WeightCache
+from services.rollout.wire import GeneratedGroup, GenerateRequest
+
+log = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 2.0
+CHECK_EVERY_S = 5.0
+WAIT_FOR_VERSION_S = 60.0
+"""How long a request waits for the version it wants."""
+DRAIN_S = 600.0
+"""How long the groups under way may take to end before other weights are loaded."""
+FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 15.0
+
+
+class Replica:
+    """Follows what its run wants; generates by what it serves."""
+
+    def __init__(
+        self, host: EngineHost, buffer: BufferClient, cache: WeightCache, *, name: str, url: str
+    ) -> None:
+        self._host, self._buffer, self._cache = host, buffer, cache
+        self._name, self._url = name, url
+        self._state: ReplicaState = "starting"
+        self._detail = ""
+        self._wanted: WantedWeights | None = None
+        self._serving: StoredVersion | None = None
+        self._changed = asyncio.Condition()
+        self._under_way: set[asyncio.Task[object]] = set()
+        self._to_do = asyncio.Event()
+        """What is wanted may have changed, or what is served."""
+        self._to_report = asyncio.Event()
+
+    # -- generation
+
+    async def until_serving(self, request: GenerateRequest) -> None:
+        """Returns once the version that `request` wants is served. Raises `WrongVersion`."""
+        async with self._changed:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WAIT_FOR_VERSION_S):
+                    await self._changed.wait_for(lambda: self._serves(request))
+        if not self._serves(request):
+            report = self.report()
+            raise WrongVersion(
+                f"version {request.policy_version} is not served here: the replica is "
+                f"{report.state}, with version {report.loaded_version} loaded. {report.detail}"
+            )
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedGroup]:
+        """Groups as they are finished. Raises `WrongVersion` and `EngineLost`."""
+        task = asyncio.current_task()
+        assert task is not None
+        await self.until_serving(request)
+        self._under_way.add(task)
+        try:
+            async for group in self._host.generate(request):
+                if group.policy_version != request.policy_version:
+                    raise EngineLost(
+                        f"the engine generated with version {group.policy_version} instead "
+                        f"of {request.policy_version}"
+                    )
+                yield group
+        except EngineLost as error:
+            self._lose(error)
+            raise
+        finally:
+            self._under_way.discard(task)
+            async with self._changed:
+                self._changed.notify_all()
+
+    def _serves(self, request: GenerateRequest) -> bool:
+        return (
+            self._serving is not None
+            and self._serving.number == request.policy_version
+            and self._serving.manifest_digest == request.manifest_digest
+        )
+
+    def _lose(self, error: BapoError) -> None:
+        """The engine is of no use any more: what is wanted has to be loaded again."""
+        if self._serving is None:
+            return  # known already
+        log.error("engine lost: %s", error)
+        self._serving = None
+        for task in self._under_way - {asyncio.current_task()}:
+            task.cancel()
+        self._say("failing", str(error))
+        self._to_do.set()
+
+    # -- what is wanted
+
+    def activities(self) -> list[Coroutine[None, None, None]]:
+        """What goes on for as long as the replica lives."""
+        return [self.watch(), self.follow(), self.tell(), self.supervise()]
+
+    async def watch(self) -> None:
+        """Learns what the run wants, for ever."""
+        tag = ""
+        while True:
+            try:
+                wanted = await asyncio.to_thread(self._buffer.wanted, tag, wait=LONG_POLL_S)
+            except (ServiceError, ServiceUnavailable) as error:
+                # It serves what it served; nothing is wrong with the replica itself.
+                log.warning("%s", error)
+                await asyncio.sleep(FIRST_RETRY_S)
+                continue
+            self._wanted, tag = wanted, wanted.tag
+            self._to_do.set()
+
+    async def follow(self) -> None:
+        """Serves what the run wants, for ever."""
+        pause = FIRST_RETRY_S
+        while True:
+            await self._to_do.wait()
+            self._to_do.clear()
+            if self._wanted is None:
+                continue
+            try:
+                await self._serve(self._wanted)
+                pause = FIRST_RETRY_S
+            except BapoError as error:
+                self._say("failing", str(error))
+                log.error("cannot serve what is wanted: %s", error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_RETRY_S)
+                self._to_do.set()
+
+    async def _serve(self, wanted: WantedWeights) -> None:
+        if wanted.stored is not None and wanted.stored != self._serving:
+            await self._load(wanted.stored)
+        if wanted.newest is not None and not self._cache.holds(wanted.newest):
+            # It will be wanted next: then it is here already.
+            await asyncio.to_thread(self._cache.fetch, wanted.newest)
+        self._cache.prune([v for v in (wanted.stored, wanted.newest, self._serving) if v])
+        if self._serving is not None:
+            self._say("serving")
+
+    async def _load(self, stored: StoredVersion) -> None:
+        started = time.monotonic()
+        if not self._cache.holds(stored):
+            self._say("downloading")
+        directory = await asyncio.to_thread(self._cache.fetch, stored)
+        fetched = time.monotonic()
+        await self._drain()
+        drained = time.monotonic()
+        self._say("loading")
+        await self._host.load(directory, stored.number)
+        async with self._changed:
+            self._serving = stored
+            self._changed.notify_all()
+        self._say("serving")
+        ended = time.monotonic()
+        log.info(
+            "weights loaded",
+            extra={
+                "version": stored.number,
+                "fetch_s": round(fetched - started, 3),
+                "drain_s": round(drained - fetched, 3),
+                "load_s": round(ended - drained, 3),
+            },
+        )
+
+    async def _drain(self) -> None:
+        """From here on nothing generates. What does not end in time is cut off."""
+        async with self._changed:
+            self._serving = None
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_S):
+                    await self._changed.wait_for(lambda: not self._under_way)
+            for task in self._under_way:
+                task.cancel()
+            await self._changed.wait_for(lambda: not self._under_way)
+
+    # -- what it says
+
+    def _say(self, state: ReplicaState, detail: str = "") -> None:
+        if (state, detail) != (self._state, self._detail):
+            self._state, self._detail = state, detail[:1000]
+            self._to_report.set()
+
+    def report(self) -> ReplicaReport:
+        serving = self._serving
+        return ReplicaReport(
+            url=self._url,
+            state=self._state,
+            detail=self._detail,
+            loaded_version=0 if serving is None else serving.number,
+            manifest_digest="" if serving is None else serving.manifest_digest,
+            prompts_per_request=self._host.prompts_per_request,
+        )
+
+    async def tell(self) -> None:
+        """Says what it serves, on every change and every few seconds, for ever."""
+        while True:
+            self._to_report.clear()
+            try:
+                await asyncio.to_thread(self._buffer.report_replica, self._name, self.report())
+            except (ServiceError, ServiceUnavailable) as error:
+                log.warning("%s", error)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(REPORT_EVERY_S):
+                    await self._to_report.wait()
+
+    def ready(self) -> bool:
+        """Whether it serves what is wanted."""
+        wanted = self._wanted
+        return self._serving is not None and wanted is not None and self._serving == wanted.stored
+
+    async def supervise(self) -> None:
+        """Notices when the engine is lost while nobody asks for anything, for ever."""
+        while True:
+            await asyncio.sleep(CHECK_EVERY_S)
+            try:
+                await self.check()
+            except EngineLost as error:
+                self._lose(error)
+
+    async def check(self) -> None:
+        """Raises `EngineLost` unless the engine generates."""
+        if self._serving is not None:
+            await self._host.check()
