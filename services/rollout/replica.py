@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Set
 from contextlib import suppress
 
 from services.buffer.client import LONG_POLL_S, BufferClient
@@ -47,6 +47,7 @@ class Replica:
         self._serving: StoredVersion | None = None
         self._changed = asyncio.Condition()
         self._under_way: set[asyncio.Task[object]] = set()
+        self._cut_off: set[asyncio.Task[object]] = set()
         self._to_do = asyncio.Event()
         """What is wanted may have changed, or what is served."""
         self._to_report = asyncio.Event()
@@ -83,8 +84,14 @@ class Replica:
         except EngineLost as error:
             self._lose(error)
             raise
+        except asyncio.CancelledError:
+            if task not in self._cut_off:
+                raise
+            task.uncancel()
+            raise EngineLost("the engine was lost, or other weights could not wait") from None
         finally:
             self._under_way.discard(task)
+            self._cut_off.discard(task)
             async with self._changed:
                 self._changed.notify_all()
 
@@ -101,8 +108,7 @@ class Replica:
             return  # known already
         log.error("engine lost: %s", error)
         self._serving = None
-        for task in self._under_way - {asyncio.current_task()}:
-            task.cancel()
+        self._cut(self._under_way - {asyncio.current_task()})
         self._say("failing", str(error))
         self._to_do.set()
 
@@ -186,9 +192,14 @@ class Replica:
             with suppress(TimeoutError):
                 async with asyncio.timeout(DRAIN_S):
                     await self._changed.wait_for(lambda: not self._under_way)
-            for task in self._under_way:
-                task.cancel()
+            self._cut(self._under_way)
             await self._changed.wait_for(lambda: not self._under_way)
+
+    def _cut(self, tasks: Set[asyncio.Task[object]]) -> None:
+        """Ends generations; their clients ask for what is missing again."""
+        self._cut_off |= tasks
+        for task in tasks:
+            task.cancel()
 
     # -- what it says
 

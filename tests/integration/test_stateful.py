@@ -309,7 +309,7 @@ def test_the_service_does_what_the_model_does(breakable: Breakable) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_the_service_does_what_the_model_does_for_long(breakable: Breakable) -> None:
-    check(StepProtocol, examples=300, steps=50)
+    check(StepProtocol, examples=100, steps=40)
 
 
 class KilledStepProtocol(StepProtocol):

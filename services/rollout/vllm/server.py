@@ -118,7 +118,7 @@ class VllmServer:
         self._options = options
         port = _free_port()
         self.api = VllmApi(port)
-        with options.log.open("wb") as log:
+        with options.log.open("ab") as log:
             self._process = subprocess.Popen(
                 options.command(directory, port),
                 stdin=subprocess.DEVNULL,
