@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 from bapo_core.seeding import derive_seed
 
@@ -30,6 +31,7 @@ def permuted(index: int, *, size: int, key: int) -> int:
             return index
 
 
+@lru_cache(maxsize=256)
 def prompt_positions(
     seed: int,
     step: int,
@@ -38,7 +40,7 @@ def prompt_positions(
     dataset_size: int,
     prompts_per_step: int,
     max_rounds: int,
-) -> list[int]:
+) -> tuple[int, ...]:
     """Positions in the dataset of the B prompts of a step's generation round.
 
     Each epoch is a fresh permutation, cut into steps of `prompts_per_step * max_rounds`; what is
@@ -55,7 +57,7 @@ def prompt_positions(
     epoch, within = divmod(step - 1, steps_per_epoch)
     start = within * reserved + generation_round * prompts_per_step
     key = derive_seed(seed, "epoch", epoch)
-    return [
+    return tuple(
         permuted(index, size=dataset_size, key=key)
         for index in range(start, start + prompts_per_step)
-    ]
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sqlalchemy import (
     BigInteger,
@@ -22,7 +22,7 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from bapo_core.batch import build_batch
 from bapo_core.buffers import (
@@ -77,9 +77,9 @@ def reevaluates_at(config: RunConfig, step: int) -> bool:
 # ---- prompts ------------------------------------------------------------------------------------
 
 
-if TYPE_CHECKING:
-    _Prompt = Row[int, str, int, str, dict[str, Any]]
-_PROMPT = (PromptRow.id, PromptRow.uid, PromptRow.position, PromptRow.task, PromptRow.payload)
+Columns = tuple[InstrumentedAttribute[Any], ...]
+_PLACE = (PromptRow.id, PromptRow.uid, PromptRow.position)
+_PROMPT = (*_PLACE, PromptRow.task, PromptRow.payload)
 
 
 def step_prompts(
@@ -92,7 +92,7 @@ def step_prompts(
     undecided = kind == "reevaluation" and run.current_step < step - 1
     if undecided or run.status == "paused":
         return wire.StepPrompts(ready=False, policy_version=version, prompts=[])
-    rows = _prompt_rows(session, run, config, step, kind, generation_round)
+    rows = _prompt_rows(session, run, config, step, kind, generation_round, _PROMPT)
     items = [wire.PromptItem(uid=row.uid, task=row.task, payload=row.payload) for row in rows]
     complete = not groups_complete(session, run, step, kind)
     return wire.StepPrompts(ready=True, policy_version=version, prompts=items, complete=complete)
@@ -105,13 +105,14 @@ def _prompt_rows(
     step: int,
     kind: wire.Kind,
     generation_round: int,
-) -> list[_Prompt]:
-    """The prompts of a step and kind, in the order in which they are rolled out."""
+    columns: Columns,
+) -> list[Row[*tuple[Any, ...]]]:
+    """`columns` of the prompts of a step and kind, in the order in which they are rolled out."""
     if kind == "reevaluation":
         chosen = [entry.prompt_uid for entry in reevaluated_entries(session, run, config, step)]
-        return _rows_by_uid(session, run.train_dataset, chosen)
+        return _rows_by_uid(session, run.train_dataset, chosen, columns)
     if kind == "evaluation":
-        statement = select(*_PROMPT).where(PromptRow.dataset == run.test_dataset)
+        statement = select(*columns).where(PromptRow.dataset == run.test_dataset)
         return list(session.execute(statement.order_by(PromptRow.position)))
     positions = prompt_positions(
         config.seed,
@@ -122,7 +123,7 @@ def _prompt_rows(
         max_rounds=config.rollout.max_generation_rounds,
     )
     found = session.execute(
-        select(*_PROMPT).where(
+        select(*columns).where(
             PromptRow.dataset == run.train_dataset, PromptRow.position.in_(positions)
         )
     )
@@ -130,9 +131,11 @@ def _prompt_rows(
     return [by_position[position] for position in positions]
 
 
-def _rows_by_uid(session: Session, dataset: str, uids: Sequence[str]) -> list[_Prompt]:
+def _rows_by_uid(
+    session: Session, dataset: str, uids: Sequence[str], columns: Columns
+) -> list[Row[*tuple[Any, ...]]]:
     found = session.execute(
-        select(*_PROMPT).where(PromptRow.dataset == dataset, PromptRow.uid.in_(uids))
+        select(*columns).where(PromptRow.dataset == dataset, PromptRow.uid.in_(uids))
     )
     by_uid = {row.uid: row for row in found}
     return [by_uid[uid] for uid in uids]
@@ -199,7 +202,7 @@ def places(session: Session, run: Run, step: int, kind: wire.Kind) -> Places:
     rows = [
         row
         for generation_round in range(rounds)
-        for row in _prompt_rows(session, run, config, step, kind, generation_round)
+        for row in _prompt_rows(session, run, config, step, kind, generation_round, _PLACE)
     ]
     return {row.uid: (row.id, position) for position, row in enumerate(rows)}
 

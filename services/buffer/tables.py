@@ -61,7 +61,7 @@ class Run(Base):
     current_step: Mapped[int] = mapped_column(default=0)
     """The last committed step."""
     attempt: Mapped[int] = mapped_column(default=0)
-    wanted_version: Mapped[int] = mapped_column(default=0)
+    wanted_version: Mapped[int] = mapped_column(server_default="0")
     """The policy version of the prompts handed out last: what rollout replicas should serve."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 

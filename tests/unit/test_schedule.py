@@ -66,7 +66,7 @@ def test_one_load_serves_both_iff_every_reevaluation_is_a_sync(schedule: SyncSch
 def test_an_epoch_draws_each_prompt_at_most_once(
     seed: int, size: int, per_step: int, rounds: int
 ) -> None:
-    def draw(step: int, generation_round: int) -> list[int]:
+    def draw(step: int, generation_round: int) -> tuple[int, ...]:
         return prompt_positions(
             seed,
             step,

@@ -15,7 +15,6 @@ def upgrade() -> None:
     op.add_column(
         "run", sa.Column("wanted_version", sa.BigInteger(), nullable=False, server_default="0")
     )
-    op.alter_column("run", "wanted_version", server_default=None)
     # Replicas say anew what they are every few seconds.
     op.execute("delete from replica")
     for name in ("url", "state", "detail", "manifest_digest"):
