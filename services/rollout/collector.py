@@ -20,6 +20,7 @@ from services.buffer import wire
 from services.buffer.client import LONG_POLL_S, BufferClient
 from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
 from services.common.errors import BapoError, ServiceError
+from services.common.threads import abandonable
 from services.rollout.fleet import Fleet
 from services.rollout.wire import GeneratedGroup, GenerateRequest, PromptRequest
 from services.verifier.client import VerifierClient
@@ -102,7 +103,7 @@ class Collector:
         self._version = version
         rounds = self._config.rollout.max_generation_rounds if job.kind == "fresh" else 1
         for generation_round in range(rounds):
-            prompts = await asyncio.to_thread(
+            prompts = await abandonable(
                 self._buffer.step_prompts, job.step, job.kind, generation_round
             )
             if prompts.complete or not prompts.prompts:
@@ -181,7 +182,7 @@ class Collector:
     async def _await_weights(self, version: int) -> wire.StoredVersion:
         while True:
             try:
-                return await asyncio.to_thread(self._buffer.weights, version, wait=LONG_POLL_S)
+                return await abandonable(self._buffer.weights, version, wait=LONG_POLL_S)
             except ServiceError as error:
                 if error.status != 404:
                     raise

@@ -14,6 +14,7 @@ import httpx
 from services.buffer import wire as buffer_wire
 from services.buffer.client import LONG_POLL_S, BufferClient
 from services.common.errors import BapoError, ServiceUnavailable
+from services.common.threads import abandonable
 from services.rollout.client import ReplicaClient, ReplicaFailed
 from services.rollout.wire import GeneratedGroup, GenerateRequest
 
@@ -210,7 +211,7 @@ class Fleet:
         while True:
             awaited = self._awaited
             try:
-                views = await asyncio.to_thread(
+                views = await abandonable(
                     self._buffer.replicas, serving=awaited, wait=LONG_POLL_S if awaited else 0.0
                 )
             except (ServiceUnavailable, BapoError) as error:

@@ -17,6 +17,7 @@ from contextlib import suppress
 from services.buffer.client import LONG_POLL_S, BufferClient
 from services.buffer.wire import ReplicaReport, ReplicaState, StoredVersion, WantedWeights
 from services.common.errors import BapoError, ServiceError, ServiceUnavailable
+from services.common.threads import abandonable
 from services.rollout.engine import WrongVersion
 from services.rollout.host import EngineHost, EngineLost
 from services.rollout.weights import WeightCache
@@ -123,7 +124,7 @@ class Replica:
         tag = ""
         while True:
             try:
-                wanted = await asyncio.to_thread(self._buffer.wanted, tag, wait=LONG_POLL_S)
+                wanted = await abandonable(self._buffer.wanted, tag, wait=LONG_POLL_S)
             except (ServiceError, ServiceUnavailable) as error:
                 # It serves what it served; nothing is wrong with the replica itself.
                 log.warning("%s", error)

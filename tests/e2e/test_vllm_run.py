@@ -1,0 +1,63 @@
+"""A whole run with two replicas of the real vLLM, through the real command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from bapo_core.config import RunConfig
+from services.buffer.client import BufferClient
+from services.local.stack import Endpoints
+from tests.e2e.test_run import configuration
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+
+
+def test_a_run_on_two_replicas(
+    tmp_path: Path, environment: dict[str, str], stack: Endpoints, easy_model: Path
+) -> None:
+    config = configuration("on-vllm", easy_model) | {"steps": 6}
+    config["rollout"] |= {
+        "engine": "vllm",
+        "replicas": 2,
+        "vllm_args": ["--enforce-eager", "--max-num-seqs", "64"],
+    }
+    path = tmp_path / "on-vllm.yaml"
+    path.write_text(yaml.safe_dump(config))
+    before = {process.pid for process in psutil.process_iter()}
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli", "run", str(path)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    client = BufferClient(stack.buffer_url, stack.token, run="on-vllm")
+    steps = client.steps()
+    assert [step.step for step in steps] == [1, 2, 3, 4, 5, 6]
+    schedule = RunConfig.model_validate(config).schedule
+    for step in steps:
+        manifest = client.recorded_batch(step.step)
+        assert all(
+            member.policy_version == schedule.policy_version(member.step)
+            for member in manifest.members
+            if member.source != "reevaluated"
+        )
+    # Where the weights that generated are those that score, both mean the same by a log-prob.
+    fresh = [step for step in steps if step.counts["fresh"] and schedule.syncs_at(step.step)]
+    assert fresh
+    for step in fresh:
+        if not step.counts["replayed"]:
+            assert step.metrics["mismatch/logprob_diff_max"] < 1e-4
+    replicas = client.replicas()
+    assert [replica.name for replica in replicas] == ["engine-0", "engine-1"]
+    assert {replica.loaded_version for replica in replicas} == {7}
+    left = [p for p in psutil.process_iter() if p.pid not in before]
+    assert not [p for p in left if "vllm" in " ".join(p.cmdline()).lower()]
