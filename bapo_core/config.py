@@ -109,6 +109,8 @@ class SyncConfig(Section):
     """m: steps between re-evaluations of hard prompts (Table 3: 5)."""
     phase: Literal["algorithm1", "first_step"] = "algorithm1"
     """Sync when t mod v = 0 (Algorithm 1) or when (t-1) mod v = 0 (authors' code)."""
+    weights_dtype: Literal["as_trained", "float32", "bfloat16"] = "as_trained"
+    """Of the published weights. bfloat16 halves what is sent, and rounds what is served."""
 
 
 class X1Config(Section):

@@ -113,13 +113,19 @@ class BufferClient:
             wire.GroupsAccepted, "POST", path, params={"kind": kind}, content=body, headers=ARROW
         )
 
-    def batch(self, step: int) -> wire.BatchManifest:
-        """The training batch of a step; waits until its groups have landed."""
+    def batch(
+        self, step: int, *, meanwhile: Callable[[], None] = lambda: None
+    ) -> wire.BatchManifest:
+        """The training batch of a step; waits until its groups have landed.
+
+        `meanwhile` is called now and then, and ends the wait by raising.
+        """
         while True:
             path = self._step(step, "batch")
             answer = self._ask(wire.BatchManifest, "POST", path, params={"wait": LONG_POLL_S})
             if answer.ready:
                 return answer
+            meanwhile()
 
     def post_proximal(self, step: int, body: bytes) -> None:
         self._send("POST", self._step(step, "proximal"), content=body, headers=ARROW)

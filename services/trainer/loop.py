@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from bapo_core.config import RunConfig
@@ -18,11 +17,12 @@ from bapo_core.schedule import SyncSchedule
 from services.buffer.client import BufferClient
 from services.buffer.trajectories import encode_proximal
 from services.buffer.wire import BatchManifest
-from services.common.errors import BapoError, ServiceError
+from services.common.errors import BapoError
 from services.common.objectstore import ObjectStore
 from services.trainer.checkpoint import load_checkpoint, save_checkpoint
 from services.trainer.data import TrajectoryReader
-from services.trainer.policy import load_model, save_model
+from services.trainer.policy import load_model
+from services.trainer.publish import WeightPublisher
 from services.trainer.update import Clock, Updater, group_rows
 
 log = logging.getLogger(__name__)
@@ -42,13 +42,15 @@ class Surroundings:
 def train(config: RunConfig, around: Surroundings) -> None:
     """Trains from the last checkpoint to the last step."""
     updater, done = restore(config, around)
+    publisher = make_publisher(config, around)
     reader = TrajectoryReader(around.store)
     clock = Clock()
     for step in range(done + 1, config.steps + 1):
-        with clock.phase("publish"):
-            publish(config, updater, step, around)
+        if config.publishes_at(step):
+            with clock.phase("publish"):
+                publisher.publish(step, updater.model)
         with clock.phase("wait"):
-            manifest = around.buffer.batch(step)
+            manifest = around.buffer.batch(step, meanwhile=publisher.check)
         metrics = train_batch(config, updater, reader, manifest, around, clock)
         metrics |= {f"seconds/{name}": spent for name, spent in clock.seconds.items()}
         clock = Clock()
@@ -58,7 +60,19 @@ def train(config: RunConfig, around: Surroundings) -> None:
             with clock.phase("checkpoint"):
                 checkpoint(updater, step, around)
         log.info("step committed", extra={"step": step})
-    publish(config, updater, config.steps + 1, around)
+    publisher.publish(config.steps + 1, updater.model)
+    publisher.settle()
+
+
+def make_publisher(config: RunConfig, around: Surroundings) -> WeightPublisher:
+    dtype = config.sync.weights_dtype
+    return WeightPublisher(
+        around.buffer,
+        around.store,
+        source=around.model_directory,
+        scratch=around.scratch,
+        dtype=None if dtype == "as_trained" else getattr(torch, dtype),
+    )
 
 
 def restore(config: RunConfig, around: Surroundings) -> tuple[Updater, int]:
@@ -121,26 +135,6 @@ def staleness_metrics(schedule: SyncSchedule, manifest: BatchManifest) -> dict[s
     ages = [manifest.step - member.policy_version for member in manifest.members]
     mean = sum(ages) / len(ages) if ages else float(schedule.staleness(manifest.step))
     return {"staleness_mean": mean, "staleness_max": float(max(ages, default=0))}
-
-
-def publish(config: RunConfig, updater: Updater, version: int, around: Surroundings) -> None:
-    """Publishes theta_version if a rollout, a re-evaluation or an evaluation wants it."""
-    if not config.publishes_at(version):
-        return
-    try:
-        around.buffer.weights(version)
-        return
-    except ServiceError as error:
-        if error.status != 404:
-            raise
-    directory = Path(tempfile.mkdtemp(dir=around.scratch)) / "weights"
-    try:
-        save_model(updater.model, around.model_directory, directory)
-        prefix = f"runs/{around.buffer.run}/weights/v{version}"
-        around.buffer.publish_weights(version, around.store.put_directory(prefix, directory))
-    finally:
-        shutil.rmtree(directory.parent)
-    log.info("weights published", extra={"version": version})
 
 
 def checkpoint(updater: Updater, step: int, around: Surroundings) -> None:

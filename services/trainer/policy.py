@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +28,6 @@ def load_model(directory: Path) -> nn.Module:
         reason = str(error).splitlines()[0]
         raise BapoError(f"{directory}: the model cannot be loaded: {reason}") from error
     return model.eval()
-
-
-def save_model(model: nn.Module, source: Path, directory: Path) -> None:
-    """Writes a Hugging Face directory: the weights, and `source`'s tokenizer and configuration."""
-    directory.mkdir(parents=True)
-    for path in source.iterdir():
-        wanted = path.suffix in (".json", ".jinja", ".model", ".txt")
-        if path.is_file() and wanted and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, directory / path.name)
-    hf_model: Any = model
-    hf_model.save_pretrained(directory, safe_serialization=True)
 
 
 def response_logprobs(

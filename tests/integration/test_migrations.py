@@ -86,6 +86,9 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
         connection.execute(
             "update run set status = 'failed' where status in ('paused', 'stopped', 'deleting')"
         )
+        # What rollout replicas and collectors say anew every few seconds.
+        connection.execute("delete from replica")
+        connection.execute("update run set wanted_version = 0")
     before = rows(database)
     assert before["difficulty_snapshot"]
     assert before["evaluation"]

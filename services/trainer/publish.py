@@ -1,0 +1,119 @@
+"""Publishing weights while training goes on.
+
+The weights are copied at once and sent in the background: shards, then their manifest, then the row
+that makes the version exist. Nobody sees a version before that, and a process that dies in between
+leaves objects without a row.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import tempfile
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from services.buffer.client import BufferClient
+from services.common.errors import ServiceError
+from services.common.objectstore import ObjectStore
+
+log = logging.getLogger(__name__)
+
+LARGEST_SHARD = "1GB"
+"""Several are sent at a time, and what was sent of one is lost with the connection."""
+
+
+class WeightPublisher:
+    """Sends one version at a time; a failure is raised by the next call."""
+
+    def __init__(
+        self,
+        buffer: BufferClient,
+        store: ObjectStore,
+        *,
+        source: Path,
+        scratch: Path,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """`source` has the tokenizer and the configuration; `dtype` None keeps the model's."""
+        self._buffer, self._store = buffer, store
+        self._source, self._scratch, self._dtype = source, scratch, dtype
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._sending: Future[None] | None = None
+
+    def publish(self, version: int, model: nn.Module) -> None:
+        """Returns when the weights are copied; the version exists some time after."""
+        self.settle()
+        if self._published(version):
+            return
+        copied = _snapshot(model, self._dtype)
+        self._sending = self._sender.submit(self._send, version, model, copied)
+
+    def check(self) -> None:
+        """Raises what has gone wrong in the background."""
+        if self._sending is not None and self._sending.done():
+            self._sending.result()
+
+    def settle(self) -> None:
+        """Returns when everything is published; raises what has gone wrong."""
+        if self._sending is not None:
+            self._sending.result()
+
+    def _published(self, version: int) -> bool:
+        try:
+            self._buffer.weights(version)
+        except ServiceError as error:
+            if error.status != 404:
+                raise
+            return False
+        return True
+
+    def _send(self, version: int, model: nn.Module, weights: dict[str, Tensor]) -> None:
+        started = time.monotonic()
+        directory = Path(tempfile.mkdtemp(dir=self._scratch)) / "weights"
+        try:
+            write_model(model, weights, self._source, directory)
+            prefix = f"runs/{self._buffer.run}/weights/v{version}"
+            digest = self._store.put_directory(prefix, directory)
+            self._buffer.publish_weights(version, digest)
+        finally:
+            shutil.rmtree(directory.parent)
+        seconds = round(time.monotonic() - started, 3)
+        log.info("weights published", extra={"version": version, "seconds": seconds})
+
+
+def write_model(
+    model: nn.Module, weights: dict[str, Tensor], source: Path, directory: Path
+) -> None:
+    """A Hugging Face directory: `weights`, and `source`'s tokenizer and configuration."""
+    directory.mkdir(parents=True)
+    for path in source.iterdir():
+        wanted = path.suffix in (".json", ".jinja", ".model", ".txt")
+        if path.is_file() and wanted and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, directory / path.name)
+    dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
+    hf_model: Any = model
+    hf_model.save_pretrained(directory, state_dict=weights, max_shard_size=LARGEST_SHARD)
+    # It writes the model's dtype, which need not be the weights'.
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def _snapshot(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """A copy on the CPU, which training does not change. What is tied stays one tensor."""
+    copies: dict[tuple[int, torch.Size], Tensor] = {}
+    snapshot = {}
+    for name, tensor in model.state_dict().items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in copies:
+            floating = dtype if tensor.is_floating_point() else None
+            copies[key] = tensor.detach().to("cpu", dtype=floating, copy=True)
+        snapshot[name] = copies[key]
+    return snapshot

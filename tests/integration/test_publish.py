@@ -1,0 +1,120 @@
+"""Published weights: a copy of one moment, whole or not there, in the background."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from services.common.errors import ServiceError
+from services.common.objectstore import ObjectStore, ObjectStoreError
+from services.local.stack import Endpoints
+from services.rollout.vllm.layout import read_layout
+from services.trainer import publish as publish_module
+from services.trainer.publish import WeightPublisher
+from tests.integration.driver import Driver, small_config
+
+Publishing = Callable[..., WeightPublisher]
+
+
+def make_model(*, tied: bool) -> Qwen3ForCausalLM:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=40,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        tie_word_embeddings=tied,
+        eos_token_id=1,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+@pytest.fixture
+def driver(stack: Endpoints, request: pytest.FixtureRequest) -> Driver:
+    name = "".join(c if c.isalnum() else "-" for c in request.node.name.lower())[:60].rstrip("-")
+    return Driver(stack, small_config(name))
+
+
+@pytest.fixture
+def publishing(driver: Driver, tmp_path: Path) -> Publishing:
+    def make(model: Any, dtype: torch.dtype | None = None) -> WeightPublisher:
+        source = tmp_path / "source"
+        model.save_pretrained(source)
+        scratch = tmp_path / "scratch"
+        scratch.mkdir(exist_ok=True)
+        store = ObjectStore(driver.stack.object_store)
+        return WeightPublisher(driver.client, store, source=source, scratch=scratch, dtype=dtype)
+
+    return make
+
+
+def fetched(driver: Driver, version: int, target: Path) -> Path:
+    stored = driver.client.weights(version)
+    ObjectStore(driver.stack.object_store).get_directory(stored.uri, stored.manifest_digest, target)
+    return target
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_what_is_published_is_the_model_of_that_moment(
+    driver: Driver,
+    publishing: Publishing,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tied: bool,
+    dtype: torch.dtype | None,
+) -> None:
+    monkeypatch.setattr(publish_module, "LARGEST_SHARD", "8KB")
+    model = make_model(tied=tied)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    publisher = publishing(model, dtype)
+    publisher.publish(1, model)
+    with torch.no_grad():  # training goes on
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    publisher.settle()
+    directory = fetched(driver, 1, tmp_path / "fetched")
+    assert len(list(directory.glob("*.safetensors"))) > 1
+    read_layout(directory)
+    wanted = dtype or torch.float32
+    assert json.loads((directory / "config.json").read_text())["dtype"] == str(wanted)[6:]
+    loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=wanted).state_dict()
+    assert loaded.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(loaded[name], tensor.to(wanted)), name
+    # Publishing it again changes nothing, though the model has moved on.
+    publisher.publish(1, model)
+    publisher.settle()
+    assert driver.client.weights(1).manifest_digest
+
+
+def test_a_version_that_could_not_be_sent_does_not_exist(
+    driver: Driver, publishing: Publishing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = make_model(tied=False)
+    publisher = publishing(model)
+    put_file = publisher._store.put_file
+
+    def full(key: str, path: Path) -> str:
+        if path.suffix == ".safetensors":
+            raise ObjectStoreError("the disk is full")
+        return put_file(key, path)
+
+    monkeypatch.setattr(publisher._store, "put_file", full)
+    publisher.publish(1, model)
+    with pytest.raises(ObjectStoreError, match="the disk is full"):
+        publisher.settle()
+    with pytest.raises(ObjectStoreError, match="the disk is full"):
+        publisher.check()
+    with pytest.raises(ServiceError, match="no version 1"):
+        driver.client.weights(1)
+    assert not list((tmp_path / "scratch").iterdir())
