@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import json
 import os
-import shutil
 import statistics
 import tempfile
 import time
@@ -263,7 +262,9 @@ def sync(run: Run, *, repeats: int) -> dict[str, Any]:
     size = sum(path.stat().st_size for path in files.iterdir())
     for repeat in range(repeats):
         parts["upload"].append(_seconds(partial(_put, store, files)))
-        parts["download"].append(_seconds(partial(_get, store, files, run.scratch / "fetched")))
+        # Into a new place, as every version comes: writing over an old file costs the disk less.
+        target = run.scratch / f"fetched-{repeat}"
+        parts["download"].append(_seconds(partial(_get, store, files, target)))
         parts["load"].append(asyncio.run(_vllm_load(run.vllm_ports(), files)))
         version = repeat + 2
         commit_made_up_step(run, version - 1)
@@ -305,7 +306,6 @@ def _put(store: ObjectStore, files: Path) -> None:
 
 
 def _get(store: ObjectStore, files: Path, target: Path) -> None:
-    shutil.rmtree(target, ignore_errors=True)
     for path in files.iterdir():
         store._client.fget_object(
             bucket_name=store.settings.bucket,

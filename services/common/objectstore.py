@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -235,10 +234,13 @@ class ObjectStore:
     def get_file(self, key: str, digest: str, target: Path) -> None:
         """Fetches `key` into `target`, which then is whole and has the digest.
 
-        What an interrupted fetch has left beside it is continued, not fetched again.
+        A target that is right already is left alone. What an interrupted fetch has left beside it
+        is continued, not fetched again.
         """
         if target.exists():
-            return
+            if _file_digest(target) == digest:
+                return
+            target.unlink()
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(target.name + ".part")
         with partial.open("a+b") as file:
@@ -248,8 +250,6 @@ class ObjectStore:
                 self._append(key, file, hashed)
             except (MinioException, urllib3.exceptions.HTTPError) as error:
                 raise self._failed("read", key, error) from error
-            file.flush()
-            os.fsync(file.fileno())
         if hashed.hexdigest() != digest:
             partial.unlink()
             raise _damaged(f"{self.settings.bucket}/{key}", digest)
@@ -286,10 +286,7 @@ class ObjectStore:
         return digest_of(manifest)
 
     def get_directory(self, prefix: str, digest: str, directory: Path) -> None:
-        """Fetches what `put_directory` stored into `directory`, checking every digest.
-
-        Files that are there already are taken to be right: they were checked when they came.
-        """
+        """Fetches what `put_directory` stored into `directory`, checking every digest."""
         directory.mkdir(parents=True, exist_ok=True)
         files = json.loads(self.get(f"{prefix}/{MANIFEST}", digest))["files"]
         with ThreadPoolExecutor(TRANSFERS) as pool:
@@ -299,6 +296,11 @@ class ObjectStore:
             ]
             for each in fetched:
                 each.result()
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class _Hashing:
