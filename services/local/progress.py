@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from services.buffer.wire import Evaluation, StepView
+from services.buffer.wire import Evaluation, ReplicaView, StepView
 
 PLAIN_EVERY_S = 10.0
 """Without a terminal, a line this often instead of a display."""
@@ -29,6 +29,8 @@ class RunDisplay:
         self._evaluations: list[Evaluation] = []
         self._started = self._last_line = time.monotonic()
         self._live: Live | None = None
+        self._replicas: list[ReplicaView] = []
+        self._troubles: dict[str, str] = {}
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -39,17 +41,42 @@ class RunDisplay:
             yield
             self._live.update(self._render())
 
-    def update(self, steps: list[StepView], evaluations: list[Evaluation]) -> None:
+    def update(
+        self,
+        steps: list[StepView],
+        evaluations: list[Evaluation],
+        replicas: list[ReplicaView],
+    ) -> None:
         now = time.monotonic()
         for step in steps:
             self._recent.append((now, step))
             self._done = step.step
         self._evaluations = evaluations
+        self._tell_of(replicas)
         if self._live is not None:
             self._live.update(self._render())
         elif steps and (now - self._last_line > PLAIN_EVERY_S or self._done == self._total):
             self._last_line = now
             self._console.print(self._line(steps[-1]), highlight=False)
+
+    def _tell_of(self, replicas: list[ReplicaView]) -> None:
+        """Without a live display, each trouble of a rollout engine gets one line."""
+        self._replicas = replicas
+        for each in replicas:
+            trouble = each.detail if each.state == "failing" else ""
+            if trouble and trouble != self._troubles.get(each.name) and self._live is None:
+                self._console.print(f"{each.name}: {trouble}", highlight=False)
+            self._troubles[each.name] = trouble
+
+    def _rollouts(self) -> str:
+        """How many engines generate, and what is wrong with the others."""
+        serving = [each for each in self._replicas if each.loaded_version]
+        versions = ", ".join(str(v) for v in sorted({each.loaded_version for each in serving}))
+        words = f"{len(serving)} of {len(self._replicas)} engines serve" + (
+            f" version {versions}" if versions else ""
+        )
+        troubles = [f"{name}: {trouble}" for name, trouble in self._troubles.items() if trouble]
+        return "\n".join([words, *troubles])
 
     def _seconds_a_step(self) -> float | None:
         if len(self._recent) < 2 or self._recent[-1][1].step == self._recent[0][1].step:
@@ -101,11 +128,13 @@ class RunDisplay:
             table.add_row("batch", _composition(step))
             table.add_row("window", f"[{step.c2:.3f}, {step.c3:.3f}]")
             table.add_row("staleness", f"{step.metrics.get('staleness_mean', 0):.1f} steps")
+            table.add_row("rollouts", self._rollouts())
             table.add_row("entropy", f"{step.metrics.get('entropy', 0):.3f}")
             table.add_row("throughput", f"{self._tokens_per_second():.0f} tokens/s")
         else:
             waited = time.monotonic() - self._started
             table.add_row("starting the engine and the trainer", f"{waited:.0f} s")
+            table.add_row("rollouts", self._rollouts())
         return Group(bar, table)
 
 

@@ -153,7 +153,7 @@ def _watch(
             if steps:
                 done = steps[-1].step
                 evaluations = client.evaluations()
-            display.update(steps, evaluations)
+            display.update(steps, evaluations, client.replicas())
             if finished:
                 return
             time.sleep(POLL_S)

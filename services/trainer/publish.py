@@ -25,6 +25,7 @@ from services.common.objectstore import ObjectStore
 
 log = logging.getLogger(__name__)
 
+MEMORY = Path("/dev/shm")
 LARGEST_SHARD = "1GB"
 """Several are sent at a time, and what was sent of one is lost with the connection."""
 
@@ -76,7 +77,7 @@ class WeightPublisher:
 
     def _send(self, version: int, model: nn.Module, weights: dict[str, Tensor]) -> None:
         started = time.monotonic()
-        directory = Path(tempfile.mkdtemp(dir=self._scratch)) / "weights"
+        directory = Path(tempfile.mkdtemp(dir=self._place(weights))) / "weights"
         try:
             write_model(model, weights, self._source, directory)
             prefix = f"runs/{self._buffer.run}/weights/v{version}"
@@ -86,6 +87,13 @@ class WeightPublisher:
             shutil.rmtree(directory.parent)
         seconds = round(time.monotonic() - started, 3)
         log.info("weights published", extra={"version": version, "seconds": seconds})
+
+    def _place(self, weights: dict[str, Tensor]) -> Path:
+        """In memory if there is room for files that live for seconds: a disk doubles the wait."""
+        size = sum(tensor.nbytes for tensor in weights.values())
+        if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 * size:
+            return MEMORY
+        return self._scratch
 
 
 def write_model(

@@ -272,18 +272,18 @@ def _uids(batch: wire.BatchManifest, source: str) -> list[str]:
     return [member.prompt_uid for member in batch.members if member.source == source]
 
 
-def _outcome(bapo: Bapo, name: str) -> dict[str, Any]:
+def _outcome(bapo: Bapo, name: str, steps: int = STEPS) -> dict[str, Any]:
     """Consumed prompts, compositions, rewards, evaluations and the bytes of the final weights."""
     client = bapo.client(name)
     compositions = [
         [(m.source, m.prompt_uid, m.step, m.correct, m.policy_version) for m in batch.members]
-        for batch in (client.recorded_batch(step) for step in range(1, STEPS + 1))
+        for batch in (client.recorded_batch(step) for step in range(1, steps + 1))
     ]
     return {
-        "prompts": [_means(bapo, name, step) for step in range(1, STEPS + 1)],
+        "prompts": [_means(bapo, name, step) for step in range(1, steps + 1)],
         "compositions": compositions,
         "evaluations": client.evaluations(),
-        "weights": client.weights(STEPS + 1).manifest_digest,
+        "weights": client.weights(steps + 1).manifest_digest,
         "difficulty": list(client.all_prompts()),
         "hard": [(i.prompt_uid, i.inserted_step) for i in client.buffer("hard")],
     }

@@ -1,0 +1,202 @@
+"""Rollouts under fire: whatever dies, stalls or is damaged, the run's result is the same.
+
+As in a cluster, what has died is started again by somebody who knows nothing of the run. The engine
+is the deterministic one, so that not a bit of the result may change.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_core.config import RunConfig, config_from
+from services.buffer import wire
+from services.buffer.client import BufferClient
+from services.common.errors import ServiceError, ServiceUnavailable
+from services.common.objectstore import ObjectStore, ObjectStoreError
+from services.local.data import load_datasets
+from services.local.supervisor import free_ports
+from tests.e2e.test_run import Bapo, _outcome, configuration
+from tests.integration.breakable import Breakable, breakable_stack
+
+STEPS = 24
+REPLICAS = ("engine-0", "engine-1")
+SERVICES = ("buffer", "postgres", "s3")
+
+
+@pytest.fixture(scope="module")
+def breakable() -> Iterator[Breakable]:
+    with breakable_stack() as stack:
+        yield stack
+
+
+class Cluster:
+    """A run's processes on the breakable stack; those that end with an error are started again."""
+
+    def __init__(self, breakable: Breakable, name: str, model: Path, scratch: Path) -> None:
+        self.breakable, self.name = breakable, name
+        endpoints = breakable.endpoints
+        self.config = config_from(configuration(name, model) | {"steps": STEPS})
+        self.client = BufferClient(endpoints.buffer_url, endpoints.token, run=name)
+        self.store = ObjectStore(endpoints.object_store)
+        attempt = create(self.client, self.config)
+        environment = {
+            **endpoints.environment(),
+            "BAPO_RUN": name,
+            "BAPO_ATTEMPT": str(attempt),
+            "BAPO_MODEL": str(model),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        for replica, port in zip(REPLICAS, free_ports(len(REPLICAS)), strict=True):
+            own = {"BAPO_REPLICA": replica, "BAPO_PORT": str(port)}
+            own["BAPO_SCRATCH"] = str(scratch / name / replica)
+            breakable.start_python(replica, "services.rollout.agent", {**environment, **own})
+        for part, module in (
+            ("trainer", "services.trainer.loop"),
+            ("collector", "services.rollout.collector"),
+        ):
+            own = {"BAPO_SCRATCH": str(scratch / name / part)}
+            breakable.start_python(part, module, {**environment, **own})
+
+    def finished(self) -> bool:
+        """Whether trainer and collector are done; starts again what has failed."""
+        codes = {}
+        for part in (*REPLICAS, "trainer", "collector"):
+            child = self.breakable._child(part)
+            codes[part] = child.process.poll()
+            if codes[part] not in (None, 0):
+                # The trainer is not among the victims: it must not give up either.
+                assert part != "trainer", child.log.read_text()[-2000:]
+                self.restart(part)
+        return codes["trainer"] == 0 and codes["collector"] == 0
+
+    def restart(self, part: str) -> None:
+        child = self.breakable._child(part)
+        child.output.close()
+        self.breakable._children.remove(child)
+        arguments, options = self.breakable._started[part]
+        self.breakable.start(part, *arguments, **options)
+
+    def stop(self) -> None:
+        self.breakable.stop(*REPLICAS, "trainer", "collector")
+
+    # -- faults
+
+    def strike(self, rng: random.Random) -> str:
+        """One fault, with what ends it; says which."""
+        fault = rng.choice(("kill", "kill", "collector", "stall", "service", "damage"))
+        if fault == "kill":
+            self._kill(rng.choice(REPLICAS))
+        elif fault == "collector":
+            self._kill("collector")
+        elif fault == "stall":
+            self._stall(rng.choice(REPLICAS), rng.choice((0.5, 3.0, 12.0)))
+        elif fault == "service":
+            part = rng.choice(SERVICES)
+            self.breakable.kill(part)
+            self.breakable.revive(part)
+        else:
+            self._damage(rng)
+        return fault
+
+    def _kill(self, part: str) -> None:
+        child = self.breakable._child(part)
+        if child.process.poll() is None:
+            child.process.kill()
+            child.process.wait()
+
+    def _stall(self, part: str, seconds: float) -> None:
+        """Alive, connected, and silent."""
+        process = self.breakable._child(part).process
+        if process.poll() is None:
+            os.kill(process.pid, signal.SIGSTOP)
+            time.sleep(seconds)
+            os.kill(process.pid, signal.SIGCONT)
+
+    def _damage(self, rng: random.Random) -> None:
+        """The newest weights are cut short or changed for a moment."""
+        keys = [key for key in self.store.keys(f"runs/{self.name}/weights/") if "safetens" in key]
+        if not keys:
+            return
+        key = max(keys, key=lambda each: int(each.split("/v")[1].split("/")[0]))
+        response = self.store._client.get_object(
+            bucket_name=self.store.settings.bucket, object_name=key
+        )
+        whole = response.read()
+        response.release_conn()
+        self.store.put(key, rng.choice((whole[: len(whole) // 2], b"x" + whole[1:])))
+        time.sleep(rng.uniform(0.1, 1.0))
+        self.store.put(key, whole)
+
+
+def create(client: BufferClient, config: RunConfig) -> int:
+    train, test = load_datasets(config)
+    for dataset in (train, test):
+        client.upload_dataset(dataset.name, dataset.prompts)
+    client.create_run(
+        wire.RunCreate(
+            name=config.name,
+            config=config.model_dump(mode="json"),
+            train_dataset=train.name,
+            test_dataset=test.name,
+        )
+    )
+    return client.begin_attempt().attempt
+
+
+def run_through(cluster: Cluster, *, faults: int, rng: random.Random) -> int:
+    """Runs to the end under at most so many faults; how many there were."""
+    struck = 0
+    calm = threading.Event()
+    deadline = time.monotonic() + 1200
+    try:
+        while not cluster.finished():
+            assert time.monotonic() < deadline, "the run does not come to its end"
+            calm.wait(rng.uniform(0.3, 2.0))
+            if struck < faults:
+                try:
+                    cluster.strike(rng)
+                except (ServiceError, ServiceUnavailable, ObjectStoreError):
+                    continue  # this one found nothing to strike
+                struck += 1
+    finally:
+        cluster.stop()
+    return struck
+
+
+def results(breakable: Breakable, name: str) -> Any:
+    return _outcome(Bapo(Path(), {}, breakable.endpoints, Path()), name, STEPS)
+
+
+def under_fire(breakable: Breakable, model: Path, scratch: Path, *, faults: int, seed: int) -> None:
+    calm = Cluster(breakable, f"calm-{seed}", model, scratch)
+    run_through(calm, faults=0, rng=random.Random(0))
+    expected = results(breakable, f"calm-{seed}")
+    rng = random.Random(seed)
+    total = number = 0
+    while total < faults:
+        name = f"fire-{seed}-{number}"
+        cluster = Cluster(breakable, name, model, scratch)
+        total += run_through(cluster, faults=faults - total, rng=rng)
+        assert results(breakable, name) == expected, f"{name} after {total} faults"
+        number += 1
+
+
+@pytest.mark.timeout(600)
+def test_a_run_under_fire(breakable: Breakable, easy_model: Path, tmp_path: Path) -> None:
+    under_fire(breakable, easy_model, tmp_path, faults=6, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(5400)
+def test_two_hundred_faults(breakable: Breakable, easy_model: Path, tmp_path: Path) -> None:
+    under_fire(breakable, easy_model, tmp_path, faults=200, seed=2)
