@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from services.common.errors import ServiceError
 from services.common.objectstore import ObjectStore, ObjectStoreError
@@ -18,24 +18,9 @@ from services.rollout.vllm.layout import read_layout
 from services.trainer import publish as publish_module
 from services.trainer.publish import WeightPublisher
 from tests.integration.driver import Driver, small_config
+from tests.micro import micro_model
 
 Publishing = Callable[..., WeightPublisher]
-
-
-def make_model(*, tied: bool) -> Qwen3ForCausalLM:
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-        tie_word_embeddings=tied,
-        eos_token_id=1,
-    )
-    return Qwen3ForCausalLM(config)
 
 
 @pytest.fixture
@@ -76,7 +61,7 @@ def test_what_is_published_is_the_model_of_that_moment(
     monkeypatch.setattr(publish_module, "LARGEST_SHARD", "8KB")
     if dtype is None:  # as where there is no room in memory
         monkeypatch.setattr(publish_module, "MEMORY", tmp_path / "no-such-place")
-    model = make_model(tied=tied)
+    model = micro_model(tie_word_embeddings=tied)
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     publisher = publishing(model, dtype)
     publisher.publish(1, model)
@@ -102,7 +87,7 @@ def test_what_is_published_is_the_model_of_that_moment(
 def test_a_version_that_could_not_be_sent_does_not_exist(
     driver: Driver, publishing: Publishing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    model = make_model(tied=False)
+    model = micro_model()
     monkeypatch.setattr(publish_module, "MEMORY", tmp_path / "scratch")
     publisher = publishing(model)
     put_file = publisher._store.put_file

@@ -19,7 +19,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from services.common.errors import BapoError
 from services.rollout.agent import CPU_ARGUMENTS
@@ -28,34 +28,30 @@ from services.rollout.host import EngineLost
 from services.rollout.vllm.host import VllmHost
 from services.rollout.vllm.server import VllmOptions, find_python, installed
 from services.rollout.wire import GeneratedGroup, GenerateRequest, PromptRequest
+from tests.micro import END, micro_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-VOCABULARY, END = 48, 1
+VOCABULARY = 48
 LONGEST = 96
 TOLERANCE = 2e-5
 """Between two programs that both compute in float32."""
 
 
 def save_model(directory: Path, *, seed: int, tied: bool = False) -> Path:
-    """A micro Qwen3 whose distributions are uneven, and which ends now and then."""
-    torch.manual_seed(seed)
-    config = Qwen3Config(
+    """A micro model which ends now and then, with heads of a size that vLLM knows."""
+    model = micro_model(
+        seed=seed,
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=128,
         tie_word_embeddings=tied,
-        pad_token_id=0,
-        eos_token_id=END,
-        bos_token_id=None,
         initializer_range=0.2,
     )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    model.save_pretrained(directory)
     # What a chat model brings along: it must change nothing.
     sampling = {"eos_token_id": END, "top_k": 5, "top_p": 0.5, "temperature": 0.3}
     (directory / "generation_config.json").write_text(json.dumps(sampling))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from services.rollout.engine import (
     GeneratedGroup,
@@ -27,30 +27,14 @@ from services.rollout.transformers_engine import (
     _sample,
     _uniforms,
 )
+from tests.micro import END, micro_model
 
-VOCABULARY, END = 13, 1
+VOCABULARY = 13
 RAGGED = [[2], [3, 4, 5, 6, 7, 8, 9], [10, 11, 12], [5, 5, 5, 5]]
 
 
-def save_model(directory: Path, *, seed: int = 0, **changes: Any) -> Path:
-    """A micro Qwen3 with random weights, spread enough that its distributions are uneven."""
-    options = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": False,
-        "pad_token_id": 0,
-        "eos_token_id": END,
-        "bos_token_id": None,
-        "initializer_range": 0.3,
-    }
-    torch.manual_seed(seed)
-    Qwen3ForCausalLM(Qwen3Config(**(options | changes))).save_pretrained(directory)
+def save_model(directory: Path, **options: Any) -> Path:
+    micro_model(**options).save_pretrained(directory)
     return directory
 
 
