@@ -47,14 +47,28 @@ class WeightPublisher:
         self._source, self._scratch, self._dtype = source, scratch, dtype
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._sending: Future[None] | None = None
+        self._copies: dict[str, Tensor] = {}
+        """Kept from version to version: memory that is new each time is slow to fill."""
 
     def publish(self, version: int, model: nn.Module) -> None:
         """Returns when the weights are copied; the version exists some time after."""
         self.settle()
         if self._published(version):
             return
-        copied = _snapshot(model, self._dtype)
-        self._sending = self._sender.submit(self._send, version, model, copied)
+        self._sending = self._sender.submit(self._send, version, model, self._copy(model))
+
+    def _copy(self, model: nn.Module) -> dict[str, Tensor]:
+        """On the CPU, where training does not change it. What is tied stays one tensor."""
+        seen: dict[tuple[int, torch.Size], Tensor] = {}
+        for name, tensor in model.state_dict().items():
+            key = (tensor.data_ptr(), tensor.shape)
+            if key not in seen:
+                if name not in self._copies:
+                    floating = self._dtype if tensor.is_floating_point() else None
+                    self._copies[name] = torch.empty_like(tensor, device="cpu", dtype=floating)
+                seen[key] = self._copies[name].copy_(tensor.detach())
+            self._copies[name] = seen[key]
+        return dict(self._copies)
 
     def check(self) -> None:
         """Raises what has gone wrong in the background."""
@@ -112,16 +126,3 @@ def write_model(
     path = directory / "config.json"
     config = json.loads(path.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-
-
-def _snapshot(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """A copy on the CPU, which training does not change. What is tied stays one tensor."""
-    copies: dict[tuple[int, torch.Size], Tensor] = {}
-    snapshot = {}
-    for name, tensor in model.state_dict().items():
-        key = (tensor.data_ptr(), tensor.shape)
-        if key not in copies:
-            floating = dtype if tensor.is_floating_point() else None
-            copies[key] = tensor.detach().to("cpu", dtype=floating, copy=True)
-        snapshot[name] = copies[key]
-    return snapshot
