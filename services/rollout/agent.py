@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -54,6 +55,8 @@ def create_app(replica: Replica, host: EngineHost, token: str) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(each) for each in replica.activities()]
+        for task in tasks:
+            task.add_done_callback(_end_with)
         yield
         for task in tasks:
             task.cancel()
@@ -81,6 +84,13 @@ def create_app(replica: Replica, host: EngineHost, token: str) -> FastAPI:
         return StreamingResponse(_lines(replica, request), media_type="application/x-ndjson")
 
     return app
+
+
+def _end_with(activity: asyncio.Task[None]) -> None:
+    """A replica that has lost one of its activities would look alive and be of no use."""
+    if not activity.cancelled():
+        log.error("the replica ends: %r", activity.exception(), exc_info=activity.exception())
+        signal.raise_signal(signal.SIGTERM)
 
 
 def _health_routes(app: FastAPI, replica: Replica) -> None:

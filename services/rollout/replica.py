@@ -144,7 +144,7 @@ class Replica:
             try:
                 await self._serve(self._wanted)
                 pause = FIRST_RETRY_S
-            except BapoError as error:
+            except (BapoError, OSError) as error:  # a full disk, for example
                 self._say("failing", str(error))
                 log.error("cannot serve what is wanted: %s", error)
                 await asyncio.sleep(pause)

@@ -27,7 +27,7 @@ from services.local.supervisor import free_ports
 from tests.e2e.test_run import Bapo, _outcome, configuration
 from tests.integration.breakable import Breakable, breakable_stack
 
-STEPS = 24
+STEPS = 15
 REPLICAS = ("engine-0", "engine-1")
 SERVICES = ("buffer", "postgres", "s3")
 
@@ -193,7 +193,7 @@ def under_fire(breakable: Breakable, model: Path, scratch: Path, *, faults: int,
 
 @pytest.mark.timeout(600)
 def test_a_run_under_fire(breakable: Breakable, easy_model: Path, tmp_path: Path) -> None:
-    under_fire(breakable, easy_model, tmp_path, faults=6, seed=1)
+    under_fire(breakable, easy_model, tmp_path, faults=5, seed=1)
 
 
 @pytest.mark.slow

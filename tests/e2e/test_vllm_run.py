@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -58,6 +59,18 @@ def test_a_run_on_two_replicas(
             assert step.metrics["mismatch/logprob_diff_max"] < 1e-4
     replicas = client.replicas()
     assert [replica.name for replica in replicas] == ["engine-0", "engine-1"]
-    assert {replica.loaded_version for replica in replicas} == {7}
-    left = [p for p in psutil.process_iter() if p.pid not in before]
-    assert not [p for p in left if "vllm" in " ".join(p.cmdline()).lower()]
+    # The last evaluation may be over before both have loaded its version.
+    versions = {replica.loaded_version for replica in replicas}
+    assert versions <= {6, 7}
+    assert 7 in versions
+    assert not [name for name in new_processes(before) if "vllm" in name.lower()]
+
+
+def new_processes(before: set[int]) -> list[str]:
+    """Names and commands of living processes that were not there before."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess):  # a zombie is one of these
+            if process.pid not in before:
+                found.append(" ".join([process.name(), *process.cmdline()]))
+    return found

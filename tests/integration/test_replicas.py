@@ -21,7 +21,7 @@ import uvicorn
 
 from services.buffer import wire as buffer_wire
 from services.buffer.wire import StoredVersion
-from services.common.errors import BapoError
+from services.common.errors import BapoError, ServiceUnavailable
 from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.local.stack import Endpoints
 from services.rollout import fleet as fleet_module
@@ -115,6 +115,16 @@ class MadeUpHost:
 
     async def close(self) -> None:
         self.lost = True
+
+
+class Unreachable:
+    """The buffer service as seen from behind a network that has failed."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*_: Any, **__: Any) -> Any:
+            raise ServiceUnavailable("the network is down")
+
+        return call
 
 
 @dataclass
@@ -484,9 +494,7 @@ def test_a_replica_that_has_gone_and_one_that_is_silent(
                 await asyncio.sleep(0.01)
             await ground.stop("gone")
             # It still holds its connections, but nothing is heard of it any more.
-            replica = ground.replicas["silent"][0]
-            replica.report = lambda: (_ for _ in ()).throw(SystemError)  # type: ignore[method-assign]
-            await asyncio.sleep(0)
+            monkeypatch.setattr(ground.replicas["silent"][0], "_buffer", Unreachable())
             await ground.start("new", MadeUpHost())
             await collecting
             silent.hold.set()
@@ -572,5 +580,29 @@ def test_health_readiness_and_tokens(ground: Field) -> None:
                 assert sorted(line["index"] for line in lines) == list(range(12))
                 bad = await client.post("/v1/generate", json={"prompts": []}, headers=headers)
                 assert bad.status_code == 422
+
+    run(work())
+
+
+def test_a_full_disk_is_shown_and_tried_again(
+    ground: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        async with ground.closing() as fleet:
+            stored = ground.publish(1, "one")
+            replica = await ground.start("r", MadeUpHost())
+            fetch, tries = replica._cache.fetch, 0
+
+            def full(wanted: StoredVersion) -> Path:
+                nonlocal tries
+                tries += 1
+                if tries < 3:
+                    raise OSError(28, "No space left on device")
+                return fetch(wanted)
+
+            monkeypatch.setattr(replica._cache, "fetch", full)
+            want(ground, 1)
+            await ground.until("r", lambda view: "No space left" in view.detail)
+            await collect(fleet, asking(stored))
 
     run(work())
