@@ -42,14 +42,15 @@ def steps_router(service: Service, guard: Guard) -> APIRouter:
     ) -> wire.StepPrompts:
         """The prompts to roll out at this step."""
 
-        def look() -> wire.StepPrompts:
+        def look() -> tuple[wire.StepPrompts, int]:
             with service.sessions.begin() as session:
                 row = runs.get_run(session, name)
                 runs.check_attempt(row, attempt)
-                return steps.step_prompts(session, row, step, kind, generation_round)
+                answer = steps.step_prompts(session, row, step, kind, generation_round)
+                return answer, row.wanted_version
 
-        answer = await service.until(name, wait, look, lambda answer: answer.ready)
-        if answer.prompts and not answer.complete:
+        answer, wanted = await service.until(name, wait, look, lambda found: found[0].ready)
+        if answer.prompts and not answer.complete and wanted != answer.policy_version:
             await run_in_threadpool(_want, service, name, attempt, answer.policy_version)
         return answer
 
@@ -105,8 +106,5 @@ def steps_router(service: Service, guard: Guard) -> APIRouter:
 
 def _want(service: Service, name: str, attempt: int, version: int) -> None:
     """Rollouts by `version` are about to be asked for."""
-    with service.sessions() as session:
-        if runs.get_run(session, name).wanted_version == version:
-            return
     with service.changing(name) as session:
         runs.lock_run(session, name, attempt).wanted_version = version
