@@ -18,19 +18,22 @@ from services.buffer.client import BufferClient
 from services.common.errors import BapoError
 from services.local.stack import default_home, find_stack
 
+PATIENCE_S = 5.0
+"""Somebody sits and waits for the answer."""
+
 
 def service(run: str = "") -> BufferClient:
     """The service of the environment, or else that of the stack that runs here."""
     url, token = os.environ.get("BAPO_BUFFER_URL"), os.environ.get("BAPO_TOKEN")
     if url and token:
-        return BufferClient(url, token, run=run)
+        return BufferClient(url, token, run=run, give_up_s=PATIENCE_S)
     endpoints = find_stack(default_home())
     if endpoints is None:
         raise BapoError(
             "no stack runs here; start it with `bapo stack up`, or name a service in "
             "BAPO_BUFFER_URL and its token in BAPO_TOKEN"
         )
-    return BufferClient(endpoints.buffer_url, endpoints.token, run=run)
+    return BufferClient(endpoints.buffer_url, endpoints.token, run=run, give_up_s=PATIENCE_S)
 
 
 def runs(arguments: argparse.Namespace) -> None:

@@ -1,6 +1,8 @@
-"""Published weights, checkpoints and replicas of a run."""
+"""Published weights, checkpoints and replicas of a run, and what its parts did when."""
 
 from __future__ import annotations
+
+from datetime import timedelta
 
 from sqlalchemy import delete, func, select
 from sqlalchemy.dialects.postgresql import insert
@@ -9,7 +11,7 @@ from sqlalchemy.orm import Session
 from services.buffer import wire
 from services.buffer.runs import lock_any_attempt, run_config
 from services.buffer.steps import groups_complete, rewind
-from services.buffer.tables import Checkpoint, Replica, Run, WeightVersion
+from services.buffer.tables import ActivityRow, Checkpoint, Replica, Run, WeightVersion
 from services.common.errors import bad_request, conflict, not_found
 
 
@@ -156,3 +158,26 @@ def report_replica(session: Session, run: Run, name: str, report: wire.ReplicaRe
         .values(run_id=run.id, name=name, **values)
         .on_conflict_do_update(index_elements=["run_id", "name"], set_=values)
     )
+
+
+def record_activities(session: Session, run: Run, told: wire.Activities) -> None:
+    """By the database's clock: those of other machines may differ. Each is recorded once."""
+    now = session.scalar(select(func.now()))
+    assert now is not None
+    rows = []
+    for each in told.activities:
+        ended = now - timedelta(seconds=each.ended_ago_s)
+        started = ended - timedelta(seconds=each.seconds)
+        rows.append(
+            {
+                "run_id": run.id,
+                "key": each.key,
+                "part": told.part,
+                "name": each.name,
+                "step": each.step,
+                "started_at": started,
+                "ended_at": ended,
+            }
+        )
+    if rows:
+        session.execute(insert(ActivityRow).on_conflict_do_nothing(), rows)

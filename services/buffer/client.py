@@ -9,7 +9,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from pydantic import TypeAdapter
 
 from services.buffer import wire
-from services.common.http import HttpClient
+from services.common.http import GIVE_UP_AFTER_S, HttpClient
 
 Answer = TypeVar("Answer")
 Parameters = ParamSpec("Parameters")
@@ -22,9 +22,18 @@ UPLOAD_CHUNK = 5_000
 class BufferClient:
     """Calls of one process on behalf of a run's attempt; all of them may be repeated."""
 
-    def __init__(self, url: str, token: str, *, run: str = "", attempt: int = 0) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        *,
+        run: str = "",
+        attempt: int = 0,
+        give_up_s: float = GIVE_UP_AFTER_S,
+    ) -> None:
+        """Asks a service that does not answer again for `give_up_s` seconds."""
         self.run, self.attempt = run, attempt
-        self._http = HttpClient("buffer service", url, token)
+        self._http = HttpClient("buffer service", url, token, give_up_s=give_up_s)
 
     def close(self) -> None:
         self._http.close()
@@ -174,7 +183,16 @@ class BufferClient:
         path = f"/v1/runs/{self.run}/replicas/{name}"
         self._send("PUT", path, json=report.model_dump())
 
+    def post_activities(self, activities: wire.Activities) -> None:
+        self._send("POST", f"/v1/runs/{self.run}/activities", json=activities.model_dump())
+
     # -- statistics
+
+    def activities(self, first_step: int, last_step: int) -> list[wire.ActivityView]:
+        """What all parts did while the trainer was at these steps, in order of time."""
+        return self._read(
+            list[wire.ActivityView], "activities", first_step=first_step, last_step=last_step
+        )
 
     def steps(self, after: int = 0) -> list[wire.StepView]:
         """All committed steps after `after`."""

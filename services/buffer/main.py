@@ -13,7 +13,8 @@ def main() -> None:
     configure_logs("buffer")
     app = create_app(
         require("BAPO_DATABASE_URL"),
-        ObjectStore(ObjectStoreSettings.from_environment()),
+        # Clients ask again: a request must not wait for long and hold a thread.
+        ObjectStore(ObjectStoreSettings.from_environment(), retries=4),
         require("BAPO_TOKEN"),
     )
     serve(app)

@@ -14,6 +14,7 @@ from services.buffer.pages import after_cursor, page_of
 from services.buffer.runs import run_config
 from services.buffer.steps import in_buffer
 from services.buffer.tables import (
+    ActivityRow,
     BufferEntry,
     Checkpoint,
     EvaluationRecord,
@@ -25,7 +26,7 @@ from services.buffer.tables import (
     WeightVersion,
 )
 from services.buffer.trajectories import TrajectoryGroup
-from services.common.errors import not_found
+from services.common.errors import bad_request, not_found
 
 # ---- steps --------------------------------------------------------------------------------------
 
@@ -336,6 +337,46 @@ def replicas(session: Session, run: Run) -> list[wire.ReplicaView]:
             prompts_per_request=row.prompts_per_request,
             last_seen=row.last_seen,
             silent_s=max(0.0, (now - row.last_seen).total_seconds()),
+        )
+        for row in rows
+    ]
+
+
+MOST_ACTIVITIES = 20_000
+
+
+def activities(session: Session, run: Run, first: int, last: int) -> list[wire.ActivityView]:
+    """What all parts did while the trainer was at the steps from `first` to `last`."""
+    begin, end = session.execute(
+        select(func.min(ActivityRow.started_at), func.max(ActivityRow.ended_at)).where(
+            ActivityRow.run_id == run.id,
+            ActivityRow.part == "trainer",
+            ActivityRow.step.between(first, last),
+        )
+    ).one()
+    if begin is None:
+        return []
+    rows = session.scalars(
+        select(ActivityRow)
+        .where(
+            ActivityRow.run_id == run.id,
+            ActivityRow.ended_at >= begin,
+            ActivityRow.started_at <= end,
+        )
+        .order_by(ActivityRow.started_at, ActivityRow.key)
+        .limit(MOST_ACTIVITIES + 1)
+    ).all()
+    if len(rows) > MOST_ACTIVITIES:
+        raise bad_request(
+            f"steps {first} to {last} have more than {MOST_ACTIVITIES:,} activities; ask for fewer"
+        )
+    return [
+        wire.ActivityView(
+            part=row.part,
+            name=row.name,
+            step=row.step,
+            started_at=row.started_at,
+            ended_at=row.ended_at,
         )
         for row in rows
     ]

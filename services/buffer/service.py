@@ -27,7 +27,7 @@ class Service:
 
     def __init__(self, engine: Engine, store: ObjectStore) -> None:
         self.store = store
-        self.probe = ObjectStore(store.settings, patient=False)
+        self.probe = ObjectStore(store.settings, retries=0)
         """The same store for questions that want an answer now."""
         self.sessions = sessionmaker(engine, expire_on_commit=False)
         self._writers = ThreadPoolExecutor(16, thread_name_prefix="object-store")

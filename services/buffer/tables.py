@@ -321,6 +321,25 @@ class Replica(Base):
     last_seen: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
+class ActivityRow(Base):
+    """Something that a part of the run did for a while, by the database's clock."""
+
+    __tablename__ = "activity"
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"), primary_key=True)
+    key: Mapped[str] = mapped_column(primary_key=True)
+    part: Mapped[str]
+    name: Mapped[str]
+    step: Mapped[int]
+    started_at: Mapped[datetime]
+    ended_at: Mapped[datetime]
+
+    __table_args__ = (
+        Index("ix_activity_run_id_part_step", "run_id", "part", "step"),
+        Index("ix_activity_run_id_ended_at", "run_id", "ended_at"),
+    )
+
+
 class Checkpoint(Base):
     """The trainer's state after a step."""
 

@@ -13,6 +13,8 @@ Status = Literal["created", "running", "paused", "stopped", "finished", "failed"
 
 
 RUN_NAME = r"^[a-z][a-z0-9-]{0,62}$"
+PART_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
+"""Of a replica, the trainer or the collector."""
 # Postgres cannot hold a NUL.
 Uid = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]+$")]
 MetricName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00]+$")]
@@ -151,6 +153,27 @@ class ReplicaReport(Wire):
     manifest_digest: str = Field("", pattern=r"^([0-9a-f]{64})?$")
     prompts_per_request: int = Field(0, ge=0, le=2**31)
     """How many prompts it wants in one request; 0 = as many as there are."""
+
+
+LONGEST_ACTIVITY_S = 10 * 366 * 86_400.0
+
+
+class Activity(Wire):
+    """Something that a part of a run did for a while."""
+
+    key: str = Field(pattern=r"^[0-9a-f]{32}$")
+    """Sent again, it is not counted twice."""
+    name: str = Field(pattern=r"^[a-z][a-z_ ]{0,49}$", examples=["update"])
+    step: int = Field(ge=0, le=2**53)
+    """The trainer's step; of a replica, its policy version."""
+    seconds: float = Field(ge=0, le=LONGEST_ACTIVITY_S)
+    ended_ago_s: float = Field(ge=0, le=LONGEST_ACTIVITY_S)
+    """Seconds before it is told: the clocks of machines differ."""
+
+
+class Activities(Wire):
+    part: str = Field(pattern=PART_NAME, examples=["trainer"])
+    activities: list[Activity] = Field(max_length=1000)
 
 
 class WantedWeights(Wire):
@@ -382,6 +405,14 @@ class CheckpointView(Wire):
     uri: str
     manifest_digest: str
     created_at: datetime
+
+
+class ActivityView(Wire):
+    part: str
+    name: str
+    step: int
+    started_at: datetime
+    ended_at: datetime
 
 
 class ReplicaView(ReplicaReport):

@@ -9,8 +9,8 @@ import httpx
 
 from services.common.errors import ServiceError, ServiceUnavailable, Superseded
 
-GIVE_UP_AFTER_S = 20.0
-"""A service that is being restarted is back sooner; one that is lost must not hang a run."""
+GIVE_UP_AFTER_S = 60.0
+"""A service that is moved to another machine is back sooner; a lost one must not hang a run."""
 
 
 class HttpClient:
@@ -23,10 +23,12 @@ class HttpClient:
         token: str,
         *,
         timeout_s: float = 60.0,
+        give_up_s: float = GIVE_UP_AFTER_S,
         busy_give_up_s: float = GIVE_UP_AFTER_S,
     ) -> None:
         """A service that answers 429 lives; it is asked again for `busy_give_up_s` seconds."""
-        self.service, self.url, self._busy_give_up_s = service, url, busy_give_up_s
+        self.service, self.url = service, url
+        self._give_up_s, self._busy_give_up_s = give_up_s, busy_give_up_s
         self._client = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"},
@@ -39,14 +41,14 @@ class HttpClient:
     def call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
         """The answer, or an error that says which service refused what and why.
 
-        Raises `ServiceUnavailable` when nothing answers for `GIVE_UP_AFTER_S` seconds or the
+        Raises `ServiceUnavailable` when nothing answers for `give_up_s` seconds or the
         service stays busy (429, honouring Retry-After),
         `Superseded` when a newer attempt has taken over, `ServiceError` on any other refusal.
         """
         failing_since: dict[float, float] = {}  # by how long that kind of failure is borne
         pause = 0.05
         while True:
-            give_up_after, wait = GIVE_UP_AFTER_S, pause
+            give_up_after, wait = self._give_up_s, pause
             try:
                 response = self._client.request(method, path, **arguments)
                 if response.status_code not in (429, 502, 503, 504):

@@ -7,7 +7,7 @@ import logging
 import sys
 from datetime import UTC, datetime
 
-_FIELDS = ("run", "step", "version", "seconds", "fetch_s", "drain_s", "load_s")
+_FIELDS = ("run", "step", "version", "seconds")
 
 
 class _JsonFormatter(logging.Formatter):

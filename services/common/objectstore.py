@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import urllib3
@@ -26,10 +26,16 @@ from minio.error import MinioException, S3Error
 from services.common.errors import BapoError
 from services.common.settings import ObjectStoreSettings
 
+Result = TypeVar("Result")
+
 MANIFEST = "manifest.json"
 LARGEST_PART = 256 << 20
 FILE_PART = 64 << 20
 """Files are sent in parts of this size, so that no more of them is in memory."""
+RETRIES = 10
+"""With their pauses 45 seconds: a server that is moved to another machine is back by then."""
+REPEATS = 2
+"""Of a transfer whose connection broke in the middle, where repeating a request is not enough."""
 TRANSFERS = 4
 """Files of a directory under way at a time."""
 
@@ -90,9 +96,10 @@ class CheckedStream(io.RawIOBase):
 class ObjectStore:
     """One bucket of an S3 server."""
 
-    def __init__(self, settings: ObjectStoreSettings, *, patient: bool = True) -> None:
-        """`patient` retries what may pass by itself: a server that is busy or restarting."""
+    def __init__(self, settings: ObjectStoreSettings, *, retries: int = RETRIES) -> None:
+        """`retries` of what may pass by itself: a server that is busy or restarting."""
         self.settings = settings
+        self._repeats = min(REPEATS, retries)
         url = urlsplit(settings.endpoint)
         self._client = Minio(
             endpoint=url.netloc,
@@ -103,7 +110,7 @@ class ObjectStore:
             http_client=urllib3.PoolManager(
                 timeout=urllib3.Timeout(connect=5, read=60),
                 retries=urllib3.Retry(
-                    total=4 if patient else 0, backoff_factor=0.2, status_forcelist=[500, 503]
+                    total=retries, backoff_factor=0.2, backoff_max=8, status_forcelist=[500, 503]
                 ),
                 maxsize=16,
             ),
@@ -120,6 +127,15 @@ class ObjectStore:
             f"{self.settings.bucket}/{key}: {code}; check that it runs, has space, and accepts "
             "the credentials"
         )
+
+    def _repeated(self, transfer: Callable[[], Result]) -> Result:
+        for _ in range(self._repeats):
+            try:
+                return transfer()
+            except ObjectStoreUnavailable as error:
+                if isinstance(error.__cause__, urllib3.exceptions.MaxRetryError):
+                    raise  # it has waited long enough
+        return transfer()
 
     def check(self) -> None:
         """`ObjectStoreError` unless the bucket can be reached now."""
@@ -158,18 +174,21 @@ class ObjectStore:
 
     def get(self, key: str, digest: str) -> bytes:
         """The bytes of `key`; an error unless their digest is `digest`."""
+        data = self._repeated(lambda: self._get(key))
+        if digest_of(data) != digest:
+            raise _damaged(f"{self.settings.bucket}/{key}", digest)
+        return data
+
+    def _get(self, key: str) -> bytes:
         try:
             response = self._client.get_object(bucket_name=self.settings.bucket, object_name=key)
             try:
-                data = response.read()
+                return bytes(response.read())
             finally:
                 response.close()
                 response.release_conn()
         except (MinioException, urllib3.exceptions.HTTPError) as error:
             raise self._failed("read", key, error) from error
-        if digest_of(data) != digest:
-            raise _damaged(f"{self.settings.bucket}/{key}", digest)
-        return data
 
     @contextmanager
     def stream(self, key: str, digest: str) -> Iterator[CheckedStream]:
@@ -216,6 +235,9 @@ class ObjectStore:
 
     def put_file(self, key: str, path: Path) -> str:
         """Stores the file at `path`, read as it is sent; returns the digest of what was sent."""
+        return self._repeated(lambda: self._put_file(key, path))
+
+    def _put_file(self, key: str, path: Path) -> str:
         size = path.stat().st_size
         with path.open("rb") as file:
             source = _Hashing(file)
@@ -237,6 +259,9 @@ class ObjectStore:
         A target that is right already is left alone. What an interrupted fetch has left beside it
         is continued, not fetched again.
         """
+        self._repeated(lambda: self._get_file(key, digest, target))
+
+    def _get_file(self, key: str, digest: str, target: Path) -> None:
         if target.exists():
             if _file_digest(target) == digest:
                 return

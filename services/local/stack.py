@@ -149,7 +149,7 @@ class Stack:
         return settings
 
     def _await_s3(self, settings: ObjectStoreSettings) -> None:
-        store = ObjectStore(settings, patient=False)
+        store = ObjectStore(settings, retries=0)
 
         def usable() -> bool:
             try:

@@ -174,6 +174,46 @@ def migration(matrix: Sequence[Sequence[int]], before: str, after: str) -> str:
     return drawn.svg
 
 
+ACTIVITIES = {
+    "training": ("update", "proximal", "read", "commit"),
+    "generating": ("fresh", "generate"),
+    "evaluation": ("evaluation",),
+    "re-evaluation": ("reevaluation",),
+    "weights": ("publish", "fetch", "load"),
+    "scoring, delivery": ("verify", "deliver"),
+    "checkpoint": ("checkpoint",),
+    "waiting": ("wait", "await weights", "drain"),
+}
+"""Kinds of activities that share a colour, each with its names."""
+BAR = 0.8
+
+
+def timeline(
+    lanes: Mapping[str, Sequence[tuple[str, float, float]]], edges: Sequence[float]
+) -> str:
+    """A row of bars (name of the activity, start, end) for each lane; `edges` are dashed lines."""
+    with chart(x="seconds", wide=True) as drawn:
+        axes = drawn.axes
+        colours = dict(zip(ACTIVITIES, (*SERIES, "#a8554a", "#b9bec7"), strict=True))
+        for kind, names in ACTIVITIES.items():
+            bars = [
+                (row, start, max(end - start, 0.0))
+                for row, activities in enumerate(lanes.values())
+                for name, start, end in activities
+                if name in names
+            ]
+            if bars:
+                rows, starts, lengths = zip(*bars, strict=True)
+                axes.barh(rows, lengths, BAR, starts, color=colours[kind], label=kind, linewidth=0)
+        for edge in edges:
+            axes.axvline(edge, color=INK, linestyle="--", linewidth=1)
+        axes.set_yticks(range(len(lanes)), list(lanes))
+        axes.invert_yaxis()
+        axes.grid(False, axis="y")
+        axes.margins(x=0.01)
+    return drawn.svg
+
+
 def bars(values: Mapping[str, float], *, x: str) -> str:
     """Horizontal bars, the longest on top."""
     ordered = sorted(values.items(), key=lambda item: item[1])

@@ -12,6 +12,7 @@ import yaml
 from bapo_core.types import Source
 from services.report import charts
 from services.report.summary import RunHistory
+from services.report.timeline import Window, lanes_of
 
 STYLE = """
 :root { color-scheme: light dark; --ink:#1d2733; --soft:#5b6675; --page:#fbfbfa; --card:#fff;
@@ -39,6 +40,7 @@ td { white-space:nowrap; }
 th:first-child, td:first-child { text-align:left; } thead th { color:var(--soft); font-weight:500; }
 details { margin-top:24px; } pre { overflow-x:auto; padding:12px; background:var(--card);
   border:1px solid var(--line); border-radius:10px; font-size:13px; }
+figure.wide { grid-column:1 / -1; }
 @media (max-width:520px) { .charts { grid-template-columns:1fr; } }
 """
 
@@ -61,11 +63,11 @@ def tiles(values: Sequence[tuple[str, str]]) -> str:
     return f'<div class="tiles">{"".join(cells)}</div>'
 
 
-def figure(title: str, caption: str, svg: str) -> str:
+def figure(title: str, caption: str, svg: str, *, wide: bool = False) -> str:
     labelled = svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}"', 1)
     return (
-        f"<figure><h2>{html.escape(title)}</h2><figcaption>{html.escape(caption)}</figcaption>"
-        f"{labelled}</figure>"
+        f"<figure{' class=wide' * wide}><h2>{html.escape(title)}</h2>"
+        f"<figcaption>{html.escape(caption)}</figcaption>{labelled}</figure>"
     )
 
 
@@ -172,6 +174,7 @@ def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
             "`wait` is for rollouts; the collector works beside the trainer.",
             charts.bars(phases, x="seconds"),
         ),
+        *_timeline(history.windows, summary),
         figure(
             "Entropy",
             "Of the policy on the tokens it trains on, in nats a token.",
@@ -196,3 +199,28 @@ def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
         ),
     ]
     return found
+
+
+DRAWN = 3
+"""Windows on the timeline."""
+
+
+def _timeline(windows: Sequence[Window], summary: dict[str, Any]) -> list[str]:
+    if not windows:
+        return []
+    drawn = windows[-DRAWN:]
+    begin = drawn[0].begin
+    edges = [(window.begin - begin).total_seconds() for window in drawn]
+    edges.append(edges[-1] + drawn[-1].seconds)
+    idle = summary["trainer_idle"]
+    return [
+        figure(
+            "Timeline",
+            f"The last {len(drawn)} windows of one rollout policy, between dashed lines. In the "
+            f"last {idle['windows']} windows the trainer waited {idle['waited_share']:.1%} of the "
+            f"time; the first rollouts of a window, which nobody can train before, took "
+            f"{idle['first_rollouts_share']:.1%}.",
+            charts.timeline(lanes_of(drawn), edges),
+            wide=True,
+        )
+    ]

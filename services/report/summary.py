@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from bapo_core.config import RunConfig
 from services.buffer.client import BufferClient
 from services.buffer.wire import Evaluation, Migration, RunState, StepView
 from services.common.errors import BapoError
+from services.report.timeline import Window, read_windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,9 @@ class RunHistory:
     unlocked_training_prompts: tuple[int, int]
     """(unlocked, all that were 0 of G at first)."""
 
+    windows: list[Window]
+    """The last whole ones, with what all parts did."""
+
     @property
     def rollouts(self) -> int:
         """Training responses generated, discarded and re-evaluated ones included."""
@@ -44,17 +49,19 @@ def read_history(buffer: BufferClient) -> RunHistory:
             f"run {state.name!r} has committed {len(steps)} steps and finished "
             f"{len(evaluations)} evaluations; a report needs one of each"
         )
+    config = RunConfig.model_validate(state.config)
     versions = [evaluation.version for evaluation in evaluations]
     migrations = [buffer.evaluation_migration(versions[0], version) for version in versions]
     return RunHistory(
         state=state,
-        config=RunConfig.model_validate(state.config),
+        config=config,
         steps=steps,
         evaluations=evaluations,
         migration=migrations[-1],
         unlocked_over_time=[migration.unlocked_fraction for migration in migrations],
         difficulty_bins=buffer.difficulty_bins().bins,
         unlocked_training_prompts=_unlocked(buffer),
+        windows=read_windows(buffer, config, steps[-1].step),
     )
 
 
@@ -91,11 +98,24 @@ def summarise(history: RunHistory, wall_seconds: float | None = None) -> dict[st
         "unlocked_fraction": history.migration.unlocked_fraction,
         "unlocked_training_prompts": {"unlocked": unlocked, "initially_unsolved": unsolved},
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
+        "trainer_idle": _idle(history.windows),
         "tokens": {
             "generated": sum(step.tokens for step in history.steps),
             "trained": int(sum(step.metrics.get("trained_tokens", 0) for step in history.steps)),
             "evaluation": sum(evaluation.tokens for evaluation in history.evaluations),
         },
+    }
+
+
+def _idle(windows: Sequence[Window]) -> dict[str, float] | None:
+    """Of the time of these windows, how much the trainer waited, and how much it had to."""
+    if not windows:
+        return None
+    total = sum(window.seconds for window in windows)
+    return {
+        "windows": len(windows),
+        "waited_share": round(sum(window.waited for window in windows) / total, 4),
+        "first_rollouts_share": round(sum(window.first_rollouts for window in windows) / total, 4),
     }
 
 

@@ -18,6 +18,7 @@ from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task
 from services.buffer import wire
 from services.buffer.client import LONG_POLL_S, BufferClient
+from services.buffer.timeline import Timeline
 from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
 from services.common.errors import BapoError, ServiceError
 from services.common.threads import abandonable
@@ -83,6 +84,7 @@ class Collector:
         self._task = get_task(config.task.name, **config.task.options)
         self._version = 0
         self._under_way: set[asyncio.Task[bool]] = set()
+        self._timeline = Timeline(buffer, "collector")
 
     async def collect(self, first_step: int) -> None:
         """All jobs from `first_step` to the end of the run."""
@@ -148,6 +150,7 @@ class Collector:
                 bundle, finished[:] = finished[:], []
                 left -= len(bundle)
                 complete = await asyncio.to_thread(self._deliver, job, prompts, bundle)
+            await asyncio.to_thread(self._timeline.tell)
         finally:
             generating.cancel()
         return complete
@@ -177,7 +180,10 @@ class Collector:
                 for prompt in prompts.prompts
             ],
         )
-        await self._fleet.generate(request, on_group)
+        with self._timeline.activity("await weights", job.step):
+            await self._fleet.until_served(request)
+        with self._timeline.activity(job.kind, job.step):
+            await self._fleet.generate(request, on_group)
 
     async def _await_weights(self, version: int) -> wire.StoredVersion:
         while True:
@@ -208,14 +214,15 @@ class Collector:
             )
             for group in generated
         ]
-        verdicts = self._verifier.verify(
-            self._config.task.name,
-            self._config.task.options,
-            [
-                VerifyItem(payload=prompt.payload, responses=answers)
-                for prompt, answers in zip(prompts, texts, strict=True)
-            ],
-        )
+        with self._timeline.activity("verify", job.step):
+            verdicts = self._verifier.verify(
+                self._config.task.name,
+                self._config.task.options,
+                [
+                    VerifyItem(payload=prompt.payload, responses=answers)
+                    for prompt, answers in zip(prompts, texts, strict=True)
+                ],
+            )
         groups = [
             TrajectoryGroup(
                 prompt_uid=prompt.uid,
@@ -238,7 +245,8 @@ class Collector:
                 prompts, generated, verdicts, texts, strict=True
             )
         ]
-        accepted = self._buffer.post_groups(job.step, job.kind, encode_groups(groups))
+        with self._timeline.activity("deliver", job.step):
+            accepted = self._buffer.post_groups(job.step, job.kind, encode_groups(groups))
         log.info("%d %s groups delivered", len(groups), job.kind, extra={"step": job.step})
         return accepted.complete
 

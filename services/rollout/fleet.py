@@ -86,7 +86,7 @@ class Fleet:
         Waits for replicas as long as there are none. Raises `BapoError` for a prompt that no
         replica can answer.
         """
-        size = await self._prompts_per_request(request)
+        size = await self.until_served(request) or len(request.prompts)
         everything = range(len(request.prompts))
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -96,10 +96,10 @@ class Fleet:
         except* BapoError as errors:
             raise errors.exceptions[0] from errors
 
-    async def _prompts_per_request(self, request: GenerateRequest) -> int:
+    async def until_served(self, request: GenerateRequest) -> int:
+        """Waits for a replica that serves the version; how many prompts it wants at a time."""
         async with self._changed:
-            replica = await self._free(request)
-            return replica.view.prompts_per_request or len(request.prompts)
+            return (await self._free(request)).view.prompts_per_request
 
     async def _until_done(
         self,

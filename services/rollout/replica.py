@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Coroutine, Set
 from contextlib import suppress
 
 from services.buffer.client import LONG_POLL_S, BufferClient
+from services.buffer.timeline import Timeline
 from services.buffer.wire import ReplicaReport, ReplicaState, StoredVersion, WantedWeights
 from services.common.errors import BapoError, ServiceError, ServiceUnavailable
 from services.common.threads import abandonable
@@ -52,6 +53,8 @@ class Replica:
         self._to_do = asyncio.Event()
         """What is wanted may have changed, or what is served."""
         self._to_report = asyncio.Event()
+        self._timeline = Timeline(buffer, name)
+        self._busy_since = 0.0
 
     # -- generation
 
@@ -73,6 +76,8 @@ class Replica:
         task = asyncio.current_task()
         assert task is not None
         await self.until_serving(request)
+        if not self._under_way:
+            self._busy_since = time.monotonic()
         self._under_way.add(task)
         try:
             async for group in self._host.generate(request):
@@ -93,6 +98,8 @@ class Replica:
         finally:
             self._under_way.discard(task)
             self._cut_off.discard(task)
+            if not self._under_way:
+                self._timeline.note("generate", request.policy_version, self._busy_since)
             async with self._changed:
                 self._changed.notify_all()
 
@@ -156,8 +163,10 @@ class Replica:
             await self._load(wanted.stored)
         if wanted.newest is not None and not self._cache.holds(wanted.newest):
             # It will be wanted next: then it is here already.
-            await asyncio.to_thread(self._cache.fetch, wanted.newest)
-        self._cache.prune([v for v in (wanted.stored, wanted.newest, self._serving) if v])
+            with self._timeline.activity("fetch", wanted.newest.number):
+                await asyncio.to_thread(self._cache.fetch, wanted.newest)
+        kept = [v for v in (wanted.stored, wanted.newest, self._serving) if v]
+        await asyncio.to_thread(self._cache.prune, kept)
         if self._serving is not None:
             self._say("serving")
 
@@ -165,26 +174,19 @@ class Replica:
         started = time.monotonic()
         if not self._cache.holds(stored):
             self._say("downloading")
-        directory = await asyncio.to_thread(self._cache.fetch, stored)
-        fetched = time.monotonic()
-        await self._drain()
-        drained = time.monotonic()
+        with self._timeline.activity("fetch", stored.number):
+            directory = await asyncio.to_thread(self._cache.fetch, stored)
+        with self._timeline.activity("drain", stored.number):
+            await self._drain()
         self._say("loading")
-        await self._host.load(directory, stored.number)
+        with self._timeline.activity("load", stored.number):
+            await self._host.load(directory, stored.number)
         async with self._changed:
             self._serving = stored
             self._changed.notify_all()
         self._say("serving")
-        ended = time.monotonic()
-        log.info(
-            "weights loaded",
-            extra={
-                "version": stored.number,
-                "fetch_s": round(fetched - started, 3),
-                "drain_s": round(drained - fetched, 3),
-                "load_s": round(ended - drained, 3),
-            },
-        )
+        seconds = round(time.monotonic() - started, 3)
+        log.info("weights loaded", extra={"version": stored.number, "seconds": seconds})
 
     async def _drain(self) -> None:
         """From here on nothing generates. What does not end in time is cut off."""
@@ -226,6 +228,7 @@ class Replica:
             self._to_report.clear()
             try:
                 await asyncio.to_thread(self._buffer.report_replica, self._name, self.report())
+                await asyncio.to_thread(self._timeline.tell)
             except (ServiceError, ServiceUnavailable) as error:
                 log.warning("%s", error)
             with suppress(TimeoutError):

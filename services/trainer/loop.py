@@ -15,6 +15,7 @@ import torch.distributed as dist
 from bapo_core.config import RunConfig
 from bapo_core.schedule import SyncSchedule
 from services.buffer.client import BufferClient
+from services.buffer.timeline import Timeline
 from services.buffer.trajectories import encode_proximal
 from services.buffer.wire import BatchManifest
 from services.common.errors import BapoError
@@ -44,21 +45,22 @@ def train(config: RunConfig, around: Surroundings) -> None:
     updater, done = restore(config, around)
     publisher = make_publisher(config, around)
     reader = TrajectoryReader(around.store)
-    clock = Clock()
-    for step in range(done + 1, config.steps + 1):
+    timeline = Timeline(around.buffer, "trainer")
+    clock = Clock(timeline)
+    for clock.step in range(done + 1, config.steps + 1):
+        step = clock.step
         if config.publishes_at(step):
             with clock.phase("publish"):
                 publisher.publish(step, updater.model)
         with clock.phase("wait"):
             manifest = around.buffer.batch(step, meanwhile=publisher.check)
         metrics = train_batch(config, updater, reader, manifest, around, clock)
-        metrics |= {f"seconds/{name}": spent for name, spent in clock.seconds.items()}
-        clock = Clock()
         with clock.phase("commit"):
-            around.buffer.commit(step, metrics)
+            around.buffer.commit(step, metrics | clock.take())
         if config.checkpoints_after(step):
             with clock.phase("checkpoint"):
                 checkpoint(updater, step, around)
+        timeline.tell()
         log.info("step committed", extra={"step": step})
     publisher.publish(config.steps + 1, updater.model)
     publisher.settle()

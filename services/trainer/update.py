@@ -23,6 +23,7 @@ from bapo_core.theory import (
     total_variation_estimate,
 )
 from bapo_core.types import Source
+from services.buffer.timeline import Timeline
 from services.common.errors import BapoError
 from services.trainer.data import Batch, microbatches
 from services.trainer.policy import response_logprobs
@@ -34,18 +35,28 @@ class NonFiniteLoss(BapoError):
 
 @dataclass
 class Clock:
-    """Seconds by phase."""
+    """Seconds by phase, and for the timeline when they were."""
 
+    timeline: Timeline | None = None
+    step: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
+        started = time.monotonic()
         try:
             yield
         finally:
-            spent = time.perf_counter() - started
+            spent = time.monotonic() - started
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
+            if self.timeline is not None:
+                self.timeline.note(name, self.step, started)
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase since they were taken last, as metrics."""
+        taken = {f"seconds/{name}": spent for name, spent in self.seconds.items()}
+        self.seconds.clear()
+        return taken
 
 
 @dataclass(frozen=True, slots=True)

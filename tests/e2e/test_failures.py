@@ -195,7 +195,7 @@ def small_disk(own_home: Path) -> Iterator[Path]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_a_full_disk_loses_nothing_that_was_acknowledged(small_disk: Path) -> None:
     with running_stack(small_disk, 0) as endpoints:
-        store = ObjectStore(endpoints.object_store, patient=False)
+        store = ObjectStore(endpoints.object_store, retries=0)
         stored: dict[str, str] = {}
 
         def fill() -> None:

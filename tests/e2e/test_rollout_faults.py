@@ -6,6 +6,7 @@ is the deterministic one, so that not a bit of the result may change.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import signal
@@ -30,6 +31,8 @@ from tests.integration.breakable import Breakable, breakable_stack
 STEPS = 15
 REPLICAS = ("engine-0", "engine-1")
 SERVICES = ("buffer", "postgres", "s3")
+LONGEST_CLOCK_JUMP_S = 600
+"""S3 refuses requests by clocks that are off by a quarter of an hour."""
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +58,7 @@ class Cluster:
             "BAPO_MODEL": str(model),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
+            **self._jumping_clock(scratch / f"{name}.clock"),
         }
         for replica, port in zip(REPLICAS, free_ports(len(REPLICAS)), strict=True):
             own = {"BAPO_REPLICA": replica, "BAPO_PORT": str(port)}
@@ -66,6 +70,21 @@ class Cluster:
         ):
             own = {"BAPO_SCRATCH": str(scratch / name / part)}
             breakable.start_python(part, module, {**environment, **own})
+
+    def _jumping_clock(self, offset: Path) -> dict[str, str]:
+        """The variables for processes whose wall clock is off by what the file `offset` says."""
+        self._clock = offset
+        offset.write_text("+0")
+        spec = importlib.util.find_spec("libfaketime")
+        assert spec is not None
+        assert spec.origin is not None
+        library = Path(spec.origin).parent / "vendor/libfaketime/src/libfaketime.so.1"
+        return {
+            "LD_PRELOAD": str(library),
+            "FAKETIME_TIMESTAMP_FILE": str(offset),
+            "FAKETIME_NO_CACHE": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        }
 
     def finished(self) -> bool:
         """Whether trainer and collector are done; starts again what has failed."""
@@ -93,7 +112,7 @@ class Cluster:
 
     def strike(self, rng: random.Random) -> str:
         """One fault, with what ends it; says which."""
-        fault = rng.choice(("kill", "kill", "collector", "stall", "service", "damage"))
+        fault = rng.choice(("kill", "kill", "collector", "stall", "service", "damage", "clock"))
         if fault == "kill":
             self._kill(rng.choice(REPLICAS))
         elif fault == "collector":
@@ -104,6 +123,11 @@ class Cluster:
             part = rng.choice(SERVICES)
             self.breakable.kill(part)
             self.breakable.revive(part)
+        elif fault == "clock":
+            offset = rng.randint(-LONGEST_CLOCK_JUMP_S, LONGEST_CLOCK_JUMP_S)
+            new = self._clock.with_suffix(".new")
+            new.write_text(f"{offset:+d}")
+            new.replace(self._clock)
         else:
             self._damage(rng)
         return fault

@@ -117,9 +117,11 @@ def test_the_summary_and_the_report_are_there(bapo: Bapo, undisturbed: str) -> N
         assert evaluation["mean_accuracy"] == pytest.approx(correct / (12 * G))
     assert 0 <= summary["unlocked_fraction"] <= 1
     assert summary["seconds"]["update"] > 0
+    assert summary["trainer_idle"]["windows"] >= 1
+    assert 0 < summary["trainer_idle"]["waited_share"] < 1
     assert summary["tokens"]["trained"] > 0
     page = (directory / "report.html").read_text()
-    assert page.count("<svg") == 12
+    assert page.count("<svg") == 13
     assert "http://" not in page.replace("http://www.w3.org", "").replace(
         "http://purl.org", ""
     ).replace("http://creativecommons.org", "")

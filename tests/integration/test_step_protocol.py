@@ -288,7 +288,7 @@ def test_damaged_objects_are_noticed(drive: Callable[..., Driver]) -> None:
 def test_the_object_store_refuses_wrong_credentials(stack: Endpoints) -> None:
     settings = dataclasses.replace(stack.object_store, secret_key="wrong")
     with pytest.raises(ObjectStoreError, match="accepts the credentials"):
-        ObjectStore(settings, patient=False).put("key", b"data")
+        ObjectStore(settings, retries=0).put("key", b"data")
 
 
 def test_a_run_exists_once(drive: Callable[..., Driver]) -> None:
@@ -338,9 +338,8 @@ def test_errors_say_what_and_where(stack: Endpoints) -> None:
     assert "name" in response.json()["detail"]
 
 
-def test_a_lost_server_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.common.http.GIVE_UP_AFTER_S", 0.1)
-    client = BufferClient("http://127.0.0.1:9", "token", run="r")
+def test_a_lost_server_is_one_clear_error() -> None:
+    client = BufferClient("http://127.0.0.1:9", "token", run="r", give_up_s=0.1)
     with pytest.raises(ServiceUnavailable, match=r"127\.0\.0\.1:9 does not answer .* --resume"):
         client.run_state()
 

@@ -1,4 +1,4 @@
-"""Weights, checkpoints and replicas."""
+"""Weights, checkpoints, replicas, and what the parts of a run did when."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query
 
 from services.buffer import artifacts, queries, runs, wire
-from services.buffer.routes.common import Attempt, RunName, Step, Wait
+from services.buffer.routes.common import LARGEST, Attempt, RunName, Step, Wait
 from services.buffer.service import Service
 from services.buffer.tokens import Guard
 from services.common.errors import not_found
 
-ReplicaName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
+ReplicaName = Annotated[str, Path(pattern=wire.PART_NAME)]
+
+AtStep = Annotated[int, Query(ge=1, le=LARGEST, description="A step of the trainer")]
 
 Known = Annotated[str, Query(max_length=300, description="The `tag` of the answer before")]
 
@@ -25,6 +27,7 @@ def artifacts_router(service: Service, guard: Guard) -> APIRouter:
     _wanted_route(router, service, guard)
     _checkpoint_routes(router, service, guard)
     _replica_routes(router, service, guard)
+    _activity_routes(router, service, guard)
     return router
 
 
@@ -120,3 +123,18 @@ def _replica_routes(router: APIRouter, service: Service, guard: Guard) -> None:
         """What an engine has loaded, as it says itself."""
         with service.changing(name) as session:
             artifacts.report_replica(session, runs.get_run(session, name), replica, body)
+
+
+def _activity_routes(router: APIRouter, service: Service, guard: Guard) -> None:
+    @router.post("/activities", dependencies=guard("run"))
+    def tell(name: RunName, body: wire.Activities) -> None:
+        """What a part of the run did, and when."""
+        with service.sessions.begin() as session:
+            artifacts.record_activities(session, runs.get_run(session, name), body)
+
+    @router.get("/activities", dependencies=guard("read"))
+    def activities(name: RunName, first_step: AtStep, last_step: AtStep) -> list[wire.ActivityView]:
+        """What all parts did while the trainer was at these steps, in order of time."""
+        with service.sessions() as session:
+            run = runs.get_run(session, name)
+            return queries.activities(session, run, first_step, last_step)

@@ -1,0 +1,121 @@
+"""Who of a run did what when, and how long the trainer waited for rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from bapo_core.config import RunConfig
+from services.buffer.client import BufferClient
+from services.buffer.wire import ActivityView
+
+_SAME_TIME_S = 0.01
+
+LONGEST_STRETCH = 60
+"""Steps that are looked at: the last ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The steps that share a rollout policy, and what all parts did meanwhile."""
+
+    steps: range
+    begin: datetime
+    seconds: float
+    """From the trainer's first activity of its first step to that of the next window."""
+    waited: float
+    """Seconds of it that the trainer had nothing to train on."""
+    first_rollouts: float
+    """Seconds that the rollouts of its first step took, re-evaluations included: nobody can train
+    before they are there."""
+    activities: Sequence[ActivityView]
+
+    @property
+    def idle_share(self) -> float:
+        return self.waited / self.seconds
+
+    @property
+    def unavoidable_share(self) -> float:
+        """Of the window, while its first rollouts are made."""
+        return self.first_rollouts / self.seconds
+
+
+def read_windows(buffer: BufferClient, config: RunConfig, last_step: int) -> list[Window]:
+    """The last whole windows of a run that has come to `last_step`."""
+    whole: list[range] = []
+    step = last_step
+    while step > 0 and last_step - step < LONGEST_STRETCH:
+        steps = config.schedule.window(step)
+        # What follows a window ends it.
+        if steps.stop <= last_step:
+            whole.insert(0, steps)
+        step = steps.start - 1
+    if not whole:
+        return []
+    found = buffer.activities(whole[0].start, whole[-1].stop)
+    windows = [_window(steps, found) for steps in whole]
+    return [window for window in windows if window is not None]
+
+
+def _window(steps: range, activities: Sequence[ActivityView]) -> Window | None:
+    """None for one that was interrupted, or trained before activities were recorded."""
+    trainer = [each for each in activities if each.part == "trainer"]
+    first = [each.started_at for each in trainer if each.step == steps.start]
+    following = [each.started_at for each in trainer if each.step == steps.stop]
+    rollouts = [
+        each
+        for each in activities
+        if each.part == "collector"
+        and each.step == steps.start
+        and each.name in ("fresh", "reevaluation")
+    ]
+    waits = [each for each in trainer if each.name == "wait" and each.step in steps]
+    if not (first and following and rollouts) or len(waits) != len(steps):
+        return None
+    begin, end = min(first), min(following)
+    return Window(
+        steps=steps,
+        begin=begin,
+        seconds=(end - begin).total_seconds(),
+        waited=sum(_seconds(each) for each in waits),
+        first_rollouts=(
+            max(each.ended_at for each in rollouts) - min(each.started_at for each in rollouts)
+        ).total_seconds(),
+        activities=[
+            each for each in activities if each.ended_at >= begin and each.started_at <= end
+        ],
+    )
+
+
+def lanes_of(windows: Sequence[Window]) -> dict[str, list[tuple[str, float, float]]]:
+    """(name, start, end) in seconds, by part; what a part does at the same time in lanes."""
+    # What began in one window and ended in the next is in both.
+    found = {
+        (each.part, each.name, each.started_at): each
+        for window in windows
+        for each in window.activities
+    }.values()
+    lanes: dict[str, list[tuple[str, float, float]]] = {}
+    for each in sorted(found, key=lambda each: (_place(each), each.started_at)):
+        start = max(0.0, (each.started_at - windows[0].begin).total_seconds())
+        end = (each.ended_at - windows[0].begin).total_seconds()
+        whose = "scoring" if each.name in ("verify", "deliver") else each.part
+        lane, name = 1, whose
+        while lanes.get(name) and lanes[name][-1][2] > start + _SAME_TIME_S:
+            lane += 1
+            name = f"{whose} ({lane})"
+        lanes.setdefault(name, []).append((each.name, start, end))
+    return lanes
+
+
+def _place(activity: ActivityView) -> tuple[int, str]:
+    """Trainer, collector, its scoring, replicas."""
+    known = ("trainer", "collector")
+    if activity.part not in known:
+        return len(known), activity.part
+    return known.index(activity.part), "scoring" * (activity.name in ("verify", "deliver"))
+
+
+def _seconds(activity: ActivityView) -> float:
+    return (activity.ended_at - activity.started_at).total_seconds()

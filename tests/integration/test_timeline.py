@@ -1,0 +1,92 @@
+"""Who did what when: told once however often it is sent, and read back by steps of the trainer."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import httpx
+import pytest
+
+from services.buffer.timeline import Timeline
+from services.local.stack import Endpoints
+from services.report.charts import timeline as draw
+from services.report.timeline import lanes_of, read_windows
+from tests.integration.driver import Driver, small_config
+
+CONFIG = small_config("timeline", sync={"every": 4, "reevaluate_every": 4})
+
+
+@pytest.fixture(scope="module")
+def driver(stack: Endpoints) -> Driver:
+    return Driver(stack, CONFIG)
+
+
+def note(timeline: Timeline, name: str, step: int, start: float, end: float, now: float) -> None:
+    """An activity between two moments of a made-up time line whose `now` is this moment."""
+    timeline.note(name, step, time.monotonic() - (now - start))
+    noted = timeline._noted[-1]
+    moved = {each: getattr(noted, each) for each in ("key", "name", "step", "started")}
+    timeline._noted[-1] = type(noted)(**moved, ended=noted.started + end - start)
+
+
+def test_the_trainers_idle_share_by_window(driver: Driver) -> None:
+    trainer, collector, engine = (
+        Timeline(driver.client, part) for part in ("trainer", "collector", "engine-0")
+    )
+    now = 100.0
+    for step, start in enumerate(range(0, 90, 10), start=1):
+        waits = 3.0 if step % 4 == 0 else 1.0
+        note(trainer, "wait", step, start, start + waits, now)
+        note(trainer, "update", step, start + waits, start + 10.0, now)
+    # The windows: 1-3, 4-7, 8-... which is not over.
+    note(collector, "fresh", 4, 30.5, 32.5, now)
+    note(collector, "reevaluation", 4, 30.6, 32.9, now)
+    note(collector, "fresh", 5, 32.6, 34.0, now)
+    note(engine, "generate", 4, 30.5, 34.0, now)
+    for each in (trainer, collector, engine):
+        each.tell()
+        each.tell()
+    windows = read_windows(driver.client, CONFIG, 9)
+    # The first has no rollouts of its own; nothing is said of what was not seen.
+    assert [window.steps for window in windows] == [range(4, 8)]
+    (window,) = windows
+    assert window.seconds == pytest.approx(40.0, abs=0.05)
+    assert window.idle_share == pytest.approx((3 + 1 + 1 + 1) / 40, abs=0.01)
+    assert window.unavoidable_share == pytest.approx(2.4 / 40, abs=0.01)
+    lanes = lanes_of(windows)
+    assert list(lanes) == ["trainer", "collector", "collector (2)", "engine-0"]
+    assert len(lanes["trainer"]) in (9, 10)  # two of them only touch the window's edges
+    assert [name for name, _, _ in lanes["collector"]] == ["fresh", "fresh"]
+    assert draw(lanes, [0.0, window.seconds]).startswith("<svg")
+
+
+def test_what_is_told_again_is_recorded_once(driver: Driver) -> None:
+    timeline = Timeline(driver.client, "trainer")
+    timeline.note("update", 40, time.monotonic() - 2.0)
+    noted = list(timeline._noted)
+    timeline.tell()
+    timeline._noted = noted
+    timeline.tell()
+    (found,) = driver.client.activities(40, 40)
+    assert (found.part, found.name, found.step) == ("trainer", "update", 40)
+    assert found.ended_at - found.started_at >= timedelta(seconds=2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("seconds", -1.0), ("name", "<b>"), ("key", "x"), ("ended_ago_s", 1e300), ("step", -1)],
+)
+def test_refusals(driver: Driver, field: str, value: object) -> None:
+    activity = {"key": "0" * 32, "name": "update", "step": 1, "seconds": 1.0, "ended_ago_s": 0.0}
+    answer = httpx.post(
+        f"{driver.stack.buffer_url}/v1/runs/{driver.client.run}/activities",
+        headers={"Authorization": f"Bearer {driver.stack.token}"},
+        json={"part": "trainer", "activities": [activity | {field: value}]},
+    )
+    assert answer.status_code == 422
+    assert field in answer.json()["detail"]
+
+
+def test_nothing_is_drawn_of_a_run_without_whole_windows(driver: Driver) -> None:
+    assert read_windows(driver.client, CONFIG, 0) == []
