@@ -23,6 +23,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -52,7 +53,8 @@ from services.rollout.collector import JOBS_UNDER_WAY, Collector, Job, render
 from services.rollout.fleet import Fleet
 from services.rollout.vllm.api import VllmApi
 from services.rollout.wire import Sampling
-from services.trainer.publish import WeightPublisher, write_model
+from services.trainer.export import model_files
+from services.trainer.publish import WeightPublisher
 from services.verifier.client import VerifierClient
 
 SIZES = {
@@ -126,9 +128,7 @@ class Run:
 
     def publisher(self) -> WeightPublisher:
         store = ObjectStore(self.stack.object_store)
-        return WeightPublisher(
-            self.client, store, source=self.model, scratch=self.scratch, dtype=None
-        )
+        return WeightPublisher(self.client, store, source=self.model, dtype=None)
 
     def vllm_ports(self) -> list[int]:
         """Of the servers behind the replicas."""
@@ -258,20 +258,25 @@ def sync(run: Run, *, repeats: int) -> dict[str, Any]:
     parts: dict[str, list[float]] = {"upload": [], "download": [], "load": [], "whole": []}
     store = ObjectStore(run.stack.object_store)
     files = run.scratch / "files"
-    write_model(model, dict(model.state_dict()), run.model, files)
+    files.mkdir()
+    for name, content in model_files(model, dict(model.state_dict()), run.model).items():
+        with content.open() as source:
+            (files / name).write_bytes(source.read(content.size))
+    publisher = run.publisher()
     size = sum(path.stat().st_size for path in files.iterdir())
     for repeat in range(repeats):
         parts["upload"].append(_seconds(partial(_put, store, files)))
         # Into a new place, as every version comes: writing over an old file costs the disk less.
-        target = run.scratch / f"fetched-{repeat}"
-        parts["download"].append(_seconds(partial(_get, store, files, target)))
-        parts["load"].append(asyncio.run(_vllm_load(run.vllm_ports(), files)))
+        targets = [
+            run.scratch / f"fetched-{repeat}-{n}" for n in range(run.config.rollout.replicas)
+        ]
+        parts["download"].append(_seconds(partial(_get_all, store, files, targets)))
+        parts["load"].append(asyncio.run(_vllm_load(run.vllm_ports(), targets)))
         version = repeat + 2
         commit_made_up_step(run, version - 1)
         run.client.step_prompts(version)  # the collector is ahead: it waits for this version
         with torch.no_grad():
             next(model.parameters()).add_(0.001)
-        publisher = run.publisher()
         started = time.perf_counter()
         publisher.publish(version, model)
         run.until_served(version)
@@ -314,11 +319,18 @@ def _get(store: ObjectStore, files: Path, target: Path) -> None:
         )
 
 
-async def _vllm_load(ports: list[int], files: Path) -> float:
+def _get_all(store: ObjectStore, files: Path, targets: list[Path]) -> None:
+    """By all replicas at once, as they do when a version is published."""
+    with ThreadPoolExecutor(len(targets)) as pool:
+        list(pool.map(partial(_get, store, files), targets))
+
+
+async def _vllm_load(ports: list[int], directories: list[Path]) -> float:
     """By all servers at once, as they do when a version is published."""
     apis = [VllmApi(port) for port in ports]
     started = time.perf_counter()
-    await asyncio.gather(*(api.load(str(files)) for api in apis))
+    loads = [api.load(str(files)) for api, files in zip(apis, directories, strict=True)]
+    await asyncio.gather(*loads)
     seconds = time.perf_counter() - started
     for api in apis:
         await api.close()

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -46,6 +46,39 @@ class ObjectStoreError(BapoError):
 
 class BinarySource(Protocol):
     def read(self, size: int, /) -> bytes: ...
+
+
+class Content(Protocol):
+    """Bytes to store; they may be read more than once."""
+
+    @property
+    def size(self) -> int: ...
+
+    def open(self) -> AbstractContextManager[BinarySource]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FileContent:
+    path: Path
+
+    @property
+    def size(self) -> int:
+        return self.path.stat().st_size
+
+    def open(self) -> AbstractContextManager[BinarySource]:
+        return self.path.open("rb")
+
+
+@dataclass(frozen=True, slots=True)
+class BytesContent:
+    data: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.data)
+
+    def open(self) -> AbstractContextManager[BinarySource]:
+        return io.BytesIO(self.data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,20 +266,19 @@ class ObjectStore:
         if errors:
             raise ObjectStoreError(f"object store: cannot delete {errors[0].name}: {errors[0]}")
 
-    def put_file(self, key: str, path: Path) -> str:
-        """Stores the file at `path`, read as it is sent; returns the digest of what was sent."""
-        return self._repeated(lambda: self._put_file(key, path))
+    def put_content(self, key: str, content: Content) -> str:
+        """Stores what is read from `content` as it is sent; returns the digest of it."""
+        return self._repeated(lambda: self._put_content(key, content))
 
-    def _put_file(self, key: str, path: Path) -> str:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            source = _Hashing(file)
+    def _put_content(self, key: str, content: Content) -> str:
+        with content.open() as opened:
+            source = _Hashing(opened)
             try:
                 self._client.put_object(
                     bucket_name=self.settings.bucket,
                     object_name=key,
                     data=source,  # type: ignore[arg-type]
-                    length=size,
+                    length=content.size,
                     part_size=FILE_PART,
                 )
             except (MinioException, urllib3.exceptions.HTTPError) as error:
@@ -301,17 +333,23 @@ class ObjectStore:
 
     def put_directory(self, prefix: str, directory: Path) -> str:
         """Stores every file of `directory` under `prefix`, manifest last; returns its digest."""
-        files = sorted(path for path in directory.rglob("*") if path.is_file())
-        names = [str(path.relative_to(directory)) for path in files]
+        paths = [path for path in directory.rglob("*") if path.is_file()]
+        files = {str(path.relative_to(directory)): FileContent(path) for path in paths}
+        return self.put_files(prefix, files)
+
+    def put_files(self, prefix: str, files: Mapping[str, Content]) -> str:
+        """Stores a directory of these files (name → content); returns its manifest's digest."""
+        names = sorted(files)
         with ThreadPoolExecutor(TRANSFERS) as pool:
-            digests = pool.map(self.put_file, [f"{prefix}/{name}" for name in names], files)
+            keys = [f"{prefix}/{name}" for name in names]
+            digests = pool.map(self.put_content, keys, [files[name] for name in names])
             listing = dict(zip(names, digests, strict=True))
         manifest = json.dumps({"files": listing}, sort_keys=True).encode()
         self.put(f"{prefix}/{MANIFEST}", manifest)
         return digest_of(manifest)
 
     def get_directory(self, prefix: str, digest: str, directory: Path) -> None:
-        """Fetches what `put_directory` stored into `directory`, checking every digest."""
+        """Fetches what `put_files` stored into `directory`, checking every digest."""
         directory.mkdir(parents=True, exist_ok=True)
         files = json.loads(self.get(f"{prefix}/{MANIFEST}", digest))["files"]
         with ThreadPoolExecutor(TRANSFERS) as pool:
@@ -329,13 +367,13 @@ def _file_digest(path: Path) -> str:
 
 
 class _Hashing:
-    """A file whose bytes are hashed as they are read."""
+    """Bytes that are hashed as they are read."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
+    def __init__(self, source: BinarySource) -> None:
+        self._source = source
         self.hash = hashlib.sha256()
 
-    def read(self, size: int = -1) -> bytes:
-        data = self._file.read(size)
+    def read(self, size: int) -> bytes:
+        data = self._source.read(size)
         self.hash.update(data)
         return data

@@ -72,7 +72,6 @@ def make_publisher(config: RunConfig, around: Surroundings) -> WeightPublisher:
         around.buffer,
         around.store,
         source=around.model_directory,
-        scratch=around.scratch,
         dtype=None if dtype == "as_trained" else getattr(torch, dtype),
     )
 

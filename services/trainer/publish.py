@@ -7,14 +7,10 @@ leaves objects without a row.
 
 from __future__ import annotations
 
-import json
 import logging
-import shutil
-import tempfile
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +18,9 @@ from torch import Tensor, nn
 from services.buffer.client import BufferClient
 from services.common.errors import ServiceError
 from services.common.objectstore import ObjectStore
+from services.trainer.export import model_files
 
 log = logging.getLogger(__name__)
-
-MEMORY = Path("/dev/shm")
-LARGEST_SHARD = "1GB"
-"""Several are sent at a time, and what was sent of one is lost with the connection."""
 
 
 class WeightPublisher:
@@ -39,12 +32,11 @@ class WeightPublisher:
         store: ObjectStore,
         *,
         source: Path,
-        scratch: Path,
         dtype: torch.dtype | None,
     ) -> None:
         """`source` has the tokenizer and the configuration; `dtype` None keeps the model's."""
         self._buffer, self._store = buffer, store
-        self._source, self._scratch, self._dtype = source, scratch, dtype
+        self._source, self._dtype = source, dtype
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._sending: Future[None] | None = None
         self._copies: dict[str, Tensor] = {}
@@ -91,38 +83,8 @@ class WeightPublisher:
 
     def _send(self, version: int, model: nn.Module, weights: dict[str, Tensor]) -> None:
         started = time.monotonic()
-        directory = Path(tempfile.mkdtemp(dir=self._place(weights))) / "weights"
-        try:
-            write_model(model, weights, self._source, directory)
-            prefix = f"runs/{self._buffer.run}/weights/v{version}"
-            digest = self._store.put_directory(prefix, directory)
-            self._buffer.publish_weights(version, digest)
-        finally:
-            shutil.rmtree(directory.parent)
+        files = model_files(model, weights, self._source)
+        digest = self._store.put_files(f"runs/{self._buffer.run}/weights/v{version}", files)
+        self._buffer.publish_weights(version, digest)
         seconds = round(time.monotonic() - started, 3)
         log.info("weights published", extra={"version": version, "seconds": seconds})
-
-    def _place(self, weights: dict[str, Tensor]) -> Path:
-        """In memory if there is room for files that live for seconds: a disk doubles the wait."""
-        size = sum(tensor.nbytes for tensor in weights.values())
-        if MEMORY.is_dir() and shutil.disk_usage(MEMORY).free > 2 * size:
-            return MEMORY
-        return self._scratch
-
-
-def write_model(
-    model: nn.Module, weights: dict[str, Tensor], source: Path, directory: Path
-) -> None:
-    """A Hugging Face directory: `weights`, and `source`'s tokenizer and configuration."""
-    directory.mkdir(parents=True)
-    for path in source.iterdir():
-        wanted = path.suffix in (".json", ".jinja", ".model", ".txt")
-        if path.is_file() and wanted and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, directory / path.name)
-    dtype = next(tensor.dtype for tensor in weights.values() if tensor.is_floating_point())
-    hf_model: Any = model
-    hf_model.save_pretrained(directory, state_dict=weights, max_shard_size=LARGEST_SHARD)
-    # It writes the model's dtype, which need not be the weights'.
-    path = directory / "config.json"
-    config = json.loads(path.read_text()) | {"dtype": str(dtype).removeprefix("torch.")}
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

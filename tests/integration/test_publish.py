@@ -12,10 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from services.common.errors import ServiceError
-from services.common.objectstore import ObjectStore, ObjectStoreError
+from services.common.objectstore import Content, ObjectStore, ObjectStoreError
 from services.local.stack import Endpoints
 from services.rollout.vllm.layout import read_layout
-from services.trainer import publish as publish_module
+from services.trainer import export
 from services.trainer.publish import WeightPublisher
 from tests.integration.driver import Driver, small_config
 from tests.micro import micro_model
@@ -34,10 +34,8 @@ def publishing(driver: Driver, tmp_path: Path) -> Publishing:
     def make(model: Any, dtype: torch.dtype | None = None) -> WeightPublisher:
         source = tmp_path / "source"
         model.save_pretrained(source)
-        scratch = tmp_path / "scratch"
-        scratch.mkdir(exist_ok=True)
         store = ObjectStore(driver.stack.object_store)
-        return WeightPublisher(driver.client, store, source=source, scratch=scratch, dtype=dtype)
+        return WeightPublisher(driver.client, store, source=source, dtype=dtype)
 
     return make
 
@@ -58,9 +56,7 @@ def test_what_is_published_is_the_model_of_that_moment(
     tied: bool,
     dtype: torch.dtype | None,
 ) -> None:
-    monkeypatch.setattr(publish_module, "LARGEST_SHARD", "8KB")
-    if dtype is None:  # as where there is no room in memory
-        monkeypatch.setattr(publish_module, "MEMORY", tmp_path / "no-such-place")
+    monkeypatch.setattr(export, "LARGEST_SHARD", "8KB")
     model = micro_model(tie_word_embeddings=tied)
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     publisher = publishing(model, dtype)
@@ -85,19 +81,18 @@ def test_what_is_published_is_the_model_of_that_moment(
 
 
 def test_a_version_that_could_not_be_sent_does_not_exist(
-    driver: Driver, publishing: Publishing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    driver: Driver, publishing: Publishing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = micro_model()
-    monkeypatch.setattr(publish_module, "MEMORY", tmp_path / "scratch")
     publisher = publishing(model)
-    put_file = publisher._store.put_file
+    put_content = publisher._store.put_content
 
-    def full(key: str, path: Path) -> str:
-        if path.suffix == ".safetensors":
+    def full(key: str, content: Content) -> str:
+        if key.endswith(".safetensors"):
             raise ObjectStoreError("the disk is full")
-        return put_file(key, path)
+        return put_content(key, content)
 
-    monkeypatch.setattr(publisher._store, "put_file", full)
+    monkeypatch.setattr(publisher._store, "put_content", full)
     publisher.publish(1, model)
     with pytest.raises(ObjectStoreError, match="the disk is full"):
         publisher.settle()
@@ -105,4 +100,3 @@ def test_a_version_that_could_not_be_sent_does_not_exist(
         publisher.check()
     with pytest.raises(ServiceError, match="no version 1"):
         driver.client.weights(1)
-    assert not list((tmp_path / "scratch").iterdir())

@@ -1,0 +1,135 @@
+"""A model as the files of a Hugging Face directory, its weights straight from memory."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from services.common.objectstore import BinarySource, BytesContent, Content
+
+LARGEST_SHARD = "256MB"
+"""Several are sent and fetched at a time; what came of one is lost with the connection."""
+INDEX = "model.safetensors.index.json"
+DESCRIPTIONS = (".json", ".jinja", ".model", ".txt")
+"""Files of a model directory that say what the weights mean."""
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def model_files(model: nn.Module, weights: dict[str, Tensor], source: Path) -> dict[str, Content]:
+    """File name → content: `weights`, the model's configuration, and `source`'s tokenizer.
+
+    weights: the state dict of `model`, on the CPU; read while the files are, and not copied.
+    """
+    saved = _as_saved(model, weights)
+    split = split_torch_state_dict_into_shards(saved, max_shard_size=LARGEST_SHARD)
+    files: dict[str, Content] = {
+        file: Safetensors({name: saved[name] for name in names})
+        for file, names in split.filename_to_tensors.items()
+    }
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        files[INDEX] = BytesContent(_json(index))
+    dtype = next(tensor.dtype for tensor in saved.values() if tensor.is_floating_point())
+    for path in source.iterdir():
+        if path.suffix in DESCRIPTIONS and not path.name.endswith(".index.json"):
+            files[path.name] = BytesContent(path.read_bytes())
+    return files | _configuration(model, dtype)
+
+
+def _as_saved(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Under the names, and in the shapes, that the files of such models have."""
+    ignored = model._keys_to_ignore_on_save or ()
+    kept = {name: tensor for name, tensor in weights.items() if name not in ignored}
+    kept = remove_tied_weights_from_state_dict(kept, model)
+    reverted: dict[str, Tensor] = revert_weight_conversion(model, kept)
+    return reverted
+
+
+def _configuration(model: Any, dtype: torch.dtype) -> dict[str, Content]:
+    """config.json and generation_config.json; they name the dtype of the weights in the files."""
+    with tempfile.TemporaryDirectory() as directory:
+        model.config.save_pretrained(directory)
+        if model.can_generate():
+            model.generation_config.save_pretrained(directory)
+        found = {path.name: json.loads(path.read_text()) for path in Path(directory).iterdir()}
+    found["config.json"] |= {
+        "architectures": [type(model).__name__],
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    return {name: BytesContent(_json(value)) for name, value in found.items()}
+
+
+def _json(value: object) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
+
+
+class Safetensors:
+    """The content of a safetensors file, made as it is read."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        # The largest elements first, so that every tensor is aligned.
+        ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, tensor in ordered:
+            begin, end = end, end + tensor.nbytes
+            header[name] = {
+                "dtype": _DTYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [begin, end],
+            }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._header = struct.pack("<Q", len(text)) + text
+        self._tensors = [tensor for _, tensor in ordered]
+        self.size = len(self._header) + end
+
+    @contextmanager
+    def open(self) -> Iterator[BinarySource]:
+        yield _Pieces([memoryview(self._header), *map(_bytes_of, self._tensors)])
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+class _Pieces:
+    """Reads through pieces of memory as if they were one."""
+
+    def __init__(self, pieces: list[memoryview]) -> None:
+        self._pieces, self._next, self._offset = pieces, 0, 0
+
+    def read(self, size: int, /) -> bytes:
+        parts: list[memoryview] = []
+        while size > 0 and self._next < len(self._pieces):
+            part = self._pieces[self._next][self._offset : self._offset + size]
+            self._offset += len(part)
+            size -= len(part)
+            parts.append(part)
+            if self._offset == len(self._pieces[self._next]):
+                self._next, self._offset = self._next + 1, 0
+        return b"".join(parts)

@@ -1,0 +1,98 @@
+"""The files of an export are those that transformers writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, load_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from services.trainer import export
+from services.trainer.export import Safetensors, model_files
+from tests.micro import micro_model
+
+
+def mixture_of_experts() -> Any:
+    """Its experts are one tensor in memory and many in files."""
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            moe_intermediate_size=8,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            num_experts=4,
+            num_experts_per_tok=2,
+        )
+    )
+
+
+def contents(files: dict[str, Any], piece: int) -> dict[str, bytes]:
+    """Read in pieces of this size."""
+    found = {}
+    for name, content in files.items():
+        with content.open() as source:
+            found[name] = b"".join(iter(lambda source=source: source.read(piece), b""))
+        assert len(found[name]) == content.size
+    return found
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in directory.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+@pytest.mark.parametrize("piece", [7, 1 << 20])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: micro_model(tie_word_embeddings=True), micro_model, mixture_of_experts],
+    ids=["tied", "untied", "experts"],
+)
+def test_as_transformers_writes_it(
+    make: Any, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "LARGEST_SHARD", "8KB")
+    model = make()
+    expected = tmp_path / "expected"
+    model.save_pretrained(expected, max_shard_size="8KB")
+    (expected / "tokenizer.json").write_text("{}")
+    directory = tmp_path / "exported"
+    directory.mkdir()
+    for name, data in contents(model_files(model, model.state_dict(), expected), piece).items():
+        (directory / name).write_bytes(data)
+    assert {path.name for path in directory.glob("*.json")} == {
+        path.name for path in expected.glob("*.json")
+    }
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((directory / name).read_text()) == (
+            json.loads((expected / name).read_text())
+        )
+    index = json.loads((directory / export.INDEX).read_text())["weight_map"]
+    wanted, found = tensors_of(expected), tensors_of(directory)
+    assert found.keys() == wanted.keys() == index.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    loaded = AutoModelForCausalLM.from_pretrained(directory).state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_every_dtype_and_shape() -> None:
+    tensors = {
+        str(dtype): torch.arange(6).reshape(2, 3).to(dtype).transpose(0, 1)
+        for dtype in export._DTYPES
+    }
+    tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3)}
+    data = contents({"file": Safetensors(tensors)}, 1000)["file"]
+    found = load(data)
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
