@@ -281,6 +281,11 @@ class CheckpointConfig(Section):
     """How many checkpoints to keep."""
 
 
+class TrainerConfig(Section):
+    processes: int = Field(1, ge=1)
+    """Processes that a local run trains with, each holding a shard. In a cluster the job says."""
+
+
 class RunConfig(Section):
     name: str = Field("countdown", pattern=r"^[a-z][a-z0-9-]{0,62}$")
     """Lower-case letters, digits and hyphens, starting with a letter."""
@@ -305,6 +310,7 @@ class RunConfig(Section):
     loss: LossConfig = LossConfig()
     kl: KLConfig = KLConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
 
@@ -358,6 +364,13 @@ class RunConfig(Section):
                 f"the batch capacity ({self.batch_capacity} groups) is below one minibatch "
                 f"({minibatch}); raise batch.capacity or rollout.prompts_per_step, or lower "
                 "optimizer.minibatch_prompts"
+            )
+        longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
+        if self.optimizer.microbatch_tokens < longest:
+            raise ValueError(
+                f"optimizer.microbatch_tokens ({self.optimizer.microbatch_tokens}) is below the "
+                f"longest sequence, rollout.max_prompt_tokens + rollout.max_response_tokens "
+                f"({longest}); raise the former"
             )
         needed = self.rollout.prompts_per_step * self.rollout.max_generation_rounds
         if self.task.train_prompts < needed:

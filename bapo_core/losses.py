@@ -91,23 +91,27 @@ def aggregate(loss: Tensor, mask: Tensor, mode: Aggregation) -> Tensor:
     return (torch.where(mask.bool(), loss, 0.0) * token_scale(mask, mode)).sum()
 
 
-def token_scale(mask: Tensor, mode: Aggregation) -> Tensor:
+def token_scale(mask: Tensor, mode: Aggregation, *, count: int | None = None) -> Tensor:
     """(N, T): what each token's loss is multiplied by in the aggregate; 0 where masked.
 
     `token-mean` weighs every valid token equally (DAPO). `seq-mean-token-mean` weighs every
     sequence equally, by the mean over its tokens (Eq. 1); sequences without a valid token do not
     count. Without any valid token the result is 0.
 
-    Taken over a whole minibatch and sliced, it makes the sum over micro-batches equal the whole,
-    however the rows are split.
+    count: what `scale_count` says of the whole, where `mask` is a part of it. With it, the sum over
+    parts equals the whole, however the rows are split.
     """
     valid = mask.bool()
-    tokens = valid.sum(dim=1, keepdim=True)
+    whole = max(1, scale_count(mask, mode) if count is None else count)
     if mode == "token-mean":
-        count = tokens.sum().expand_as(tokens)
-    else:
-        count = tokens * (tokens > 0).sum()
-    return valid / count.clamp(min=1)
+        return valid / torch.tensor(float(whole))
+    return valid / (valid.sum(dim=1, keepdim=True) * whole).clamp(min=1)
+
+
+def scale_count(mask: Tensor, mode: Aggregation) -> int:
+    """What the aggregate is a mean over: valid tokens, or sequences with a valid token."""
+    valid = mask.bool()
+    return int(valid.sum() if mode == "token-mean" else valid.any(dim=1).sum())
 
 
 def _ratio(logprobs: Tensor, prox_logprobs: Tensor, valid: Tensor) -> Tensor:

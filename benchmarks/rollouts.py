@@ -55,6 +55,7 @@ from services.rollout.vllm.api import VllmApi
 from services.rollout.wire import Sampling
 from services.trainer.export import model_files
 from services.trainer.publish import WeightPublisher
+from services.trainer.ranks import Ranks
 from services.verifier.client import VerifierClient
 
 SIZES = {
@@ -128,7 +129,7 @@ class Run:
 
     def publisher(self) -> WeightPublisher:
         store = ObjectStore(self.stack.object_store)
-        return WeightPublisher(self.client, store, source=self.model, dtype=None)
+        return WeightPublisher(self.client, store, source=self.model, dtype=None, ranks=Ranks(0, 1))
 
     def vllm_ports(self) -> list[int]:
         """Of the servers behind the replicas."""

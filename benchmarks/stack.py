@@ -52,8 +52,9 @@ from services.local.stack import default_home, running_stack
 from services.rollout.collector import render
 from services.rollout.engine import GenerationRequest, SamplingParams
 from services.rollout.transformers_engine import TransformersEngine
-from services.trainer.data import collate
-from services.trainer.policy import load_model
+from services.trainer.data import collate, make_plan
+from services.trainer.policy import load_policy
+from services.trainer.ranks import Ranks
 from services.trainer.update import Clock, Updater
 
 SKIPPED = 5
@@ -65,9 +66,9 @@ class BareLoop:
 
     def __init__(self, config: RunConfig, model: Path) -> None:
         self.config = config
-        self.updater = Updater(config, load_model(model))
+        self.updater = Updater(config, load_policy(model), Ranks(0, 1))
         self.engine = TransformersEngine()
-        self.behavior = copy.deepcopy(self.updater.model)
+        self.behavior = copy.deepcopy(self.updater.policy.model)
         self.engine.use(self.behavior, 1)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.task = get_task(config.task.name, **config.task.options)
@@ -91,7 +92,7 @@ class BareLoop:
     def step(self, step: int) -> list[str]:
         config = self.config
         if config.schedule.syncs_at(step):
-            self.behavior.load_state_dict(self.updater.model.state_dict())
+            self.behavior.load_state_dict(self.updater.policy.model.state_dict())
             self.engine.use(self.behavior, step)
         positions = prompt_positions(
             config.seed,
@@ -118,7 +119,8 @@ class BareLoop:
         )
         members = [_member(each.group, each.source.value) for each in batch.members]
         groups = [self.groups[member.group_id] for member in members]
-        self.updater.step(step, collate(members, groups), window, Clock())
+        plan = make_plan(config, step, members, ranks=1, width=self.updater.policy.width)
+        self.updater.step(step, collate(members, groups), plan, window, Clock())
         self.hard = admit_hard(
             self.hard, fresh, c1=config.x2.c1, capacity=config.hard_capacity
         ).apply(self.hard)

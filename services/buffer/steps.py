@@ -514,6 +514,7 @@ _LOCATION = (
     RolloutGroup.object_digest,
     RolloutGroup.row_start,
     RolloutGroup.row_count,
+    RolloutGroup.token_count.label("tokens"),
     RolloutGroup.proximal_key,
     RolloutGroup.proximal_digest,
 )

@@ -96,6 +96,8 @@ class ManifestMember(Wire):
     object_digest: str
     row_start: int
     row_count: int
+    tokens: int = 0
+    """Of all its responses."""
     proximal_key: str | None = None
     proximal_digest: str | None = None
 

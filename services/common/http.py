@@ -33,6 +33,8 @@ class HttpClient:
             base_url=url,
             headers={"Authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(timeout_s, connect=5.0),
+            # Below the 5 seconds after which servers hang up.
+            limits=httpx.Limits(keepalive_expiry=2.0),
         )
 
     def close(self) -> None:

@@ -333,17 +333,22 @@ class ObjectStore:
 
     def put_directory(self, prefix: str, directory: Path) -> str:
         """Stores every file of `directory` under `prefix`, manifest last; returns its digest."""
-        paths = [path for path in directory.rglob("*") if path.is_file()]
-        files = {str(path.relative_to(directory)): FileContent(path) for path in paths}
-        return self.put_files(prefix, files)
+        return self.put_files(prefix, files_of(directory))
 
     def put_files(self, prefix: str, files: Mapping[str, Content]) -> str:
         """Stores a directory of these files (name → content); returns its manifest's digest."""
+        return self.put_manifest(prefix, self.put_contents(prefix, files))
+
+    def put_contents(self, prefix: str, files: Mapping[str, Content]) -> dict[str, str]:
+        """Stores files that a manifest is to name; returns their digests."""
         names = sorted(files)
         with ThreadPoolExecutor(TRANSFERS) as pool:
             keys = [f"{prefix}/{name}" for name in names]
             digests = pool.map(self.put_content, keys, [files[name] for name in names])
-            listing = dict(zip(names, digests, strict=True))
+            return dict(zip(names, digests, strict=True))
+
+    def put_manifest(self, prefix: str, listing: Mapping[str, str]) -> str:
+        """Makes a directory of files that are there (name → digest); returns its own digest."""
         manifest = json.dumps({"files": listing}, sort_keys=True).encode()
         self.put(f"{prefix}/{MANIFEST}", manifest)
         return digest_of(manifest)
@@ -359,6 +364,12 @@ class ObjectStore:
             ]
             for each in fetched:
                 each.result()
+
+
+def files_of(directory: Path) -> dict[str, Content]:
+    """Every file below `directory`, by its path there."""
+    paths = [path for path in directory.rglob("*") if path.is_file()]
+    return {str(path.relative_to(directory)): FileContent(path) for path in paths}
 
 
 def _file_digest(path: Path) -> str:

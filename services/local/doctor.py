@@ -27,7 +27,7 @@ from services.rollout.agent import make_host
 from services.rollout.collector import render
 from services.rollout.wire import GeneratedGroup, GenerateRequest, PromptRequest
 from services.trainer.data import collate, microbatches
-from services.trainer.policy import load_model, response_logprobs
+from services.trainer.policy import load_policy, response_logprobs
 
 TOKENS_AT_A_TIME = 4096
 
@@ -91,7 +91,7 @@ def measure_parity(config: RunConfig, model: Path, *, prompts: int) -> Parity:
             for prompt, group in zip(asked.prompts, groups, strict=True)
         ],
     )
-    network = load_model(model)
+    network = load_policy(model)
     scored = torch.zeros_like(batch.behavior)
     everything = torch.arange(len(batch.tokens))
     with torch.inference_mode():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -111,12 +112,19 @@ def _start(
     for name, port in zip(engines, free_ports(len(engines)), strict=True):
         own = {"BAPO_REPLICA": name, "BAPO_PORT": str(port), "BAPO_SCRATCH": str(scratch / name)}
         supervisor.start_python(name, "services.rollout.agent", {**environment, **own})
-    for name, module in (
-        ("trainer", "services.trainer.loop"),
-        ("collector", "services.rollout.collector"),
-    ):
-        own = {"BAPO_SCRATCH": str(scratch / name)}
-        supervisor.start_python(name, module, {**environment, **own})
+    own = {"BAPO_SCRATCH": str(scratch / "collector")}
+    supervisor.start_python("collector", "services.rollout.collector", {**environment, **own})
+    own = {"BAPO_SCRATCH": str(scratch / "trainer")}
+    supervisor.start("trainer", _trainer(run.config), environment={**environment, **own})
+
+
+def _trainer(config: RunConfig) -> list[str]:
+    """The command of the trainer: what a PyTorchJob's workers run."""
+    processes = config.trainer.processes
+    if processes == 1:
+        return [sys.executable, "-m", "services.trainer.loop"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, "--nproc-per-node", str(processes), "-m", "services.trainer.loop"]
 
 
 def _engines(config: RunConfig) -> list[str]:

@@ -68,7 +68,12 @@ class Fleet:
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
         """While it lasts, replicas come and go."""
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=PROMPTS_IN_FLIGHT)
+        limits = httpx.Limits(
+            max_connections=None,
+            max_keepalive_connections=PROMPTS_IN_FLIGHT,
+            # Below the 5 seconds after which replicas hang up.
+            keepalive_expiry=2.0,
+        )
         async with httpx.AsyncClient(limits=limits) as self._http:
             watching = asyncio.create_task(self._watch())
             try:

@@ -1,5 +1,9 @@
 """Checkpoints: the trainer's state after a step, through torch.distributed.checkpoint to S3.
 
+Every rank copies its shards and goes on training; in the background it writes and sends them. Rank
+0 writes the manifest last, then the row that makes the checkpoint exist. Any number of ranks can
+read what any other number has written.
+
 Random draws depend on (seed, purpose, step) alone, so there is no generator state to keep.
 """
 
@@ -7,62 +11,116 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from services.buffer.client import BufferClient
-from services.common.objectstore import ObjectStore
+from services.buffer.wire import StoredVersion
+from services.common.objectstore import ObjectStore, files_of
+from services.trainer.policy import Policy
+from services.trainer.ranks import Ranks
 
 
-def save_checkpoint(
-    step: int,
-    model: nn.Module,
-    optimizer: Optimizer,
-    *,
-    buffer: BufferClient,
-    store: ObjectStore,
-    scratch: Path,
-) -> None:
-    """Shards, manifest last, then the row that makes the checkpoint exist."""
-    weights, optimizer_state = get_state_dict(model, optimizer)
-    with tempfile.TemporaryDirectory(dir=scratch) as directory:
-        state = {"model": weights, "optimizer": optimizer_state, "step": step}
-        save(state, checkpoint_id=directory)
-        prefix = f"runs/{buffer.run}/checkpoints/step-{step}"
-        digest = store.put_directory(prefix, Path(directory))
-    buffer.record_checkpoint(step, digest)
+class Checkpointer:
+    """Saves one checkpoint at a time; a failure is raised by the next call."""
+
+    def __init__(
+        self, buffer: BufferClient, store: ObjectStore, *, scratch: Path, ranks: Ranks
+    ) -> None:
+        self._buffer, self._store, self._scratch = buffer, store, scratch
+        # Of its own, because the default group is used meanwhile.
+        group = dist.new_group(backend="gloo")
+        self._group, self._ranks = group, Ranks(ranks.rank, ranks.size, group)
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._saving: Future[None] | None = None
+        self._copy: Any = None
+        """Kept from one to the next: memory that is new each time is slow to fill."""
+
+    def save(self, step: int, policy: Policy, optimizer: Optimizer) -> None:
+        """Returns when the state is copied; the checkpoint exists some time after."""
+        self.settle()
+        weights, optimizer_state = get_state_dict(policy.model, optimizer)
+        self._copy = _copied({"model": weights, "optimizer": optimizer_state}, self._copy)
+        self._saving = self._saver.submit(self._write, step)
+
+    def check(self) -> None:
+        """Raises what has gone wrong in the background."""
+        if self._saving is not None and self._saving.done():
+            self._saving.result()
+
+    def settle(self) -> None:
+        """Returns when everything is saved; raises what has gone wrong."""
+        if self._saving is not None:
+            self._saving.result()
+
+    def _write(self, step: int) -> None:
+        prefix = f"runs/{self._buffer.run}/checkpoints/step-{step}"
+        with tempfile.TemporaryDirectory(dir=self._scratch) as directory:
+            save({**self._copy, "step": step}, checkpoint_id=directory, process_group=self._group)
+            own = self._store.put_contents(prefix, files_of(Path(directory)))
+        listings = self._ranks.gathered(own)
+        if self._ranks.speaks:
+            listing = {name: digest for each in listings for name, digest in each.items()}
+            digest = self._store.put_manifest(prefix, listing)
+            self._buffer.record_checkpoint(step, digest)
+
+
+def _copied(state: Any, copy: Any) -> Any:
+    """`state` with its tensors on the CPU, where training does not change them; into `copy`."""
+    if isinstance(state, dict):
+        copy = copy or {}
+        return {name: _copied(value, copy.get(name)) for name, value in state.items()}
+    if isinstance(state, list | tuple):
+        copy = copy or [None] * len(state)
+        return type(state)(_copied(value, old) for value, old in zip(state, copy, strict=True))
+    if isinstance(state, DTensor):
+        old = None if copy is None else copy.to_local()
+        return DTensor.from_local(
+            _copied(state.to_local(), old),
+            state.device_mesh,
+            state.placements,
+            run_check=False,
+            shape=state.shape,
+            stride=state.stride(),
+        )
+    if isinstance(state, torch.Tensor):
+        if copy is None:
+            copy = torch.empty_like(state, device="cpu")
+        return copy.copy_(state.detach())
+    return state
 
 
 def load_checkpoint(
-    uri: str,
-    digest: str,
-    model: nn.Module,
+    stored: StoredVersion,
+    policy: Policy,
     optimizer: Optimizer,
     *,
     store: ObjectStore,
     scratch: Path,
-) -> int:
-    """Restores model and optimizer in place; returns the step after which they were saved."""
+) -> None:
+    """Restores model and optimizer in place. Every rank calls it."""
     directory = scratch / "restore"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     try:
-        store.get_directory(uri, digest, directory)
-        weights, optimizer_state = get_state_dict(model, optimizer)
+        store.get_directory(stored.uri, stored.manifest_digest, directory)
+        weights, optimizer_state = get_state_dict(policy.model, optimizer)
         state: dict[str, Any] = {"model": weights, "optimizer": optimizer_state, "step": 0}
         load(state, checkpoint_id=str(directory))
         set_state_dict(
-            model,
+            policy.model,
             optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
     finally:
         shutil.rmtree(directory)
-    return int(state["step"])

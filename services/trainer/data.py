@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
 import torch
 from torch import Tensor
 
+from bapo_core.config import RunConfig
+from bapo_core.seeding import derive_rng
 from services.buffer.trajectories import (
     SCHEMA,
     TrajectoryGroup,
@@ -18,7 +20,10 @@ from services.buffer.trajectories import (
     read_table,
 )
 from services.buffer.wire import ManifestMember
+from services.common.errors import BapoError
 from services.common.objectstore import ObjectStore
+from services.trainer.attention import Sequences
+from services.trainer.ranks import shares
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +51,22 @@ class Batch:
     def rows_of(self, groups: Sequence[int]) -> Tensor:
         """Row indexes of these groups, in this order."""
         by_group = [torch.nonzero(self.group == index).flatten() for index in groups]
-        return torch.cat(by_group)
+        return torch.cat([torch.empty(0, dtype=torch.long), *by_group])
 
 
 def collate(members: Sequence[ManifestMember], groups: Sequence[TrajectoryGroup]) -> Batch:
-    """Tensors of the groups; `members` says where each came from, in the same order."""
+    """Tensors of the groups; `members` says where each came from, in the same order.
+
+    There may be none: a rank that has nothing to train still takes part.
+    """
     rows = [
         (index, group.prompt_token_ids, response)
         for index, group in enumerate(groups)
         for response in group.responses
     ]
     lengths = [len(prompt) + len(response.token_ids) for _, prompt, response in rows]
-    widest = max(len(response.token_ids) for _, _, response in rows)
-    tokens = torch.zeros(len(rows), max(lengths), dtype=torch.long)
+    widest = max((len(response.token_ids) for _, _, response in rows), default=1)
+    tokens = torch.zeros(len(rows), max(lengths, default=1), dtype=torch.long)
     behavior = torch.zeros(len(rows), widest)
     mask = torch.zeros(len(rows), widest, dtype=torch.bool)
     for i, (_, prompt, response) in enumerate(rows):
@@ -68,13 +76,15 @@ def collate(members: Sequence[ManifestMember], groups: Sequence[TrajectoryGroup]
         mask[i, : len(response.logprobs)] = True
     return Batch(
         members=members,
-        group=torch.tensor([index for index, _, _ in rows]),
+        group=torch.tensor([index for index, _, _ in rows], dtype=torch.long),
         tokens=tokens,
-        prompt_lengths=torch.tensor([len(prompt) for _, prompt, _ in rows]),
-        lengths=torch.tensor(lengths),
+        prompt_lengths=torch.tensor([len(prompt) for _, prompt, _ in rows], dtype=torch.long),
+        lengths=torch.tensor(lengths, dtype=torch.long),
         behavior=behavior,
         mask=mask,
-        rewards=torch.tensor([[r.reward for r in group.responses] for group in groups]),
+        rewards=torch.tensor(
+            [[response.reward for response in group.responses] for group in groups]
+        ).reshape(len(groups), len(groups[0].responses) if groups else 1),
     )
 
 
@@ -121,18 +131,112 @@ class TrajectoryReader:
         return found
 
 
-def microbatches(lengths: Tensor, rows: Tensor, token_budget: int) -> Iterator[Tensor]:
-    """Splits `rows` into parts of similar length whose padded size fits the budget.
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which groups of a batch make an update together, and which rank takes which of them."""
 
-    A single row longer than the budget gets a part of its own.
+    updates: list[list[list[int]]]
+    """For each update, for each rank: places of groups in the manifest."""
+
+    def of_rank(self, rank: int) -> list[int]:
+        """All groups of a rank, in the manifest's order: the rank's own batch."""
+        return sorted(index for update in self.updates for index in update[rank])
+
+
+def make_plan(
+    config: RunConfig, step: int, members: Sequence[ManifestMember], *, ranks: int, width: int
+) -> Plan:
+    """Updates of whole groups, drawn by (seed, step); each shared among the ranks by cost.
+
+    width: of the model's hidden states.
+    """
+    order = list(range(len(members)))
+    derive_rng(config.seed, "minibatch", step).shuffle(order)
+    at_once = config.optimizer.minibatch_prompts
+    updates = []
+    for start in range(0, len(order), at_once):
+        update = order[start : start + at_once]
+        taken = shares([group_cost(members[index], width) for index in update], ranks)
+        updates.append([sorted(update[place] for place in places) for places in taken])
+    return Plan(updates)
+
+
+def group_cost(member: ManifestMember, width: int) -> float:
+    """Relative FLOPs of a group's pass: of a token, 24 width^2 a layer in linear layers, and
+    2 width x length in causal attention."""
+    return member.tokens * (1 + member.tokens / member.size / (12 * width))
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Sequences one after another, T tokens in all, K of them of responses."""
+
+    tokens: Tensor
+    """(1, T)"""
+    positions: Tensor
+    """(1, T), from 0 on in each sequence."""
+    sequences: Sequences
+    predicted_at: Tensor
+    """(K,) where each response token is predicted: one before its place."""
+    targets: Tensor
+    """(K,) the response tokens."""
+
+    def to(self, device: torch.device) -> Packed:
+        return Packed(
+            self.tokens.to(device),
+            self.positions.to(device),
+            Sequences(self.sequences.starts.to(device), self.sequences.longest),
+            self.predicted_at.to(device),
+            self.targets.to(device),
+        )
+
+
+PADDING = Packed(
+    tokens=torch.zeros(1, 2, dtype=torch.long),
+    positions=torch.arange(2)[None],
+    sequences=Sequences(torch.tensor([0, 2], dtype=torch.int32), 2),
+    predicted_at=torch.zeros(1, dtype=torch.long),
+    targets=torch.zeros(1, dtype=torch.long),
+)
+"""One token of a response: for a rank that has nothing to do while others have."""
+
+
+def pack(batch: Batch, rows: Tensor) -> Packed:
+    """These rows without their padding; response tokens in the order of `batch.mask[rows]`."""
+    lengths = batch.lengths[rows]
+    starts = torch.zeros(len(rows) + 1, dtype=torch.int32)
+    starts[1:] = lengths.cumsum(0)
+    row = torch.repeat_interleave(torch.arange(len(rows)), lengths)
+    positions = torch.arange(len(row)) - starts[:-1].long()[row]
+    tokens = batch.tokens[rows[row], positions]
+    response, column = torch.nonzero(batch.mask[rows], as_tuple=True)
+    places = starts[:-1].long()[response] + batch.prompt_lengths[rows][response] + column
+    return Packed(
+        tokens=tokens[None],
+        positions=positions[None],
+        sequences=Sequences(starts, int(lengths.max())),
+        predicted_at=places - 1,
+        targets=tokens[places],
+    )
+
+
+def microbatches(lengths: Tensor, rows: Tensor, token_budget: int) -> list[Tensor]:
+    """Splits `rows` into parts of similar length, none of more tokens than the budget.
+
+    Raises `BapoError` for a row that is longer by itself.
     """
     ordered = rows[torch.argsort(lengths[rows], stable=True)]
-    part: list[int] = []
-    for row in ordered.tolist():
-        width = int(lengths[row])
-        if part and width * (len(part) + 1) > token_budget:
-            yield torch.tensor(part)
-            part = []
-        part.append(row)
-    if part:
-        yield torch.tensor(part)
+    parts: list[list[int]] = []
+    room = 0
+    for row, length in zip(ordered.tolist(), lengths[ordered].tolist(), strict=True):
+        if length > token_budget:
+            raise BapoError(
+                f"a sequence of {length} tokens does not fit optimizer.microbatch_tokens "
+                f"({token_budget}); raise it, or lower rollout.max_response_tokens"
+            )
+        if length > room:
+            parts.append([])
+            room = token_budget
+        parts[-1].append(row)
+        room -= length
+    return [torch.tensor(part) for part in parts]

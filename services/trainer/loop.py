@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from bapo_core.config import RunConfig
 from bapo_core.schedule import SyncSchedule
@@ -20,10 +17,12 @@ from services.buffer.trajectories import encode_proximal
 from services.buffer.wire import BatchManifest
 from services.common.errors import BapoError
 from services.common.objectstore import ObjectStore
-from services.trainer.checkpoint import load_checkpoint, save_checkpoint
-from services.trainer.data import TrajectoryReader
-from services.trainer.policy import load_model
+from services.trainer.checkpoint import Checkpointer, load_checkpoint
+from services.trainer.data import TrajectoryReader, group_cost, make_plan
+from services.trainer.policy import load_policy
 from services.trainer.publish import WeightPublisher
+from services.trainer.ranks import Ranks, joined, shares
+from services.trainer.shard import shard
 from services.trainer.update import Clock, Updater, group_rows
 
 log = logging.getLogger(__name__)
@@ -40,50 +39,71 @@ class Surroundings:
     scratch: Path
 
 
-def train(config: RunConfig, around: Surroundings) -> None:
-    """Trains from the last checkpoint to the last step."""
-    updater, done = restore(config, around)
-    publisher = make_publisher(config, around)
+def train(config: RunConfig, around: Surroundings, ranks: Ranks) -> None:
+    """Trains from the last checkpoint to the last step. Every rank calls it."""
+    publisher = make_publisher(config, around, ranks)
+    checkpointer = Checkpointer(around.buffer, around.store, scratch=around.scratch, ranks=ranks)
     reader = TrajectoryReader(around.store)
     timeline = Timeline(around.buffer, "trainer")
     clock = Clock(timeline)
+    updater, done = restore(config, around, ranks)
     for clock.step in range(done + 1, config.steps + 1):
         step = clock.step
         if config.publishes_at(step):
             with clock.phase("publish"):
-                publisher.publish(step, updater.model)
+                publisher.publish(step, updater.policy.model)
         with clock.phase("wait"):
-            manifest = around.buffer.batch(step, meanwhile=publisher.check)
+            manifest = next_batch(step, around, ranks, publisher)
         metrics = train_batch(config, updater, reader, manifest, around, clock)
         with clock.phase("commit"):
-            around.buffer.commit(step, metrics | clock.take())
+            if ranks.speaks:
+                around.buffer.commit(step, metrics | clock.take())
         if config.checkpoints_after(step):
             with clock.phase("checkpoint"):
-                checkpoint(updater, step, around)
-        timeline.tell()
-        log.info("step committed", extra={"step": step})
-    publisher.publish(config.steps + 1, updater.model)
+                checkpointer.save(step, updater.policy, updater.optimizer)
+        checkpointer.check()
+        if ranks.speaks:
+            timeline.tell()
+            log.info("step committed", extra={"step": step})
+    publisher.publish(config.steps + 1, updater.policy.model)
     publisher.settle()
+    checkpointer.settle()
+    # A worker that ends well ends the whole job well: none may while another still sends.
+    ranks.largest(0)
 
 
-def make_publisher(config: RunConfig, around: Surroundings) -> WeightPublisher:
+def next_batch(
+    step: int, around: Surroundings, ranks: Ranks, publisher: WeightPublisher
+) -> BatchManifest:
+    """Waits for the step's groups; rank 0 asks."""
+    manifest = None
+    if ranks.speaks:
+        manifest = around.buffer.batch(step, meanwhile=publisher.check)
+    manifest = ranks.shared(manifest)
+    assert manifest is not None
+    return manifest
+
+
+def make_publisher(config: RunConfig, around: Surroundings, ranks: Ranks) -> WeightPublisher:
     dtype = config.sync.weights_dtype
     return WeightPublisher(
         around.buffer,
         around.store,
         source=around.model_directory,
         dtype=None if dtype == "as_trained" else getattr(torch, dtype),
+        ranks=ranks,
     )
 
 
-def restore(config: RunConfig, around: Surroundings) -> tuple[Updater, int]:
+def restore(config: RunConfig, around: Surroundings, ranks: Ranks) -> tuple[Updater, int]:
     """The model as of the last checkpoint, or the initial one, and the last step it has seen."""
-    model = load_model(around.model_directory)
+    policy = shard(load_policy(around.model_directory), ranks)
     needs_reference = config.kl.coefficient > 0 and config.kl.reference == "initial"
-    reference = load_model(around.model_directory) if needs_reference else None
-    updater = Updater(config, model, reference)
-    done = around.buffer.run_state().current_step
-    stored = around.buffer.latest_checkpoint()
+    reference = shard(load_policy(around.model_directory), ranks) if needs_reference else None
+    updater = Updater(config, policy, ranks, reference)
+    done, stored = ranks.shared(
+        (around.buffer.run_state().current_step, around.buffer.latest_checkpoint())
+    )
     if stored is None and done == 0:
         return updater, 0
     if stored is None or stored.number != done:
@@ -92,14 +112,7 @@ def restore(config: RunConfig, around: Surroundings) -> tuple[Updater, int]:
             f"{'missing' if stored is None else f'of step {stored.number}'}: another trainer is "
             "at work, or this one was not started through a new attempt"
         )
-    load_checkpoint(
-        stored.uri,
-        stored.manifest_digest,
-        model,
-        updater.optimizer,
-        store=around.store,
-        scratch=around.scratch,
-    )
+    load_checkpoint(stored, policy, updater.optimizer, store=around.store, scratch=around.scratch)
     return updater, done
 
 
@@ -111,24 +124,39 @@ def train_batch(
     around: Surroundings,
     clock: Clock,
 ) -> dict[str, float]:
-    """One step's batch; an empty one trains nothing and is committed all the same."""
+    """One step's batch; an empty one trains nothing and is committed all the same.
+
+    What there is to know about it, on rank 0.
+    """
+    ranks, step = updater.ranks, manifest.step
     metrics = staleness_metrics(config.schedule, manifest)
     if manifest.record_proximal:
         with clock.phase("proximal"):
-            stored = reader.batch(manifest.record_proximal)
-            scores = group_rows(stored, updater.score(stored))
-            by_group = {
-                member.group_id: values
-                for member, values in zip(stored.members, scores, strict=True)
-            }
-            around.buffer.post_proximal(manifest.step, encode_proximal(by_group))
+            record_proximal(updater, reader, manifest, around)
     if not manifest.members:
         return metrics
     with clock.phase("read"):
-        batch = reader.batch(manifest.members, proximal=config.loss.ratio == "decoupled")
-    metrics["trained_tokens"] = float(batch.mask.sum())
-    metrics["response_length"] = float(batch.mask.sum(dim=1).float().mean())
-    return metrics | updater.step(manifest.step, batch, (manifest.c2, manifest.c3), clock)
+        plan = make_plan(
+            config, step, manifest.members, ranks=ranks.size, width=updater.policy.width
+        )
+        mine = [manifest.members[place] for place in plan.of_rank(ranks.rank)]
+        batch = reader.batch(mine, proximal=config.loss.ratio == "decoupled")
+    return metrics | updater.step(step, batch, plan, (manifest.c2, manifest.c3), clock)
+
+
+def record_proximal(
+    updater: Updater, reader: TrajectoryReader, manifest: BatchManifest, around: Surroundings
+) -> None:
+    """Stores the log-probs, as of now, of groups that may be replayed later."""
+    ranks, members = updater.ranks, manifest.record_proximal
+    costs = [group_cost(member, updater.policy.width) for member in members]
+    batch = reader.batch([members[place] for place in shares(costs, ranks.size)[ranks.rank]])
+    scores = group_rows(batch, updater.score(batch))
+    own = {member.group_id: values for member, values in zip(batch.members, scores, strict=True)}
+    gathered = ranks.gathered(own)
+    if ranks.speaks:
+        by_group = {group: values for each in gathered for group, values in each.items()}
+        around.buffer.post_proximal(manifest.step, encode_proximal(by_group))
 
 
 def staleness_metrics(schedule: SyncSchedule, manifest: BatchManifest) -> dict[str, float]:
@@ -136,36 +164,6 @@ def staleness_metrics(schedule: SyncSchedule, manifest: BatchManifest) -> dict[s
     ages = [manifest.step - member.policy_version for member in manifest.members]
     mean = sum(ages) / len(ages) if ages else float(schedule.staleness(manifest.step))
     return {"staleness_mean": mean, "staleness_max": float(max(ages, default=0))}
-
-
-def checkpoint(updater: Updater, step: int, around: Surroundings) -> None:
-    save_checkpoint(
-        step,
-        updater.model,
-        updater.optimizer,
-        buffer=around.buffer,
-        store=around.store,
-        scratch=around.scratch,
-    )
-
-
-@contextmanager
-def process_group() -> Iterator[None]:
-    """torchrun's process group, or one of a single process."""
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        if dist.get_world_size() > 1:
-            raise BapoError(
-                f"the trainer was started with {dist.get_world_size()} processes; it runs in one "
-                "for now: start it without torchrun, or with --nproc-per-node 1"
-            )
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def main() -> None:
@@ -183,18 +181,17 @@ def main() -> None:
             attempt=int(require("BAPO_ATTEMPT")),
         )
         config = RunConfig.model_validate(buffer.run_state().config)
-        scratch = Path(require("BAPO_SCRATCH"))
+        # Ranks on one machine must not write over each other.
+        scratch = Path(require("BAPO_SCRATCH")) / os.environ.get("RANK", "0")
         scratch.mkdir(parents=True, exist_ok=True)
-        with process_group():
-            train(
-                config,
-                Surroundings(
-                    buffer,
-                    ObjectStore(ObjectStoreSettings.from_environment()),
-                    Path(require("BAPO_MODEL")),
-                    scratch,
-                ),
-            )
+        around = Surroundings(
+            buffer,
+            ObjectStore(ObjectStoreSettings.from_environment()),
+            Path(require("BAPO_MODEL")),
+            scratch,
+        )
+        with joined() as ranks:
+            train(config, around, ranks)
 
     run_until_error(start)
 

@@ -14,11 +14,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from services.buffer.client import BufferClient
 from services.common.errors import ServiceError
 from services.common.objectstore import ObjectStore
 from services.trainer.export import model_files
+from services.trainer.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -33,34 +35,49 @@ class WeightPublisher:
         *,
         source: Path,
         dtype: torch.dtype | None,
+        ranks: Ranks,
     ) -> None:
         """`source` has the tokenizer and the configuration; `dtype` None keeps the model's."""
         self._buffer, self._store = buffer, store
-        self._source, self._dtype = source, dtype
+        self._source, self._dtype, self._ranks = source, dtype, ranks
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._sending: Future[None] | None = None
         self._copies: dict[str, Tensor] = {}
         """Kept from version to version: memory that is new each time is slow to fill."""
 
     def publish(self, version: int, model: nn.Module) -> None:
-        """Returns when the weights are copied; the version exists some time after."""
+        """Returns when the weights are copied; the version exists some time after.
+
+        Every rank calls it and gives its shards; rank 0 sends.
+        """
         self.settle()
-        if self._published(version):
+        if self._ranks.shared(self._ranks.speaks and self._published(version)):
             return
-        self._sending = self._sender.submit(self._send, version, model, self._copy(model))
+        copied = self._copy(model)
+        if self._ranks.speaks:
+            self._sending = self._sender.submit(self._send, version, model, copied)
 
     def _copy(self, model: nn.Module) -> dict[str, Tensor]:
-        """On the CPU, where training does not change it. What is tied stays one tensor."""
-        seen: dict[tuple[int, torch.Size], Tensor] = {}
-        for name, tensor in model.state_dict().items():
-            key = (tensor.data_ptr(), tensor.shape)
-            if key not in seen:
-                if name not in self._copies:
-                    floating = self._dtype if tensor.is_floating_point() else None
-                    self._copies[name] = torch.empty_like(tensor, device="cpu", dtype=floating)
-                seen[key] = self._copies[name].copy_(tensor.detach())
-            self._copies[name] = seen[key]
+        """On the CPU, where training does not change it. What is tied stays one tensor.
+
+        No more than one whole tensor at a time is on the device; only rank 0 keeps them.
+        """
+        first: dict[int, str] = {}
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            owner = first.setdefault(id(tensor), name)
+            if owner == name:
+                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                if self._ranks.speaks:
+                    self._keep(name, whole.detach())
+            elif self._ranks.speaks:
+                self._copies[name] = self._copies[owner]
         return dict(self._copies)
+
+    def _keep(self, name: str, tensor: Tensor) -> None:
+        if name not in self._copies:
+            floating = self._dtype if tensor.is_floating_point() else None
+            self._copies[name] = torch.empty_like(tensor, device="cpu", dtype=floating)
+        self._copies[name].copy_(tensor)
 
     def check(self) -> None:
         """Raises what has gone wrong in the background."""

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from bapo_core.advantages import group_relative
 from bapo_core.config import RunConfig
 from bapo_core.importance import mismatch_metrics, truncated_weights
 from bapo_core.kl import kl_penalty
-from bapo_core.losses import clip_fraction, clipped_surrogate, token_scale
-from bapo_core.seeding import derive_rng
+from bapo_core.losses import clip_fraction, clipped_surrogate, scale_count, token_scale
 from bapo_core.theory import (
     SourceTerm,
     improvement_constants,
@@ -25,8 +25,9 @@ from bapo_core.theory import (
 from bapo_core.types import Source
 from services.buffer.timeline import Timeline
 from services.common.errors import BapoError
-from services.trainer.data import Batch, microbatches
-from services.trainer.policy import response_logprobs
+from services.trainer.data import PADDING, Batch, Plan, microbatches
+from services.trainer.policy import Policy, response_logprobs
+from services.trainer.ranks import Ranks
 
 
 class NonFiniteLoss(BapoError):
@@ -77,15 +78,20 @@ class Targets:
 
 
 class Updater:
-    """Holds the model, its optimizer and, where the KL needs it, the initial model."""
+    """Holds the policy, its optimizer and, where the KL needs it, the initial policy.
+
+    All ranks call the same methods in the same order, each with its own part of the batch. A rank
+    that has less to do passes padding through the model meanwhile: its shards are needed.
+    """
 
     def __init__(
-        self, config: RunConfig, model: nn.Module, reference: nn.Module | None = None
+        self, config: RunConfig, policy: Policy, ranks: Ranks, reference: Policy | None = None
     ) -> None:
-        self.config, self.model, self.reference = config, model, reference
+        self.config, self.policy, self.reference = config, policy, reference
+        self.ranks = ranks
         settings = config.optimizer
         self.optimizer = torch.optim.AdamW(
-            model.parameters(),
+            policy.parameters(),
             lr=settings.learning_rate,
             betas=(settings.beta1, settings.beta2),
             weight_decay=settings.weight_decay,
@@ -93,9 +99,10 @@ class Updater:
         )
 
     def step(
-        self, step: int, batch: Batch, window: tuple[float, float], clock: Clock
+        self, step: int, batch: Batch, plan: Plan, window: tuple[float, float], clock: Clock
     ) -> dict[str, float]:
-        """Trains on `batch`; returns what there is to know about it.
+        """Trains on what `plan` gives to this rank, which is `batch`; returns what there is to
+        know about the step on rank 0, and nothing on the others.
 
         window: [c2, c3] of the step, for the constants of Theorem 3.2.
 
@@ -106,27 +113,45 @@ class Updater:
             targets = self._targets(batch)
         new = torch.zeros_like(targets.current)
         totals: dict[str, float] = {}
-        parts = self._minibatches(step, batch)
+        mine = plan.of_rank(self.ranks.rank)
         with clock.phase("update"):
-            for groups in parts:
-                found = self._update(batch, batch.rows_of(groups), len(groups), targets, new)
+            for update in plan.updates:
+                rows = batch.rows_of([mine.index(place) for place in update[self.ranks.rank]])
+                found = self._update(batch, rows, sum(map(len, update)), targets, new)
                 for name, value in found.items():
-                    totals[name] = totals.get(name, 0.0) + value / len(parts)
-        return totals | self._diagnose(batch, window, targets, new) | {"updates": float(len(parts))}
+                    totals[name] = totals.get(name, 0.0) + value / len(plan.updates)
+        totals["updates"] = float(len(plan.updates))
+        scored = Scored.of(batch, mine, targets, new)
+        parts = self.ranks.gathered(scored)
+        return totals | self._diagnose(Scored.joined(parts), window) if parts else {}
 
     # -- what the loss is measured against
 
     @torch.no_grad()
-    def score(self, batch: Batch, model: nn.Module | None = None) -> Tensor:
-        """(N, R) log-probs of the whole batch under the model as it is now."""
+    def score(self, batch: Batch, policy: Policy | None = None) -> Tensor:
+        """(N, R) log-probs of this rank's batch under the policy as it is now."""
         scores = torch.zeros_like(batch.behavior)
         everything = torch.arange(len(batch.lengths))
         for rows in self._micro(batch, everything):
-            found, _ = response_logprobs(
-                model or self.model, batch, rows, self.config.rollout.temperature
-            )
-            scores[rows] = found
+            logprobs, _ = self._pass(batch, rows, policy or self.policy)
+            if rows is not None:
+                scores[rows] = logprobs
         return scores
+
+    def _pass(
+        self, batch: Batch, rows: Tensor | None, policy: Policy, *, entropy: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropies), (len(rows), R); of padding where there are no rows."""
+        temperature = self.config.rollout.temperature
+        if rows is None:
+            return policy(PADDING.to(policy.device), temperature, entropy)  # type: ignore[no-any-return]
+        return response_logprobs(policy, batch, rows, temperature, entropy=entropy)
+
+    def _micro(self, batch: Batch, rows: Tensor) -> list[Tensor | None]:
+        """As many parts on every rank: None where this one has nothing more to do."""
+        parts = microbatches(batch.lengths, rows, self.config.optimizer.microbatch_tokens)
+        count = self.ranks.largest(len(parts))
+        return [*parts, *[None] * (count - len(parts))]
 
     def _targets(self, batch: Batch) -> Targets:
         loss, kl = self.config.loss, self.config.kl
@@ -177,47 +202,57 @@ class Updater:
 
     # -- one optimizer update
 
-    def _minibatches(self, step: int, batch: Batch) -> list[list[int]]:
-        order = list(range(len(batch.members)))
-        derive_rng(self.config.seed, "minibatch", step).shuffle(order)
-        size = self.config.optimizer.minibatch_prompts
-        return [order[start : start + size] for start in range(0, len(order), size)]
-
-    def _micro(self, batch: Batch, rows: Tensor) -> Iterator[Tensor]:
-        return microbatches(batch.lengths, rows, self.config.optimizer.microbatch_tokens)
-
     def _update(
         self, batch: Batch, rows: Tensor, group_count: int, targets: Targets, new: Tensor
     ) -> dict[str, float]:
-        """Gradients over micro-batches, then one optimizer step."""
+        """Gradients over micro-batches, then one optimizer step.
+
+        group_count: groups of the update, on all ranks.
+        """
         scale = torch.zeros_like(batch.behavior)
-        scale[rows] = token_scale(batch.mask[rows], self.config.loss.aggregation)
-        if self.config.loss.norm == "nominal":
-            scale *= group_count / self.config.optimizer.minibatch_prompts
+        scale[rows] = self._scale(batch.mask[rows], group_count)
         self.optimizer.zero_grad(set_to_none=True)
-        totals: dict[str, float] = {}
+        totals = dict.fromkeys(("loss", "kl", "entropy", "clip_fraction"), 0.0)
         for part in self._micro(batch, rows):
+            if part is None:
+                logprobs, _ = self._pass(batch, None, self.policy, entropy=True)
+                (logprobs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+                continue
             loss, found = self._loss(batch, part, targets, scale[part], new)
             loss.backward()  # type: ignore[no-untyped-call]
             for name, value in found.items():
-                totals[name] = totals.get(name, 0.0) + value
-        norm = nn.utils.clip_grad_norm_(
-            self.model.parameters(), self.config.optimizer.gradient_clip
-        )
-        totals["gradient_norm"] = float(norm)
+                totals[name] += value
+        totals = self.ranks.summed(totals)
+        totals["gradient_norm"] = self._clip_gradient()
         self._check_finite(totals)
         self.optimizer.step()
         return totals
 
+    def _scale(self, mask: Tensor, group_count: int) -> Tensor:
+        """What the losses of this rank's tokens are multiplied by, (n, R): shares of the whole
+        update, so that the sum over ranks is its aggregate."""
+        settings = self.config.loss
+        own = {"count": float(scale_count(mask, settings.aggregation))}
+        count = int(self.ranks.summed(own)["count"])
+        scale = token_scale(mask, settings.aggregation, count=count)
+        if settings.norm == "nominal":
+            scale = scale * (group_count / self.config.optimizer.minibatch_prompts)
+        return scale
+
+    def _clip_gradient(self) -> float:
+        """The norm before."""
+        norm = nn.utils.clip_grad_norm_(
+            self.policy.parameters(), self.config.optimizer.gradient_clip
+        )
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
     def _loss(
         self, batch: Batch, rows: Tensor, targets: Targets, scale: Tensor, new: Tensor
     ) -> tuple[Tensor, dict[str, float]]:
-        """The loss of some rows, already divided by the whole minibatch's normaliser (`scale`)."""
+        """The loss of some rows, already divided by the whole update's normaliser (`scale`)."""
         settings, kl = self.config.loss, self.config.kl
         bonus = settings.entropy_coefficient
-        logprobs, entropy = response_logprobs(
-            self.model, batch, rows, self.config.rollout.temperature, entropy=True
-        )
+        logprobs, entropy = self._pass(batch, rows, self.policy, entropy=True)
         new[rows] = logprobs.detach()
         mask = batch.mask[rows]
         center = None if targets.center is None else targets.center[rows]
@@ -263,29 +298,28 @@ class Updater:
 
     # -- diagnosis
 
-    def _diagnose(
-        self, batch: Batch, window: tuple[float, float], targets: Targets, new: Tensor
-    ) -> dict[str, float]:
+    def _diagnose(self, scored: Scored, window: tuple[float, float]) -> dict[str, float]:
         """How far the data is off-policy, and the lower bound of Theorem 3.2.
 
-        theta is the policy at the time it trained on each minibatch: the last update of a step is
+        theta is the policy at the time it trained on each update: the last update of a step is
         not in it, which spares a pass over the batch.
         """
         settings = self.config.loss
         mismatch = mismatch_metrics(
-            targets.current,
-            batch.behavior,
-            batch.mask,
+            scored.current,
+            scored.behavior,
+            scored.mask,
             cap=settings.weight_cap,
             level=settings.weight_level,
         )
-        return {f"mismatch/{key}": value for key, value in mismatch.items()} | self._bound(
-            batch, window, targets, new
-        )
+        return {
+            "trained_tokens": float(scored.mask.sum()),
+            "response_length": float(scored.mask.sum(dim=1).float().mean()),
+            **{f"mismatch/{key}": value for key, value in mismatch.items()},
+            **self._bound(scored, window),
+        }
 
-    def _bound(
-        self, batch: Batch, window: tuple[float, float], targets: Targets, new: Tensor
-    ) -> dict[str, float]:
+    def _bound(self, scored: Scored, window: tuple[float, float]) -> dict[str, float]:
         config = self.config
         eps = config.advantage.eps
         constants = dict(
@@ -295,16 +329,13 @@ class Updater:
                 strict=True,
             )
         )
-        before = _sequence_log_ratios(targets.current, batch)
-        after = _sequence_log_ratios(new, batch)
-        advantages = targets.advantages[:, 0]
-        sources = [batch.members[index].source for index in batch.group.tolist()]
+        before, after = scored.sequence_log_ratios()
         terms: dict[Source, SourceTerm] = {}
         for source in Source:
-            rows = torch.tensor([found == source for found in sources])
+            rows = torch.tensor([found == source for found in scored.sources])
             if not rows.any():
                 continue
-            gain = (after[rows].clamp(max=20.0).exp() * advantages[rows]).mean()
+            gain = (after[rows].clamp(max=20.0).exp() * scored.advantages[rows]).mean()
             terms[source] = SourceTerm(
                 surrogate=float(gain),
                 constant=constants[source],
@@ -318,9 +349,62 @@ class Updater:
         return metrics | {"theory/bound": policy_improvement_bound(terms)}
 
 
-def _sequence_log_ratios(logprobs: Tensor, batch: Batch) -> Tensor:
-    """(N,) log pi(y) - log alpha(y) of whole responses."""
-    return ((logprobs - batch.behavior) * batch.mask).sum(dim=1)
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """Responses of a step and what was found of them: (N, R), and (N,) for the last three."""
+
+    behavior: Tensor
+    current: Tensor
+    """Log-probs before the step's first update."""
+    new: Tensor
+    """Log-probs when each was trained on."""
+    mask: Tensor
+    advantages: Tensor
+    sources: list[str]
+    places: Tensor
+    """Of each response's group in the manifest."""
+
+    @classmethod
+    def of(cls, batch: Batch, places: Sequence[int], targets: Targets, new: Tensor) -> Scored:
+        """`places` of the batch's groups in the manifest."""
+        return cls(
+            behavior=batch.behavior,
+            current=targets.current,
+            new=new,
+            mask=batch.mask,
+            advantages=targets.advantages[:, 0],
+            sources=[batch.members[index].source for index in batch.group.tolist()],
+            places=torch.tensor(places, dtype=torch.long)[batch.group],
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Scored]) -> Scored:
+        """In the manifest's order, whoever had which group."""
+        widest = max(part.mask.shape[1] for part in parts)
+        order = torch.argsort(torch.cat([part.places for part in parts]), stable=True)
+        sources = [source for part in parts for source in part.sources]
+
+        def together(name: str) -> Tensor:
+            found = [getattr(part, name) for part in parts]
+            if found[0].dim() == 2:
+                found = [nn.functional.pad(each, (0, widest - each.shape[1])) for each in found]
+            return torch.cat(found)[order]
+
+        return cls(
+            **{
+                name: together(name)
+                for name in ("behavior", "current", "new", "mask", "advantages", "places")
+            },
+            sources=[sources[index] for index in order.tolist()],
+        )
+
+    def sequence_log_ratios(self) -> tuple[Tensor, Tensor]:
+        """(N,) log theta(y) - log behaviour(y) of whole responses, before and after."""
+        before, after = (
+            ((logprobs - self.behavior) * self.mask).sum(dim=1)
+            for logprobs in (self.current, self.new)
+        )
+        return before, after
 
 
 def group_rows(batch: Batch, values: Tensor) -> Sequence[list[list[float]]]:

@@ -17,6 +17,7 @@ from services.local.stack import Endpoints
 from services.rollout.vllm.layout import read_layout
 from services.trainer import export
 from services.trainer.publish import WeightPublisher
+from services.trainer.ranks import Ranks
 from tests.integration.driver import Driver, small_config
 from tests.micro import micro_model
 
@@ -35,7 +36,7 @@ def publishing(driver: Driver, tmp_path: Path) -> Publishing:
         source = tmp_path / "source"
         model.save_pretrained(source)
         store = ObjectStore(driver.stack.object_store)
-        return WeightPublisher(driver.client, store, source=source, dtype=dtype)
+        return WeightPublisher(driver.client, store, source=source, dtype=dtype, ranks=Ranks(0, 1))
 
     return make
 

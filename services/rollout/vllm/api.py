@@ -18,6 +18,9 @@ from services.rollout.wire import GeneratedResponse, Sampling
 ADMIN_S = 600.0
 """For loading weights: minutes for large models."""
 QUICK_S = 20.0
+IDLE_S = 2.0
+"""A connection that nobody used for so long is not used again. vLLM hangs up after 5: what is sent
+at that moment is lost, and would look as if vLLM were."""
 LOWEST_LOGPROB = -9998.0
 """vLLM writes -9999 for what is not a number."""
 
@@ -32,7 +35,9 @@ class VllmApi:
     def __init__(self, port: int) -> None:
         self._http = httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{port}",
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+            limits=httpx.Limits(
+                max_connections=None, max_keepalive_connections=256, keepalive_expiry=IDLE_S
+            ),
             timeout=httpx.Timeout(None, connect=5.0),
         )
 

@@ -16,14 +16,16 @@ from bapo_core.config import RunConfig, load_config
 from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse
 from services.buffer.wire import ManifestMember
 from services.common.errors import BapoError
-from services.trainer.data import Batch, collate, microbatches
-from services.trainer.policy import response_logprobs
+from services.trainer import attention
+from services.trainer.data import Batch, Plan, collate, make_plan, microbatches
+from services.trainer.policy import Policy, response_logprobs
+from services.trainer.ranks import Ranks
 from services.trainer.update import Clock, NonFiniteLoss, Updater
 
 GROUPS, G, WINDOW = 6, 4, (0.25, 0.5)
 
 
-def model(seed: int = 0) -> nn.Module:
+def policy(seed: int = 0) -> Policy:
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=12,
@@ -36,7 +38,18 @@ def model(seed: int = 0) -> nn.Module:
         tie_word_embeddings=False,
         initializer_range=0.2,
     )
-    return Qwen3ForCausalLM(config).eval()
+    model = Qwen3ForCausalLM._from_config(config, attn_implementation=attention.IMPLEMENTATION)
+    return Policy(model).eval()
+
+
+def updater_of(settings: RunConfig, reference: Policy | None = None) -> Updater:
+    return Updater(settings, policy(), Ranks(0, 1), reference)
+
+
+def step(updater: Updater, number: int, data: Batch) -> dict[str, float]:
+    plan = make_plan(updater.config, number, data.members, ranks=1, width=16)
+    assert plan.of_rank(0) == list(range(GROUPS))
+    return updater.step(number, data, plan, WINDOW, Clock())
 
 
 def config(*overrides: str) -> RunConfig:
@@ -45,6 +58,8 @@ def config(*overrides: str) -> RunConfig:
         [
             "rollout.group_size=4",
             "rollout.temperature=0.8",
+            "rollout.max_prompt_tokens=7",
+            "rollout.max_response_tokens=6",
             "optimizer.minibatch_prompts=4",
             "optimizer.learning_rate=1e-3",
             "optimizer.warmup_steps=0",
@@ -95,11 +110,11 @@ def batch(source: str = "fresh", behavior: float | None = None) -> Batch:
     return collate(members, groups)
 
 
-def trained(settings: RunConfig, data: Batch, reference: nn.Module | None = None) -> Tensor:
+def trained(settings: RunConfig, data: Batch, reference: Policy | None = None) -> Tensor:
     """The weights after one step."""
-    updater = Updater(settings, model(), reference)
-    updater.step(1, data, WINDOW, Clock())
-    return flat(updater.model)
+    updater = updater_of(settings, reference)
+    step(updater, 1, data)
+    return flat(updater.policy)
 
 
 def flat(module: nn.Module) -> Tensor:
@@ -109,20 +124,20 @@ def flat(module: nn.Module) -> Tensor:
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
 def test_the_gradient_does_not_depend_on_the_microbatches(aggregation: str) -> None:
     gradients = []
-    for tokens in (1, 30, 70, 10_000):
+    for tokens in (13, 30, 70, 10_000):
         settings = config(
             f"optimizer.microbatch_tokens={tokens}",
             f"loss.aggregation={aggregation}",
             "optimizer.gradient_clip=1000",
         )
-        updater = Updater(settings, model())
+        updater = updater_of(settings)
         data = batch()
         targets = updater._targets(data)
         rows = data.rows_of([0, 2, 3, 5])
         updater.optimizer.step = lambda: None  # type: ignore[assignment, method-assign]
         updater._update(data, rows, 4, targets, torch.zeros_like(targets.current))
         gradients.append(
-            torch.cat([p.grad.flatten() for p in updater.model.parameters() if p.grad is not None])
+            torch.cat([p.grad.flatten() for p in updater.policy.parameters() if p.grad is not None])
         )
     assert gradients[0].abs().max() > 1e-3
     for gradient in gradients[1:]:
@@ -134,13 +149,15 @@ def test_the_same_step_gives_the_same_weights_bit_for_bit() -> None:
 
 
 def test_log_probs_are_those_of_a_plain_forward_pass_at_the_temperature() -> None:
-    data, network = batch(), model()
+    data, network = batch(), policy()
+    plain: Any = policy().model
+    plain.set_attn_implementation("eager")
     rows = torch.tensor([5, 0, 17])
     found, entropy = response_logprobs(network, data, rows, 0.8, entropy=True)
     for position, row in enumerate(rows.tolist()):
         length, prompt = int(data.lengths[row]), int(data.prompt_lengths[row])
         tokens = data.tokens[row, :length]
-        logits = network(tokens[None]).logits[0] / 0.8
+        logits = plain(tokens[None]).logits[0] / 0.8
         distribution = torch.log_softmax(logits, dim=-1)[prompt - 1 : length - 1]
         expected = distribution.gather(1, tokens[prompt:, None])[:, 0]
         count = length - prompt
@@ -151,12 +168,12 @@ def test_log_probs_are_those_of_a_plain_forward_pass_at_the_temperature() -> Non
 
 
 def test_on_policy_data_has_no_mismatch_and_its_weights_are_one() -> None:
-    updater = Updater(config(), model())
+    updater = updater_of(config())
     data = batch()
     data.behavior.copy_(updater.score(data))
     targets = updater._targets(data)
     assert torch.allclose(targets.weights[data.mask], torch.ones(int(data.mask.sum())), atol=1e-4)
-    metrics = updater.step(1, data, WINDOW, Clock())
+    metrics = step(updater, 1, data)
     assert metrics["mismatch/logprob_diff_max"] < 1e-5
     assert metrics["updates"] == 2
 
@@ -181,7 +198,7 @@ def test_decoupled_needs_the_storage_step_of_replayed_groups() -> None:
 def test_kl_to_the_initial_model_uses_that_model() -> None:
     settings = config("kl.reference=initial", "kl.coefficient=0.5")
     assert not torch.equal(
-        trained(settings, batch(), model(seed=0)), trained(settings, batch(), model(seed=1))
+        trained(settings, batch(), policy(seed=0)), trained(settings, batch(), policy(seed=1))
     )
 
 
@@ -189,7 +206,7 @@ def test_a_short_last_minibatch_weighs_by_its_own_size_or_by_the_nominal_one() -
     data = batch()
     norms = {}
     for norm in ("actual", "nominal"):
-        updater = Updater(config(f"loss.norm={norm}", "optimizer.gradient_clip=1000"), model())
+        updater = updater_of(config(f"loss.norm={norm}", "optimizer.gradient_clip=1000"))
         targets = updater._targets(data)
         found = updater._update(
             data, data.rows_of([1, 4]), 2, targets, torch.zeros_like(targets.current)
@@ -199,30 +216,37 @@ def test_a_short_last_minibatch_weighs_by_its_own_size_or_by_the_nominal_one() -
 
 
 def test_what_is_not_a_number_stops_before_the_weights_change() -> None:
-    updater = Updater(config(), model())
-    before = flat(updater.model)
+    updater = updater_of(config())
+    before = flat(updater.policy)
     with torch.no_grad():
-        next(iter(updater.model.parameters()))[3] = torch.nan
-    spoilt = flat(updater.model)
+        next(iter(updater.policy.parameters()))[3] = torch.nan
+    spoilt = flat(updater.policy)
     with pytest.raises(NonFiniteLoss, match="stopped before the optimizer step"):
-        updater.step(1, batch(), WINDOW, Clock())
-    assert torch.equal(flat(updater.model).isnan(), spoilt.isnan())
-    assert torch.equal(flat(updater.model)[~spoilt.isnan()], before[~spoilt.isnan()])
+        step(updater, 1, batch())
+    assert torch.equal(flat(updater.policy).isnan(), spoilt.isnan())
+    assert torch.equal(flat(updater.policy)[~spoilt.isnan()], before[~spoilt.isnan()])
 
 
 def test_minibatches_hold_whole_groups_once_each() -> None:
-    updater = Updater(config(), model())
     data = batch()
-    parts = updater._minibatches(7, data)
-    assert [len(part) for part in parts] == [4, 2]
-    assert sorted(group for part in parts for group in part) == list(range(GROUPS))
-    assert parts != updater._minibatches(8, data)
-    rows = torch.cat([data.rows_of(part) for part in parts])
-    assert sorted(rows.tolist()) == list(range(GROUPS * G))
+
+    def plan(number: int, ranks: int) -> Plan:
+        return make_plan(config(), number, data.members, ranks=ranks, width=16)
+
+    for ranks in (1, 2, 4, 7):
+        drawn = plan(7, ranks)
+        assert [sum(map(len, update)) for update in drawn.updates] == [4, 2]
+        assert all(len(update) == ranks for update in drawn.updates)
+        taken = [drawn.of_rank(rank) for rank in range(ranks)]
+        assert sorted(group for groups in taken for group in groups) == list(range(GROUPS))
+        members = [sorted(place for taken in update for place in taken) for update in drawn.updates]
+        assert members == [sorted(update[0]) for update in plan(7, 1).updates]
+    assert plan(7, 1) != plan(8, 1)
+    assert sorted(data.rows_of(range(GROUPS)).tolist()) == list(range(GROUPS * G))
 
 
 def test_the_learning_rate_warms_up() -> None:
-    updater = Updater(config("optimizer.warmup_steps=10"), model())
+    updater = updater_of(config("optimizer.warmup_steps=10"))
     rates = {}
     for step in (1, 5, 10, 50):
         updater._set_learning_rate(step)
@@ -232,12 +256,12 @@ def test_the_learning_rate_warms_up() -> None:
 
 def test_good_responses_become_likelier_than_bad_ones() -> None:
     settings = config("kl.coefficient=0", "loss.entropy_coefficient=0")
-    updater = Updater(settings, model())
+    updater = updater_of(settings)
     data = batch()
     data.behavior.copy_(updater.score(data))
     before = updater.score(data).sum(dim=1)
-    for step in range(1, 6):
-        updater.step(step, data, WINDOW, Clock())
+    for number in range(1, 6):
+        step(updater, number, data)
     gain = updater.score(data).sum(dim=1) - before
     advantages = group_relative(data.rewards).flatten()
     assert float((gain * advantages).mean()) > 0
@@ -255,7 +279,11 @@ def test_microbatches_partition_the_rows_within_the_budget(
         : data.draw(st.integers(1, len(lengths)))
     ]
     sizes = torch.tensor(lengths)
+    if max(lengths[row] for row in rows) > budget:
+        with pytest.raises(BapoError, match="does not fit optimizer"):
+            microbatches(sizes, torch.tensor(rows), budget)
+        return
     parts = [part.tolist() for part in microbatches(sizes, torch.tensor(rows), budget)]
     assert sorted(row for part in parts for row in part) == sorted(rows)
     for part in parts:
-        assert len(part) == 1 or len(part) * max(lengths[row] for row in part) <= budget
+        assert sum(lengths[row] for row in part) <= budget

@@ -1,0 +1,117 @@
+"""Packed sequences score as each would alone, in models of several makes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from services.common.errors import BapoError
+from services.trainer import attention
+from services.trainer.attention import Sequences
+from services.trainer.data import Packed
+from services.trainer.policy import Policy
+from tests.micro import micro_model
+
+SMALL = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+LENGTHS = (5, 12, 1, 9)
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "qwen3": lambda: micro_model(vocab_size=40),
+    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SMALL, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2)
+    ),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
+    "mistral_window": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=4)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SMALL)),
+    "gemma3_window": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **SMALL,
+            head_dim=8,
+            sliding_window=4,
+            layer_types=["sliding_attention", "full_attention"],
+        )
+    ),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=40, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    ),
+}
+
+
+def packed_of(sequences: list[torch.Tensor]) -> Packed:
+    """Every token but the first of each is one to score."""
+    starts = [0]
+    for tokens in sequences:
+        starts.append(starts[-1] + len(tokens))
+    places = [p for a, b in pairwise(starts) for p in range(a + 1, b)]
+    joined = torch.cat(sequences)
+    return Packed(
+        tokens=joined[None],
+        positions=torch.cat([torch.arange(len(tokens)) for tokens in sequences])[None],
+        sequences=Sequences(torch.tensor(starts, dtype=torch.int32), max(map(len, sequences))),
+        predicted_at=torch.tensor(places) - 1,
+        targets=joined[places],
+    )
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nobody_sees_another_sequence(name: str) -> None:
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    sequences = [torch.randint(2, 40, (length,)) for length in LENGTHS]
+    model.set_attn_implementation("eager")
+    expected = []
+    with torch.no_grad():
+        for tokens in sequences:
+            distribution = torch.log_softmax(model(tokens[None]).logits[0], dim=-1)
+            expected.append(distribution[:-1].gather(1, tokens[1:, None])[:, 0])
+    model.set_attn_implementation(attention.IMPLEMENTATION)
+    policy = Policy(model)
+    found, _ = policy(packed_of(sequences), 1.0)
+    torch.testing.assert_close(found.detach(), torch.cat(expected), atol=1e-5, rtol=1e-5)
+    # In any order, and the gradients too.
+    gradients = []
+    for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
+        policy.zero_grad()
+        logprobs, _ = policy(packed_of([sequences[index] for index in order]), 1.0)
+        logprobs.sum().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
+def test_other_kinds_of_attention_are_refused() -> None:
+    soft_capped = Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8)).eval()
+    soft_capped.set_attn_implementation(attention.IMPLEMENTATION)
+    with pytest.raises(BapoError, match="wants soft-capped attention"):
+        Policy(soft_capped)(packed_of([torch.tensor([2, 3, 4])]), 1.0)
