@@ -11,6 +11,8 @@ from services.buffer.client import BufferClient
 from services.buffer.wire import ActivityView
 
 _SAME_TIME_S = 0.01
+_SEEN_S = 0.002
+"""Shorter ones are not drawn."""
 
 LONGEST_STRETCH = 60
 """Steps that are looked at: the last ones."""
@@ -42,13 +44,14 @@ class Window:
 
 
 def read_windows(buffer: BufferClient, config: RunConfig, last_step: int) -> list[Window]:
-    """The last whole windows of a run that has come to `last_step`."""
+    """The last whole windows of a run that has come to `last_step`, but not the first of all,
+    in which everything starts."""
     whole: list[range] = []
     step = last_step
     while step > 0 and last_step - step < LONGEST_STRETCH:
         steps = config.schedule.window(step)
         # What follows a window ends it.
-        if steps.stop <= last_step:
+        if steps.start > 1 and steps.stop <= last_step:
             whole.insert(0, steps)
         step = steps.start - 1
     if not whole:
@@ -100,6 +103,8 @@ def lanes_of(windows: Sequence[Window]) -> dict[str, list[tuple[str, float, floa
     for each in sorted(found, key=lambda each: (_place(each), each.started_at)):
         start = max(0.0, (each.started_at - windows[0].begin).total_seconds())
         end = (each.ended_at - windows[0].begin).total_seconds()
+        if end - start < _SEEN_S:
+            continue
         whose = "scoring" if each.name in ("verify", "deliver") else each.part
         lane, name = 1, whose
         while lanes.get(name) and lanes[name][-1][2] > start + _SAME_TIME_S:
