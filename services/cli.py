@@ -94,7 +94,9 @@ def _run(arguments: argparse.Namespace) -> None:
         if arguments.new:
             config = config.model_copy(update={"name": next_free_name(client, config.name)})
         if arguments.resume:
-            config = _stored_config(client, config.name)
+            stored = _stored_config(client, config.name)
+            # Not what is computed, but where.
+            config = stored.model_copy(update={"trainer": config.trainer})
         _announce(console, endpoints, home)
         run = LocalRun(config, endpoints, home, Path("runs") / config.name, console)
         if not arguments.resume:

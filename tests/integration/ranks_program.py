@@ -1,0 +1,73 @@
+"""What `test_ranks.py` runs under torchrun: a few steps on a made-up batch, sharded.
+
+    torchrun ... ranks_program.py OUT STEPS
+
+Writes rank 0's metrics and whole weights to OUT.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from services.trainer.data import Batch, make_plan
+from services.trainer.policy import Policy
+from services.trainer.ranks import Ranks, joined
+from services.trainer.shard import shard
+from services.trainer.update import Clock, Updater
+from tests.unit.trainer import test_update as single
+
+
+def part_of(batch: Batch, places: list[int]) -> Batch:
+    """The batch of a rank that has these groups."""
+    rows = batch.rows_of(places)
+    size = batch.rewards.shape[1]
+    return replace(
+        batch,
+        members=[batch.members[place] for place in places],
+        group=torch.arange(len(places)).repeat_interleave(size),
+        tokens=batch.tokens[rows],
+        prompt_lengths=batch.prompt_lengths[rows],
+        lengths=batch.lengths[rows],
+        behavior=batch.behavior[rows],
+        mask=batch.mask[rows],
+        rewards=batch.rewards[places],
+    )
+
+
+def whole_weights(policy: Policy) -> dict[str, torch.Tensor]:
+    """Every rank must call it."""
+    return {
+        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach()
+        for name, each in policy.named_parameters()
+    }
+
+
+def train(ranks: Ranks, out: Path, steps: int) -> None:
+    # Updates of 4 and of 2 groups: of four ranks, some have nothing in the second.
+    settings = single.config("kl.reference=initial", "kl.coefficient=0.1")
+    policy, reference = (shard(single.policy(seed), ranks) for seed in (0, 1))
+    updater = Updater(settings, policy, ranks, reference)
+    whole = single.batch()
+    members = [
+        member.model_copy(update={"tokens": int(whole.mask[whole.group == index].sum())})
+        for index, member in enumerate(whole.members)
+    ]
+    found = []
+    for step in range(1, steps + 1):
+        plan = make_plan(settings, step, members, ranks=ranks.size, width=policy.width)
+        batch = part_of(whole, plan.of_rank(ranks.rank))
+        found.append(updater.step(step, batch, plan, single.WINDOW, Clock()))
+    weights = whole_weights(policy)
+    if ranks.speaks:
+        torch.save({"metrics": found, "weights": weights}, out)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with joined() as ranks:
+        train(ranks, Path(sys.argv[1]), int(sys.argv[2]))
