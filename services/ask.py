@@ -39,7 +39,7 @@ def service(run: str = "") -> BufferClient:
 def runs(arguments: argparse.Namespace) -> None:
     found = service().runs()
     rows = [(r.name, r.status, f"{r.current_step}/{r.config['steps']}", r.attempt) for r in found]
-    _show(arguments, found, ["run", "status", "step", "attempt"], rows)
+    show(arguments, found, ["run", "status", "step", "attempt"], rows)
 
 
 def change(arguments: argparse.Namespace) -> None:
@@ -73,7 +73,7 @@ def prompts(arguments: argparse.Namespace) -> None:
         for p in found
     ]
     columns = ["prompt", "attempts", "first", "last", "best", "first solved", "last step"]
-    _show(arguments, found, columns, rows)
+    show(arguments, found, columns, rows)
 
 
 def prompt(arguments: argparse.Namespace) -> None:
@@ -85,7 +85,7 @@ def prompt(arguments: argparse.Namespace) -> None:
             (each.source, each.outcome.replace("_", " "), each.reason)
             for each in decision.considered
         ]
-        _show(arguments, decision, ["source", "outcome", "why"], rows)
+        show(arguments, decision, ["source", "outcome", "why"], rows)
         return
     history = client.prompt_history(arguments.uid)
     rows = [
@@ -100,7 +100,7 @@ def prompt(arguments: argparse.Namespace) -> None:
         for attempt in history.attempts
     ]
     columns = ["step", "kind", "policy", "correct", "trained at steps", "group"]
-    _show(arguments, history, columns, rows)
+    show(arguments, history, columns, rows)
 
 
 def buffer(arguments: argparse.Namespace) -> None:
@@ -109,7 +109,7 @@ def buffer(arguments: argparse.Namespace) -> None:
     if arguments.events:
         page = client.buffer_events(name, after=arguments.after, limit=min(arguments.limit, 1000))
         events = [(e.step, e.event, e.reason, e.prompt_uid, e.group_id) for e in page.items]
-        _show(arguments, page.items, ["step", "event", "why", "prompt", "group"], events)
+        show(arguments, page.items, ["step", "event", "why", "prompt", "group"], events)
         return
     found = client.buffer(name, arguments.step)[: arguments.limit]
     rows = [
@@ -117,7 +117,7 @@ def buffer(arguments: argparse.Namespace) -> None:
         for i in found
     ]
     columns = ["prompt", "mean reward", "inserted at", "age", "staleness", "group"]
-    _show(arguments, found, columns, rows)
+    show(arguments, found, columns, rows)
 
 
 def batches(arguments: argparse.Namespace) -> None:
@@ -129,7 +129,7 @@ def batches(arguments: argparse.Namespace) -> None:
             for m in manifest.members
         ]
         columns = ["source", "prompt", "correct", "made at", "policy", "group"]
-        _show(arguments, manifest, columns, rows)
+        show(arguments, manifest, columns, rows)
         return
     found = list(islice(_all_batches(client), arguments.limit))
     rows = [
@@ -144,7 +144,7 @@ def batches(arguments: argparse.Namespace) -> None:
         for b in found
     ]
     columns = ["step", "fresh", "re-evaluated", "replayed", "window", "mean reward"]
-    _show(arguments, found, columns, rows)
+    show(arguments, found, columns, rows)
 
 
 def _all_batches(client: BufferClient) -> Iterable[wire.BatchSummary]:
@@ -170,7 +170,7 @@ def token_list(arguments: argparse.Namespace) -> None:
         (t.id, t.name, t.scope, _time(t.created_at), _time(t.last_used_at), _time(t.revoked_at))
         for t in found
     ]
-    _show(arguments, found, ["id", "name", "scope", "created", "last used", "revoked"], rows)
+    show(arguments, found, ["id", "name", "scope", "created", "last used", "revoked"], rows)
 
 
 def token_revoke(arguments: argparse.Namespace) -> None:
@@ -198,7 +198,7 @@ def _time(moment: Any) -> str:
     return "-" if moment is None else moment.astimezone().strftime("%Y-%m-%d %H:%M")
 
 
-def _show(
+def show(
     arguments: argparse.Namespace,
     answer: BaseModel | Sequence[BaseModel],
     columns: Sequence[str],

@@ -231,6 +231,12 @@ def _compare(arguments: argparse.Namespace) -> None:
     print(page)
 
 
+def _checkpoints(arguments: argparse.Namespace) -> None:
+    from services.local.checkpoints import checkpoints
+
+    checkpoints(arguments)
+
+
 def _model_tiny(_: argparse.Namespace) -> None:
     from rich.console import Console
 
@@ -359,6 +365,19 @@ def _questions(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     batches = _about_run(commands, "batches", "the composition of the batches, or one of them")
     batches.add_argument("--step", type=int, help="the members of this step's batch")
+
+    checkpoints = _asking(
+        _command(commands, "checkpoints", _checkpoints, "the checkpoints that a run keeps")
+    )
+    checkpoints.add_argument("run", help="the run's name")
+    checkpoints.add_argument("--step", type=int, help="this one (default: all; the newest)")
+    checkpoints.add_argument("--verify", action="store_true", help="read them, check every digest")
+    checkpoints.add_argument(
+        "--export",
+        type=Path,
+        metavar="DIRECTORY",
+        help="write its model as a Hugging Face directory",
+    )
 
     token = _group(commands, "token", "tokens for the REST API")
     create = _asking(_command(token, "create", _ask("token_create"), "make one; it is shown once"))

@@ -171,6 +171,10 @@ class BufferClient:
         )
         return stored
 
+    def checkpoints(self) -> list[wire.CheckpointView]:
+        """Those that are kept, the newest first."""
+        return self._read(list[wire.CheckpointView], "checkpoints")
+
     def wanted(self, known: str = "", *, wait: float = 0.0) -> wire.WantedWeights:
         """What rollout replicas should serve; waits while it is what the tag `known` says."""
         return self._read(wire.WantedWeights, "wanted", known=known, wait=wait)

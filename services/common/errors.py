@@ -15,7 +15,11 @@ class BapoError(Exception):
     """An error whose message is one line: what is wrong, where, and what to do."""
 
 
-class ServiceUnavailable(BapoError):
+class PassingError(BapoError):
+    """What may not happen again: the process should be started anew."""
+
+
+class ServiceUnavailable(PassingError):
     """A service of the run does not answer."""
 
 

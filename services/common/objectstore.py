@@ -23,7 +23,7 @@ from minio import Minio
 from minio.deleteobjects import DeleteObject
 from minio.error import MinioException, S3Error
 
-from services.common.errors import BapoError
+from services.common.errors import BapoError, PassingError
 from services.common.settings import ObjectStoreSettings
 
 Result = TypeVar("Result")
@@ -87,7 +87,7 @@ class StoredObject:
     modified: datetime
 
 
-class ObjectStoreUnavailable(ObjectStoreError):
+class ObjectStoreUnavailable(ObjectStoreError, PassingError):
     """The object store does not answer; the same call may succeed when it is back."""
 
 

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-from services.common.errors import BapoError
+from services.common.errors import BapoError, PassingError
 
 log = logging.getLogger(__name__)
 
@@ -24,13 +24,24 @@ def end_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+EXIT_AGAIN = 138
+"""Kubernetes' operators start again what ends with 128 to 255, and give up on 1 to 127."""
+
+
 def run_until_error(work: Callable[[], None]) -> None:
-    """Runs a process's work; an error becomes a log line that its supervisor shows, and exit 1."""
+    """Runs a process's work; an error becomes a log line that its supervisor shows.
+
+    Exits with 1 for what a restart does not mend, a wrong configuration for example, and with
+    `EXIT_AGAIN` for what may have passed.
+    """
     try:
         work()
+    except PassingError as error:
+        log.error("%s", error)
+        sys.exit(EXIT_AGAIN)
     except BapoError as error:
         log.error("%s", error)
         sys.exit(1)
     except Exception as error:
         log.exception("%s: %s", type(error).__name__, error)
-        sys.exit(1)
+        sys.exit(EXIT_AGAIN)

@@ -26,6 +26,8 @@ from services.local.supervisor import Supervisor, free_ports
 from services.report.summary import RunHistory, read_history, summarise
 
 POLL_S = 0.5
+PATIENCE_S = 15.0
+"""The services are on this machine: nobody moves them to another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,12 @@ class LocalRun:
 
     @property
     def client(self) -> BufferClient:
-        return BufferClient(self.endpoints.buffer_url, self.endpoints.token, run=self.config.name)
+        return BufferClient(
+            self.endpoints.buffer_url,
+            self.endpoints.token,
+            run=self.config.name,
+            give_up_s=PATIENCE_S,
+        )
 
 
 def create(run: LocalRun) -> None:
@@ -123,8 +130,8 @@ def _trainer(config: RunConfig) -> list[str]:
     processes = config.trainer.processes
     if processes == 1:
         return [sys.executable, "-m", "services.trainer.loop"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*torchrun, "--nproc-per-node", str(processes), "-m", "services.trainer.loop"]
+    launch = [sys.executable, "-m", "services.trainer.launch", "--standalone"]
+    return [*launch, "--nproc-per-node", str(processes)]
 
 
 def _engines(config: RunConfig) -> list[str]:

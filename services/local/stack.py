@@ -290,7 +290,20 @@ def find_stack(home: Path) -> Endpoints | None:
         endpoints = Endpoints(**json.loads((home / "stack.json").read_text()))
     except FileNotFoundError:
         return None
-    return endpoints if _healthy(endpoints.buffer_url) else None
+    return endpoints if _is_ours(endpoints) else None
+
+
+def _is_ours(endpoints: Endpoints) -> bool:
+    """Whether the stack of the file runs: its port may be another's by now, its token is not."""
+    try:
+        answer = httpx.get(
+            f"{endpoints.buffer_url}/v1/token",
+            headers={"Authorization": f"Bearer {endpoints.token}"},
+            timeout=2,
+        )
+    except httpx.TransportError:
+        return False
+    return answer.status_code != 401
 
 
 @contextmanager

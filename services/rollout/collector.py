@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +22,7 @@ from services.buffer import wire
 from services.buffer.client import LONG_POLL_S, BufferClient
 from services.buffer.timeline import Timeline
 from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
-from services.common.errors import BapoError, ServiceError
+from services.common.errors import BapoError, ServiceError, Superseded
 from services.common.threads import abandonable
 from services.rollout.fleet import Fleet
 from services.rollout.wire import GeneratedGroup, GenerateRequest, PromptRequest
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 
 JOBS_UNDER_WAY = 2
 """One is generated while the last groups of the one before are still coming: bounds memory."""
+UNBEGUN_S = 1.0
 BUNDLE = 64
 """Groups that are scored and delivered together, before all of the job are there."""
 
@@ -259,6 +262,13 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -
     return list(rendered)
 
 
+def until_begun(buffer: BufferClient) -> wire.RunState:
+    """The run, once a trainer has begun an attempt."""
+    while (state := buffer.run_state()).attempt == 0:
+        time.sleep(UNBEGUN_S)
+    return state
+
+
 def main() -> None:
     from transformers import AutoTokenizer
 
@@ -269,23 +279,31 @@ def main() -> None:
     configure_logs("collector")
 
     def collect() -> None:
+        given = os.environ.get("BAPO_ATTEMPT")
+        while True:
+            buffer = BufferClient(
+                require("BAPO_BUFFER_URL"), require("BAPO_TOKEN"), run=require("BAPO_RUN")
+            )
+            state = buffer.run_state() if given is not None else until_begun(buffer)
+            buffer.attempt = state.attempt if given is None else int(given)
+            try:
+                asyncio.run(make(state, buffer).collect(state.current_step + 1))
+            except Superseded as error:
+                if given is not None:
+                    raise
+                log.warning("a new attempt has begun: %s", error)
+            else:
+                return
+
+    def make(state: wire.RunState, buffer: BufferClient) -> Collector:
         token = require("BAPO_TOKEN")
-        buffer = BufferClient(
-            require("BAPO_BUFFER_URL"),
-            token,
-            run=require("BAPO_RUN"),
-            attempt=int(require("BAPO_ATTEMPT")),
-        )
-        state = buffer.run_state()
-        config = RunConfig.model_validate(state.config)
-        collector = Collector(
-            config,
+        return Collector(
+            RunConfig.model_validate(state.config),
             buffer,
             Fleet(buffer, token),
             VerifierClient(require("BAPO_VERIFIER_URL"), token),
             AutoTokenizer.from_pretrained(require("BAPO_MODEL")),
         )
-        asyncio.run(collector.collect(state.current_step + 1))
 
     run_until_error(collect)
 

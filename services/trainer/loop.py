@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from services.trainer.policy import load_policy
 from services.trainer.publish import WeightPublisher
 from services.trainer.ranks import Ranks, joined, shares
 from services.trainer.shard import shard
-from services.trainer.update import Clock, Updater, group_rows
+from services.trainer.update import Clock, NonFiniteLoss, Updater, group_rows
 
 log = logging.getLogger(__name__)
 
@@ -141,7 +142,21 @@ def train_batch(
         )
         mine = [manifest.members[place] for place in plan.of_rank(ranks.rank)]
         batch = reader.batch(mine, proximal=config.loss.ratio == "decoupled")
-    return metrics | updater.step(step, batch, plan, (manifest.c2, manifest.c3), clock)
+    try:
+        found = updater.step(step, batch, plan, (manifest.c2, manifest.c3), clock)
+    except NonFiniteLoss as error:
+        keep_evidence(step, error, around, ranks)
+        raise
+    return metrics | found
+
+
+def keep_evidence(step: int, error: NonFiniteLoss, around: Surroundings, ranks: Ranks) -> None:
+    """Stores what led to a loss that is not a number; `torch.load` reads it."""
+    data = io.BytesIO()
+    torch.save(error.evidence, data)
+    key = f"runs/{around.buffer.run}/failures/step-{step}-rank-{ranks.rank}.pt"
+    around.store.put(key, data.getvalue())
+    log.error("what led to it is in the object store: %s", key, extra={"step": step})
 
 
 def record_proximal(
@@ -166,6 +181,15 @@ def staleness_metrics(schedule: SyncSchedule, manifest: BatchManifest) -> dict[s
     return {"staleness_mean": mean, "staleness_max": float(max(ages, default=0))}
 
 
+def attempt_of(buffer: BufferClient, ranks: Ranks) -> int:
+    """The attempt that somebody has begun for us (`BAPO_ATTEMPT`), or one of our own: it takes the
+    run back to its last checkpoint, and collectors follow."""
+    given = os.environ.get("BAPO_ATTEMPT")
+    if given is not None:
+        return int(given)
+    return ranks.shared(buffer.begin_attempt().attempt if ranks.speaks else 0)
+
+
 def main() -> None:
     from services.common.logs import configure_logs
     from services.common.process import run_until_error
@@ -174,23 +198,17 @@ def main() -> None:
     configure_logs("trainer")
 
     def start() -> None:
-        buffer = BufferClient(
-            require("BAPO_BUFFER_URL"),
-            require("BAPO_TOKEN"),
-            run=require("BAPO_RUN"),
-            attempt=int(require("BAPO_ATTEMPT")),
-        )
-        config = RunConfig.model_validate(buffer.run_state().config)
         # Ranks on one machine must not write over each other.
         scratch = Path(require("BAPO_SCRATCH")) / os.environ.get("RANK", "0")
         scratch.mkdir(parents=True, exist_ok=True)
-        around = Surroundings(
-            buffer,
-            ObjectStore(ObjectStoreSettings.from_environment()),
-            Path(require("BAPO_MODEL")),
-            scratch,
-        )
         with joined() as ranks:
+            buffer = BufferClient(
+                require("BAPO_BUFFER_URL"), require("BAPO_TOKEN"), run=require("BAPO_RUN")
+            )
+            buffer.attempt = attempt_of(buffer, ranks)
+            config = RunConfig.model_validate(buffer.run_state().config)
+            store = ObjectStore(ObjectStoreSettings.from_environment())
+            around = Surroundings(buffer, store, Path(require("BAPO_MODEL")), scratch)
             train(config, around, ranks)
 
     run_until_error(start)

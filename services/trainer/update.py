@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +25,19 @@ from bapo_core.theory import (
 )
 from bapo_core.types import Source
 from services.buffer.timeline import Timeline
-from services.common.errors import BapoError
+from services.common.errors import BapoError, PassingError
 from services.trainer.data import PADDING, Batch, Plan, microbatches
 from services.trainer.policy import Policy, response_logprobs
 from services.trainer.ranks import Ranks
 
 
-class NonFiniteLoss(BapoError):
+class NonFiniteLoss(PassingError):
     """The loss or the gradient is not a number; the weights were left as they were."""
+
+    def __init__(self, message: str, evidence: dict[str, Any] | None = None) -> None:
+        """evidence: what this rank trained on."""
+        super().__init__(message)
+        self.evidence = evidence or {}
 
 
 @dataclass
@@ -224,7 +230,11 @@ class Updater:
                 totals[name] += value
         totals = self.ranks.summed(totals)
         totals["gradient_norm"] = self._clip_gradient()
-        self._check_finite(totals)
+        try:
+            self._check_finite(totals)
+        except NonFiniteLoss as error:
+            error.evidence = {"totals": totals, "rows": rows, "batch": batch, "targets": targets}
+            raise
         self.optimizer.step()
         return totals
 

@@ -146,6 +146,20 @@ def test_a_killed_supervisor_takes_the_stack_with_it(command: Command, own_home:
     assert command("stack", "down").returncode == 0
 
 
+def test_the_file_of_a_dead_stack_whose_port_is_anothers(
+    command: Command, own_home: Path, stack: Endpoints
+) -> None:
+    assert command("stack", "up", "--port", "0").returncode == 0
+    state = own_home / "stack.json"
+    known = json.loads(state.read_text())
+    assert command("stack", "down").returncode == 0
+    assert find_stack(own_home) is None
+    state.write_text(json.dumps(known | {"buffer_url": stack.buffer_url}))
+    assert find_stack(own_home) is None
+    state.write_text(json.dumps(known | {"buffer_url": stack.buffer_url, "token": stack.token}))
+    assert find_stack(own_home) is not None
+
+
 def test_a_lost_buffer_service_ends_the_run_and_loses_nothing(
     command: Command, own_home: Path, tmp_path: Path, easy_model: Path
 ) -> None:

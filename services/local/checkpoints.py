@@ -1,0 +1,89 @@
+"""`bapo checkpoints`: what a run keeps, whether it is whole, and its model as a directory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from bapo_core.config import RunConfig
+from services.ask import service, show
+from services.buffer import wire
+from services.common.errors import BapoError
+from services.common.objectstore import ObjectStore
+from services.common.settings import ObjectStoreSettings
+from services.local.run import ensure_model
+from services.local.stack import default_home, find_stack
+
+
+def checkpoints(arguments: argparse.Namespace) -> None:
+    """Lists, verifies or exports, by what `arguments` has."""
+    client = service(arguments.run)
+    kept = client.checkpoints()
+    if arguments.verify or arguments.export is not None:
+        found = [each for each in kept if arguments.step in (None, each.step)]
+        if not found:
+            raise BapoError(
+                f"run {arguments.run!r} keeps no checkpoint"
+                + ("" if arguments.step is None else f" of step {arguments.step}")
+                + (f"; it has those of steps {[each.step for each in kept]}" if kept else " yet")
+            )
+        if arguments.verify:
+            for each in found:
+                _verify(each)
+        if arguments.export is not None:
+            _export(client.run_state().config, found[0], arguments.export)
+        return
+    rows = [(each.step, each.created_at.isoformat(timespec="seconds"), each.uri) for each in kept]
+    show(arguments, kept, ["step", "created", "objects"], rows)
+
+
+def _store() -> ObjectStore:
+    if os.environ.get("BAPO_S3_ENDPOINT"):
+        return ObjectStore(ObjectStoreSettings.from_environment())
+    endpoints = find_stack(default_home())
+    if endpoints is None:
+        raise BapoError(
+            "no stack runs here; start it with `bapo stack up`, or set BAPO_S3_ENDPOINT"
+        )
+    return ObjectStore(endpoints.object_store)
+
+
+def _fetch(checkpoint: wire.CheckpointView, directory: Path) -> None:
+    """Every file, with its digest checked."""
+    _store().get_directory(checkpoint.uri, checkpoint.manifest_digest, directory)
+
+
+def _verify(checkpoint: wire.CheckpointView) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        _fetch(checkpoint, Path(scratch))
+        sizes = [path.stat().st_size for path in Path(scratch).rglob("*") if path.is_file()]
+    print(f"step {checkpoint.step}: {len(sizes)} files, {sum(sizes):,} bytes, all as recorded")
+
+
+def _export(config: dict[str, Any], checkpoint: wire.CheckpointView, target: Path) -> None:
+    """The model of a checkpoint as a Hugging Face directory."""
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    from services.trainer.export import model_files
+    from services.trainer.policy import load_policy
+
+    if target.exists() and any(target.iterdir()):
+        raise BapoError(f"{target} is not empty; name a new directory")
+    source = ensure_model(RunConfig.model_validate(config), default_home(), Console())
+    model: Any = load_policy(source).model
+    with tempfile.TemporaryDirectory() as scratch:
+        _fetch(checkpoint, Path(scratch))
+        state = {"model": model.state_dict()}
+        load(state, checkpoint_id=scratch, no_dist=True)
+    target.mkdir(parents=True, exist_ok=True)
+    for name, content in model_files(model, state["model"], source).items():
+        with content.open() as opened, (target / name).open("wb") as file:
+            while data := opened.read(1 << 24):
+                file.write(data)
+    print(json.dumps({"step": checkpoint.step, "model": str(target)}))
