@@ -28,7 +28,7 @@ from services.local.supervisor import free_ports
 from tests.e2e.test_run import Bapo, _outcome, configuration
 from tests.integration.breakable import Breakable, breakable_stack
 
-STEPS = 15
+STEPS = 9
 REPLICAS = ("engine-0", "engine-1")
 SERVICES = ("buffer", "postgres", "s3")
 LONGEST_CLOCK_JUMP_S = 600

@@ -214,6 +214,42 @@ def test_the_trainer_scores_as_the_engine_sampled(bapo: Bapo, undisturbed: str) 
     assert first.metrics["staleness_max"] == 0
 
 
+def test_checkpoints_are_listed_verified_and_exported(
+    bapo: Bapo, undisturbed: str, tmp_path: Path
+) -> None:
+    def command(*arguments: str, status: int = 0) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "services.cli", "checkpoints", undisturbed, *arguments],
+            cwd=tmp_path,
+            env={**bapo.environment, **bapo.stack.environment()},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == status, done.stderr
+        return done.stdout + done.stderr
+
+    listed = json.loads(command("--json"))
+    assert [each["step"] for each in listed] == [9, 8]
+    assert "all as recorded" in command("--verify", "--step", "8")
+    target = tmp_path / "exported"
+    command("--export", str(target))
+    # The weights after the last step are the last version that was published.
+    stored = bapo.client(undisturbed).weights(STEPS + 1)
+    store = ObjectStore(bapo.stack.object_store)
+    store.get_directory(stored.uri, stored.manifest_digest, tmp_path / "published")
+    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+        assert (target / name).read_bytes() == (tmp_path / "published" / name).read_bytes(), name
+    assert "is not empty" in command("--export", str(target), status=1)
+    assert "keeps no checkpoint of step 3" in command("--verify", "--step", "3", status=1)
+    # A damaged one is told.
+    key = next(key for key in store.keys(f"{listed[1]['uri']}/") if key.endswith(".distcp"))
+    data = store._get(key)
+    store.put(key, b"x" + data[1:])
+    assert "do not have the digest" in command("--verify", "--step", "8", status=1)
+    store.put(key, data)
+
+
 @pytest.mark.parametrize("victim", ["trainer", "collector"])
 def test_a_killed_run_resumes_as_if_nothing_had_happened(
     bapo: Bapo, undisturbed: str, victim: str

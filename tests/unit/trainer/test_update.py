@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isnan
 from typing import Any
 
 import pytest
@@ -221,8 +222,10 @@ def test_what_is_not_a_number_stops_before_the_weights_change() -> None:
     with torch.no_grad():
         next(iter(updater.policy.parameters()))[3] = torch.nan
     spoilt = flat(updater.policy)
-    with pytest.raises(NonFiniteLoss, match="stopped before the optimizer step"):
+    with pytest.raises(NonFiniteLoss, match="stopped before the optimizer step") as caught:
         step(updater, 1, batch())
+    assert isnan(caught.value.evidence["totals"]["loss"])
+    assert caught.value.evidence["batch"].tokens.equal(batch().tokens)
     assert torch.equal(flat(updater.policy).isnan(), spoilt.isnan())
     assert torch.equal(flat(updater.policy)[~spoilt.isnan()], before[~spoilt.isnan()])
 
