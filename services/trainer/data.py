@@ -64,28 +64,34 @@ def collate(members: Sequence[ManifestMember], groups: Sequence[TrajectoryGroup]
         for index, group in enumerate(groups)
         for response in group.responses
     ]
-    lengths = [len(prompt) + len(response.token_ids) for _, prompt, response in rows]
-    widest = max((len(response.token_ids) for _, _, response in rows), default=1)
-    tokens = torch.zeros(len(rows), max(lengths, default=1), dtype=torch.long)
-    behavior = torch.zeros(len(rows), widest)
-    mask = torch.zeros(len(rows), widest, dtype=torch.bool)
-    for i, (_, prompt, response) in enumerate(rows):
-        ids = [*prompt, *response.token_ids]
-        tokens[i, : len(ids)] = torch.tensor(ids)
-        behavior[i, : len(response.logprobs)] = torch.tensor(response.logprobs)
-        mask[i, : len(response.logprobs)] = True
+    prompt_lengths = torch.tensor([len(prompt) for _, prompt, _ in rows], dtype=torch.long)
+    counts = torch.tensor([len(each.token_ids) for _, _, each in rows], dtype=torch.long)
+    lengths = prompt_lengths + counts
+    tokens = torch.zeros(len(rows), int(lengths.max()) if rows else 1, dtype=torch.long)
+    tokens[_first(lengths, tokens.shape[1])] = torch.tensor(
+        [token for _, prompt, each in rows for token in (*prompt, *each.token_ids)],
+        dtype=torch.long,
+    )
+    mask = _first(counts, int(counts.max()) if rows else 1)
+    behavior = torch.zeros(mask.shape)
+    behavior[mask] = torch.tensor([value for _, _, each in rows for value in each.logprobs])
     return Batch(
         members=members,
         group=torch.tensor([index for index, _, _ in rows], dtype=torch.long),
         tokens=tokens,
-        prompt_lengths=torch.tensor([len(prompt) for _, prompt, _ in rows], dtype=torch.long),
-        lengths=torch.tensor(lengths, dtype=torch.long),
+        prompt_lengths=prompt_lengths,
+        lengths=lengths,
         behavior=behavior,
         mask=mask,
         rewards=torch.tensor(
             [[response.reward for response in group.responses] for group in groups]
         ).reshape(len(groups), len(groups[0].responses) if groups else 1),
     )
+
+
+def _first(counts: Tensor, width: int) -> Tensor:
+    """(n, width), true in the first `counts` columns of each row."""
+    return torch.arange(width) < counts[:, None]
 
 
 class TrajectoryReader:

@@ -1,0 +1,93 @@
+"""Log-probs in chunks against the whole (tokens x vocabulary) matrix: time and memory.
+
+    python -m benchmarks.logprobs [--out benchmarks/results/logprobs.json]
+
+Forward and backward with the vocabulary and width of a 0.5 B model, in fp32. Memory is what a
+process of its own has at its highest, beyond what it had with the inputs; gradients are part of it.
+The time is compared at a size where the whole matrix fits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from benchmarks.machine import machine
+from services.trainer.logprobs import token_logprobs
+
+VOCABULARY, WIDTH = 151_936, 896
+COMPARED_TOKENS, MANY_TOKENS = 1_024, 16_384
+
+
+def measure(kind: str, tokens: int) -> dict[str, float]:
+    """Seconds and bytes of one forward and backward pass, in this process."""
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, WIDTH, requires_grad=True)
+    weight = (torch.randn(VOCABULARY, WIDTH) * 0.02).requires_grad_()
+    targets = torch.randint(VOCABULARY, (tokens,))
+    # Libraries are loaded on first use.
+    small = torch.randn(64, 64, requires_grad=True)
+    token_logprobs(small, small, torch.arange(64))[0].sum().backward()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.perf_counter()
+    if kind == "chunked":
+        logprobs, entropies = token_logprobs(hidden, weight, targets, entropy=True)
+    else:
+        distribution = torch.log_softmax(linear(hidden, weight), dim=-1)
+        logprobs = distribution.gather(1, targets[:, None])[:, 0]
+        entropies = -(distribution.exp() * distribution).sum(dim=-1)
+    (logprobs.sum() + 0.001 * entropies.sum()).backward()
+    seconds = time.perf_counter() - started
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"seconds": seconds, "extra_mib": (after - before) / 1024}
+
+
+def apart(kind: str, tokens: int) -> dict[str, float]:
+    """The same in a process of its own: the highest memory is a process's."""
+    command = [sys.executable, "-m", "benchmarks.logprobs", "--one", kind, str(tokens)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, float] = json.loads(done.stdout)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/logprobs.json"))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--one", nargs=2, metavar=("KIND", "TOKENS"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(measure(arguments.one[0], int(arguments.one[1]))))
+        return
+    result: dict[str, Any] = {
+        "machine": machine("torch"),
+        "vocabulary": VOCABULARY,
+        "width": WIDTH,
+    }
+    compared: dict[str, list[dict[str, float]]] = {"naive": [], "chunked": []}
+    for _ in range(arguments.repeats):
+        for kind, runs in compared.items():
+            runs.append(apart(kind, COMPARED_TOKENS))
+    result[f"{COMPARED_TOKENS}_tokens"] = compared
+    medians = {
+        kind: statistics.median(run["seconds"] for run in runs) for kind, runs in compared.items()
+    }
+    result["time_ratio"] = medians["chunked"] / medians["naive"]
+    result[f"{MANY_TOKENS}_tokens"] = apart("chunked", MANY_TOKENS)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
