@@ -22,7 +22,7 @@ from services.buffer import wire
 from services.buffer.client import LONG_POLL_S, BufferClient
 from services.buffer.timeline import Timeline
 from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
-from services.common.errors import BapoError, ServiceError, Superseded
+from services.common.errors import BapoError, ServiceError, ServiceUnavailable, Superseded
 from services.common.threads import abandonable
 from services.rollout.fleet import Fleet
 from services.rollout.wire import GeneratedGroup, GenerateRequest, PromptRequest
@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 JOBS_UNDER_WAY = 2
 """One is generated while the last groups of the one before are still coming: bounds memory."""
 UNBEGUN_S = 1.0
+LOOK_EVERY_S = 2.0
 BUNDLE = 64
 """Groups that are scored and delivered together, before all of the job are there."""
 
@@ -90,15 +91,34 @@ class Collector:
         self._timeline = Timeline(buffer, "collector")
 
     async def collect(self, first_step: int) -> None:
-        """All jobs from `first_step` to the end of the run."""
+        """All jobs from `first_step` to the end of the run. Raises `Superseded`."""
         async with self._fleet.watched():
+            work = asyncio.create_task(self._run_all(first_step))
+            watch = asyncio.create_task(self._until_superseded())
             try:
-                for job in jobs(self._config, first_step):
-                    await self._run(job)
-                await self._at_most(0)
+                await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+                await (work if work.done() else watch)
             finally:
-                for task in self._under_way:
+                for task in (work, watch, *self._under_way):
                     task.cancel()
+
+    async def _run_all(self, first_step: int) -> None:
+        for job in jobs(self._config, first_step):
+            await self._run(job)
+        await self._at_most(0)
+
+    async def _until_superseded(self) -> None:
+        """Whoever only waits, for weights or replicas that now come to another attempt, would never
+        be told."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                state = await abandonable(self._buffer.run_state)
+            except ServiceUnavailable as error:
+                log.warning("%s", error)
+                continue
+            if state.attempt > self._buffer.attempt:
+                raise Superseded(409, f"attempt {state.attempt} of the run has begun")
 
     async def _run(self, job: Job) -> None:
         version = self._config.rollout_version(job.step, job.kind)
