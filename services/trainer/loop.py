@@ -46,7 +46,7 @@ def train(config: RunConfig, around: Surroundings, ranks: Ranks) -> None:
     checkpointer = Checkpointer(around.buffer, around.store, scratch=around.scratch, ranks=ranks)
     reader = TrajectoryReader(around.store)
     timeline = Timeline(around.buffer, "trainer")
-    clock = Clock(timeline)
+    clock = Clock(timeline if ranks.speaks else None)
     updater, done = restore(config, around, ranks)
     for clock.step in range(done + 1, config.steps + 1):
         step = clock.step

@@ -48,7 +48,8 @@ def whole_weights(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 def train(ranks: Ranks, out: Path, steps: int) -> None:
-    # Updates of 4 and of 2 groups: of four ranks, some have nothing in the second.
+    # Updates of 4 and of 2 groups: of four ranks, some have nothing in the second. In the last step
+    # there is one group in all.
     settings = single.config("kl.reference=initial", "kl.coefficient=0.1")
     policy, reference = (shard(single.policy(seed), ranks) for seed in (0, 1))
     updater = Updater(settings, policy, ranks, reference)
@@ -59,8 +60,10 @@ def train(ranks: Ranks, out: Path, steps: int) -> None:
     ]
     found = []
     for step in range(1, steps + 1):
-        plan = make_plan(settings, step, members, ranks=ranks.size, width=policy.width)
-        batch = part_of(whole, plan.of_rank(ranks.rank))
+        trained = members if step < steps else members[2:3]
+        plan = make_plan(settings, step, trained, ranks=ranks.size, width=policy.width)
+        first = 0 if step < steps else 2
+        batch = part_of(whole, [first + place for place in plan.of_rank(ranks.rank)])
         found.append(updater.step(step, batch, plan, single.WINDOW, Clock()))
     weights = whole_weights(policy)
     if ranks.speaks:
