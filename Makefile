@@ -54,6 +54,7 @@ compare: $(STAMP) ## BAPO, GRPO and DAPO, 3 seeds each (an hour; QUICK=1: ten mi
 bench: $(STAMP) ## the benchmarks of benchmarks/
 	$(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.stack
+	$(BIN)/python -m benchmarks.logprobs
 	$(BIN)/python -m benchmarks.verifier
 	$(BIN)/python -m benchmarks.buffer
 	$(BIN)/python -m benchmarks.buffer_load

@@ -284,6 +284,9 @@ class CheckpointConfig(Section):
 class TrainerConfig(Section):
     processes: int = Field(1, ge=1)
     """Processes that a local run trains with, each holding a shard. In a cluster the job says."""
+    gradient_checkpointing: bool = False
+    """Keep a layer's input only, and compute the layer again on the way back: less memory, a
+    third more time, the same result."""
 
 
 class RunConfig(Section):

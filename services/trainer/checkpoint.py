@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -25,6 +26,7 @@ from torch.optim import Optimizer
 
 from services.buffer.client import BufferClient
 from services.buffer.wire import StoredVersion
+from services.common.errors import BapoError
 from services.common.objectstore import ObjectStore, files_of
 from services.trainer.policy import Policy
 from services.trainer.ranks import Ranks
@@ -115,7 +117,14 @@ def load_checkpoint(
         store.get_directory(stored.uri, stored.manifest_digest, directory)
         weights, optimizer_state = get_state_dict(policy.model, optimizer)
         state: dict[str, Any] = {"model": weights, "optimizer": optimizer_state, "step": 0}
-        load(state, checkpoint_id=str(directory))
+        try:
+            load(state, checkpoint_id=str(directory))
+        except (CheckpointException, RuntimeError, ValueError) as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise BapoError(
+                f"the checkpoint {stored.uri} does not fit the model: {reason}; is model.path the "
+                "one that the run was started with?"
+            ) from error
         set_state_dict(
             policy.model,
             optimizer,

@@ -23,7 +23,7 @@ from services.trainer.data import TrajectoryReader, group_cost, make_plan
 from services.trainer.policy import load_policy
 from services.trainer.publish import WeightPublisher
 from services.trainer.ranks import Ranks, joined, shares
-from services.trainer.shard import shard
+from services.trainer.shard import checkpoint_layers, shard
 from services.trainer.update import Clock, NonFiniteLoss, Updater, group_rows
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,10 @@ def make_publisher(config: RunConfig, around: Surroundings, ranks: Ranks) -> Wei
 
 def restore(config: RunConfig, around: Surroundings, ranks: Ranks) -> tuple[Updater, int]:
     """The model as of the last checkpoint, or the initial one, and the last step it has seen."""
-    policy = shard(load_policy(around.model_directory), ranks)
+    policy = load_policy(around.model_directory)
+    if config.trainer.gradient_checkpointing:
+        checkpoint_layers(policy)
+    policy = shard(policy, ranks)
     needs_reference = config.kl.coefficient > 0 and config.kl.reference == "initial"
     reference = shard(load_policy(around.model_directory), ranks) if needs_reference else None
     updater = Updater(config, policy, ranks, reference)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -38,12 +41,25 @@ def shard(policy: Policy, ranks: Ranks) -> Policy:
     return policy
 
 
+def checkpoint_layers(policy: Policy) -> Policy:
+    """Keeps the input of each layer only, and computes the rest again on the way back."""
+    names = _layer_names(policy.model)
+    apply_activation_checkpointing(
+        policy.model, check_fn=lambda module: type(module).__name__ in names
+    )
+    return policy
+
+
 def _layers(model: Any) -> list[Any]:
+    names = _layer_names(model)
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def _layer_names(model: Any) -> set[str]:
     names = set(model._no_split_modules or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    if not layers:
+    if not names:
         raise BapoError(
             f"{type(model).__name__} does not say what its layers are (_no_split_modules), so it "
-            "cannot be sharded; train it in one process"
+            "can neither be sharded nor checkpoint them; train it in one process without"
         )
-    return layers
+    return names

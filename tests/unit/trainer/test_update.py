@@ -21,6 +21,7 @@ from services.trainer import attention
 from services.trainer.data import Batch, Plan, collate, make_plan, microbatches
 from services.trainer.policy import Policy, response_logprobs
 from services.trainer.ranks import Ranks
+from services.trainer.shard import checkpoint_layers
 from services.trainer.update import Clock, NonFiniteLoss, Updater
 
 GROUPS, G, WINDOW = 6, 4, (0.25, 0.5)
@@ -147,6 +148,15 @@ def test_the_gradient_does_not_depend_on_the_microbatches(aggregation: str) -> N
 
 def test_the_same_step_gives_the_same_weights_bit_for_bit() -> None:
     assert torch.equal(trained(config(), batch()), trained(config(), batch()))
+
+
+def test_computing_layers_again_changes_nothing() -> None:
+    updater = updater_of(config())
+    checkpoint_layers(updater.policy)
+    names = updater.policy.model.state_dict().keys()
+    step(updater, 1, batch())
+    assert torch.equal(flat(updater.policy), trained(config(), batch()))
+    assert names == policy().model.state_dict().keys()
 
 
 def test_log_probs_are_those_of_a_plain_forward_pass_at_the_temperature() -> None:

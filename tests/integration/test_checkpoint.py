@@ -1,0 +1,99 @@
+"""Checkpoints: what was saved is restored bit for bit; what does not fit is refused with words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import AdamW, Optimizer
+
+from services.common.errors import BapoError
+from services.common.objectstore import ObjectStore, ObjectStoreError
+from services.local.stack import Endpoints
+from services.trainer.checkpoint import Checkpointer, load_checkpoint
+from services.trainer.policy import Policy
+from services.trainer.ranks import joined
+from tests.integration.driver import Driver, small_config
+from tests.micro import micro_model
+
+
+@pytest.fixture(scope="module")
+def driver(stack: Endpoints) -> Driver:
+    driver = Driver(stack, small_config("checkpoints"))
+    for step in range(1, 4):
+        driver.run_step(step)
+    return driver
+
+
+@pytest.fixture
+def checkpointer(driver: Driver, tmp_path: Path) -> Iterator[Checkpointer]:
+    with joined() as ranks:
+        store = ObjectStore(driver.stack.object_store)
+        yield Checkpointer(driver.client, store, scratch=tmp_path, ranks=ranks)
+
+
+def trained(seed: int = 0, **changes: Any) -> tuple[Policy, Optimizer]:
+    """A policy and an optimizer with moments, after one update of no meaning."""
+    policy = Policy(micro_model(seed=seed, **changes))
+    optimizer = AdamW(policy.parameters(), lr=1e-2)
+    _update(policy, optimizer)
+    return policy, optimizer
+
+
+def _update(policy: Policy, optimizer: Optimizer) -> None:
+    sum(parameter.square().sum() for parameter in policy.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def flat(policy: Policy) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in policy.parameters()])
+
+
+def test_training_goes_on_while_a_checkpoint_is_saved(
+    driver: Driver, checkpointer: Checkpointer, tmp_path: Path
+) -> None:
+    policy, optimizer = trained()
+    checkpointer.save(1, policy, optimizer)
+    _update(policy, optimizer)
+    after = flat(policy)
+    # Into the memory of the one before, which must have been sent.
+    checkpointer.save(2, policy, optimizer)
+    _update(policy, optimizer)
+    checkpointer.settle()
+    store = ObjectStore(driver.stack.object_store)
+    kept = {each.step: each for each in driver.client.checkpoints()}
+    other, other_optimizer = trained(seed=1)
+    stored = driver.client.latest_checkpoint()
+    assert stored is not None
+    assert stored.number == 2
+    load_checkpoint(stored, other, other_optimizer, store=store, scratch=tmp_path)
+    assert torch.equal(flat(other), after)
+    first = stored.model_copy(
+        update={"number": 1, "uri": kept[1].uri, "manifest_digest": kept[1].manifest_digest}
+    )
+    load_checkpoint(first, other, other_optimizer, store=store, scratch=tmp_path)
+    # The moments too: the same update gives the same weights.
+    _update(other, other_optimizer)
+    assert torch.equal(flat(other), after)
+
+
+def test_a_checkpoint_that_does_not_fit_or_is_damaged(
+    driver: Driver, checkpointer: Checkpointer, tmp_path: Path
+) -> None:
+    checkpointer.save(3, *trained())
+    checkpointer.settle()
+    store = ObjectStore(driver.stack.object_store)
+    stored = driver.client.latest_checkpoint()
+    assert stored is not None
+    for changes in ({"num_hidden_layers": 3}, {"vocab_size": 17}):
+        with pytest.raises(BapoError, match="does not fit the model"):
+            load_checkpoint(stored, *trained(**changes), store=store, scratch=tmp_path)
+    key = next(key for key in store.keys(f"{stored.uri}/") if key.endswith(".distcp"))
+    data = store._get(key)
+    store.put(key, data[:-1])
+    with pytest.raises(ObjectStoreError, match="do not have the digest"):
+        load_checkpoint(stored, *trained(), store=store, scratch=tmp_path)
