@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import parse_args, run
 
@@ -20,6 +21,8 @@ def main() -> None:
         _, failure = error.get_first_failure()
         # Of a process that a signal ended, as a shell says it.
         sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
 
 
 if __name__ == "__main__":

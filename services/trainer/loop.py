@@ -195,10 +195,11 @@ def attempt_of(buffer: BufferClient, ranks: Ranks) -> int:
 
 def main() -> None:
     from services.common.logs import configure_logs
-    from services.common.process import run_until_error
+    from services.common.process import end_with_parent, run_until_error
     from services.common.settings import ObjectStoreSettings, require
 
     configure_logs("trainer")
+    end_with_parent()  # torchrun, which may be killed without a chance to end its processes
 
     def start() -> None:
         # Ranks on one machine must not write over each other.
