@@ -172,7 +172,8 @@ class Replica:
 
     async def _load(self, stored: StoredVersion) -> None:
         started = time.monotonic()
-        if not self._cache.holds(stored):
+        # What failed shows its reason until it has worked.
+        if not self._cache.holds(stored) and self._state != "failing":
             self._say("downloading")
         with self._timeline.activity("fetch", stored.number):
             directory = await asyncio.to_thread(self._cache.fetch, stored)

@@ -390,7 +390,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _child(pid: int, name: str) -> int:
-    modules = {"trainer": "services.trainer.loop", "collector": "services.rollout.collector"}
+    modules = {"trainer": "services.trainer.", "collector": "services.rollout.collector"}
     for child in _children(pid):
         if modules[name] in Path(f"/proc/{child}/cmdline").read_text():
             return child
