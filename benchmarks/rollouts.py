@@ -53,7 +53,7 @@ from services.rollout.collector import JOBS_UNDER_WAY, Collector, Job, render
 from services.rollout.fleet import Fleet
 from services.rollout.vllm.api import VllmApi
 from services.rollout.wire import Sampling
-from services.trainer.export import model_files
+from services.trainer.export import model_files, write_files
 from services.trainer.publish import WeightPublisher
 from services.trainer.ranks import Ranks
 from services.verifier.client import VerifierClient
@@ -259,10 +259,7 @@ def sync(run: Run, *, repeats: int) -> dict[str, Any]:
     parts: dict[str, list[float]] = {"upload": [], "download": [], "load": [], "whole": []}
     store = ObjectStore(run.stack.object_store)
     files = run.scratch / "files"
-    files.mkdir()
-    for name, content in model_files(model, dict(model.state_dict()), run.model).items():
-        with content.open() as source:
-            (files / name).write_bytes(source.read(content.size))
+    write_files(model_files(model, dict(model.state_dict()), run.model), files)
     publisher = run.publisher()
     size = sum(path.stat().st_size for path in files.iterdir())
     for repeat in range(repeats):

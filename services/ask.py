@@ -16,7 +16,7 @@ from rich.table import Table
 from services.buffer import wire
 from services.buffer.client import BufferClient
 from services.common.errors import BapoError
-from services.local.stack import default_home, find_stack
+from services.local.stack import Endpoints, default_home, find_stack
 
 PATIENCE_S = 5.0
 """Somebody sits and waits for the answer."""
@@ -27,13 +27,16 @@ def service(run: str = "") -> BufferClient:
     url, token = os.environ.get("BAPO_BUFFER_URL"), os.environ.get("BAPO_TOKEN")
     if url and token:
         return BufferClient(url, token, run=run, give_up_s=PATIENCE_S)
+    endpoints = stack_here("name a service in BAPO_BUFFER_URL and its token in BAPO_TOKEN")
+    return BufferClient(endpoints.buffer_url, endpoints.token, run=run, give_up_s=PATIENCE_S)
+
+
+def stack_here(otherwise: str) -> Endpoints:
+    """The stack that runs here; an error says how to do without one."""
     endpoints = find_stack(default_home())
     if endpoints is None:
-        raise BapoError(
-            "no stack runs here; start it with `bapo stack up`, or name a service in "
-            "BAPO_BUFFER_URL and its token in BAPO_TOKEN"
-        )
-    return BufferClient(endpoints.buffer_url, endpoints.token, run=run, give_up_s=PATIENCE_S)
+        raise BapoError(f"no stack runs here; start it with `bapo stack up`, or {otherwise}")
+    return endpoints
 
 
 def runs(arguments: argparse.Namespace) -> None:

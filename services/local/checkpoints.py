@@ -12,13 +12,13 @@ from typing import Any
 from rich.console import Console
 
 from bapo_core.config import RunConfig
-from services.ask import service, show
+from services.ask import service, show, stack_here
 from services.buffer import wire
 from services.common.errors import BapoError
 from services.common.objectstore import ObjectStore
 from services.common.settings import ObjectStoreSettings
 from services.local.run import ensure_model
-from services.local.stack import default_home, find_stack
+from services.local.stack import default_home
 
 
 def checkpoints(arguments: argparse.Namespace) -> None:
@@ -46,12 +46,7 @@ def checkpoints(arguments: argparse.Namespace) -> None:
 def _store() -> ObjectStore:
     if os.environ.get("BAPO_S3_ENDPOINT"):
         return ObjectStore(ObjectStoreSettings.from_environment())
-    endpoints = find_stack(default_home())
-    if endpoints is None:
-        raise BapoError(
-            "no stack runs here; start it with `bapo stack up`, or set BAPO_S3_ENDPOINT"
-        )
-    return ObjectStore(endpoints.object_store)
+    return ObjectStore(stack_here("set BAPO_S3_ENDPOINT").object_store)
 
 
 def _fetch(checkpoint: wire.CheckpointView, directory: Path) -> None:
@@ -70,7 +65,7 @@ def _export(config: dict[str, Any], checkpoint: wire.CheckpointView, target: Pat
     """The model of a checkpoint as a Hugging Face directory."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    from services.trainer.export import model_files
+    from services.trainer.export import model_files, write_files
     from services.trainer.policy import load_policy
 
     if target.exists() and any(target.iterdir()):
@@ -81,9 +76,5 @@ def _export(config: dict[str, Any], checkpoint: wire.CheckpointView, target: Pat
         _fetch(checkpoint, Path(scratch))
         state = {"model": model.state_dict()}
         load(state, checkpoint_id=scratch, no_dist=True)
-    target.mkdir(parents=True, exist_ok=True)
-    for name, content in model_files(model, state["model"], source).items():
-        with content.open() as opened, (target / name).open("wb") as file:
-            while data := opened.read(1 << 24):
-                file.write(data)
+    write_files(model_files(model, state["model"], source), target)
     print(json.dumps({"step": checkpoint.step, "model": str(target)}))

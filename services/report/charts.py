@@ -197,7 +197,7 @@ def timeline(
         colours = dict(zip(ACTIVITIES, (*SERIES, "#a8554a", "#b9bec7"), strict=True))
         for kind, names in ACTIVITIES.items():
             bars = [
-                (row, start, max(end - start, 0.0))
+                (row, start, end - start)
                 for row, activities in enumerate(lanes.values())
                 for name, start, end in activities
                 if name in names

@@ -33,15 +33,6 @@ class Window:
     before they are there."""
     activities: Sequence[ActivityView]
 
-    @property
-    def idle_share(self) -> float:
-        return self.waited / self.seconds
-
-    @property
-    def unavoidable_share(self) -> float:
-        """Of the window, while its first rollouts are made."""
-        return self.first_rollouts / self.seconds
-
 
 def read_windows(buffer: BufferClient, config: RunConfig, last_step: int) -> list[Window]:
     """The last whole windows of a run that has come to `last_step`, but not the first of all,

@@ -30,6 +30,25 @@ class Sequences:
     """(n + 1,) int32"""
     longest: int
 
+    @classmethod
+    def of(cls, lengths: Tensor) -> Sequences:
+        """lengths: (n,)"""
+        starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        starts[1:] = lengths.cumsum(0)
+        return cls(starts, int(lengths.max()))
+
+    @cached_property
+    def row(self) -> Tensor:
+        """(tokens,) which sequence each token is of."""
+        lengths = self.starts.diff().long()
+        return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+
+    @cached_property
+    def position(self) -> Tensor:
+        """(tokens,) each token's place in its sequence."""
+        tokens = torch.arange(len(self.row), device=self.row.device)
+        return tokens - self.starts[:-1].long()[self.row]
+
     @cached_property
     def places(self) -> Tensor:
         """(n, longest) of each sequence's tokens, side by side; what is beyond its end is its
@@ -41,10 +60,7 @@ class Sequences:
     @cached_property
     def back(self) -> Tensor:
         """(tokens,) where each token is in the flattened `places`."""
-        lengths = self.starts.diff().long()
-        row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
-        column = torch.arange(len(row), device=row.device) - self.starts[:-1].long()[row]
-        return row * self.longest + column
+        return self.row * self.longest + self.position
 
 
 def packed_attention(
@@ -107,16 +123,16 @@ def _side_by_side(
     window: int | None,
 ) -> Tensor:
     """All (T, heads, D)."""
-    laid = tuple(each[sequences.places].transpose(1, 2) for each in (query, key, value))
+    query, key, value = (each[sequences.places].transpose(1, 2) for each in (query, key, value))
     mask = None
     if window is not None:
         distance = torch.arange(sequences.longest, device=query.device)
         distance = distance[:, None] - distance[None, :]
         mask = (distance >= 0) & (distance < window)
     mixed = scaled_dot_product_attention(
-        laid[0],
-        laid[1],
-        laid[2],
+        query,
+        key,
+        value,
         attn_mask=mask,
         is_causal=mask is None,
         scale=scaling,

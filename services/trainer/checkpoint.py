@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,12 @@ from services.buffer.client import BufferClient
 from services.buffer.wire import StoredVersion
 from services.common.errors import BapoError
 from services.common.objectstore import ObjectStore, files_of
+from services.trainer.background import Background
 from services.trainer.policy import Policy
 from services.trainer.ranks import Ranks
 
 
-class Checkpointer:
+class Checkpointer(Background):
     """Saves one checkpoint at a time; a failure is raised by the next call."""
 
     def __init__(
@@ -42,8 +43,7 @@ class Checkpointer:
         # Of its own, because the default group is used meanwhile.
         group = dist.new_group(backend="gloo")
         self._group, self._ranks = group, Ranks(ranks.rank, ranks.size, group)
-        self._saver = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._saving: Future[None] | None = None
+        super().__init__("checkpoint")
         self._copy: Any = None
         """Kept from one to the next: memory that is new each time is slow to fill."""
 
@@ -52,17 +52,7 @@ class Checkpointer:
         self.settle()
         weights, optimizer_state = get_state_dict(policy.model, optimizer)
         self._copy = _copied({"model": weights, "optimizer": optimizer_state}, self._copy)
-        self._saving = self._saver.submit(self._write, step)
-
-    def check(self) -> None:
-        """Raises what has gone wrong in the background."""
-        if self._saving is not None and self._saving.done():
-            self._saving.result()
-
-    def settle(self) -> None:
-        """Returns when everything is saved; raises what has gone wrong."""
-        if self._saving is not None:
-            self._saving.result()
+        self.begin(partial(self._write, step))
 
     def _write(self, step: int) -> None:
         prefix = f"runs/{self._buffer.run}/checkpoints/step-{step}"
@@ -116,7 +106,7 @@ def load_checkpoint(
     try:
         store.get_directory(stored.uri, stored.manifest_digest, directory)
         weights, optimizer_state = get_state_dict(policy.model, optimizer)
-        state: dict[str, Any] = {"model": weights, "optimizer": optimizer_state, "step": 0}
+        state: dict[str, Any] = {"model": weights, "optimizer": optimizer_state}
         try:
             load(state, checkpoint_id=str(directory))
         except (CheckpointException, RuntimeError, ValueError) as error:

@@ -200,7 +200,7 @@ class Packed:
 PADDING = Packed(
     tokens=torch.zeros(1, 2, dtype=torch.long),
     positions=torch.arange(2)[None],
-    sequences=Sequences(torch.tensor([0, 2], dtype=torch.int32), 2),
+    sequences=Sequences.of(torch.tensor([2])),
     predicted_at=torch.zeros(1, dtype=torch.long),
     targets=torch.zeros(1, dtype=torch.long),
 )
@@ -209,18 +209,15 @@ PADDING = Packed(
 
 def pack(batch: Batch, rows: Tensor) -> Packed:
     """These rows without their padding; response tokens in the order of `batch.mask[rows]`."""
-    lengths = batch.lengths[rows]
-    starts = torch.zeros(len(rows) + 1, dtype=torch.int32)
-    starts[1:] = lengths.cumsum(0)
-    row = torch.repeat_interleave(torch.arange(len(rows)), lengths)
-    positions = torch.arange(len(row)) - starts[:-1].long()[row]
-    tokens = batch.tokens[rows[row], positions]
+    sequences = Sequences.of(batch.lengths[rows])
+    tokens = batch.tokens[rows[sequences.row], sequences.position]
     response, column = torch.nonzero(batch.mask[rows], as_tuple=True)
-    places = starts[:-1].long()[response] + batch.prompt_lengths[rows][response] + column
+    begins = sequences.starts[:-1].long() + batch.prompt_lengths[rows]
+    places = begins[response] + column
     return Packed(
         tokens=tokens[None],
-        positions=positions[None],
-        sequences=Sequences(starts, int(lengths.max())),
+        positions=sequences.position[None],
+        sequences=sequences,
         predicted_at=places - 1,
         targets=tokens[places],
     )

@@ -24,6 +24,7 @@ INDEX = "model.safetensors.index.json"
 DESCRIPTIONS = (".json", ".jinja", ".model", ".txt")
 """Files of a model directory that say what the weights mean."""
 
+_PIECE = 1 << 24
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -57,6 +58,15 @@ def model_files(model: nn.Module, weights: dict[str, Tensor], source: Path) -> d
         if path.suffix in DESCRIPTIONS and not path.name.endswith(".index.json"):
             files[path.name] = BytesContent(path.read_bytes())
     return files | _configuration(model, dtype)
+
+
+def write_files(files: Mapping[str, Content], directory: Path) -> None:
+    """The directory on disk; a piece of a file at a time is in memory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        with content.open() as source, (directory / name).open("wb") as file:
+            while data := source.read(_PIECE):
+                file.write(data)
 
 
 def _as_saved(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -77,12 +77,7 @@ def next_batch(
     step: int, around: Surroundings, ranks: Ranks, publisher: WeightPublisher
 ) -> BatchManifest:
     """Waits for the step's groups; rank 0 asks."""
-    manifest = None
-    if ranks.speaks:
-        manifest = around.buffer.batch(step, meanwhile=publisher.check)
-    manifest = ranks.shared(manifest)
-    assert manifest is not None
-    return manifest
+    return ranks.shared(lambda: around.buffer.batch(step, meanwhile=publisher.check))
 
 
 def make_publisher(config: RunConfig, around: Surroundings, ranks: Ranks) -> WeightPublisher:
@@ -106,7 +101,7 @@ def restore(config: RunConfig, around: Surroundings, ranks: Ranks) -> tuple[Upda
     reference = shard(load_policy(around.model_directory), ranks) if needs_reference else None
     updater = Updater(config, policy, ranks, reference)
     done, stored = ranks.shared(
-        (around.buffer.run_state().current_step, around.buffer.latest_checkpoint())
+        lambda: (around.buffer.run_state().current_step, around.buffer.latest_checkpoint())
     )
     if stored is None and done == 0:
         return updater, 0
@@ -190,7 +185,7 @@ def attempt_of(buffer: BufferClient, ranks: Ranks) -> int:
     given = os.environ.get("BAPO_ATTEMPT")
     if given is not None:
         return int(given)
-    return ranks.shared(buffer.begin_attempt().attempt if ranks.speaks else 0)
+    return ranks.shared(lambda: buffer.begin_attempt().attempt)
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,13 +19,14 @@ from torch.distributed.tensor import DTensor
 from services.buffer.client import BufferClient
 from services.common.errors import ServiceError
 from services.common.objectstore import ObjectStore
+from services.trainer.background import Background
 from services.trainer.export import model_files
 from services.trainer.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
 
-class WeightPublisher:
+class WeightPublisher(Background):
     """Sends one version at a time; a failure is raised by the next call."""
 
     def __init__(
@@ -40,8 +41,7 @@ class WeightPublisher:
         """`source` has the tokenizer and the configuration; `dtype` None keeps the model's."""
         self._buffer, self._store = buffer, store
         self._source, self._dtype, self._ranks = source, dtype, ranks
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="publish")
-        self._sending: Future[None] | None = None
+        super().__init__("publish")
         self._copies: dict[str, Tensor] = {}
         """Kept from version to version: memory that is new each time is slow to fill."""
 
@@ -51,11 +51,11 @@ class WeightPublisher:
         Every rank calls it and gives its shards; rank 0 sends.
         """
         self.settle()
-        if self._ranks.shared(self._ranks.speaks and self._published(version)):
+        if self._ranks.shared(lambda: self._published(version)):
             return
         copied = self._copy(model)
         if self._ranks.speaks:
-            self._sending = self._sender.submit(self._send, version, model, copied)
+            self.begin(partial(self._send, version, model, copied))
 
     def _copy(self, model: nn.Module) -> dict[str, Tensor]:
         """On the CPU, where training does not change it. What is tied stays one tensor.
@@ -78,16 +78,6 @@ class WeightPublisher:
             floating = self._dtype if tensor.is_floating_point() else None
             self._copies[name] = torch.empty_like(tensor, device="cpu", dtype=floating)
         self._copies[name].copy_(tensor)
-
-    def check(self) -> None:
-        """Raises what has gone wrong in the background."""
-        if self._sending is not None and self._sending.done():
-            self._sending.result()
-
-    def settle(self) -> None:
-        """Returns when everything is published; raises what has gone wrong."""
-        if self._sending is not None:
-            self._sending.result()
 
     def _published(self, version: int) -> bool:
         try:

@@ -7,10 +7,10 @@ order.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -48,13 +48,14 @@ class Ranks:
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return int(found)
 
-    def shared(self, value: Value) -> Value:
-        """What rank 0 gives; what the others give is not looked at."""
+    def shared(self, ask: Callable[[], Value]) -> Value:
+        """What rank 0 finds out; the others do not ask."""
         if self.size == 1:
-            return value
-        box = [value]
+            return ask()
+        box = [ask() if self.speaks else None]
         dist.broadcast_object_list(box, group=self.group)
-        return box[0]
+        found: Any = box[0]
+        return found  # type: ignore[no-any-return]
 
     def gathered(self, value: Value) -> list[Value]:
         """What every rank gives, by rank; for rank 0 alone, the others get nothing."""

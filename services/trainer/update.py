@@ -230,11 +230,7 @@ class Updater:
                 totals[name] += value
         totals = self.ranks.summed(totals)
         totals["gradient_norm"] = self._clip_gradient()
-        try:
-            self._check_finite(totals)
-        except NonFiniteLoss as error:
-            error.evidence = {"totals": totals, "rows": rows, "batch": batch, "targets": targets}
-            raise
+        self._check_finite(totals, {"rows": rows, "batch": batch, "targets": targets})
         self.optimizer.step()
         return totals
 
@@ -298,12 +294,13 @@ class Updater:
             group["lr"] = settings.learning_rate * warm
 
     @staticmethod
-    def _check_finite(totals: dict[str, float]) -> None:
+    def _check_finite(totals: dict[str, float], evidence: dict[str, Any]) -> None:
         wrong = [name for name, value in totals.items() if not torch.isfinite(torch.tensor(value))]
         if wrong:
             raise NonFiniteLoss(
                 f"{' and '.join(wrong)} not finite: stopped before the optimizer step; lower "
-                "optimizer.learning_rate, then continue with `bapo run --resume`"
+                "optimizer.learning_rate, then continue with `bapo run --resume`",
+                {"totals": totals, **evidence},
             )
 
     # -- diagnosis

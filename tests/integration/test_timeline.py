@@ -52,8 +52,8 @@ def test_the_trainers_idle_share_by_window(driver: Driver) -> None:
     assert [window.steps for window in windows] == [range(4, 8)]
     (window,) = windows
     assert window.seconds == pytest.approx(40.0, abs=0.05)
-    assert window.idle_share == pytest.approx((3 + 1 + 1 + 1) / 40, abs=0.01)
-    assert window.unavoidable_share == pytest.approx(2.4 / 40, abs=0.01)
+    assert window.waited / window.seconds == pytest.approx((3 + 1 + 1 + 1) / 40, abs=0.01)
+    assert window.first_rollouts / window.seconds == pytest.approx(2.4 / 40, abs=0.01)
     lanes = lanes_of(windows)
     assert list(lanes) == ["trainer", "collector", "collector (2)", "engine-0"]
     assert len(lanes["trainer"]) in (9, 10)  # two of them only touch the window's edges
