@@ -15,7 +15,7 @@ help: ## list the targets
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --progress-bar off -c constraints.txt "torch==2.13.0"
-	$(BIN)/pip install --quiet --progress-bar off -c constraints.txt -e ".[local,dev]"
+	$(BIN)/pip install --quiet --progress-bar off -c constraints.txt -e ".[local,pipelines,dev]"
 	touch $@
 
 install: $(STAMP) ## create .venv and install from pinned constraints

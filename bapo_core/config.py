@@ -41,7 +41,8 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     path: str = "tiny"
-    """A Hugging Face model directory, or `tiny`: the built-in small model, built on first use."""
+    """A Hugging Face model directory; `hf://organisation/name`, fetched from the hub; or `tiny`: the
+    built-in small model, built on first use."""
 
 
 class TaskConfig(Section):
@@ -487,25 +488,27 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
 
     Raises `ConfigError` with one line that says what, where and what to do.
     """
-    given: dict[str, Any] = {}
-    where = "config"
-    if path is not None:
-        where = str(path)
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "not UTF-8 text"
-            raise ConfigError(f"{path}: cannot be read: {reason}") from error
-        try:
-            loaded = yaml.safe_load(text)
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None)
-            line = f" at line {mark.line + 1}" if mark is not None else ""
-            raise ConfigError(f"{path}: not valid YAML{line}; check the indentation") from error
-        if loaded is not None and not isinstance(loaded, dict):
-            raise ConfigError(f"{path}: must hold keys and values, not a {type(loaded).__name__}")
-        given = loaded or {}
-    return config_from(merge(given, parse_overrides(overrides)), where=where)
+    if path is None:
+        return parse_config("", overrides)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigError(f"{path}: cannot be read: {reason}") from error
+    return parse_config(text, overrides, where=str(path))
+
+
+def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "config") -> RunConfig:
+    """As `load_config`, of YAML at hand."""
+    try:
+        loaded = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" at line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{where}: not valid YAML{line}; check the indentation") from error
+    if loaded is not None and not isinstance(loaded, dict):
+        raise ConfigError(f"{where}: must hold keys and values, not a {type(loaded).__name__}")
+    return config_from(merge(loaded or {}, parse_overrides(overrides)), where=where)
 
 
 def config_from(given: Mapping[str, Any], *, where: str = "config") -> RunConfig:

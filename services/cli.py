@@ -27,6 +27,7 @@ Off-policy reinforcement learning from verifiable rewards (BAPO, arXiv 2602.2072
   bapo stack up                                  keep Postgres, S3 and the REST API running
   bapo prompts countdown --order hardest         what the run knows of its prompts
   bapo prompt countdown UID --step 40            why a prompt was, or was not, trained at step 40
+  bapo pipeline run-local examples/countdown.yaml    the Kubeflow pipeline, on this machine
 """
 
 
@@ -79,8 +80,9 @@ def _fail(message: str, status: int = 1) -> None:
 def _run(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
+    from services.common.process import stop_on_signals
     from services.local.run import LocalRun, create, ensure_model, execute, next_free_name
-    from services.local.stack import any_stack, default_home, stop_on_signals
+    from services.local.stack import any_stack, default_home
 
     stop_on_signals()
     console = Console()
@@ -215,8 +217,9 @@ def _report(arguments: argparse.Namespace) -> None:
 def _compare(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
+    from services.common.process import stop_on_signals
     from services.local.compare import compare
-    from services.local.stack import default_home, stop_on_signals
+    from services.local.stack import default_home
 
     stop_on_signals()
     config = _config(arguments)
@@ -323,6 +326,7 @@ def _parser() -> argparse.ArgumentParser:
     _configurable(_command(config, "check", _config_check, "say what is wrong with it, or slow"))
 
     _questions(commands)
+    _pipeline(commands)
 
     stack = _group(commands, "stack", "Postgres, S3, buffer service and verifier, kept running")
     _with_port(_command(stack, "up", _stack_up, "start it; it stays until `bapo stack down`"))
@@ -389,6 +393,74 @@ def _questions(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
     gc = _asking(_command(commands, "gc", _ask("gc"), "delete objects that no row points to"))
     gc.add_argument("--dry-run", action="store_true", help="only list them")
+
+
+def _pipeline(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """The Kubeflow pipeline; `pipelines/commands.py` has what they do."""
+    pipeline = _group(commands, "pipeline", "the Kubeflow pipeline: compile, submit, try it here")
+
+    compiling = _command(
+        pipeline, "compile", _of_pipeline("compile_pipeline"), "write it as Kubeflow takes it"
+    )
+    compiling.add_argument("--output", type=Path, default=COMPILED, help="(default: %(default)s)")
+    for image in ("service", "trainer"):
+        compiling.add_argument(
+            f"--{image}-image",
+            metavar="IMAGE",
+            dest=image,
+            default=f"bapo/{image}:{VERSION}",
+            help="where you have pushed it (default: %(default)s)",
+        )
+
+    submitting = _command(pipeline, "submit", _of_pipeline("submit"), "start it on a Kubeflow")
+    _with_parameters(submitting)
+    submitting.add_argument("--host", help="of the KFP API (default: as `kfp` finds it)")
+    submitting.add_argument("--namespace", help="the Kubeflow profile to run in")
+    submitting.add_argument("--experiment", default="bapo", help="(default: %(default)s)")
+    submitting.add_argument("--package", type=Path, default=COMPILED, help="(default: %(default)s)")
+
+    running = _command(
+        pipeline,
+        "run-local",
+        _of_pipeline("run_local"),
+        "run it on this machine: real services, rollouts and torchrun, no cluster",
+    )
+    _with_parameters(running)
+    running.add_argument("--replicas", type=int, default=1, help="of the rollouts (default: 1)")
+    running.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/pipeline"),
+        help="for what the steps write (default: %(default)s)",
+    )
+
+    reaping = _command(pipeline, "reap", _of_pipeline("reap"), "list jobs whose run is not at work")
+    reaping.add_argument("--namespace", default="default", help="(default: %(default)s)")
+    reaping.add_argument("--delete", action="store_true", help="remove them")
+
+
+VERSION = "0.1.0"
+COMPILED = Path("pipelines/bapo_pipeline.yaml")
+
+
+def _of_pipeline(name: str) -> Callable[[argparse.Namespace], None]:
+    def command(arguments: argparse.Namespace) -> None:
+        from pipelines import commands
+
+        getattr(commands, name)(arguments)
+
+    return command
+
+
+def _with_parameters(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", help="a YAML file (see examples/)")
+    parser.add_argument(
+        "parameters",
+        nargs="*",
+        metavar="parameter=value",
+        help="of the pipeline, for example run=mine steps_per_segment=20; others are keys of the "
+        "configuration, for example rollout.group_size=16",
+    )
 
 
 TRENDS = ("improving", "worsening", "steady", "forgotten", "never_solved")

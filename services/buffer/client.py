@@ -65,12 +65,13 @@ class BufferClient:
     def create_run(self, request: wire.RunCreate) -> wire.RunState:
         return self._ask(wire.RunState, "POST", "/v1/runs", json=request.model_dump())
 
-    def runs(self) -> list[wire.RunState]:
-        """All runs, the newest first."""
+    def runs(self, status: wire.Status | None = None) -> list[wire.RunState]:
+        """All runs, or those of a status, the newest first."""
         found: list[wire.RunState] = []
         cursor: str | None = None
         while True:
-            params = {"limit": 1000} | ({} if cursor is None else {"cursor": cursor})
+            given = {"limit": 1000, "cursor": cursor, "status": status}
+            params = {name: value for name, value in given.items() if value is not None}
             page = self._ask(wire.Page[wire.RunState], "GET", "/v1/runs", params=params)
             found += page.items
             if (cursor := page.next) is None:

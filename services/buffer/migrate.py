@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import time
 from pathlib import Path
 
 from alembic import command
@@ -9,8 +12,16 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine
+from sqlalchemy.exc import OperationalError
 
 from services.common.errors import BapoError
+from services.common.logs import configure_logs
+from services.common.process import run_until_error
+from services.common.settings import require
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 2.0
 
 
 def alembic_config(database_url: str) -> Config:
@@ -47,3 +58,44 @@ def _refuse_newer(database_url: str) -> None:
             f"version of bapo knows none after {script.get_current_head()}: a newer one has "
             "migrated it. Run that version, or restore a backup from before"
         )
+
+
+def await_database(database_url: str, seconds: float) -> None:
+    """Returns once the database accepts us; `BapoError` if it has not within `seconds`."""
+    engine = create_engine(database_url, connect_args={"connect_timeout": 5})
+    deadline = time.monotonic() + seconds
+    try:
+        while True:
+            try:
+                engine.connect().close()
+                return
+            except OperationalError as error:
+                reason = str(error.orig).strip().splitlines()[0]
+                if time.monotonic() > deadline:
+                    raise BapoError(
+                        f"the database at {engine.url.render_as_string(hide_password=True)} did "
+                        f"not accept us within {seconds:.0f} s: {reason}; check the address, the "
+                        "credentials, and that the network lets us through"
+                    ) from error
+                log.info("waiting for the database: %s", reason)
+                time.sleep(LOOK_EVERY_S)
+    finally:
+        engine.dispose()
+
+
+def main() -> None:
+    """`python -m services.buffer.migrate`: waits for the database (`BAPO_MIGRATE_WITHIN_S`, 120
+    seconds) and brings it to the current schema."""
+    configure_logs("migrate")
+
+    def work() -> None:
+        database_url = require("BAPO_DATABASE_URL")
+        await_database(database_url, float(os.environ.get("BAPO_MIGRATE_WITHIN_S", "120")))
+        upgrade(database_url)
+        log.info("the schema is current")
+
+    run_until_error(work)
+
+
+if __name__ == "__main__":
+    main()

@@ -353,14 +353,23 @@ class ObjectStore:
         self.put(f"{prefix}/{MANIFEST}", manifest)
         return digest_of(manifest)
 
-    def get_directory(self, prefix: str, digest: str, directory: Path) -> None:
-        """Fetches what `put_files` stored into `directory`, checking every digest."""
+    def get_directory(
+        self,
+        prefix: str,
+        digest: str,
+        directory: Path,
+        *,
+        wanted: Callable[[str], bool] = lambda _: True,
+    ) -> None:
+        """Fetches what `put_files` stored into `directory`, or those of its names that are
+        `wanted`, checking every digest."""
         directory.mkdir(parents=True, exist_ok=True)
         files = json.loads(self.get(f"{prefix}/{MANIFEST}", digest))["files"]
         with ThreadPoolExecutor(TRANSFERS) as pool:
             fetched = [
                 pool.submit(self.get_file, f"{prefix}/{name}", file_digest, directory / name)
                 for name, file_digest in files.items()
+                if wanted(name)
             ]
             for each in fetched:
                 each.result()

@@ -45,3 +45,16 @@ def run_until_error(work: Callable[[], None]) -> None:
     except Exception as error:
         log.exception("%s: %s", type(error).__name__, error)
         sys.exit(EXIT_AGAIN)
+
+
+def stop_on_signals() -> None:
+    """SIGTERM and SIGHUP unwind the process as Ctrl-C does, so that it stops what it started."""
+
+    def stop(number: int, _: object) -> None:
+        # A second signal must not interrupt the stopping.
+        for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(each, stop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -19,10 +20,13 @@ from bapo_core.config import RunConfig
 from services.buffer import wire
 from services.buffer.client import BufferClient
 from services.common.errors import BapoError, ServiceError
+from services.common.objectstore import ObjectStore
+from services.common.settings import ObjectStoreSettings
 from services.local.data import load_datasets
 from services.local.progress import RunDisplay
-from services.local.stack import Endpoints
+from services.local.stack import Endpoints, find_stack
 from services.local.supervisor import Supervisor, free_ports
+from services.model.stored import HUB, SCHEME, fetch_from_hub, fetch_model
 from services.report.summary import RunHistory, read_history, summarise
 
 POLL_S = 0.5
@@ -193,13 +197,18 @@ def write_outputs(run: LocalRun, history: RunHistory, wall_seconds: float | None
 
 
 def ensure_model(config: RunConfig, home: Path, console: Console) -> Path:
-    """The directory of the initial model; builds the tiny one on first use."""
-    if config.model.path != "tiny":
-        directory = Path(config.model.path)
+    """The directory of the initial model; builds the tiny one on first use, fetches another."""
+    path = config.model.path
+    if path.startswith((SCHEME, HUB)):
+        place = home / "models" / hashlib.sha256(path.encode()).hexdigest()[:16]
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return fetch_from_hub(path, place) if path.startswith(HUB) else _fetched(path, home, place)
+    if path != "tiny":
+        directory = Path(path)
         if not (directory / "config.json").is_file():
             raise BapoError(
                 f"model.path {directory} is not a model directory: it has no config.json; give a "
-                "Hugging Face directory, or `tiny`"
+                "Hugging Face directory, hf://organisation/name, or `tiny`"
             )
         return directory.resolve()
     from services.model.tiny import build_tiny_model
@@ -220,6 +229,13 @@ def ensure_model(config: RunConfig, home: Path, console: Console) -> Path:
 
             build_tiny_model(directory, seed=0, progress=show)
     return directory
+
+
+def _fetched(path: str, home: Path, place: Path) -> Path:
+    """A model of the object store of the stack that runs."""
+    endpoints = find_stack(home)
+    store = ObjectStoreSettings.from_environment() if endpoints is None else endpoints.object_store
+    return fetch_model(path, ObjectStore(store), place)
 
 
 def next_free_name(client: BufferClient, name: str) -> str:

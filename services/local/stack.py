@@ -26,6 +26,7 @@ import httpx
 
 from services.common.errors import BapoError
 from services.common.objectstore import ObjectStore, ObjectStoreError
+from services.common.process import stop_on_signals
 from services.common.settings import ObjectStoreSettings
 from services.local.supervisor import Supervisor, as_user, check_port_free, free_ports
 
@@ -364,19 +365,6 @@ def main() -> None:
                 signal.pause()
     except BapoError as error:
         sys.exit(f"error: {error}")
-
-
-def stop_on_signals() -> None:
-    """SIGTERM and SIGHUP unwind the process as Ctrl-C does, so that it stops what it started."""
-
-    def stop(number: int, _: object) -> None:
-        # A second signal must not interrupt the stopping.
-        for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            signal.signal(each, signal.SIG_IGN)
-        raise SystemExit(128 + number)
-
-    for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(each, stop)
 
 
 if __name__ == "__main__":

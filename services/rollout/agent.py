@@ -6,6 +6,7 @@
 | `BAPO_ADVERTISE` | `http://<BAPO_HOST>:<BAPO_PORT>` | where collectors reach it |
 | `BAPO_SCRATCH` | (needed) | a directory for the weights: room for three versions |
 | `BAPO_VLLM_PYTHON` | `.venv-vllm`'s | the interpreter of the environment that has vLLM |
+| `BAPO_VLLM_ARGS` | none | more of vLLM's arguments, for the machine: `--tensor-parallel-size 2` |
 
 What generates, and how, is in the run's configuration (`rollout`).
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import shlex
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -147,7 +149,11 @@ def make_host(config: RunConfig, scratch: Path) -> EngineHost:
             longest_sequence=rollout.max_prompt_tokens + rollout.max_response_tokens,
             dtype=default_dtype if rollout.dtype == "auto" else rollout.dtype,
             log=scratch / "vllm.log",
-            arguments=[*(CPU_ARGUMENTS if on_cpu else []), *rollout.vllm_args],
+            arguments=[
+                *(CPU_ARGUMENTS if on_cpu else []),
+                *shlex.split(os.environ.get("BAPO_VLLM_ARGS", "")),
+                *rollout.vllm_args,
+            ],
         )
     )
 

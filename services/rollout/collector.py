@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bapo_core.config import RunConfig
@@ -23,7 +24,10 @@ from services.buffer.client import LONG_POLL_S, BufferClient
 from services.buffer.timeline import Timeline
 from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
 from services.common.errors import BapoError, ServiceError, ServiceUnavailable, Superseded
+from services.common.objectstore import ObjectStore
+from services.common.settings import ObjectStoreSettings, require
 from services.common.threads import abandonable
+from services.model.stored import fetch_model, model_on_disk
 from services.rollout.fleet import Fleet
 from services.rollout.wire import GeneratedGroup, GenerateRequest, PromptRequest
 from services.verifier.client import VerifierClient
@@ -282,6 +286,16 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -
     return list(rendered)
 
 
+def tokenizer_directory(path: str) -> Path:
+    """Of the run's initial model, whose weights are not needed here."""
+    found = model_on_disk(path)
+    if found is not None:
+        return found
+    store = ObjectStore(ObjectStoreSettings.from_environment())
+    place = Path(require("BAPO_SCRATCH")) / "model"
+    return fetch_model(path, store, place, weights=False)
+
+
 def until_begun(buffer: BufferClient) -> wire.RunState:
     """The run, once a trainer has begun an attempt."""
     while (state := buffer.run_state()).attempt == 0:
@@ -294,7 +308,6 @@ def main() -> None:
 
     from services.common.logs import configure_logs
     from services.common.process import run_until_error
-    from services.common.settings import require
 
     configure_logs("collector")
 
@@ -317,12 +330,13 @@ def main() -> None:
 
     def make(state: wire.RunState, buffer: BufferClient) -> Collector:
         token = require("BAPO_TOKEN")
+        config = RunConfig.model_validate(state.config)
         return Collector(
-            RunConfig.model_validate(state.config),
+            config,
             buffer,
             Fleet(buffer, token),
             VerifierClient(require("BAPO_VERIFIER_URL"), token),
-            AutoTokenizer.from_pretrained(require("BAPO_MODEL")),
+            AutoTokenizer.from_pretrained(tokenizer_directory(config.model.path)),
         )
 
     run_until_error(collect)

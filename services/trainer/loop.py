@@ -18,6 +18,8 @@ from services.buffer.trajectories import encode_proximal
 from services.buffer.wire import BatchManifest
 from services.common.errors import BapoError
 from services.common.objectstore import ObjectStore
+from services.common.settings import require
+from services.model.stored import fetch_model, model_on_disk
 from services.trainer.checkpoint import Checkpointer, load_checkpoint
 from services.trainer.data import TrajectoryReader, group_cost, make_plan
 from services.trainer.policy import load_policy
@@ -179,6 +181,18 @@ def staleness_metrics(schedule: SyncSchedule, manifest: BatchManifest) -> dict[s
     return {"staleness_mean": mean, "staleness_max": float(max(ages, default=0))}
 
 
+def initial_model(path: str, store: ObjectStore, ranks: Ranks) -> Path:
+    """The directory of the initial model; fetched once on each machine if it is a stored one."""
+    found = model_on_disk(path)
+    if found is not None:
+        return found
+    place = Path(require("BAPO_SCRATCH")) / "model"
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        fetch_model(path, store, place)
+    ranks.largest(0)  # nobody reads it before it is whole
+    return place
+
+
 def attempt_of(buffer: BufferClient, ranks: Ranks) -> int:
     """The attempt that somebody has begun for us (`BAPO_ATTEMPT`), or one of our own: it takes the
     run back to its last checkpoint, and collectors follow."""
@@ -191,7 +205,7 @@ def attempt_of(buffer: BufferClient, ranks: Ranks) -> int:
 def main() -> None:
     from services.common.logs import configure_logs
     from services.common.process import end_with_parent, run_until_error
-    from services.common.settings import ObjectStoreSettings, require
+    from services.common.settings import ObjectStoreSettings
 
     configure_logs("trainer")
     end_with_parent()  # torchrun, which may be killed without a chance to end its processes
@@ -207,8 +221,8 @@ def main() -> None:
             buffer.attempt = attempt_of(buffer, ranks)
             config = RunConfig.model_validate(buffer.run_state().config)
             store = ObjectStore(ObjectStoreSettings.from_environment())
-            around = Surroundings(buffer, store, Path(require("BAPO_MODEL")), scratch)
-            train(config, around, ranks)
+            model = initial_model(config.model.path, store, ranks)
+            train(config, Surroundings(buffer, store, model, scratch), ranks)
 
     run_until_error(start)
 

@@ -1,0 +1,184 @@
+"""`bapo pipeline`: compiles, submits and runs the pipeline; lists and removes what one has left."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bapo_core.config import parse_config
+from pipelines.bapo_pipeline import COUNTDOWN, SERVICE_IMAGE, TRAINER_IMAGE, bapo_pipeline
+from pipelines.steps import JOBS_HERE, Surroundings, lost_jobs, read_config
+from services.common.errors import BapoError
+from services.common.process import stop_on_signals
+from services.local.stack import Endpoints, any_stack, default_home
+from services.local.supervisor import Supervisor, free_ports
+
+RELEASE = "bapo"
+
+
+def parameters_of(config: str | None, given: Sequence[str]) -> dict[str, Any]:
+    """The pipeline's arguments: its own parameters, a file as `config`, and what is left as
+    `overrides`. Raises `BapoError` or `ConfigError`: here, and not in a pod."""
+    if config is not None and "=" in config:
+        given, config = [config, *given], None
+    own, overrides = _own_parameters(given)
+    if config is not None:
+        own["config"] = read_text(config)
+        own = {"run": parse_config(own["config"], where=config).name} | own
+    if overrides:
+        own["overrides"] = "\n".join(overrides)
+    read_config(own.get("config", COUNTDOWN), own.get("overrides", ""), own.get("run", "countdown"))
+    return own
+
+
+def read_text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise BapoError(f"{path}: cannot be read: {reason}") from error
+
+
+def _own_parameters(given: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """(the pipeline's parameters, what else there is)."""
+    known = bapo_pipeline.component_spec.inputs or {}
+    own: dict[str, Any] = {}
+    others = []
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not equals:
+            raise BapoError(f"{each!r}: give parameter=value")
+        if name not in known:
+            others.append(each)
+        elif known[name].type != "Integer":
+            own[name] = value
+        elif value.isdecimal():
+            own[name] = int(value)
+        else:
+            raise BapoError(f"{name}={value}: give a whole number")
+    return own, others
+
+
+def compile_pipeline(arguments: argparse.Namespace) -> None:
+    from kfp import compiler
+
+    compiler.Compiler().compile(bapo_pipeline, str(arguments.output))
+    text = arguments.output.read_text()
+    for image, otherwise in (("service", SERVICE_IMAGE), ("trainer", TRAINER_IMAGE)):
+        text = text.replace(f"image: {otherwise}\n", f"image: {getattr(arguments, image)}\n")
+    arguments.output.write_text(text)
+    print(arguments.output)
+
+
+def submit(arguments: argparse.Namespace) -> None:
+    from kfp import Client
+    from kfp_server_api.exceptions import ApiException
+    from urllib3.exceptions import HTTPError
+
+    values = parameters_of(arguments.config, arguments.parameters)
+    try:
+        run = Client(
+            host=arguments.host, namespace=arguments.namespace
+        ).create_run_from_pipeline_package(
+            str(arguments.package),
+            arguments=values,
+            run_name=f"bapo {values.get('run', 'countdown')}",
+            experiment_name=arguments.experiment,
+            namespace=arguments.namespace,
+            enable_caching=False,
+        )
+    except (ApiException, HTTPError) as error:
+        raise BapoError(
+            f"Kubeflow Pipelines did not take the run: {error}; give --host, or forward its port: "
+            "kubectl port-forward -n kubeflow svc/ml-pipeline-ui 8080:80"
+        ) from error
+    print(run.run_id)
+
+
+def run_local(arguments: argparse.Namespace) -> None:
+    """Everything but the cluster is real: the pipeline, its components as processes, the services,
+    the rollouts, and the job's command under torchrun."""
+    from kfp import local
+
+    stop_on_signals()
+    values = parameters_of(arguments.config, arguments.parameters)
+    home = default_home()
+    root = arguments.output.resolve()
+    with any_stack(home) as endpoints, _rollouts(home, endpoints, arguments.replicas) as connection:
+        os.environ.update(connection)
+        local.init(local.SubprocessRunner(use_venv=False), pipeline_root=str(root))
+        print(f"REST API  {endpoints.buffer_url}/docs  (token: in {home / 'stack.json'})")
+        try:
+            bapo_pipeline(**{"gpus_per_worker": 0, "cpu_per_worker": str(os.cpu_count()), **values})
+        except RuntimeError as error:
+            raise BapoError(
+                f"{error}; the same command continues the run, logs are in {home / 'logs'}"
+            ) from error
+    print(f"what the steps wrote is in {root}")
+
+
+@contextmanager
+def _rollouts(home: Path, endpoints: Endpoints, replicas: int) -> Iterator[Mapping[str, str]]:
+    """Replicas and a collector, as the chart deploys them; what its ConfigMap and Secrets say."""
+    connection = connection_of(endpoints, home)
+    environment = {**connection, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    environment |= {"OMP_WAIT_POLICY": "PASSIVE", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    scratch = home / "scratch"
+    with Supervisor(home / "logs") as supervisor:
+        ports = free_ports(replicas + 1)
+        for name, module, port in [
+            *((f"rollout-{number}", "agent", ports[number]) for number in range(replicas)),
+            ("collector", "collector", ports[replicas]),
+        ]:
+            own = {
+                "BAPO_REPLICA": name,
+                "BAPO_PORT": str(port),
+                "BAPO_SCRATCH": str(scratch / name),
+            }
+            supervisor.start(
+                name,
+                [sys.executable, "-m", "services.rollout.follow", f"services.rollout.{module}"],
+                environment={**environment, **own},
+                stop_within_s=40.0,
+            )
+        yield environment
+
+
+def connection_of(endpoints: Endpoints, home: Path) -> dict[str, str]:
+    """What the chart's connection ConfigMap and Secrets say, of the stack of this machine."""
+    return {
+        **endpoints.environment(),
+        "BAPO_RELEASE": RELEASE,
+        "BAPO_CONNECTION": f"{RELEASE}-connection",
+        "BAPO_TOKEN_SECRET": f"{RELEASE}-token",
+        "BAPO_S3_SECRET": f"{RELEASE}-s3",
+        "BAPO_TRAINER_IMAGE": "none: processes of this machine",
+        "BAPO_TRAINER_SERVICE_ACCOUNT": f"{RELEASE}-trainer",
+        "BAPO_SCRATCH": str(home),
+        JOBS_HERE: str(home / "jobs"),
+    }
+
+
+def reap(arguments: argparse.Namespace) -> None:
+    from pipelines.backends import TrainerBackend, remove
+    from pipelines.localjobs import LocalBackend
+
+    backend: TrainerBackend
+    if JOBS_HERE in os.environ:
+        backend = LocalBackend(Path(os.environ[JOBS_HERE]))
+    else:
+        from pipelines.kubeflow import KubeflowBackend
+
+        backend = KubeflowBackend(arguments.namespace)
+    lost = lost_jobs(Surroundings.of(""), backend)
+    for name, run in sorted(lost.items()):
+        if arguments.delete:
+            remove(backend, name)
+        print(f"{'deleted' if arguments.delete else 'lost'}  {name}  of run {run}")
+    if not lost:
+        print("no job is lost")

@@ -1,0 +1,425 @@
+"""What the pipeline's steps do. Each may be repeated, at any time: what is done is the buffer
+service's to say, never the pipeline's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from bapo_core.config import ConfigError, RunConfig, parse_config
+from pipelines.backends import TrainerBackend, ensure, remove
+from pipelines.pytorchjob import Deployment, Owner, Resources, build_job, job_name
+from services.buffer import wire
+from services.buffer.client import BufferClient
+from services.common.errors import BapoError, ServiceError
+from services.common.objectstore import ObjectStore
+from services.common.process import stop_on_signals
+from services.common.settings import ObjectStoreSettings, require
+
+LOOK_EVERY_S = 2.0
+SILENT_S = 30.0
+"""A replica that has said nothing for so long is not waited for."""
+JOBS_HERE = "BAPO_LOCAL_JOBS"
+"""The directory of the jobs, where they are processes of this machine."""
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the steps work with."""
+
+    buffer: BufferClient
+    store: ObjectStore
+    say: Callable[[str], None]
+
+    @classmethod
+    def of(cls, run: str) -> Surroundings:
+        """From the environment: the connection ConfigMap and the secrets."""
+        return cls(
+            BufferClient(require("BAPO_BUFFER_URL"), require("BAPO_TOKEN"), run=run),
+            ObjectStore(ObjectStoreSettings.from_environment()),
+            lambda line: print(line, flush=True),
+        )
+
+
+@contextmanager
+def step(run: str) -> Iterator[Surroundings]:
+    """A step of the pipeline: what goes wrong is one line at the end of its log."""
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        yield Surroundings.of(run)
+    except (BapoError, ConfigError) as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Trainers:
+    """Where the trainer's job runs, and as part of what."""
+
+    backend: TrainerBackend
+    deployment: Deployment
+    owner: Owner | None = None
+
+    @classmethod
+    def of_environment(cls) -> Trainers:
+        here = os.environ.get(JOBS_HERE)
+        if here is not None:
+            from pipelines.localjobs import LocalBackend
+
+            return cls(LocalBackend(Path(here)), Deployment.from_environment(os.environ, "local"))
+        from pipelines.kubeflow import KubeflowBackend, current_namespace
+
+        namespace = current_namespace()
+        backend = KubeflowBackend(namespace)
+        return cls(
+            backend,
+            Deployment.from_environment(os.environ, namespace),
+            backend.owner(os.environ.get("BAPO_WORKFLOW", "")),
+        )
+
+
+# ---- before the training ------------------------------------------------------------------------
+
+
+def prepare(around: Surroundings, config_text: str, overrides: str) -> str:
+    """Stores the prompts and the initial model; what `open_run` wants, a `RunCreate` as JSON.
+
+    As text: KFP makes every number of a parameter a float, and locally refuses nulls.
+    """
+    from rich.console import Console
+
+    from services.local.data import load_datasets
+    from services.local.run import ensure_model
+    from services.model.stored import SCHEME, store_model
+
+    config = read_config(config_text, overrides, around.buffer.run)
+    for warning in config.warnings():
+        around.say(f"note: {warning}")
+    train, test = load_datasets(config)
+    for dataset in (train, test):
+        around.buffer.upload_dataset(dataset.name, dataset.prompts)
+        around.say(f"dataset {dataset.name}: {len(dataset.prompts)} prompts")
+    path = config.model.path
+    if not path.startswith(SCHEME):
+        home = Path(os.environ.get("BAPO_SCRATCH", tempfile.gettempdir()))
+        path = store_model(around.store, ensure_model(config, home, Console()))
+    around.say(f"model {path}")
+    request = wire.RunCreate(
+        name=config.name,
+        config=config.model_dump(mode="json") | {"model": {"path": path}},
+        train_dataset=train.name,
+        test_dataset=test.name,
+    )
+    return request.model_dump_json()
+
+
+def read_config(text: str, overrides: str, run: str) -> RunConfig:
+    """A configuration as YAML, under overrides (`key=value`, one a line), under the run's name."""
+    lines = [line.strip() for line in overrides.splitlines() if line.strip()]
+    return parse_config(text, [*lines, f"name={run}"])
+
+
+def open_run(around: Surroundings, request: str, steps_per_segment: int) -> list[int]:
+    """Creates the run, or finds it as it was left; the last step of every segment still to do.
+
+    A `BapoError` if there is a run of this name with another configuration: its results would be a
+    mixture of two.
+    """
+    wanted = wire.RunCreate.model_validate_json(request)
+    buffer = around.buffer
+    try:
+        state = buffer.run_state()
+    except ServiceError as error:
+        if error.status != 404:
+            raise
+        state = buffer.create_run(wanted)
+        around.say(f"run {state.name} is created")
+    different = [key for key, value in wanted.config.items() if state.config.get(key) != value]
+    if set(different) - {"trainer"}:
+        raise BapoError(
+            f"run {state.name!r} exists with another configuration ({', '.join(different)} "
+            "differ); continue it with the one it was begun with, or take another name"
+        )
+    config = RunConfig.model_validate(state.config)
+    left = segments(config, state.current_step, steps_per_segment)
+    around.say(f"run {state.name} stands at step {state.current_step} of {config.steps}")
+    # The last one is repeated in any case: who knows whether its weights were published.
+    return left or [config.steps]
+
+
+def segments(config: RunConfig, done: int, steps_per_segment: int) -> list[int]:
+    """The last steps of the segments after step `done`, each with a checkpoint: the first one in
+    every `steps_per_segment` steps of the run, and the run's last. They do not depend on `done`."""
+    if steps_per_segment < 1:
+        raise BapoError(f"steps_per_segment is {steps_per_segment}; give at least 1")
+    ends: list[int] = []
+    last = 0
+    for step in range(1, config.steps + 1):
+        # A window ends where the next step syncs.
+        further = (step + 1) // steps_per_segment > (last + 1) // steps_per_segment
+        if config.checkpoints_after(step) and (further or step == config.steps):
+            ends.append(step)
+            last = step
+    return [step for step in ends if step > done]
+
+
+# ---- a segment ----------------------------------------------------------------------------------
+
+
+def train(
+    around: Surroundings,
+    trainers: Trainers,
+    until: int,
+    resources: Resources,
+    *,
+    start_within_s: float = 3600.0,
+) -> None:
+    """Returns once step `until` is committed. The job goes on: it trains all segments.
+
+    Ended from outside, it takes the job with it, and the run is stopped.
+    """
+    run = around.buffer.run
+    name = job_name(run)
+    with _stopping(around, trainers.backend):
+        config = RunConfig.model_validate(around.buffer.run_state().config)
+        if trained(around.buffer, config, until):
+            around.say(f"step {until} is committed already")
+            return
+        job = build_job(
+            run,
+            trainers.deployment,
+            resources,
+            processes=config.trainer.processes,
+            owner=trainers.owner,
+        )
+        ensure(trainers.backend, job)
+        _follow(around, trainers.backend, name, config, until, start_within_s)
+
+
+def trained(buffer: BufferClient, config: RunConfig, until: int) -> bool:
+    """Whether step `until` is committed; of the last one, also whether its weights are there."""
+    if buffer.run_state().current_step < until:
+        return False
+    if until < config.steps:
+        return True
+    return published(buffer, config.steps + 1) is not None
+
+
+def published(buffer: BufferClient, version: int) -> wire.StoredVersion | None:
+    try:
+        return buffer.weights(version)
+    except ServiceError as error:
+        if error.status != 404:
+            raise
+        return None
+
+
+def _follow(
+    around: Surroundings,
+    backend: TrainerBackend,
+    name: str,
+    config: RunConfig,
+    until: int,
+    start_within_s: float,
+) -> None:
+    """Says what the run and its job do until the steps are committed."""
+    shown, said = around.buffer.run_state().current_step, ""
+    begun = time.monotonic()
+    while not trained(around.buffer, config, until):
+        state = backend.state(name)
+        if state is None:
+            raise BapoError(
+                f"job {name} was deleted while it trained; retry the step to begin it again"
+            )
+        if state.phase == "failed":
+            raise BapoError(f"job {name} failed: {state.reason}")
+        if state.phase == "succeeded" and not trained(around.buffer, config, until):
+            raise BapoError(
+                f"job {name} succeeded, but run {config.name!r} stands at step "
+                f"{around.buffer.run_state().current_step}; was the run rewound meanwhile?"
+            )
+        words = f"job {name} is {state.phase}" + (f": {state.reason}" if state.reason else "")
+        if words != said:
+            around.say(words)
+            said = words
+        if state.phase == "waiting" and time.monotonic() - begun > start_within_s:
+            raise BapoError(
+                f"job {name} has not started within {start_within_s:.0f} s: "
+                f"{state.reason or 'nothing says why; does the training operator run?'}"
+            )
+        for step in around.buffer.steps(after=shown):
+            around.say(_line(step))
+            shown = step.step
+        time.sleep(LOOK_EVERY_S)
+    for step in around.buffer.steps(after=shown):
+        around.say(_line(step))
+
+
+def _line(step: wire.StepView) -> str:
+    sources = ("fresh", "reevaluated", "replayed")
+    groups = " + ".join(f"{step.counts.get(source, 0)} {source}" for source in sources)
+    return f"step {step.step}: reward {step.r_tot:.3f}, groups {groups}"
+
+
+@contextmanager
+def _stopping(around: Surroundings, backend: TrainerBackend) -> Iterator[None]:
+    """A step that is ended from outside (the pipeline was cancelled) leaves nothing at work."""
+    stop_on_signals()
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt):
+        around.say("cancelled: the job is deleted, the run stopped; start it again to continue it")
+        backend.delete(job_name(around.buffer.run))
+        around.buffer.stop()
+        raise
+
+
+def sync(around: Surroundings, until: int, *, within_s: float = 3600.0) -> int:
+    """Waits for the checkpoint of step `until`, and until every replica serves the weights that
+    are wanted after it; their version."""
+    buffer = around.buffer
+    config = RunConfig.model_validate(buffer.run_state().config)
+    _until(
+        lambda: _checkpoint(buffer, until),
+        f"the checkpoint of step {until}",
+        within_s,
+        "see the trainer's log",
+    )
+    after = config.schedule.policy_version(until + 1) if until < config.steps else until + 1
+    version = _until(
+        lambda: _served(buffer, after),
+        f"every replica serving version {after} or a later one",
+        within_s,
+        "GET /v1/runs/{run}/replicas shows how they are; is the chart's rollout StatefulSet up?",
+    )
+    around.say(f"checkpoint {until} is stored, and every replica serves version {version}")
+    return version
+
+
+def _checkpoint(buffer: BufferClient, until: int) -> int | None:
+    newest = max((each.step for each in buffer.checkpoints()), default=0)
+    return newest if newest >= until else None
+
+
+def _served(buffer: BufferClient, at_least: int) -> int | None:
+    wanted = buffer.wanted()
+    if wanted.version < at_least or wanted.stored is None:
+        return None
+    replicas = [each for each in buffer.replicas() if each.silent_s < SILENT_S]
+    digest = wanted.stored.manifest_digest
+    if replicas and all(each.manifest_digest == digest for each in replicas):
+        return wanted.version
+    return None
+
+
+def _until(look: Callable[[], Found | None], what: str, within_s: float, hint: str) -> Found:
+    deadline = time.monotonic() + within_s
+    while (found := look()) is None:
+        if time.monotonic() > deadline:
+            raise BapoError(f"{what}: not within {within_s:.0f} s; {hint}")
+        time.sleep(LOOK_EVERY_S)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Of a run so far: a page with the pictures, and what is worth a table."""
+
+    page: str
+    metrics: dict[str, float]
+    markdown: str
+
+
+def report(around: Surroundings) -> Report:
+    from services.report.html import write_report
+    from services.report.summary import read_history, summarise
+
+    _until(around.buffer.evaluations, "the first evaluation", 3600.0, "see the collector's log")
+    history = read_history(around.buffer)
+    summary = summarise(history)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "report.html"
+        write_report(history, summary, path)
+        page = path.read_text()
+    initial, final = history.evaluations[0], history.evaluations[-1]
+    metrics = {
+        "step": float(history.state.current_step),
+        "rollouts": float(summary["rollouts"]),
+        "held_out_accuracy": final.mean_accuracy,
+        "held_out_accuracy_initially": initial.mean_accuracy,
+        "unlocked_fraction": summary["unlocked_fraction"],
+    }
+    rows = "\n".join(f"| {name.replace('_', ' ')} | {value:g} |" for name, value in metrics.items())
+    title = f"# {history.state.name}, step {history.state.current_step} of {history.config.steps}"
+    return Report(page, metrics, f"{title}\n\n| | |\n| --- | --- |\n{rows}\n")
+
+
+# ---- after the training -------------------------------------------------------------------------
+
+
+def evaluate(around: Surroundings, *, within_s: float = 3600.0) -> dict[str, float]:
+    """Waits for the final weights on the held-out prompts; their accuracy, by k of G correct."""
+    config = RunConfig.model_validate(around.buffer.run_state().config)
+
+    def final() -> wire.Evaluation | None:
+        found = {each.version: each for each in around.buffer.evaluations()}
+        return found.get(config.steps + 1)
+
+    evaluation = _until(final, "the evaluation of the final weights", within_s, "see the collector")
+    around.say(f"held-out accuracy {evaluation.mean_accuracy:.3f}")
+    size = len(evaluation.bins) - 1
+    bins = {f"prompts_{k}_of_{size}": float(count) for k, count in enumerate(evaluation.bins)}
+    return {"held_out_accuracy": evaluation.mean_accuracy, **bins}
+
+
+def export(around: Surroundings, directory: Path) -> dict[str, str]:
+    """The final weights as a Hugging Face directory; where they are in the object store."""
+    config = RunConfig.model_validate(around.buffer.run_state().config)
+    stored = published(around.buffer, config.steps + 1)
+    if stored is None:
+        raise BapoError(f"run {config.name!r} has no final weights yet; it is not finished")
+    around.store.get_directory(stored.uri, stored.manifest_digest, directory)
+    around.say(f"model in {directory}, {stored.uri} in the object store")
+    return {"run": config.name, "version": str(stored.number), "uri": stored.uri}
+
+
+def clean_up(around: Surroundings, trainers: Trainers) -> Literal["finished", "stopped", "absent"]:
+    """Deletes the job; the run is finished if everything is there, else stopped: its processes are
+    turned away, and the same pipeline continues it."""
+    buffer = around.buffer
+    remove(trainers.backend, job_name(buffer.run))
+    try:
+        state = buffer.run_state()
+    except ServiceError as error:
+        if error.status != 404:
+            raise
+        around.say("no run was created")
+        return "absent"
+    config = RunConfig.model_validate(state.config)
+    evaluated = any(each.version == config.steps + 1 for each in buffer.evaluations())
+    if evaluated and trained(buffer, config, config.steps):
+        buffer.attempt = state.attempt
+        buffer.set_status("finished")
+        around.say(f"run {state.name} is finished")
+        return "finished"
+    buffer.stop()
+    around.say(
+        f"run {state.name} is stopped at step {state.current_step} of {config.steps}; start the "
+        "pipeline with the same run and configuration to continue it"
+    )
+    return "stopped"
+
+
+def lost_jobs(around: Surroundings, backend: TrainerBackend) -> dict[str, str]:
+    """Jobs (name → run) whose run is not at work: what a pipeline left that was killed."""
+    at_work = {each.name for each in around.buffer.runs() if each.status in ("running", "paused")}
+    return {name: run for name, run in backend.jobs().items() if run not in at_work}

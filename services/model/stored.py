@@ -1,0 +1,78 @@
+"""Initial models in the object store, for processes that share no disk.
+
+Such a model is named `store://models/<content>#<manifest digest>`, which stands in a run's
+configuration as its `model.path`: whoever has the configuration can fetch the model, and knows that
+it is the right one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+from services.common.errors import BapoError
+from services.common.objectstore import ObjectStore, files_of
+
+SCHEME = "store://"
+HUB = "hf://"
+WEIGHTS = ".safetensors"
+_FROM_HUB = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+"""No pickles: loading one runs its code."""
+
+
+def store_model(store: ObjectStore, directory: Path) -> str:
+    """Stores a model directory; its name. The same content has the same name."""
+    files = files_of(directory)
+    digests = {}
+    for name in sorted(files):
+        with (directory / name).open("rb") as file:
+            digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    content = hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
+    prefix = f"models/{content}"
+    if not store.keys(f"{prefix}/manifest.json"):
+        stored = store.put_contents(prefix, files)
+        if stored != digests:
+            raise BapoError(f"{directory} changed while it was stored; try again")
+    return f"{SCHEME}{prefix}#{store.put_manifest(prefix, digests)}"
+
+
+def fetch_model(path: str, store: ObjectStore, directory: Path, *, weights: bool = True) -> Path:
+    """Fetches a stored model into `directory`; without `weights`, its configuration and tokenizer
+    alone."""
+    prefix, _, digest = path.removeprefix(SCHEME).partition("#")
+    if not digest:
+        raise BapoError(f"model.path {path!r}: expected store://models/<content>#<digest>")
+    store.get_directory(
+        prefix, digest, directory, wanted=lambda name: weights or not name.endswith(WEIGHTS)
+    )
+    return directory
+
+
+def model_on_disk(path: str) -> Path | None:
+    """The directory of a run's initial model (`model.path`) on this machine, which `BAPO_MODEL`
+    may name; None for a stored one, which is to be fetched."""
+    given = os.environ.get("BAPO_MODEL")
+    if given:
+        return Path(given)
+    return None if path.startswith(SCHEME) else Path(path)
+
+
+def fetch_from_hub(path: str, directory: Path) -> Path:
+    """A model of the Hugging Face hub, `hf://organisation/name` with `@revision` if need be."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    name, _, revision = path.removeprefix(HUB).partition("@")
+    try:
+        found = snapshot_download(
+            name, revision=revision or None, local_dir=directory, allow_patterns=_FROM_HUB
+        )
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        reason = str(error).splitlines()[0]
+        raise BapoError(
+            f"model.path {path}: {reason}; check the name, the network, and HF_TOKEN for a model "
+            "behind a licence, or fetch it yourself and give its directory"
+        ) from error
+    return Path(found)
