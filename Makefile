@@ -16,6 +16,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --progress-bar off -c constraints.txt "torch==2.13.0"
 	$(BIN)/pip install --quiet --progress-bar off -c constraints.txt -e ".[local,pipelines,dev]"
+	$(BIN)/python tests/charts/install_helm.py $(VENV)/helm
 	touch $@
 
 install: $(STAMP) ## create .venv and install from pinned constraints
@@ -59,8 +60,10 @@ bench: $(STAMP) ## the benchmarks of benchmarks/
 	$(BIN)/python -m benchmarks.buffer
 	$(BIN)/python -m benchmarks.buffer_load
 
-docs: $(STAMP) ## regenerate docs/configuration.md
+docs: $(STAMP) ## regenerate what is made from the code: configuration, chart, pipeline
 	$(BIN)/python -m services.local.config_docs docs/configuration.md
+	$(BIN)/python charts/readme.py
+	$(BIN)/bapo pipeline compile
 
 clean: ## remove the environment, the local stack's data and the runs
 	rm -rf $(VENV) $(VLLM) .bapo runs

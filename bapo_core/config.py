@@ -41,8 +41,8 @@ class Section(BaseModel):
 
 class ModelConfig(Section):
     path: str = "tiny"
-    """A Hugging Face model directory; `hf://organisation/name`, fetched from the hub; or `tiny`: the
-    built-in small model, built on first use."""
+    """A Hugging Face model directory; `hf://organisation/name`, fetched from the hub; or `tiny`,
+    the built-in small model, built on first use."""
 
 
 class TaskConfig(Section):

@@ -71,7 +71,7 @@ def train(
 
 @dsl.component(**ON_SERVICE)
 def checkpoint_and_sync(run: str, until: int) -> int:
-    """Waits for the checkpoint, and until every replica serves the new weights."""
+    """Waits until every replica serves the weights published with the checkpoint."""
     from pipelines import steps
 
     with steps.step(run) as around:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,9 +15,9 @@ from typing import Any
 
 from bapo_core.config import parse_config
 from pipelines.bapo_pipeline import COUNTDOWN, SERVICE_IMAGE, TRAINER_IMAGE, bapo_pipeline
-from pipelines.steps import JOBS_HERE, Surroundings, lost_jobs, read_config
+from pipelines.steps import JOBS_HERE, Surroundings, Trainers, cancel, lost_jobs, read_config
 from services.common.errors import BapoError
-from services.common.process import stop_on_signals
+from services.common.process import end_with_parent, stop_on_signals
 from services.local.stack import Endpoints, any_stack, default_home
 from services.local.supervisor import Supervisor, free_ports
 
@@ -103,23 +106,44 @@ def submit(arguments: argparse.Namespace) -> None:
 def run_local(arguments: argparse.Namespace) -> None:
     """Everything but the cluster is real: the pipeline, its components as processes, the services,
     the rollouts, and the job's command under torchrun."""
-    from kfp import local
-
     stop_on_signals()
     values = parameters_of(arguments.config, arguments.parameters)
     home = default_home()
     root = arguments.output.resolve()
     with any_stack(home) as endpoints, _rollouts(home, endpoints, arguments.replicas) as connection:
         os.environ.update(connection)
-        local.init(local.SubprocessRunner(use_venv=False), pipeline_root=str(root))
-        print(f"REST API  {endpoints.buffer_url}/docs  (token: in {home / 'stack.json'})")
-        try:
-            bapo_pipeline(**{"gpus_per_worker": 0, "cpu_per_worker": str(os.cpu_count()), **values})
-        except RuntimeError as error:
-            raise BapoError(
-                f"{error}; the same command continues the run, logs are in {home / 'logs'}"
-            ) from error
+        print(
+            f"REST API  {endpoints.buffer_url}/docs  (token: in {home / 'stack.json'})", flush=True
+        )
+        code = _execute(
+            {"gpus_per_worker": 0, "cpu_per_worker": str(os.cpu_count()), **values}, root
+        )
+    if code:
+        raise BapoError(
+            f"the pipeline failed, as it says above; the same command continues the run, logs are "
+            f"in {home / 'logs'}"
+        )
     print(f"what the steps wrote is in {root}")
+
+
+def _execute(values: Mapping[str, Any], root: Path) -> int:
+    """The exit code of the pipeline. Ended from outside, it leaves nothing at work."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "pipelines.execute", str(root)],
+        stdin=subprocess.PIPE,
+        text=True,
+        preexec_fn=end_with_parent,
+        start_new_session=True,
+    )
+    try:
+        process.communicate(json.dumps(values))
+    except (SystemExit, KeyboardInterrupt):
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        around = Surroundings.of(values.get("run", "countdown"))
+        cancel(around, Trainers.of_environment().backend)
+        raise
+    return process.returncode
 
 
 @contextmanager

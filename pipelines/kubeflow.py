@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from kubeflow.training import TrainingClient
 from kubernetes import client as kubernetes_client
 from kubernetes.client.exceptions import ApiException
+from kubernetes.client.rest import RESTClientObject
 
 from pipelines.backends import JobState
 from pipelines.pytorchjob import GROUP, LABELS, PLURAL, RUN_LABEL, VERSION, Owner
@@ -55,10 +56,8 @@ class KubeflowBackend:
         """Finds the cluster as `kubectl` would, or takes `configuration`."""
         self._namespace, self._give_up_s = namespace, give_up_s
         self._client = TrainingClient(client_configuration=configuration, namespace=namespace)
-        # The client waits for ever for a server that takes a call and says nothing.
-        self._client.custom_api.api_client.rest_client.pool_manager.connection_pool_kw[
-            "timeout"
-        ] = REQUEST_S
+        api = self._client.custom_api.api_client
+        api.rest_client = _Impatient(api.configuration)
 
     def create(self, job: dict[str, Any]) -> bool:
         name = job["metadata"]["name"]
@@ -225,6 +224,15 @@ class KubeflowBackend:
                     ) from error
             time.sleep(pause)
             pause = min(2 * pause, 5.0)
+
+
+class _Impatient(RESTClientObject):  # type: ignore[misc]
+    """kubeflow-training waits for ever for a server that takes a call and says nothing."""
+
+    def request(self, *arguments: Any, _request_timeout: Any = None, **options: Any) -> Any:
+        # A pair: of single numbers only whole ones count.
+        timeout = _request_timeout or (REQUEST_S, REQUEST_S)
+        return super().request(*arguments, _request_timeout=timeout, **options)
 
 
 class _Refused(BapoError):

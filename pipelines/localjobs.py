@@ -7,6 +7,7 @@ training-operator injects, and starts them again as `restartPolicy: ExitCode` sa
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -30,6 +31,7 @@ STOP_WITHIN_S = 20.0
 RETRIED_FROM = 128
 """Exit codes from here on are worth another try."""
 MANIFEST, STATE, OPERATOR = "job.json", "state.json", "operator.pid"
+"""The last one is locked as long as the operator lives."""
 
 
 class LocalBackend:
@@ -47,35 +49,42 @@ class LocalBackend:
             return False
         (directory / MANIFEST).write_text(json.dumps(job, indent=2))
         _write(directory, JobState("waiting"))
-        with (directory / "operator.log").open("wb") as log:
+        with (
+            (directory / "operator.log").open("wb") as log,
+            (directory / OPERATOR).open("w") as lock,
+        ):
+            # Held by whoever has the file open: from here on the operator, as long as it lives.
+            fcntl.flock(lock, fcntl.LOCK_EX)
             process = subprocess.Popen(
                 [sys.executable, "-m", "pipelines.localjobs", str(directory)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
+                pass_fds=[lock.fileno()],
                 # It outlives the step that began it, as a job of a cluster would.
                 start_new_session=True,
             )
-        (directory / OPERATOR).write_text(str(process.pid))
+            lock.write(str(process.pid))
         return True
 
     def state(self, name: str) -> JobState | None:
         directory = self._directory / name
         try:
-            state = JobState(**json.loads((directory / STATE).read_text()))
+            state = _read(directory)
+            if not state.over and not _lives(directory):
+                state = _read(directory)  # it may have ended between the two looks
+                if not state.over:
+                    return JobState("failed", f"its processes are gone; see {directory}")
         except FileNotFoundError:
             return None
-        if not state.over and not _lives(directory):
-            return JobState("failed", f"its processes are gone; see {directory}")
         return state
 
     def delete(self, name: str) -> None:
         directory = self._directory / name
-        if not directory.exists():
+        if not (directory / OPERATOR).exists():
+            shutil.rmtree(directory, ignore_errors=True)  # it was never begun
             return
-        pid = _operator(directory)
-        if pid is not None:
-            _stop(pid)
+        _stop(directory)
         shutil.rmtree(directory, ignore_errors=True)
 
     def jobs(self) -> dict[str, str]:
@@ -86,46 +95,28 @@ class LocalBackend:
         return found
 
 
-def _operator(directory: Path) -> int | None:
-    """Its process, unless the number is another's by now."""
-    try:
-        pid = int((directory / OPERATOR).read_text())
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return pid if os.fsencode(directory) in command else None
-
-
 def _lives(directory: Path) -> bool:
-    # Its number is written a moment after its state.
-    return _operator(directory) is not None or not (directory / OPERATOR).exists()
+    with (directory / OPERATOR).open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
-def _stop(pid: int) -> None:
-    try:
-        handle = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return
-    try:
-        signal.pidfd_send_signal(handle, signal.SIGTERM)
+def _stop(directory: Path) -> None:
+    """Ends the operator, which ends its workers."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if not _lives(directory):
+            return
+        os.kill(int((directory / OPERATOR).read_text()), number)
         deadline = time.monotonic() + STOP_WITHIN_S
-        while time.monotonic() < deadline and not _ended(pid):
+        while _lives(directory) and time.monotonic() < deadline:
             time.sleep(LOOK_EVERY_S)
-        if not _ended(pid):
-            signal.pidfd_send_signal(handle, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    finally:
-        os.close(handle)
 
 
-def _ended(pid: int) -> bool:
-    """Gone, or a zombie whose parent has not asked yet."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return fields[0] == "Z"
+def _read(directory: Path) -> JobState:
+    return JobState(**json.loads((directory / STATE).read_text()))
 
 
 def _write(directory: Path, state: JobState) -> None:

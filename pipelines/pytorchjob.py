@@ -124,7 +124,7 @@ class Owner:
 def job_name(run: str) -> str:
     """Of the run's one job; whoever asks twice asks for the same."""
     name = f"bapo-{run}"
-    if len(name) <= LONGEST_NAME:
+    if len(name) <= LONGEST_NAME and not name.endswith("-"):
         return name
     digest = hashlib.sha256(run.encode()).hexdigest()[:8]
     return f"{name[: LONGEST_NAME - 9].rstrip('-')}-{digest}"

@@ -21,7 +21,7 @@ from services.buffer import wire
 from services.buffer.client import BufferClient
 from services.common.errors import BapoError, ServiceError
 from services.common.objectstore import ObjectStore
-from services.common.process import stop_on_signals
+from services.common.process import end_with_parent, stop_on_signals
 from services.common.settings import ObjectStoreSettings, require
 
 LOOK_EVERY_S = 2.0
@@ -51,16 +51,6 @@ class Surroundings:
         )
 
 
-@contextmanager
-def step(run: str) -> Iterator[Surroundings]:
-    """A step of the pipeline: what goes wrong is one line at the end of its log."""
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    try:
-        yield Surroundings.of(run)
-    except (BapoError, ConfigError) as error:
-        raise SystemExit(f"error: {error}") from None
-
-
 @dataclass(frozen=True, slots=True)
 class Trainers:
     """Where the trainer's job runs, and as part of what."""
@@ -85,6 +75,44 @@ class Trainers:
             Deployment.from_environment(os.environ, namespace),
             backend.owner(os.environ.get("BAPO_WORKFLOW", "")),
         )
+
+
+@contextmanager
+def step(run: str) -> Iterator[Surroundings]:
+    """A step of the pipeline. What goes wrong is one line at the end of its log; a pipeline that is
+    cancelled, which ends the step from outside, leaves nothing at work."""
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    here = JOBS_HERE in os.environ
+    if here:
+        end_with_parent()  # which cancels what there is to cancel
+    else:
+        stop_on_signals()
+    try:
+        around = Surroundings.of(run)
+        try:
+            yield around
+        except SystemExit:
+            if not here:
+                cancel(around, Trainers.of_environment().backend)
+            raise
+    except (BapoError, ConfigError) as error:
+        raise SystemExit(f"error: {error}") from None
+
+
+def cancel(around: Surroundings, backend: TrainerBackend) -> None:
+    """Deletes the job and turns the run's other processes away."""
+    backend.delete(job_name(around.buffer.run))
+    try:
+        state = around.buffer.stop()
+    except ServiceError as error:
+        if error.status != 404:
+            raise
+        around.say("cancelled before there was a run")
+        return
+    around.say(
+        f"run {state.name} is {state.status} at step {state.current_step}; start the pipeline with "
+        "the same run and configuration to continue it"
+    )
 
 
 # ---- before the training ------------------------------------------------------------------------
@@ -149,6 +177,8 @@ def open_run(around: Surroundings, request: str, steps_per_segment: int) -> list
             f"run {state.name!r} exists with another configuration ({', '.join(different)} "
             "differ); continue it with the one it was begun with, or take another name"
         )
+    if state.status in ("stopped", "failed"):
+        state = buffer.begin_attempt()  # even if only its last evaluation is missing
     config = RunConfig.model_validate(state.config)
     left = segments(config, state.current_step, steps_per_segment)
     around.say(f"run {state.name} stands at step {state.current_step} of {config.steps}")
@@ -183,35 +213,38 @@ def train(
     *,
     start_within_s: float = 3600.0,
 ) -> None:
-    """Returns once step `until` is committed. The job goes on: it trains all segments.
-
-    Ended from outside, it takes the job with it, and the run is stopped.
-    """
+    """Returns once step `until` is trained. The job goes on: it trains all segments."""
     run = around.buffer.run
-    name = job_name(run)
-    with _stopping(around, trainers.backend):
-        config = RunConfig.model_validate(around.buffer.run_state().config)
-        if trained(around.buffer, config, until):
-            around.say(f"step {until} is committed already")
-            return
-        job = build_job(
-            run,
-            trainers.deployment,
-            resources,
-            processes=config.trainer.processes,
-            owner=trainers.owner,
-        )
-        ensure(trainers.backend, job)
-        _follow(around, trainers.backend, name, config, until, start_within_s)
+    config = RunConfig.model_validate(around.buffer.run_state().config)
+    if trained(around.buffer, config, until):
+        around.say(f"step {until} is trained already")
+        return
+    job = build_job(
+        run,
+        trainers.deployment,
+        resources,
+        processes=config.trainer.processes,
+        owner=trainers.owner,
+    )
+    ensure(trainers.backend, job)
+    _follow(around, trainers.backend, job_name(run), config, until, start_within_s)
 
 
 def trained(buffer: BufferClient, config: RunConfig, until: int) -> bool:
-    """Whether step `until` is committed; of the last one, also whether its weights are there."""
-    if buffer.run_state().current_step < until:
-        return False
-    if until < config.steps:
-        return True
-    return published(buffer, config.steps + 1) is not None
+    """Whether step `until` is committed and in a checkpoint, and the weights that are wanted after
+    it are published: all that the trainer has to do with it."""
+    newest = buffer.wanted().newest
+    return (
+        buffer.run_state().current_step >= until
+        and any(each.step >= until for each in buffer.checkpoints())
+        and newest is not None
+        and newest.number >= wanted_after(config, until)
+    )
+
+
+def wanted_after(config: RunConfig, until: int) -> int:
+    """The version that makes the rollouts of the step after `until`, or is the final one."""
+    return config.schedule.policy_version(until + 1) if until < config.steps else until + 1
 
 
 def published(buffer: BufferClient, version: int) -> wire.StoredVersion | None:
@@ -231,7 +264,7 @@ def _follow(
     until: int,
     start_within_s: float,
 ) -> None:
-    """Says what the run and its job do until the steps are committed."""
+    """Says what the run and its job do until the steps are trained."""
     shown, said = around.buffer.run_state().current_step, ""
     begun = time.monotonic()
     while not trained(around.buffer, config, until):
@@ -270,55 +303,46 @@ def _line(step: wire.StepView) -> str:
     return f"step {step.step}: reward {step.r_tot:.3f}, groups {groups}"
 
 
-@contextmanager
-def _stopping(around: Surroundings, backend: TrainerBackend) -> Iterator[None]:
-    """A step that is ended from outside (the pipeline was cancelled) leaves nothing at work."""
-    stop_on_signals()
-    try:
-        yield
-    except (SystemExit, KeyboardInterrupt):
-        around.say("cancelled: the job is deleted, the run stopped; start it again to continue it")
-        backend.delete(job_name(around.buffer.run))
-        around.buffer.stop()
-        raise
-
-
 def sync(around: Surroundings, until: int, *, within_s: float = 3600.0) -> int:
-    """Waits for the checkpoint of step `until`, and until every replica serves the weights that
-    are wanted after it; their version."""
+    """Waits until every replica serves the weights that are wanted after step `until`, or later
+    ones; the least of their versions."""
     buffer = around.buffer
     config = RunConfig.model_validate(buffer.run_state().config)
-    _until(
-        lambda: _checkpoint(buffer, until),
-        f"the checkpoint of step {until}",
-        within_s,
-        "see the trainer's log",
-    )
-    after = config.schedule.policy_version(until + 1) if until < config.steps else until + 1
+    after = wanted_after(config, until)
+
+    def served() -> int | None:
+        status = buffer.run_state().status
+        if status == "finished":
+            return after  # the replicas have gone on to other runs
+        if status == "stopped":
+            raise BapoError(
+                f"run {config.name!r} was stopped meanwhile; start the pipeline again to continue"
+            )
+        return _served(buffer, after)
+
     version = _until(
-        lambda: _served(buffer, after),
+        served,
         f"every replica serving version {after} or a later one",
         within_s,
-        "GET /v1/runs/{run}/replicas shows how they are; is the chart's rollout StatefulSet up?",
+        f"GET /v1/runs/{config.name}/replicas shows how they are; is the chart's rollout "
+        "StatefulSet up?",
     )
-    around.say(f"checkpoint {until} is stored, and every replica serves version {version}")
+    around.say(f"step {until} is in a checkpoint, and every replica serves version {version}")
     return version
 
 
-def _checkpoint(buffer: BufferClient, until: int) -> int | None:
-    newest = max((each.step for each in buffer.checkpoints()), default=0)
-    return newest if newest >= until else None
-
-
 def _served(buffer: BufferClient, at_least: int) -> int | None:
-    wanted = buffer.wanted()
-    if wanted.version < at_least or wanted.stored is None:
-        return None
+    """The least version of the replicas, once each has one of the run as it is now."""
     replicas = [each for each in buffer.replicas() if each.silent_s < SILENT_S]
-    digest = wanted.stored.manifest_digest
-    if replicas and all(each.manifest_digest == digest for each in replicas):
-        return wanted.version
-    return None
+    versions = {each.loaded_version: each.manifest_digest for each in replicas}
+    if not versions or min(versions) < at_least:
+        return None
+    for version, digest in versions.items():
+        stored = published(buffer, version)
+        # A run that was taken back may have had a later version before.
+        if stored is None or stored.manifest_digest != digest:
+            return None
+    return min(versions)
 
 
 def _until(look: Callable[[], Found | None], what: str, within_s: float, hint: str) -> Found:
@@ -411,11 +435,7 @@ def clean_up(around: Surroundings, trainers: Trainers) -> Literal["finished", "s
         buffer.set_status("finished")
         around.say(f"run {state.name} is finished")
         return "finished"
-    buffer.stop()
-    around.say(
-        f"run {state.name} is stopped at step {state.current_step} of {config.steps}; start the "
-        "pipeline with the same run and configuration to continue it"
-    )
+    cancel(around, trainers.backend)
     return "stopped"
 
 

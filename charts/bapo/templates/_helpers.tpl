@@ -1,0 +1,278 @@
+{{/* The longest name made from this one is a StatefulSet's, "-postgres", of at most 52 characters: the
+controllers put a hash of 11 after it into a label of at most 63. Cut names end in a hash, or two
+releases of long names could share one. */}}
+{{- define "bapo.fullname" -}}
+{{- $name := .Release.Name -}}
+{{- if .Values.fullnameOverride -}}
+{{- $name = .Values.fullnameOverride -}}
+{{- else if not (contains .Chart.Name .Release.Name) -}}
+{{- $name = printf "%s-%s" .Release.Name .Chart.Name -}}
+{{- end -}}
+{{- if gt (len $name) 40 -}}
+{{- $name = printf "%s-%s" (trunc 33 $name | trimSuffix "-") (sha256sum $name | trunc 6) -}}
+{{- end -}}
+{{- $name -}}
+{{- end -}}
+
+{{/* Of the pods of one part. */}}
+{{- define "bapo.selector" -}}
+app.kubernetes.io/name: bapo
+app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/component: {{ .component }}
+{{- end -}}
+
+{{- define "bapo.labels" -}}
+{{ include "bapo.selector" . }}
+app.kubernetes.io/part-of: bapo
+app.kubernetes.io/version: {{ .root.Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .root.Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name (.root.Chart.Version | replace "+" "_") }}
+{{- end -}}
+
+{{/* Labels of a pod: without versions, so that a new chart alone restarts nothing. Namespaces of Kubeflow
+give every pod a sidecar of Istio, which is not restricted, keeps Jobs from ending, and is cut off by the
+network policies; who wants it overrides the label. */}}
+{{- define "bapo.podLabels" -}}
+{{- $own := include "bapo.selector" . | fromYaml -}}
+{{- $_ := set $own "app.kubernetes.io/part-of" "bapo" -}}
+{{- toYaml (merge $own .settings.podLabels (dict "sidecar.istio.io/inject" "false")) -}}
+{{- end -}}
+
+{{/* Name, namespace and labels of an object. `suffix` if it is called otherwise than its part. */}}
+{{- define "bapo.metadata" -}}
+name: {{ include "bapo.fullname" .root }}-{{ .suffix | default .component }}
+namespace: {{ .root.Release.Namespace }}
+labels:
+  {{- include "bapo.labels" . | nindent 2 }}
+{{- end -}}
+
+{{/* ---- images ---- */}}
+
+{{- define "bapo.mirrored" -}}
+{{- with .root.Values.image.registry }}{{ trimSuffix "/" . }}/{{ end }}{{ .image -}}
+{{- end -}}
+
+{{/* `which`: service, trainer or rollout. */}}
+{{- define "bapo.image" -}}
+{{- $image := .root.Values.image -}}
+{{- $tagged := printf "%s:%s" (get $image .which) ($image.tag | default .root.Chart.AppVersion) -}}
+{{- include "bapo.mirrored" (dict "root" .root "image" $tagged) -}}
+{{- end -}}
+
+{{/* ---- names of what others are told of ---- */}}
+
+{{- define "bapo.tokenSecret" -}}
+{{ .Values.token.existingSecret | default (printf "%s-token" (include "bapo.fullname" .)) }}
+{{- end -}}
+
+{{- define "bapo.databaseSecret" -}}
+{{ .Values.database.existingSecret | default (printf "%s-database" (include "bapo.fullname" .)) }}
+{{- end -}}
+
+{{- define "bapo.s3Secret" -}}
+{{ .Values.s3.existingSecret | default (printf "%s-s3" (include "bapo.fullname" .)) }}
+{{- end -}}
+
+{{- define "bapo.host" -}}
+{{ include "bapo.fullname" .root }}-{{ .component }}.{{ .root.Release.Namespace }}.svc
+{{- end -}}
+
+{{/* Where the services are. */}}
+{{- define "bapo.endpoints" -}}
+BAPO_BUFFER_URL: http://{{ include "bapo.host" (dict "root" . "component" "buffer") }}:8700
+BAPO_VERIFIER_URL: http://{{ include "bapo.host" (dict "root" . "component" "verifier") }}:8701
+{{- if .Values.s3.bundled.enabled }}
+BAPO_S3_ENDPOINT: http://{{ include "bapo.host" (dict "root" . "component" "s3") }}:8333
+{{- else }}
+BAPO_S3_ENDPOINT: {{ .Values.s3.endpoint }}
+{{- end }}
+BAPO_S3_BUCKET: {{ .Values.s3.bucket }}
+{{- end -}}
+
+{{/* ---- Secrets ---- */}}
+
+{{/* In base64: what the Secret `name` of the cluster has under `key`, or something new. So an upgrade
+changes no password. */}}
+{{- define "bapo.generated" -}}
+{{- $secret := lookup "v1" "Secret" .root.Release.Namespace .name | default dict -}}
+{{- get ($secret.data | default dict) .key | default (randAlphaNum .length | b64enc) -}}
+{{- end -}}
+
+{{- define "bapo.keepAnnotations" -}}
+{{- if .Values.keepOnUninstall }}
+annotations:
+  helm.sh/resource-policy: keep
+{{- end }}
+{{- end -}}
+
+{{/* ---- pods ---- */}}
+
+{{/* What a pod reads when it starts: another value, another pod. Generated Secrets never change. */}}
+{{- define "bapo.podAnnotations" -}}
+{{- $values := .root.Values -}}
+{{- $read := list (include "bapo.endpoints" .root) $values.database.url $values.s3.accessKey $values.s3.secretKey -}}
+{{- $own := dict "checksum/config" (join "\n" $read | sha256sum) -}}
+{{- toYaml (merge $own .settings.podAnnotations) -}}
+{{- end -}}
+
+{{/* `user` of the image, if not ours. Service links are off: the variables that Kubernetes makes of
+Services would collide with ours, such as BAPO_PORT. */}}
+{{- define "bapo.podSecurity" -}}
+automountServiceAccountToken: false
+enableServiceLinks: false
+securityContext:
+  runAsNonRoot: true
+  runAsUser: {{ .user | default 10001 }}
+  runAsGroup: {{ .user | default 10001 }}
+  fsGroup: {{ .user | default 10001 }}
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile:
+    type: RuntimeDefault
+{{- with .root.Values.image.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "bapo.containerSecurity" -}}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+securityContext:
+  allowPrivilegeEscalation: false
+  readOnlyRootFilesystem: true
+  capabilities:
+    drop: [ALL]
+{{- end -}}
+
+{{- define "bapo.scheduling" -}}
+{{- with .settings.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with .settings.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .settings.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .settings.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .settings.topologySpread }}
+topologySpreadConstraints:
+  {{- range . }}
+  - maxSkew: 1
+    topologyKey: {{ . }}
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "bapo.selector" $ | nindent 8 }}
+  {{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Environment of a process of ours that listens. */}}
+{{- define "bapo.listenEnv" -}}
+- name: BAPO_HOST
+  value: 0.0.0.0
+- name: BAPO_PORT
+  value: {{ .port | quote }}
+- name: HOME
+  value: /tmp
+{{- end -}}
+
+{{/* ConfigMap and Secrets of a client of the services. */}}
+{{- define "bapo.clientEnvFrom" -}}
+- configMapRef:
+    name: {{ include "bapo.fullname" . }}-connection
+- secretRef:
+    name: {{ include "bapo.tokenSecret" . }}
+- secretRef:
+    name: {{ include "bapo.s3Secret" . }}
+{{- end -}}
+
+{{/* A list as one line that a shell would split into the same list. */}}
+{{- define "bapo.shellWords" -}}
+{{- $words := list -}}
+{{- range . -}}
+{{- if regexMatch "^[A-Za-z0-9_./:=,@%+-]+$" . -}}
+{{- $words = append $words . -}}
+{{- else -}}
+{{- $words = append $words (printf "'%s'" (replace "'" "'\"'\"'" .)) -}}
+{{- end -}}
+{{- end -}}
+{{- join " " $words -}}
+{{- end -}}
+
+{{- define "bapo.autoscaler" -}}
+apiVersion: autoscaling/v2
+kind: HorizontalPodAutoscaler
+metadata:
+  {{- include "bapo.metadata" . | nindent 2 }}
+spec:
+  scaleTargetRef:
+    apiVersion: apps/v1
+    kind: Deployment
+    name: {{ include "bapo.fullname" .root }}-{{ .component }}
+  minReplicas: {{ .settings.autoscaling.minReplicas }}
+  maxReplicas: {{ .settings.autoscaling.maxReplicas }}
+  metrics:
+    - type: Resource
+      resource:
+        name: cpu
+        target:
+          type: Utilization
+          averageUtilization: {{ .settings.autoscaling.targetCPU }}
+{{- end -}}
+
+{{- define "bapo.disruptionBudget" -}}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  {{- include "bapo.metadata" . | nindent 2 }}
+spec:
+  maxUnavailable: {{ .settings.podDisruptionBudget.maxUnavailable }}
+  # A pod that is not ready helps nobody, and must not block the draining of its node.
+  unhealthyPodEvictionPolicy: AlwaysAllow
+  selector:
+    matchLabels:
+      {{- include "bapo.selector" . | nindent 6 }}
+{{- end -}}
+
+{{- define "bapo.service" -}}
+apiVersion: v1
+kind: Service
+metadata:
+  {{- include "bapo.metadata" . | nindent 2 }}
+spec:
+  selector:
+    {{- include "bapo.selector" . | nindent 4 }}
+  ports:
+    - name: {{ .portName | default "http" }}
+      port: {{ .port }}
+      targetPort: {{ .portName | default "http" }}
+      protocol: TCP
+{{- end -}}
+
+{{/* How far a volume outlives its StatefulSet. */}}
+{{- define "bapo.claimRetention" -}}
+persistentVolumeClaimRetentionPolicy:
+  whenDeleted: {{ ternary "Retain" "Delete" .Values.keepOnUninstall }}
+  whenScaled: Retain
+{{- end -}}
+
+{{- define "bapo.claimTemplate" -}}
+- metadata:
+    name: {{ .name }}
+  spec:
+    accessModes: [ReadWriteOnce]
+    {{- with .storage.storageClass }}
+    storageClassName: {{ . }}
+    {{- end }}
+    resources:
+      requests:
+        storage: {{ .storage.size }}
+{{- end -}}

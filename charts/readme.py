@@ -1,0 +1,86 @@
+"""`python charts/readme.py`: writes the table of values into charts/bapo/README.md.
+
+Every value of `values.yaml` has a comment above it, which becomes its description.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CHART = Path(__file__).parent / "bapo"
+HEADING = "## Values\n"
+_KEY = re.compile(r"^( *)([A-Za-z0-9]+):")
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One that can be set, or a `section` of such."""
+
+    path: str
+    default: Any
+    description: str
+    section: bool
+
+    def row(self) -> str:
+        default = "" if self.section else f"`{json.dumps(self.default)}`"
+        return f"| `{self.path}` | {default} | {self.description} |"
+
+
+def values(text: str) -> Iterator[Value]:
+    """Those of `values.yaml`, in its order. `ValueError` names one without a comment."""
+    comments = comments_of(text)
+    documented = [path.split(".") for path, comment in comments.items() if comment]
+    sections = {".".join(path[:depth]) for path in documented for depth in range(1, len(path))}
+
+    def walk(node: dict[str, Any], above: str) -> Iterator[Value]:
+        for key, default in node.items():
+            path = f"{above}{key}"
+            section, comment = path in sections, comments.get(path, "")
+            if comment:
+                yield Value(path, default, comment, section)
+            elif not section:
+                raise ValueError(f"values.yaml: {path} has no comment above it")
+            if section:
+                yield from walk(default, f"{path}.")
+
+    return walk(yaml.safe_load(text), "")
+
+
+def comments_of(text: str) -> dict[str, str]:
+    """The comment right above each key, by the key's path; empty where there is none."""
+    found: dict[str, str] = {}
+    above: list[str] = []
+    comment: list[str] = []
+    for line in text.splitlines():
+        if line.lstrip().startswith("#"):
+            comment.append(line.strip().removeprefix("#").strip())
+            continue
+        if match := _KEY.match(line):
+            above[len(match[1]) // 2 :] = [match[2]]
+            found[".".join(above)] = " ".join(comment)
+        comment = []
+    return found
+
+
+def table(text: str) -> str:
+    rows = [value.row() for value in values(text)]
+    return "\n".join(["| value | default | meaning |", "| --- | --- | --- |", *rows]) + "\n"
+
+
+def readme(chart: Path = CHART) -> str:
+    """What README.md should be: as it is up to the heading, and the table of values after it."""
+    head, heading, _ = (chart / "README.md").read_text().partition(HEADING)
+    if not heading:
+        raise ValueError(f"README.md has no line {HEADING.strip()!r}")
+    return f"{head}{HEADING}\n{table((chart / 'values.yaml').read_text())}"
+
+
+if __name__ == "__main__":
+    (CHART / "README.md").write_text(readme())

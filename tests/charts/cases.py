@@ -1,0 +1,88 @@
+"""What the chart is tested with: the values files, and combinations of what can be switched."""
+
+from __future__ import annotations
+
+from tests.charts.helm import Case
+
+DEV = Case(("dev",))
+PRODUCTION = Case(("production",))
+AIR_GAPPED = Case(("air-gapped",))
+FILES = {"dev": DEV, "production": PRODUCTION, "air-gapped": AIR_GAPPED}
+
+FROM_INGRESS = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "ingress"}}}]
+DATABASE_URL = "postgresql+psycopg://reader:pass-word-1@db.example.com:5432/runs"
+OWN_KEYS = {
+    "database.existingSecret": "",
+    "database.url": DATABASE_URL,
+    "s3.existingSecret": "",
+    "s3.accessKey": "access-key-1",
+    "s3.secretKey": "secret-key-1",
+}
+EVERYTHING = {
+    "image.registry": "registry.example.com/mirror",
+    "image.pullSecrets": ["mirror", "other"],
+    "token.existingSecret": "our-token",
+    "buffer.autoscaling.enabled": True,
+    "buffer.podDisruptionBudget.maxUnavailable": "20%",
+    "buffer.priorityClassName": "high",
+    "buffer.nodeSelector": {"pool": "cpu"},
+    "buffer.affinity": {"nodeAffinity": {}},
+    "buffer.podAnnotations": {"example.com/a": "b"},
+    "buffer.podLabels": {"team": "rl", "app.kubernetes.io/component": "mine"},
+    "verifier.podDisruptionBudget.maxUnavailable": 0,
+    "verifier.podAnnotations": {"example.com/a": "b"},
+    "rollout.tolerations": [{"key": "gpu", "operator": "Exists"}],
+    "rollout.vllmArgs": ["--gpu-memory-utilization=0.85", '--override={"a b": "it\'s"}'],
+    "rollout.extraEnv": [{"name": "NCCL_DEBUG", "value": "WARN"}],
+    "rollout.topologySpread": ["kubernetes.io/hostname"],
+    "rollout.scratch.storageClass": "fast",
+    "collector.priorityClassName": "high",
+    "trainer.priorityClassName": "low",
+    "trainer.nodeSelector": {"pool": "gpu"},
+    "pipeline.serviceAccounts": [{"name": "runner", "namespace": "pipelines"}],
+    "kueue.queue": "gpus",
+    "networkPolicy.ingressFrom": FROM_INGRESS,
+    "ingress.enabled": True,
+    "ingress.className": "nginx",
+    "ingress.host": "bapo.example.com",
+    "ingress.annotations": {"nginx.ingress.kubernetes.io/proxy-body-size": "512m"},
+    "ingress.tls.secretName": "bapo-tls",
+    "httpRoute.enabled": True,
+    "httpRoute.parentRefs": [{"name": "public", "namespace": "gateways"}],
+    "httpRoute.hostnames": ["bapo.example.com"],
+    "monitoring.serviceMonitor.labels": {"release": "prometheus"},
+}
+LEAST = {
+    "networkPolicy.enabled": False,
+    "migrations.enabled": False,
+    "pipeline.serviceAccounts": [],
+    "buffer.topologySpread": [],
+    "rollout.gpus": 0,
+    "rollout.scratch.persistent": True,
+    "keepOnUninstall": False,
+}
+LONG = "a-release-with-a-name-as-long-as-helm-lets-it-be-5312"
+
+CASES = {
+    **FILES,
+    "own keys": Case(("production",), OWN_KEYS),
+    "everything": Case(("production",), EVERYTHING),
+    "least": Case(("dev",), LEAST),
+    "only the database bundled": Case(
+        ("production",), {"database.existingSecret": "", "database.bundled.enabled": True}
+    ),
+    "only s3 bundled": Case(
+        ("production",),
+        {"s3.existingSecret": "", "s3.endpoint": "", "s3.bundled.enabled": True},
+    ),
+    "storage classes": Case(
+        ("dev",),
+        {
+            "database.bundled.storage.storageClass": "slow",
+            "s3.bundled.storage.storageClass": "slow",
+            "database.bundled.podAnnotations": {"example.com/a": "b"},
+            "s3.bundled.podAnnotations": {"example.com/a": "b"},
+        },
+    ),
+    "a long name": Case(("dev",), release=LONG),
+}

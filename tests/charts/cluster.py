@@ -1,0 +1,131 @@
+"""As much of a cluster as Helm asks for before it renders: kinds, and the Secrets that exist."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from tests.charts.helm import NAMESPACE
+
+KINDS = {
+    "v1": {
+        "configmaps": "ConfigMap",
+        "pods": "Pod",
+        "secrets": "Secret",
+        "serviceaccounts": "ServiceAccount",
+        "services": "Service",
+    },
+    "apps/v1": {"deployments": "Deployment", "statefulsets": "StatefulSet"},
+    "batch/v1": {"jobs": "Job"},
+    "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy", "ingresses": "Ingress"},
+    "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
+    "autoscaling/v2": {"horizontalpodautoscalers": "HorizontalPodAutoscaler"},
+    "monitoring.coreos.com/v1": {"servicemonitors": "ServiceMonitor"},
+    "rbac.authorization.k8s.io/v1": {"roles": "Role", "rolebindings": "RoleBinding"},
+}
+
+
+def answers(secrets: dict[str, dict[str, str]]) -> dict[str, Any]:
+    """Body by path."""
+    found: dict[str, Any] = {
+        "/version": {"major": "1", "minor": "33", "gitVersion": "v1.33.0"},
+        "/api": {"kind": "APIVersions", "versions": ["v1"]},
+        "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": _groups()},
+    }
+    for version, kinds in KINDS.items():
+        root = "/api" if version == "v1" else "/apis"
+        found[f"{root}/{version}"] = {
+            "kind": "APIResourceList",
+            "groupVersion": version,
+            "resources": [
+                {
+                    "name": name,
+                    "singularName": "",
+                    "namespaced": True,
+                    "kind": kind,
+                    "verbs": ["get"],
+                }
+                for name, kind in kinds.items()
+            ],
+        }
+    for name, data in secrets.items():
+        found[f"/api/v1/namespaces/{NAMESPACE}/secrets/{name}"] = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "metadata": _owned(name),
+            "data": {key: base64.b64encode(value.encode()).decode() for key, value in data.items()},
+        }
+    return found
+
+
+def _owned(name: str) -> dict[str, Any]:
+    """Metadata of what a release "bapo" has made, and what it leaves behind: Helm adopts that."""
+    return {
+        "name": name,
+        "namespace": NAMESPACE,
+        "labels": {"app.kubernetes.io/managed-by": "Helm"},
+        "annotations": {
+            "meta.helm.sh/release-name": "bapo",
+            "meta.helm.sh/release-namespace": NAMESPACE,
+        },
+    }
+
+
+def _groups() -> list[dict[str, Any]]:
+    versions = [each for each in KINDS if each != "v1"]
+    return [
+        {
+            "name": each.partition("/")[0],
+            "versions": [{"groupVersion": each, "version": each.partition("/")[2]}],
+            "preferredVersion": {"groupVersion": each, "version": each.partition("/")[2]},
+        }
+        for each in versions
+    ]
+
+
+@contextmanager
+def cluster(directory: Path, secrets: dict[str, dict[str, str]]) -> Iterator[Path]:
+    """One that has `secrets`; the path of its kubeconfig."""
+    bodies = answers(secrets)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = bodies.get(self.path.partition("?")[0])
+            status = 404 if body is None else 200
+            missing = {"kind": "Status", "apiVersion": "v1", "reason": "NotFound", "code": 404}
+            data = json.dumps(body or missing).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    path = directory / "kubeconfig"
+    path.write_text(json.dumps(_kubeconfig(f"http://127.0.0.1:{server.server_port}")))
+    try:
+        yield path
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def _kubeconfig(address: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "test",
+        "clusters": [{"name": "test", "cluster": {"server": address}}],
+        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+        "users": [{"name": "test", "user": {}}],
+    }

@@ -1,0 +1,326 @@
+"""Every pod: what it may do, what it asks for, how it is watched."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.rollout.follow import MODULES
+from tests.charts.helm import (
+    WORKLOADS,
+    Object,
+    container_of,
+    containers,
+    env,
+    of_kind,
+    one,
+    pod_of,
+)
+from tests.charts.restricted import violations
+
+LONG_RUNNING = ("Deployment", "StatefulSet")
+ROOT = Path(__file__).parents[2]
+
+
+def pods(objects: list[Object]) -> list[tuple[str, Any]]:
+    return [
+        (each["metadata"]["name"], pod_of(each)["spec"]) for each in of_kind(objects, *WORKLOADS)
+    ]
+
+
+# ---- security ------------------------------------------------------------------------------------
+
+
+def test_every_pod_is_restricted(objects: list[Object]) -> None:
+    assert {name: violations(spec) for name, spec in pods(objects)} == {
+        name: [] for name, _ in pods(objects)
+    }
+
+
+def test_root_file_systems_are_read_only(objects: list[Object]) -> None:
+    for name, container in containers(objects):
+        assert container["securityContext"]["readOnlyRootFilesystem"] is True, name
+        mounts = {each["mountPath"] for each in container["volumeMounts"]}
+        assert "/tmp" in mounts, name
+
+
+def test_no_pod_speaks_to_kubernetes(objects: list[Object]) -> None:
+    for name, spec in pods(objects):
+        assert spec["automountServiceAccountToken"] is False, name
+    for account in of_kind(objects, "ServiceAccount"):
+        assert account["automountServiceAccountToken"] is False
+
+
+def test_users(dev: list[Object]) -> None:
+    users = {name: spec["securityContext"]["runAsUser"] for name, spec in pods(dev)}
+    assert users.pop("bapo-postgres") == 999
+    assert set(users.values()) == {10001}
+
+
+@pytest.mark.parametrize(
+    ("where", "change", "word"),
+    [
+        ("pod", {"hostNetwork": True}, "hostNetwork"),
+        ("pod", {"volumes": [{"name": "a", "hostPath": {"path": "/"}}]}, "volume hostPath"),
+        ("pod", {"securityContext": {"runAsNonRoot": True}}, "seccompProfile"),
+        ("container", {"runAsUser": 0}, "runAsUser 0"),
+        ("container", {"privileged": True}, "privileged"),
+        ("container", {"allowPrivilegeEscalation": None}, "allowPrivilegeEscalation"),
+        ("container", {"capabilities": {}}, "capabilities not dropped"),
+    ],
+)
+def test_a_pod_that_is_not_restricted_would_be_found(
+    dev: list[Object], where: str, change: dict[str, Any], word: str
+) -> None:
+    good = pod_of(one(dev, "Deployment", "bapo-buffer"))["spec"]
+    (container,) = good["containers"]
+    if where == "pod":
+        spec = {**good, **change}
+    else:
+        context = {**container["securityContext"], **change}
+        spec = {**good, "containers": [{**container, "securityContext": context}]}
+    assert [each for each in violations(spec) if word in each]
+
+
+# ---- resources and probes ------------------------------------------------------------------------
+
+
+def test_every_container_says_what_it_needs(objects: list[Object]) -> None:
+    for name, container in containers(objects):
+        resources = container["resources"]
+        assert {"cpu", "memory"} <= resources["requests"].keys(), name
+        assert "memory" in resources["limits"], name
+
+
+def test_space_that_pods_write_to_is_limited(objects: list[Object]) -> None:
+    for name, spec in pods(objects):
+        for volume in spec["volumes"]:
+            assert volume.get("emptyDir", {"sizeLimit": 1}).get("sizeLimit"), (name, volume)
+
+
+def test_long_running_pods_are_probed(objects: list[Object]) -> None:
+    for name, container in containers(of_kind(objects, *LONG_RUNNING)):
+        ports = {port["name"] for port in container["ports"]}
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            (action,) = container[probe].keys() & {"httpGet", "tcpSocket", "exec"}
+            assert action == "exec" or container[probe][action]["port"] in ports, name
+            assert "initialDelaySeconds" not in container[probe], name
+
+
+def test_what_probes_ask(production: list[Object]) -> None:
+    asked = {
+        name.rpartition("-")[2]: [
+            container[probe]["httpGet"]["path"]
+            for probe in ("startupProbe", "livenessProbe", "readinessProbe")
+        ]
+        for name, container in containers(of_kind(production, *LONG_RUNNING))
+    }
+    assert asked == {
+        "buffer": ["/health", "/health", "/readyz"],
+        "verifier": ["/health", "/health", "/readyz"],
+        "rollout": ["/health", "/health", "/readyz"],
+        "collector": ["/health", "/health", "/health"],
+    }
+
+
+def test_large_models_may_load_for_45_minutes(production: list[Object]) -> None:
+    rollout = container_of(production, "StatefulSet", "bapo-rollout")
+    probe = rollout["startupProbe"]
+    assert (probe["periodSeconds"], probe["failureThreshold"]) == (10, 270)
+    assert env(rollout)["BAPO_VLLM_START_WITHIN_S"] == "2700"
+
+
+def test_pods_are_given_time_to_end(production: list[Object]) -> None:
+    """The verifier drains for 30 s, and nothing is sent to it any more by then."""
+    spec = pod_of(one(production, "Deployment", "bapo-verifier"))["spec"]
+    waits = spec["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert spec["terminationGracePeriodSeconds"] >= 30 + waits
+    rollout = pod_of(one(production, "StatefulSet", "bapo-rollout"))["spec"]
+    assert rollout["terminationGracePeriodSeconds"] == 60
+
+
+def test_the_memory_limit_of_verifiers_covers_their_workers(objects: list[Object]) -> None:
+    """As values.yaml says it should."""
+    container = container_of(objects, "Deployment", verifier_name(objects))
+    settings = env(container)
+    workers, memory_mb = (
+        int(settings[f"BAPO_VERIFIER_{key}"] or 0) for key in ("WORKERS", "MEMORY_MB")
+    )
+    needed = (workers + 1) * 256 + workers * memory_mb + 512
+    assert mebibytes(container["resources"]["limits"]["memory"]) >= needed
+
+
+def verifier_name(objects: list[Object]) -> str:
+    (name,) = (
+        each["metadata"]["name"]
+        for each in of_kind(objects, "Deployment")
+        if each["metadata"]["labels"]["app.kubernetes.io/component"] == "verifier"
+    )
+    return str(name)
+
+
+def mebibytes(quantity: str) -> int:
+    return int(quantity[:-2]) * {"Mi": 1, "Gi": 1024}[quantity[-2:]]
+
+
+# ---- images and processes ------------------------------------------------------------------------
+
+
+def test_images_have_versions(objects: list[Object]) -> None:
+    for name, container in containers(objects):
+        assert re.search(r":[A-Za-z0-9_][\w.-]*$", container["image"]), name
+        assert not container["image"].endswith(":latest"), name
+
+
+def test_a_mirror_is_asked_for_every_image(everything: list[Object]) -> None:
+    for name, container in containers(everything):
+        assert container["image"].startswith("registry.example.com/mirror/"), name
+    for name, spec in pods(everything):
+        assert spec["imagePullSecrets"] == [{"name": "mirror"}, {"name": "other"}], name
+
+
+def test_processes_exist(dev: list[Object]) -> None:
+    modules = set()
+    for _, container in containers(dev):
+        match container.get("command", []):
+            case ["python", "-m", module, *arguments]:
+                modules.add(module)
+                assert set(arguments) <= set(MODULES)
+    assert len(modules) == 4
+    assert all(importlib.util.find_spec(each) for each in modules)
+
+
+def test_variables_are_ones_that_the_code_reads(everything: list[Object]) -> None:
+    code = "".join(path.read_text() for path in (ROOT / "services").rglob("*.py"))
+    given = {name for _, container in containers(everything) for name in env(container)}
+    assert {name for name in given if name.startswith("BAPO_") and name not in code} == set()
+
+
+def test_services_links_make_no_variables(objects: list[Object]) -> None:
+    """A Service "bapo" would set BAPO_PORT to something like tcp://10.0.0.1:80."""
+    assert all(spec["enableServiceLinks"] is False for _, spec in pods(objects))
+
+
+# ---- rollouts ------------------------------------------------------------------------------------
+
+
+def test_gpus_are_asked_for_beside_the_rest(production: list[Object]) -> None:
+    resources = container_of(production, "StatefulSet", "bapo-rollout")["resources"]
+    assert resources == {
+        "requests": {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": 2},
+        "limits": {"memory": "128Gi", "nvidia.com/gpu": 2},
+    }
+
+
+def test_without_gpus_none_is_asked_for(dev: list[Object]) -> None:
+    rollout = container_of(dev, "StatefulSet", "bapo-rollout")
+    assert rollout["resources"]["limits"].keys() == {"memory"}
+    assert "BAPO_VLLM_ARGS" not in env(rollout)
+
+
+def test_arguments_of_vllm_survive_the_shell(everything: list[Object]) -> None:
+    import shlex
+
+    given = env(container_of(everything, "StatefulSet", "bapo-rollout"))["BAPO_VLLM_ARGS"]
+    assert shlex.split(given or "") == [
+        "--tensor-parallel-size",
+        "2",
+        "--gpu-memory-utilization=0.85",
+        '--override={"a b": "it\'s"}',
+    ]
+
+
+def test_a_replica_is_found_by_the_name_of_its_pod(dev: list[Object]) -> None:
+    rollout = container_of(dev, "StatefulSet", "bapo-rollout")
+    names = list(env(rollout))
+    assert names.index("BAPO_REPLICA") < names.index("BAPO_ADVERTISE")
+    assert env(rollout)["BAPO_ADVERTISE"] == "http://$(BAPO_REPLICA).bapo-rollout.ml.svc:8702"
+    service = one(dev, "Service", "bapo-rollout")["spec"]
+    assert service["clusterIP"] == "None"
+    assert service["publishNotReadyAddresses"] is True
+    spec = one(dev, "StatefulSet", "bapo-rollout")["spec"]
+    assert (spec["serviceName"], spec["podManagementPolicy"]) == ("bapo-rollout", "Parallel")
+
+
+def test_scratch_is_a_volume_or_the_nodes_disk(dev: list[Object], production: list[Object]) -> None:
+    def volumes(objects: list[Object]) -> set[str]:
+        spec = pod_of(one(objects, "StatefulSet", "bapo-rollout"))["spec"]
+        return {each["name"] for each in spec["volumes"]}
+
+    assert volumes(dev) == {"tmp", "shm", "scratch"}
+    assert volumes(production) == {"tmp", "shm"}
+    (claim,) = one(production, "StatefulSet", "bapo-rollout")["spec"]["volumeClaimTemplates"]
+    assert claim["metadata"]["name"] == "scratch"
+    assert claim["spec"]["resources"]["requests"]["storage"] == "500Gi"
+
+
+def test_there_is_one_collector_at_a_time(objects: list[Object]) -> None:
+    (collector,) = (
+        each
+        for each in of_kind(objects, "Deployment")
+        if each["metadata"]["labels"]["app.kubernetes.io/component"] == "collector"
+    )
+    assert collector["spec"]["replicas"] == 1
+    assert collector["spec"]["strategy"] == {"type": "Recreate"}
+
+
+# ---- where and how many --------------------------------------------------------------------------
+
+
+def test_kueue_holds_rollouts_back(dev: list[Object], everything: list[Object]) -> None:
+    label = "kueue.x-k8s.io/queue-name"
+    labels = one(everything, "StatefulSet", "bapo-rollout")["metadata"]["labels"]
+    assert labels[label] == "gpus"
+    assert one(everything, "ConfigMap", "bapo-connection")["data"]["BAPO_TRAINER_QUEUE"] == "gpus"
+    assert label not in one(dev, "StatefulSet", "bapo-rollout")["metadata"]["labels"]
+
+
+def test_an_autoscaler_owns_the_number_of_replicas(
+    production: list[Object], everything: list[Object]
+) -> None:
+    assert one(production, "Deployment", "bapo-buffer")["spec"]["replicas"] == 3
+    assert "replicas" not in one(everything, "Deployment", "bapo-buffer")["spec"]
+    for name in ("bapo-buffer", "bapo-verifier"):
+        target = one(everything, "HorizontalPodAutoscaler", name)["spec"]["scaleTargetRef"]
+        assert target == {"apiVersion": "apps/v1", "kind": "Deployment", "name": name}
+
+
+def test_disruption_budgets_let_zero_through(everything: list[Object]) -> None:
+    budgets = {
+        each["metadata"]["name"]: each["spec"]["maxUnavailable"]
+        for each in of_kind(everything, "PodDisruptionBudget")
+    }
+    assert budgets == {"bapo-buffer": "20%", "bapo-verifier": 0}
+
+
+def test_replicas_spread_where_possible(production: list[Object]) -> None:
+    for name in ("bapo-buffer", "bapo-verifier"):
+        deployment = one(production, "Deployment", name)
+        spread = pod_of(deployment)["spec"]["topologySpreadConstraints"]
+        assert [each["whenUnsatisfiable"] for each in spread] == ["ScheduleAnyway"] * 2
+        for each in spread:
+            assert each["labelSelector"] == deployment["spec"]["selector"]
+
+
+def test_pods_go_where_they_are_told(everything: list[Object]) -> None:
+    spec = pod_of(one(everything, "Deployment", "bapo-buffer"))["spec"]
+    assert (spec["priorityClassName"], spec["nodeSelector"]) == ("high", {"pool": "cpu"})
+    for kind, name in (("Job", "bapo-migrate"), ("Pod", "bapo-test")):
+        assert pod_of(one(everything, kind, name))["spec"]["nodeSelector"] == {"pool": "cpu"}
+    rollout = pod_of(one(everything, "StatefulSet", "bapo-rollout"))["spec"]
+    assert rollout["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
+
+
+def test_no_sidecars_are_injected(objects: list[Object]) -> None:
+    for workload in of_kind(objects, *WORKLOADS):
+        assert pod_of(workload)["metadata"]["labels"]["sidecar.istio.io/inject"] == "false"
+
+
+def test_labels_of_users_do_not_replace_ours(everything: list[Object]) -> None:
+    labels = pod_of(one(everything, "Deployment", "bapo-buffer"))["metadata"]["labels"]
+    assert labels["team"] == "rl"
+    assert labels["app.kubernetes.io/component"] == "buffer"

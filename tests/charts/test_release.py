@@ -1,0 +1,282 @@
+"""The release as a whole: names, addresses, rights, hooks, and what others are told of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.charts.cases import CASES, LONG
+from tests.charts.helm import CHART, Case, Object, of_kind, one, pod_of, render
+from tests.charts.network import selects
+
+RUNNING = ("Deployment", "StatefulSet")
+ROOT = Path(__file__).parents[2]
+
+
+# ---- names ---------------------------------------------------------------------------------------
+
+
+def test_names_of_the_longest_release_fit() -> None:
+    assert len(LONG) == 53
+    for each in render(CASES["a long name"]):
+        name = each["metadata"]["name"]
+        # A label of at most 63 characters holds a StatefulSet's name and a hash.
+        assert len(name) <= (52 if each["kind"] == "StatefulSet" else 63), name
+        labels = {**each["metadata"]["labels"], **pod_labels(each)}
+        assert all(len(value) <= 63 for value in labels.values())
+
+
+def pod_labels(workload: Object) -> dict[str, str]:
+    if workload["kind"] not in RUNNING:
+        return {}
+    labels: dict[str, str] = pod_of(workload)["metadata"]["labels"]
+    return labels
+
+
+def test_two_long_names_stay_two() -> None:
+    names = [
+        {each["metadata"]["name"] for each in render(Case(("dev",), release=release))}
+        for release in (LONG, LONG[:-1] + "3")
+    ]
+    assert not names[0] & names[1]
+
+
+@pytest.mark.parametrize(
+    ("release", "sets", "name"),
+    [
+        ("bapo", {}, "bapo"),
+        ("my-bapo", {}, "my-bapo"),
+        ("maths", {}, "maths-bapo"),
+        ("maths", {"fullnameOverride": "rl"}, "rl"),
+    ],
+)
+def test_fullname(release: str, sets: dict[str, str], name: str) -> None:
+    objects = render(Case(("dev",), sets, release))
+    assert one(objects, "Deployment", f"{name}-buffer")
+
+
+def test_names_are_unique(objects: list[Object]) -> None:
+    names = [
+        (each["kind"], each["metadata"]["name"])
+        for each in objects
+        if "helm.sh/hook" not in each["metadata"].get("annotations", {})
+    ]
+    assert len(names) == len(set(names))
+
+
+def test_everything_is_in_the_namespace_and_labelled(objects: list[Object]) -> None:
+    for each in objects:
+        assert each["metadata"]["namespace"] == "ml"
+        labels = each["metadata"]["labels"]
+        assert labels["app.kubernetes.io/name"] == labels["app.kubernetes.io/part-of"] == "bapo"
+
+
+# ---- Services ------------------------------------------------------------------------------------
+
+
+def test_services_select_exactly_their_pods(objects: list[Object]) -> None:
+    workloads = of_kind(objects, *RUNNING, "Job", "Pod")
+    for service in of_kind(objects, "Service"):
+        selected = [
+            each["metadata"]["name"]
+            for each in workloads
+            if selects(
+                {"matchLabels": service["spec"]["selector"]}, pod_of(each)["metadata"]["labels"]
+            )
+        ]
+        assert selected == [service["metadata"]["name"]]
+
+
+def test_ports_are_named_and_match(objects: list[Object]) -> None:
+    for service in of_kind(objects, "Service"):
+        name = service["metadata"]["name"]
+        (workload,) = (
+            each for each in of_kind(objects, *RUNNING) if each["metadata"]["name"] == name
+        )
+        (container,) = pod_of(workload)["spec"]["containers"]
+        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
+        assert {each["targetPort"]: each["port"] for each in service["spec"]["ports"]} == ports
+
+
+def test_workloads_select_their_own_pods(objects: list[Object]) -> None:
+    for workload in of_kind(objects, *RUNNING):
+        labels = pod_of(workload)["metadata"]["labels"]
+        assert selects(workload["spec"]["selector"], labels)
+
+
+# ---- what others are told ------------------------------------------------------------------------
+
+
+def test_the_connection_of_a_release(everything: list[Object]) -> None:
+    assert one(everything, "ConfigMap", "bapo-connection")["data"] == {
+        "BAPO_BUFFER_URL": "http://bapo-buffer.ml.svc:8700",
+        "BAPO_VERIFIER_URL": "http://bapo-verifier.ml.svc:8701",
+        "BAPO_S3_ENDPOINT": "https://s3.example.com",
+        "BAPO_S3_BUCKET": "bapo-production",
+        "BAPO_RELEASE": "bapo",
+        "BAPO_CONNECTION": "bapo-connection",
+        "BAPO_TOKEN_SECRET": "our-token",
+        "BAPO_S3_SECRET": "bapo-external-s3",
+        "BAPO_TRAINER_IMAGE": "registry.example.com/mirror/bapo/trainer:0.1.0",
+        "BAPO_TRAINER_SERVICE_ACCOUNT": "bapo-trainer",
+        "BAPO_TRAINER_QUEUE": "gpus",
+        "BAPO_TRAINER_PULL_SECRETS": "mirror,other",
+        "BAPO_TRAINER_PULL_POLICY": "IfNotPresent",
+        "BAPO_TRAINER_PRIORITY_CLASS": "low",
+        "BAPO_TRAINER_NODE_SELECTOR": '{"pool":"gpu"}',
+        "BAPO_TRAINER_TOLERATIONS": json.dumps(
+            [{"effect": "NoSchedule", "key": "nvidia.com/gpu", "operator": "Exists"}],
+            separators=(",", ":"),
+        ),
+    }
+
+
+def test_the_connection_names_what_is_there(dev: list[Object]) -> None:
+    data = one(dev, "ConfigMap", "bapo-connection")["data"]
+    assert data["BAPO_S3_ENDPOINT"] == "http://bapo-s3.ml.svc:8333"
+    assert one(dev, "Secret", data["BAPO_TOKEN_SECRET"])
+    assert one(dev, "Secret", data["BAPO_S3_SECRET"])
+    assert one(dev, "ServiceAccount", data["BAPO_TRAINER_SERVICE_ACCOUNT"])
+
+
+def test_a_changed_address_restarts_its_readers_and_a_changed_queue_nobody() -> None:
+    def checksums(sets: dict[str, str]) -> set[str]:
+        objects = render(Case(("production",), sets))
+        workloads = [
+            one(objects, "Deployment", "bapo-buffer"),
+            one(objects, "Deployment", "bapo-collector"),
+            one(objects, "StatefulSet", "bapo-rollout"),
+        ]
+        (found,) = {
+            pod_of(each)["metadata"]["annotations"]["checksum/config"] for each in workloads
+        }
+        return {found}
+
+    before = checksums({})
+    assert checksums({"s3.bucket": "another"}) != before
+    assert checksums({"kueue.queue": "another"}) == before
+
+
+# ---- rights --------------------------------------------------------------------------------------
+
+
+def test_rights_are_exactly_these(production: list[Object]) -> None:
+    assert not of_kind(production, "ClusterRole", "ClusterRoleBinding")
+    (role,) = of_kind(production, "Role")
+    (binding,) = of_kind(production, "RoleBinding")
+    granted = {
+        (group, resource, verb)
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    jobs = {"get", "list", "watch", "create", "patch", "delete"}
+    assert granted == {
+        *(("kubeflow.org", "pytorchjobs", verb) for verb in jobs),
+        *(("", each, verb) for each in ("pods", "pods/log", "events") for verb in ("get", "list")),
+        ("argoproj.io", "workflows", "get"),
+    }
+    assert binding["roleRef"]["name"] == role["metadata"]["name"] == "bapo-pipeline"
+    assert [(each["namespace"], each["name"]) for each in binding["subjects"]] == [
+        ("ml", "default-editor"),
+        ("ml", "pipeline-runner"),
+    ]
+
+
+def test_rights_for_nobody_are_not_made(everything: list[Object]) -> None:
+    assert not of_kind(render(CASES["least"]), "Role", "RoleBinding")
+    (binding,) = of_kind(everything, "RoleBinding")
+    assert binding["subjects"][0]["namespace"] == "pipelines"
+
+
+# ---- migrations ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "hook", "secret"),
+    [
+        ("dev", "post-install,pre-upgrade", "bapo-database"),
+        ("production", "pre-install,pre-upgrade", "bapo-external-database"),
+        ("own keys", "pre-install,pre-upgrade", "bapo-migrate"),
+    ],
+)
+def test_migrations_run_when_their_database_is_there(case: str, hook: str, secret: str) -> None:
+    objects = render(CASES[case])
+    job = one(objects, "Job", "bapo-migrate")
+    annotations = job["metadata"]["annotations"]
+    assert annotations["helm.sh/hook"] == hook
+    assert annotations["helm.sh/hook-delete-policy"] == "before-hook-creation,hook-succeeded"
+    spec = pod_of(job)["spec"]
+    given = {each["name"]: each for each in spec["containers"][0]["env"]}
+    assert given["BAPO_DATABASE_URL"]["valueFrom"]["secretKeyRef"]["name"] == secret
+    # Objects of the release may not exist yet.
+    assert "serviceAccountName" not in spec
+    assert "envFrom" not in spec["containers"][0]
+
+
+def test_a_secret_of_the_migrations_comes_before_them() -> None:
+    objects = render(CASES["own keys"])
+    secret = one(objects, "Secret", "bapo-migrate")
+    job = one(objects, "Job", "bapo-migrate")
+    weights = [
+        int(each["metadata"]["annotations"]["helm.sh/hook-weight"]) for each in (secret, job)
+    ]
+    assert weights[0] < weights[1]
+    assert secret["data"] == one(objects, "Secret", "bapo-database")["data"]
+
+
+def test_migrations_end_by_themselves(production: list[Object]) -> None:
+    spec = one(production, "Job", "bapo-migrate")["spec"]
+    assert spec["activeDeadlineSeconds"] > 300
+    assert spec["backoffLimit"] == 3
+    assert spec["ttlSecondsAfterFinished"]
+
+
+# ---- from outside, and watching ------------------------------------------------------------------
+
+
+def test_ways_in_lead_to_the_buffer_service(dev: list[Object], everything: list[Object]) -> None:
+    assert not of_kind(dev, "Ingress", "HTTPRoute", "ServiceMonitor")
+    (ingress,) = of_kind(everything, "Ingress")
+    (rule,) = ingress["spec"]["rules"]
+    (path,) = rule["http"]["paths"]
+    assert rule["host"] == "bapo.example.com"
+    assert path["backend"]["service"] == {"name": "bapo-buffer", "port": {"name": "http"}}
+    (route,) = of_kind(everything, "HTTPRoute")
+    assert route["spec"]["rules"][0]["backendRefs"] == [{"name": "bapo-buffer", "port": 8700}]
+
+
+def test_what_is_scraped_serves_metrics(production: list[Object]) -> None:
+    (monitor,) = of_kind(production, "ServiceMonitor")
+    scraped = {
+        each["metadata"]["name"]
+        for each in of_kind(production, "Service")
+        if selects(monitor["spec"]["selector"], each["metadata"]["labels"])
+    }
+    assert scraped == {"bapo-buffer", "bapo-verifier", "bapo-rollout"}
+
+
+def test_the_dashboard_shows_metrics_that_exist(production: list[Object]) -> None:
+    data = one(production, "ConfigMap", "bapo-dashboard")["data"]
+    dashboard = json.loads(data["bapo.json"])
+    code = "".join(path.read_text() for path in (ROOT / "services").rglob("*.py"))
+    defined = set(re.findall(r'"(bapo_[a-z_]+)"', code))
+    shown = {
+        metric.removesuffix("_total")
+        for panel in dashboard["panels"]
+        for target in panel["targets"]
+        for metric in re.findall(r"bapo_[a-z_]+", target["expr"])
+    }
+    assert shown
+    assert shown <= defined
+
+
+def test_versions_are_those_of_the_project() -> None:
+    chart = (CHART / "Chart.yaml").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
+    (version,) = re.findall(r'^version = "(.*)"$', project, re.MULTILINE)
+    assert f'appVersion: "{version}"' in chart

@@ -1,0 +1,215 @@
+"""Values that cannot work are refused, in words; all values are documented."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.charts.cases import DATABASE_URL, FROM_INGRESS
+from tests.charts.cluster import cluster
+from tests.charts.helm import CHART, Case, HelmError, render, run
+
+ROOT = CHART.parents[1]
+
+# (values, path or words of what is wrong)
+BY_SCHEMA = [
+    ({"verifier.workers": 0}, "workers"),
+    ({"verifier.workers": "two"}, "workers"),
+    ({"verifier.memoryMb": 1.5}, "memoryMb"),
+    ({"verifier.deadlineSeconds": 0}, "deadlineSeconds"),
+    ({"buffer.replicas": -1}, "replicas"),
+    ({"buffer.replica": 3}, "replica"),
+    ({"buffer.podDisruptionBudget.maxUnavailable": "some"}, "maxUnavailable"),
+    ({"buffer.podDisruptionBudget.maxUnavailable": None}, "maxUnavailable"),
+    ({"buffer.resources.limits": None}, "limits"),
+    ({"buffer.replicas": None}, "replicas"),
+    ({"buffer.resources.limits.memory": "lots"}, "memory"),
+    ({"buffer.autoscaling.targetCPU": 101}, "targetCPU"),
+    ({"collector.replicas": 2}, "replicas"),
+    ({"rollout.gpus": 0.5}, "gpus"),
+    ({"rollout.gpuResource": "gpu"}, "gpuResource"),
+    ({"rollout.tensorParallelSize": 0}, "tensorParallelSize"),
+    ({"rollout.vllmArgs": "--a --b"}, "vllmArgs"),
+    ({"rollout.extraEnv": {"A": "b"}}, "extraEnv"),
+    ({"rollout.scratch.size": "big"}, "size"),
+    ({"image.pullPolicy": "Sometimes"}, "pullPolicy"),
+    ({"image.service": "Bapo/Service"}, "service"),
+    ({"image.pullSecrets": [{"name": "a"}]}, "pullSecrets"),
+    ({"s3.endpoint": "s3.example.com"}, "endpoint"),
+    ({"s3.bucket": "x"}, "bucket"),
+    ({"database.existingSecret": "Not_A_Name"}, "existingSecret"),
+    ({"fullnameOverride": "9lives"}, "fullnameOverride"),
+    ({"networkPolicy.externalS3.port": 70000}, "port"),
+    ({"networkPolicy.ingressFrom": [{}]}, "ingressFrom"),
+    ({"pipeline.serviceAccounts": ["runner"]}, "serviceAccounts"),
+    ({"monitoring.serviceMonitor.interval": "often"}, "interval"),
+    ({"nonsense": True}, "nonsense"),
+]
+BY_WORDS = [
+    (
+        {"database.existingSecret": ""},
+        "database: where is Postgres? Set database.existingSecret",
+    ),
+    ({"database.url": DATABASE_URL}, "database: give only one of"),
+    ({"database.bundled.enabled": True}, "database: give only one of"),
+    (
+        {"database.existingSecret": "", "database.url": "postgres://a:b@c/d"},
+        "database.url: write it as postgresql+psycopg://user:password@host:port/database",
+    ),
+    ({"s3.endpoint": ""}, "s3: where is the object store? Set s3.endpoint"),
+    ({"s3.bundled.enabled": True}, "s3: with s3.bundled.enabled=true leave s3.endpoint"),
+    ({"s3.accessKey": "a", "s3.secretKey": "b"}, "s3: give either s3.existingSecret, or"),
+    ({"s3.existingSecret": ""}, "s3: which keys open https://s3.example.com?"),
+    ({"s3.existingSecret": "", "s3.accessKey": "a"}, "s3: which keys open"),
+    ({"image.tag": "latest"}, "image.tag: latest names another image every day"),
+    ({"s3.bundled.image": "chrislusf/seaweedfs"}, "s3.bundled.image: chrislusf/seaweedfs has no"),
+    ({"database.bundled.image": "host:5000/postgres"}, "host:5000/postgres has no fixed version"),
+    ({"database.bundled.image": "postgres:latest"}, "postgres:latest has no fixed version"),
+    (
+        {"rollout.tensorParallelSize": 4},
+        "rollout.tensorParallelSize is 4, and a pod has only 2 GPU(s): raise rollout.gpus",
+    ),
+    ({"rollout.vllmArgs": ["--tensor-parallel-size=2"]}, "use rollout.tensorParallelSize"),
+    (
+        {"rollout.extraEnv": [{"name": "BAPO_PORT", "value": "1"}]},
+        "rollout.extraEnv: BAPO_PORT is the chart's to set",
+    ),
+    (
+        {"verifier.autoscaling.maxReplicas": 2},
+        "verifier.autoscaling: minReplicas (3) is more than maxReplicas (2)",
+    ),
+    ({"ingress.enabled": True, "networkPolicy.ingressFrom": FROM_INGRESS}, "ingress.host: under"),
+    (
+        {"ingress.enabled": True, "ingress.host": "a.example.com"},
+        "networkPolicy.ingressFrom is empty, so nothing from outside",
+    ),
+    (
+        {"httpRoute.enabled": True, "networkPolicy.ingressFrom": FROM_INGRESS},
+        "httpRoute: set httpRoute.parentRefs to your gateway",
+    ),
+    (
+        {"networkPolicy.metricsFrom": []},
+        "networkPolicy.metricsFrom is empty, so Prometheus could not scrape",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sets", "words"), BY_SCHEMA, ids=str)
+def test_the_schema_names_the_value(sets: dict[str, Any], words: str, version: str) -> None:
+    refusal = refused(Case(("production",), sets), version)
+    assert "the specifications of the schema" in refusal
+    assert words in refusal
+
+
+@pytest.mark.parametrize(("sets", "words"), BY_WORDS, ids=str)
+def test_combinations_are_refused_in_words(sets: dict[str, Any], words: str) -> None:
+    assert words in refused(Case(("production",), sets))
+
+
+def test_the_bare_defaults_say_what_to_set(version: str) -> None:
+    refusal = refused(Case(), version)
+    assert "database: where is Postgres? Set database.existingSecret" in refusal
+    assert "s3: where is the object store? Set s3.endpoint" in refusal
+
+
+def test_a_password_is_not_repeated() -> None:
+    sets = {"database.existingSecret": "", "database.url": "postgres://a:pass-word-1@c/d"}
+    assert "pass-word-1" not in refused(Case(("production",), sets))
+
+
+def refused(case: Case, version: str = "4.1") -> str:
+    with pytest.raises(HelmError) as error:
+        render(case, version)
+    return str(error.value)
+
+
+# ---- documentation -------------------------------------------------------------------------------
+
+
+def leaves(node: dict[str, Any], above: str = "") -> set[str]:
+    found = set()
+    for key, value in node.items():
+        found |= leaves(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}"}
+    return found
+
+
+def test_the_schema_knows_every_value() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    schema = json.loads((CHART / "values.schema.json").read_text())
+
+    definitions = schema["definitions"]
+
+    def compare(values: dict[str, Any], schema: dict[str, Any], path: str) -> None:
+        reference = schema.get("$ref", "").removeprefix("#/definitions/")
+        schema = definitions[reference] if reference else schema
+        known = schema.get("properties", {})
+        if not known or reference == "resources":
+            return  # for users to fill
+        assert schema["additionalProperties"] is False, path
+        assert set(values) == set(known) - {"global"}, path
+        for key, value in values.items():
+            if isinstance(value, dict):
+                compare(value, known[key], f"{path}.{key}")
+
+    compare(values, schema, "values")
+
+
+def test_the_readme_is_current() -> None:
+    """`python charts/readme.py` writes it."""
+    module = runpy.run_path(str(ROOT / "charts" / "readme.py"))
+    assert (CHART / "README.md").read_text() == module["readme"]()
+
+
+def test_every_value_is_in_the_readme() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    documented = set(re.findall(r"^\| `([\w.]+)`", (CHART / "README.md").read_text(), re.MULTILINE))
+    missing = {
+        path
+        for path in leaves(values)
+        if not any(path == each or path.startswith(f"{each}.") for each in documented)
+    }
+    assert missing == set()
+
+
+@pytest.mark.parametrize("release", ["bapo", "maths"])
+def test_notes_say_what_to_do_next(release: str, version: str, tmp_path: Path) -> None:
+    said = notes(version, release, Case(("dev",)), tmp_path)
+    name = "bapo" if release == "bapo" else "maths-bapo"
+    assert f"helm test {release} --namespace ml" in said
+    assert f"service/{name}-buffer 8700" in said
+    assert f"get secret {name}-token" in said
+    assert f"{name}-connection" in said
+    assert "for development" in said
+
+
+def test_notes_name_the_address_from_outside(version: str, tmp_path: Path) -> None:
+    sets = {
+        "ingress.enabled": True,
+        "ingress.host": "bapo.example.com",
+        "ingress.tls.secretName": "tls",
+        "networkPolicy.ingressFrom": FROM_INGRESS,
+    }
+    said = notes(version, "bapo", Case(("production",), sets), tmp_path)
+    assert "https://bapo.example.com/" in said
+    assert "port-forward" not in said
+
+
+def notes(version: str, release: str, case: Case, directory: Path) -> str:
+    with cluster(directory, {}) as kubeconfig:
+        return run(
+            version,
+            "install",
+            release,
+            str(CHART),
+            "--namespace=ml",
+            f"--kubeconfig={kubeconfig}",
+            "--dry-run=client",
+            "--disable-openapi-validation",
+            *case.arguments(),
+        ).partition("NOTES:")[2]

@@ -1,0 +1,122 @@
+"""The whole pipeline on this machine, by the real command: broken, cancelled, continued."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from pipelines.localjobs import MANIFEST, OPERATOR
+from pipelines.pytorchjob import job_name
+from services.buffer.client import BufferClient
+from services.local.stack import running_stack
+from tests.e2e.test_run import configuration
+
+STEPS = 29
+NAME = "piped"
+WITHIN_S = 120.0
+
+
+@pytest.fixture
+def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Its own stack: replicas serve the oldest run there is, and other tests leave some."""
+    import shutil
+    import tempfile
+
+    directory = Path(tempfile.mkdtemp(prefix="bapo-home-"))
+    yield directory
+    shutil.rmtree(directory)
+
+
+def wait_for(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not ready():
+        assert process.poll() is None, "the pipeline ended early"
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_pipeline_that_breaks_and_is_cancelled_ends_as_if_nothing_had_happened(
+    own_home: Path, tmp_path: Path, easy_model: Path
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(configuration(NAME, easy_model) | {"steps": STEPS}))
+    output = tmp_path / "output"
+    command = [sys.executable, "-m", "services.cli", "pipeline", "run-local", str(config)]
+    command += ["steps_per_segment=9", "--output", str(output)]
+    environment = {**os.environ, "BAPO_HOME": str(own_home)}
+    job = own_home / "jobs" / job_name(NAME)
+
+    with running_stack(own_home, 0) as endpoints:
+        client = BufferClient(endpoints.buffer_url, endpoints.token, run=NAME)
+
+        def start(log: Path) -> subprocess.Popen[str]:
+            return subprocess.Popen(
+                command,
+                cwd=tmp_path,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log.open("w"),
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+
+        def committed() -> int:
+            return client.run_state().current_step if client.runs() else 0
+
+        first = start(tmp_path / "first.log")
+        wait_for(lambda: committed() >= 3, first)
+        # The job fails for good: the segment's step is repeated, and begins the job anew.
+        os.kill(int((job / OPERATOR).read_text()), signal.SIGKILL)
+        wait_for(lambda: client.run_state().attempt >= 2, first)
+        first.send_signal(signal.SIGTERM)
+        assert first.wait(60) == 128 + signal.SIGTERM
+        state = client.run_state()
+        assert state.status == "stopped", (tmp_path / "first.log").read_text()[-3000:]
+        assert not job.exists()
+        assert not [
+            process
+            for process in psutil.process_iter(["cmdline", "environ"])
+            if "services.trainer.loop" in (process.info["cmdline"] or [])
+            and (process.info["environ"] or {}).get("BAPO_RUN") == NAME
+        ]
+
+        second = start(tmp_path / "second.log")
+        assert second.wait(WITHIN_S) == 0, (tmp_path / "second.log").read_text()[-3000:]
+        state = client.run_state()
+        assert (state.status, state.current_step) == ("finished", STEPS)
+        assert [step.step for step in client.steps()] == list(range(1, STEPS + 1))
+        final = client.evaluations()[-1]
+        assert final.version == STEPS + 1
+
+        # Again: everything is done, nothing is done twice.
+        attempt = state.attempt
+        third = start(tmp_path / "third.log")
+        assert third.wait(WITHIN_S) == 0, (tmp_path / "third.log").read_text()[-3000:]
+        assert client.run_state().attempt == attempt
+
+    log = (tmp_path / "second.log").read_text()
+    assert "every replica serves version" in log
+    assert not (own_home / "jobs" / job_name(NAME) / MANIFEST).exists()
+    written = sorted(output.glob("bapo-*"))[1]
+    model = written / "export-model" / "model"
+    assert (model / "model.safetensors").is_file()
+    assert json.loads((model / "config.json").read_text())["model_type"]
+    pages = list(written.glob("**/report/page"))
+    assert len(pages) >= 2, "one for every segment"
+    assert all("<svg" in page.read_text() for page in pages)
+    metrics: dict[str, Any] = json.loads(
+        (written / "evaluate" / "executor_output.json").read_text()
+    )
+    found = metrics["artifacts"]["metrics"]["artifacts"][0]["metadata"]
+    assert found["held_out_accuracy"] == pytest.approx(final.mean_accuracy)

@@ -1,0 +1,177 @@
+"""As much of the Kubernetes API as the pipeline uses, on a port: it checks what it is asked.
+
+A cluster cannot be had here. Objects are kept as they were sent; selectors select; whatever is not
+known gets 404, and a request that a real server would refuse fails the test.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from kubernetes import client
+
+Object = dict[str, Any]
+
+
+@dataclass
+class Refusal:
+    """An answer instead of the real one. `silent_s`: the server takes the call and says nothing."""
+
+    status: int
+    message: str = ""
+    silent_s: float = 0.0
+
+
+@dataclass
+class FakeKubernetes:
+    """The objects of one namespace, by plural and name."""
+
+    namespace: str = "team"
+    objects: dict[str, dict[str, Object]] = field(default_factory=lambda: defaultdict(dict))
+    logs: dict[str, str] = field(default_factory=dict)
+    refusals: list[Refusal] = field(default_factory=list)
+    """The next answers."""
+    operator: bool = True
+    """Whether the training operator's types are known."""
+    finalizer: bool = False
+    """Whether what is deleted stays until somebody lets it go."""
+    requests: list[str] = field(default_factory=list)
+
+    def configuration(self) -> client.Configuration:
+        found = client.Configuration(host=self.url)
+        found.retries = False  # whoever retries is to be seen doing it
+        return found
+
+    url: str = ""
+
+    def answer(self, method: str, target: str, body: Object | None) -> tuple[int, Any]:
+        url = urlsplit(target)
+        self.requests.append(f"{method} {url.path}")
+        if self.refusals:
+            refusal = self.refusals.pop(0)
+            time.sleep(refusal.silent_s)
+            return refusal.status, status(refusal.status, refusal.message)
+        group, plural, name, rest = self._place(url.path)
+        if group == "kubeflow.org" and not self.operator:
+            return 404, "404 page not found\n"
+        if method == "POST":
+            assert body is not None
+            return self._create(plural, body)
+        if name is None:
+            return 200, self._list(plural, parse_qs(url.query))
+        if name not in self.objects[plural]:
+            return 404, status(404, f'{plural} "{name}" not found')
+        if method == "DELETE":
+            return self._delete(plural, name, body)
+        if rest == "log":
+            return 200, self.logs.get(name, "")
+        return 200, self.objects[plural][name]
+
+    def _place(self, path: str) -> tuple[str, str, str | None, str | None]:
+        parts = path.strip("/").split("/")
+        skip = 2 if parts[0] == "api" else 3
+        group = "" if parts[0] == "api" else parts[1]
+        assert parts[skip : skip + 2] == ["namespaces", self.namespace], path
+        tail = [*parts[skip + 2 :], None, None]
+        assert tail[0] is not None
+        return group, tail[0], tail[1], tail[2]
+
+    def _create(self, plural: str, body: Object) -> tuple[int, Any]:
+        name = body["metadata"]["name"]
+        assert body["metadata"].get("namespace") == self.namespace
+        if name in self.objects[plural]:
+            return 409, status(409, f'{plural} "{name}" already exists')
+        self.objects[plural][name] = body
+        return 201, body
+
+    def _delete(self, plural: str, name: str, options: Object | None) -> tuple[int, Any]:
+        assert (options or {}).get("propagationPolicy") == "Foreground", "pods would be left"
+        if not self.finalizer:
+            del self.objects[plural][name]
+        return 200, status(200, "")
+
+    def _list(self, plural: str, query: dict[str, list[str]]) -> Object:
+        items = list(self.objects[plural].values())
+        for term in ",".join(query.get("labelSelector", [])).split(","):
+            if term:
+                key, _, value = term.partition("=")
+                items = [each for each in items if each["metadata"]["labels"].get(key) == value]
+        for term in ",".join(query.get("fieldSelector", [])).split(","):
+            if term:
+                key, _, value = term.partition("=")
+                owner, part = key.split(".")
+                items = [each for each in items if each[owner].get(part) == value]
+        return {"apiVersion": "v1", "kind": "List", "metadata": {}, "items": items}
+
+    # -- what an operator and a kubelet would say
+
+    def condition(self, name: str, kind: str, reason: str = "", message: str = "") -> None:
+        found = self.objects["pytorchjobs"][name].setdefault("status", {"conditions": []})
+        for each in found["conditions"]:
+            if each["type"] in ("Running", "Restarting"):
+                each["status"] = "False"
+        condition = {"type": kind, "status": "True", "reason": reason, "message": message}
+        found["conditions"].append(condition)
+
+    def pod(self, job: str, number: int = 0, **status: Any) -> str:
+        name = f"{job}-worker-{number}"
+        self.objects["pods"][name] = {
+            "metadata": {"name": name, "labels": {"training.kubeflow.org/job-name": job}},
+            "status": {"phase": "Pending", **status},
+        }
+        return name
+
+    def event(self, job: str, reason: str, message: str) -> None:
+        self.objects["events"][f"{job}.{len(self.objects['events'])}"] = {
+            "metadata": {"name": f"{job}.1"},
+            "involvedObject": {"kind": "PyTorchJob", "name": job},
+            "type": "Warning",
+            "reason": reason,
+            "message": message,
+        }
+
+
+def status(code: int, message: str) -> Object:
+    return {"kind": "Status", "apiVersion": "v1", "code": code, "message": message}
+
+
+@contextmanager
+def fake_kubernetes(**options: Any) -> Iterator[FakeKubernetes]:
+    fake = FakeKubernetes(**options)
+
+    class Handler(BaseHTTPRequestHandler):
+        def _serve(self) -> None:
+            size = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(size)) if size else None
+            code, answer = fake.answer(self.command, self.path, body)
+            text = isinstance(answer, str)
+            data = answer.encode() if text else json.dumps(answer).encode()
+            self.send_response(code)
+            self.send_header("Content-Type", "text/plain" if text else "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_GET = do_POST = do_DELETE = _serve
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Quiet."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    fake.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield fake
+    finally:
+        server.shutdown()
+        server.server_close()

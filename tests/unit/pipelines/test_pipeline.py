@@ -1,0 +1,176 @@
+"""The pipeline as Kubeflow gets it, and how the command line fills it in."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bapo_core.config import ConfigError, RunConfig, load_config
+from pipelines.bapo_pipeline import CONNECTION, COUNTDOWN
+from pipelines.commands import parameters_of
+from pipelines.steps import read_config, segments
+from services.cli import COMPILED, main
+from services.common.errors import BapoError
+
+ROOT = Path(__file__).parents[3]
+PIPELINE, PLATFORM = yaml.safe_load_all((ROOT / COMPILED).read_text())
+CONFIG = str(ROOT / "examples/countdown.yaml")
+
+
+def tasks(dag: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = dag["dag"]["tasks"]
+    return found
+
+
+def every_task() -> dict[str, dict[str, Any]]:
+    """Those that run a component of ours, by name."""
+    found: dict[str, dict[str, Any]] = {}
+    for component in [PIPELINE["root"], *PIPELINE["components"].values()]:
+        if "dag" in component:
+            found |= {
+                name: task
+                for name, task in tasks(component).items()
+                if "executorLabel" in PIPELINE["components"][task["componentRef"]["name"]]
+            }
+    return found
+
+
+def test_the_compiled_pipeline_is_current(tmp_path: Path) -> None:
+    again = tmp_path / "again.yaml"
+    main(["pipeline", "compile", "--output", str(again)])
+    assert again.read_text() == (ROOT / COMPILED).read_text(), "run `bapo pipeline compile`"
+
+
+def test_images_of_ones_own_registry(tmp_path: Path) -> None:
+    output = tmp_path / "own.yaml"
+    images = ["--service-image", "r.example/s:1", "--trainer-image", "r.example/t:1"]
+    main(["pipeline", "compile", "--output", str(output), *images])
+    found = set(re.findall(r"image: (\S+)", output.read_text()))
+    assert found == {"r.example/s:1", "r.example/t:1"}
+
+
+def test_every_step_is_there() -> None:
+    assert sorted(every_task()) == [
+        "checkpoint-and-sync",
+        "clean-up",
+        "create-or-resume-run",
+        "evaluate",
+        "export-model",
+        "prepare-data",
+        "report",
+        "train",
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(every_task()))
+def test_every_step_is_repeated_and_never_cached(name: str) -> None:
+    task = every_task()[name]
+    assert task["retryPolicy"]["maxRetryCount"] == 3
+    assert not task.get("cachingOptions", {}).get("enableCache", False)
+
+
+@pytest.mark.parametrize("name", sorted(every_task()))
+def test_every_step_knows_its_release(name: str) -> None:
+    executors = PLATFORM["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    own = executors[f"exec-{name}"]
+    keys = {each["configMapKey"] for each in own["configMapAsEnv"][0]["keyToEnv"]}
+    assert keys == set(CONNECTION)
+    secrets = {
+        key["secretKey"]: each["secretNameParameter"]["componentInputParameter"]
+        for each in own["secretAsEnv"]
+        for key in each["keyToEnv"]
+    }
+    assert {key: parameter.split("--")[-1] for key, parameter in secrets.items()} == {
+        "BAPO_TOKEN": "token_secret",
+        "BAPO_S3_ACCESS_KEY": "s3_secret",
+        "BAPO_S3_SECRET_KEY": "s3_secret",
+    }
+    assert own["podMetadata"]["labels"] == {"app.kubernetes.io/part-of": "bapo"}
+
+
+def test_segments_come_one_after_another_and_cleaning_last() -> None:
+    root = tasks(PIPELINE["root"])
+    cleaning = root["clean-up"]
+    assert cleaning["triggerPolicy"] == {"strategy": "ALL_UPSTREAM_TASKS_COMPLETED"}
+    loops = [
+        task
+        for component in PIPELINE["components"].values()
+        if "dag" in component
+        for task in tasks(component).values()
+        if "parameterIterator" in task
+    ]
+    assert [loop["iteratorPolicy"] for loop in loops] == [{"parallelismLimit": 1}]
+
+
+def test_every_parameter_is_explained_where_it_is_filled_in() -> None:
+    for name, parameter in PIPELINE["root"]["inputDefinitions"]["parameters"].items():
+        assert parameter.get("description"), name
+
+
+def test_the_default_run_is_the_first_example() -> None:
+    example = load_config(CONFIG)
+    assert read_config(COUNTDOWN, "", "countdown") == example
+
+
+@given(
+    steps=st.integers(1, 300),
+    every=st.integers(1, 20),
+    per_segment=st.integers(1, 100),
+    done=st.integers(0, 300),
+)
+def test_segments_end_at_checkpoints_and_with_the_run(
+    steps: int, every: int, per_segment: int, done: int
+) -> None:
+    config = RunConfig.model_validate({"steps": steps, "checkpoint": {"every": every}})
+    ends = segments(config, 0, per_segment)
+    assert ends[-1] == steps
+    assert ends == sorted(set(ends))
+    assert all(config.checkpoints_after(end) for end in ends)
+    assert segments(config, done, per_segment) == [end for end in ends if end > done]
+    for before, after in pairwise(ends[:-1]):
+        # The last one apart, no two in one stretch of `per_segment` steps.
+        assert (after + 1) // per_segment > (before + 1) // per_segment
+
+
+def test_the_command_line_fills_in_parameters() -> None:
+    found = parameters_of(CONFIG, ["run=mine", "workers=2", "seed=3", "rollout.group_size=4"])
+    assert found.pop("config") == Path(CONFIG).read_text()
+    assert found == {"run": "mine", "workers": 2, "overrides": "seed=3\nrollout.group_size=4"}
+    assert parameters_of(CONFIG, [])["run"] == "countdown"
+    assert parameters_of("steps=7", []) == {"overrides": "steps=7"}
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "words"),
+    [
+        (None, ["workers=two"], "workers=two: give a whole number"),
+        (None, ["oops"], "give parameter=value"),
+        (None, ["rollout.groupsize=4"], "groupsize"),
+        ("missing.yaml", [], "missing.yaml: cannot be read: No such file"),
+        (None, ["run=Mine"], "name"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_starts(
+    config: str | None, given: list[str], words: str
+) -> None:
+    with pytest.raises((BapoError, ConfigError), match=words):
+        parameters_of(config, given)
+
+
+def test_segments_of_nothing_are_refused() -> None:
+    with pytest.raises(BapoError, match="steps_per_segment is 0"):
+        segments(RunConfig(), 0, 0)
+
+
+def test_the_chart_tells_the_pipeline_all_that_it_asks_for() -> None:
+    """A key that is missing would keep the pods from starting."""
+    text = (ROOT / "charts/bapo/templates/connection.yaml").read_text()
+    text += (ROOT / "charts/bapo/templates/_helpers.tpl").read_text()
+    assert set(CONNECTION) <= set(re.findall(r"^\s*(BAPO_[A-Z0-9_]+):", text, re.MULTILINE))
