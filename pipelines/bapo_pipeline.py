@@ -18,12 +18,12 @@ RETRIES = 3
 COUNTDOWN = (
     "{steps: 200, model: {path: tiny}, "
     "task: {name: countdown, options: {template: short}, train_prompts: 2000, test_prompts: 200}, "
-    "rollout: {prompts_per_step: 64, group_size: 8, max_prompt_tokens: 32, "
-    "max_response_tokens: 32}, "
+    "rollout: {engine: vllm, prompts_per_step: 64, group_size: 8, max_prompt_tokens: 32, "
+    "max_response_tokens: 32, vllm_args: [--enforce-eager, --max-num-seqs, '256']}, "
     "optimizer: {learning_rate: 1.0e-4, minibatch_prompts: 16, microbatch_tokens: 2048}, "
     "evaluation: {every: 20}}"
 )
-"""What `examples/countdown.yaml` says, on one line: KFP puts defaults into a comment."""
+"""What `examples/countdown-vllm.yaml` says, on one line: KFP puts defaults into a comment."""
 
 
 @dsl.component(**ON_TRAINER)

@@ -31,7 +31,7 @@ from bapo_core.config import RunConfig
 from services.buffer.client import BufferClient
 from services.buffer.wire import ReplicaReport
 from services.common.auth import require_shared_token
-from services.common.errors import conflict, install_problem_handlers, problem_response
+from services.common.errors import BapoError, conflict, install_problem_handlers, problem_response
 from services.common.logs import configure_logs
 from services.common.objectstore import ObjectStore
 from services.common.process import run_until_error
@@ -132,7 +132,13 @@ def make_host(config: RunConfig, scratch: Path) -> EngineHost:
     """The engine that the run's configuration names."""
     rollout = config.rollout
     if rollout.engine == "transformers":
-        from services.rollout.transformers_engine import TransformersEngine
+        try:
+            from services.rollout.transformers_engine import TransformersEngine
+        except ModuleNotFoundError as error:
+            raise BapoError(
+                f"rollout.engine is transformers, but there is no {error.name} here: an image for "
+                "rollouts has vLLM alone; set rollout.engine to vllm"
+            ) from error
 
         return TransformersHost(TransformersEngine())
     from services.rollout.vllm.host import VllmHost

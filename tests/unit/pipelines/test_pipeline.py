@@ -115,7 +115,7 @@ def test_every_parameter_is_explained_where_it_is_filled_in() -> None:
 
 
 def test_the_default_run_is_the_first_example() -> None:
-    example = load_config(CONFIG)
+    example = load_config(ROOT / "examples/countdown-vllm.yaml", ["name=countdown"])
     assert read_config(COUNTDOWN, "", "countdown") == example
 
 

