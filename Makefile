@@ -34,8 +34,8 @@ install-vllm: $(STAMP) $(VLLM_STAMP) ## create .venv-vllm with vLLM for CPUs (2 
 run: $(STAMP) ## train with BAPO on Countdown, show a report
 	$(BIN)/bapo run examples/countdown.yaml --new
 
-test: $(STAMP) ## pass the tests
-	$(BIN)/pytest
+test: $(STAMP) ## pass the tests, two files at a time
+	$(BIN)/pytest -n 2 --dist loadfile
 
 test-slow: $(STAMP) ## the longer proofs
 	$(BIN)/pytest -m slow --timeout 1800

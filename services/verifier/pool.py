@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.common.errors import BapoError
-from services.verifier.process import TaskKey, TaskRefused, WorkerProcess
+from services.verifier.process import UNBEGUN, TaskKey, TaskRefused, WorkerProcess
 from services.verifier.wire import LONGEST_RESPONSE, ItemVerdict
 from services.verifier.worker import Result, Work
 
@@ -35,6 +35,7 @@ CHUNK_CHARACTERS = 2_000_000
 """About the most in a chunk, by the mean length of the batch's responses."""
 _TOO_LONG: Result = (0.0, "too_large", None, None)
 _RETRY_START_S = 1.0
+UNBEGUN_AT_MOST = 3
 
 
 class Busy(BapoError):
@@ -60,6 +61,8 @@ class Batch:
     too_long: set[int] = field(default_factory=set)
     """Items that no worker gets to read."""
     largest_chunk: int = 1
+    unbegun: int = 0
+    """How often a worker has ended before it began its chunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +292,12 @@ class _Slot(threading.Thread):
             return
         assert process.fate is not None
         self._pool.count_restart(process.fate)
-        at = chunk.start + process.position()[0]
+        index, _ = process.position()
+        at = chunk.start + index
+        if index == UNBEGUN:
+            # It may have died before it had them: nobody's fault, unless it happens every time.
+            chunk.batch.unbegun += 1
+            at = chunk.start if chunk.batch.unbegun > UNBEGUN_AT_MOST else -1
         if process.fate == "retired" or not position <= at < chunk.stop:
             self._pool.give_back(chunk.batch, position, chunk.stop)
             return

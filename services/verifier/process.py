@@ -26,6 +26,8 @@ START_WITHIN_S = 60.0
 _STUCK_S = 30
 """A process that stops in the middle of a message for so long is broken."""
 _LARGEST_MESSAGE = 256 << 20
+UNBEGUN = -1
+"""The position of a process that has items and has not turned to the first of them."""
 
 TaskKey = tuple[str, str]
 """(name, options as canonical JSON)."""
@@ -85,7 +87,7 @@ class WorkerProcess:
 
     def dispatch(self, work: Sequence[Work]) -> None:
         """Gives it items to score; the clock of the first one starts."""
-        PROGRESS.pack_into(self._progress, 0, time.monotonic(), 0)
+        PROGRESS.pack_into(self._progress, 0, time.monotonic(), UNBEGUN)
         self._send(("score", work))
 
     def receive(self, deadline_s: float) -> list[Result]:
@@ -105,7 +107,7 @@ class WorkerProcess:
         return []
 
     def position(self) -> tuple[int, float]:
-        """(index of the item under way, since when)."""
+        """(index of the item under way, or `UNBEGUN`; since when)."""
         _, index = PROGRESS.unpack_from(self._progress)
         since, _ = PROGRESS.unpack_from(self._progress)
         return index, since

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
 
 import psutil
@@ -12,7 +14,9 @@ import pytest
 from conftest import wait_until
 
 from services.verifier.pool import SMALLEST_CHUNK, Busy, Draining, TaskRefused, VerifierPool
+from services.verifier.process import WorkerProcess
 from services.verifier.wire import LONGEST_RESPONSE
+from services.verifier.worker import Work
 
 OPTIONS = {"template": "short"}
 PAYLOAD = {"nums": [1, 2, 3], "target": 6}
@@ -21,11 +25,14 @@ ODD = {"n": 7}
 
 def processes() -> list[psutil.Process]:
     """The workers of this process's pools. The stack of other tests has its own."""
-    return [
-        child
-        for child in psutil.Process().children()
-        if child.status() != psutil.STATUS_ZOMBIE and "services.verifier.worker" in child.cmdline()
-    ]
+    return [child for child in psutil.Process().children() if _is_worker(child)]
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    try:
+        return "services.verifier.worker" in process.cmdline()
+    except psutil.NoSuchProcess:  # of zombies too
+        return False
 
 
 def started(workers: int, deadline_s: float, **more: int) -> VerifierPool:
@@ -135,6 +142,33 @@ def test_a_worker_that_dies_between_batches_is_nobodys_fault(pool: VerifierPool)
         process.kill()
     wait_until(lambda: processes() == [])
     assert statuses(pool, ["1+2+3", "3+2+1"]) == ["ok", "ok"]
+
+
+def test_a_worker_that_dies_before_it_begins_is_nobodys_fault(pool: VerifierPool) -> None:
+    assert statuses(pool, ["1+2+3"]) == ["ok"]
+    workers = processes()
+    for process in workers:
+        process.suspend()
+    batch = pool.submit("countdown", OPTIONS, [(PAYLOAD, "1+2+3")])
+    wait_until(lambda: not batch.waiting)
+    for process in workers:
+        process.kill()
+    assert [status for _, status, _, _ in batch.done.result(30)] == ["ok"]
+    assert batch.unbegun == 1
+
+
+def test_items_that_no_worker_survives_to_begin_are_given_up(
+    pool: VerifierPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatch = WorkerProcess.dispatch
+
+    def dies(self: WorkerProcess, work: Sequence[Work]) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+        dispatch(self, work)
+        os.kill(self.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(WorkerProcess, "dispatch", dies)
+    assert statuses(pool, ["1+2+3"]) == ["crashed"]
 
 
 def test_a_task_may_have_statuses_of_its_own_and_long_answers_are_cut(pool: VerifierPool) -> None:
