@@ -84,21 +84,21 @@ def submit(arguments: argparse.Namespace) -> None:
     from urllib3.exceptions import HTTPError
 
     values = parameters_of(arguments.config, arguments.parameters)
+    profile = {} if arguments.namespace is None else {"namespace": arguments.namespace}
     try:
-        run = Client(
-            host=arguments.host, namespace=arguments.namespace
-        ).create_run_from_pipeline_package(
+        run = Client(host=arguments.host, **profile).create_run_from_pipeline_package(
             str(arguments.package),
             arguments=values,
             run_name=f"bapo {values.get('run', 'countdown')}",
             experiment_name=arguments.experiment,
-            namespace=arguments.namespace,
             enable_caching=False,
+            **profile,
         )
     except (ApiException, HTTPError) as error:
+        reason = str(error).strip().splitlines()[0]
         raise BapoError(
-            f"Kubeflow Pipelines did not take the run: {error}; give --host, or forward its port: "
-            "kubectl port-forward -n kubeflow svc/ml-pipeline-ui 8080:80"
+            f"Kubeflow Pipelines did not take the run: {reason}; give --host, for example after "
+            "`kubectl port-forward -n kubeflow svc/ml-pipeline-ui 8080:80`"
         ) from error
     print(run.run_id)
 

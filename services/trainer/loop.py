@@ -22,10 +22,9 @@ from services.common.settings import require
 from services.model.stored import fetch_model, model_on_disk
 from services.trainer.checkpoint import Checkpointer, load_checkpoint
 from services.trainer.data import TrajectoryReader, group_cost, make_plan
-from services.trainer.policy import load_policy
 from services.trainer.publish import WeightPublisher
 from services.trainer.ranks import Ranks, joined, shares
-from services.trainer.shard import checkpoint_layers, shard
+from services.trainer.shard import load_sharded
 from services.trainer.update import Clock, NonFiniteLoss, Updater, group_rows
 
 log = logging.getLogger(__name__)
@@ -95,12 +94,13 @@ def make_publisher(config: RunConfig, around: Surroundings, ranks: Ranks) -> Wei
 
 def restore(config: RunConfig, around: Surroundings, ranks: Ranks) -> tuple[Updater, int]:
     """The model as of the last checkpoint, or the initial one, and the last step it has seen."""
-    policy = load_policy(around.model_directory)
-    if config.trainer.gradient_checkpointing:
-        checkpoint_layers(policy)
-    policy = shard(policy, ranks)
+    policy = load_sharded(
+        around.model_directory,
+        ranks,
+        gradient_checkpointing=config.trainer.gradient_checkpointing,
+    )
     needs_reference = config.kl.coefficient > 0 and config.kl.reference == "initial"
-    reference = shard(load_policy(around.model_directory), ranks) if needs_reference else None
+    reference = load_sharded(around.model_directory, ranks) if needs_reference else None
     updater = Updater(config, policy, ranks, reference)
     done, stored = ranks.shared(
         lambda: (around.buffer.run_state().current_step, around.buffer.latest_checkpoint())

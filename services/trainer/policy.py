@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.common.errors import BapoError
 from services.trainer import attention
@@ -64,18 +66,42 @@ class Policy(nn.Module):
 
 def load_policy(directory: Path) -> Policy:
     """The causal language model in a Hugging Face directory, in fp32."""
+    with _explained(directory):
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION
+        )
+    return _scoring(model, directory)
+
+
+def blank_policy(directory: Path) -> Policy:
+    """The same with no weights yet: memory that nobody has touched costs nothing."""
+    with _explained(directory):
+        config = AutoConfig.from_pretrained(directory)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                config, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION
+            )
+    model.to_empty(device="cpu")
+    model.tie_weights()
+    return _scoring(model, directory)
+
+
+@contextmanager
+def _explained(directory: Path) -> Iterator[None]:
+    """What is wrong with a model directory, in one line."""
     if not (directory / "config.json").is_file():
         raise BapoError(
             f"{directory} is not a model directory: it has no config.json; set model.path to a "
             "Hugging Face directory, or to `tiny`"
         )
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION
-        )
+        yield
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise BapoError(f"{directory}: the model cannot be loaded: {reason}") from error
+
+
+def _scoring(model: Any, directory: Path) -> Policy:
     for name in _CHANGED_LOGITS:
         if getattr(model.config, name, None) not in (None, 1.0):
             raise BapoError(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from services.common.errors import BapoError
-from services.trainer.policy import Policy
+from services.trainer.policy import Policy, blank_policy, load_policy
 from services.trainer.ranks import Ranks
 
 
@@ -26,19 +29,53 @@ def shard(policy: Policy, ranks: Ranks) -> Policy:
     cuda = torch.cuda.is_available()
     if ranks.size == 1 and not cuda:
         return policy
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    policy.to(device)
-    mesh = init_device_mesh(device.type, (ranks.size,))
+    mesh = init_device_mesh("cuda" if cuda else "cpu", (ranks.size,))
     precision = MixedPrecisionPolicy()
     if cuda:
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     layers = _layers(policy.model)
     for each in (*layers, policy):
+        # Moves what it shards to the device: a layer at a time is there as a whole.
         fully_shard(each, mesh=mesh, mp_policy=precision)
         assert isinstance(each, FSDPModule)
         each.set_gradient_divide_factor(1.0)
         each.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
     return policy
+
+
+def load_sharded(directory: Path, ranks: Ranks, *, gradient_checkpointing: bool = False) -> Policy:
+    """The model of a directory, sharded over the ranks. Every rank calls it.
+
+    Rank 0 reads it and hands it out, a tensor at a time: the whole model is in memory once, however
+    many ranks there are, and every rank has its shards besides.
+    """
+    whole = load_policy(directory) if ranks.speaks else None
+    policy = whole if whole is not None and ranks.size == 1 else blank_policy(directory)
+    if gradient_checkpointing:
+        checkpoint_layers(policy)
+    policy = shard(policy, ranks)
+    if ranks.size > 1:
+        _hand_out(whole, policy, ranks)
+    return policy
+
+
+def _hand_out(whole: Policy | None, policy: Policy, ranks: Ranks) -> None:
+    """Gives the ranks' empty shards the weights of `whole`, which rank 0 has."""
+    found: Any = whole
+    set_model_state_dict(
+        policy.model,
+        found.model.state_dict() if ranks.speaks else {},
+        options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
+    )
+    # Not in a state dict: what a model computes once, such as the frequencies of its positions.
+    buffers = dict(found.model.named_buffers()) if ranks.speaks else {}
+    for name, buffer in policy.model.named_buffers():
+        if ranks.speaks:
+            buffer.copy_(buffers[name.replace("_checkpoint_wrapped_module.", "")])
+        dist.broadcast(buffer, 0)
+    if ranks.speaks:
+        own: Any = policy.model
+        own.generation_config = found.model.generation_config
 
 
 def checkpoint_layers(policy: Policy) -> Policy:

@@ -1,8 +1,8 @@
 """What `test_ranks.py` runs under torchrun: a few steps on a made-up batch, sharded.
 
-    torchrun ... ranks_program.py OUT STEPS
+    torchrun ... ranks_program.py OUT STEPS MODEL REFERENCE
 
-Writes rank 0's metrics and whole weights to OUT.
+Writes rank 0's metrics and whole weights to OUT. MODEL and REFERENCE are model directories.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from services.trainer.data import Batch, make_plan
 from services.trainer.policy import Policy
 from services.trainer.ranks import Ranks, joined
-from services.trainer.shard import shard
+from services.trainer.shard import load_sharded
 from services.trainer.update import Clock, Updater
 from tests.unit.trainer import test_update as single
 
@@ -47,11 +47,11 @@ def whole_weights(policy: Policy) -> dict[str, torch.Tensor]:
     }
 
 
-def train(ranks: Ranks, out: Path, steps: int) -> None:
+def train(ranks: Ranks, out: Path, steps: int, models: list[Path]) -> None:
     # Updates of 4 and of 2 groups: of four ranks, some have nothing in the second. In the last step
     # there is one group in all.
     settings = single.config("kl.reference=initial", "kl.coefficient=0.1")
-    policy, reference = (shard(single.policy(seed), ranks) for seed in (0, 1))
+    policy, reference = (load_sharded(model, ranks) for model in models)
     updater = Updater(settings, policy, ranks, reference)
     whole = single.batch()
     members = [
@@ -73,4 +73,5 @@ def train(ranks: Ranks, out: Path, steps: int) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with joined() as ranks:
-        train(ranks, Path(sys.argv[1]), int(sys.argv[2]))
+        out, steps, *models = sys.argv[1:]
+        train(ranks, Path(out), int(steps), [Path(model) for model in models])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 from alembic import command
 from sqlalchemy import create_engine, inspect
 
+from services.buffer import migrate
 from services.buffer.migrate import alembic_config, downgrade, upgrade
 from services.buffer.tables import Base
 from services.buffer.trajectories import encode_groups
@@ -116,3 +120,29 @@ def copy_database(stack: Endpoints, name: str) -> None:
             connection.execute(f"create database {name} template postgres")  # type: ignore[arg-type]
         finally:
             connection.execute("alter database postgres allow_connections true")
+
+
+def test_a_database_that_is_away_is_waited_for_and_then_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the chart's Job does before an installation, and says if it cannot."""
+    monkeypatch.setattr(migrate, "LOOK_EVERY_S", 0.05)
+    url = "postgresql+psycopg://bapo:secret@127.0.0.1:1/bapo"
+    with caplog.at_level("INFO"), pytest.raises(BapoError) as caught:
+        migrate.await_database(url, 0.2)
+    assert "127.0.0.1:1/bapo did not accept us" in str(caught.value)
+    assert "check the address, the credentials" in str(caught.value)
+    assert "secret" not in str(caught.value) + caplog.text
+    assert "waiting for the database" in caplog.text
+
+
+def test_the_jobs_command_migrates(stack: Endpoints) -> None:
+    environment = {**os.environ, "BAPO_DATABASE_URL": stack.database_url}
+    done = subprocess.run(
+        [sys.executable, "-m", "services.buffer.migrate"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0
+    assert "the schema is current" in done.stderr + done.stdout

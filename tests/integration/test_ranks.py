@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.trainer.test_update import policy
+from services.trainer.policy import load_policy
+from tests.micro import micro_model
 
 STEPS = 4
 ROOT = Path(__file__).parents[2]
@@ -31,26 +32,42 @@ def torchrun(processes: int, *arguments: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return trained(1, tmp_path_factory.mktemp("ranks"))
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[Path]]:
+    """Directories of the model and its reference, by whether their embeddings are tied."""
+    return {
+        tied: [
+            saved(micro_model(seed=seed, tie_word_embeddings=tied), tmp_path_factory)
+            for seed in (0, 1)
+        ]
+        for tied in (False, True)
+    }
 
 
-def trained(processes: int, directory: Path) -> dict[str, Any]:
-    out = directory / "trained.pt"
-    torchrun(processes, "tests.integration.ranks_program", str(out), str(STEPS))
+def saved(model: Any, directories: pytest.TempPathFactory) -> Path:
+    directory = directories.mktemp("model")
+    model.save_pretrained(directory)
+    return directory
+
+
+def trained(processes: int, directory: Path, models: list[Path]) -> dict[str, Any]:
+    out = directory / f"trained-{processes}.pt"
+    program = "tests.integration.ranks_program"
+    torchrun(processes, program, str(out), str(STEPS), *map(str, models))
     found: dict[str, Any] = torch.load(out)
     return found
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize(("processes", "tied"), [(2, False), (4, True)])
 def test_losses_and_weights_do_not_depend_on_the_number_of_processes(
-    alone: dict[str, Any], processes: int, tmp_path: Path
+    models: dict[bool, list[Path]], processes: int, tied: bool, tmp_path: Path
 ) -> None:
-    together = trained(processes, tmp_path)
+    alone = trained(1, tmp_path, models[tied])
+    together = trained(processes, tmp_path, models[tied])
     for one, other in zip(alone["metrics"], together["metrics"], strict=True):
         assert other == pytest.approx(one, rel=1e-5, abs=1e-6)
     assert alone["weights"].keys() == together["weights"].keys()
-    untrained = dict(policy().named_parameters())
+    assert ("model.lm_head.weight" in alone["weights"]) is not tied
+    untrained = dict(load_policy(models[tied][0]).named_parameters())
     for name, weight in alone["weights"].items():
         torch.testing.assert_close(together["weights"][name], weight, atol=1e-6, rtol=0)
         assert not torch.allclose(untrained[name], weight, atol=1e-4), name

@@ -1,0 +1,85 @@
+"""`bapo pipeline submit` against an API that keeps what it is sent."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.cli import COMPILED, main
+
+ROOT = Path(__file__).parents[2]
+
+
+class Pipelines(BaseHTTPRequestHandler):
+    """As much of the Kubeflow Pipelines API as it takes to start a run."""
+
+    sent: dict[str, Any]
+
+    def do_GET(self) -> None:
+        known = {"/apis/v2beta1/healthz": {"multi_user": True}, "/apis/v2beta1/experiments": {}}
+        self._answer(known.get(self.path.partition("?")[0]))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        path = self.path.partition("?")[0]
+        self.sent[path] = body
+        self._answer({"run_id": "r-1", "experiment_id": "e-1", **body})
+
+    def _answer(self, found: dict[str, Any] | None) -> None:
+        data = json.dumps(found or {}).encode()
+        self.send_response(404 if found is None else 200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def api() -> Iterator[tuple[str, dict[str, Any]]]:
+    sent: dict[str, Any] = {}
+    handler = type("Handler", (Pipelines,), {"sent": sent})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", sent
+    server.shutdown()
+    server.server_close()
+
+
+def submit(host: str, *more: str) -> None:
+    config = str(ROOT / "examples/countdown-vllm.yaml")
+    package = ["--package", str(ROOT / COMPILED), "--host", host]
+    main(["pipeline", "submit", config, *more, *package, "--namespace", "team"])
+
+
+def test_a_run_is_sent_with_its_parameters(
+    api: tuple[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    host, sent = api
+    submit(host, "run=mine", "workers=2", "steps=40")
+    assert capsys.readouterr().out.splitlines()[-1] == "r-1"
+    assert sent["/apis/v2beta1/experiments"]["namespace"] == "team"
+    run = sent["/apis/v2beta1/runs"]
+    assert run["experiment_id"] == "e-1"
+    given = run["runtime_config"]["parameters"]
+    assert given["run"] == "mine"
+    assert given["workers"] == 2
+    assert given["overrides"] == "steps=40"
+    assert given["config"] == (ROOT / "examples/countdown-vllm.yaml").read_text()
+    assert run["pipeline_spec"]["pipeline_spec"]["pipelineInfo"]["name"] == "bapo"
+
+
+def test_an_api_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        submit("http://127.0.0.1:1")
+    words = capsys.readouterr().err
+    assert words.startswith("error: Kubeflow Pipelines did not take the run")
+    assert "kubectl port-forward" in words
