@@ -52,7 +52,7 @@ def clipped_surrogate(
 
 
 @torch.no_grad()
-def clip_fraction(
+def clipped_tokens(
     logprobs: Tensor,
     prox_logprobs: Tensor,
     advantages: Tensor,
@@ -61,13 +61,17 @@ def clip_fraction(
     clip_low: float,
     clip_high: float,
     clip_center: Tensor | None = None,
-) -> float:
-    """Share of the valid tokens whose gradient the clip cuts off; arguments as above."""
+) -> Tensor:
+    """The valid tokens whose gradient the clip cuts off, a mask (N, T); arguments as above."""
     valid = mask.bool()
     ratio = _ratio(logprobs, prox_logprobs, valid)
     clipped = _clip(ratio, clip_center, clip_low, clip_high)
-    cut = (-clipped * advantages > -ratio * advantages) & valid
-    return float(cut.sum()) / max(1, int(valid.sum()))
+    return (-clipped * advantages > -ratio * advantages) & valid
+
+
+def clip_fraction(cut: Tensor, mask: Tensor) -> float:
+    """Share of the valid tokens that `clipped_tokens` are."""
+    return float(cut.sum()) / max(1, int(mask.bool().sum()))
 
 
 def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:

@@ -56,6 +56,42 @@ def change(arguments: argparse.Namespace) -> None:
         print(f"{state.name} is {state.status} after step {state.current_step}")
 
 
+def metrics(arguments: argparse.Namespace) -> None:
+    """The last steps, or all of them as TensorBoard reads them."""
+    from services.report.metrics import curves, write_tensorboard
+
+    client = service(arguments.run)
+    if arguments.tensorboard is not None:
+        write_tensorboard(client, arguments.tensorboard, follow=arguments.follow, say=print)
+        return
+    steps = client.steps(after=max(0, client.run_state().current_step - arguments.limit))
+    rows = []
+    for step in steps:
+        found = curves(step)
+        rows.append([step.step, *(_short(found.get(name)) for name in METRICS)])
+    show(arguments, steps, ["step", *METRICS.values()], rows)
+
+
+def _short(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.2g}"
+
+
+METRICS = {
+    "reward": "reward",
+    "loss": "loss",
+    "kl": "KL",
+    "entropy": "entropy",
+    "gradient_norm": "gradient",
+    "clip_fraction": "clipped",
+    "staleness_mean": "staleness",
+    "trainer/tokens_per_second": "tokens/s",
+    "trainer/peak_memory_mib": "MiB",
+}
+"""What the table shows; `--json` and TensorBoard have all."""
+
+
 def prompts(arguments: argparse.Namespace) -> None:
     client = service(arguments.run)
     filters = {

@@ -367,6 +367,12 @@ def _questions(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     buffer.add_argument("--events", action="store_true", help="admissions and evictions instead")
     buffer.add_argument("--after", type=int, default=0, metavar="STEP", help="events after it")
 
+    metrics = _about_run(commands, "metrics", "what is measured at each step; for TensorBoard too")
+    metrics.add_argument(
+        "--tensorboard", type=Path, metavar="DIRECTORY", help="write all of them there as events"
+    )
+    metrics.add_argument("--follow", action="store_true", help="go on until the run has ended")
+
     batches = _about_run(commands, "batches", "the composition of the batches, or one of them")
     batches.add_argument("--step", type=int, help="the members of this step's batch")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from services.trainer.data import TrajectoryReader, group_cost, make_plan
 from services.trainer.publish import WeightPublisher
 from services.trainer.ranks import Ranks, joined, shares
 from services.trainer.shard import load_sharded
+from services.trainer.speed import speed_of
 from services.trainer.update import Clock, NonFiniteLoss, Updater, group_rows
 
 log = logging.getLogger(__name__)
@@ -142,12 +144,14 @@ def train_batch(
         )
         mine = [manifest.members[place] for place in plan.of_rank(ranks.rank)]
         batch = reader.batch(mine, proximal=config.loss.ratio == "decoupled")
+    started = time.monotonic()
     try:
         found = updater.step(step, batch, plan, (manifest.c2, manifest.c3), clock)
     except NonFiniteLoss as error:
         keep_evidence(step, error, around, ranks)
         raise
-    return metrics | found
+    spent = time.monotonic() - started
+    return metrics | found | speed_of(updater.policy, int(batch.lengths.sum()), spent, ranks)
 
 
 def keep_evidence(step: int, error: NonFiniteLoss, around: Surroundings, ranks: Ranks) -> None:

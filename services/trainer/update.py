@@ -16,7 +16,13 @@ from bapo_core.advantages import group_relative
 from bapo_core.config import RunConfig
 from bapo_core.importance import mismatch_metrics, truncated_weights
 from bapo_core.kl import kl_penalty
-from bapo_core.losses import clip_fraction, clipped_surrogate, scale_count, token_scale
+from bapo_core.losses import (
+    clip_fraction,
+    clipped_surrogate,
+    clipped_tokens,
+    scale_count,
+    token_scale,
+)
 from bapo_core.theory import (
     SourceTerm,
     improvement_constants,
@@ -83,6 +89,19 @@ class Targets:
     """log theta_t: the policy before this step's first update."""
 
 
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of each token when it was trained on, (N, R); filled in update by update."""
+
+    logprobs: Tensor
+    cut: Tensor
+    """Whether the clip cut its gradient off."""
+
+    @classmethod
+    def of(cls, batch: Batch) -> Outcome:
+        return cls(torch.zeros_like(batch.behavior), torch.zeros_like(batch.mask))
+
+
 class Updater:
     """Holds the policy, its optimizer and, where the KL needs it, the initial policy.
 
@@ -117,17 +136,17 @@ class Updater:
         self._set_learning_rate(step)
         with clock.phase("proximal"):
             targets = self._targets(batch)
-        new = torch.zeros_like(targets.current)
+        outcome = Outcome.of(batch)
         totals: dict[str, float] = {}
         mine = plan.of_rank(self.ranks.rank)
         with clock.phase("update"):
             for update in plan.updates:
                 rows = batch.rows_of([mine.index(place) for place in update[self.ranks.rank]])
-                found = self._update(batch, rows, sum(map(len, update)), targets, new)
+                found = self._update(batch, rows, sum(map(len, update)), targets, outcome)
                 for name, value in found.items():
                     totals[name] = totals.get(name, 0.0) + value / len(plan.updates)
         totals["updates"] = float(len(plan.updates))
-        scored = Scored.of(batch, mine, targets, new)
+        scored = Scored.of(batch, mine, targets, outcome)
         parts = self.ranks.gathered(scored)
         return totals | self._diagnose(Scored.joined(parts), window) if parts else {}
 
@@ -209,11 +228,16 @@ class Updater:
     # -- one optimizer update
 
     def _update(
-        self, batch: Batch, rows: Tensor, group_count: int, targets: Targets, new: Tensor
+        self,
+        batch: Batch,
+        rows: Tensor,
+        group_count: int,
+        targets: Targets,
+        outcome: Outcome,
     ) -> dict[str, float]:
         """Gradients over micro-batches, then one optimizer step.
 
-        group_count: groups of the update, on all ranks.
+        group_count: groups of the update, on all ranks. outcome: gets what becomes of `rows`.
         """
         scale = torch.zeros_like(batch.behavior)
         scale[rows] = self._scale(batch.mask[rows], group_count)
@@ -224,7 +248,7 @@ class Updater:
                 logprobs, _ = self._pass(batch, None, self.policy, entropy=True)
                 (logprobs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
                 continue
-            loss, found = self._loss(batch, part, targets, scale[part], new)
+            loss, found = self._loss(batch, part, targets, scale[part], outcome)
             loss.backward()  # type: ignore[no-untyped-call]
             for name, value in found.items():
                 totals[name] += value
@@ -253,13 +277,18 @@ class Updater:
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def _loss(
-        self, batch: Batch, rows: Tensor, targets: Targets, scale: Tensor, new: Tensor
+        self,
+        batch: Batch,
+        rows: Tensor,
+        targets: Targets,
+        scale: Tensor,
+        outcome: Outcome,
     ) -> tuple[Tensor, dict[str, float]]:
         """The loss of some rows, already divided by the whole update's normaliser (`scale`)."""
         settings, kl = self.config.loss, self.config.kl
         bonus = settings.entropy_coefficient
         logprobs, entropy = self._pass(batch, rows, self.policy, entropy=True)
-        new[rows] = logprobs.detach()
+        outcome.logprobs[rows] = logprobs.detach()
         mask = batch.mask[rows]
         center = None if targets.center is None else targets.center[rows]
         arguments = (logprobs, targets.proximal[rows], targets.advantages[rows], mask)
@@ -273,18 +302,18 @@ class Updater:
         )
         penalty = kl_penalty(logprobs, targets.reference[rows], mask, estimator=kl.estimator)
         loss = ((policy + kl.coefficient * penalty - bonus * entropy) * scale).sum()
+        cut = outcome.cut[rows] = clipped_tokens(
+            *arguments,
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            clip_center=center,
+        )
         share = float((mask * scale).sum())
         return loss, {
             "loss": float(loss.detach()),
             "kl": float((penalty.detach() * scale).sum()),
             "entropy": float((entropy.detach() * scale).sum()),
-            "clip_fraction": share
-            * clip_fraction(
-                *arguments,
-                clip_low=settings.clip_low,
-                clip_high=settings.clip_high,
-                clip_center=center,
-            ),
+            "clip_fraction": share * clip_fraction(cut, mask),
         }
 
     def _set_learning_rate(self, step: int) -> None:
@@ -323,6 +352,7 @@ class Updater:
             "trained_tokens": float(scored.mask.sum()),
             "response_length": float(scored.mask.sum(dim=1).float().mean()),
             **{f"mismatch/{key}": value for key, value in mismatch.items()},
+            **scored.clip_fractions(),
             **self._bound(scored, window),
         }
 
@@ -358,13 +388,15 @@ class Updater:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Responses of a step and what was found of them: (N, R), and (N,) for the last three."""
+    """Responses of a step and what was found of them: (N, R), and (N,) from `advantages` on."""
 
     behavior: Tensor
     current: Tensor
     """Log-probs before the step's first update."""
     new: Tensor
     """Log-probs when each was trained on."""
+    cut: Tensor
+    """Whether the clip cut its gradient off then."""
     mask: Tensor
     advantages: Tensor
     sources: list[str]
@@ -372,12 +404,13 @@ class Scored:
     """Of each response's group in the manifest."""
 
     @classmethod
-    def of(cls, batch: Batch, places: Sequence[int], targets: Targets, new: Tensor) -> Scored:
+    def of(cls, batch: Batch, places: Sequence[int], targets: Targets, outcome: Outcome) -> Scored:
         """`places` of the batch's groups in the manifest."""
         return cls(
             behavior=batch.behavior,
             current=targets.current,
-            new=new,
+            new=outcome.logprobs,
+            cut=outcome.cut,
             mask=batch.mask,
             advantages=targets.advantages[:, 0],
             sources=[batch.members[index].source for index in batch.group.tolist()],
@@ -400,10 +433,21 @@ class Scored:
         return cls(
             **{
                 name: together(name)
-                for name in ("behavior", "current", "new", "mask", "advantages", "places")
+                for name in ("behavior", "current", "new", "cut", "mask", "advantages", "places")
             },
             sources=[sources[index] for index in order.tolist()],
         )
+
+    def clip_fractions(self) -> dict[str, float]:
+        """By source: replayed groups are the furthest from the policy, and are clipped the most."""
+        found = {}
+        for source in Source:
+            rows = torch.tensor([each == source for each in self.sources])
+            if rows.any():
+                found[f"clip_fraction/{source.value}"] = clip_fraction(
+                    self.cut[rows], self.mask[rows]
+                )
+        return found
 
     def sequence_log_ratios(self) -> tuple[Tensor, Tensor]:
         """(N,) log theta(y) - log behaviour(y) of whole responses, before and after."""

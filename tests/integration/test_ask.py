@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from services import cli
 from services.local.stack import Endpoints
+from services.report.metrics import curves
 from tests.integration.driver import Driver, small_config
 
 Ask = Callable[..., str]
@@ -61,6 +64,23 @@ def test_buffers_and_batches(ask: Ask, driver: Driver) -> None:
     members = json.loads(ask("batches", "asked", "--step", "2", "--json"))["members"]
     assert members == [m.model_dump(mode="json") for m in driver.client.recorded_batch(2).members]
     assert "replayed" in ask("batches", "asked")
+
+
+def test_metrics_as_a_table_and_for_tensorboard(ask: Ask, driver: Driver, tmp_path: Path) -> None:
+    shown = ask("metrics", "asked", "--limit", "2").strip().splitlines()
+    assert [line.split()[0] for line in shown] == ["step", "3", "4"]
+    steps = driver.client.steps()
+    assert json.loads(ask("metrics", "asked", "--json")) == [
+        step.model_dump(mode="json") for step in steps
+    ]
+    for _ in range(2):  # again: nothing is there twice
+        assert "tensorboard --logdir" in ask("metrics", "asked", "--tensorboard", str(tmp_path))
+    events = EventAccumulator(str(tmp_path / "asked"))
+    events.Reload()
+    for name, value in curves(steps[-1]).items():
+        last = events.Scalars(name)[-1]
+        assert (last.step, last.value) == (4, pytest.approx(value, rel=1e-6))
+    assert [each.step for each in events.Scalars("reward")] == [1, 2, 3, 4]
 
 
 def test_runs_and_their_changes(ask: Ask, stack: Endpoints) -> None:

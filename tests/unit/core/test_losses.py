@@ -3,7 +3,13 @@ import math
 import pytest
 import torch
 
-from bapo_core.losses import aggregate, clip_fraction, clipped_surrogate, sequence_ratio
+from bapo_core.losses import (
+    aggregate,
+    clip_fraction,
+    clipped_surrogate,
+    clipped_tokens,
+    sequence_ratio,
+)
 
 CLIP = dict(clip_low=0.2, clip_high=0.28)
 RATIOS = torch.tensor([0.5, 0.7, 0.9, 1.1, 1.25, 1.4, 4.0, 12.0], dtype=torch.double)
@@ -82,9 +88,13 @@ def test_no_gradient_beyond_the_clip():
 def test_clip_fraction_is_the_share_of_tokens_without_gradient():
     ones = torch.ones_like(RATIOS)
     arguments = RATIOS.log(), torch.zeros_like(RATIOS)
-    assert clip_fraction(*arguments, ones, ones, **CLIP) == 3 / 8
-    assert clip_fraction(*arguments, -ones, ones, **CLIP) == 2 / 8
-    assert clip_fraction(*arguments, ones, torch.zeros_like(ones), **CLIP) == 0.0
+
+    def share(advantages: torch.Tensor, mask: torch.Tensor) -> float:
+        return clip_fraction(clipped_tokens(*arguments, advantages, mask, **CLIP), mask)
+
+    assert share(ones, ones) == 3 / 8
+    assert share(-ones, ones) == 2 / 8
+    assert share(ones, torch.zeros_like(ones)) == 0.0
 
 
 @pytest.mark.parametrize("logprob", [-1.0, math.nan, math.inf, -math.inf])

@@ -22,7 +22,7 @@ from services.trainer.data import Batch, Plan, collate, make_plan, microbatches
 from services.trainer.policy import Policy, response_logprobs
 from services.trainer.ranks import Ranks
 from services.trainer.shard import checkpoint_layers
-from services.trainer.update import Clock, NonFiniteLoss, Updater
+from services.trainer.update import Clock, NonFiniteLoss, Outcome, Scored, Updater
 
 GROUPS, G, WINDOW = 6, 4, (0.25, 0.5)
 
@@ -137,7 +137,7 @@ def test_the_gradient_does_not_depend_on_the_microbatches(aggregation: str) -> N
         targets = updater._targets(data)
         rows = data.rows_of([0, 2, 3, 5])
         updater.optimizer.step = lambda: None  # type: ignore[assignment, method-assign]
-        updater._update(data, rows, 4, targets, torch.zeros_like(targets.current))
+        updater._update(data, rows, 4, targets, Outcome.of(data))
         gradients.append(
             torch.cat([p.grad.flatten() for p in updater.policy.parameters() if p.grad is not None])
         )
@@ -219,9 +219,7 @@ def test_a_short_last_minibatch_weighs_by_its_own_size_or_by_the_nominal_one() -
     for norm in ("actual", "nominal"):
         updater = updater_of(config(f"loss.norm={norm}", "optimizer.gradient_clip=1000"))
         targets = updater._targets(data)
-        found = updater._update(
-            data, data.rows_of([1, 4]), 2, targets, torch.zeros_like(targets.current)
-        )
+        found = updater._update(data, data.rows_of([1, 4]), 2, targets, Outcome.of(data))
         norms[norm] = found["gradient_norm"]
     assert norms["nominal"] == pytest.approx(norms["actual"] / 2, rel=1e-4)
 
@@ -300,3 +298,29 @@ def test_microbatches_partition_the_rows_within_the_budget(
     assert sorted(row for part in parts for row in part) == sorted(rows)
     for part in parts:
         assert sum(lengths[row] for row in part) <= budget
+
+
+def test_clip_fractions_are_told_by_source() -> None:
+    settings = config(
+        "optimizer.learning_rate=0.05",
+        "loss.clip_low=0.01",
+        "loss.clip_high=0.01",
+        "loss.aggregation=token-mean",
+        "loss.ratio=behavior",
+    )
+    found = step(updater_of(settings), 1, batch("replayed"))
+    assert 0 < found["clip_fraction/replayed"] < 1
+    assert "clip_fraction/fresh" not in found
+    mask = torch.tensor([[True, True], [True, False]])
+    scored = Scored(
+        **dict.fromkeys(("behavior", "current", "new"), torch.zeros(2, 2)),
+        cut=torch.tensor([[True, False], [True, False]]),
+        mask=mask,
+        advantages=torch.zeros(2),
+        sources=["fresh", "replayed"],
+        places=torch.tensor([0, 1]),
+    )
+    assert scored.clip_fractions() == {
+        "clip_fraction/fresh": 1 / 2,
+        "clip_fraction/replayed": 1.0,
+    }

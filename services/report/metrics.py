@@ -1,0 +1,75 @@
+"""The metrics of a run as curves, for other tools than ours.
+
+They are the buffer service's, so any run can be shown anywhere, also one that trains elsewhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from services.buffer.client import BufferClient
+from services.buffer.wire import StepView
+from services.common.errors import BapoError
+
+LOOK_EVERY_S = 5.0
+ENDED = ("finished", "failed", "stopped", "deleting")
+
+
+def curves(step: StepView) -> dict[str, float]:
+    """Everything known of a step, by name."""
+    counts = {f"groups/{name}": float(count) for name, count in step.counts.items()}
+    own = {"reward": step.r_tot, "window/c2": step.c2, "window/c3": step.c3}
+    return own | counts | {"rollout_tokens": float(step.tokens)} | step.metrics
+
+
+def write_tensorboard(
+    buffer: BufferClient, directory: Path, *, follow: bool, say: Callable[[str], None]
+) -> None:
+    """Writes the run's curves below `directory`, under the run's name; with `follow` until it
+    ends."""
+    try:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    except ModuleNotFoundError as error:
+        raise BapoError("TensorBoard is not installed; `pip install tensorboard`") from error
+    place = directory / buffer.run
+    # Begun anew each time: a point that is written twice is drawn twice.
+    for old in place.glob("events.*"):
+        old.unlink()
+    writer = EventFileWriter(str(place))
+    written = 0
+    try:
+        for step, wall_time, values in _points(buffer, follow):
+            summary = Summary(
+                value=[
+                    Summary.Value(tag=name, simple_value=value) for name, value in values.items()
+                ]
+            )
+            writer.add_event(Event(wall_time=wall_time, step=step, summary=summary))
+            written += 1
+    finally:
+        writer.close()
+    say(f"{written} points; `tensorboard --logdir {directory}` shows them")
+
+
+def _points(buffer: BufferClient, follow: bool) -> Iterator[tuple[int, float, dict[str, float]]]:
+    """(step, when, values) of steps and evaluations, each once."""
+    done = version = 0
+    while True:
+        ended = buffer.run_state().status in ENDED
+        when = 0.0
+        for step in buffer.steps(after=done):
+            done, when = step.step, step.committed_at.timestamp()
+            yield done, when, curves(step)
+        for evaluation in buffer.evaluations():
+            if evaluation.version > version:
+                version = evaluation.version
+                accuracy = {"evaluation/accuracy": evaluation.mean_accuracy}
+                unsolved = {"evaluation/prompts_at_0": float(evaluation.bins[0])}
+                yield version - 1, when or time.time(), accuracy | unsolved
+        if ended or not follow:
+            return
+        time.sleep(LOOK_EVERY_S)
