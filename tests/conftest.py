@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import tempfile
@@ -39,13 +40,22 @@ def stack(home: Path) -> Iterator[Endpoints]:
 
 @pytest.fixture(scope="session")
 def easy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model, warm-started on the easy task: right sometimes, not always."""
+    """A tiny model, warm-started on the easy task: right sometimes, not always.
+
+    Built once, however many processes run the tests: the first one there builds, the others wait.
+    """
     from services.model import tiny
 
-    directory = tmp_path_factory.mktemp("models") / "easy"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiny, "EXAMPLES", 4000)
-        tiny.build_tiny_model(directory, seed=0, steps=120, task=CountdownTask(**EASY))
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    directory = shared / "easy-model"
+    with (shared / "easy-model.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (directory / "config.json").exists():
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(tiny, "EXAMPLES", 4000)
+                tiny.build_tiny_model(directory, seed=0, steps=120, task=CountdownTask(**EASY))
     return directory
 
 
