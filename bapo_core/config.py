@@ -290,6 +290,15 @@ class TrainerConfig(Section):
     third more time, the same result."""
 
 
+class LoraConfig(Section):
+    rank: int = Field(0, ge=0)
+    """Rank of the adapters that are trained instead of the model's own weights; 0 = none."""
+    alpha: int = Field(16, ge=1)
+    """What the adapters add is multiplied by alpha / rank."""
+    targets: list[str] = Field(default_factory=lambda: ["all-linear"], min_length=1)
+    """Layers that get adapters, such as q_proj; all-linear: every one but the output layer."""
+
+
 class RunConfig(Section):
     name: str = Field("countdown", pattern=r"^[a-z][a-z0-9-]{0,62}$")
     """Lower-case letters, digits and hyphens, starting with a letter."""
@@ -314,6 +323,7 @@ class RunConfig(Section):
     loss: LossConfig = LossConfig()
     kl: KLConfig = KLConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig = LoraConfig()
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -66,15 +66,19 @@ def _export(config: dict[str, Any], checkpoint: wire.CheckpointView, target: Pat
     from torch.distributed.checkpoint.state_dict_loader import load
 
     from services.trainer.export import model_files, write_files
+    from services.trainer.lora import add_adapters, merged, plain_weights, trained_state
     from services.trainer.policy import load_policy
 
     if target.exists() and any(target.iterdir()):
         raise BapoError(f"{target} is not empty; name a new directory")
-    source = ensure_model(RunConfig.model_validate(config), default_home(), Console())
+    settings = RunConfig.model_validate(config)
+    source = ensure_model(settings, default_home(), Console())
     model: Any = load_policy(source).model
+    add_adapters(model, settings.lora, settings.seed)
     with tempfile.TemporaryDirectory() as scratch:
         _fetch(checkpoint, Path(scratch))
-        state = {"model": model.state_dict()}
-        load(state, checkpoint_id=scratch, no_dist=True)
-    write_files(model_files(model, state["model"], source), target)
+        # In place: what is loaded is the model's own memory.
+        load({"model": trained_state(model)}, checkpoint_id=scratch, no_dist=True)
+    weights = {name: merged(tensor, layer) for name, tensor, layer in plain_weights(model)}
+    write_files(model_files(model, weights, source), target)
     print(json.dumps({"step": checkpoint.step, "model": str(target)}))

@@ -18,7 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
@@ -31,6 +35,9 @@ from services.common.objectstore import ObjectStore, files_of
 from services.trainer.background import Background
 from services.trainer.policy import Policy
 from services.trainer.ranks import Ranks
+
+_TRAINED = StateDictOptions(ignore_frozen_params=True)
+"""With adapters, the model's own weights are those of the initial model."""
 
 
 class Checkpointer(Background):
@@ -50,7 +57,7 @@ class Checkpointer(Background):
     def save(self, step: int, policy: Policy, optimizer: Optimizer) -> None:
         """Returns when the state is copied; the checkpoint exists some time after."""
         self.settle()
-        weights, optimizer_state = get_state_dict(policy.model, optimizer)
+        weights, optimizer_state = get_state_dict(policy.model, optimizer, options=_TRAINED)
         self._copy = _copied({"model": weights, "optimizer": optimizer_state}, self._copy)
         self.begin(partial(self._write, step))
 
@@ -105,7 +112,7 @@ def load_checkpoint(
     directory.mkdir()
     try:
         store.get_directory(stored.uri, stored.manifest_digest, directory)
-        weights, optimizer_state = get_state_dict(policy.model, optimizer)
+        weights, optimizer_state = get_state_dict(policy.model, optimizer, options=_TRAINED)
         state: dict[str, Any] = {"model": weights, "optimizer": optimizer_state}
         try:
             load(state, checkpoint_id=str(directory))
@@ -120,6 +127,9 @@ def load_checkpoint(
             optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
+            options=StateDictOptions(
+                strict=all(each.requires_grad for each in policy.parameters())
+            ),
         )
     finally:
         shutil.rmtree(directory)

@@ -23,6 +23,7 @@ from services.common.settings import require
 from services.model.stored import fetch_model, model_on_disk
 from services.trainer.checkpoint import Checkpointer, load_checkpoint
 from services.trainer.data import TrajectoryReader, group_cost, make_plan
+from services.trainer.lora import add_adapters
 from services.trainer.publish import WeightPublisher
 from services.trainer.ranks import Ranks, joined, shares
 from services.trainer.shard import load_sharded
@@ -99,6 +100,7 @@ def restore(config: RunConfig, around: Surroundings, ranks: Ranks) -> tuple[Upda
     policy = load_sharded(
         around.model_directory,
         ranks,
+        prepare=lambda found: add_adapters(found.model, config.lora, config.seed),
         gradient_checkpointing=config.trainer.gradient_checkpointing,
     )
     needs_reference = config.kl.coefficient > 0 and config.kl.reference == "initial"

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from services.buffer.client import BufferClient
 from services.common.errors import ServiceError
 from services.common.objectstore import ObjectStore
 from services.trainer.background import Background
 from services.trainer.export import model_files
+from services.trainer.lora import merged, plain_weights
 from services.trainer.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -63,12 +63,12 @@ class WeightPublisher(Background):
         No more than one whole tensor at a time is on the device; only rank 0 keeps them.
         """
         first: dict[int, str] = {}
-        for name, tensor in model.state_dict(keep_vars=True).items():
+        for name, tensor, adapted in plain_weights(model):
             owner = first.setdefault(id(tensor), name)
             if owner == name:
-                whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+                found = merged(tensor, adapted)
                 if self._ranks.speaks:
-                    self._keep(name, whole.detach())
+                    self._keep(name, found)
             elif self._ranks.speaks:
                 self._copies[name] = self._copies[owner]
         return dict(self._copies)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,25 @@ def shard(policy: Policy, ranks: Ranks) -> Policy:
     return policy
 
 
-def load_sharded(directory: Path, ranks: Ranks, *, gradient_checkpointing: bool = False) -> Policy:
+def load_sharded(
+    directory: Path,
+    ranks: Ranks,
+    *,
+    prepare: Callable[[Policy], object] = lambda _: None,
+    gradient_checkpointing: bool = False,
+) -> Policy:
     """The model of a directory, sharded over the ranks. Every rank calls it.
+
+    prepare: changes the model before that, in the same way on every rank.
 
     Rank 0 reads it and hands it out, a tensor at a time: the whole model is in memory once, however
     many ranks there are, and every rank has its shards besides.
     """
     whole = load_policy(directory) if ranks.speaks else None
     policy = whole if whole is not None and ranks.size == 1 else blank_policy(directory)
+    prepare(policy)
+    if whole is not None and whole is not policy:
+        prepare(whole)
     if gradient_checkpointing:
         checkpoint_layers(policy)
     policy = shard(policy, ranks)

@@ -116,7 +116,7 @@ class Updater:
         self.ranks = ranks
         settings = config.optimizer
         self.optimizer = torch.optim.AdamW(
-            policy.parameters(),
+            [each for each in policy.parameters() if each.requires_grad],
             lr=settings.learning_rate,
             betas=(settings.beta1, settings.beta2),
             weight_decay=settings.weight_decay,

@@ -1,8 +1,9 @@
 """What `test_ranks.py` runs under torchrun: a few steps on a made-up batch, sharded.
 
-    torchrun ... ranks_program.py OUT STEPS MODEL REFERENCE
+    torchrun ... ranks_program.py OUT STEPS RANK MODEL REFERENCE
 
-Writes rank 0's metrics and whole weights to OUT. MODEL and REFERENCE are model directories.
+Writes rank 0's metrics and whole weights to OUT. MODEL and REFERENCE are model directories, RANK
+is that of the adapters, 0 for none.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from services.trainer.data import Batch, make_plan
+from services.trainer.lora import add_adapters
 from services.trainer.policy import Policy
 from services.trainer.ranks import Ranks, joined
 from services.trainer.shard import load_sharded
@@ -47,11 +49,14 @@ def whole_weights(policy: Policy) -> dict[str, torch.Tensor]:
     }
 
 
-def train(ranks: Ranks, out: Path, steps: int, models: list[Path]) -> None:
+def train(ranks: Ranks, out: Path, steps: int, rank: int, models: list[Path]) -> None:
     # Updates of 4 and of 2 groups: of four ranks, some have nothing in the second. In the last step
     # there is one group in all.
-    settings = single.config("kl.reference=initial", "kl.coefficient=0.1")
-    policy, reference = (load_sharded(model, ranks) for model in models)
+    settings = single.config("kl.reference=initial", "kl.coefficient=0.1", f"lora.rank={rank}")
+    policy = load_sharded(
+        models[0], ranks, prepare=lambda found: add_adapters(found.model, settings.lora, 7)
+    )
+    reference = load_sharded(models[1], ranks)
     updater = Updater(settings, policy, ranks, reference)
     whole = single.batch()
     members = [
@@ -73,5 +78,5 @@ def train(ranks: Ranks, out: Path, steps: int, models: list[Path]) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with joined() as ranks:
-        out, steps, *models = sys.argv[1:]
-        train(ranks, Path(out), int(steps), [Path(model) for model in models])
+        out, steps, rank, *models = sys.argv[1:]
+        train(ranks, Path(out), int(steps), int(rank), [Path(model) for model in models])

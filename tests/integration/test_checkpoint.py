@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch.optim import AdamW, Optimizer
 
+from bapo_core.config import LoraConfig
 from services.common.errors import BapoError
 from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.local.stack import Endpoints
 from services.trainer.checkpoint import Checkpointer, load_checkpoint
+from services.trainer.lora import add_adapters
 from services.trainer.policy import Policy
 from services.trainer.ranks import joined
 from tests.integration.driver import Driver, small_config
@@ -97,3 +99,29 @@ def test_a_checkpoint_that_does_not_fit_or_is_damaged(
     store.put(key, data[:-1])
     with pytest.raises(ObjectStoreError, match="do not have the digest"):
         load_checkpoint(stored, *trained(), store=store, scratch=tmp_path)
+
+
+def test_adapters_are_saved_without_the_model_and_go_on_as_they_were(
+    driver: Driver, checkpointer: Checkpointer, tmp_path: Path
+) -> None:
+    def adapted(seed: int) -> tuple[Policy, Optimizer]:
+        policy = Policy(micro_model())
+        add_adapters(policy.model, LoraConfig(rank=2), seed)
+        optimizer = AdamW([each for each in policy.parameters() if each.requires_grad], lr=1e-2)
+        _update(policy, optimizer)
+        return policy, optimizer
+
+    policy, optimizer = adapted(1)
+    driver.run_step(4)
+    checkpointer.save(4, policy, optimizer)
+    checkpointer.settle()
+    _update(policy, optimizer)
+    stored = driver.client.latest_checkpoint()
+    assert stored is not None
+    assert stored.number == 4
+    other, other_optimizer = adapted(2)
+    assert not torch.equal(flat(other), flat(policy))
+    store = ObjectStore(driver.stack.object_store)
+    load_checkpoint(stored, other, other_optimizer, store=store, scratch=tmp_path)
+    _update(other, other_optimizer)
+    assert torch.equal(flat(other), flat(policy))

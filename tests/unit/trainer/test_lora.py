@@ -1,0 +1,78 @@
+"""Adapters: the model stays as it is until they are trained, and the sum is a plain model again."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from bapo_core.config import LoraConfig
+from services.common.errors import BapoError
+from services.trainer import attention
+from services.trainer.data import pack
+from services.trainer.lora import add_adapters, merged, plain_weights, trained_state
+from services.trainer.policy import Policy
+from tests.micro import micro_model
+from tests.unit.trainer import test_update as single
+
+
+def adapted(seed: int = 1, *, rank: int = 3, tied: bool = False) -> Policy:
+    model = micro_model(tie_word_embeddings=tied)
+    model.set_attn_implementation(attention.IMPLEMENTATION)
+    add_adapters(model, LoraConfig(rank=rank, alpha=6), seed)
+    return Policy(model).eval()
+
+
+def logprobs(policy: Policy) -> torch.Tensor:
+    batch = single.batch()
+    with torch.no_grad():
+        found, _ = policy(pack(batch, torch.arange(len(batch.lengths))), 1.0)
+    return found
+
+
+def plain(policy: Policy, *, tied: bool = False) -> Policy:
+    """A model without adapters that has the sum."""
+    model = micro_model(seed=9, tie_word_embeddings=tied)
+    model.set_attn_implementation(attention.IMPLEMENTATION)
+    weights = {name: merged(tensor, layer) for name, tensor, layer in plain_weights(policy.model)}
+    model.load_state_dict(weights)
+    return Policy(model).eval()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_training_adapters_and_publishing_the_sum(tied: bool) -> None:
+    policy = adapted(tied=tied)
+    before = logprobs(policy)
+    torch.testing.assert_close(before, logprobs(adapted(rank=0, tied=tied)), atol=0, rtol=0)
+    frozen = {
+        name: each.clone() for name, each in policy.named_parameters() if not each.requires_grad
+    }
+    updater = single.Updater(single.config("lora.rank=3"), policy, single.Ranks(0, 1))
+    single.step(updater, 1, single.batch())
+    after = logprobs(policy)
+    assert (after - before).abs().max() > 1e-3
+    for name, parameter in policy.named_parameters():
+        if name in frozen:
+            assert torch.equal(parameter, frozen[name]), name
+    torch.testing.assert_close(logprobs(plain(policy, tied=tied)), after, atol=1e-5, rtol=0)
+
+
+def test_a_checkpoint_holds_the_adapters_alone() -> None:
+    policy = adapted(tied=True)
+    held = trained_state(policy.model)
+    assert held
+    assert all(".lora_" in name for name in held)
+    whole = Policy(micro_model(tie_word_embeddings=True))
+    assert trained_state(whole.model).keys() == whole.model.state_dict().keys()
+
+
+def test_adapters_are_drawn_from_the_seed() -> None:
+    state = torch.random.get_rng_state()
+    one, same, other = (trained_state(adapted(seed).model) for seed in (1, 1, 2))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not all(torch.equal(one[name], other[name]) for name in one)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_layers_that_are_not_there_are_named() -> None:
+    with pytest.raises(BapoError, match=r"lora.targets \['no_such_layer'\]"):
+        add_adapters(micro_model(), LoraConfig(rank=2, targets=["no_such_layer"]), 1)
