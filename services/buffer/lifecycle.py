@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 
@@ -24,6 +25,8 @@ from services.buffer.tables import (
 from services.common.errors import conflict
 from services.common.objectstore import MANIFEST
 
+_EVIDENCE = re.compile(r"runs/[^/]+/failures/")
+"""What led to a loss that was not a number is for people, and goes with its run."""
 YOUNGEST_ORPHAN = timedelta(days=1)
 """A younger object may be one whose row is about to be written: a large checkpoint takes hours."""
 
@@ -96,6 +99,7 @@ def collect_garbage(service: Service, *, dry_run: bool) -> wire.Garbage:
         for key, modified in stored.items()
         if key not in exact
         and not _under(key, prefixes)
+        and not _EVIDENCE.match(key)
         and (dry_run or modified < datetime.now(UTC) - YOUNGEST_ORPHAN)
     )
     wanted = exact | {f"{prefix}/{MANIFEST}" for prefix in prefixes}

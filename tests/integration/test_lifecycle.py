@@ -109,8 +109,11 @@ def test_garbage_is_what_no_row_points_to(driver: Driver, stack: Endpoints) -> N
     driver.run_step(1)
     orphan = f"runs/{driver.config.name}/trajectories/step=1/fresh-0000.arrow"
     store.put(orphan, b"nobody knows me")
+    evidence = f"runs/{driver.config.name}/failures/step-1-rank-0.pt"
+    store.put(evidence, b"somebody will want to know")
     found = driver.client.collect_garbage()
     assert orphan in found.orphans
+    assert evidence not in found.orphans
     assert not [key for key in found.missing if key.startswith(f"runs/{driver.config.name}/")]
     assert found.deleted == 0
     own = {member.object_key for member in driver.client.recorded_batch(1).members}
