@@ -25,6 +25,8 @@ from services.buffer.tables import (
 from services.common.errors import conflict
 from services.common.objectstore import MANIFEST
 
+STORED_MODEL = "store://"
+"""Of an initial model in the object store: `store://<prefix>#<digest>`."""
 _EVIDENCE = re.compile(r"runs/[^/]+/failures/")
 """What led to a loss that was not a number is for people, and goes with its run."""
 YOUNGEST_ORPHAN = timedelta(days=1)
@@ -90,7 +92,11 @@ def collect_garbage(service: Service, *, dry_run: bool) -> wire.Garbage:
 
     Objects younger than a day are left alone: their rows may be about to be written.
     """
-    stored = {item.key: item.modified for item in service.store.listing("runs/")}
+    stored = {
+        item.key: item.modified
+        for place in ("runs/", "models/")
+        for item in service.store.listing(place)
+    }
     with service.sessions() as session:
         exact = set(_pointed_to(session))
         prefixes = set(_prefixes(session))
@@ -123,6 +129,9 @@ def _prefixes(session: Session) -> Iterable[str]:
     published = select(WeightVersion.uri).where(WeightVersion.status == "published")
     yield from session.scalars(published)
     yield from session.scalars(select(Checkpoint.uri))
+    for path in session.scalars(select(Run.config["model"]["path"].astext)):
+        if path.startswith(STORED_MODEL):
+            yield path.removeprefix(STORED_MODEL).partition("#")[0]
 
 
 def _under(key: str, prefixes: set[str]) -> bool:

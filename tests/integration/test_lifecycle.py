@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from pathlib import Path
 
 import httpx
 import pytest
@@ -13,6 +14,7 @@ from services.buffer.trajectories import encode_groups
 from services.common.errors import ServiceError, Superseded
 from services.common.objectstore import ObjectStore
 from services.local.stack import Endpoints
+from services.model.stored import fetch_model, store_model
 from tests.integration.driver import Driver, small_config
 
 
@@ -122,6 +124,22 @@ def test_garbage_is_what_no_row_points_to(driver: Driver, stack: Endpoints) -> N
     young = driver.client.collect_garbage(dry_run=False)
     assert orphan not in young.orphans, "its row may be about to be written"
     assert orphan in store.keys(f"runs/{driver.config.name}/")
+
+
+def test_initial_models_are_kept_as_long_as_a_run_names_them(
+    stack: Endpoints, tmp_path: Path
+) -> None:
+    store = ObjectStore(stack.object_store)
+    (tmp_path / "config.json").write_text('{"of": "this test"}')
+    path = store_model(store, tmp_path)
+    key = f"{path.removeprefix('store://').partition('#')[0]}/config.json"
+    assert key in Driver(stack, small_config("without")).client.collect_garbage().orphans
+    driver = Driver(stack, small_config("with-a-stored-model", model={"path": path}))
+    assert key not in driver.client.collect_garbage().orphans
+    driver.client.stop()
+    driver.client.delete_run()
+    assert key in Driver(stack, small_config("without")).client.collect_garbage().orphans
+    assert fetch_model(path, store, tmp_path / "again").joinpath("config.json").is_file()
 
 
 def test_a_lost_object_is_reported(driver: Driver, stack: Endpoints) -> None:
