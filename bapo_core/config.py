@@ -26,6 +26,7 @@ Algorithm = Literal[
     "grpo",
     "grpo_delayed",
     "dapo",
+    "ba_ppo",
 ]
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -202,6 +203,21 @@ class AdvantageConfig(Section):
     """(r - mean) / sqrt(var + eps) (Eq. 2), or the sample deviation with eps outside (code)."""
     eps: float = Field(1e-6, gt=0.0)
     """eps of Eq. 2."""
+    estimator: Literal["group", "gae"] = "group"
+    """group: Eq. 2, from the other responses to the prompt. gae: from a critic, token by token."""
+    gamma: Fraction = 1.0
+    """Discount of GAE."""
+    lam: Fraction = 1.0
+    """lambda of GAE (Table 3: 1)."""
+    whiten: bool = True
+    """Scale GAE's advantages to mean 0 and deviation 1 over the batch."""
+
+
+class CriticConfig(Section):
+    learning_rate: float = Field(1e-5, gt=0.0)
+    """AdamW of the critic, where there is one (`advantage.estimator: gae`)."""
+    clip: float = Field(0.5, gt=0.0)
+    """How far a value may move in a step before its loss stops to fall."""
 
 
 class LossConfig(Section):
@@ -320,6 +336,7 @@ class RunConfig(Section):
     adaptive: AdaptiveConfig = AdaptiveConfig()
     batch: BatchConfig = BatchConfig()
     advantage: AdvantageConfig = AdvantageConfig()
+    critic: CriticConfig = CriticConfig()
     loss: LossConfig = LossConfig()
     kl: KLConfig = KLConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -429,6 +446,7 @@ _GRPO: dict[str, Any] = {
 
 PRESETS: dict[str, dict[str, Any]] = {
     "bapo": {},
+    "ba_ppo": {"advantage": {"estimator": "gae"}},
     "bapo_mini": {
         "x2": {"c1": 0.0},
         "adaptive": {"direction": "off", "c2_range": [0.5, 0.5], "c3_range": [0.5, 0.5]},

@@ -13,10 +13,11 @@ import shutil
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -33,11 +34,32 @@ from services.buffer.wire import StoredVersion
 from services.common.errors import BapoError
 from services.common.objectstore import ObjectStore, files_of
 from services.trainer.background import Background
-from services.trainer.policy import Policy
 from services.trainer.ranks import Ranks
 
 _TRAINED = StateDictOptions(ignore_frozen_params=True)
 """With adapters, the model's own weights are those of the initial model."""
+
+
+Trained: TypeAlias = dict[str, tuple[nn.Module, Optimizer]]
+"""What a checkpoint holds, by name: `model`, which every one has, and `critic`."""
+
+
+def _state(trained: Trained) -> dict[str, Any]:
+    """As it is stored. The policy's own model is there under its plain names."""
+    found: dict[str, Any] = {}
+    for name, (module, optimizer) in trained.items():
+        held = _held(name, module)
+        found[name], found[_optimizer(name)] = get_state_dict(held, optimizer, options=_TRAINED)
+    return found
+
+
+def _held(name: str, module: Any) -> nn.Module:
+    held: nn.Module = module.model if name == "model" else module
+    return held
+
+
+def _optimizer(name: str) -> str:
+    return "optimizer" if name == "model" else f"{name}_optimizer"
 
 
 class Checkpointer(Background):
@@ -54,11 +76,10 @@ class Checkpointer(Background):
         self._copy: Any = None
         """Kept from one to the next: memory that is new each time is slow to fill."""
 
-    def save(self, step: int, policy: Policy, optimizer: Optimizer) -> None:
+    def save(self, step: int, trained: Trained) -> None:
         """Returns when the state is copied; the checkpoint exists some time after."""
         self.settle()
-        weights, optimizer_state = get_state_dict(policy.model, optimizer, options=_TRAINED)
-        self._copy = _copied({"model": weights, "optimizer": optimizer_state}, self._copy)
+        self._copy = _copied(_state(trained), self._copy)
         self.begin(partial(self._write, step))
 
     def _write(self, step: int) -> None:
@@ -100,20 +121,18 @@ def _copied(state: Any, copy: Any) -> Any:
 
 def load_checkpoint(
     stored: StoredVersion,
-    policy: Policy,
-    optimizer: Optimizer,
+    trained: Trained,
     *,
     store: ObjectStore,
     scratch: Path,
 ) -> None:
-    """Restores model and optimizer in place. Every rank calls it."""
+    """Restores what is trained, in place. Every rank calls it."""
     directory = scratch / "restore"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     try:
         store.get_directory(stored.uri, stored.manifest_digest, directory)
-        weights, optimizer_state = get_state_dict(policy.model, optimizer, options=_TRAINED)
-        state: dict[str, Any] = {"model": weights, "optimizer": optimizer_state}
+        state = _state(trained)
         try:
             load(state, checkpoint_id=str(directory))
         except (CheckpointException, RuntimeError, ValueError) as error:
@@ -122,14 +141,15 @@ def load_checkpoint(
                 f"the checkpoint {stored.uri} does not fit the model: {reason}; is model.path the "
                 "one that the run was started with?"
             ) from error
-        set_state_dict(
-            policy.model,
-            optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=StateDictOptions(
-                strict=all(each.requires_grad for each in policy.parameters())
-            ),
-        )
+        for name, (module, optimizer) in trained.items():
+            set_state_dict(
+                _held(name, module),
+                optimizer,
+                model_state_dict=state[name],
+                optim_state_dict=state[_optimizer(name)],
+                options=StateDictOptions(
+                    strict=all(each.requires_grad for each in module.parameters())
+                ),
+            )
     finally:
         shutil.rmtree(directory)

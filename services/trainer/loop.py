@@ -22,8 +22,10 @@ from services.common.objectstore import ObjectStore
 from services.common.settings import require
 from services.model.stored import fetch_model, model_on_disk
 from services.trainer.checkpoint import Checkpointer, load_checkpoint
+from services.trainer.critic import Critic
 from services.trainer.data import TrajectoryReader, group_cost, make_plan
 from services.trainer.lora import add_adapters
+from services.trainer.policy import Policy
 from services.trainer.publish import WeightPublisher
 from services.trainer.ranks import Ranks, joined, shares
 from services.trainer.shard import load_sharded
@@ -65,7 +67,7 @@ def train(config: RunConfig, around: Surroundings, ranks: Ranks) -> None:
                 around.buffer.commit(step, metrics | clock.take())
         if config.checkpoints_after(step):
             with clock.phase("checkpoint"):
-                checkpointer.save(step, updater.policy, updater.optimizer)
+                checkpointer.save(step, updater.trained)
         checkpointer.check()
         if ranks.speaks:
             timeline.tell()
@@ -97,15 +99,7 @@ def make_publisher(config: RunConfig, around: Surroundings, ranks: Ranks) -> Wei
 
 def restore(config: RunConfig, around: Surroundings, ranks: Ranks) -> tuple[Updater, int]:
     """The model as of the last checkpoint, or the initial one, and the last step it has seen."""
-    policy = load_sharded(
-        around.model_directory,
-        ranks,
-        prepare=lambda found: add_adapters(found.model, config.lora, config.seed),
-        gradient_checkpointing=config.trainer.gradient_checkpointing,
-    )
-    needs_reference = config.kl.coefficient > 0 and config.kl.reference == "initial"
-    reference = load_sharded(around.model_directory, ranks) if needs_reference else None
-    updater = Updater(config, policy, ranks, reference)
+    updater = make_updater(config, around.model_directory, ranks)
     done, stored = ranks.shared(
         lambda: (around.buffer.run_state().current_step, around.buffer.latest_checkpoint())
     )
@@ -117,8 +111,25 @@ def restore(config: RunConfig, around: Surroundings, ranks: Ranks) -> tuple[Upda
             f"{'missing' if stored is None else f'of step {stored.number}'}: another trainer is "
             "at work, or this one was not started through a new attempt"
         )
-    load_checkpoint(stored, policy, updater.optimizer, store=around.store, scratch=around.scratch)
+    load_checkpoint(stored, updater.trained, store=around.store, scratch=around.scratch)
     return updater, done
+
+
+def make_updater(config: RunConfig, directory: Path, ranks: Ranks) -> Updater:
+    """All models start as the initial one."""
+
+    def adapted(policy: Policy) -> Policy:
+        add_adapters(policy.model, config.lora, config.seed)
+        return policy
+
+    sparing = config.trainer.gradient_checkpointing
+    policy = load_sharded(directory, ranks, prepare=adapted, gradient_checkpointing=sparing)
+    reference = critic = None
+    if config.kl.coefficient > 0 and config.kl.reference == "initial":
+        reference = load_sharded(directory, ranks, prepare=lambda policy: policy)
+    if config.advantage.estimator == "gae":
+        critic = load_sharded(directory, ranks, prepare=Critic, gradient_checkpointing=sparing)
+    return Updater(config, policy, ranks, reference, critic)
 
 
 def train_batch(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
@@ -16,11 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from services.common.errors import BapoError
+from services.trainer.critic import Critic
 from services.trainer.policy import Policy, blank_policy, load_policy
 from services.trainer.ranks import Ranks
 
+Sharded = TypeVar("Sharded", Policy, Critic)
 
-def shard(policy: Policy, ranks: Ranks) -> Policy:
+
+def shard(policy: Sharded, ranks: Ranks) -> Sharded:
     """Places `policy` on this rank's device, sharded layer by layer.
 
     On GPUs it computes in bfloat16 from fp32 weights, and adds gradients up in fp32; on CPUs all is
@@ -34,8 +38,8 @@ def shard(policy: Policy, ranks: Ranks) -> Policy:
     precision = MixedPrecisionPolicy()
     if cuda:
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    layers = _layers(policy.model)
-    for each in (*layers, policy):
+    modules: list[nn.Module] = [*_layers(policy.model), policy]
+    for each in modules:
         # Moves what it shards to the device: a layer at a time is there as a whole.
         fully_shard(each, mesh=mesh, mp_policy=precision)
         assert isinstance(each, FSDPModule)
@@ -48,30 +52,30 @@ def load_sharded(
     directory: Path,
     ranks: Ranks,
     *,
-    prepare: Callable[[Policy], object] = lambda _: None,
+    prepare: Callable[[Policy], Sharded],
     gradient_checkpointing: bool = False,
-) -> Policy:
+) -> Sharded:
     """The model of a directory, sharded over the ranks. Every rank calls it.
 
-    prepare: changes the model before that, in the same way on every rank.
+    prepare: what is made of the model before that, in the same way on every rank.
 
     Rank 0 reads it and hands it out, a tensor at a time: the whole model is in memory once, however
     many ranks there are, and every rank has its shards besides.
     """
-    whole = load_policy(directory) if ranks.speaks else None
-    policy = whole if whole is not None and ranks.size == 1 else blank_policy(directory)
-    prepare(policy)
-    if whole is not None and whole is not policy:
-        prepare(whole)
+    whole = prepare(load_policy(directory)) if ranks.speaks else None
+    if whole is not None and ranks.size == 1:
+        sharded = whole
+    else:
+        sharded = prepare(blank_policy(directory))
     if gradient_checkpointing:
-        checkpoint_layers(policy)
-    policy = shard(policy, ranks)
+        checkpoint_layers(sharded)
+    shard(sharded, ranks)
     if ranks.size > 1:
-        _hand_out(whole, policy, ranks)
-    return policy
+        _hand_out(whole, sharded, ranks)
+    return sharded
 
 
-def _hand_out(whole: Policy | None, policy: Policy, ranks: Ranks) -> None:
+def _hand_out(whole: Sharded | None, policy: Sharded, ranks: Ranks) -> None:
     """Gives the ranks' empty shards the weights of `whole`, which rank 0 has."""
     found: Any = whole
     set_model_state_dict(
@@ -90,7 +94,7 @@ def _hand_out(whole: Policy | None, policy: Policy, ranks: Ranks) -> None:
         own.generation_config = found.model.generation_config
 
 
-def checkpoint_layers(policy: Policy) -> Policy:
+def checkpoint_layers(policy: Sharded) -> Sharded:
     """Keeps the input of each layer only, and computes the rest again on the way back."""
     names = _layer_names(policy.model)
     apply_activation_checkpointing(

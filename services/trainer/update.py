@@ -32,6 +32,8 @@ from bapo_core.theory import (
 from bapo_core.types import Source
 from services.buffer.timeline import Timeline
 from services.common.errors import BapoError, PassingError
+from services.trainer.checkpoint import Trained
+from services.trainer.critic import Critic, CriticTrainer, ValueTargets
 from services.trainer.data import PADDING, Batch, Plan, microbatches
 from services.trainer.policy import Policy, response_logprobs
 from services.trainer.ranks import Ranks
@@ -87,6 +89,8 @@ class Targets:
     """Centre of the clip, where it is not 1."""
     current: Tensor
     """log theta_t: the policy before this step's first update."""
+    values: ValueTargets | None = None
+    """For the critic, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +114,15 @@ class Updater:
     """
 
     def __init__(
-        self, config: RunConfig, policy: Policy, ranks: Ranks, reference: Policy | None = None
+        self,
+        config: RunConfig,
+        policy: Policy,
+        ranks: Ranks,
+        reference: Policy | None = None,
+        critic: Critic | None = None,
     ) -> None:
         self.config, self.policy, self.reference = config, policy, reference
+        self.critic = None if critic is None else CriticTrainer(config, critic, ranks)
         self.ranks = ranks
         settings = config.optimizer
         self.optimizer = torch.optim.AdamW(
@@ -122,6 +132,14 @@ class Updater:
             weight_decay=settings.weight_decay,
             fused=True,
         )
+
+    @property
+    def trained(self) -> Trained:
+        """What is trained and saved, by name."""
+        found: Trained = {"model": (self.policy, self.optimizer)}
+        if self.critic is not None:
+            found["critic"] = (self.critic.critic, self.critic.optimizer)
+        return found
 
     def step(
         self, step: int, batch: Batch, plan: Plan, window: tuple[float, float], clock: Clock
@@ -135,9 +153,8 @@ class Updater:
         """
         self._set_learning_rate(step)
         with clock.phase("proximal"):
-            targets = self._targets(batch)
+            targets, totals = self._targets(batch)
         outcome = Outcome.of(batch)
-        totals: dict[str, float] = {}
         mine = plan.of_rank(self.ranks.rank)
         with clock.phase("update"):
             for update in plan.updates:
@@ -178,7 +195,8 @@ class Updater:
         count = self.ranks.largest(len(parts))
         return [*parts, *[None] * (count - len(parts))]
 
-    def _targets(self, batch: Batch) -> Targets:
+    def _targets(self, batch: Batch) -> tuple[Targets, dict[str, float]]:
+        """What the loss compares with, and what is worth knowing of it."""
         loss, kl = self.config.loss, self.config.kl
         current = self.score(batch)
         proximal = self._proximal(batch, current)
@@ -191,17 +209,27 @@ class Updater:
         reference = batch.behavior
         if kl.coefficient > 0 and kl.reference == "initial":
             reference = self.score(batch, self.reference)
-        per_response = group_relative(
-            batch.rewards, std=self.config.advantage.std, eps=self.config.advantage.eps
-        ).flatten()
-        return Targets(
-            advantages=per_response[:, None].expand_as(batch.behavior),
+        advantages, values, metrics = self._advantages(batch)
+        targets = Targets(
+            advantages=advantages,
             proximal=proximal,
             weights=weights,
             reference=reference,
             center=(current - batch.behavior).exp() if loss.clip_center == "current" else None,
             current=current,
+            values=values,
         )
+        return targets, metrics
+
+    def _advantages(self, batch: Batch) -> tuple[Tensor, ValueTargets | None, dict[str, float]]:
+        """(N, R), with what the critic is to learn, if there is one."""
+        if self.critic is not None:
+            everything = torch.arange(len(batch.lengths))
+            return self.critic.advantages(batch, self._micro(batch, everything))
+        per_response = group_relative(
+            batch.rewards, std=self.config.advantage.std, eps=self.config.advantage.eps
+        ).flatten()
+        return per_response[:, None].expand_as(batch.behavior), None, {}
 
     def _proximal(self, batch: Batch, current: Tensor) -> Tensor:
         """Denominator of the PPO ratio, by `loss.ratio`."""
@@ -241,9 +269,15 @@ class Updater:
         """
         scale = torch.zeros_like(batch.behavior)
         scale[rows] = self._scale(batch.mask[rows], group_count)
-        self.optimizer.zero_grad(set_to_none=True)
+        for _, optimizer in self.trained.values():
+            optimizer.zero_grad(set_to_none=True)
         totals = dict.fromkeys(("loss", "kl", "entropy", "clip_fraction"), 0.0)
-        for part in self._micro(batch, rows):
+        parts = self._micro(batch, rows)
+        if self.critic is not None and targets.values is not None:
+            totals["critic/loss"] = sum(
+                self.critic.backward(batch, part, targets.values, scale) for part in parts
+            )
+        for part in parts:
             if part is None:
                 logprobs, _ = self._pass(batch, None, self.policy, entropy=True)
                 (logprobs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
@@ -253,9 +287,12 @@ class Updater:
             for name, value in found.items():
                 totals[name] += value
         totals = self.ranks.summed(totals)
-        totals["gradient_norm"] = self._clip_gradient()
+        for name, (module, _) in self.trained.items():
+            prefix = "" if name == "model" else f"{name}/"
+            totals[f"{prefix}gradient_norm"] = self._clip_gradient(module)
         self._check_finite(totals, {"rows": rows, "batch": batch, "targets": targets})
-        self.optimizer.step()
+        for _, optimizer in self.trained.values():
+            optimizer.step()
         return totals
 
     def _scale(self, mask: Tensor, group_count: int) -> Tensor:
@@ -269,11 +306,9 @@ class Updater:
             scale = scale * (group_count / self.config.optimizer.minibatch_prompts)
         return scale
 
-    def _clip_gradient(self) -> float:
+    def _clip_gradient(self, module: nn.Module) -> float:
         """The norm before."""
-        norm = nn.utils.clip_grad_norm_(
-            self.policy.parameters(), self.config.optimizer.gradient_clip
-        )
+        norm = nn.utils.clip_grad_norm_(module.parameters(), self.config.optimizer.gradient_clip)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def _loss(
@@ -319,8 +354,10 @@ class Updater:
     def _set_learning_rate(self, step: int) -> None:
         settings = self.config.optimizer
         warm = min(1.0, step / settings.warmup_steps) if settings.warmup_steps else 1.0
-        for group in self.optimizer.param_groups:
-            group["lr"] = settings.learning_rate * warm
+        rates = {"model": settings.learning_rate, "critic": self.config.critic.learning_rate}
+        for name, (_, optimizer) in self.trained.items():
+            for group in optimizer.param_groups:
+                group["lr"] = rates[name] * warm
 
     @staticmethod
     def _check_finite(totals: dict[str, float], evidence: dict[str, Any]) -> None:
@@ -353,7 +390,8 @@ class Updater:
             "response_length": float(scored.mask.sum(dim=1).float().mean()),
             **{f"mismatch/{key}": value for key, value in mismatch.items()},
             **scored.clip_fractions(),
-            **self._bound(scored, window),
+            # The theorem is about advantages within groups.
+            **({} if self.critic is not None else self._bound(scored, window)),
         }
 
     def _bound(self, scored: Scored, window: tuple[float, float]) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """What `test_ranks.py` runs under torchrun: a few steps on a made-up batch, sharded.
 
-    torchrun ... ranks_program.py OUT STEPS RANK MODEL REFERENCE
+    torchrun ... ranks_program.py OUT STEPS RANK ESTIMATOR MODEL REFERENCE
 
 Writes rank 0's metrics and whole weights to OUT. MODEL and REFERENCE are model directories, RANK
 is that of the adapters, 0 for none.
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.distributed.tensor import DTensor
 
+from services.trainer.critic import Critic
 from services.trainer.data import Batch, make_plan
 from services.trainer.lora import add_adapters
 from services.trainer.policy import Policy
@@ -49,15 +50,27 @@ def whole_weights(policy: Policy) -> dict[str, torch.Tensor]:
     }
 
 
-def train(ranks: Ranks, out: Path, steps: int, rank: int, models: list[Path]) -> None:
+def train(
+    ranks: Ranks, out: Path, steps: int, rank: int, estimator: str, models: list[Path]
+) -> None:
     # Updates of 4 and of 2 groups: of four ranks, some have nothing in the second. In the last step
     # there is one group in all.
-    settings = single.config("kl.reference=initial", "kl.coefficient=0.1", f"lora.rank={rank}")
-    policy = load_sharded(
-        models[0], ranks, prepare=lambda found: add_adapters(found.model, settings.lora, 7)
+    settings = single.config(
+        "kl.reference=initial",
+        "kl.coefficient=0.1",
+        f"lora.rank={rank}",
+        f"advantage.estimator={estimator}",
+        "critic.learning_rate=1e-3",
     )
-    reference = load_sharded(models[1], ranks)
-    updater = Updater(settings, policy, ranks, reference)
+
+    def adapted(policy: Policy) -> Policy:
+        add_adapters(policy.model, settings.lora, 7)
+        return policy
+
+    policy = load_sharded(models[0], ranks, prepare=adapted)
+    reference = load_sharded(models[1], ranks, prepare=lambda found: found)
+    critic = load_sharded(models[0], ranks, prepare=Critic) if estimator == "gae" else None
+    updater = Updater(settings, policy, ranks, reference, critic)
     whole = single.batch()
     members = [
         member.model_copy(update={"tokens": int(whole.mask[whole.group == index].sum())})
@@ -78,5 +91,5 @@ def train(ranks: Ranks, out: Path, steps: int, rank: int, models: list[Path]) ->
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with joined() as ranks:
-        out, steps, rank, *models = sys.argv[1:]
-        train(ranks, Path(out), int(steps), int(rank), [Path(model) for model in models])
+        out, steps, rank, estimator, *models = sys.argv[1:]
+        train(ranks, Path(out), int(steps), int(rank), estimator, [Path(model) for model in models])

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from bapo_core.config import LoraConfig
 from services.common.errors import BapoError
 from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.local.stack import Endpoints
-from services.trainer.checkpoint import Checkpointer, load_checkpoint
+from services.trainer.checkpoint import Checkpointer, Trained, load_checkpoint
+from services.trainer.critic import Critic
 from services.trainer.lora import add_adapters
 from services.trainer.policy import Policy
 from services.trainer.ranks import joined
@@ -45,7 +47,11 @@ def trained(seed: int = 0, **changes: Any) -> tuple[Policy, Optimizer]:
     return policy, optimizer
 
 
-def _update(policy: Policy, optimizer: Optimizer) -> None:
+def parts(policy: Policy, optimizer: Optimizer) -> Trained:
+    return {"model": (policy, optimizer)}
+
+
+def _update(policy: nn.Module, optimizer: Optimizer) -> None:
     sum(parameter.square().sum() for parameter in policy.parameters()).backward()  # type: ignore[union-attr]
     optimizer.step()
     optimizer.zero_grad()
@@ -59,11 +65,11 @@ def test_training_goes_on_while_a_checkpoint_is_saved(
     driver: Driver, checkpointer: Checkpointer, tmp_path: Path
 ) -> None:
     policy, optimizer = trained()
-    checkpointer.save(1, policy, optimizer)
+    checkpointer.save(1, parts(policy, optimizer))
     _update(policy, optimizer)
     after = flat(policy)
     # Into the memory of the one before, which must have been sent.
-    checkpointer.save(2, policy, optimizer)
+    checkpointer.save(2, parts(policy, optimizer))
     _update(policy, optimizer)
     checkpointer.settle()
     store = ObjectStore(driver.stack.object_store)
@@ -72,12 +78,12 @@ def test_training_goes_on_while_a_checkpoint_is_saved(
     stored = driver.client.latest_checkpoint()
     assert stored is not None
     assert stored.number == 2
-    load_checkpoint(stored, other, other_optimizer, store=store, scratch=tmp_path)
+    load_checkpoint(stored, parts(other, other_optimizer), store=store, scratch=tmp_path)
     assert torch.equal(flat(other), after)
     first = stored.model_copy(
         update={"number": 1, "uri": kept[1].uri, "manifest_digest": kept[1].manifest_digest}
     )
-    load_checkpoint(first, other, other_optimizer, store=store, scratch=tmp_path)
+    load_checkpoint(first, parts(other, other_optimizer), store=store, scratch=tmp_path)
     # The moments too: the same update gives the same weights.
     _update(other, other_optimizer)
     assert torch.equal(flat(other), after)
@@ -86,19 +92,19 @@ def test_training_goes_on_while_a_checkpoint_is_saved(
 def test_a_checkpoint_that_does_not_fit_or_is_damaged(
     driver: Driver, checkpointer: Checkpointer, tmp_path: Path
 ) -> None:
-    checkpointer.save(3, *trained())
+    checkpointer.save(3, parts(*trained()))
     checkpointer.settle()
     store = ObjectStore(driver.stack.object_store)
     stored = driver.client.latest_checkpoint()
     assert stored is not None
     for changes in ({"num_hidden_layers": 3}, {"vocab_size": 17}):
         with pytest.raises(BapoError, match="does not fit the model"):
-            load_checkpoint(stored, *trained(**changes), store=store, scratch=tmp_path)
+            load_checkpoint(stored, parts(*trained(**changes)), store=store, scratch=tmp_path)
     key = next(key for key in store.keys(f"{stored.uri}/") if key.endswith(".distcp"))
     data = store._get(key)
     store.put(key, data[:-1])
     with pytest.raises(ObjectStoreError, match="do not have the digest"):
-        load_checkpoint(stored, *trained(), store=store, scratch=tmp_path)
+        load_checkpoint(stored, parts(*trained()), store=store, scratch=tmp_path)
 
 
 def test_adapters_are_saved_without_the_model_and_go_on_as_they_were(
@@ -113,7 +119,7 @@ def test_adapters_are_saved_without_the_model_and_go_on_as_they_were(
 
     policy, optimizer = adapted(1)
     driver.run_step(4)
-    checkpointer.save(4, policy, optimizer)
+    checkpointer.save(4, parts(policy, optimizer))
     checkpointer.settle()
     _update(policy, optimizer)
     stored = driver.client.latest_checkpoint()
@@ -122,6 +128,41 @@ def test_adapters_are_saved_without_the_model_and_go_on_as_they_were(
     other, other_optimizer = adapted(2)
     assert not torch.equal(flat(other), flat(policy))
     store = ObjectStore(driver.stack.object_store)
-    load_checkpoint(stored, other, other_optimizer, store=store, scratch=tmp_path)
+    load_checkpoint(stored, parts(other, other_optimizer), store=store, scratch=tmp_path)
     _update(other, other_optimizer)
     assert torch.equal(flat(other), flat(policy))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_critic_is_saved_and_goes_on_with_the_policy(
+    driver: Driver, checkpointer: Checkpointer, tmp_path: Path, tied: bool
+) -> None:
+    def both(seed: int) -> Trained:
+        policy, optimizer = trained(seed, tie_word_embeddings=tied)
+        critic = Critic(Policy(micro_model(seed=seed, tie_word_embeddings=tied)))
+        own = AdamW([each for each in critic.parameters() if each.requires_grad], lr=1e-2)
+        found: Trained = {"model": (policy, optimizer), "critic": (critic, own)}
+        _update_all(found)
+        return found
+
+    step = 5 + tied
+    driver.run_step(step)
+    one, other = both(1), both(2)
+    checkpointer.save(step, one)
+    checkpointer.settle()
+    _update_all(one)
+    stored = driver.client.latest_checkpoint()
+    assert stored is not None
+    assert stored.number == step
+    store = ObjectStore(driver.stack.object_store)
+    load_checkpoint(stored, other, store=store, scratch=tmp_path)
+    _update_all(other)
+    for name, (module, _) in one.items():
+        head = "" if name == "model" else "model.lm_head.weight"  # the critic's is not trained
+        mine, theirs = (dict(each.named_parameters()) for each in (module, other[name][0]))
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine if key != head), name
+
+
+def _update_all(trained: Trained) -> None:
+    for module, optimizer in trained.values():
+        _update(module, optimizer)

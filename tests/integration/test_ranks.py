@@ -49,23 +49,35 @@ def saved(model: Any, directories: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def trained(processes: int, directory: Path, models: list[Path], rank: int) -> dict[str, Any]:
+def trained(
+    processes: int, directory: Path, models: list[Path], rank: int, estimator: str
+) -> dict[str, Any]:
     out = directory / f"trained-{processes}.pt"
     program = "tests.integration.ranks_program"
-    torchrun(processes, program, str(out), str(STEPS), str(rank), *map(str, models))
+    torchrun(processes, program, str(out), str(STEPS), str(rank), estimator, *map(str, models))
     found: dict[str, Any] = torch.load(out)
     return found
 
 
 @pytest.mark.parametrize(
-    ("processes", "tied", "rank"),
-    [(2, False, 0), (4, True, 0), pytest.param(2, False, 4, id="adapters")],
+    ("processes", "tied", "rank", "estimator"),
+    [
+        (2, False, 0, "group"),
+        (4, True, 0, "group"),
+        pytest.param(2, False, 4, "group", id="adapters"),
+        pytest.param(2, False, 0, "gae", id="critic"),
+    ],
 )
 def test_losses_and_weights_do_not_depend_on_the_number_of_processes(
-    models: dict[bool, list[Path]], processes: int, tied: bool, rank: int, tmp_path: Path
+    models: dict[bool, list[Path]],
+    processes: int,
+    tied: bool,
+    rank: int,
+    estimator: str,
+    tmp_path: Path,
 ) -> None:
-    alone = trained(1, tmp_path, models[tied], rank)
-    together = trained(processes, tmp_path, models[tied], rank)
+    alone = trained(1, tmp_path, models[tied], rank, estimator)
+    together = trained(processes, tmp_path, models[tied], rank, estimator)
     for one, other in zip(alone["metrics"], together["metrics"], strict=True):
         assert other == pytest.approx(one, rel=1e-5, abs=1e-6)
     assert alone["weights"].keys() == together["weights"].keys()

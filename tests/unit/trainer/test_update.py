@@ -134,7 +134,7 @@ def test_the_gradient_does_not_depend_on_the_microbatches(aggregation: str) -> N
         )
         updater = updater_of(settings)
         data = batch()
-        targets = updater._targets(data)
+        targets, _ = updater._targets(data)
         rows = data.rows_of([0, 2, 3, 5])
         updater.optimizer.step = lambda: None  # type: ignore[assignment, method-assign]
         updater._update(data, rows, 4, targets, Outcome.of(data))
@@ -182,7 +182,7 @@ def test_on_policy_data_has_no_mismatch_and_its_weights_are_one() -> None:
     updater = updater_of(config())
     data = batch()
     data.behavior.copy_(updater.score(data))
-    targets = updater._targets(data)
+    targets, _ = updater._targets(data)
     assert torch.allclose(targets.weights[data.mask], torch.ones(int(data.mask.sum())), atol=1e-4)
     metrics = step(updater, 1, data)
     assert metrics["mismatch/logprob_diff_max"] < 1e-5
@@ -218,7 +218,7 @@ def test_a_short_last_minibatch_weighs_by_its_own_size_or_by_the_nominal_one() -
     norms = {}
     for norm in ("actual", "nominal"):
         updater = updater_of(config(f"loss.norm={norm}", "optimizer.gradient_clip=1000"))
-        targets = updater._targets(data)
+        targets, _ = updater._targets(data)
         found = updater._update(data, data.rows_of([1, 4]), 2, targets, Outcome.of(data))
         norms[norm] = found["gradient_norm"]
     assert norms["nominal"] == pytest.approx(norms["actual"] / 2, rel=1e-4)

@@ -1,0 +1,116 @@
+"""BA-PPO's critic: what it learns from, that it learns it, and what becomes of the advantages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from bapo_core.advantages import gae
+from services.trainer import attention
+from services.trainer.critic import Critic, CriticTrainer, token_rewards
+from services.trainer.policy import Policy
+from services.trainer.ranks import Ranks
+from services.trainer.update import Updater
+from tests.micro import micro_model
+from tests.unit.trainer import test_update as single
+
+ALONE = Ranks(0, 1)
+
+
+def settings(*overrides: str) -> Any:
+    return single.config(
+        "advantage.estimator=gae", "critic.learning_rate=0.01", "critic.clip=10", *overrides
+    )
+
+
+def critic(**changes: Any) -> Critic:
+    model = micro_model(**changes)
+    model.set_attn_implementation(attention.IMPLEMENTATION)
+    return Critic(Policy(model).eval())
+
+
+def everything(batch: Any) -> list[torch.Tensor | None]:
+    return [torch.arange(len(batch.lengths))]
+
+
+def test_a_reward_comes_with_the_last_token() -> None:
+    batch = single.batch()
+    rewards = token_rewards(batch)
+    assert torch.equal(rewards.sum(dim=1), batch.rewards.flatten())
+    last = batch.mask.sum(dim=1) - 1
+    assert torch.equal(rewards[torch.arange(len(last)), last], batch.rewards.flatten())
+
+
+def test_advantages_are_gae_of_its_values_whitened() -> None:
+    batch = single.batch()
+    own = settings("advantage.gamma=0.9", "advantage.lam=0.8")
+    trainer = CriticTrainer(own, critic(), ALONE)
+    with torch.no_grad():
+        trainer.critic.value.weight.normal_(generator=torch.Generator().manual_seed(1))
+    found, targets, _ = trainer.advantages(batch, everything(batch))
+    assert targets.before[batch.mask].std() > 0.1
+    plain, returns = gae(token_rewards(batch), targets.before, batch.mask, gamma=0.9, lam=0.8)
+    torch.testing.assert_close(targets.returns, returns)
+    valid = plain[batch.mask]
+    wanted = (valid - valid.mean()) / (valid.std(unbiased=False) + 1e-8)
+    torch.testing.assert_close(found[batch.mask], wanted, atol=1e-5, rtol=1e-5)
+    assert not found[~batch.mask].any()
+    raw = CriticTrainer(settings("advantage.whiten=false"), critic(), ALONE)
+    unwhitened, _, _ = raw.advantages(batch, everything(batch))
+    # Values of 0, no discount: the reward itself, at every token.
+    rewards = batch.rewards.flatten()[:, None].expand_as(batch.mask)
+    torch.testing.assert_close(unwhitened, torch.where(batch.mask, rewards, 0.0))
+
+
+def test_values_do_not_depend_on_how_sequences_are_packed() -> None:
+    batch = single.batch()
+    trainer = CriticTrainer(settings(), critic(), ALONE)
+    with torch.no_grad():
+        trainer.critic.value.weight.fill_(0.1)
+    rows = torch.arange(len(batch.lengths))
+    _, whole, _ = trainer.advantages(batch, [rows])
+    _, parts, _ = trainer.advantages(batch, [rows[::2], rows[1::2], None])
+    torch.testing.assert_close(whole.before, parts.before, atol=1e-6, rtol=0)
+
+
+def test_a_value_that_moved_far_is_held_back() -> None:
+    """Beyond the clip the clipped square is the larger one, and has no gradient."""
+    batch = single.batch()
+    trainer = CriticTrainer(settings("critic.clip=0.01"), critic(), ALONE)
+    _, targets, _ = trainer.advantages(batch, everything(batch))
+    rows = torch.arange(len(batch.lengths))
+    scale = batch.mask / batch.mask.sum()
+    with torch.no_grad():
+        trainer.critic.value.bias.fill_(0.5)  # towards the rewards of 1, away from those of 0
+    trainer.backward(batch, rows, targets, scale)
+    right = batch.rewards.flatten() == 1.0
+    assert right.any()
+    gradient = trainer.critic.value.bias.grad
+    assert gradient is not None
+    # Only tokens of responses without reward pull back: (V - 0) summed over their share.
+    share = float(scale[~right].sum())
+    assert float(gradient) == pytest.approx(0.5 * share, rel=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_it_learns_and_the_policy_with_it(tied: bool) -> None:
+    model = micro_model(tie_word_embeddings=tied)
+    model.set_attn_implementation(attention.IMPLEMENTATION)
+    policy = Policy(model).eval()
+    own = settings("optimizer.learning_rate=0.001")
+    updater = Updater(own, policy, ALONE, None, critic(tie_word_embeddings=tied, seed=1))
+    batch = single.batch()
+    found = [single.step(updater, number, batch) for number in range(1, 13)]
+    assert found[0]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert found[-1]["critic/explained_variance"] > 0.3
+    assert found[-1]["critic/loss"] < found[0]["critic/loss"] / 2
+    assert found[0]["critic/gradient_norm"] > 0
+    assert not [name for name in found[0] if name.startswith("theory/")]
+
+
+def test_one_without_a_critic_pays_nothing_for_it() -> None:
+    updater = single.updater_of(single.config())
+    assert updater.critic is None
+    assert list(updater.trained) == ["model"]
