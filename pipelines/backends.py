@@ -6,9 +6,11 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from pipelines.pytorchjob import MADE_FROM_LABEL
 from services.common.errors import BapoError
 
-Phase = Literal["waiting", "running", "restarting", "succeeded", "failed"]
+Phase = Literal["waiting", "running", "restarting", "succeeded", "failed", "ending"]
+"""ending: deleted, and not yet gone."""
 GONE_WITHIN_S = 180.0
 LOOK_EVERY_S = 1.0
 
@@ -20,6 +22,8 @@ class JobState:
     phase: Phase
     reason: str = ""
     """Why it failed, or what it waits for; what to do about it, where that is known."""
+    made_from: str = ""
+    """The job's label of that name."""
 
     @property
     def over(self) -> bool:
@@ -42,20 +46,24 @@ class TrainerBackend(Protocol):
         ...
 
     def jobs(self) -> dict[str, str]:
-        """The runs of all jobs of ours, by the job's name."""
+        """The runs of all jobs of the release, by the job's name."""
+        ...
+
+    def abandoned(self, name: str) -> bool:
+        """Whether the pipeline that began the job is over, or gone."""
         ...
 
 
 def ensure(backend: TrainerBackend, job: dict[str, Any]) -> None:
-    """The job is there and not over: the one that was there is taken over, one that is over is
-    replaced."""
+    """The job is there and not over. One that was made from the same is taken over; one that is
+    over, or was made from something else, is replaced."""
     name = job["metadata"]["name"]
     while not backend.create(job):
         state = backend.state(name)
-        if state is not None:
-            if not state.over:
-                return
-            remove(backend, name)
+        same = state is not None and state.made_from == job["metadata"]["labels"][MADE_FROM_LABEL]
+        if state is not None and same and not state.over and state.phase != "ending":
+            return
+        remove(backend, name)
 
 
 def remove(backend: TrainerBackend, name: str) -> None:

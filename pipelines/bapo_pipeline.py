@@ -31,16 +31,16 @@ def prepare_data(run: str, config: str, overrides: str) -> str:
     """Stores the prompts and the initial model."""
     from pipelines import steps
 
-    with steps.step(run) as around:
+    with steps.step(run) as (around, _):
         return steps.prepare(around, config, overrides)
 
 
 @dsl.component(**ON_SERVICE)
-def create_or_resume_run(run: str, request: str, steps_per_segment: int) -> list:  # type: ignore[type-arg]
+def create_or_resume_run(run: str, request: str, steps_per_segment: int) -> list[int]:
     """Creates the run, or finds it as it was left; the segments to do."""
     from pipelines import steps
 
-    with steps.step(run) as around:
+    with steps.step(run) as (around, _):
         return steps.open_run(around, request, steps_per_segment)
 
 
@@ -58,10 +58,10 @@ def train(
     from pipelines import steps
     from pipelines.pytorchjob import Resources
 
-    with steps.step(run) as around:
+    with steps.step(run) as (around, trainers):
         steps.train(
             around,
-            steps.Trainers.of_environment(),
+            trainers,
             until,
             Resources(workers=workers, gpus=gpus_per_worker, cpu=cpu, memory=memory),
             start_within_s=60.0 * start_within_minutes,
@@ -74,7 +74,7 @@ def checkpoint_and_sync(run: str, until: int) -> int:
     """Waits until every replica serves the weights published with the checkpoint."""
     from pipelines import steps
 
-    with steps.step(run) as around:
+    with steps.step(run) as (around, _):
         return steps.sync(around, until)
 
 
@@ -91,7 +91,7 @@ def report(
 
     from pipelines import steps
 
-    with steps.step(run) as around:
+    with steps.step(run) as (around, _):
         found = steps.report(around)
     metrics.log_metric("policy_version", version)
     for name, value in found.metrics.items():
@@ -105,7 +105,7 @@ def evaluate(run: str, versions: list, metrics: dsl.Output[dsl.Metrics]) -> floa
     """The final weights on the held-out prompts, once all segments are done."""
     from pipelines import steps
 
-    with steps.step(run) as around:
+    with steps.step(run) as (around, _):
         found = steps.evaluate(around)
     for name, value in found.items():
         metrics.log_metric(name, value)
@@ -119,7 +119,7 @@ def export_model(run: str, accuracy: float, model: dsl.Output[dsl.Model]) -> Non
 
     from pipelines import steps
 
-    with steps.step(run) as around:
+    with steps.step(run) as (around, _):
         model.metadata.update(steps.export(around, Path(model.path)))
     model.metadata["held_out_accuracy"] = accuracy
 
@@ -129,8 +129,8 @@ def clean_up(run: str) -> str:
     """Deletes the job, and says of the run how it ended."""
     from pipelines import steps
 
-    with steps.step(run) as around:
-        return steps.clean_up(around, steps.Trainers.of_environment())
+    with steps.step(run) as (around, trainers):
+        return steps.clean_up(around, trainers)
 
 
 def _connected(task: Any, connection: Any, token_secret: Any, s3_secret: Any) -> Any:

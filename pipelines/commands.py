@@ -16,8 +16,11 @@ from typing import Any
 from bapo_core.config import parse_config
 from pipelines.bapo_pipeline import COUNTDOWN, SERVICE_IMAGE, TRAINER_IMAGE, bapo_pipeline
 from pipelines.steps import JOBS_HERE, Surroundings, Trainers, cancel, lost_jobs, read_config
+from pipelines.steps import reap as remove_lost
+from services.buffer.client import BufferClient
 from services.common.errors import BapoError
 from services.common.process import end_with_parent, stop_on_signals
+from services.common.settings import require
 from services.local.stack import Endpoints, any_stack, default_home
 from services.local.supervisor import Supervisor, free_ports
 
@@ -141,7 +144,7 @@ def _execute(values: Mapping[str, Any], root: Path) -> int:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         around = Surroundings.of(values.get("run", "countdown"))
-        cancel(around, Trainers.of_environment().backend)
+        cancel(around, Trainers.of_environment())
         raise
     return process.returncode
 
@@ -189,7 +192,7 @@ def connection_of(endpoints: Endpoints, home: Path) -> dict[str, str]:
 
 
 def reap(arguments: argparse.Namespace) -> None:
-    from pipelines.backends import TrainerBackend, remove
+    from pipelines.backends import TrainerBackend
     from pipelines.localjobs import LocalBackend
 
     backend: TrainerBackend
@@ -198,11 +201,12 @@ def reap(arguments: argparse.Namespace) -> None:
     else:
         from pipelines.kubeflow import KubeflowBackend
 
-        backend = KubeflowBackend(arguments.namespace)
-    lost = lost_jobs(Surroundings.of(""), backend)
+        backend = KubeflowBackend(arguments.namespace, arguments.release)
+    buffer = BufferClient(require("BAPO_BUFFER_URL"), require("BAPO_TOKEN"))
+    lost = lost_jobs(buffer, backend)
+    if arguments.delete:
+        remove_lost(buffer, backend, lost)
     for name, run in sorted(lost.items()):
-        if arguments.delete:
-            remove(backend, name)
         print(f"{'deleted' if arguments.delete else 'lost'}  {name}  of run {run}")
     if not lost:
         print("no job is lost")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -13,9 +14,11 @@ from kubeflow.training import TrainingClient
 from kubernetes import client as kubernetes_client
 from kubernetes.client.exceptions import ApiException
 from kubernetes.client.rest import RESTClientObject
+from kubernetes.config import ConfigException
+from urllib3.exceptions import HTTPError
 
 from pipelines.backends import JobState
-from pipelines.pytorchjob import GROUP, LABELS, PLURAL, RUN_LABEL, VERSION, Owner
+from pipelines.pytorchjob import GROUP, LABELS, MADE_FROM_LABEL, PLURAL, RUN_LABEL, VERSION, Owner
 from services.common.errors import BapoError, PassingError
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -49,13 +52,17 @@ class KubeflowBackend:
     def __init__(
         self,
         namespace: str,
+        release: str,
         configuration: kubernetes_client.Configuration | None = None,
         *,
         give_up_s: float = GIVE_UP_AFTER_S,
     ) -> None:
         """Finds the cluster as `kubectl` would, or takes `configuration`."""
-        self._namespace, self._give_up_s = namespace, give_up_s
-        self._client = TrainingClient(client_configuration=configuration, namespace=namespace)
+        self._namespace, self._release, self._give_up_s = namespace, release, give_up_s
+        try:
+            self._client = TrainingClient(client_configuration=configuration, namespace=namespace)
+        except ConfigException as error:
+            raise BapoError(f"no cluster: {error}; `kubectl get nodes` must work first") from error
         api = self._client.custom_api.api_client
         api.rest_client = _Impatient(api.configuration)
 
@@ -79,7 +86,16 @@ class KubeflowBackend:
             if error.status == 404:
                 return None
             raise
-        status = self._client.api_client.sanitize_for_serialization(found).get("status") or {}
+        job = self._client.api_client.sanitize_for_serialization(found)
+        return replace(
+            self._state(name, job),
+            made_from=job["metadata"].get("labels", {}).get(MADE_FROM_LABEL, ""),
+        )
+
+    def _state(self, name: str, job: dict[str, Any]) -> JobState:
+        if job["metadata"].get("deletionTimestamp"):
+            return JobState("ending", "it was deleted, and is not gone yet")
+        status = job.get("status") or {}
         conditions = [each for each in status.get("conditions") or [] if each["status"] == "True"]
         last = conditions[-1] if conditions else {"type": "Created"}
         kinds = {each["type"] for each in conditions}
@@ -111,7 +127,8 @@ class KubeflowBackend:
                 raise
 
     def jobs(self) -> dict[str, str]:
-        selector = ",".join(f"{key}={value}" for key, value in LABELS.items())
+        labels = LABELS | {"app.kubernetes.io/instance": self._release}
+        selector = ",".join(f"{key}={value}" for key, value in labels.items())
         found = self._call(
             "list",
             PLURAL,
@@ -120,25 +137,48 @@ class KubeflowBackend:
             ),
         )
         named = {item["metadata"]["name"]: item["metadata"]["labels"] for item in found["items"]}
-        return {name: labels[RUN_LABEL] for name, labels in named.items() if RUN_LABEL in labels}
+        return {name: own[RUN_LABEL] for name, own in named.items() if RUN_LABEL in own}
+
+    def abandoned(self, name: str) -> bool:
+        found = self._call(
+            "read",
+            name,
+            lambda: self._client.custom_api.get_namespaced_custom_object(
+                GROUP, VERSION, self._namespace, PLURAL, name
+            ),
+        )
+        owners = found["metadata"].get("ownerReferences") or []
+        for owner in owners:
+            workflow = self._workflow(owner["name"])
+            if workflow is None or _is_over(workflow):
+                return True
+        return False
+
+    def is_ending(self, workflow: str) -> bool:
+        """Whether somebody has ended the workflow: Kubeflow's "Terminate" sets its deadline to 0.
+        True if we may not see it."""
+        found = self._workflow(workflow) if workflow else None
+        return found is None or _is_over(found) or _is_ending(found)
 
     def owner(self, workflow: str) -> Owner | None:
         """The workflow that runs the pipeline; None if we may not see it, or it is gone."""
-        if not workflow:
-            return None
+        found = self._workflow(workflow) if workflow else None
+        return None if found is None else Owner(workflow, found["metadata"]["uid"])
+
+    def _workflow(self, name: str) -> dict[str, Any] | None:
         try:
-            found = self._call(
+            found: dict[str, Any] = self._call(
                 "read workflow",
-                workflow,
+                name,
                 lambda: self._client.custom_api.get_namespaced_custom_object(
-                    "argoproj.io", "v1alpha1", self._namespace, "workflows", workflow
+                    "argoproj.io", "v1alpha1", self._namespace, "workflows", name
                 ),
             )
         except _Refused as error:
             if error.status not in (403, 404):
                 raise
             return None
-        return Owner(workflow, found["metadata"]["uid"])
+        return found
 
     # -- why a job is not further
 
@@ -211,8 +251,10 @@ class KubeflowBackend:
         while True:
             try:
                 return call()
-            except Exception as error:
-                refused = _api_error(error)
+            except (ApiException, HTTPError, RuntimeError, TimeoutError) as error:
+                refused = _behind(error, ApiException)
+                if refused is None and _behind(error, HTTPError, TimeoutError) is None:
+                    raise
                 status = 0 if refused is None else int(refused.status or 0)
                 if status not in PASSING:
                     raise _Refused(status, _words(doing, name, status, refused)) from error
@@ -243,11 +285,24 @@ class _Refused(BapoError):
         self.status = status
 
 
-def _api_error(error: BaseException) -> ApiException | None:
+def _is_over(workflow: dict[str, Any]) -> bool:
+    return (workflow.get("status") or {}).get("phase") in ("Succeeded", "Failed", "Error")
+
+
+def _is_ending(workflow: dict[str, Any]) -> bool:
+    spec = workflow.get("spec") or {}
+    return bool(
+        spec.get("activeDeadlineSeconds") == 0
+        or spec.get("shutdown")
+        or workflow["metadata"].get("deletionTimestamp")
+    )
+
+
+def _behind(error: BaseException, *kinds: type[BaseException]) -> Any:
     """kubeflow-training raises RuntimeError whatever happened: the cause is behind it."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, ApiException):
+        if isinstance(seen, kinds):
             return seen
         seen = seen.__cause__ or seen.__context__
     return None

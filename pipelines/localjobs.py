@@ -7,6 +7,7 @@ training-operator injects, and starts them again as `restartPolicy: ExitCode` sa
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -14,14 +15,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from pipelines.backends import JobState
-from pipelines.pytorchjob import RUN_LABEL
+from pipelines.pytorchjob import MADE_FROM_LABEL, RUN_LABEL
 from services.common.errors import BapoError
 from services.common.process import end_with_parent, stop_on_signals
 from services.local.supervisor import free_ports
@@ -43,12 +45,16 @@ class LocalBackend:
 
     def create(self, job: dict[str, Any]) -> bool:
         directory = self._directory / job["metadata"]["name"]
+        begun = Path(tempfile.mkdtemp(prefix=".", dir=self._directory))
+        (begun / MANIFEST).write_text(json.dumps(job, indent=2))
+        _write(begun, JobState("waiting"))
         try:
-            directory.mkdir()
-        except FileExistsError:
+            begun.rename(directory)
+        except OSError as error:
+            shutil.rmtree(begun)
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
             return False
-        (directory / MANIFEST).write_text(json.dumps(job, indent=2))
-        _write(directory, JobState("waiting"))
         with (
             (directory / "operator.log").open("wb") as log,
             (directory / OPERATOR).open("w") as lock,
@@ -74,10 +80,11 @@ class LocalBackend:
             if not state.over and not _lives(directory):
                 state = _read(directory)  # it may have ended between the two looks
                 if not state.over:
-                    return JobState("failed", f"its processes are gone; see {directory}")
+                    state = JobState("failed", f"its processes are gone; see {directory}")
+            labels = json.loads((directory / MANIFEST).read_text())["metadata"]["labels"]
         except FileNotFoundError:
             return None
-        return state
+        return replace(state, made_from=labels[MADE_FROM_LABEL])
 
     def delete(self, name: str) -> None:
         directory = self._directory / name
@@ -89,13 +96,19 @@ class LocalBackend:
 
     def jobs(self) -> dict[str, str]:
         found = {}
-        for manifest in self._directory.glob(f"*/{MANIFEST}"):
+        for manifest in self._directory.glob(f"[!.]*/{MANIFEST}"):
             labels = json.loads(manifest.read_text())["metadata"]["labels"]
             found[manifest.parent.name] = labels[RUN_LABEL]
         return found
 
+    def abandoned(self, name: str) -> bool:  # noqa: ARG002
+        """Nobody here says so: a pipeline that is killed is seen by its run."""
+        return False
+
 
 def _lives(directory: Path) -> bool:
+    if not (directory / OPERATOR).exists():
+        return False  # whoever began the job ended before it had an operator
     with (directory / OPERATOR).open() as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -188,6 +201,7 @@ def injected_variables(job: Mapping[str, Any], endpoint: str) -> dict[str, str]:
         "PET_RDZV_ID": policy["rdzvId"],
         "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}",
         "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
+        "PET_RDZV_CONF": ",".join(f"{each['key']}={each['value']}" for each in policy["rdzvConf"]),
     }
 
 

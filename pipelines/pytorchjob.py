@@ -19,7 +19,8 @@ GROUP, VERSION, PLURAL = "kubeflow.org", "v1", "pytorchjobs"
 RENDEZVOUS_PORT = 23456
 LONGEST_NAME = 50
 """Pods and services are named after the job and the worker, within 63 letters."""
-RUN_LABEL = "bapo/run"
+RUN_LABEL, MADE_FROM_LABEL = "bapo/run", "bapo/made-from"
+"""Which run a job trains; a digest of all that it was made from."""
 LABELS = {"app.kubernetes.io/name": "bapo", "app.kubernetes.io/component": "trainer"}
 """Of every job of ours and its pods; network policies select by them."""
 USER = 10001
@@ -121,12 +122,14 @@ class Owner:
         }
 
 
-def job_name(run: str) -> str:
+def job_name(release: str, run: str) -> str:
     """Of the run's one job; whoever asks twice asks for the same."""
-    name = f"bapo-{run}"
+    name = f"{release}-{run}"
+    if not name[0].isalpha():
+        name = f"bapo-{name}"
     if len(name) <= LONGEST_NAME and not name.endswith("-"):
         return name
-    digest = hashlib.sha256(run.encode()).hexdigest()[:8]
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
     return f"{name[: LONGEST_NAME - 9].rstrip('-')}-{digest}"
 
 
@@ -139,7 +142,7 @@ def build_job(
     owner: Owner | None = None,
 ) -> dict[str, Any]:
     """The manifest. `processes` per worker count only where there are no GPUs."""
-    name = job_name(run)
+    name = job_name(deployment.release, run)
     labels = {
         **LABELS,
         "app.kubernetes.io/part-of": "bapo",
@@ -164,7 +167,7 @@ def build_job(
             "spec": _pod(run, name, deployment, resources, resources.gpus or processes),
         },
     }
-    return {
+    job: dict[str, Any] = {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": "PyTorchJob",
         "metadata": metadata,
@@ -177,6 +180,11 @@ def build_job(
                 "maxReplicas": resources.workers,
                 # A worker that fails ends the pod with the trainer's own exit code.
                 "maxRestarts": 0,
+                # A worker may wait long for its node, and so for its peers.
+                "rdzvConf": [
+                    {"key": "join_timeout", "value": "3600"},
+                    {"key": "read_timeout", "value": "600"},
+                ],
             },
             "runPolicy": {
                 "backoffLimit": 20,
@@ -187,6 +195,9 @@ def build_job(
             "pytorchReplicaSpecs": {"Worker": worker},
         },
     }
+    content = json.dumps([job["spec"], metadata.get("ownerReferences")], sort_keys=True)
+    metadata["labels"][MADE_FROM_LABEL] = hashlib.sha256(content.encode()).hexdigest()[:16]
+    return job
 
 
 def _pod(

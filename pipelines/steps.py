@@ -8,9 +8,10 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -58,6 +59,12 @@ class Trainers:
     backend: TrainerBackend
     deployment: Deployment
     owner: Owner | None = None
+    cancelled: Callable[[], bool] = lambda: True
+    """Whether a step that is ended from outside is part of a pipeline that was cancelled, and not
+    of one whose node is drained."""
+
+    def job_name(self, run: str) -> str:
+        return job_name(self.deployment.release, run)
 
     @classmethod
     def of_environment(cls) -> Trainers:
@@ -69,39 +76,42 @@ class Trainers:
         from pipelines.kubeflow import KubeflowBackend, current_namespace
 
         namespace = current_namespace()
-        backend = KubeflowBackend(namespace)
+        deployment = Deployment.from_environment(os.environ, namespace)
+        backend = KubeflowBackend(namespace, deployment.release)
+        workflow = os.environ.get("BAPO_WORKFLOW", "")
         return cls(
-            backend,
-            Deployment.from_environment(os.environ, namespace),
-            backend.owner(os.environ.get("BAPO_WORKFLOW", "")),
+            backend, deployment, backend.owner(workflow), partial(backend.is_ending, workflow)
         )
 
 
 @contextmanager
-def step(run: str) -> Iterator[Surroundings]:
+def step(run: str) -> Iterator[tuple[Surroundings, Trainers]]:
     """A step of the pipeline. What goes wrong is one line at the end of its log; a pipeline that is
-    cancelled, which ends the step from outside, leaves nothing at work."""
+    cancelled, which ends the step from outside, leaves nothing at work.
+
+    All that this takes is made first: Kubernetes gives a step that is ended little time.
+    """
     logging.getLogger("httpx").setLevel(logging.WARNING)
     here = JOBS_HERE in os.environ
-    if here:
-        end_with_parent()  # which cancels what there is to cancel
-    else:
-        stop_on_signals()
     try:
-        around = Surroundings.of(run)
+        around, trainers = Surroundings.of(run), Trainers.of_environment()
+        if here:
+            end_with_parent()  # which cancels what there is to cancel
+        else:
+            stop_on_signals()
         try:
-            yield around
+            yield around, trainers
         except SystemExit:
-            if not here:
-                cancel(around, Trainers.of_environment().backend)
+            if not here and trainers.cancelled():
+                cancel(around, trainers)
             raise
     except (BapoError, ConfigError) as error:
         raise SystemExit(f"error: {error}") from None
 
 
-def cancel(around: Surroundings, backend: TrainerBackend) -> None:
+def cancel(around: Surroundings, trainers: Trainers) -> None:
     """Deletes the job and turns the run's other processes away."""
-    backend.delete(job_name(around.buffer.run))
+    trainers.backend.delete(trainers.job_name(around.buffer.run))
     try:
         state = around.buffer.stop()
     except ServiceError as error:
@@ -132,11 +142,12 @@ def prepare(around: Surroundings, config_text: str, overrides: str) -> str:
     config = read_config(config_text, overrides, around.buffer.run)
     for warning in config.warnings():
         around.say(f"note: {warning}")
+    stored = _stored_model(around.buffer)
     train, test = load_datasets(config)
     for dataset in (train, test):
         around.buffer.upload_dataset(dataset.name, dataset.prompts)
         around.say(f"dataset {dataset.name}: {len(dataset.prompts)} prompts")
-    path = config.model.path
+    path = stored or config.model.path
     if not path.startswith(SCHEME):
         home = Path(os.environ.get("BAPO_SCRATCH", tempfile.gettempdir()))
         path = store_model(around.store, ensure_model(config, home, Console()))
@@ -148,6 +159,17 @@ def prepare(around: Surroundings, config_text: str, overrides: str) -> str:
         test_dataset=test.name,
     )
     return request.model_dump_json()
+
+
+def _stored_model(buffer: BufferClient) -> str | None:
+    """The initial model of a run that is continued: what a name stands for may have changed."""
+    try:
+        path: str = buffer.run_state().config["model"]["path"]
+    except ServiceError as error:
+        if error.status != 404:
+            raise
+        return None
+    return path
 
 
 def read_config(text: str, overrides: str, run: str) -> RunConfig:
@@ -171,7 +193,10 @@ def open_run(around: Surroundings, request: str, steps_per_segment: int) -> list
             raise
         state = buffer.create_run(wanted)
         around.say(f"run {state.name} is created")
-    different = [key for key, value in wanted.config.items() if state.config.get(key) != value]
+    # With the keys that a newer version has added.
+    config = RunConfig.model_validate(state.config)
+    held = config.model_dump(mode="json")
+    different = [key for key, value in wanted.config.items() if held.get(key) != value]
     if set(different) - {"trainer"}:
         raise BapoError(
             f"run {state.name!r} exists with another configuration ({', '.join(different)} "
@@ -179,11 +204,12 @@ def open_run(around: Surroundings, request: str, steps_per_segment: int) -> list
         )
     if state.status in ("stopped", "failed"):
         state = buffer.begin_attempt()  # even if only its last evaluation is missing
-    config = RunConfig.model_validate(state.config)
     left = segments(config, state.current_step, steps_per_segment)
     around.say(f"run {state.name} stands at step {state.current_step} of {config.steps}")
-    # The last one is repeated in any case: who knows whether its weights were published.
-    return left or [config.steps]
+    # The last one is repeated in any case: who knows whether its weights were published. And KFP
+    # may make of a loop's results no list if there is only one.
+    ends = left or [config.steps]
+    return ends if len(ends) > 1 else ends * 2
 
 
 def segments(config: RunConfig, done: int, steps_per_segment: int) -> list[int]:
@@ -227,7 +253,7 @@ def train(
         owner=trainers.owner,
     )
     ensure(trainers.backend, job)
-    _follow(around, trainers.backend, job_name(run), config, until, start_within_s)
+    _follow(around, trainers.backend, trainers.job_name(run), config, until, start_within_s)
 
 
 def trained(buffer: BufferClient, config: RunConfig, until: int) -> bool:
@@ -284,7 +310,9 @@ def _follow(
         if words != said:
             around.say(words)
             said = words
-        if state.phase == "waiting" and time.monotonic() - begun > start_within_s:
+        if state.phase != "waiting":
+            begun = time.monotonic()  # it may have to wait again: a queue took its nodes back
+        elif time.monotonic() - begun > start_within_s:
             raise BapoError(
                 f"job {name} has not started within {start_within_s:.0f} s: "
                 f"{state.reason or 'nothing says why; does the training operator run?'}"
@@ -420,7 +448,7 @@ def clean_up(around: Surroundings, trainers: Trainers) -> Literal["finished", "s
     """Deletes the job; the run is finished if everything is there, else stopped: its processes are
     turned away, and the same pipeline continues it."""
     buffer = around.buffer
-    remove(trainers.backend, job_name(buffer.run))
+    remove(trainers.backend, trainers.job_name(buffer.run))
     try:
         state = buffer.run_state()
     except ServiceError as error:
@@ -435,11 +463,28 @@ def clean_up(around: Surroundings, trainers: Trainers) -> Literal["finished", "s
         buffer.set_status("finished")
         around.say(f"run {state.name} is finished")
         return "finished"
-    cancel(around, trainers.backend)
+    cancel(around, trainers)
     return "stopped"
 
 
-def lost_jobs(around: Surroundings, backend: TrainerBackend) -> dict[str, str]:
-    """Jobs (name → run) whose run is not at work: what a pipeline left that was killed."""
-    at_work = {each.name for each in around.buffer.runs() if each.status in ("running", "paused")}
-    return {name: run for name, run in backend.jobs().items() if run not in at_work}
+def lost_jobs(buffer: BufferClient, backend: TrainerBackend) -> dict[str, str]:
+    """Jobs (name → run) that nobody looks after: their run is not at work, or the pipeline that
+    began them is over or gone."""
+    at_work = {each.name for each in buffer.runs() if each.status in ("running", "paused")}
+    return {
+        name: run
+        for name, run in backend.jobs().items()
+        if run not in at_work or backend.abandoned(name)
+    }
+
+
+def reap(buffer: BufferClient, backend: TrainerBackend, lost: Mapping[str, str]) -> None:
+    """Deletes lost jobs; replicas and collectors turn to other runs."""
+    for name, run in lost.items():
+        remove(backend, name)
+        buffer.run = run
+        try:
+            buffer.stop()
+        except ServiceError as error:
+            if error.status != 404:
+                raise

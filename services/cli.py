@@ -442,6 +442,7 @@ def _pipeline(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
     reaping = _command(pipeline, "reap", _of_pipeline("reap"), "list jobs whose run is not at work")
     reaping.add_argument("--namespace", default="default", help="(default: %(default)s)")
+    reaping.add_argument("--release", default="bapo", help="of the chart (default: %(default)s)")
     reaping.add_argument("--delete", action="store_true", help="remove them")
 
 

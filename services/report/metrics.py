@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from services.buffer.client import BufferClient
@@ -36,31 +37,42 @@ def write_tensorboard(
     except ModuleNotFoundError as error:
         raise BapoError("TensorBoard is not installed; `pip install tensorboard`") from error
     place = directory / buffer.run
-    # Begun anew each time: a point that is written twice is drawn twice.
-    for old in place.glob("events.*"):
-        old.unlink()
-    writer = EventFileWriter(str(place))
-    written = 0
-    try:
-        for step, wall_time, values in _points(buffer, follow):
-            summary = Summary(
-                value=[
+
+    def write() -> int:
+        # Begun anew each time: a point that is written twice is drawn twice.
+        for old in place.glob("events.*"):
+            old.unlink()
+        writer = EventFileWriter(str(place))
+        written = 0
+        try:
+            for step, wall_time, values in _points(buffer, follow):
+                tags = [
                     Summary.Value(tag=name, simple_value=value) for name, value in values.items()
                 ]
-            )
-            writer.add_event(Event(wall_time=wall_time, step=step, summary=summary))
-            written += 1
-    finally:
-        writer.close()
-    say(f"{written} points; `tensorboard --logdir {directory}` shows them")
+                writer.add_event(Event(wall_time=wall_time, step=step, summary=Summary(value=tags)))
+                written += 1
+        finally:
+            writer.close()
+        return written
+
+    while True:
+        with suppress(_TakenBack):
+            say(f"{write()} points; `tensorboard --logdir {directory}` shows them")
+            return
+
+
+class _TakenBack(Exception):
+    """The run went back to a checkpoint: steps that were written come again."""
 
 
 def _points(buffer: BufferClient, follow: bool) -> Iterator[tuple[int, float, dict[str, float]]]:
     """(step, when, values) of steps and evaluations, each once."""
     done = version = 0
     while True:
-        ended = buffer.run_state().status in ENDED
-        when = 0.0
+        state = buffer.run_state()
+        ended, when = state.status in ENDED, 0.0
+        if state.current_step < done:
+            raise _TakenBack
         for step in buffer.steps(after=done):
             done, when = step.step, step.committed_at.timestamp()
             yield done, when, curves(step)

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import sys
 
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import parse_args, run
+
+from services.common.process import EXIT_AGAIN
 
 
 def main() -> None:
@@ -23,6 +27,10 @@ def main() -> None:
         sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
     except SignalException as error:
         sys.exit(128 + error.sigval)
+    except (RendezvousError, DistError) as error:
+        # The others are not there: not yet, or not any more.
+        sys.stderr.write(f"the workers do not find each other: {error}\n")
+        sys.exit(EXIT_AGAIN)
 
 
 if __name__ == "__main__":

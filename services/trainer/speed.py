@@ -9,9 +9,9 @@ import torch
 from services.trainer.policy import Policy
 from services.trainer.ranks import Ranks
 
-FLOPS_PER_WEIGHT = 8
-"""For every token: 2 to score it, 6 to train on it. Attention, and what is computed twice to save
-memory, do not count."""
+SCORING, TRAINING, FROZEN = 2, 6, 4
+"""FLOPs for every weight and token; of a frozen weight, training costs no gradient of its own.
+Attention, and what is computed twice to save memory, do not count."""
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "A10": 125, "L4": 121}
 """Of dense bfloat16, as the vendor says, by what is in the device's name."""
 
@@ -23,8 +23,11 @@ def speed_of(policy: Policy, tokens: int, seconds: float, ranks: Ranks) -> dict[
     share of the device's peak, where that is known.
     """
     total = ranks.summed({"tokens": float(tokens)})["tokens"]
-    weights = sum(parameter.numel() for parameter in policy.parameters())
-    tflops = FLOPS_PER_WEIGHT * weights * total / seconds / ranks.size / 1e12
+    flops = sum(
+        parameter.numel() * (SCORING + (TRAINING if parameter.requires_grad else FROZEN))
+        for parameter in policy.parameters()
+    )
+    tflops = flops * total / seconds / ranks.size / 1e12
     found = {
         "trainer/tokens_per_second": total / seconds,
         "trainer/tflops": tflops,

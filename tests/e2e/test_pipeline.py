@@ -55,7 +55,7 @@ def test_a_pipeline_that_breaks_and_is_cancelled_ends_as_if_nothing_had_happened
     command = [sys.executable, "-m", "services.cli", "pipeline", "run-local", str(config)]
     command += ["steps_per_segment=9", "--output", str(output)]
     environment = {**os.environ, "BAPO_HOME": str(own_home)}
-    job = own_home / "jobs" / job_name(NAME)
+    job = own_home / "jobs" / job_name("bapo", NAME)
 
     with running_stack(own_home, 0) as endpoints:
         client = BufferClient(endpoints.buffer_url, endpoints.token, run=NAME)
@@ -107,7 +107,7 @@ def test_a_pipeline_that_breaks_and_is_cancelled_ends_as_if_nothing_had_happened
 
     log = (tmp_path / "second.log").read_text()
     assert "every replica serves version" in log
-    assert not (own_home / "jobs" / job_name(NAME) / MANIFEST).exists()
+    assert not (own_home / "jobs" / job_name("bapo", NAME) / MANIFEST).exists()
     written = sorted(output.glob("bapo-*"))[1]
     model = written / "export-model" / "model"
     assert (model / "model.safetensors").is_file()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +11,12 @@ import pytest
 from pipelines import backends
 from pipelines.backends import JobState, ensure, remove
 from pipelines.kubeflow import ApiUnavailable, KubeflowBackend
-from pipelines.pytorchjob import Resources, build_job, job_name
+from pipelines.pytorchjob import Owner, Resources, build_job, job_name
 from services.common.errors import BapoError
 from tests.integration.fake_kubernetes import FakeKubernetes, Refusal, fake_kubernetes
 from tests.unit.pipelines.test_pytorchjob import DEPLOYMENT
 
-NAME = job_name("countdown")
+NAME = job_name("bapo", "countdown")
 WAITING = {"state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}}
 
 
@@ -27,7 +28,7 @@ def cluster() -> Iterator[FakeKubernetes]:
 
 @pytest.fixture
 def backend(cluster: FakeKubernetes) -> KubeflowBackend:
-    return KubeflowBackend("team", cluster.configuration(), give_up_s=1.0)
+    return KubeflowBackend("team", "bapo", cluster.configuration(), give_up_s=1.0)
 
 
 @pytest.fixture(autouse=True)
@@ -54,9 +55,41 @@ def test_a_job_that_is_there_is_taken_over(
 ) -> None:
     ensure(backend, job())
     cluster.condition(NAME, "Running")
-    ensure(backend, job(workers=2))
+    ensure(backend, job())
     assert cluster.objects["pytorchjobs"][NAME]["spec"] == job()["spec"]
     assert not [request for request in cluster.requests if request.startswith("DELETE")]
+
+
+def test_a_job_of_other_resources_or_another_workflow_is_replaced(
+    cluster: FakeKubernetes, backend: KubeflowBackend
+) -> None:
+    """The old workflow would take it along when it is deleted."""
+    old = build_job("countdown", DEPLOYMENT, Resources(), owner=Owner("bapo-1", "u-1"))
+    ensure(backend, old)
+    cluster.condition(NAME, "Running")
+    new = build_job("countdown", DEPLOYMENT, Resources(), owner=Owner("bapo-2", "u-2"))
+    ensure(backend, new)
+    assert cluster.objects["pytorchjobs"][NAME] == new
+    ensure(backend, job(workers=3))
+    assert cluster.objects["pytorchjobs"][NAME] == job(workers=3)
+
+
+def test_a_job_that_is_being_deleted_is_waited_for(
+    cluster: FakeKubernetes, backend: KubeflowBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ensure(backend, job())
+    cluster.objects["pytorchjobs"][NAME]["metadata"]["deletionTimestamp"] = "2026-11-21T18:00:00Z"
+    state = backend.state(NAME)
+    assert state is not None
+    assert state.phase == "ending"
+    cluster.finalizer = True
+
+    def gone(_: float) -> None:
+        cluster.objects["pytorchjobs"].pop(NAME, None)
+
+    monkeypatch.setattr(backends.time, "sleep", gone)
+    ensure(backend, job())
+    assert "deletionTimestamp" not in cluster.objects["pytorchjobs"][NAME]["metadata"]
 
 
 @pytest.mark.parametrize("end", ["Failed", "Succeeded"])
@@ -153,6 +186,8 @@ def test_only_our_own_jobs_are_listed(cluster: FakeKubernetes, backend: Kubeflow
     stranger = job("stranger")
     stranger["metadata"]["labels"] = {"app.kubernetes.io/name": "somebody-elses"}
     cluster.objects["pytorchjobs"]["stranger"] = stranger
+    cousin = build_job("countdown", replace(DEPLOYMENT, release="other-release"), Resources())
+    assert backend.create(cousin), "it has another name"
     assert backend.jobs() == {NAME: "countdown", "bapo-other": "other"}
 
 
@@ -165,6 +200,36 @@ def test_a_job_belongs_to_its_workflow(cluster: FakeKubernetes, backend: Kubeflo
     assert owner.uid == "u-1"
     cluster.refusals = [Refusal(403, "workflows is forbidden")]
     assert backend.owner("bapo-x7") is None
+
+
+def test_a_job_whose_pipeline_is_over_or_gone_is_abandoned(
+    cluster: FakeKubernetes, backend: KubeflowBackend
+) -> None:
+    backend.create(build_job("countdown", DEPLOYMENT, Resources(), owner=Owner("bapo-1", "u-1")))
+    workflow = {"metadata": {"name": "bapo-1", "uid": "u-1"}, "status": {"phase": "Running"}}
+    cluster.objects["workflows"]["bapo-1"] = workflow
+    assert not backend.abandoned(NAME)
+    workflow["status"] = {"phase": "Failed"}
+    assert backend.abandoned(NAME)
+    del cluster.objects["workflows"]["bapo-1"]
+    assert backend.abandoned(NAME)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ending"),
+    [
+        ({"status": {"phase": "Running"}}, False),
+        ({"spec": {"activeDeadlineSeconds": 0}}, True),
+        ({"spec": {"shutdown": "Terminate"}}, True),
+        ({"status": {"phase": "Failed"}}, True),
+    ],
+)
+def test_a_drained_node_is_no_cancellation(
+    cluster: FakeKubernetes, backend: KubeflowBackend, changes: dict[str, Any], ending: bool
+) -> None:
+    cluster.objects["workflows"]["w"] = {"metadata": {"name": "w", "uid": "u"}, **changes}
+    assert backend.is_ending("w") is ending
+    assert backend.is_ending("not-there")
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
@@ -198,7 +263,7 @@ def test_an_api_that_says_nothing_is_given_up(
     cluster: FakeKubernetes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipelines.kubeflow.REQUEST_S", 0.2)
-    backend = KubeflowBackend("team", cluster.configuration(), give_up_s=0.3)
+    backend = KubeflowBackend("team", "bapo", cluster.configuration(), give_up_s=0.3)
     cluster.refusals = [Refusal(500, "", silent_s=60)] * 100
     with pytest.raises(ApiUnavailable, match="see whether the control plane is well"):
         backend.create(job())  # the test's own time limit is far below a minute's silence
@@ -225,6 +290,17 @@ def test_a_refusal_says_what_to_do(
 def test_a_missing_operator_is_named(cluster: FakeKubernetes, backend: KubeflowBackend) -> None:
     cluster.operator = False
     with pytest.raises(BapoError, match="is the Kubeflow training operator installed"):
+        backend.create(job())
+
+
+def test_a_mistake_of_ours_is_not_taken_for_an_outage(
+    backend: KubeflowBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise TypeError("no such argument")
+
+    monkeypatch.setattr(backend._client.custom_api, "create_namespaced_custom_object", broken)
+    with pytest.raises(RuntimeError, match="no such argument"):
         backend.create(job())
 
 

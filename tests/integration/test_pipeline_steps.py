@@ -31,6 +31,7 @@ class Scripted:
     script: list[JobState | None] = field(default_factory=list)
     created: list[dict[str, Any]] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
+    left_behind: list[str] = field(default_factory=list)
 
     def create(self, job: dict[str, Any]) -> bool:
         self.created.append(job)
@@ -49,6 +50,9 @@ class Scripted:
             each["metadata"]["name"]: each["metadata"]["labels"]["bapo/run"]
             for each in self.created
         }
+
+    def abandoned(self, name: str) -> bool:
+        return name in self.left_behind
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +99,8 @@ def test_a_run_is_opened_once_and_only_as_it_is(around: Surroundings, easy_model
     assert created.config["model"]["path"].startswith("store://models/")
     assert opened(around, easy_model) == [2, 5, 6]
     assert opened(around, easy_model, "trainer.processes=2") == [2, 5, 6], "where, not what"
+    alone = steps.open_run(around, steps.prepare(around, CONFIG, f"model.path={easy_model}"), 100)
+    assert alone == [6, 6], "a list of one is none to KFP"
     with pytest.raises(BapoError, match=r"another configuration \(seed differ\)"):
         opened(around, easy_model, "seed=9")
     assert around.buffer.run_state() == created
@@ -130,7 +136,7 @@ def test_the_log_says_what_the_job_does_once_each_time_it_changes(
     script: list[JobState | None] = [waiting, waiting, JobState("running"), JobState("failed", "x")]
     with pytest.raises(BapoError):
         train(around, Scripted(script))
-    name = job_name(around.buffer.run)
+    name = job_name("bapo", around.buffer.run)
     assert said == [f"job {name} is waiting: no node", f"job {name} is running"]
 
 
@@ -153,6 +159,32 @@ def test_an_export_of_an_unfinished_run_is_refused(
         steps.export(around, tmp_path)
 
 
+def test_a_step_whose_node_is_drained_leaves_the_job_at_work(
+    around: Surroundings, easy_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(around, easy_model)
+    around.buffer.begin_attempt()
+    backend = Scripted([JobState("running")])
+    trainers = Trainers(backend, DEPLOYMENT, cancelled=lambda: False)
+    monkeypatch.delenv(steps.JOBS_HERE, raising=False)
+    monkeypatch.setattr(Surroundings, "of", lambda _: around)
+    monkeypatch.setattr(Trainers, "of_environment", lambda: trainers)
+    with pytest.raises(SystemExit), steps.step(around.buffer.run):
+        signal.raise_signal(signal.SIGTERM)
+    assert not backend.deleted
+    assert around.buffer.run_state().status == "running"
+
+
+def test_a_run_goes_on_with_the_model_that_it_began_with(
+    around: Surroundings, easy_model: Any, tmp_path: Any
+) -> None:
+    """What a name stands for may be something else by now."""
+    opened(around, easy_model)
+    model = around.buffer.run_state().config["model"]["path"]
+    assert opened(around, tmp_path / "another") == [2, 5, 6]
+    assert around.buffer.run_state().config["model"]["path"] == model
+
+
 @pytest.mark.parametrize("there", [True, False])
 def test_a_step_that_is_cancelled_leaves_nothing_at_work(
     around: Surroundings,
@@ -172,7 +204,7 @@ def test_a_step_that_is_cancelled_leaves_nothing_at_work(
     with pytest.raises(SystemExit) as ended, steps.step(around.buffer.run):
         signal.raise_signal(signal.SIGTERM)
     assert ended.value.code == 128 + signal.SIGTERM
-    assert backend.deleted == [job_name(around.buffer.run)]
+    assert backend.deleted == [job_name("bapo", around.buffer.run)]
     if there:
         assert around.buffer.run_state().status == "stopped"
         assert "start the pipeline with the same run" in said[-1]
@@ -187,7 +219,7 @@ def test_what_goes_wrong_is_one_line(
     monkeypatch.setattr(Surroundings, "of", lambda _: around)
     monkeypatch.setattr(Trainers, "of_environment", lambda: Trainers(backend, DEPLOYMENT))
     monkeypatch.delenv(steps.JOBS_HERE, raising=False)
-    with pytest.raises(SystemExit) as ended, steps.step(around.buffer.run) as found:
+    with pytest.raises(SystemExit) as ended, steps.step(around.buffer.run) as (found, _):
         steps.prepare(found, "steps: many", "")
     assert str(ended.value.code).startswith("error: config: steps: input should be a valid integer")
     assert not backend.deleted, "an error is no cancellation: the step is repeated"
@@ -217,9 +249,12 @@ def test_lost_jobs_are_those_whose_run_is_not_at_work(
         train(around, Scripted([JobState("failed")]))
     backend.create({"metadata": {"name": "ours", "labels": {"bapo/run": around.buffer.run}}})
     backend.create({"metadata": {"name": "old", "labels": {"bapo/run": "deleted-long-ago"}}})
-    assert steps.lost_jobs(around, backend) == {"old": "deleted-long-ago"}
-    around.buffer.stop()
-    assert steps.lost_jobs(around, backend) == {
-        "old": "deleted-long-ago",
-        "ours": around.buffer.run,
-    }
+    lost = {"old": "deleted-long-ago"}
+    assert steps.lost_jobs(around.buffer, backend) == lost
+    # Killed with its node, a pipeline leaves a run that looks as if it were at work.
+    backend.left_behind.append("ours")
+    lost["ours"] = around.buffer.run
+    assert steps.lost_jobs(around.buffer, backend) == lost
+    steps.reap(around.buffer, backend, lost)
+    assert sorted(backend.deleted) == ["old", "ours"]
+    assert around.buffer.run_state().status == "stopped"

@@ -11,6 +11,7 @@ import pytest
 from services.common.errors import BapoError, ServiceUnavailable
 from services.common.objectstore import ObjectStoreError, ObjectStoreUnavailable
 from services.common.process import EXIT_AGAIN, run_until_error
+from services.local.supervisor import free_ports
 from services.trainer.update import NonFiniteLoss
 
 ROOT = Path(__file__).parents[3]
@@ -52,3 +53,28 @@ def test_the_launcher_ends_as_the_first_process_that_failed() -> None:
     )
     assert done.returncode == 1, done.stderr
     assert "BAPO_SCRATCH is not set" in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("endpoint", ["reachable", "nowhere"])
+def test_workers_that_do_not_find_each_other_are_started_again(endpoint: str) -> None:
+    """A peer waits for its node, or the one that hosts the rendezvous was evicted."""
+    (port,) = free_ports(1) if endpoint == "reachable" else (1,)
+    done = subprocess.run(
+        [sys.executable, "-m", "services.trainer.launch", "--nproc-per-node", "1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={
+            "PATH": "/usr/bin:/bin",
+            "HOME": "/tmp",
+            "PET_NNODES": "2:2",
+            "PET_RDZV_BACKEND": "c10d",
+            "PET_RDZV_ID": "job",
+            "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}",
+            "PET_RDZV_CONF": f"join_timeout=2,read_timeout=2,is_host={endpoint == 'reachable'}",
+        },
+    )
+    assert done.returncode == EXIT_AGAIN, done.stderr
+    assert "the workers do not find each other" in done.stderr

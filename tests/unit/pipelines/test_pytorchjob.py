@@ -105,6 +105,7 @@ def test_torchrun_understands_the_command_under_the_operators_variables(
     assert arguments.rdzv_backend == "c10d"
     assert arguments.rdzv_endpoint == "worker-0:23456"
     assert int(arguments.max_restarts) == 0
+    assert arguments.rdzv_conf == "join_timeout=3600,read_timeout=600"
     assert int(arguments.nproc_per_node) == {"cpu": 2, "gpus": 8, "full": 1}[name]
 
 
@@ -165,16 +166,20 @@ def test_threads_share_the_cores() -> None:
     assert threads["OMP_NUM_THREADS"] == "8", "64 cores, 8 processes"
 
 
-@given(run=st.from_regex(r"[a-z][a-z0-9-]{0,62}", fullmatch=True))
-def test_names_are_short_and_dns_labels(run: str) -> None:
-    name = job_name(run)
+@given(
+    release=st.from_regex(r"[a-z0-9]([a-z0-9-]{0,51}[a-z0-9])?", fullmatch=True),
+    run=st.from_regex(r"[a-z][a-z0-9-]{0,62}", fullmatch=True),
+)
+def test_names_are_short_and_dns_labels(release: str, run: str) -> None:
+    name = job_name(release, run)
     assert len(name) <= LONGEST_NAME
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name)
-    assert name == job_name(run)
+    assert name == job_name(release, run)
 
 
 def test_long_names_stay_different() -> None:
-    assert job_name("a" * 60 + "-1") != job_name("a" * 60 + "-2")
+    assert job_name("bapo", "a" * 60 + "-1") != job_name("bapo", "a" * 60 + "-2")
+    assert job_name("r" * 53, "one") != job_name("r" * 53, "other")
 
 
 @pytest.mark.parametrize(
