@@ -1,4 +1,4 @@
-"""As much of a cluster as Helm asks for before it renders: kinds, and the Secrets that exist."""
+"""As much of a cluster as Helm asks for before it renders: kinds, the namespace, its Secrets."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.charts.helm import NAMESPACE
 KINDS = {
     "v1": {
         "configmaps": "ConfigMap",
+        "namespaces": "Namespace",
         "pods": "Pod",
         "secrets": "Secret",
         "serviceaccounts": "ServiceAccount",
@@ -47,13 +48,18 @@ def answers(secrets: dict[str, dict[str, str]]) -> dict[str, Any]:
                 {
                     "name": name,
                     "singularName": "",
-                    "namespaced": True,
+                    "namespaced": kind != "Namespace",
                     "kind": kind,
                     "verbs": ["get"],
                 }
                 for name, kind in kinds.items()
             ],
         }
+    found[f"/api/v1/namespaces/{NAMESPACE}"] = {
+        "apiVersion": "v1",
+        "kind": "Namespace",
+        "metadata": {"name": NAMESPACE},
+    }
     for name, data in secrets.items():
         found[f"/api/v1/namespaces/{NAMESPACE}/secrets/{name}"] = {
             "apiVersion": "v1",

@@ -6,6 +6,7 @@ import base64
 import json
 from pathlib import Path
 
+import pytest
 import yaml
 
 from tests.charts.cases import CASES, DATABASE_URL, DEV
@@ -13,6 +14,8 @@ from tests.charts.cluster import cluster
 from tests.charts.helm import (
     CHART,
     NAMESPACE,
+    Case,
+    HelmError,
     Object,
     container_of,
     containers,
@@ -54,19 +57,48 @@ def test_generated_secrets_fit_together(dev: list[Object]) -> None:
     ]
 
 
+def render_on(kubeconfig: Path, version: str, case: Case) -> str:
+    """As an installation would, looking at what is there."""
+    return run(
+        version,
+        "template",
+        "bapo",
+        str(CHART),
+        f"--namespace={NAMESPACE}",
+        f"--kubeconfig={kubeconfig}",
+        "--dry-run=server",
+        "--disable-openapi-validation",
+        *case.arguments(),
+    )
+
+
+def test_secrets_that_are_said_to_exist_must(tmp_path: Path, version: str) -> None:
+    case = Case(("production",), {"image.pullSecrets": ["pull"], "token.existingSecret": "ours"})
+    there = {
+        "bapo-external-database": {"BAPO_DATABASE_URL": DATABASE_URL},
+        "bapo-external-s3": {"BAPO_S3_ACCESS_KEY": "a", "BAPO_S3_SECRET_KEY": "s"},
+        "pull": {".dockerconfigjson": "{}"},
+        "ours": {"BAPO_TOKEN": "t"},
+    }
+    with cluster(tmp_path, there) as kubeconfig:
+        assert "kind: StatefulSet" in render_on(kubeconfig, version, case)
+    torn = {"bapo-external-s3": {"BAPO_S3_ACCESS_KEY": "a"}, "ours": {"token": "t"}}
+    with cluster(tmp_path, torn) as kubeconfig, pytest.raises(HelmError) as caught:
+        render_on(kubeconfig, version, case)
+    said = " ".join(str(caught.value).split())
+    for words in (
+        "database.existingSecret: there is no Secret bapo-external-database in the namespace ml; "
+        "create it with BAPO_DATABASE_URL",
+        "s3.existingSecret: the Secret bapo-external-s3 has no key BAPO_S3_SECRET_KEY",
+        "token.existingSecret: the Secret ours has no key BAPO_TOKEN",
+        "image.pullSecrets: there is no Secret pull in the namespace ml",
+    ):
+        assert words in said
+
+
 def test_an_upgrade_keeps_what_was_generated(tmp_path: Path, version: str) -> None:
     with cluster(tmp_path, EXISTING) as kubeconfig:
-        text = run(
-            version,
-            "template",
-            "bapo",
-            str(CHART),
-            f"--namespace={NAMESPACE}",
-            f"--kubeconfig={kubeconfig}",
-            "--dry-run=server",
-            "--disable-openapi-validation",
-            *DEV.arguments(),
-        )
+        text = render_on(kubeconfig, version, DEV)
     objects = [each for each in yaml.safe_load_all(text) if each]
     assert decoded(one(objects, "Secret", "bapo-token")) == EXISTING["bapo-token"]
     assert decoded(one(objects, "Secret", "bapo-s3")) == EXISTING["bapo-s3"]

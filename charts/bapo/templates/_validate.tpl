@@ -1,7 +1,7 @@
 {{/* Combinations that cannot work, in words. Single values are the schema's business. */}}
 {{- define "bapo.validate" -}}
 {{- $problems := list -}}
-{{- range list "bapo.databaseProblems" "bapo.s3Problems" "bapo.imageProblems" "bapo.rolloutProblems" "bapo.scaleProblems" "bapo.outsideProblems" -}}
+{{- range list "bapo.databaseProblems" "bapo.s3Problems" "bapo.secretProblems" "bapo.imageProblems" "bapo.rolloutProblems" "bapo.scaleProblems" "bapo.outsideProblems" -}}
 {{- $problems = concat $problems (include . $ | fromYamlArray) -}}
 {{- end -}}
 {{- if $problems -}}
@@ -48,6 +48,43 @@
   s3: which keys open {{ $s3.endpoint }}? Set s3.existingSecret to a Secret with the keys
   BAPO_S3_ACCESS_KEY and BAPO_S3_SECRET_KEY, or s3.accessKey and s3.secretKey
 {{- end }}
+{{- end -}}
+
+{{/* Secrets that are said to exist: looked for only where there is a cluster to look in, which has the
+namespace. A pod would wait for one that is missing, and say so to nobody. */}}
+{{- define "bapo.secretProblems" -}}
+{{- $namespace := .Release.Namespace -}}
+{{- if lookup "v1" "Namespace" "" $namespace -}}
+{{- $named := dict
+  "token.existingSecret" (list .Values.token.existingSecret "BAPO_TOKEN")
+  "database.existingSecret" (list .Values.database.existingSecret "BAPO_DATABASE_URL")
+  "s3.existingSecret" (list .Values.s3.existingSecret "BAPO_S3_ACCESS_KEY" "BAPO_S3_SECRET_KEY")
+-}}
+{{- range $where, $said := $named }}
+{{- $name := first $said }}
+{{- if $name }}
+{{- $secret := lookup "v1" "Secret" $namespace $name }}
+{{- if not $secret }}
+- >-
+  {{ $where }}: there is no Secret {{ $name }} in the namespace {{ $namespace }}; create it with
+  {{ join " and " (rest $said) }}
+{{- else }}
+{{- range $key := rest $said }}
+{{- if not (hasKey ($secret.data | default dict) $key) }}
+- >-
+  {{ $where }}: the Secret {{ $name }} has no key {{ $key }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- range .Values.image.pullSecrets }}
+{{- if not (lookup "v1" "Secret" $namespace .) }}
+- >-
+  image.pullSecrets: there is no Secret {{ . }} in the namespace {{ $namespace }}; nodes could not pull
+{{- end }}
+{{- end }}
+{{- end -}}
 {{- end -}}
 
 {{- define "bapo.imageProblems" -}}
