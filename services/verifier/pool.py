@@ -313,13 +313,29 @@ class _Slot(threading.Thread):
 
     def _fit(self, task: TaskKey) -> WorkerProcess:
         """A live process with the task prepared. Raises `TaskRefused` or `BapoError`."""
+        tries = 0
+        while True:
+            process = self._live_one()
+            try:
+                process.prepare(task)
+            except TaskRefused:
+                raise
+            except BapoError as error:
+                # It may have died of something else; a task that kills every one is told so.
+                tries += 1
+                if tries == UNBEGUN_AT_MOST or self._stopping:
+                    raise
+                log.warning("%s; another one is tried", error)
+                continue
+            self._spare.task = task
+            return process
+
+    def _live_one(self) -> WorkerProcess:
         if self._process is None or not self._process.idle():
             if self._process is not None:
                 self._process.close()
             self._process = self._spare.take() or self._start_one()
             self.warm = True
-        self._process.prepare(task)
-        self._spare.task = task
         return self._process
 
 

@@ -154,7 +154,21 @@ def test_a_worker_that_dies_before_it_begins_is_nobodys_fault(pool: VerifierPool
     for process in workers:
         process.kill()
     assert [status for _, status, _, _ in batch.done.result(30)] == ["ok"]
-    assert batch.unbegun == 1
+
+
+def test_a_worker_that_dies_while_it_prepares_is_replaced(
+    pool: VerifierPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare = WorkerProcess.prepare
+    deaths = iter([True, True])
+
+    def dies(self: WorkerProcess, task: tuple[str, str]) -> None:
+        if next(deaths, False):
+            os.kill(self.pid, signal.SIGKILL)
+        prepare(self, task)
+
+    monkeypatch.setattr(WorkerProcess, "prepare", dies)
+    assert statuses(pool, ["1+2+3"]) == ["ok"]
 
 
 def test_items_that_no_worker_survives_to_begin_are_given_up(
