@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bapo_core.config import parse_config
+from bapo_core.config import load_config
 from pipelines.bapo_pipeline import COUNTDOWN, SERVICE_IMAGE, TRAINER_IMAGE, bapo_pipeline
 from pipelines.steps import JOBS_HERE, Surroundings, Trainers, cancel, lost_jobs, read_config
 from pipelines.steps import reap as remove_lost
@@ -34,20 +34,11 @@ def parameters_of(config: str | None, given: Sequence[str]) -> dict[str, Any]:
         given, config = [config, *given], None
     own, overrides = _own_parameters(given)
     if config is not None:
-        own["config"] = read_text(config)
-        own = {"run": parse_config(own["config"], where=config).name} | own
+        own = {"run": load_config(config).name, "config": Path(config).read_text("utf-8")} | own
     if overrides:
         own["overrides"] = "\n".join(overrides)
     read_config(own.get("config", COUNTDOWN), own.get("overrides", ""), own.get("run", "countdown"))
     return own
-
-
-def read_text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise BapoError(f"{path}: cannot be read: {reason}") from error
 
 
 def _own_parameters(given: Sequence[str]) -> tuple[dict[str, Any], list[str]]:

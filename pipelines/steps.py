@@ -112,11 +112,8 @@ def step(run: str) -> Iterator[tuple[Surroundings, Trainers]]:
 def cancel(around: Surroundings, trainers: Trainers) -> None:
     """Deletes the job and turns the run's other processes away."""
     trainers.backend.delete(trainers.job_name(around.buffer.run))
-    try:
-        state = around.buffer.stop()
-    except ServiceError as error:
-        if error.status != 404:
-            raise
+    state = if_there(around.buffer.stop)
+    if state is None:
         around.say("cancelled before there was a run")
         return
     around.say(
@@ -163,13 +160,8 @@ def prepare(around: Surroundings, config_text: str, overrides: str) -> str:
 
 def _stored_model(buffer: BufferClient) -> str | None:
     """The initial model of a run that is continued: what a name stands for may have changed."""
-    try:
-        path: str = buffer.run_state().config["model"]["path"]
-    except ServiceError as error:
-        if error.status != 404:
-            raise
-        return None
-    return path
+    state = if_there(buffer.run_state)
+    return None if state is None else str(state.config["model"]["path"])
 
 
 def read_config(text: str, overrides: str, run: str) -> RunConfig:
@@ -186,11 +178,8 @@ def open_run(around: Surroundings, request: str, steps_per_segment: int) -> list
     """
     wanted = wire.RunCreate.model_validate_json(request)
     buffer = around.buffer
-    try:
-        state = buffer.run_state()
-    except ServiceError as error:
-        if error.status != 404:
-            raise
+    state = if_there(buffer.run_state)
+    if state is None:
         state = buffer.create_run(wanted)
         around.say(f"run {state.name} is created")
     # With the keys that a newer version has added.
@@ -274,8 +263,13 @@ def wanted_after(config: RunConfig, until: int) -> int:
 
 
 def published(buffer: BufferClient, version: int) -> wire.StoredVersion | None:
+    return if_there(lambda: buffer.weights(version))
+
+
+def if_there(ask: Callable[[], Found]) -> Found | None:
+    """The service's answer; None if it knows of no such thing."""
     try:
-        return buffer.weights(version)
+        return ask()
     except ServiceError as error:
         if error.status != 404:
             raise
@@ -449,11 +443,8 @@ def clean_up(around: Surroundings, trainers: Trainers) -> Literal["finished", "s
     turned away, and the same pipeline continues it."""
     buffer = around.buffer
     remove(trainers.backend, trainers.job_name(buffer.run))
-    try:
-        state = buffer.run_state()
-    except ServiceError as error:
-        if error.status != 404:
-            raise
+    state = if_there(buffer.run_state)
+    if state is None:
         around.say("no run was created")
         return "absent"
     config = RunConfig.model_validate(state.config)
@@ -483,8 +474,4 @@ def reap(buffer: BufferClient, backend: TrainerBackend, lost: Mapping[str, str])
     for name, run in lost.items():
         remove(backend, name)
         buffer.run = run
-        try:
-            buffer.stop()
-        except ServiceError as error:
-            if error.status != 404:
-                raise
+        if_there(buffer.stop)

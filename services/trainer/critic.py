@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bapo_core.advantages import gae
 from bapo_core.config import RunConfig
 from services.trainer.data import PADDING, Batch, Packed, pack
-from services.trainer.policy import Policy
+from services.trainer.policy import Policy, states_before
 from services.trainer.ranks import Ranks
 
 
@@ -41,15 +41,7 @@ class Critic(nn.Module):
 
     def forward(self, packed: Packed) -> Tensor:
         """(K,) for the K response tokens of `packed`."""
-        model: Any = self.model
-        hidden = model.base_model(
-            input_ids=packed.tokens,
-            position_ids=packed.positions,
-            attention_mask=None,
-            use_cache=False,
-            sequences=packed.sequences,
-        ).last_hidden_state[0]
-        values: Tensor = self.value(hidden[packed.predicted_at].float())
+        values: Tensor = self.value(states_before(self.model, packed).float())
         return values[:, 0]
 
 

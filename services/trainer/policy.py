@@ -46,22 +46,27 @@ class Policy(nn.Module):
         0 unless asked for.
         """
         hf_model: Any = self.model
-        hidden = hf_model.base_model(
-            input_ids=packed.tokens,
-            position_ids=packed.positions,
-            attention_mask=None,
-            use_cache=False,
-            sequences=packed.sequences,
-        ).last_hidden_state[0]
         head = hf_model.get_output_embeddings()
         return token_logprobs(
-            hidden[packed.predicted_at],
+            states_before(hf_model, packed),
             head.weight,
             packed.targets,
             temperature=temperature,
             bias=head.bias,
             entropy=entropy,
         )
+
+
+def states_before(model: Any, packed: Packed) -> Tensor:
+    """(K, width): the hidden states that each response token of `packed` is predicted from."""
+    hidden: Tensor = model.base_model(
+        input_ids=packed.tokens,
+        position_ids=packed.positions,
+        attention_mask=None,
+        use_cache=False,
+        sequences=packed.sequences,
+    ).last_hidden_state[0]
+    return hidden[packed.predicted_at]
 
 
 def load_policy(directory: Path) -> Policy:
