@@ -147,7 +147,7 @@ def _connected(task: Any, connection: Any, token_secret: Any, s3_secret: Any) ->
     kubernetes.add_pod_label(task, "app.kubernetes.io/part-of", "bapo")
     task.set_caching_options(False)
     task.set_env_variable("HOME", "/tmp")
-    return task
+    return task.set_retry(RETRIES)
 
 
 CONNECTION = (
@@ -211,16 +211,14 @@ def bapo_pipeline(
     def connected(task: Any) -> Any:
         return _connected(task, connection, token_secret, s3_secret)
 
-    cleaning = connected(clean_up(run=run)).set_retry(RETRIES)
+    cleaning = connected(clean_up(run=run))
     with dsl.ExitHandler(cleaning, name="training"):
         prepared = connected(prepare_data(run=run, config=config, overrides=overrides))
-        prepared.set_retry(RETRIES)
         opened = connected(
             create_or_resume_run(
                 run=run, request=prepared.output, steps_per_segment=steps_per_segment
             )
         )
-        opened.set_retry(RETRIES)
         with dsl.ParallelFor(opened.output, parallelism=1, name="segments") as until:
             trained = connected(
                 train(
@@ -233,10 +231,7 @@ def bapo_pipeline(
                     start_within_minutes=start_within_minutes,
                 )
             )
-            trained.set_retry(RETRIES)
             synced = connected(checkpoint_and_sync(run=run, until=trained.output))
-            synced.set_retry(RETRIES)
-            connected(report(run=run, version=synced.output)).set_retry(RETRIES)
+            connected(report(run=run, version=synced.output))
         evaluated = connected(evaluate(run=run, versions=dsl.Collected(synced.output)))
-        evaluated.set_retry(RETRIES)
-        connected(export_model(run=run, accuracy=evaluated.outputs["Output"])).set_retry(RETRIES)
+        connected(export_model(run=run, accuracy=evaluated.outputs["Output"]))

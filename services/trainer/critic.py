@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bapo_core.advantages import gae
 from bapo_core.config import RunConfig
 from services.trainer.data import PADDING, Batch, Packed, pack
+from services.trainer.optimizer import make_optimizer
 from services.trainer.policy import Policy, states_before
 from services.trainer.ranks import Ranks
 
@@ -59,14 +60,7 @@ class CriticTrainer:
 
     def __init__(self, config: RunConfig, critic: Critic, ranks: Ranks) -> None:
         self.config, self.critic, self.ranks = config, critic, ranks
-        settings = config.optimizer
-        self.optimizer = torch.optim.AdamW(
-            [each for each in critic.parameters() if each.requires_grad],
-            lr=config.critic.learning_rate,
-            betas=(settings.beta1, settings.beta2),
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(critic, config.critic.learning_rate, config.optimizer)
 
     @torch.no_grad()
     def advantages(

@@ -35,6 +35,7 @@ from services.common.errors import BapoError, PassingError
 from services.trainer.checkpoint import Trained
 from services.trainer.critic import Critic, CriticTrainer, ValueTargets
 from services.trainer.data import PADDING, Batch, Plan, microbatches
+from services.trainer.optimizer import make_optimizer
 from services.trainer.policy import Policy, response_logprobs
 from services.trainer.ranks import Ranks
 
@@ -124,14 +125,7 @@ class Updater:
         self.config, self.policy, self.reference = config, policy, reference
         self.critic = None if critic is None else CriticTrainer(config, critic, ranks)
         self.ranks = ranks
-        settings = config.optimizer
-        self.optimizer = torch.optim.AdamW(
-            [each for each in policy.parameters() if each.requires_grad],
-            lr=settings.learning_rate,
-            betas=(settings.beta1, settings.beta2),
-            weight_decay=settings.weight_decay,
-            fused=True,
-        )
+        self.optimizer = make_optimizer(policy, config.optimizer.learning_rate, config.optimizer)
 
     @property
     def trained(self) -> Trained:
