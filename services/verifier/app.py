@@ -56,6 +56,8 @@ from services.verifier.wire import LARGEST_BODY, VerifyAnswer, VerifyItem, Verif
 DRAIN_S = 30.0
 """For what is under way when the verifier is told to stop. Kubernetes gives as long."""
 RETRY_AFTER_S = 1
+GARBAGE_AT = 100_000
+"""New objects between two looks for cycles: a request of 8,192 responses makes as many at once."""
 
 
 class _Gone(Exception):
@@ -254,6 +256,7 @@ def main() -> None:
             timeout_graceful_shutdown=5,
         )
         gc.freeze()  # what is imported stays; the collector need not visit it
+        gc.set_threshold(GARBAGE_AT)
         _Server(config).run()
 
     run_until_error(work)

@@ -18,6 +18,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from pydantic_core import from_json
+
 from services.common.errors import BapoError
 from services.verifier.worker import PROGRESS, Result, Work
 
@@ -149,7 +151,7 @@ class WorkerProcess:
         try:
             if self.fate is not None and not self._connection.poll():
                 return []
-            results, retiring = json.loads(self._connection.recv_bytes(_LARGEST_MESSAGE))
+            results, retiring = from_json(self._connection.recv_bytes(_LARGEST_MESSAGE))
         except (EOFError, OSError, ValueError, TypeError):
             self.kill("crashed")
             return []

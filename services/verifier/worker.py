@@ -27,7 +27,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from bapo_core.tasks import Task, get_task
+from bapo_core.tasks import Task, VerdictStatus, get_task
 
 Work = tuple[Mapping[str, Any], str]
 """(payload, response)."""
@@ -45,6 +45,7 @@ Written in this order and read in the other: a reader in between then sees the e
 the later time, and gives the item more time, never less."""
 
 _STATUS = re.compile(r"[a-z][a-z_]{0,39}")
+_USUAL = frozenset(map(str, VerdictStatus))
 _PR_SET_PDEATHSIG = 1
 
 
@@ -130,7 +131,7 @@ def score(task: Task, payload: Mapping[str, Any], response: str) -> Result:
         reward, status, answer = float(verdict.reward), str(verdict.status), verdict.answer
         if reward not in (0.0, 1.0):
             raise ValueError(f"the reward is {reward}; make it 0 or 1")
-        if not _STATUS.fullmatch(status):
+        if status not in _USUAL and not _STATUS.fullmatch(status):
             raise ValueError(f"the status is {status!r:.60}; use lower-case letters and _")
         return reward, status, None if answer is None else str(answer)[:MAX_EXTRACTED], None
     except MemoryError:
