@@ -295,7 +295,9 @@ class CheckpointConfig(Section):
     every: int = Field(5, ge=1)
     """Steps between checkpoints; a resumed run repeats at most this many."""
     keep: int = Field(2, ge=1)
-    """How many checkpoints to keep."""
+    """How many checkpoints to keep: the latest."""
+    keep_best: int = Field(0, ge=0)
+    """How many to keep besides: those with the best evaluations."""
 
 
 class TrainerConfig(Section):
@@ -304,6 +306,8 @@ class TrainerConfig(Section):
     gradient_checkpointing: bool = False
     """Keep a layer's input only, and compute the layer again on the way back: less memory, a
     third more time, the same result."""
+    profile_steps: int = Field(0, ge=0)
+    """Trace so many steps, after the first one (docs/trainer.md); 0 = none."""
 
 
 class LoraConfig(Section):
@@ -402,6 +406,12 @@ class RunConfig(Section):
                 f"optimizer.microbatch_tokens ({self.optimizer.microbatch_tokens}) is below the "
                 f"longest sequence, rollout.max_prompt_tokens + rollout.max_response_tokens "
                 f"({longest}); raise the former"
+            )
+        if self.checkpoint.keep_best and self.evaluation.every % self.checkpoint.every:
+            raise ValueError(
+                f"checkpoint.keep_best needs checkpoints of what is evaluated: make "
+                f"evaluation.every ({self.evaluation.every}) a multiple of checkpoint.every "
+                f"({self.checkpoint.every})"
             )
         needed = self.rollout.prompts_per_step * self.rollout.max_generation_rounds
         if self.task.train_prompts < needed:

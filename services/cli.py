@@ -87,6 +87,8 @@ def _run(arguments: argparse.Namespace) -> None:
     stop_on_signals()
     console = Console()
     home = default_home()
+    if arguments.profile:
+        arguments.overrides.append(f"trainer.profile_steps={arguments.profile}")
     config = _config(arguments)
     for warning in config.warnings():
         console.print(f"note: {warning}", highlight=False)
@@ -240,6 +242,12 @@ def _checkpoints(arguments: argparse.Namespace) -> None:
     checkpoints(arguments)
 
 
+def _profile(arguments: argparse.Namespace) -> None:
+    from services.local.profiles import profiles
+
+    profiles(arguments)
+
+
 def _model_tiny(_: argparse.Namespace) -> None:
     from rich.console import Console
 
@@ -294,6 +302,9 @@ def _parser() -> argparse.ArgumentParser:
     _configurable(run)
     run.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     run.add_argument("--new", action="store_true", help="take the next free name if it is taken")
+    run.add_argument(
+        "--profile", type=int, metavar="STEPS", help="trace so many steps; see `bapo profile`"
+    )
     _with_port(run)
 
     evaluate = _command(commands, "eval", _eval, "accuracy of a model directory, held-out prompts")
@@ -380,13 +391,23 @@ def _questions(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         _command(commands, "checkpoints", _checkpoints, "the checkpoints that a run keeps")
     )
     checkpoints.add_argument("run", help="the run's name")
-    checkpoints.add_argument("--step", type=int, help="this one (default: all; the newest)")
+    which = checkpoints.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="this one (default: all; the newest)")
+    which.add_argument("--best", action="store_true", help="the one with the best evaluation")
     checkpoints.add_argument("--verify", action="store_true", help="read them, check every digest")
     checkpoints.add_argument(
         "--export",
         type=Path,
         metavar="DIRECTORY",
         help="write its model as a Hugging Face directory",
+    )
+
+    profile = _asking(
+        _command(commands, "profile", _profile, "the trainer's traces of a run with --profile")
+    )
+    profile.add_argument("run", help="the run's name")
+    profile.add_argument(
+        "--export", type=Path, metavar="DIRECTORY", help="write them there, for ui.perfetto.dev"
     )
 
     token = _group(commands, "token", "tokens for the REST API")

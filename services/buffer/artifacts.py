@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 from sqlalchemy import delete, func, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
+from bapo_core.config import RunConfig
 from services.buffer import wire
 from services.buffer.runs import lock_any_attempt, run_config
 from services.buffer.steps import groups_complete, rewind
-from services.buffer.tables import ActivityRow, Checkpoint, Replica, Run, WeightVersion
+from services.buffer.tables import (
+    ActivityRow,
+    Checkpoint,
+    EvaluationRecord,
+    Replica,
+    Run,
+    WeightVersion,
+)
 from services.common.errors import bad_request, conflict, not_found
 
 
@@ -76,15 +85,17 @@ def record_checkpoint(session: Session, run: Run, step: int, digest: str) -> lis
 
 
 def _prune(session: Session, run: Run) -> list[str]:
-    """Keeps the last checkpoints, and every version that a resume from one of them would load."""
+    """Keeps the last checkpoints, what a resume from one of them would load, and the best."""
     config = run_config(run)
     newest_first = select(Checkpoint.step).where(Checkpoint.run_id == run.id)
     steps = list(session.scalars(newest_first.order_by(Checkpoint.step.desc())))
-    kept, dropped = steps[: config.checkpoint.keep], steps[config.checkpoint.keep :]
+    latest = steps[: config.checkpoint.keep]
+    kept = {*latest, *_worth_keeping(session, run, config, steps)}
+    dropped = [step for step in steps if step not in kept]
     session.execute(
         delete(Checkpoint).where(Checkpoint.run_id == run.id, Checkpoint.step.in_(dropped))
     )
-    oldest_needed = config.schedule.policy_version(min(kept) + 1)
+    oldest_needed = config.schedule.policy_version(min(latest) + 1)
     stale = list(
         session.scalars(
             select(WeightVersion).where(
@@ -107,6 +118,23 @@ def _prune(session: Session, run: Run) -> list[str]:
     for row in stale:
         row.status = "pruned"
     return [checkpoint_prefix(run, step) for step in dropped] + [row.uri for row in stale]
+
+
+def _worth_keeping(
+    session: Session, run: Run, config: RunConfig, steps: Sequence[int]
+) -> list[int]:
+    """Of `steps`, those with the best evaluations, and those whose evaluation is still owed."""
+    if not config.checkpoint.keep_best:
+        return []
+    rows = session.execute(
+        select(EvaluationRecord.version, EvaluationRecord.mean_accuracy).where(
+            EvaluationRecord.run_id == run.id
+        )
+    )
+    accuracy = {version - 1: found for version, found in rows.tuples()}
+    judged = sorted(accuracy.keys() & steps, key=lambda step: (accuracy[step], step), reverse=True)
+    owed = [step for step in steps if config.evaluates_at(step + 1) and step not in accuracy]
+    return [*judged[: config.checkpoint.keep_best], *owed]
 
 
 def latest_checkpoint(session: Session, run: Run) -> wire.StoredVersion | None:

@@ -27,8 +27,8 @@ from services.common.objectstore import MANIFEST
 
 STORED_MODEL = "store://"
 """Of an initial model in the object store: `store://<prefix>#<digest>`."""
-_EVIDENCE = re.compile(r"runs/[^/]+/failures/")
-"""What led to a loss that was not a number is for people, and goes with its run."""
+_EVIDENCE = re.compile(r"runs/[^/]+/(failures|profiles)/")
+"""What led to a loss that was not a number, and traces, are for people, and go with their run."""
 YOUNGEST_ORPHAN = timedelta(days=1)
 """A younger object may be one whose row is about to be written: a large checkpoint takes hours."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Select, func, literal, select, union_all
+from sqlalchemy import Select, and_, func, literal, select, union_all
 from sqlalchemy.orm import Session
 
 from bapo_core.metrics import migration_matrix, unlocked_fraction
@@ -307,8 +307,15 @@ def weights(session: Session, run: Run) -> list[wire.WeightView]:
 
 
 def checkpoints(session: Session, run: Run) -> list[wire.CheckpointView]:
-    rows = session.scalars(
-        select(Checkpoint).where(Checkpoint.run_id == run.id).order_by(Checkpoint.step.desc())
+    evaluated = and_(
+        EvaluationRecord.run_id == Checkpoint.run_id,
+        EvaluationRecord.version == Checkpoint.step + 1,
+    )
+    rows = session.execute(
+        select(Checkpoint, EvaluationRecord.mean_accuracy)
+        .outerjoin(EvaluationRecord, evaluated)
+        .where(Checkpoint.run_id == run.id)
+        .order_by(Checkpoint.step.desc())
     )
     return [
         wire.CheckpointView(
@@ -316,8 +323,9 @@ def checkpoints(session: Session, run: Run) -> list[wire.CheckpointView]:
             uri=row.uri,
             manifest_digest=row.manifest_digest,
             created_at=row.created_at,
+            accuracy=accuracy,
         )
-        for row in rows
+        for row, accuracy in rows.tuples()
     ]
 
 

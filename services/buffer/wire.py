@@ -407,6 +407,8 @@ class CheckpointView(Wire):
     uri: str
     manifest_digest: str
     created_at: datetime
+    accuracy: float | None
+    """Of the evaluation of these weights, if there was one."""
 
 
 class ActivityView(Wire):

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +27,50 @@ def checkpoints(arguments: argparse.Namespace) -> None:
     client = service(arguments.run)
     kept = client.checkpoints()
     if arguments.verify or arguments.export is not None:
-        found = [each for each in kept if arguments.step in (None, each.step)]
-        if not found:
-            raise BapoError(
-                f"run {arguments.run!r} keeps no checkpoint"
-                + ("" if arguments.step is None else f" of step {arguments.step}")
-                + (f"; it has those of steps {[each.step for each in kept]}" if kept else " yet")
-            )
+        found = _chosen(arguments, kept)
         if arguments.verify:
             for each in found:
                 _verify(each)
         if arguments.export is not None:
             _export(client.run_state().config, found[0], arguments.export)
         return
-    rows = [(each.step, each.created_at.isoformat(timespec="seconds"), each.uri) for each in kept]
-    show(arguments, kept, ["step", "created", "objects"], rows)
+    rows = [
+        (
+            each.step,
+            each.created_at.isoformat(timespec="seconds"),
+            "" if each.accuracy is None else f"{each.accuracy:.3f}",
+            each.uri,
+        )
+        for each in kept
+    ]
+    show(arguments, kept, ["step", "created", "accuracy", "objects"], rows)
 
 
-def _store() -> ObjectStore:
+def _chosen(
+    arguments: argparse.Namespace, kept: Sequence[wire.CheckpointView]
+) -> Sequence[wire.CheckpointView]:
+    """Newest first. Raises `BapoError` if there is none."""
+    run = arguments.run
+    if arguments.best:
+        judged = [(each.accuracy, each.step, each) for each in kept if each.accuracy is not None]
+        if not judged:
+            raise BapoError(
+                f"no checkpoint of run {run!r} was evaluated; set checkpoint.keep_best in the "
+                "configuration to keep those with the best evaluations"
+            )
+        return [max(judged)[2]]
+    found = [each for each in kept if arguments.step in (None, each.step)]
+    if not found:
+        raise BapoError(
+            f"run {run!r} keeps no checkpoint"
+            + ("" if arguments.step is None else f" of step {arguments.step}")
+            + (f"; it has those of steps {[each.step for each in kept]}" if kept else " yet")
+        )
+    return found
+
+
+def object_store() -> ObjectStore:
+    """That of the environment, or of the stack that runs here."""
     if os.environ.get("BAPO_S3_ENDPOINT"):
         return ObjectStore(ObjectStoreSettings.from_environment())
     return ObjectStore(stack_here("set BAPO_S3_ENDPOINT").object_store)
@@ -51,7 +78,7 @@ def _store() -> ObjectStore:
 
 def _fetch(checkpoint: wire.CheckpointView, directory: Path) -> None:
     """Every file, with its digest checked."""
-    _store().get_directory(checkpoint.uri, checkpoint.manifest_digest, directory)
+    object_store().get_directory(checkpoint.uri, checkpoint.manifest_digest, directory)
 
 
 def _verify(checkpoint: wire.CheckpointView) -> None:

@@ -115,6 +115,7 @@ def _start(
         "BAPO_RUN": run.config.name,
         "BAPO_ATTEMPT": str(state.attempt),
         "BAPO_MODEL": str(model),
+        "BAPO_TRAINER": run.config.trainer.model_dump_json(),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         **_threads(),

@@ -6,12 +6,14 @@ import io
 import logging
 import os
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from bapo_core.config import RunConfig
+from bapo_core.config import RunConfig, TrainerConfig
 from bapo_core.schedule import SyncSchedule
 from services.buffer.client import BufferClient
 from services.buffer.timeline import Timeline
@@ -26,6 +28,7 @@ from services.trainer.critic import Critic
 from services.trainer.data import TrajectoryReader, group_cost, make_plan
 from services.trainer.lora import add_adapters
 from services.trainer.policy import Policy
+from services.trainer.profile import profiled
 from services.trainer.publish import WeightPublisher
 from services.trainer.ranks import Ranks, joined, shares
 from services.trainer.shard import load_sharded
@@ -54,29 +57,44 @@ def train(config: RunConfig, around: Surroundings, ranks: Ranks) -> None:
     timeline = Timeline(around.buffer, "trainer")
     clock = Clock(timeline if ranks.speaks else None)
     updater, done = restore(config, around, ranks)
-    for clock.step in range(done + 1, config.steps + 1):
-        step = clock.step
-        if config.publishes_at(step):
-            with clock.phase("publish"):
-                publisher.publish(step, updater.policy.model)
-        with clock.phase("wait"):
-            manifest = next_batch(step, around, ranks, publisher)
-        metrics = train_batch(config, updater, reader, manifest, around, clock)
-        with clock.phase("commit"):
+    with profiling(config, around, ranks) as step_done:
+        for clock.step in range(done + 1, config.steps + 1):
+            step = clock.step
+            if config.publishes_at(step):
+                with clock.phase("publish"):
+                    publisher.publish(step, updater.policy.model)
+            with clock.phase("wait"):
+                manifest = next_batch(step, around, ranks, publisher)
+            metrics = train_batch(config, updater, reader, manifest, around, clock)
+            with clock.phase("commit"):
+                if ranks.speaks:
+                    around.buffer.commit(step, metrics | clock.take())
+            if config.checkpoints_after(step):
+                with clock.phase("checkpoint"):
+                    checkpointer.save(step, updater.trained)
+            checkpointer.check()
             if ranks.speaks:
-                around.buffer.commit(step, metrics | clock.take())
-        if config.checkpoints_after(step):
-            with clock.phase("checkpoint"):
-                checkpointer.save(step, updater.trained)
-        checkpointer.check()
-        if ranks.speaks:
-            timeline.tell()
-            log.info("step committed", extra={"step": step})
+                timeline.tell()
+                log.info("step committed", extra={"step": step})
+            step_done(step)
     publisher.publish(config.steps + 1, updater.policy.model)
     publisher.settle()
     checkpointer.settle()
     # A worker that ends well ends the whole job well: none may while another still sends.
     ranks.largest(0)
+
+
+def profiling(
+    config: RunConfig, around: Surroundings, ranks: Ranks
+) -> AbstractContextManager[Callable[[int], None]]:
+    """Of some steps, if that is asked for."""
+    return profiled(
+        config.trainer.profile_steps,
+        around.store,
+        run=around.buffer.run,
+        rank=ranks.rank,
+        scratch=around.scratch,
+    )
 
 
 def next_batch(
@@ -219,6 +237,15 @@ def attempt_of(buffer: BufferClient, ranks: Ranks) -> int:
     return ranks.shared(lambda: buffer.begin_attempt().attempt)
 
 
+def config_of(buffer: BufferClient) -> RunConfig:
+    """The run's; how it is computed here may be said anew each time (`BAPO_TRAINER`, as JSON)."""
+    config = RunConfig.model_validate(buffer.run_state().config)
+    here = os.environ.get("BAPO_TRAINER")
+    if here is None:
+        return config
+    return config.model_copy(update={"trainer": TrainerConfig.model_validate_json(here)})
+
+
 def main() -> None:
     from services.common.logs import configure_logs
     from services.common.process import end_with_parent, run_until_error
@@ -236,7 +263,7 @@ def main() -> None:
                 require("BAPO_BUFFER_URL"), require("BAPO_TOKEN"), run=require("BAPO_RUN")
             )
             buffer.attempt = attempt_of(buffer, ranks)
-            config = RunConfig.model_validate(buffer.run_state().config)
+            config = config_of(buffer)
             store = ObjectStore(ObjectStoreSettings.from_environment())
             model = initial_model(config.model.path, store, ranks)
             train(config, Surroundings(buffer, store, model, scratch), ranks)

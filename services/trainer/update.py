@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.profiler import record_function
 
 from bapo_core.advantages import group_relative
 from bapo_core.config import RunConfig
@@ -61,7 +62,8 @@ class Clock:
     def phase(self, name: str) -> Iterator[None]:
         started = time.monotonic()
         try:
-            yield
+            with record_function(name):  # what a trace shows around its operations
+                yield
         finally:
             spent = time.monotonic() - started
             self.seconds[name] = self.seconds.get(name, 0.0) + spent

@@ -6,6 +6,7 @@ the disturbed ones, killed in mid-run and resumed, against the undisturbed one.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -82,6 +83,19 @@ class Bapo:
         process = self.start(name, *options)
         output, errors = process.communicate(timeout=120)
         assert process.returncode == 0, output + errors
+
+    def ask(self, *arguments: str, status: int = 0) -> str:
+        """What a command prints that only looks."""
+        done = subprocess.run(
+            [sys.executable, "-m", "services.cli", *arguments],
+            cwd=self.directory,
+            env={**self.environment, **self.stack.environment()},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == status, done.stderr
+        return done.stdout + done.stderr
 
     def client(self, name: str) -> BufferClient:
         return BufferClient(self.stack.buffer_url, self.stack.token, run=name)
@@ -218,16 +232,7 @@ def test_checkpoints_are_listed_verified_and_exported(
     bapo: Bapo, undisturbed: str, tmp_path: Path
 ) -> None:
     def command(*arguments: str, status: int = 0) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "services.cli", "checkpoints", undisturbed, *arguments],
-            cwd=tmp_path,
-            env={**bapo.environment, **bapo.stack.environment()},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == status, done.stderr
-        return done.stdout + done.stderr
+        return bapo.ask("checkpoints", undisturbed, *arguments, status=status)
 
     listed = json.loads(command("--json"))
     assert [each["step"] for each in listed] == [9, 8]
@@ -241,6 +246,8 @@ def test_checkpoints_are_listed_verified_and_exported(
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (target / name).read_bytes() == (tmp_path / "published" / name).read_bytes(), name
     assert "is not empty" in command("--export", str(target), status=1)
+    assert listed[0]["accuracy"] is not None
+    assert '"step": 9' in command("--export", str(tmp_path / "best"), "--best")
     assert "keeps no checkpoint of step 3" in command("--verify", "--step", "3", status=1)
     # A damaged one is told.
     key = next(key for key in store.keys(f"{listed[1]['uri']}/") if key.endswith(".distcp"))
@@ -269,7 +276,9 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(
     assert _outcome(bapo, name) == _outcome(bapo, undisturbed)
 
 
-def test_an_interrupted_run_stops_cleanly_and_resumes(bapo: Bapo, undisturbed: str) -> None:
+def test_an_interrupted_run_stops_cleanly_and_resumes_with_a_trace(
+    bapo: Bapo, undisturbed: str, tmp_path: Path
+) -> None:
     process = bapo.start("interrupted")
     client = bapo.client("interrupted")
     _until(lambda: _committed(client) >= 2, process)
@@ -277,8 +286,14 @@ def test_an_interrupted_run_stops_cleanly_and_resumes(bapo: Bapo, undisturbed: s
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGINT
     assert _children(process.pid) == []
-    bapo.run("interrupted", "--resume")
+    bapo.run("interrupted", "--resume", "--profile", "2")
     assert _outcome(bapo, "interrupted") == _outcome(bapo, undisturbed)
+    bapo.ask("profile", "interrupted", "--export", str(tmp_path))
+    (trace,) = tmp_path.iterdir()
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    names = [event["name"] for event in events]
+    assert "aten::mm" in names
+    assert names.count("commit") == 2, "two steps, and their phases by name"
 
 
 def test_two_processes_killed_are_continued_by_one(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from services.buffer.trajectories import encode_groups
 from services.common.errors import ServiceError, ServiceUnavailable, Superseded
 from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.local.stack import Endpoints
-from tests.integration.driver import Driver, small_config, snapshot
+from tests.integration.driver import Driver, made_up_group, small_config, snapshot
 
 
 @pytest.fixture
@@ -164,6 +165,41 @@ def test_a_new_attempt_starts_from_the_last_checkpoint(drive: Callable[..., Driv
             before = snapshot(driver)
     assert driver.client.begin_attempt().current_step == 1
     assert snapshot(driver) == before
+
+
+def test_the_best_checkpoints_are_kept_besides_the_latest(drive: Callable[..., Driver]) -> None:
+    driver = drive(evaluation={"every": 2}, checkpoint={"every": 2, "keep": 1, "keep_best": 1})
+
+    def kept() -> dict[int, float | None]:
+        return {each.step: each.accuracy for each in driver.client.checkpoints()}
+
+    def evaluate(version: int, correct: int) -> None:
+        rng = random.Random(0)
+        groups = []
+        for prompt in driver.client.step_prompts(version, "evaluation").prompts:
+            group = made_up_group(prompt.uid, version, size=4, rng=rng)
+            responses = [
+                dataclasses.replace(response, reward=float(place < correct))
+                for place, response in enumerate(group.responses)
+            ]
+            groups.append(dataclasses.replace(group, responses=responses))
+        driver.client.post_groups(version, "evaluation", encode_groups(groups))
+
+    for step in range(1, 9):
+        driver.run_step(step)
+        if step % 2:
+            driver.client.record_checkpoint(step, "a" * 64)
+        match step:
+            case 3:
+                assert kept() == {3: None, 1: None}, "the evaluation of 1 is still owed"
+                evaluate(2, correct=1)
+                evaluate(4, correct=3)
+            case 5:
+                assert kept() == {5: None, 3: 0.75}
+                evaluate(6, correct=2)
+            case 7:
+                assert kept() == {7: None, 3: 0.75}
+    assert driver.client.begin_attempt().current_step == 7, "a run goes on from the latest"
 
 
 def test_no_group_is_replayed_in_the_step_that_made_it(drive: Callable[..., Driver]) -> None:
