@@ -22,7 +22,7 @@ COPY pyproject.toml README.md constraints.txt constraints-vllm.txt ./
 # Dependencies alone: the project itself is copied, so that a change of it rebuilds nothing else.
 FROM builder AS service-environment
 RUN python -m venv /opt/bapo \
- && /opt/bapo/bin/pip install -c constraints.txt ".[pipelines]" \
+ && /opt/bapo/bin/pip install -c constraints.txt ".[pipelines,mlflow]" \
  && /opt/bapo/bin/pip uninstall --yes bapo
 
 FROM builder AS trainer-environment

@@ -15,7 +15,7 @@ help: ## list the targets
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --progress-bar off -c constraints.txt "torch==2.13.0"
-	$(BIN)/pip install --quiet --progress-bar off -c constraints.txt -e ".[train,local,tensorboard,pipelines,dev]"
+	$(BIN)/pip install --quiet --progress-bar off -c constraints.txt -e ".[train,local,tensorboard,mlflow,pipelines,dev]"
 	$(BIN)/python tests/charts/install_helm.py $(VENV)/helm
 	touch $@
 

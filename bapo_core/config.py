@@ -310,6 +310,13 @@ class TrainerConfig(Section):
     """Trace so many steps, after the first one (docs/trainer.md); 0 = none."""
 
 
+class MlflowConfig(Section):
+    tracking_uri: str = ""
+    """Of an MLflow that gets the metrics too, http://mlflow:5000 for example; empty = none."""
+    experiment: str = "bapo"
+    """Where MLflow shows the run."""
+
+
 class LoraConfig(Section):
     rank: int = Field(0, ge=0)
     """Rank of the adapters that are trained instead of the model's own weights; 0 = none."""
@@ -348,6 +355,7 @@ class RunConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    mlflow: MlflowConfig = MlflowConfig()
 
     @property
     def schedule(self) -> SyncSchedule:

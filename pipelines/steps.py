@@ -24,6 +24,7 @@ from services.common.errors import BapoError, ServiceError
 from services.common.objectstore import ObjectStore
 from services.common.process import end_with_parent, stop_on_signals
 from services.common.settings import ObjectStoreSettings, require
+from services.report.mlflow import bring_up_to_date, mirrored
 
 LOOK_EVERY_S = 2.0
 SILENT_S = 30.0
@@ -241,8 +242,9 @@ def train(
         processes=config.trainer.processes,
         owner=trainers.owner,
     )
-    ensure(trainers.backend, job)
-    _follow(around, trainers.backend, trainers.job_name(run), config, until, start_within_s)
+    with mirrored(config, around.buffer):
+        ensure(trainers.backend, job)
+        _follow(around, trainers.backend, trainers.job_name(run), config, until, start_within_s)
 
 
 def trained(buffer: BufferClient, config: RunConfig, until: int) -> bool:
@@ -452,6 +454,7 @@ def clean_up(around: Surroundings, trainers: Trainers) -> Literal["finished", "s
     if evaluated and trained(buffer, config, config.steps):
         buffer.attempt = state.attempt
         buffer.set_status("finished")
+        bring_up_to_date(config, buffer)
         around.say(f"run {state.name} is finished")
         return "finished"
     cancel(around, trainers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any
@@ -57,12 +58,20 @@ def change(arguments: argparse.Namespace) -> None:
 
 
 def metrics(arguments: argparse.Namespace) -> None:
-    """The last steps, or all of them as TensorBoard reads them."""
+    """The last steps, or all of them as TensorBoard reads them, or in MLflow."""
     from services.report.metrics import curves, write_tensorboard
+    from services.report.mlflow import MlflowRun
 
     client = service(arguments.run)
     if arguments.tensorboard is not None:
         write_tensorboard(client, arguments.tensorboard, follow=arguments.follow, say=print)
+        return
+    if arguments.mlflow is not None:
+        run = MlflowRun(arguments.mlflow, arguments.experiment, client)
+        if arguments.follow:
+            run.follow(threading.Event())
+        run.write()
+        print(f"run {client.run} is in experiment {arguments.experiment!r} of {arguments.mlflow}")
         return
     steps = client.steps(after=max(0, client.run_state().current_step - arguments.limit))
     rows = []

@@ -382,6 +382,8 @@ def _questions(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     metrics.add_argument(
         "--tensorboard", type=Path, metavar="DIRECTORY", help="write all of them there as events"
     )
+    metrics.add_argument("--mlflow", metavar="URI", help="write all of them to this MLflow")
+    metrics.add_argument("--experiment", default="bapo", help="of MLflow (default: %(default)s)")
     metrics.add_argument("--follow", action="store_true", help="go on until the run has ended")
 
     batches = _about_run(commands, "batches", "the composition of the batches, or one of them")

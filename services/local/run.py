@@ -27,6 +27,7 @@ from services.local.progress import RunDisplay
 from services.local.stack import Endpoints, find_stack
 from services.local.supervisor import Supervisor, free_ports
 from services.model.stored import HUB, SCHEME, fetch_from_hub, fetch_model
+from services.report.mlflow import mirrored
 from services.report.summary import RunHistory, read_history, summarise
 
 POLL_S = 0.5
@@ -86,10 +87,11 @@ def execute(run: LocalRun, model: Path) -> RunHistory:
     state = client.begin_attempt()
     scratch = Path(tempfile.mkdtemp(prefix=f"{run.config.name}-", dir=_scratch_home(run.home)))
     try:
-        with Supervisor(run.home / "logs" / run.config.name) as supervisor:
-            _start(run, supervisor, state, model, scratch)
-            _watch(run, supervisor, client, state)
-        client.set_status("finished")
+        with mirrored(run.config, client):
+            with Supervisor(run.home / "logs" / run.config.name) as supervisor:
+                _start(run, supervisor, state, model, scratch)
+                _watch(run, supervisor, client, state)
+            client.set_status("finished")
     except BaseException:
         _note_failure(client)
         raise

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from services.buffer.client import BufferClient
-from services.buffer.wire import StepView
+from services.buffer.wire import Evaluation, StepView
 from services.common.errors import BapoError
 
 LOOK_EVERY_S = 5.0
@@ -23,6 +23,14 @@ def curves(step: StepView) -> dict[str, float]:
     counts = {f"groups/{name}": float(count) for name, count in step.counts.items()}
     own = {"reward": step.r_tot, "window/c2": step.c2, "window/c3": step.c3}
     return own | counts | {"rollout_tokens": float(step.tokens)} | step.metrics
+
+
+def evaluation_curves(evaluation: Evaluation) -> dict[str, float]:
+    """At the step after which the policy was the one that was evaluated: its version - 1."""
+    return {
+        "evaluation/accuracy": evaluation.mean_accuracy,
+        "evaluation/prompts_at_0": float(evaluation.bins[0]),
+    }
 
 
 def write_tensorboard(
@@ -79,9 +87,7 @@ def _points(buffer: BufferClient, follow: bool) -> Iterator[tuple[int, float, di
         for evaluation in buffer.evaluations():
             if evaluation.version > version:
                 version = evaluation.version
-                accuracy = {"evaluation/accuracy": evaluation.mean_accuracy}
-                unsolved = {"evaluation/prompts_at_0": float(evaluation.bins[0])}
-                yield version - 1, when or time.time(), accuracy | unsolved
+                yield version - 1, when or time.time(), evaluation_curves(evaluation)
         if ended or not follow:
             return
         time.sleep(LOOK_EVERY_S)

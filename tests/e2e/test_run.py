@@ -23,6 +23,7 @@ import psycopg
 import pytest
 import torch
 import yaml
+from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 
 from services.buffer import wire
@@ -279,7 +280,8 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(
 def test_an_interrupted_run_stops_cleanly_and_resumes_with_a_trace(
     bapo: Bapo, undisturbed: str, tmp_path: Path
 ) -> None:
-    process = bapo.start("interrupted")
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    process = bapo.start("interrupted", f"mlflow.tracking_uri={uri}")
     client = bapo.client("interrupted")
     _until(lambda: _committed(client) >= 2, process)
     process.send_signal(signal.SIGINT)
@@ -287,9 +289,15 @@ def test_an_interrupted_run_stops_cleanly_and_resumes_with_a_trace(
     assert process.returncode == 128 + signal.SIGINT
     assert _children(process.pid) == []
     bapo.run("interrupted", "--resume", "--profile", "2")
+    mlflow = MlflowClient(uri)
+    (run,) = mlflow.search_runs([mlflow.get_experiment_by_name("bapo").experiment_id])
+    assert run.info.status == "FINISHED"
+    rewards = {p.step: p.value for p in mlflow.get_metric_history(run.info.run_id, "reward")}
+    assert rewards == {step.step: step.r_tot for step in client.steps()}
+    assert run.data.metrics["evaluation/accuracy"] == client.evaluations()[-1].mean_accuracy
     assert _outcome(bapo, "interrupted") == _outcome(bapo, undisturbed)
-    bapo.ask("profile", "interrupted", "--export", str(tmp_path))
-    (trace,) = tmp_path.iterdir()
+    bapo.ask("profile", "interrupted", "--export", str(tmp_path / "traces"))
+    (trace,) = (tmp_path / "traces").iterdir()
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     names = [event["name"] for event in events]
     assert "aten::mm" in names

@@ -7,11 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from bapo_core.config import MlflowConfig
 from services import cli
+from services.common.errors import BapoError
 from services.local.stack import Endpoints, running_stack
+from services.local.supervisor import free_ports
 from services.report.metrics import curves
+from services.report.mlflow import bring_up_to_date, mirrored
 from tests.integration.driver import Driver, small_config
 
 Ask = Callable[..., str]
@@ -81,6 +86,41 @@ def test_metrics_as_a_table_and_for_tensorboard(ask: Ask, driver: Driver, tmp_pa
         last = events.Scalars(name)[-1]
         assert (last.step, last.value) == (4, pytest.approx(value, rel=1e-6))
     assert [each.step for each in events.Scalars("reward")] == [1, 2, 3, 4]
+
+
+def test_metrics_in_mlflow_go_on_where_they_ended(
+    ask: Ask, driver: Driver, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    for _ in range(2):
+        assert "experiment 'bapo'" in ask("metrics", "asked", "--mlflow", uri)
+    mlflow = MlflowClient(uri)
+    (run,) = mlflow.search_runs([mlflow.get_experiment_by_name("bapo").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("asked", "RUNNING")
+    assert run.data.params["rollout.group_size"] == "4"
+    rewards = mlflow.get_metric_history(run.info.run_id, "reward")
+    steps = driver.client.steps()
+    assert [(each.step, each.value) for each in rewards] == [(s.step, s.r_tot) for s in steps]
+    # As a run does it: what is new when it ends, and never at the cost of the run.
+    other = Driver(driver.stack, small_config("mirrored", mlflow={"tracking_uri": uri}))
+    with mirrored(other.config, other.client):
+        other.run_step(1)
+    other.client.set_status("failed")
+    bring_up_to_date(other.config, other.client)
+    (run,) = (
+        found
+        for found in mlflow.search_runs([run.info.experiment_id])
+        if found.info.run_name == "mirrored"
+    )
+    assert run.info.status == "FAILED"
+    assert [each.step for each in mlflow.get_metric_history(run.info.run_id, "reward")] == [1]
+    away = other.config.model_copy(
+        update={"mlflow": MlflowConfig(tracking_uri=f"http://127.0.0.1:{free_ports(1)[0]}")}
+    )
+    bring_up_to_date(away, other.client)
+    assert "`bapo metrics mirrored --mlflow` writes what is missing" in caplog.text
+    with pytest.raises(BapoError, match="MLflow at http"), mirrored(away, other.client):
+        pass
 
 
 def test_runs_and_their_changes(ask: Ask, stack: Endpoints) -> None:
