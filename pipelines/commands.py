@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +19,16 @@ from typing import Any
 
 from bapo_core.config import load_config
 from pipelines.bapo_pipeline import COUNTDOWN, SERVICE_IMAGE, TRAINER_IMAGE, bapo_pipeline
-from pipelines.steps import JOBS_HERE, Surroundings, Trainers, cancel, lost_jobs, read_config
+from pipelines.pytorchjob import Resources
+from pipelines.steps import (
+    JOBS_HERE,
+    LAST_ERROR,
+    Surroundings,
+    Trainers,
+    cancel,
+    lost_jobs,
+    read_config,
+)
 from pipelines.steps import reap as remove_lost
 from services.buffer.client import BufferClient
 from services.common.errors import BapoError
@@ -25,6 +38,7 @@ from services.local.stack import Endpoints, any_stack, default_home
 from services.local.supervisor import Supervisor, free_ports
 
 RELEASE = "bapo"
+_IMAGE = re.compile(r"[a-z0-9][\w.:/@-]*")
 
 
 def parameters_of(config: str | None, given: Sequence[str]) -> dict[str, Any]:
@@ -38,6 +52,12 @@ def parameters_of(config: str | None, given: Sequence[str]) -> dict[str, Any]:
     if overrides:
         own["overrides"] = "\n".join(overrides)
     read_config(own.get("config", COUNTDOWN), own.get("overrides", ""), own.get("run", "countdown"))
+    for name in ("steps_per_segment", "start_within_minutes"):
+        if own.get(name, 1) < 1:
+            raise BapoError(f"{name} is {own[name]}; give at least 1")
+    sizes = {"workers": "workers", "gpus_per_worker": "gpus", "cpu_per_worker": "cpu"}
+    sizes["memory_per_worker"] = "memory"
+    Resources(**{field: own[name] for name, field in sizes.items() if name in own})
     return own
 
 
@@ -64,6 +84,12 @@ def _own_parameters(given: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 def compile_pipeline(arguments: argparse.Namespace) -> None:
     from kfp import compiler
 
+    if arguments.output.suffix not in (".yaml", ".yml"):
+        raise BapoError(f"{arguments.output}: Kubeflow takes a file that ends with .yaml")
+    for image in (arguments.service, arguments.trainer):
+        if not _IMAGE.fullmatch(image):
+            raise BapoError(f"{image!r} is no image; give registry/name:tag")
+    arguments.output.parent.mkdir(parents=True, exist_ok=True)
     compiler.Compiler().compile(bapo_pipeline, str(arguments.output))
     text = arguments.output.read_text()
     for image, otherwise in (("service", SERVICE_IMAGE), ("trainer", TRAINER_IMAGE)):
@@ -73,11 +99,14 @@ def compile_pipeline(arguments: argparse.Namespace) -> None:
 
 
 def submit(arguments: argparse.Namespace) -> None:
+    # Of Python's own version.
+    warnings.filterwarnings("ignore", category=FutureWarning)
     from kfp import Client
     from kfp_server_api.exceptions import ApiException
-    from urllib3.exceptions import HTTPError
+    from urllib3.exceptions import HTTPError, MaxRetryError
 
     values = parameters_of(arguments.config, arguments.parameters)
+    _check_cluster_can(arguments.package, values)
     profile = {} if arguments.namespace is None else {"namespace": arguments.namespace}
     try:
         run = Client(host=arguments.host, **profile).create_run_from_pipeline_package(
@@ -89,6 +118,8 @@ def submit(arguments: argparse.Namespace) -> None:
             **profile,
         )
     except (ApiException, HTTPError) as error:
+        if isinstance(error, MaxRetryError):
+            error = error.reason or error
         reason = str(error).strip().splitlines()[0]
         raise BapoError(
             f"Kubeflow Pipelines did not take the run: {reason}; give --host, for example after "
@@ -97,13 +128,31 @@ def submit(arguments: argparse.Namespace) -> None:
     print(run.run_id)
 
 
+def _check_cluster_can(package: Path, values: Mapping[str, Any]) -> None:
+    """What would only be found out in a pod. Raises `BapoError`."""
+    if not package.is_file():
+        raise BapoError(f"{package} is not there; `bapo pipeline compile --output {package}`")
+    config = read_config(
+        values.get("config", COUNTDOWN), values.get("overrides", ""), values.get("run", "countdown")
+    )
+    if config.rollout.engine != "vllm":
+        raise BapoError(
+            f"rollout.engine is {config.rollout.engine!r}, and the chart's rollouts are vLLM; add "
+            "rollout.engine=vllm, or start from examples/countdown-vllm.yaml"
+        )
+
+
 def run_local(arguments: argparse.Namespace) -> None:
     """Everything but the cluster is real: the pipeline, its components as processes, the services,
     the rollouts, and the job's command under torchrun."""
-    stop_on_signals()
+    if arguments.replicas < 1:
+        raise BapoError(f"--replicas is {arguments.replicas}; nothing is generated without one")
+    stop_on_signals("stopping; the same command continues the run")
     values = parameters_of(arguments.config, arguments.parameters)
     home = default_home()
     root = arguments.output.resolve()
+    error = home / "jobs" / LAST_ERROR
+    error.unlink(missing_ok=True)
     with any_stack(home) as endpoints, _rollouts(home, endpoints, arguments.replicas) as connection:
         os.environ.update(connection)
         print(
@@ -113,17 +162,25 @@ def run_local(arguments: argparse.Namespace) -> None:
             {"gpus_per_worker": 0, "cpu_per_worker": str(os.cpu_count()), **values}, root
         )
     if code:
+        why = error.read_text() if error.is_file() else "as it says above"
         raise BapoError(
-            f"the pipeline failed, as it says above; the same command continues the run, logs are "
-            f"in {home / 'logs'}"
+            f"the pipeline failed: {why}; with that mended the same command continues the run, "
+            f"logs are in {home / 'logs'}"
         )
-    print(f"what the steps wrote is in {root}")
+    run = values.get("run", "countdown")
+    newest = max(root.glob("bapo-*"), key=lambda path: path.stat().st_mtime)
+    pages = sorted(newest.glob("**/report/page"), key=lambda path: path.stat().st_mtime)
+    print(f"report   {pages[-1]}" if pages else f"no report in {newest}")
+    print(f"model    {newest / 'export-model' / 'model'}")
+    print(f"query    `bapo stack up`, then `bapo prompts {run}`")
 
 
 def _execute(values: Mapping[str, Any], root: Path) -> int:
     """The exit code of the pipeline. Ended from outside, it leaves nothing at work."""
+    scratch = tempfile.mkdtemp(prefix="bapo-kfp-")  # KFP leaves a file of every step
     process = subprocess.Popen(
         [sys.executable, "-m", "pipelines.execute", str(root)],
+        env={**os.environ, "TMPDIR": scratch},
         stdin=subprocess.PIPE,
         text=True,
         preexec_fn=end_with_parent,
@@ -137,6 +194,8 @@ def _execute(values: Mapping[str, Any], root: Path) -> int:
         around = Surroundings.of(values.get("run", "countdown"))
         cancel(around, Trainers.of_environment())
         raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     return process.returncode
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,9 @@ LABELS = {"app.kubernetes.io/name": "bapo", "app.kubernetes.io/component": "trai
 """Of every job of ours and its pods; network policies select by them."""
 USER = 10001
 """Of our images."""
+
+
+_MEMORY = re.compile(r"[0-9]+(\.[0-9]+)?[KMGT]i?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,9 @@ class Resources:
                 f"{self.workers} workers of {self.gpus} GPUs each cannot train; give at least one "
                 "worker, and 0 GPUs for a run on CPUs"
             )
+        _threads(self.cpu, 1)
+        if not _MEMORY.fullmatch(self.memory):
+            raise BapoError(f"memory {self.memory!r} is no amount of memory; give 32Gi or 500Mi")
 
 
 @dataclass(frozen=True, slots=True)

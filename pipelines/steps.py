@@ -31,6 +31,8 @@ SILENT_S = 30.0
 """A replica that has said nothing for so long is not waited for."""
 JOBS_HERE = "BAPO_LOCAL_JOBS"
 """The directory of the jobs, where they are processes of this machine."""
+LAST_ERROR = "last-error"
+"""In that directory: why the last step that failed did."""
 
 Found = TypeVar("Found")
 
@@ -107,6 +109,10 @@ def step(run: str) -> Iterator[tuple[Surroundings, Trainers]]:
                 cancel(around, trainers)
             raise
     except (BapoError, ConfigError) as error:
+        if here:
+            place = Path(os.environ[JOBS_HERE])
+            place.mkdir(parents=True, exist_ok=True)
+            (place / LAST_ERROR).write_text(str(error))
         raise SystemExit(f"error: {error}") from None
 
 
@@ -116,6 +122,9 @@ def cancel(around: Surroundings, trainers: Trainers) -> None:
     state = if_there(around.buffer.stop)
     if state is None:
         around.say("cancelled before there was a run")
+        return
+    if state.status == "finished":
+        around.say(f"run {state.name} is finished")
         return
     around.say(
         f"run {state.name} is {state.status} at step {state.current_step}; start the pipeline with "
@@ -215,6 +224,8 @@ def segments(config: RunConfig, done: int, steps_per_segment: int) -> list[int]:
         if config.checkpoints_after(step) and (further or step == config.steps):
             ends.append(step)
             last = step
+    if len(ends) > 1 and 2 * (ends[-1] - ends[-2]) <= steps_per_segment:
+        del ends[-2]  # what is left at the end is no segment of its own
     return [step for step in ends if step > done]
 
 
@@ -235,6 +246,7 @@ def train(
     if trained(around.buffer, config, until):
         around.say(f"step {until} is trained already")
         return
+    around.say(f"from step {around.buffer.run_state().current_step + 1} to {until}")
     job = build_job(
         run,
         trainers.deployment,

@@ -233,8 +233,11 @@ def gc(arguments: argparse.Namespace) -> None:
         return
     for key in found.orphans:
         print(key)
-    what = "would be deleted (those older than a day)" if arguments.dry_run else "deleted"
-    print(f"{len(found.orphans)} of {found.objects} objects have no row; {what}")
+    what = "would be deleted" if arguments.dry_run else "are deleted"
+    print(
+        f"{len(found.orphans)} of {found.objects} objects have no row, are older than a day, and "
+        f"{what}"
+    )
     if found.missing:
         raise BapoError(
             f"{len(found.missing)} objects are missing that rows point to, the first: "

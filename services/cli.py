@@ -56,8 +56,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Overrides may stand anywhere, also after options, and without a file."""
     parser = _parser()
     parsed, rest = parser.parse_known_args(arguments)
-    if rest and not (hasattr(parsed, "overrides") and all(_is_override(each) for each in rest)):
+    given = next((name for name in ("overrides", "parameters") if hasattr(parsed, name)), None)
+    if rest and not (given and all(_is_override(each) for each in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if given == "parameters":
+        parsed.parameters += rest
     if hasattr(parsed, "overrides"):
         parsed.overrides = [*parsed.overrides, *rest]
         if parsed.config is not None and _is_override(parsed.config):
@@ -84,7 +87,7 @@ def _run(arguments: argparse.Namespace) -> None:
     from services.local.run import LocalRun, create, ensure_model, execute, next_free_name
     from services.local.stack import any_stack, default_home
 
-    stop_on_signals()
+    stop_on_signals("stopping; the same command with --resume instead of --new continues it")
     console = Console()
     home = default_home()
     if arguments.profile:

@@ -47,13 +47,18 @@ def run_until_error(work: Callable[[], None]) -> None:
         sys.exit(EXIT_AGAIN)
 
 
-def stop_on_signals() -> None:
-    """SIGTERM and SIGHUP unwind the process as Ctrl-C does, so that it stops what it started."""
+def stop_on_signals(words: str = "") -> None:
+    """SIGTERM and SIGHUP unwind the process as Ctrl-C does, so that it stops what it started.
+
+    words: for standard error, at once: stopping takes a while.
+    """
 
     def stop(number: int, _: object) -> None:
         # A second signal must not interrupt the stopping.
         for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(each, signal.SIG_IGN)
+        if words:
+            sys.stderr.write(f"{words}\n")
         raise SystemExit(128 + number)
 
     for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):

@@ -219,6 +219,8 @@ def ensure_model(config: RunConfig, home: Path, console: Console) -> Path:
     directory = home / "models" / "tiny"
     if not (directory / "config.json").is_file():
         directory.parent.mkdir(parents=True, exist_ok=True)
+        if not console.is_terminal:
+            console.print("building the tiny base model (once, a minute or two)")
         with Progress(console=console) as progress:
             bar = progress.add_task("building the tiny base model (once)", total=None)
 

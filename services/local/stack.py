@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 import httpx
 
@@ -259,6 +260,10 @@ def _write_private(path: Path, text: str) -> None:
 # ---- one stack for each home --------------------------------------------------------------------
 
 
+class StackBusy(BapoError):
+    """There is a stack in this home, or just was, that cannot be used."""
+
+
 @contextmanager
 def running_stack(home: Path, port: int = DEFAULT_PORT) -> Iterator[Endpoints]:
     """A stack started for as long as the context lasts. One at a time for each home."""
@@ -267,7 +272,7 @@ def running_stack(home: Path, port: int = DEFAULT_PORT) -> Iterator[Endpoints]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise BapoError(
+            raise StackBusy(
                 f"a stack is starting or running in {home}; stop it with `bapo stack down`, or "
                 "use another BAPO_HOME"
             ) from error
@@ -309,13 +314,47 @@ def _is_ours(endpoints: Endpoints) -> bool:
 
 @contextmanager
 def any_stack(home: Path, port: int = DEFAULT_PORT) -> Iterator[Endpoints]:
-    """The stack that runs in `home`, or one started for as long as the context lasts."""
-    found = find_stack(home)
-    if found is not None:
-        yield found
-    else:
-        with running_stack(home, port) as endpoints:
-            yield endpoints
+    """The stack that runs in `home`, or one started for as long as anybody uses it.
+
+    Who started it waits for the others before taking it down; who comes meanwhile waits for that,
+    and starts the next.
+    """
+    home.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + 2 * READY_WITHIN_S
+    with (home / "stack.users").open("w") as users:
+        while True:
+            fcntl.flock(users, fcntl.LOCK_SH)
+            found = find_stack(home)
+            if found is not None:
+                yield found
+                return
+            fcntl.flock(users, fcntl.LOCK_UN)
+            try:
+                with running_stack(home, port) as endpoints:
+                    try:
+                        yield endpoints
+                    finally:
+                        _wait_for_others(users, home)
+                    return
+            except StackBusy:
+                # Somebody else's is about to be up, or not quite down yet.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.2)
+
+
+def _wait_for_others(users: TextIO, home: Path) -> None:
+    """Until nobody uses the stack; from here on, nobody else begins to."""
+    try:
+        fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(
+            f"another command uses the services of {home}, which stay until it ends (`bapo stack "
+            "up` keeps them for good)",
+            file=sys.stderr,
+            flush=True,
+        )
+        fcntl.flock(users, fcntl.LOCK_EX)
 
 
 def stack_up(home: Path, port: int = DEFAULT_PORT) -> Endpoints:

@@ -20,6 +20,7 @@ OWN_KEYS = {
 }
 EVERYTHING = {
     "image.registry": "registry.example.com/mirror",
+    "image.mirror": "registry.example.com/mirror",
     "image.pullSecrets": ["mirror", "other"],
     "token.existingSecret": "our-token",
     "buffer.autoscaling.enabled": True,

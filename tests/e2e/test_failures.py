@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ import yaml
 
 from services.buffer.client import BufferClient
 from services.common.objectstore import ObjectStore, ObjectStoreError, digest_of
-from services.local.stack import Endpoints, find_stack, running_stack
+from services.local.stack import Endpoints, any_stack, find_stack, running_stack
 from tests.e2e.test_run import configuration
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -194,6 +195,33 @@ def test_a_lost_buffer_service_ends_the_run_and_loses_nothing(
     done = command("run", str(path), "--resume", "--port", "0")
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "runs/lost/summary.json").read_text())["steps"] == 9
+
+
+def test_a_stack_stays_as_long_as_anybody_uses_it(own_home: Path) -> None:
+    """Of two commands the first has started it, and ends first; the third comes meanwhile."""
+    up, leave = threading.Event(), threading.Event()
+    said: list[str] = []
+
+    def first() -> None:
+        with any_stack(own_home, 0) as endpoints:
+            said.append(endpoints.token)
+            up.set()
+            leave.wait()
+        said.append("first is down")
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    assert up.wait(60)
+    with any_stack(own_home, 0) as joined:
+        assert joined.token == said[0]
+        leave.set()
+        thread.join(2)
+        assert thread.is_alive(), "it waits for us"
+        assert find_stack(own_home) == joined
+    with any_stack(own_home, 0) as third:
+        assert said == [joined.token, "first is down"]
+        assert third.token != joined.token
+    assert processes_of(own_home) == []
 
 
 @pytest.fixture

@@ -105,7 +105,15 @@ def test_a_pipeline_that_breaks_and_is_cancelled_ends_as_if_nothing_had_happened
         assert third.wait(WITHIN_S) == 0, (tmp_path / "third.log").read_text()[-3000:]
         assert client.run_state().attempt == attempt
 
+        # A step that cannot succeed: the last line says why.
+        mistaken = subprocess.run(
+            [*command, "seed=99"], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert mistaken.returncode == 1
+        assert "with another configuration (seed differ)" in mistaken.stderr.splitlines()[-1]
+
     log = (tmp_path / "second.log").read_text()
+    assert "report   " in log
     assert "every replica serves version" in log
     assert not (own_home / "jobs" / job_name("bapo", NAME) / MANIFEST).exists()
     written = sorted(output.glob("bapo-*"))[1]

@@ -64,7 +64,7 @@ def test_a_run_is_sent_with_its_parameters(
     api: tuple[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     host, sent = api
-    submit(host, "run=mine", "workers=2", "steps=40")
+    submit(host, "run=mine", "workers=2", "--experiment", "mine", "steps=40")
     assert capsys.readouterr().out.splitlines()[-1] == "r-1"
     assert sent["/apis/v2beta1/experiments"]["namespace"] == "team"
     run = sent["/apis/v2beta1/runs"]
@@ -83,3 +83,22 @@ def test_an_api_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -
     words = capsys.readouterr().err
     assert words.startswith("error: Kubeflow Pipelines did not take the run")
     assert "kubectl port-forward" in words
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["rollout.engine=transformers"], "the chart's rollouts are vLLM"),
+        (["workers=0"], "give at least one worker"),
+        (["--package", "absent.yaml"], "absent.yaml is not there; `bapo pipeline compile"),
+    ],
+)
+def test_what_would_fail_in_a_pod_is_not_sent(
+    api: tuple[str, dict[str, Any]], capsys: pytest.CaptureFixture[str], more: list[str], words: str
+) -> None:
+    host, sent = api
+    config = str(ROOT / "examples/countdown-vllm.yaml")
+    with pytest.raises(SystemExit):
+        main(["pipeline", "submit", config, *more, "--host", host])
+    assert words in capsys.readouterr().err
+    assert not sent

@@ -48,15 +48,16 @@ labels:
 
 {{/* ---- images ---- */}}
 
+{{/* Of what is bundled. */}}
 {{- define "bapo.mirrored" -}}
-{{- with .root.Values.image.registry }}{{ trimSuffix "/" . }}/{{ end }}{{ .image -}}
+{{- with .root.Values.image.mirror }}{{ trimSuffix "/" . }}/{{ end }}{{ .image -}}
 {{- end -}}
 
 {{/* `which`: service, trainer or rollout. */}}
 {{- define "bapo.image" -}}
 {{- $image := .root.Values.image -}}
-{{- $tagged := printf "%s:%s" (get $image .which) ($image.tag | default .root.Chart.AppVersion) -}}
-{{- include "bapo.mirrored" (dict "root" .root "image" $tagged) -}}
+{{- with $image.registry }}{{ trimSuffix "/" . }}/{{ end -}}
+{{- get $image .which }}:{{ $image.tag | default .root.Chart.AppVersion -}}
 {{- end -}}
 
 {{/* ---- names of what others are told of ---- */}}

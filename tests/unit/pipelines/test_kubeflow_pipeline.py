@@ -56,6 +56,22 @@ def test_images_of_ones_own_registry(tmp_path: Path) -> None:
     assert found == {"r.example/s:1", "r.example/t:1"}
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["compile", "--output", "x.txt"], "ends with .yaml"),
+        (["compile", "--output", "x.yaml", "--service-image", "not one"], "'not one' is no image"),
+        (["run-local", CONFIG, "--replicas", "0"], "--replicas is 0"),
+    ],
+)
+def test_commands_that_cannot_be_are_refused_at_once(
+    command: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["pipeline", *command])
+    assert words in capsys.readouterr().err
+
+
 def test_every_step_is_there() -> None:
     assert sorted(every_task()) == [
         "checkpoint-and-sync",
@@ -134,6 +150,9 @@ def test_segments_end_at_checkpoints_and_with_the_run(
     assert ends == sorted(set(ends))
     assert all(config.checkpoints_after(end) for end in ends)
     assert segments(config, done, per_segment) == [end for end in ends if end > done]
+    if len(ends) > 1:
+        # No report for the few steps that are left at the end.
+        assert 2 * (ends[-1] - ends[-2]) > per_segment
     for before, after in pairwise(ends[:-1]):
         # The last one apart, no two in one stretch of `per_segment` steps.
         assert (after + 1) // per_segment > (before + 1) // per_segment
@@ -155,6 +174,10 @@ def test_the_command_line_fills_in_parameters() -> None:
         (None, ["rollout.groupsize=4"], "groupsize"),
         ("missing.yaml", [], "missing.yaml: cannot be read: No such file"),
         (None, ["run=Mine"], "name"),
+        (None, ["steps_per_segment=0"], "steps_per_segment is 0; give at least 1"),
+        (None, ["workers=0"], "give at least one worker"),
+        (None, ["memory_per_worker=8gb"], "'8gb' is no amount of memory"),
+        (None, ["cpu_per_worker=many"], "'many' is no amount of cores"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_starts(
