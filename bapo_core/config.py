@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from bapo_core.schedule import SyncSchedule
 
@@ -303,11 +303,31 @@ class CheckpointConfig(Section):
 class TrainerConfig(Section):
     processes: int = Field(1, ge=1)
     """Processes that a local run trains with, each holding a shard. In a cluster the job says."""
-    gradient_checkpointing: bool = False
-    """Keep a layer's input only, and compute the layer again on the way back: less memory, a
-    third more time, the same result."""
+    gradient_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What is computed again on the way back, to save memory: nothing; what is cheap, so that the
+    results of matrix products and attention are kept; everything but each layer's input, for a
+    third more time. The result is the same."""
+    compile: bool = False
+    """Compile each layer (torch.compile): faster steps after a slow first one."""
+    offload: bool = False
+    """Keep weights, gradients and moments in the CPU's memory, and on the GPU only the layers at
+    work: for models that do not fit. On CPUs it changes nothing."""
     profile_steps: int = Field(0, ge=0)
     """Trace so many steps, after the first one (docs/trainer.md); 0 = none."""
+
+    @field_validator("gradient_checkpointing", mode="before")
+    @classmethod
+    def _as_it_was_once(cls, value: object) -> object:
+        return {True: "full", False: "none"}.get(value, value) if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _compiles(self) -> TrainerConfig:
+        if self.compile and self.gradient_checkpointing == "selective":
+            raise ValueError(
+                "compile goes with gradient_checkpointing none or full: what is kept of a layer "
+                "that is compiled is the compiler's choice"
+            )
+        return self
 
 
 class MlflowConfig(Section):

@@ -17,7 +17,7 @@ from bapo_core.advantages import gae
 from bapo_core.config import RunConfig
 from services.trainer.data import PADDING, Batch, Packed, pack
 from services.trainer.optimizer import make_optimizer
-from services.trainer.policy import Policy, states_before
+from services.trainer.policy import Policy, device_of, states_before
 from services.trainer.ranks import Ranks
 
 
@@ -38,7 +38,8 @@ class Critic(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        """Where it computes."""
+        return device_of(self)
 
     def forward(self, packed: Packed) -> Tensor:
         """(K,) for the K response tokens of `packed`."""

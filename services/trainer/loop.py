@@ -140,13 +140,13 @@ def make_updater(config: RunConfig, directory: Path, ranks: Ranks) -> Updater:
         add_adapters(policy.model, config.lora, config.seed)
         return policy
 
-    sparing = config.trainer.gradient_checkpointing
-    policy = load_sharded(directory, ranks, prepare=adapted, gradient_checkpointing=sparing)
+    settings = config.trainer
+    policy = load_sharded(directory, ranks, prepare=adapted, settings=settings)
     reference = critic = None
     if config.kl.coefficient > 0 and config.kl.reference == "initial":
-        reference = load_sharded(directory, ranks, prepare=lambda policy: policy)
+        reference = load_sharded(directory, ranks, prepare=lambda found: found, settings=settings)
     if config.advantage.estimator == "gae":
-        critic = load_sharded(directory, ranks, prepare=Critic, gradient_checkpointing=sparing)
+        critic = load_sharded(directory, ranks, prepare=Critic, settings=settings)
     return Updater(config, policy, ranks, reference, critic)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from services.common.errors import BapoError
@@ -29,7 +30,8 @@ class Policy(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.parameters()).device
+        """Where it computes."""
+        return device_of(self)
 
     @property
     def width(self) -> int:
@@ -55,6 +57,14 @@ class Policy(nn.Module):
             bias=head.bias,
             entropy=entropy,
         )
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Where `module` computes; what is sharded may wait elsewhere."""
+    parameter = next(module.parameters())
+    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return parameter.device
 
 
 def states_before(model: Any, packed: Packed) -> Tensor:

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
+    checkpoint_wrapper,
 )
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import AttentionInterface
 
+from bapo_core.config import TrainerConfig
 from services.common.errors import BapoError
+from services.trainer import attention
 from services.trainer.critic import Critic
 from services.trainer.policy import Policy, blank_policy, load_policy
 from services.trainer.ranks import Ranks
 
 Sharded = TypeVar("Sharded", Policy, Critic)
+DEFAULT = TrainerConfig()
 
 
-def shard(policy: Sharded, ranks: Ranks) -> Sharded:
+def shard(policy: Sharded, ranks: Ranks, *, offload: bool = False) -> Sharded:
     """Places `policy` on this rank's device, sharded layer by layer.
 
     On GPUs it computes in bfloat16 from fp32 weights, and adds gradients up in fp32; on CPUs all is
@@ -38,10 +51,11 @@ def shard(policy: Sharded, ranks: Ranks) -> Sharded:
     precision = MixedPrecisionPolicy()
     if cuda:
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    place = CPUOffloadPolicy(pin_memory=cuda) if offload else OffloadPolicy()
     modules: list[nn.Module] = [*_layers(policy.model), policy]
     for each in modules:
         # Moves what it shards to the device: a layer at a time is there as a whole.
-        fully_shard(each, mesh=mesh, mp_policy=precision)
+        fully_shard(each, mesh=mesh, mp_policy=precision, offload_policy=place)
         assert isinstance(each, FSDPModule)
         each.set_gradient_divide_factor(1.0)
         each.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
@@ -53,7 +67,7 @@ def load_sharded(
     ranks: Ranks,
     *,
     prepare: Callable[[Policy], Sharded],
-    gradient_checkpointing: bool = False,
+    settings: TrainerConfig = DEFAULT,
 ) -> Sharded:
     """The model of a directory, sharded over the ranks. Every rank calls it.
 
@@ -67,9 +81,10 @@ def load_sharded(
         sharded = whole
     else:
         sharded = prepare(blank_policy(directory))
-    if gradient_checkpointing:
-        checkpoint_layers(sharded)
-    shard(sharded, ranks)
+    checkpoint_layers(sharded, settings.gradient_checkpointing)
+    if settings.compile:
+        compile_layers(sharded)
+    shard(sharded, ranks, offload=settings.offload)
     if ranks.size > 1:
         _hand_out(whole, sharded, ranks)
     return sharded
@@ -94,12 +109,46 @@ def _hand_out(whole: Sharded | None, policy: Sharded, ranks: Ranks) -> None:
         own.generation_config = found.model.generation_config
 
 
-def checkpoint_layers(policy: Sharded) -> Sharded:
-    """Keeps the input of each layer only, and computes the rest again on the way back."""
+def checkpoint_layers(policy: Sharded, what: Literal["none", "selective", "full"]) -> Sharded:
+    """Computes again on the way back what is not kept of each layer: everything but its input, or
+    what is cheap."""
+    if what == "none":
+        return policy
+    options: dict[str, Any] = {}
+    if what == "selective":
+        options["context_fn"] = _keeping_what_is_dear
     names = _layer_names(policy.model)
     apply_activation_checkpointing(
-        policy.model, check_fn=lambda module: type(module).__name__ in names
+        policy.model,
+        checkpoint_wrapper_fn=partial(checkpoint_wrapper, **options),
+        check_fn=lambda module: type(module).__name__ in names,
     )
+    return policy
+
+
+def _keeping_what_is_dear() -> Any:
+    return create_selective_checkpoint_contexts(list(_DEAR))  # type: ignore[no-untyped-call]
+
+
+_aten = torch.ops.aten
+_DEAR = (
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+)
+"""Operations whose results `selective` keeps."""
+
+
+def compile_layers(policy: Sharded) -> Sharded:
+    """Compiles each layer but its attention, whose shapes differ each time."""
+    whole = torch.compiler.disable(attention.packed_attention)  # type: ignore[no-untyped-call]
+    AttentionInterface.register(attention.IMPLEMENTATION, whole)
+    for layer in _layers(policy.model):
+        layer.compile(dynamic=True)
     return policy
 
 

@@ -1,9 +1,9 @@
 """What `test_ranks.py` runs under torchrun: a few steps on a made-up batch, sharded.
 
-    torchrun ... ranks_program.py OUT STEPS RANK ESTIMATOR MODEL REFERENCE
+    torchrun ... ranks_program.py OUT STEPS RANK ESTIMATOR SAVING MODEL REFERENCE
 
 Writes rank 0's metrics and whole weights to OUT. MODEL and REFERENCE are model directories, RANK
-is that of the adapters, 0 for none.
+is that of the adapters, 0 for none, SAVING 1 to save memory.
 """
 
 from __future__ import annotations
@@ -45,13 +45,15 @@ def part_of(batch: Batch, places: list[int]) -> Batch:
 def whole_weights(policy: Policy) -> dict[str, torch.Tensor]:
     """Every rank must call it."""
     return {
-        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach()
+        name.replace("_checkpoint_wrapped_module.", ""): (
+            each.full_tensor() if isinstance(each, DTensor) else each
+        ).detach()
         for name, each in policy.named_parameters()
     }
 
 
 def train(
-    ranks: Ranks, out: Path, steps: int, rank: int, estimator: str, models: list[Path]
+    ranks: Ranks, out: Path, steps: int, rank: int, estimator: str, saving: bool, models: list[Path]
 ) -> None:
     # Updates of 4 and of 2 groups: of four ranks, some have nothing in the second. In the last step
     # there is one group in all.
@@ -61,13 +63,15 @@ def train(
         f"lora.rank={rank}",
         f"advantage.estimator={estimator}",
         "critic.learning_rate=1e-3",
+        f"trainer.offload={saving}",
+        f"trainer.gradient_checkpointing={'selective' if saving else 'none'}",
     )
 
     def adapted(policy: Policy) -> Policy:
         add_adapters(policy.model, settings.lora, 7)
         return policy
 
-    policy = load_sharded(models[0], ranks, prepare=adapted)
+    policy = load_sharded(models[0], ranks, prepare=adapted, settings=settings.trainer)
     reference = load_sharded(models[1], ranks, prepare=lambda found: found)
     critic = load_sharded(models[0], ranks, prepare=Critic) if estimator == "gae" else None
     updater = Updater(settings, policy, ranks, reference, critic)
@@ -91,5 +95,13 @@ def train(
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with joined() as ranks:
-        out, steps, rank, estimator, *models = sys.argv[1:]
-        train(ranks, Path(out), int(steps), int(rank), estimator, [Path(model) for model in models])
+        out, steps, rank, estimator, saving, *models = sys.argv[1:]
+        train(
+            ranks,
+            Path(out),
+            int(steps),
+            int(rank),
+            estimator,
+            saving == "1",
+            [Path(model) for model in models],
+        )

@@ -54,7 +54,9 @@ def trained(
 ) -> dict[str, Any]:
     out = directory / f"trained-{processes}.pt"
     program = "tests.integration.ranks_program"
-    torchrun(processes, program, str(out), str(STEPS), str(rank), estimator, *map(str, models))
+    saving = str(int(processes == 2 and rank == 0))
+    given = (str(STEPS), str(rank), estimator, saving)
+    torchrun(processes, program, str(out), *given, *map(str, models))
     found: dict[str, Any] = torch.load(out)
     return found
 

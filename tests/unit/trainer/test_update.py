@@ -21,7 +21,7 @@ from services.trainer import attention
 from services.trainer.data import Batch, Plan, collate, make_plan, microbatches
 from services.trainer.policy import Policy, response_logprobs
 from services.trainer.ranks import Ranks
-from services.trainer.shard import checkpoint_layers
+from services.trainer.shard import checkpoint_layers, compile_layers
 from services.trainer.update import Clock, NonFiniteLoss, Outcome, Scored, Updater
 
 GROUPS, G, WINDOW = 6, 4, (0.25, 0.5)
@@ -150,13 +150,23 @@ def test_the_same_step_gives_the_same_weights_bit_for_bit() -> None:
     assert torch.equal(trained(config(), batch()), trained(config(), batch()))
 
 
-def test_computing_layers_again_changes_nothing() -> None:
+@pytest.mark.parametrize("what", ["selective", "full"])
+def test_computing_layers_again_changes_nothing(what: Any) -> None:
     updater = updater_of(config())
-    checkpoint_layers(updater.policy)
+    checkpoint_layers(updater.policy, what)
     names = updater.policy.model.state_dict().keys()
     step(updater, 1, batch())
     assert torch.equal(flat(updater.policy), trained(config(), batch()))
     assert names == policy().model.state_dict().keys()
+
+
+@pytest.mark.slow
+def test_compiled_layers_compute_the_same() -> None:
+    plain, compiled = updater_of(config()), updater_of(config())
+    compile_layers(compiled.policy)
+    assert torch.allclose(compiled.score(batch()), plain.score(batch()), atol=1e-5)
+    found = step(compiled, 1, batch())
+    assert found == pytest.approx(step(plain, 1, batch()), rel=1e-4, abs=1e-5)
 
 
 def test_log_probs_are_those_of_a_plain_forward_pass_at_the_temperature() -> None:
