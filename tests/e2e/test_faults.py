@@ -12,7 +12,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,15 @@ class Cluster:
             self._damage(rng)
         return fault
 
+    def end_trainer(self, rng: random.Random) -> str:
+        """Killed, as by a lack of memory, or told to end, as by a node that is drained."""
+        number = rng.choice((signal.SIGKILL, signal.SIGTERM))
+        process = self.breakable._child("trainer").process
+        if process.poll() is None:
+            process.send_signal(number)
+            process.wait()
+        return number.name
+
     def _kill(self, part: str) -> None:
         child = self.breakable._child(part)
         if child.process.poll() is None:
@@ -173,7 +182,17 @@ def create(client: BufferClient, config: RunConfig) -> None:
     )
 
 
-def run_through(cluster: Cluster, *, faults: int, rng: random.Random) -> int:
+Strike = Callable[[Cluster, random.Random], str]
+
+
+def run_through(
+    cluster: Cluster,
+    *,
+    faults: int,
+    rng: random.Random,
+    strike: Strike = Cluster.strike,
+    longest_calm_s: float = 2.0,
+) -> int:
     """Runs to the end under at most so many faults; how many there were."""
     struck = 0
     calm = threading.Event()
@@ -181,10 +200,10 @@ def run_through(cluster: Cluster, *, faults: int, rng: random.Random) -> int:
     try:
         while not cluster.finished():
             assert time.monotonic() < deadline, "the run does not come to its end"
-            calm.wait(rng.uniform(0.3, 2.0))
+            calm.wait(rng.uniform(0.3, longest_calm_s))
             if struck < faults:
                 try:
-                    cluster.strike(rng)
+                    strike(cluster, rng)
                 except (ServiceError, ServiceUnavailable, ObjectStoreError):
                     continue  # this one found nothing to strike
                 struck += 1
@@ -197,7 +216,9 @@ def results(breakable: Breakable, name: str) -> Any:
     return _outcome(Bapo(Path(), {}, breakable.endpoints, Path()), name, STEPS)
 
 
-def under_fire(breakable: Breakable, model: Path, scratch: Path, *, faults: int, seed: int) -> None:
+def under_fire(
+    breakable: Breakable, model: Path, scratch: Path, *, faults: int, seed: int, **how: Any
+) -> None:
     calm = Cluster(breakable, f"calm-{seed}", model, scratch)
     run_through(calm, faults=0, rng=random.Random(0))
     expected = results(breakable, f"calm-{seed}")
@@ -206,7 +227,7 @@ def under_fire(breakable: Breakable, model: Path, scratch: Path, *, faults: int,
     while total < faults:
         name = f"fire-{seed}-{number}"
         cluster = Cluster(breakable, name, model, scratch)
-        total += run_through(cluster, faults=faults - total, rng=rng)
+        total += run_through(cluster, faults=faults - total, rng=rng, **how)
         assert results(breakable, name) == expected, f"{name} after {total} faults"
         number += 1
 
@@ -220,3 +241,11 @@ def test_a_run_under_fire(breakable: Breakable, easy_model: Path, tmp_path: Path
 @pytest.mark.timeout(5400)
 def test_two_hundred_faults(breakable: Breakable, easy_model: Path, tmp_path: Path) -> None:
     under_fire(breakable, easy_model, tmp_path, faults=200, seed=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_fifty_ends_of_the_trainer(breakable: Breakable, easy_model: Path, tmp_path: Path) -> None:
+    """It takes seconds to start, so that some come while it loads and some while it trains."""
+    how = {"strike": Cluster.end_trainer, "longest_calm_s": 12.0}
+    under_fire(breakable, easy_model, tmp_path, faults=50, seed=3, **how)
