@@ -47,7 +47,9 @@ class Cluster:
     def __init__(self, breakable: Breakable, name: str, model: Path, scratch: Path) -> None:
         self.breakable, self.name = breakable, name
         endpoints = breakable.endpoints
-        self.config = config_from(configuration(name, model) | {"steps": STEPS})
+        # Re-evaluations between syncs: the replicas change weights for them, and back.
+        sync = {"every": 2, "reevaluate_every": 3}
+        self.config = config_from(configuration(name, model) | {"steps": STEPS, "sync": sync})
         self.client = BufferClient(endpoints.buffer_url, endpoints.token, run=name)
         self.store = ObjectStore(endpoints.object_store)
         create(self.client, self.config)
@@ -216,12 +218,24 @@ def results(breakable: Breakable, name: str) -> Any:
     return _outcome(Bapo(Path(), {}, breakable.endpoints, Path()), name, STEPS)
 
 
+def check_versions(config: RunConfig, compositions: Any) -> None:
+    """Every group is by the policy that its step asks for."""
+    between = 0
+    for members in compositions:
+        for source, _, step, _, version in members:
+            kind = "reevaluation" if source == "reevaluated" else "fresh"
+            assert version == config.rollout_version(step, kind)
+            between += kind == "reevaluation" and not config.schedule.syncs_at(step)
+    assert between > 0
+
+
 def under_fire(
     breakable: Breakable, model: Path, scratch: Path, *, faults: int, seed: int, **how: Any
 ) -> None:
     calm = Cluster(breakable, f"calm-{seed}", model, scratch)
     run_through(calm, faults=0, rng=random.Random(0))
     expected = results(breakable, f"calm-{seed}")
+    check_versions(calm.config, expected["compositions"])
     rng = random.Random(seed)
     total = number = 0
     while total < faults:
