@@ -1,16 +1,16 @@
 """What `test_ranks.py` runs under torchrun: a few steps on a made-up batch, sharded.
 
-    torchrun ... ranks_program.py OUT STEPS RANK ESTIMATOR SAVING MODEL REFERENCE
+    torchrun ... ranks_program.py OUT MODELS CASE ...
 
-Writes rank 0's metrics and whole weights to OUT. MODEL and REFERENCE are model directories, RANK
-is that of the adapters, 0 for none, SAVING 1 to save memory.
+Writes rank 0's metrics and whole weights, by case, to OUT. MODELS holds model directories.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -52,28 +52,38 @@ def whole_weights(policy: Policy) -> dict[str, torch.Tensor]:
     }
 
 
-def train(
-    ranks: Ranks, out: Path, steps: int, rank: int, estimator: str, saving: bool, models: list[Path]
-) -> None:
+@dataclass(frozen=True)
+class Case:
+    tied: bool = False
+    """The model's embeddings."""
+    overrides: tuple[str, ...] = ()
+
+
+CASES = {
+    "saving": Case(overrides=("trainer.offload=true", "trainer.gradient_checkpointing=selective")),
+    "adapters": Case(overrides=("lora.rank=4",)),
+    "critic": Case(overrides=("advantage.estimator=gae", "critic.learning_rate=1e-3")),
+    "tied": Case(tied=True),
+}
+STEPS = 4
+
+
+def train(ranks: Ranks, case: Case, models: Path) -> dict[str, Any]:
+    """(metrics by step, whole weights)."""
     # Updates of 4 and of 2 groups: of four ranks, some have nothing in the second. In the last step
     # there is one group in all.
-    settings = single.config(
-        "kl.reference=initial",
-        "kl.coefficient=0.1",
-        f"lora.rank={rank}",
-        f"advantage.estimator={estimator}",
-        "critic.learning_rate=1e-3",
-        f"trainer.offload={saving}",
-        f"trainer.gradient_checkpointing={'selective' if saving else 'none'}",
-    )
+    settings = single.config("kl.reference=initial", "kl.coefficient=0.1", *case.overrides)
 
     def adapted(policy: Policy) -> Policy:
         add_adapters(policy.model, settings.lora, 7)
         return policy
 
-    policy = load_sharded(models[0], ranks, prepare=adapted, settings=settings.trainer)
-    reference = load_sharded(models[1], ranks, prepare=lambda found: found)
-    critic = load_sharded(models[0], ranks, prepare=Critic) if estimator == "gae" else None
+    model, other = (models / f"{name}-{case.tied}" for name in ("model", "reference"))
+    policy = load_sharded(model, ranks, prepare=adapted, settings=settings.trainer)
+    reference = load_sharded(other, ranks, prepare=lambda found: found)
+    critic = None
+    if settings.advantage.estimator == "gae":
+        critic = load_sharded(model, ranks, prepare=Critic)
     updater = Updater(settings, policy, ranks, reference, critic)
     whole = single.batch()
     members = [
@@ -81,27 +91,19 @@ def train(
         for index, member in enumerate(whole.members)
     ]
     found = []
-    for step in range(1, steps + 1):
-        trained = members if step < steps else members[2:3]
+    for step in range(1, STEPS + 1):
+        trained = members if step < STEPS else members[2:3]
         plan = make_plan(settings, step, trained, ranks=ranks.size, width=policy.width)
-        first = 0 if step < steps else 2
+        first = 0 if step < STEPS else 2
         batch = part_of(whole, [first + place for place in plan.of_rank(ranks.rank)])
         found.append(updater.step(step, batch, plan, single.WINDOW, Clock()))
-    weights = whole_weights(policy)
-    if ranks.speaks:
-        torch.save({"metrics": found, "weights": weights}, out)
+    return {"metrics": found, "weights": whole_weights(policy)}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with joined() as ranks:
-        out, steps, rank, estimator, saving, *models = sys.argv[1:]
-        train(
-            ranks,
-            Path(out),
-            int(steps),
-            int(rank),
-            estimator,
-            saving == "1",
-            [Path(model) for model in models],
-        )
+        out, models, *cases = sys.argv[1:]
+        found = {name: train(ranks, CASES[name], Path(models)) for name in cases}
+        if ranks.speaks:
+            torch.save(found, out)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from services.trainer.policy import load_policy
+from tests.integration.ranks_program import CASES
 from tests.micro import micro_model
 
-STEPS = 4
 ROOT = Path(__file__).parents[2]
 
 
@@ -32,64 +32,52 @@ def torchrun(processes: int, *arguments: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[Path]]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directories of the model and its reference, by whether their embeddings are tied."""
-    return {
-        tied: [
-            saved(micro_model(seed=seed, tie_word_embeddings=tied), tmp_path_factory)
-            for seed in (0, 1)
-        ]
-        for tied in (False, True)
-    }
-
-
-def saved(model: Any, directories: pytest.TempPathFactory) -> Path:
-    directory = directories.mktemp("model")
-    model.save_pretrained(directory)
+    directory = tmp_path_factory.mktemp("models")
+    for tied in (False, True):
+        for seed, name in enumerate(("model", "reference")):
+            model = micro_model(seed=seed, tie_word_embeddings=tied)
+            model.save_pretrained(directory / f"{name}-{tied}")
     return directory
 
 
-def trained(
-    processes: int, directory: Path, models: list[Path], rank: int, estimator: str
-) -> dict[str, Any]:
+def trained(processes: int, cases: list[str], models: Path, directory: Path) -> Any:
     out = directory / f"trained-{processes}.pt"
     program = "tests.integration.ranks_program"
-    saving = str(int(processes == 2 and rank == 0))
-    given = (str(STEPS), str(rank), estimator, saving)
-    torchrun(processes, program, str(out), *given, *map(str, models))
-    found: dict[str, Any] = torch.load(out)
-    return found
+    torchrun(processes, program, str(out), str(models), *cases)
+    return torch.load(out)
+
+
+@pytest.fixture(scope="module")
+def alone(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return trained(1, list(CASES), models, tmp_path_factory.mktemp("alone"))
 
 
 @pytest.mark.parametrize(
-    ("processes", "tied", "rank", "estimator"),
-    [
-        (2, False, 0, "group"),
-        (4, True, 0, "group"),
-        pytest.param(2, False, 4, "group", id="adapters"),
-        pytest.param(2, False, 0, "gae", id="critic"),
-    ],
+    ("processes", "cases"), [(2, ["saving", "adapters", "critic"]), (4, ["tied"])]
 )
 def test_losses_and_weights_do_not_depend_on_the_number_of_processes(
-    models: dict[bool, list[Path]],
-    processes: int,
-    tied: bool,
-    rank: int,
-    estimator: str,
-    tmp_path: Path,
+    models: Path, alone: Any, processes: int, cases: list[str], tmp_path: Path
 ) -> None:
-    alone = trained(1, tmp_path, models[tied], rank, estimator)
-    together = trained(processes, tmp_path, models[tied], rank, estimator)
-    for one, other in zip(alone["metrics"], together["metrics"], strict=True):
-        assert other == pytest.approx(one, rel=1e-5, abs=1e-6)
-    assert alone["weights"].keys() == together["weights"].keys()
-    assert ("model.lm_head.weight" in alone["weights"]) is not tied
-    untrained = dict(load_policy(models[tied][0]).named_parameters())
-    for name, weight in alone["weights"].items():
-        torch.testing.assert_close(together["weights"][name], weight, atol=1e-6, rtol=0)
-        if rank == 0:
-            assert not torch.allclose(untrained[name], weight, atol=1e-4), name
-        elif ".lora_" not in name:
-            assert torch.equal(untrained[name.replace(".base_layer", "")], weight), name
-        elif ".lora_B" in name:
-            assert weight.abs().max() > 1e-4, name
+    together = trained(processes, cases, models, tmp_path)
+    for name in cases:
+        case, one, other = CASES[name], alone[name], together[name]
+        for metrics, others in zip(one["metrics"], other["metrics"], strict=True):
+            assert others == pytest.approx(metrics, rel=1e-5, abs=1e-6), name
+        assert one["weights"].keys() == other["weights"].keys()
+        assert ("model.lm_head.weight" in one["weights"]) is not case.tied
+        for key, weight in one["weights"].items():
+            torch.testing.assert_close(other["weights"][key], weight, atol=1e-6, rtol=0)
+
+
+def test_what_is_trained_changes_and_nothing_else(models: Path, alone: Any) -> None:
+    for name, case in CASES.items():
+        untrained = dict(load_policy(models / f"model-{case.tied}").named_parameters())
+        for key, weight in alone[name]["weights"].items():
+            if "adapters" not in name:
+                assert not torch.allclose(untrained[key], weight, atol=1e-4), key
+            elif ".lora_" not in key:
+                assert torch.equal(untrained[key.replace(".base_layer", "")], weight), key
+            elif ".lora_B" in key:
+                assert weight.abs().max() > 1e-4, key
