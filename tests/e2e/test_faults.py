@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from bapo_core.config import RunConfig, config_from
@@ -44,12 +45,16 @@ def breakable() -> Iterator[Breakable]:
 class Cluster:
     """A run's processes on the breakable stack; those that end with an error are started again."""
 
-    def __init__(self, breakable: Breakable, name: str, model: Path, scratch: Path) -> None:
+    def __init__(
+        self, breakable: Breakable, name: str, model: Path, scratch: Path, **rollout: Any
+    ) -> None:
+        """rollout: of the configuration."""
         self.breakable, self.name = breakable, name
         endpoints = breakable.endpoints
         # Re-evaluations between syncs: the replicas change weights for them, and back.
         sync = {"every": 2, "reevaluate_every": 3}
-        self.config = config_from(configuration(name, model) | {"steps": STEPS, "sync": sync})
+        values = configuration(name, model) | {"steps": STEPS, "sync": sync}
+        self.config = config_from(values | {"rollout": values["rollout"] | rollout})
         self.client = BufferClient(endpoints.buffer_url, endpoints.token, run=name)
         self.store = ObjectStore(endpoints.object_store)
         create(self.client, self.config)
@@ -255,6 +260,47 @@ def test_a_run_under_fire(breakable: Breakable, easy_model: Path, tmp_path: Path
 @pytest.mark.timeout(5400)
 def test_two_hundred_faults(breakable: Breakable, easy_model: Path, tmp_path: Path) -> None:
     under_fire(breakable, easy_model, tmp_path, faults=200, seed=2)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_a_killed_replica_takes_its_vllm_along_and_comes_back(
+    breakable: Breakable, easy_model: Path, tmp_path: Path
+) -> None:
+    arguments = ["--enforce-eager", "--max-num-seqs", "64"]
+    cluster = Cluster(
+        breakable, "on-vllm", easy_model, tmp_path, engine="vllm", vllm_args=arguments
+    )
+    killed: list[int] = []
+
+    def kill(each: Cluster, _: random.Random) -> str:
+        """Both replicas, in turn, when the run has come a step further."""
+        if each.client.run_state().current_step <= 3 * len(killed):
+            raise ServiceUnavailable("not yet")
+        process = each.breakable._child(REPLICAS[len(killed)]).process
+        engines = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
+        assert engines
+        process.kill()
+        process.wait()
+        deadline = time.monotonic() + 20
+        while any(alive(engine) for engine in engines):
+            assert time.monotonic() < deadline, "vLLM outlived its replica"
+            time.sleep(0.1)
+        killed.append(process.pid)
+        return "kill"
+
+    run_through(cluster, faults=2, rng=random.Random(0), strike=kill)
+    assert len(killed) == 2
+    found = results(breakable, "on-vllm")
+    check_versions(cluster.config, found["compositions"])
+
+
+def alive(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.slow
