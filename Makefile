@@ -5,9 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
+TRL := .venv-trl
+TRL_STAMP := $(TRL)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm run test test-slow test-vllm lint compare bench docs clean
+.PHONY: help install install-vllm install-trl run test test-slow test-vllm lint compare bench docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,6 +32,16 @@ $(VLLM_STAMP): constraints-vllm.txt
 	touch $@
 
 install-vllm: $(STAMP) $(VLLM_STAMP) ## create .venv-vllm with vLLM for CPUs (2 minutes, 3.4 GB)
+
+# What it shares with us has our versions; what it brings besides, benchmarks/trl-requirements.txt says.
+$(TRL_STAMP): constraints.txt benchmarks/trl-requirements.txt
+	$(PYTHON) -m venv $(TRL)
+	$(TRL)/bin/pip install --quiet --progress-bar off -c constraints.txt "torch==2.13.0"
+	$(TRL)/bin/pip install --quiet --progress-bar off -c constraints.txt \
+		-r benchmarks/trl-requirements.txt
+	touch $@
+
+install-trl: $(STAMP) $(TRL_STAMP) ## create .venv-trl with TRL, which benchmarks.trl compares with
 
 run: $(STAMP) ## train with BAPO on Countdown, show a report
 	$(BIN)/bapo run examples/countdown.yaml --new
@@ -66,4 +78,4 @@ docs: $(STAMP) ## regenerate what is made from the code: configuration, chart, p
 	$(BIN)/bapo pipeline compile
 
 clean: ## remove the environment, the local stack's data and the runs
-	rm -rf $(VENV) $(VLLM) .bapo runs
+	rm -rf $(VENV) $(VLLM) $(TRL) .bapo runs

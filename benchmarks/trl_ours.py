@@ -1,0 +1,134 @@
+"""Our side of `benchmarks.trl`: the trainer's own update, as it is in a run.
+
+python -m benchmarks.trl_ours SIDE OUT
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from bapo_core.config import RunConfig, config_from
+from benchmarks.trl_steps import (
+    ADVANTAGE_EPS,
+    CLIP,
+    GRADIENT_CLIP,
+    LEARNING_RATE,
+    WARM_UP_TOKENS,
+    WEIGHT_CAP,
+    Group,
+    Instant,
+    Meter,
+    Side,
+    finish,
+    read_side,
+    slots,
+)
+from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse
+from services.buffer.wire import ManifestMember
+from services.trainer.data import Batch, collate, make_plan
+from services.trainer.ranks import Ranks
+from services.trainer.shard import load_sharded
+from services.trainer.update import Clock, Updater
+
+WINDOW = (0.125, 0.5)
+
+
+def config(side: Side, groups: list[Group]) -> RunConfig:
+    """GRPO's loss with the importance weights that TRL calls its vLLM correction."""
+    longest_prompt = max(len(group.prompt) for group in groups)
+    return config_from(
+        {
+            "algorithm": "grpo",
+            "rollout": {
+                "prompts_per_step": len(groups),
+                "group_size": len(groups[0].responses),
+                "max_prompt_tokens": longest_prompt,
+                "max_response_tokens": slots(groups) - longest_prompt,
+            },
+            "advantage": {"std": "sample", "eps": ADVANTAGE_EPS},
+            "loss": {
+                "ratio": "prox_current",
+                "clip_low": CLIP,
+                "clip_high": CLIP,
+                "weight_cap": WEIGHT_CAP,
+            },
+            "kl": {"coefficient": 0.0},
+            "optimizer": {
+                "learning_rate": LEARNING_RATE,
+                "weight_decay": 0.0,
+                "warmup_steps": 0,
+                "minibatch_prompts": len(groups),
+                "microbatch_tokens": side.tokens_at_once,
+                "gradient_clip": GRADIENT_CLIP,
+            },
+            "trainer": {"gradient_checkpointing": side.gradient_checkpointing},
+        }
+    )
+
+
+def members_of(groups: list[Group]) -> list[ManifestMember]:
+    return [
+        ManifestMember(
+            group_id=index,
+            source="fresh",
+            prompt_uid=str(index),
+            step=1,
+            policy_version=1,
+            correct=sum(response.reward > 0 for response in group.responses),
+            size=len(group.responses),
+            tokens=sum(len(response.tokens) for response in group.responses),
+            object_key="",
+            object_digest="",
+            row_start=0,
+            row_count=len(group.responses),
+        )
+        for index, group in enumerate(groups)
+    ]
+
+
+def batch_of(groups: list[Group]) -> Batch:
+    stored = [
+        TrajectoryGroup(
+            str(index),
+            group.prompt,
+            1,
+            [
+                TrajectoryResponse(each.tokens, each.logprobs, each.reward, "stop", "")
+                for each in group.responses
+            ],
+        )
+        for index, group in enumerate(groups)
+    ]
+    return collate(members_of(groups), stored)
+
+
+def run(side: Side, out: Path) -> None:
+    groups = side.groups
+    settings = config(side, groups)
+    policy = load_sharded(
+        Path(side.directory) / "model",
+        Ranks(0, 1),
+        prepare=lambda found: found,
+        gradient_checkpointing=side.gradient_checkpointing,
+    )
+    updater = Updater(settings, policy, Ranks(0, 1))
+    meter = Meter()
+    short = [group.cut(WARM_UP_TOKENS) for group in groups]
+    for number in range(1, side.steps + 2):
+        batch = batch_of(groups if number > 1 else short)
+        plan = make_plan(settings, number, batch.members, ranks=1, width=policy.width)
+        if number == 2:
+            meter.warm(policy)
+        started = Instant()
+        found = updater.step(number, batch, plan, WINDOW, Clock())
+        ended = Instant()
+        meter.losses.append(found["loss"])
+        meter.gradient_norms.append(found["gradient_norm"])
+        if number > 1:
+            meter.took(ended.seconds - started.seconds, ended.cpu_seconds - started.cpu_seconds)
+    finish(meter, policy.model, out)
+
+
+if __name__ == "__main__":
+    run(read_side(sys.argv[1]), Path(sys.argv[2]))
