@@ -62,7 +62,9 @@ def config(side: Side, groups: list[Group]) -> RunConfig:
                 "microbatch_tokens": side.tokens_at_once,
                 "gradient_clip": GRADIENT_CLIP,
             },
-            "trainer": {"gradient_checkpointing": side.gradient_checkpointing},
+            "trainer": {
+                "gradient_checkpointing": "full" if side.gradient_checkpointing else "none"
+            },
         }
     )
 
@@ -110,7 +112,7 @@ def run(side: Side, out: Path) -> None:
         Path(side.directory) / "model",
         Ranks(0, 1),
         prepare=lambda found: found,
-        gradient_checkpointing=side.gradient_checkpointing,
+        settings=settings.trainer,
     )
     updater = Updater(settings, policy, Ranks(0, 1))
     meter = Meter()

@@ -332,7 +332,10 @@ class Updater:
             clip_center=center,
         )
         penalty = kl_penalty(logprobs, targets.reference[rows], mask, estimator=kl.estimator)
-        loss = ((policy + kl.coefficient * penalty - bonus * entropy) * scale).sum()
+        losses = policy + kl.coefficient * penalty
+        if bonus:
+            losses = losses - bonus * entropy
+        loss = (losses * scale).sum()
         cut = outcome.cut[rows] = clipped_tokens(
             *arguments,
             clip_low=settings.clip_low,

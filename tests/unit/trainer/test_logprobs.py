@@ -27,10 +27,10 @@ def drawn(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, T
     return hidden, weight, bias, torch.randint(V, (T,), generator=draw)
 
 
-@pytest.mark.parametrize("at_once", [1, 2 * V, 3 * V + 1, 1000])
+@pytest.mark.parametrize("tile", [1, 2, 4, 1000])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_the_same_as_from_the_whole_matrix(at_once: int, with_bias: bool, entropy: bool) -> None:
+def test_the_same_as_from_the_whole_matrix(tile: int, with_bias: bool, entropy: bool) -> None:
     found = []
     for chunked in (False, True):
         hidden, weight, bias, targets = drawn(torch.float64)
@@ -43,7 +43,7 @@ def test_the_same_as_from_the_whole_matrix(at_once: int, with_bias: bool, entrop
                 temperature=0.7,
                 bias=used,
                 entropy=entropy,
-                logits_at_once=at_once,
+                tile=tile,
             )
         else:
             logprobs, entropies = naive(hidden, weight, used, targets, 0.7)
@@ -67,7 +67,7 @@ def test_gradients_are_exact(entropy: bool) -> None:
             temperature=1.3,
             bias=inputs[2],
             entropy=entropy,
-            logits_at_once=4 * V,
+            tile=4,
         )
         return found if entropy else found[:1]
 
@@ -76,7 +76,7 @@ def test_gradients_are_exact(entropy: bool) -> None:
 
 def test_half_precision_is_summed_in_single() -> None:
     hidden, weight, _, targets = drawn(torch.bfloat16)
-    logprobs, _ = token_logprobs(hidden, weight, targets, entropy=True, logits_at_once=2 * V)
+    logprobs, _ = token_logprobs(hidden, weight, targets, entropy=True, tile=2)
     assert logprobs.dtype == torch.float32
     logprobs.sum().backward()
     exact_hidden, exact_weight = (
