@@ -1,0 +1,197 @@
+"""What a training step costs beyond its model passes, and how long checkpoints hold it up.
+
+    python -m benchmarks.trainer [--out benchmarks/results/trainer.json]
+
+The trainer's own loop with the real services, on trajectories that are there beforehand: it reads
+batches, scores, updates, commits, publishes weights and saves checkpoints as in any run. Timed in
+the same process are its passes through the model (forward, backward, optimizer); the ratio is of
+whole steps to them. The stall is the time that steps spend on saving, over all their time; sending
+goes on in the background.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.optim import AdamW
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from bapo_core.config import RunConfig, config_from
+from benchmarks.machine import machine
+from services.buffer import wire
+from services.buffer.client import BufferClient
+from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
+from services.common.objectstore import ObjectStore
+from services.local.data import load_datasets
+from services.local.stack import Endpoints, running_stack
+from services.model.tiny import build_tokenizer
+from services.trainer import update
+from services.trainer.loop import Surroundings, train
+from services.trainer.policy import response_logprobs
+from services.trainer.ranks import joined
+
+GROUPS, SIZE, LONGEST = 16, 8, 160
+VOCABULARY = 4_096
+SKIPPED = 2
+"""Steps before the clock starts: the first ones are slower."""
+
+
+def config(model: Path, steps: int, every: int) -> RunConfig:
+    """GRPO, whose batches are there from the start: one version of the weights for all."""
+    return config_from(
+        {
+            "name": "trainer-benchmark",
+            "algorithm": "grpo",
+            "steps": steps,
+            "model": {"path": str(model)},
+            "task": {"options": {"template": "short"}, "train_prompts": 512, "test_prompts": 1},
+            "rollout": {
+                "prompts_per_step": GROUPS,
+                "group_size": SIZE,
+                "max_prompt_tokens": 32,
+                "max_response_tokens": LONGEST,
+            },
+            "sync": {"every": 2 * steps, "reevaluate_every": 2 * steps},
+            "optimizer": {"minibatch_prompts": GROUPS // 4, "microbatch_tokens": 2_048},
+            "evaluation": {"every": 2 * steps},
+            "checkpoint": {"every": every},
+        }
+    )
+
+
+def make_model(directory: Path) -> None:
+    torch.manual_seed(0)
+    settings = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=1_024,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    Qwen2ForCausalLM(settings).save_pretrained(directory)
+    build_tokenizer().save_pretrained(directory)
+
+
+def prepare(stack: Endpoints, settings: RunConfig) -> BufferClient:
+    """The run, with the trajectories of every step: ragged, and some right in every group."""
+    client = BufferClient(stack.buffer_url, stack.token, run=settings.name)
+    train_set, test_set = load_datasets(settings)
+    for dataset in (train_set, test_set):
+        client.upload_dataset(dataset.name, dataset.prompts)
+    request = wire.RunCreate(
+        name=settings.name,
+        config=settings.model_dump(mode="json"),
+        train_dataset=train_set.name,
+        test_dataset=test_set.name,
+    )
+    client.create_run(request)
+    client.begin_attempt()
+    draw = np.random.default_rng(0)
+    for step in range(1, settings.steps + 1):
+        prompts = client.step_prompts(step).prompts
+        groups = [group(prompt.uid, draw) for prompt in prompts]
+        client.post_groups(step, "fresh", encode_groups(groups))
+    return client
+
+
+def group(uid: str, draw: np.random.Generator) -> TrajectoryGroup:
+    responses = []
+    correct = int(draw.integers(1, SIZE))
+    for place in range(SIZE):
+        length = int(np.clip(draw.lognormal(np.log(48), 0.8), 1, LONGEST))
+        tokens = draw.integers(2, VOCABULARY, length).tolist()
+        logprobs = (-np.log(VOCABULARY) + draw.normal(0.0, 0.3, length)).tolist()
+        reward = float(place < correct)
+        responses.append(TrajectoryResponse(tokens, logprobs, reward, "stop", "1+1"))
+    return TrajectoryGroup(uid, draw.integers(2, VOCABULARY, 24).tolist(), 1, responses)
+
+
+class Stopwatch:
+    """Time in the model's passes, by step."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any, **options: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return work(*arguments, **options)
+            finally:
+                self.seconds += time.perf_counter() - started
+
+        return timed
+
+
+def measure(stack: Endpoints, settings: RunConfig, model: Path, scratch: Path) -> dict[str, Any]:
+    client = prepare(stack, settings)
+    passes = Stopwatch()
+    update.response_logprobs = passes.around(response_logprobs)  # type: ignore[attr-defined]
+    torch.Tensor.backward = passes.around(torch.Tensor.backward)  # type: ignore[method-assign]
+    AdamW.step = passes.around(AdamW.step)  # type: ignore[method-assign]
+    marks: list[tuple[float, float]] = []
+    commit = client.commit
+
+    def marked(step: int, metrics: dict[str, float]) -> Any:
+        found = commit(step, metrics)
+        marks.append((time.perf_counter(), passes.seconds))
+        return found
+
+    client.commit = marked  # type: ignore[method-assign]
+    with joined() as ranks:
+        train(
+            settings, Surroundings(client, ObjectStore(stack.object_store), model, scratch), ranks
+        )
+    (began, passed), (ended, in_all) = marks[SKIPPED - 1], marks[-1]
+    steps = client.steps()[SKIPPED:]
+    phases: dict[str, float] = {}
+    for step in steps:
+        for name, value in step.metrics.items():
+            if name.startswith("seconds/"):
+                phases[name[8:]] = phases.get(name[8:], 0.0) + value
+    return {
+        "steps": len(steps),
+        "seconds": ended - began,
+        "seconds_in_passes": in_all - passed,
+        "ratio": (ended - began) / (in_all - passed),
+        "checkpoint_stall": phases.get("checkpoint", 0.0) / (ended - began),
+        "phases": phases,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/trainer.json"))
+    parser.add_argument("--steps", type=int, default=22)
+    parser.add_argument("--checkpoint-every", type=int, default=5)
+    arguments = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory(prefix="bapo-bench-") as directory,
+        running_stack(Path(directory) / "home", 0) as stack,
+    ):
+        model, scratch = Path(directory) / "model", Path(directory) / "scratch"
+        scratch.mkdir()
+        make_model(model)
+        settings = config(model, arguments.steps, arguments.checkpoint_every)
+        result = {"machine": machine("torch"), **measure(stack, settings, model, scratch)}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()
