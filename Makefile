@@ -68,6 +68,7 @@ bench: $(STAMP) ## the benchmarks of benchmarks/
 	$(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.stack
 	$(BIN)/python -m benchmarks.logprobs
+	$(BIN)/python -m benchmarks.trainer
 	$(BIN)/python -m benchmarks.verifier
 	$(BIN)/python -m benchmarks.buffer
 	$(BIN)/python -m benchmarks.buffer_load

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -33,8 +31,6 @@ __all__ = ["Batch", "Busy", "Draining", "TaskRefused", "VerifierPool"]
 log = logging.getLogger(__name__)
 
 SMALLEST_CHUNK = 4
-SHORTEST_CHUNK_S = 0.005
-"""A chunk of quick items takes about this long, because handing one out costs 0.2 ms."""
 CHUNK_CHARACTERS = 2_000_000
 """About the most in a chunk, by the mean length of the batch's responses."""
 _TOO_LONG: Result = (0.0, "too_large", None, None)
@@ -65,8 +61,6 @@ class Batch:
     too_long: set[int] = field(default_factory=set)
     """Items that no worker gets to read."""
     largest_chunk: int = 1
-    seconds_an_item: float = math.inf
-    """In the chunk that was scored last."""
     unbegun: int = 0
     """How often a worker has ended before it began its chunk."""
 
@@ -205,8 +199,7 @@ class VerifierPool:
     def _cut(self, batch: Batch) -> _Chunk:
         """Large chunks first, for little overhead; small ones last, so that all end together."""
         waiting = sum(stop - start for start, stop in batch.waiting)
-        smallest = max(SMALLEST_CHUNK, int(SHORTEST_CHUNK_S / batch.seconds_an_item))
-        size = min(max(smallest, waiting // (2 * self.workers)), batch.largest_chunk)
+        size = min(max(SMALLEST_CHUNK, waiting // (2 * self.workers)), batch.largest_chunk)
         start, stop = batch.waiting.popleft()
         end = min(stop, start + size)
         if end < stop:
@@ -284,7 +277,6 @@ class _Slot(threading.Thread):
         process = self._fit(chunk.batch.task)
         if self._stopping:
             return
-        started = time.monotonic()
         process.dispatch(chunk.batch.work[chunk.start : chunk.stop])
         position = chunk.start
         while position < chunk.stop and process.fate is None:
@@ -293,8 +285,6 @@ class _Slot(threading.Thread):
             position += len(results)
         if process.fate is not None:
             self._settle(chunk, position, process)
-            return
-        chunk.batch.seconds_an_item = (time.monotonic() - started) / (chunk.stop - chunk.start)
 
     def _settle(self, chunk: _Chunk, position: int, process: WorkerProcess) -> None:
         """The process has ended with results up to `position`: who is to blame, who goes on."""
