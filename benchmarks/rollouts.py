@@ -41,6 +41,7 @@ from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task
 from benchmarks.buffer import trajectories
 from benchmarks.machine import machine
+from pipelines.steps import if_there
 from services.buffer import wire
 from services.buffer.client import BufferClient
 from services.common.objectstore import ObjectStore
@@ -142,7 +143,10 @@ class Run:
 
     def until_served(self, version: int) -> None:
         """Returns once every replica says that it serves the version."""
-        digest = self.client.weights(version, wait=10).manifest_digest
+        stored = None
+        while stored is None:
+            stored = if_there(partial(self.client.weights, version, wait=10))
+        digest = stored.manifest_digest
         while True:
             views = self.client.replicas()
             served = [view.manifest_digest == digest for view in views]
