@@ -74,18 +74,18 @@ class MlflowRun:
 
         state = self._buffer.run_state()
         # A run that was taken back makes these steps again; MLflow keeps both.
-        self._step = min(self._step, state.current_step)
-        self._version = min(self._version, state.current_step + 1)
+        last = min(self._step, state.current_step)
+        version = min(self._version, state.current_step + 1)
         metrics, now = [], 0
-        for step in self._buffer.steps(after=self._step):
-            self._step, now = step.step, int(step.committed_at.timestamp() * 1000)
-            metrics += [Metric(name, value, now, step.step) for name, value in curves(step).items()]
+        for step in self._buffer.steps(after=last):
+            last, now = step.step, int(step.committed_at.timestamp() * 1000)
+            metrics += [Metric(name, value, now, last) for name, value in curves(step).items()]
         for evaluation in self._buffer.evaluations():
-            if evaluation.version > self._version:
-                self._version = evaluation.version
+            if evaluation.version > version:
+                version = evaluation.version
                 found = evaluation_curves(evaluation).items()
-                metrics += [Metric(name, value, now, self._version - 1) for name, value in found]
-        tags = [RunTag(_STEP, str(self._step)), RunTag(_VERSION, str(self._version))]
+                metrics += [Metric(name, value, now, version - 1) for name, value in found]
+        tags = [RunTag(_STEP, str(last)), RunTag(_VERSION, str(version))]
         try:
             for start in range(0, len(metrics), 1000):
                 self._client.log_batch(self._id, metrics[start : start + 1000])
@@ -96,6 +96,8 @@ class MlflowRun:
                 self._client.update_run(self._id, status="RUNNING")
         except self._errors as error:
             raise BapoError(f"MLflow: {_line(error)}") from error
+        # Not before: what did not get there is sent again.
+        self._step, self._version = last, version
         return state.status
 
     def follow(self, stopped: threading.Event) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -16,7 +18,7 @@ from services.common.errors import BapoError
 from services.local.stack import Endpoints, running_stack
 from services.local.supervisor import free_ports
 from services.report.metrics import curves
-from services.report.mlflow import bring_up_to_date, mirrored
+from services.report.mlflow import MlflowRun, bring_up_to_date, mirrored
 from tests.integration.driver import Driver, small_config
 
 Ask = Callable[..., str]
@@ -89,9 +91,19 @@ def test_metrics_as_a_table_and_for_tensorboard(ask: Ask, driver: Driver, tmp_pa
 
 
 def test_metrics_in_mlflow_go_on_where_they_ended(
-    ask: Ask, driver: Driver, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ask: Ask,
+    driver: Driver,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     uri = f"sqlite:///{tmp_path}/mlflow.db"
+    interrupted = MlflowRun(uri, "bapo", driver.client)
+    with monkeypatch.context() as patch:
+        patch.setattr(interrupted._client, "log_batch", Mock(side_effect=MlflowException("away")))
+        with pytest.raises(BapoError, match="MLflow: away"):
+            interrupted.write()
+    interrupted.write()
     for _ in range(2):
         assert "experiment 'bapo'" in ask("metrics", "asked", "--mlflow", uri)
     mlflow = MlflowClient(uri)
