@@ -6,8 +6,8 @@ import io
 import logging
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -237,6 +237,23 @@ def attempt_of(buffer: BufferClient, ranks: Ranks) -> int:
     return ranks.shared(lambda: buffer.begin_attempt().attempt)
 
 
+@contextmanager
+def memory_explained() -> Iterator[None]:
+    """What there is to do about a lack of memory, which starting again does not mend."""
+    try:
+        yield
+    except RuntimeError as error:
+        lacking = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+        if not lacking:
+            raise
+        reason = str(error).splitlines()[0]
+        raise BapoError(
+            f"out of memory ({reason}): lower optimizer.microbatch_tokens, set "
+            "trainer.gradient_checkpointing or trainer.offload, or train with more processes; "
+            "docs/scaling.md says what takes how much"
+        ) from error
+
+
 def config_of(buffer: BufferClient) -> RunConfig:
     """The run's; how it is computed here may be said anew each time (`BAPO_TRAINER`, as JSON)."""
     config = RunConfig.model_validate(buffer.run_state().config)
@@ -258,7 +275,7 @@ def main() -> None:
         # Ranks on one machine must not write over each other.
         scratch = Path(require("BAPO_SCRATCH")) / os.environ.get("RANK", "0")
         scratch.mkdir(parents=True, exist_ok=True)
-        with joined() as ranks:
+        with joined() as ranks, memory_explained():
             buffer = BufferClient(
                 require("BAPO_BUFFER_URL"), require("BAPO_TOKEN"), run=require("BAPO_RUN")
             )
