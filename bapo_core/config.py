@@ -318,7 +318,7 @@ class TrainerConfig(Section):
     @field_validator("gradient_checkpointing", mode="before")
     @classmethod
     def _as_it_was_once(cls, value: object) -> object:
-        return {True: "full", False: "none"}.get(value, value) if isinstance(value, bool) else value
+        return ("full" if value else "none") if isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _compiles(self) -> TrainerConfig:

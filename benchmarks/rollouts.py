@@ -41,9 +41,8 @@ from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task
 from benchmarks.buffer import trajectories
 from benchmarks.machine import machine
-from pipelines.steps import if_there
 from services.buffer import wire
-from services.buffer.client import BufferClient
+from services.buffer.client import BufferClient, if_there
 from services.common.objectstore import ObjectStore
 from services.local.data import load_datasets
 from services.local.stack import Endpoints, running_stack

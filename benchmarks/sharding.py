@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bapo_core.config import RunConfig, config_from
 from benchmarks.machine import machine
+from benchmarks.random_model import save_random_model
 from benchmarks.trl_ours import WINDOW, batch_of
 from benchmarks.trl_steps import Group, Response
 from services.trainer.data import Batch, make_plan
@@ -59,24 +59,6 @@ def config() -> RunConfig:
             },
         }
     )
-
-
-def make_model(directory: Path) -> None:
-    torch.manual_seed(0)
-    settings = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    Qwen2ForCausalLM(settings).save_pretrained(directory)
 
 
 def groups() -> list[Group]:
@@ -192,7 +174,15 @@ def main() -> None:
     result: dict[str, Any] = {"machine": machine("torch")}
     with tempfile.TemporaryDirectory(prefix="bapo-bench-") as directory:
         model, out = Path(directory) / "model", Path(directory) / "out.json"
-        make_model(model)
+        save_random_model(
+            model,
+            vocab_size=VOCABULARY,
+            hidden_size=WIDTH,
+            intermediate_size=INNER,
+            num_hidden_layers=LAYERS,
+            num_key_value_heads=4,
+            max_position_embeddings=64,
+        )
         for size in SIZES:
             launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             launch += ["--nproc-per-node", str(size), "-m", "benchmarks.sharding"]

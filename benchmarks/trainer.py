@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch.optim import AdamW
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from bapo_core.config import RunConfig, config_from
 from benchmarks.machine import machine
+from benchmarks.random_model import save_random_model
 from services.buffer import wire
 from services.buffer.client import BufferClient
 from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
@@ -65,25 +65,6 @@ def config(model: Path, steps: int, every: int) -> RunConfig:
             "checkpoint": {"every": every},
         }
     )
-
-
-def make_model(directory: Path) -> None:
-    torch.manual_seed(0)
-    settings = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=1_024,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    Qwen2ForCausalLM(settings).save_pretrained(directory)
-    build_tokenizer().save_pretrained(directory)
 
 
 def prepare(stack: Endpoints, settings: RunConfig) -> BufferClient:
@@ -185,7 +166,10 @@ def main() -> None:
     ):
         model, scratch = Path(directory) / "model", Path(directory) / "scratch"
         scratch.mkdir()
-        make_model(model)
+        save_random_model(
+            model, vocab_size=VOCABULARY, num_hidden_layers=6, max_position_embeddings=512
+        )
+        build_tokenizer().save_pretrained(model)
         settings = config(model, arguments.steps, arguments.checkpoint_every)
         result = {"machine": machine("torch"), **measure(stack, settings, model, scratch)}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

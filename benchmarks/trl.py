@@ -42,9 +42,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.machine import machine
+from benchmarks.random_model import save_random_model
 from benchmarks.trl_steps import (
     LEARNING_RATE,
     Group,
@@ -88,25 +88,6 @@ COMPARED = ("ours", "ours_same_passes", "trl", "trl_responses_only")
 """Every round, with both vocabularies."""
 BESIDES = ("ours_checkpointing", "trl_checkpointing", "trl_uncorrected")
 """Once, with the small vocabulary."""
-
-
-def make_model(directory: Path, vocabulary: int) -> None:
-    """Qwen2, small, with a tied output layer."""
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=vocabulary,
-        hidden_size=256,
-        intermediate_size=1024,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(directory)
 
 
 def make_groups(size: Size) -> list[Group]:
@@ -169,7 +150,12 @@ def apart(variant: str, side: Side, out: Path) -> dict[str, Any]:
 def compare(size: Size, home: Path, rounds: int, besides: tuple[str, ...]) -> dict[str, Any]:
     directory = home / str(size.vocabulary)
     directory.mkdir()
-    make_model(directory / "model", size.vocabulary)
+    save_random_model(
+        directory / "model",
+        vocab_size=size.vocabulary,
+        num_hidden_layers=4,
+        max_position_embeddings=1_024,
+    )
     groups = make_groups(size)
     write_batch(directory, groups)
     runs: dict[str, list[dict[str, Any]]] = {}

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bapo_core.config import load_config
+from bapo_core.config import RunConfig, load_config
 from pipelines.bapo_pipeline import COUNTDOWN, SERVICE_IMAGE, TRAINER_IMAGE, bapo_pipeline
 from pipelines.pytorchjob import Resources
 from pipelines.steps import (
@@ -51,7 +51,7 @@ def parameters_of(config: str | None, given: Sequence[str]) -> dict[str, Any]:
         own = {"run": load_config(config).name, "config": Path(config).read_text("utf-8")} | own
     if overrides:
         own["overrides"] = "\n".join(overrides)
-    read_config(own.get("config", COUNTDOWN), own.get("overrides", ""), own.get("run", "countdown"))
+    _config_of(own)
     for name in ("steps_per_segment", "start_within_minutes"):
         if own.get(name, 1) < 1:
             raise BapoError(f"{name} is {own[name]}; give at least 1")
@@ -59,6 +59,12 @@ def parameters_of(config: str | None, given: Sequence[str]) -> dict[str, Any]:
     sizes["memory_per_worker"] = "memory"
     Resources(**{field: own[name] for name, field in sizes.items() if name in own})
     return own
+
+
+def _config_of(values: Mapping[str, Any]) -> RunConfig:
+    """The run's, by the pipeline's arguments or their defaults."""
+    run = values.get("run", "countdown")
+    return read_config(values.get("config", COUNTDOWN), values.get("overrides", ""), run)
 
 
 def _own_parameters(given: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -132,12 +138,10 @@ def _check_cluster_can(package: Path, values: Mapping[str, Any]) -> None:
     """What would only be found out in a pod. Raises `BapoError`."""
     if not package.is_file():
         raise BapoError(f"{package} is not there; `bapo pipeline compile --output {package}`")
-    config = read_config(
-        values.get("config", COUNTDOWN), values.get("overrides", ""), values.get("run", "countdown")
-    )
-    if config.rollout.engine != "vllm":
+    engine = _config_of(values).rollout.engine
+    if engine != "vllm":
         raise BapoError(
-            f"rollout.engine is {config.rollout.engine!r}, and the chart's rollouts are vLLM; add "
+            f"rollout.engine is {engine!r}, and the chart's rollouts are vLLM; add "
             "rollout.engine=vllm, or start from examples/countdown-vllm.yaml"
         )
 

@@ -19,8 +19,8 @@ from bapo_core.config import ConfigError, RunConfig, parse_config
 from pipelines.backends import TrainerBackend, ensure, remove
 from pipelines.pytorchjob import Deployment, Owner, Resources, build_job, job_name
 from services.buffer import wire
-from services.buffer.client import BufferClient
-from services.common.errors import BapoError, ServiceError
+from services.buffer.client import BufferClient, if_there
+from services.common.errors import BapoError
 from services.common.objectstore import ObjectStore
 from services.common.process import end_with_parent, stop_on_signals
 from services.common.settings import ObjectStoreSettings, require
@@ -278,16 +278,6 @@ def wanted_after(config: RunConfig, until: int) -> int:
 
 def published(buffer: BufferClient, version: int) -> wire.StoredVersion | None:
     return if_there(lambda: buffer.weights(version))
-
-
-def if_there(ask: Callable[[], Found]) -> Found | None:
-    """The service's answer; None if it knows of no such thing."""
-    try:
-        return ask()
-    except ServiceError as error:
-        if error.status != 404:
-            raise
-        return None
 
 
 def _follow(

@@ -59,12 +59,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     given = next((name for name in ("overrides", "parameters") if hasattr(parsed, name)), None)
     if rest and not (given and all(_is_override(each) for each in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if given == "parameters":
-        parsed.parameters += rest
-    if hasattr(parsed, "overrides"):
-        parsed.overrides = [*parsed.overrides, *rest]
-        if parsed.config is not None and _is_override(parsed.config):
-            parsed.config, parsed.overrides = None, [parsed.config, *parsed.overrides]
+    if given:
+        setattr(parsed, given, [*getattr(parsed, given), *rest])
+    if given == "overrides" and parsed.config is not None and _is_override(parsed.config):
+        parsed.config, parsed.overrides = None, [parsed.config, *parsed.overrides]
     return parsed
 
 
@@ -87,7 +85,9 @@ def _run(arguments: argparse.Namespace) -> None:
     from services.local.run import LocalRun, create, ensure_model, execute, next_free_name
     from services.local.stack import any_stack, default_home
 
-    stop_on_signals("stopping; the same command with --resume instead of --new continues it")
+    stop_on_signals(
+        "stopping; `bapo run --resume` continues it, with name=... if --new has named it"
+    )
     console = Console()
     home = default_home()
     if arguments.profile:

@@ -9,9 +9,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from pydantic import TypeAdapter
 
 from services.buffer import wire
+from services.common.errors import ServiceError
 from services.common.http import GIVE_UP_AFTER_S, HttpClient
 
 Answer = TypeVar("Answer")
+Answered = TypeVar("Answered")
 Parameters = ParamSpec("Parameters")
 
 ARROW = {"Content-Type": "application/vnd.apache.arrow.stream"}
@@ -327,3 +329,13 @@ class AsyncBufferClient:
         **keywords: Parameters.kwargs,
     ) -> Answer:
         return await asyncio.to_thread(method, self._client, *arguments, **keywords)
+
+
+def if_there(ask: Callable[[], Answered]) -> Answered | None:
+    """The service's answer; None if it knows of no such thing."""
+    try:
+        return ask()
+    except ServiceError as error:
+        if error.status != 404:
+            raise
+        return None

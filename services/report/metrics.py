@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.buffer.client import BufferClient
@@ -73,21 +74,34 @@ class _TakenBack(Exception):
     """The run went back to a checkpoint: steps that were written come again."""
 
 
+@dataclass
+class Place:
+    """How far a run has been read: the last step, and the last version that was evaluated."""
+
+    step: int = 0
+    version: int = 0
+
+
+def new_points(buffer: BufferClient, place: Place) -> Iterator[tuple[int, float, dict[str, float]]]:
+    """(step, when, values) of the steps and evaluations after `place`, which moves along."""
+    when = 0.0
+    for step in buffer.steps(after=place.step):
+        place.step, when = step.step, step.committed_at.timestamp()
+        yield step.step, when, curves(step)
+    for evaluation in buffer.evaluations():
+        if evaluation.version > place.version:
+            place.version = evaluation.version
+            yield place.version - 1, when or time.time(), evaluation_curves(evaluation)
+
+
 def _points(buffer: BufferClient, follow: bool) -> Iterator[tuple[int, float, dict[str, float]]]:
     """(step, when, values) of steps and evaluations, each once."""
-    done = version = 0
+    place = Place()
     while True:
         state = buffer.run_state()
-        ended, when = state.status in ENDED, 0.0
-        if state.current_step < done:
+        if state.current_step < place.step:
             raise _TakenBack
-        for step in buffer.steps(after=done):
-            done, when = step.step, step.committed_at.timestamp()
-            yield done, when, curves(step)
-        for evaluation in buffer.evaluations():
-            if evaluation.version > version:
-                version = evaluation.version
-                yield version - 1, when or time.time(), evaluation_curves(evaluation)
-        if ended or not follow:
+        yield from new_points(buffer, place)
+        if state.status in ENDED or not follow:
             return
         time.sleep(LOOK_EVERY_S)

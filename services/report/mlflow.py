@@ -18,7 +18,7 @@ from bapo_core.config import RunConfig
 from services.buffer.client import BufferClient
 from services.buffer.wire import RunState
 from services.common.errors import BapoError, ServiceError, ServiceUnavailable
-from services.report.metrics import ENDED, LOOK_EVERY_S, curves, evaluation_curves
+from services.report.metrics import ENDED, LOOK_EVERY_S, Place, new_points
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -50,7 +50,7 @@ class MlflowRun:
             self._id, tags = self._found_or_made(self._client, experiment, buffer.run_state())
         except self._errors as error:
             raise BapoError(f"MLflow at {uri}: {_line(error)}") from error
-        self._step, self._version = int(tags.get(_STEP, 0)), int(tags.get(_VERSION, 0))
+        self._place = Place(int(tags.get(_STEP, 0)), int(tags.get(_VERSION, 0)))
 
     @staticmethod
     def _found_or_made(
@@ -74,18 +74,16 @@ class MlflowRun:
 
         state = self._buffer.run_state()
         # A run that was taken back makes these steps again; MLflow keeps both.
-        last = min(self._step, state.current_step)
-        version = min(self._version, state.current_step + 1)
-        metrics, now = [], 0
-        for step in self._buffer.steps(after=last):
-            last, now = step.step, int(step.committed_at.timestamp() * 1000)
-            metrics += [Metric(name, value, now, last) for name, value in curves(step).items()]
-        for evaluation in self._buffer.evaluations():
-            if evaluation.version > version:
-                version = evaluation.version
-                found = evaluation_curves(evaluation).items()
-                metrics += [Metric(name, value, now, version - 1) for name, value in found]
-        tags = [RunTag(_STEP, str(last)), RunTag(_VERSION, str(version))]
+        place = Place(
+            min(self._place.step, state.current_step),
+            min(self._place.version, state.current_step + 1),
+        )
+        metrics = [
+            Metric(name, value, int(when * 1000), step)
+            for step, when, values in new_points(self._buffer, place)
+            for name, value in values.items()
+        ]
+        tags = [RunTag(_STEP, str(place.step)), RunTag(_VERSION, str(place.version))]
         try:
             for start in range(0, len(metrics), 1000):
                 self._client.log_batch(self._id, metrics[start : start + 1000])
@@ -97,7 +95,7 @@ class MlflowRun:
         except self._errors as error:
             raise BapoError(f"MLflow: {_line(error)}") from error
         # Not before: what did not get there is sent again.
-        self._step, self._version = last, version
+        self._place = place
         return state.status
 
     def follow(self, stopped: threading.Event) -> None:

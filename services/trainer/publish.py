@@ -15,8 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from services.buffer.client import BufferClient
-from services.common.errors import ServiceError
+from services.buffer.client import BufferClient, if_there
 from services.common.objectstore import ObjectStore
 from services.trainer.background import Background
 from services.trainer.export import model_files
@@ -80,13 +79,7 @@ class WeightPublisher(Background):
         self._copies[name].copy_(tensor)
 
     def _published(self, version: int) -> bool:
-        try:
-            self._buffer.weights(version)
-        except ServiceError as error:
-            if error.status != 404:
-                raise
-            return False
-        return True
+        return if_there(lambda: self._buffer.weights(version)) is not None
 
     def _send(self, version: int, model: nn.Module, weights: dict[str, Tensor]) -> None:
         started = time.monotonic()

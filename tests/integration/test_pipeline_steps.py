@@ -137,7 +137,8 @@ def test_the_log_says_what_the_job_does_once_each_time_it_changes(
     with pytest.raises(BapoError):
         train(around, Scripted(script))
     name = job_name("bapo", around.buffer.run)
-    assert said[1:] == [f"job {name} is waiting: no node", f"job {name} is running"]
+    waits, runs = f"job {name} is waiting: no node", f"job {name} is running"
+    assert said == ["from step 1 to 2", waits, runs]
 
 
 def test_replicas_that_never_serve_fail_the_step_with_words(
