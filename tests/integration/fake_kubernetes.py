@@ -7,6 +7,7 @@ known gets 404, and a request that a real server would refuse fails the test.
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 import time
 from collections import defaultdict
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -52,6 +54,8 @@ class FakeKubernetes:
         return found
 
     url: str = ""
+    token: str = ""
+    """What callers must show; none if empty."""
 
     def answer(self, method: str, target: str, body: Object | None) -> tuple[int, Any]:
         url = urlsplit(target)
@@ -145,14 +149,20 @@ def status(code: int, message: str) -> Object:
 
 
 @contextmanager
-def fake_kubernetes(**options: Any) -> Iterator[FakeKubernetes]:
+def fake_kubernetes(
+    certificate: tuple[Path, Path] | None = None, **options: Any
+) -> Iterator[FakeKubernetes]:
+    """`certificate`: (its file, its key's), for TLS, which pods insist on."""
     fake = FakeKubernetes(**options)
 
     class Handler(BaseHTTPRequestHandler):
         def _serve(self) -> None:
             size = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(size)) if size else None
-            code, answer = fake.answer(self.command, self.path, body)
+            if fake.token and self.headers.get("Authorization") != f"Bearer {fake.token}":
+                code, answer = 401, status(401, "Unauthorized")
+            else:
+                code, answer = fake.answer(self.command, self.path, body)
             text = isinstance(answer, str)
             data = answer.encode() if text else json.dumps(answer).encode()
             self.send_response(code)
@@ -168,7 +178,12 @@ def fake_kubernetes(**options: Any) -> Iterator[FakeKubernetes]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    fake.url = f"http://127.0.0.1:{server.server_port}"
+    if certificate is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*certificate)
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+    scheme = "http" if certificate is None else "https"
+    fake.url = f"{scheme}://127.0.0.1:{server.server_port}"
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield fake
