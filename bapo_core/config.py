@@ -113,6 +113,9 @@ class SyncConfig(Section):
     """Sync when t mod v = 0 (Algorithm 1) or when (t-1) mod v = 0 (authors' code)."""
     weights_dtype: Literal["as_trained", "float32", "bfloat16"] = "as_trained"
     """Of the published weights. bfloat16 halves what is sent, and rounds what is served."""
+    transport: Literal["object_store", "nccl"] = "object_store"
+    """How replicas get weights. nccl: from the trainer's GPU to vLLM's, and the object store when
+    that fails (experimental: has not run on GPUs yet; all versions are stored either way)."""
 
 
 class X1Config(Section):
@@ -434,6 +437,11 @@ class RunConfig(Section):
                 f"optimizer.microbatch_tokens ({self.optimizer.microbatch_tokens}) is below the "
                 f"longest sequence, rollout.max_prompt_tokens + rollout.max_response_tokens "
                 f"({longest}); raise the former"
+            )
+        if self.sync.transport == "nccl" and self.rollout.engine != "vllm":
+            raise ValueError(
+                f"sync.transport is nccl, which the {self.rollout.engine} engine does not know; "
+                "set rollout.engine to vllm, or sync.transport to object_store"
             )
         if self.checkpoint.keep_best and self.evaluation.every % self.checkpoint.every:
             raise ValueError(

@@ -53,7 +53,7 @@ from services.rollout.collector import JOBS_UNDER_WAY, Collector, Job, render
 from services.rollout.fleet import Fleet
 from services.rollout.vllm.api import VllmApi
 from services.rollout.wire import Sampling
-from services.trainer.export import model_files, write_files
+from services.trainer.export import as_saved, model_files, write_files
 from services.trainer.publish import WeightPublisher
 from services.trainer.ranks import Ranks
 from services.verifier.client import VerifierClient
@@ -262,7 +262,7 @@ def sync(run: Run, *, repeats: int) -> dict[str, Any]:
     parts: dict[str, list[float]] = {"upload": [], "download": [], "load": [], "whole": []}
     store = ObjectStore(run.stack.object_store)
     files = run.scratch / "files"
-    write_files(model_files(model, dict(model.state_dict()), run.model), files)
+    write_files(model_files(model, as_saved(model, dict(model.state_dict())), run.model), files)
     publisher = run.publisher()
     size = sum(path.stat().st_size for path in files.iterdir())
     for repeat in range(repeats):

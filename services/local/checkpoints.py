@@ -92,7 +92,7 @@ def _export(config: dict[str, Any], checkpoint: wire.CheckpointView, target: Pat
     """The model of a checkpoint as a Hugging Face directory."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    from services.trainer.export import model_files, write_files
+    from services.trainer.export import as_saved, model_files, write_files
     from services.trainer.lora import add_adapters, merged, plain_weights, trained_state
     from services.trainer.policy import load_policy
 
@@ -107,5 +107,5 @@ def _export(config: dict[str, Any], checkpoint: wire.CheckpointView, target: Pat
         # In place: what is loaded is the model's own memory.
         load({"model": trained_state(model)}, checkpoint_id=scratch, no_dist=True)
     weights = {name: merged(tensor, layer) for name, tensor, layer in plain_weights(model)}
-    write_files(model_files(model, weights, source), target)
+    write_files(model_files(model, as_saved(model, weights), source), target)
     print(json.dumps({"step": checkpoint.step, "model": str(target)}))

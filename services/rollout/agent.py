@@ -34,11 +34,13 @@ from services.common.auth import require_shared_token
 from services.common.errors import BapoError, conflict, install_problem_handlers, problem_response
 from services.common.logs import configure_logs
 from services.common.objectstore import ObjectStore
+from services.common.offers import OfferTaken, WeightOffer
 from services.common.process import run_until_error
 from services.common.serve import serve
 from services.common.settings import ObjectStoreSettings, require
 from services.rollout.engine import WrongVersion
 from services.rollout.host import EngineHost, EngineLost, TransformersHost
+from services.rollout.offers import Offers
 from services.rollout.replica import Replica
 from services.rollout.weights import WeightCache
 from services.rollout.wire import GenerateRequest
@@ -49,11 +51,15 @@ CPU_ARGUMENTS = ["--no-enable-chunked-prefill"]
 """vLLM takes back the random numbers of a prompt that it has read in part only, and on CPU dies of
 that when requests have seeds ("CPU Generator does not use offset")."""
 
+NCCL_ARGUMENTS = ["--weight-transfer-config", '{"backend": "nccl"}']
+
 GROUPS = Counter("bapo_groups_generated", "Groups generated")
 TOKENS = Counter("bapo_tokens_generated", "Tokens generated")
 
 
-def create_app(replica: Replica, host: EngineHost, token: str) -> FastAPI:
+def create_app(
+    replica: Replica, host: EngineHost, token: str, offers: Offers | None = None
+) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(each) for each in replica.activities()]
@@ -84,6 +90,16 @@ def create_app(replica: Replica, host: EngineHost, token: str) -> FastAPI:
             raise conflict(str(error)) from error
         # A client that hangs up ends the work.
         return StreamingResponse(_lines(replica, request), media_type="application/x-ndjson")
+
+    if offers is not None:
+
+        @app.post("/v1/weights", tags=["weights"], dependencies=guard)
+        async def offer(offered: WeightOffer) -> OfferTaken:
+            """Answers once the engine joins the group; 409 if it has not wanted to."""
+            receivers = await offers.stand(offered)
+            if not receivers:
+                raise conflict(f"version {offered.policy_version} was not wanted in time")
+            return OfferTaken(receivers=receivers)
 
     return app
 
@@ -157,6 +173,7 @@ def make_host(config: RunConfig, scratch: Path) -> EngineHost:
             log=scratch / "vllm.log",
             arguments=[
                 *(CPU_ARGUMENTS if on_cpu else []),
+                *(NCCL_ARGUMENTS if config.sync.transport == "nccl" else []),
                 *shlex.split(os.environ.get("BAPO_VLLM_ARGS", "")),
                 *rollout.vllm_args,
             ],
@@ -175,14 +192,16 @@ def main() -> None:
         scratch.mkdir(parents=True, exist_ok=True)
         host = make_host(config, scratch)
         address = f"http://{os.environ.get('BAPO_HOST', '127.0.0.1')}:{require('BAPO_PORT')}"
+        offers = Offers() if config.sync.transport == "nccl" else None
         replica = Replica(
             host,
             buffer,
             WeightCache(ObjectStore(ObjectStoreSettings.from_environment()), scratch),
             name=os.environ.get("BAPO_REPLICA", socket.gethostname()),
             url=os.environ.get("BAPO_ADVERTISE", address),
+            offers=offers,
         )
-        serve(create_app(replica, host, token))
+        serve(create_app(replica, host, token, offers))
 
     run_until_error(start)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from services.common.errors import BapoError
+from services.common.offers import WeightOffer
 from services.rollout.engine import GenerationRequest, SamplingParams
 from services.rollout.wire import GeneratedGroup, GeneratedResponse, GenerateRequest
 
@@ -33,6 +34,15 @@ class EngineHost(Protocol):
         Raises `ModelLoadError` for a directory that cannot be served, and then serves what it
         served before or nothing; `EngineLost` if the engine did not survive.
         """
+        ...
+
+    async def receivers(self) -> int:
+        """How many workers would receive weights sent by NCCL; 0 if none can."""
+        ...
+
+    async def receive(self, offer: WeightOffer) -> None:
+        """Serves what is offered, from the trainer itself. Raises `EngineLost`: then nothing is
+        served until the next `load`."""
         ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedGroup]:
@@ -61,6 +71,12 @@ class TransformersHost:
 
     async def load(self, directory: Path, version: int) -> None:
         await asyncio.to_thread(self._engine.load, directory, version)
+
+    async def receivers(self) -> int:
+        return 0
+
+    async def receive(self, offer: WeightOffer) -> None:  # noqa: ARG002
+        raise EngineLost("this engine takes files alone")
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedGroup]:
         sampling = SamplingParams(

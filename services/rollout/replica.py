@@ -21,6 +21,7 @@ from services.common.errors import BapoError, ServiceError, ServiceUnavailable
 from services.common.threads import abandonable
 from services.rollout.engine import WrongVersion
 from services.rollout.host import EngineHost, EngineLost
+from services.rollout.offers import Offers
 from services.rollout.weights import WeightCache
 from services.rollout.wire import GeneratedGroup, GenerateRequest
 
@@ -39,10 +40,18 @@ class Replica:
     """Follows what its run wants; generates by what it serves."""
 
     def __init__(
-        self, host: EngineHost, buffer: BufferClient, cache: WeightCache, *, name: str, url: str
+        self,
+        host: EngineHost,
+        buffer: BufferClient,
+        cache: WeightCache,
+        *,
+        name: str,
+        url: str,
+        offers: Offers | None = None,
     ) -> None:
+        """`offers`: where the trainer's come in, if it makes any (`sync.transport`)."""
         self._host, self._buffer, self._cache = host, buffer, cache
-        self._name, self._url = name, url
+        self._name, self._url, self._offers = name, url, offers
         self._state: ReplicaState = "starting"
         self._detail = ""
         self._wanted: WantedWeights | None = None
@@ -161,10 +170,12 @@ class Replica:
     async def _serve(self, wanted: WantedWeights) -> None:
         if wanted.stored is not None and wanted.stored != self._serving:
             await self._load(wanted.stored)
-        if wanted.newest is not None and not self._cache.holds(wanted.newest):
+        # With offers, its files are needed only if something goes wrong.
+        ahead = wanted.newest if self._offers is None else None
+        if ahead is not None and not self._cache.holds(ahead):
             # It will be wanted next: then it is here already.
-            with self._timeline.activity("fetch", wanted.newest.number):
-                await asyncio.to_thread(self._cache.fetch, wanted.newest)
+            with self._timeline.activity("fetch", ahead.number):
+                await asyncio.to_thread(self._cache.fetch, ahead)
         kept = [v for v in (wanted.stored, wanted.newest, self._serving) if v]
         await asyncio.to_thread(self._cache.prune, kept)
         if self._serving is not None:
@@ -172,6 +183,37 @@ class Replica:
 
     async def _load(self, stored: StoredVersion) -> None:
         started = time.monotonic()
+        received = self._offers is not None and await self._receive(stored, self._offers)
+        if not received:
+            await self._load_files(stored)
+        async with self._changed:
+            self._serving = stored
+            self._changed.notify_all()
+        self._say("serving")
+        seconds = round(time.monotonic() - started, 3)
+        extra = {"version": stored.number, "seconds": seconds, "received": received}
+        log.info("weights loaded", extra=extra)
+
+    async def _receive(self, stored: StoredVersion, offers: Offers) -> bool:
+        """Whether the engine has got the weights from the trainer itself."""
+        receivers = await self._host.receivers() if self._serving is not None else 0
+        if not receivers:
+            return False  # an engine is started with files
+        with self._timeline.activity("drain", stored.number):
+            await self._drain()
+        offer = await offers.take(stored, receivers)
+        if offer is None:
+            return False
+        self._say("loading")
+        try:
+            with self._timeline.activity("load", stored.number):
+                await self._host.receive(offer)
+        except EngineLost as error:
+            log.warning("version %d is loaded from its files: %s", stored.number, error)
+            return False
+        return True
+
+    async def _load_files(self, stored: StoredVersion) -> None:
         # What failed shows its reason until it has worked.
         if not self._cache.holds(stored) and self._state != "failing":
             self._say("downloading")
@@ -182,12 +224,6 @@ class Replica:
         self._say("loading")
         with self._timeline.activity("load", stored.number):
             await self._host.load(directory, stored.number)
-        async with self._changed:
-            self._serving = stored
-            self._changed.notify_all()
-        self._say("serving")
-        seconds = round(time.monotonic() - started, 3)
-        log.info("weights loaded", extra={"version": stored.number, "seconds": seconds})
 
     async def _drain(self) -> None:
         """From here on nothing generates. What does not end in time is cut off."""

@@ -39,12 +39,11 @@ _DTYPES = {
 }
 
 
-def model_files(model: nn.Module, weights: dict[str, Tensor], source: Path) -> dict[str, Content]:
-    """File name → content: `weights`, the model's configuration, and `source`'s tokenizer.
+def model_files(model: nn.Module, saved: dict[str, Tensor], source: Path) -> dict[str, Content]:
+    """File name → content: the weights, the model's configuration, and `source`'s tokenizer.
 
-    weights: the state dict of `model`, on the CPU; read while the files are, and not copied.
+    saved: what `as_saved` gives for `model`, on the CPU; read while the files are, and not copied.
     """
-    saved = _as_saved(model, weights)
     split = split_torch_state_dict_into_shards(saved, max_shard_size=LARGEST_SHARD)
     files: dict[str, Content] = {
         file: Safetensors({name: saved[name] for name in names})
@@ -69,8 +68,8 @@ def write_files(files: Mapping[str, Content], directory: Path) -> None:
                 file.write(data)
 
 
-def _as_saved(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Under the names, and in the shapes, that the files of such models have."""
+def as_saved(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of `model` under the names, and in the shapes, that its files have."""
     ignored = model._keys_to_ignore_on_save or ()
     kept = {name: tensor for name, tensor in weights.items() if name not in ignored}
     kept = remove_tied_weights_from_state_dict(kept, model)

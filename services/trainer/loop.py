@@ -26,6 +26,7 @@ from services.model.stored import fetch_model, model_on_disk
 from services.trainer.checkpoint import Checkpointer, load_checkpoint
 from services.trainer.critic import Critic
 from services.trainer.data import TrajectoryReader, group_cost, make_plan
+from services.trainer.direct import DirectSender, NcclLink
 from services.trainer.lora import add_adapters
 from services.trainer.policy import Policy
 from services.trainer.profile import profiled
@@ -106,12 +107,14 @@ def next_batch(
 
 def make_publisher(config: RunConfig, around: Surroundings, ranks: Ranks) -> WeightPublisher:
     dtype = config.sync.weights_dtype
+    directly = config.sync.transport == "nccl" and ranks.speaks
     return WeightPublisher(
         around.buffer,
         around.store,
         source=around.model_directory,
         dtype=None if dtype == "as_trained" else getattr(torch, dtype),
         ranks=ranks,
+        direct=DirectSender(around.buffer, require("BAPO_TOKEN"), NcclLink()) if directly else None,
     )
 
 

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from services.buffer.client import BufferClient, if_there
 from services.common.objectstore import ObjectStore
 from services.trainer.background import Background
-from services.trainer.export import model_files
+from services.trainer.direct import DirectSender
+from services.trainer.export import as_saved, model_files
 from services.trainer.lora import merged, plain_weights
 from services.trainer.ranks import Ranks
 
@@ -36,10 +37,12 @@ class WeightPublisher(Background):
         source: Path,
         dtype: torch.dtype | None,
         ranks: Ranks,
+        direct: DirectSender | None = None,
     ) -> None:
-        """`source` has the tokenizer and the configuration; `dtype` None keeps the model's."""
+        """`source` has the tokenizer and the configuration; `dtype` None keeps the model's. What is
+        stored is sent to the replicas by `direct` as well."""
         self._buffer, self._store = buffer, store
-        self._source, self._dtype, self._ranks = source, dtype, ranks
+        self._source, self._dtype, self._ranks, self._direct = source, dtype, ranks, direct
         super().__init__("publish")
         self._copies: dict[str, Tensor] = {}
         """Kept from version to version: memory that is new each time is slow to fill."""
@@ -83,8 +86,14 @@ class WeightPublisher(Background):
 
     def _send(self, version: int, model: nn.Module, weights: dict[str, Tensor]) -> None:
         started = time.monotonic()
-        files = model_files(model, weights, self._source)
+        saved = as_saved(model, weights)
+        files = model_files(model, saved, self._source)
         digest = self._store.put_files(f"runs/{self._buffer.run}/weights/v{version}", files)
         self._buffer.publish_weights(version, digest)
         seconds = round(time.monotonic() - started, 3)
         log.info("weights published", extra={"version": version, "seconds": seconds})
+        if self._direct is not None:
+            served = self._direct.send(version, digest, saved)
+            seconds = round(time.monotonic() - started, 3) - seconds
+            extra = {"version": version, "seconds": seconds, "replicas": served}
+            log.info("weights sent", extra=extra)

@@ -43,6 +43,7 @@ EVERYTHING = {
     "pipeline.serviceAccounts": [{"name": "runner", "namespace": "pipelines"}],
     "kueue.queue": "gpus",
     "networkPolicy.ingressFrom": FROM_INGRESS,
+    "networkPolicy.directWeights": True,
     "ingress.enabled": True,
     "ingress.className": "nginx",
     "ingress.host": "bapo.example.com",

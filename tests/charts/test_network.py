@@ -74,6 +74,11 @@ TO_OUTSIDE = {
     *((each, "internet", 5432) for each in ("buffer", "migrate")),
     *((each, "internet", 443) for each in ("buffer", "rollout", "collector", "trainer")),
 }
+DIRECT_WEIGHTS = {
+    (*ends, port)
+    for ends in (("trainer", "rollout"), ("rollout", "trainer"))
+    for port in TRAINER_PORTS
+}
 METRICS = {
     ("prometheus", *each) for each in (("buffer", 8700), ("verifier", 8701), ("rollout", 8702))
 }
@@ -88,7 +93,8 @@ def test_database_and_object_store_outside(production: list[Object]) -> None:
 
 
 def test_from_outside_through_an_ingress(everything: list[Object]) -> None:
-    expected = TO_SERVICES | TO_OUTSIDE | METRICS | {("ingress", "buffer", 8700)}
+    ingress = {("ingress", "buffer", 8700)}
+    expected = TO_SERVICES | TO_OUTSIDE | METRICS | ingress | DIRECT_WEIGHTS
     assert set(flows(everything, OURS)) == expected
 
 

@@ -159,7 +159,8 @@ def fake_kubernetes(
         def _serve(self) -> None:
             size = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(size)) if size else None
-            if fake.token and self.headers.get("Authorization") != f"Bearer {fake.token}":
+            scheme, _, token = (self.headers.get("Authorization") or "").partition(" ")
+            if fake.token and (scheme.lower(), token) != ("bearer", fake.token):
                 code, answer = 401, status(401, "Unauthorized")
             else:
                 code, answer = fake.answer(self.command, self.path, body)

@@ -7,9 +7,13 @@ they come from, and does what it is told to do wrong.
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import queue
+import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,19 +21,24 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 import uvicorn
+from torch import Tensor
 
 from services.buffer import wire as buffer_wire
 from services.buffer.wire import StoredVersion
 from services.common.errors import BapoError, ServiceUnavailable
 from services.common.objectstore import ObjectStore, ObjectStoreError
+from services.common.offers import Parameter, WeightOffer
 from services.local.stack import Endpoints
 from services.rollout import fleet as fleet_module
+from services.rollout import offers as offers_module
 from services.rollout import replica as replica_module
 from services.rollout.agent import create_app
 from services.rollout.engine import ModelLoadError
 from services.rollout.fleet import Fleet
 from services.rollout.host import EngineLost
+from services.rollout.offers import Offers
 from services.rollout.replica import Replica
 from services.rollout.weights import WeightCache
 from services.rollout.wire import (
@@ -38,6 +47,8 @@ from services.rollout.wire import (
     GenerateRequest,
     PromptRequest,
 )
+from services.trainer import direct as direct_module
+from services.trainer.direct import DirectSender
 from tests.integration.driver import Driver, small_config
 
 G = 3
@@ -54,13 +65,35 @@ def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "SILENT_S", 1.5)
 
 
+class MemoryLink:
+    """Stands in for NCCL: groups meet by their id, and a sender waits until all have received."""
+
+    def __init__(self) -> None:
+        self.sent: dict[bytes, queue.SimpleQueue[list[Tensor]]] = {}
+        self.hangs = threading.Event()
+        self.hangs.set()
+
+    def unique_id(self) -> bytes:
+        found = secrets.token_bytes(128)
+        self.sent[found] = queue.SimpleQueue()
+        return found
+
+    def send(self, unique_id: bytes, receivers: int, tensors: Sequence[Tensor]) -> None:
+        assert receivers == 2
+        self.hangs.wait()
+        self.sent[unique_id].put(list(tensors))
+
+    def receive(self, unique_id: bytes) -> list[Tensor]:
+        return self.sent[unique_id].get(timeout=20)
+
+
 class MadeUpHost:
     """An `EngineHost` that answers (version, prompt, sample), one prompt after the other."""
 
     prompts_per_request = 1
 
-    def __init__(self, **wrong: Any) -> None:
-        self.wrong = wrong
+    def __init__(self, link: MemoryLink | None = None, **wrong: Any) -> None:
+        self.wrong, self.link = wrong, link
         self.loaded: list[int] = []
         self.contents = ""
         self.answered = 0
@@ -77,6 +110,21 @@ class MadeUpHost:
             raise ModelLoadError(f"{directory}: bad weights; publish others")
         self.lost = False
         self.loaded.append(version)
+
+    async def receivers(self) -> int:
+        return 0 if self.link is None else 2
+
+    async def receive(self, offer: WeightOffer) -> None:
+        assert self.at_once == 0, "weights were received while groups were generated"
+        assert self.link is not None
+        if self.wrong.pop("breaks_off", False):
+            raise EngineLost("half of it is missing")
+        tensors = await asyncio.to_thread(self.link.receive, base64.b64decode(offer.unique_id))
+        self.contents = "sent " + " ".join(
+            f"{each.name}={tensor.tolist()}"
+            for each, tensor in zip(offer.parameters, tensors, strict=True)
+        )
+        self.loaded.append(offer.policy_version)
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedGroup]:
         for index, prompt in enumerate(request.prompts):
@@ -152,6 +200,8 @@ class Field:
         return self.driver.client.publish_weights(version, digest)
 
     async def start(self, name: str, host: MadeUpHost) -> Replica:
+        """A replica; one whose engine has a link takes offers."""
+        offers = None if host.link is None else Offers()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -161,8 +211,9 @@ class Field:
             WeightCache(self.store, self.scratch / name),
             name=name,
             url=f"http://127.0.0.1:{port}",
+            offers=offers,
         )
-        app = create_app(replica, host, self.driver.stack.token)
+        app = create_app(replica, host, self.driver.stack.token, offers)
         server = uvicorn.Server(
             uvicorn.Config(app, port=port, log_config=None, timeout_graceful_shutdown=1)
         )
@@ -604,5 +655,159 @@ def test_a_full_disk_is_shown_and_tried_again(
             want(ground, 1)
             await ground.until("r", lambda view: "No space left" in view.detail)
             await collect(fleet, asking(stored))
+
+    run(work())
+
+
+# ---- weights without files ----------------------------------------------------------------------
+
+
+WEIGHTS = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([[3]])}
+SENT = "sent a=[1.0, 2.0] b=[[3]]"
+
+
+def sending(ground: Field, link: MemoryLink, stored: StoredVersion) -> asyncio.Task[list[str]]:
+    """What the trainer does once a version is stored."""
+    sender = DirectSender(ground.driver.client, ground.driver.stack.token, link)
+    return asyncio.create_task(
+        asyncio.to_thread(sender.send, stored.number, stored.manifest_digest, WEIGHTS)
+    )
+
+
+async def first_version(ground: Field) -> None:
+    """By files: there is no engine before."""
+    first = ground.publish(1, "one")
+    want(ground, 1)
+    for name in ground.replicas:
+        await ground.until(name, lambda view: view.manifest_digest == first.manifest_digest)
+    ground.driver.run_step(1)
+
+
+def test_the_trainer_sends_to_every_replica_that_takes_weights(ground: Field) -> None:
+    """One of three has an engine for files alone, one is not there any more."""
+
+    async def work() -> None:
+        link = MemoryLink()
+        hosts = {"a": MadeUpHost(link), "b": MadeUpHost(link), "files": MadeUpHost()}
+        async with ground.closing() as fleet:
+            for name, host in hosts.items():
+                await ground.start(name, host)
+            await first_version(ground)
+            await ground.start("gone", MadeUpHost(link))
+            await ground.until("gone", lambda view: view.loaded_version == 1)
+            await ground.stop("gone")
+            second = ground.publish(2, "two")
+            sent = sending(ground, link, second)
+            assert want(ground, 2) == 2
+            for name in hosts:
+                await ground.until(name, lambda view: view.loaded_version == 2)
+            assert await sent == ["a", "b"]
+            assert {name: host.contents for name, host in hosts.items()} == {
+                "a": SENT,
+                "b": SENT,
+                "files": "two",
+            }
+            assert not list((ground.scratch / "a").glob("v2-*")), "the files were fetched as well"
+            await collect(fleet, asking(second))
+
+    run(work())
+
+
+def test_weights_that_nobody_sends_come_from_the_object_store(
+    ground: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer has died after it stored them, or offers others."""
+    monkeypatch.setattr(offers_module, "WAIT_S", 0.3)
+
+    async def work() -> None:
+        host = MadeUpHost(link := MemoryLink())
+        async with ground.closing():
+            await ground.start("r", host)
+            await first_version(ground)
+            second = ground.publish(2, "two")
+            other = sending(ground, link, second.model_copy(update={"manifest_digest": "0" * 64}))
+            want(ground, 2)
+            await ground.until("r", lambda view: view.loaded_version == 2)
+            assert (host.contents, host.loaded) == ("two", [1, 2])
+            # The next offer takes that one's place.
+            ground.driver.run_step(2)
+            ground.driver.run_step(3)
+            fourth = ground.publish(4, "four")
+            sent = sending(ground, link, fourth)
+            assert await other == []
+            assert want(ground, 4) == 4
+            assert await sent == ["r"]
+            await ground.until("r", lambda view: view.loaded_version == 4)
+            assert host.contents == SENT
+
+    run(work())
+
+
+def test_weights_that_arrive_in_part_are_replaced_by_the_files(ground: Field) -> None:
+    async def work() -> None:
+        host = MadeUpHost(link := MemoryLink(), breaks_off=True)
+        async with ground.closing() as fleet:
+            await ground.start("r", host)
+            await first_version(ground)
+            second = ground.publish(2, "two")
+            sent = sending(ground, link, second)
+            want(ground, 2)
+            await ground.until("r", lambda view: view.loaded_version == 2)
+            assert host.contents == "two"
+            await collect(fleet, asking(second))
+            await sent
+
+    run(work())
+
+
+def test_an_offer_that_is_not_wanted_ends(ground: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offers_module, "STANDS_S", 0.2)
+
+    async def work() -> None:
+        async with ground.closing():
+            await ground.start("r", MadeUpHost(link := MemoryLink()))
+            await first_version(ground)
+            assert await sending(ground, link, ground.publish(2, "two")) == []
+            assert ground.seen("r").loaded_version == 1
+            url = ground.seen("r").url
+            offer = WeightOffer(
+                policy_version=2,
+                manifest_digest="0" * 64,
+                parameters=[Parameter(name="a", dtype="float32", shape=[1])],
+                unique_id="aWQ=",
+            )
+            async with httpx.AsyncClient(base_url=url) as client:
+                body = offer.model_dump()
+                stranger = await client.post("/v1/weights", json=body)
+                assert stranger.status_code == 401
+                refused = await client.post("/v1/weights", json=body, headers=ground.headers)
+                assert refused.status_code == 409
+                assert "version 2 was not wanted in time" in refused.json()["detail"]
+
+    run(work())
+
+
+def test_a_transfer_that_hangs_is_the_last_one(
+    ground: Field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL waits for ever for a peer that has gone: training goes on without it."""
+    monkeypatch.setattr(direct_module, "SEND_WITHIN_S", 0.2)
+    monkeypatch.setattr(direct_module, "STANDS_S", 0.5)
+
+    async def work() -> None:
+        host = MadeUpHost(link := MemoryLink())
+        async with ground.closing():
+            await ground.start("r", host)
+            await first_version(ground)
+            second = ground.publish(2, "two")
+            link.hangs.clear()
+            sender = DirectSender(ground.driver.client, ground.driver.stack.token, link)
+            want(ground, 2)
+            send = sender.send
+            assert await asyncio.to_thread(send, 2, second.manifest_digest, WEIGHTS) == []
+            assert await asyncio.to_thread(send, 3, "0" * 64, WEIGHTS) == []
+            assert len(link.sent) == 1, "it was tried again"
+            link.hangs.set()
+            await ground.until("r", lambda view: view.loaded_version == 2)
 
     run(work())

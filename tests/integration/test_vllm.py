@@ -6,6 +6,7 @@ One server lives through the module, and dies more than once. `make install-vllm
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import random
@@ -22,10 +23,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from services.common.errors import BapoError
-from services.rollout.agent import CPU_ARGUMENTS
+from services.common.offers import Parameter, WeightOffer
+from services.rollout.agent import CPU_ARGUMENTS, NCCL_ARGUMENTS
 from services.rollout.engine import ModelLoadError
 from services.rollout.host import EngineLost
 from services.rollout.vllm.host import VllmHost
+from services.rollout.vllm.layout import read_layout
 from services.rollout.vllm.server import VllmOptions, find_python, installed
 from services.rollout.wire import GeneratedGroup, GenerateRequest, PromptRequest
 from tests.micro import END, micro_model
@@ -80,7 +83,7 @@ def host(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> It
             LONGEST,
             "float32",
             tmp_path_factory.mktemp("vllm") / "vllm.log",
-            [*CPU_ARGUMENTS, "--enforce-eager", "--max-num-seqs", "64"],
+            [*CPU_ARGUMENTS, *NCCL_ARGUMENTS, "--enforce-eager", "--max-num-seqs", "64"],
         )
     )
     yield host
@@ -292,6 +295,34 @@ def test_tied_embeddings(host: VllmHost, runner: asyncio.Runner, models: dict[st
     assert server_pid(host) == pid
     asked = request(7)
     check_logprobs(models["tied2"], asked, runner.run(generate(host, asked)))
+
+
+def test_weights_that_the_trainer_would_send(
+    host: VllmHost, runner: asyncio.Runner, models: dict[str, Path]
+) -> None:
+    """As far as a machine without GPUs goes: vLLM knows the route, reads what it is sent, finds no
+    GPU, and is started anew."""
+    runner.run(host.load(models["v1"], 8))
+    assert runner.run(host.receivers()) == 1
+    offer = WeightOffer(
+        policy_version=9,
+        manifest_digest="",
+        parameters=[
+            Parameter(name=name, dtype=dtype, shape=list(shape))
+            for name, (dtype, shape) in read_layout(models["v2"]).torch_tensors().items()
+        ],
+        unique_id=base64.b64encode(bytes(128)).decode(),
+    )
+    other = offer.model_copy(update={"parameters": offer.parameters[1:]})
+    with pytest.raises(EngineLost, match="not the weights of the model that vLLM runs"):
+        runner.run(host.receive(other))
+    asked = request(8)
+    check_logprobs(models["v1"], asked, runner.run(generate(host, asked)))
+    with pytest.raises(EngineLost, match=r"did not arrive: .*accelerator device"):
+        runner.run(host.receive(offer))
+    runner.run(host.load(models["v2"], 9))
+    asked = request(9)
+    check_logprobs(models["v2"], asked, runner.run(generate(host, asked)))
 
 
 def test_closing_leaves_nothing_behind(host: VllmHost, runner: asyncio.Runner) -> None:

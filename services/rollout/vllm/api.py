@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 
+from services.common.offers import WeightOffer
 from services.rollout.host import EngineLost
 from services.rollout.wire import GeneratedResponse, Sampling
 
@@ -92,6 +93,33 @@ class VllmApi:
             json={"method": "load_policy", "kwargs": kwargs},
             timeout=ADMIN_S,
         )
+
+    async def workers(self) -> int:
+        """How many have a part of the weights, or a copy."""
+        return int((await self._ask("GET", "/get_world_size"))["world_size"])
+
+    async def receive(self, offer: WeightOffer, receivers: int) -> None:
+        """Replaces the weights by what rank 0 of the offered group sends."""
+        group = {
+            "nccl_unique_id_b64": offer.unique_id,
+            "rank_offset": 1,
+            "world_size": receivers + 1,
+            # One broadcast a tensor.
+            "packed": False,
+        }
+        tensors = {
+            "names": [each.name for each in offer.parameters],
+            "dtype_names": [each.dtype for each in offer.parameters],
+            "shapes": [each.shape for each in offer.parameters],
+        }
+        for path, body in (
+            ("/init_weight_transfer_engine", {"init_info": group}),
+            ("/start_weight_update", {}),
+            ("/update_weights", {"update_info": tensors}),
+            ("/finish_weight_update", {}),
+            ("/shutdown_weight_transfer_engine", {}),
+        ):
+            await self._ask("POST", path, json=body, timeout=ADMIN_S)
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets keys and values made by other weights; whether all of them are forgotten."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from services.common.offers import WeightOffer
 from services.rollout.host import EngineLost
 from services.rollout.vllm.api import PromptRefused, VllmApi
 from services.rollout.vllm.layout import Layout, read_layout
@@ -65,9 +66,31 @@ class VllmHost:
             await self.close()
             raise
 
+    async def receivers(self) -> int:
+        running = self._server is not None and self._server.alive()
+        return await self._server.api.workers() if running and self._server else 0
+
+    async def receive(self, offer: WeightOffer) -> None:
+        offered = {each.name: (each.dtype, tuple(each.shape)) for each in offer.parameters}
+        if self._server is None or self._layout is None or offered != self._layout.torch_tensors():
+            raise EngineLost("what is offered are not the weights of the model that vLLM runs")
+        api, version = self._server.api, str(offer.policy_version)
+        try:
+            await api.pause()
+            await api.receive(offer, await api.workers())
+            await self._renew(api, version)
+        except (EngineLost, PromptRefused) as error:
+            await self.close()  # half of the weights may be others
+            raise EngineLost(f"the trainer's weights did not arrive: {error}") from error
+        self._version = version
+
     async def _load_in_place(self, api: VllmApi, directory: Path, version: str) -> None:
         await api.pause()
         await api.load(str(directory))
+        await self._renew(api, version)
+
+    async def _renew(self, api: VllmApi, version: str) -> None:
+        """After other weights were put into a paused vLLM: nothing of the old ones is left."""
         for _ in range(RESET_TRIES):
             if await api.reset_prefix_cache():
                 break

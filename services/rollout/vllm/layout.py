@@ -11,6 +11,7 @@ from typing import Any
 from services.rollout.engine import ModelLoadError
 
 _LONGEST_HEADER = 100 << 20
+_TORCH = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,10 @@ class Layout:
     """Name → (dtype, shape)."""
     ends: list[int]
     """Tokens that end a response."""
+
+    def torch_tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """`tensors`, with dtypes as torch calls them."""
+        return {name: (_TORCH.get(d, d), shape) for name, (d, shape) in self.tensors.items()}
 
     @property
     def vocabulary(self) -> int:

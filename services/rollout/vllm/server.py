@@ -164,9 +164,9 @@ class VllmServer:
         await asyncio.to_thread(self._process.wait)
 
     def last_words(self) -> str:
-        """The last error in its log."""
+        """The last error in its log that is not the consequence of another."""
         lines = self._options.log.read_text(errors="replace").splitlines()
-        errors = [line for line in lines if "Error" in line]
+        errors = [line for line in lines if "Error" in line and "See " not in line]
         said = (errors or lines or ["it said nothing"])[-1].strip()
         return f"{said[-300:]} (log: {self._options.log})"
 

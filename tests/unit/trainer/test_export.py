@@ -12,7 +12,7 @@ from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from services.trainer import export
-from services.trainer.export import Safetensors, model_files
+from services.trainer.export import Safetensors, as_saved, model_files
 from tests.micro import micro_model
 
 
@@ -67,7 +67,8 @@ def test_as_transformers_writes_it(
     (expected / "tokenizer.json").write_text("{}")
     directory = tmp_path / "exported"
     directory.mkdir()
-    for name, data in contents(model_files(model, model.state_dict(), expected), piece).items():
+    saved = as_saved(model, model.state_dict())
+    for name, data in contents(model_files(model, saved, expected), piece).items():
         (directory / name).write_bytes(data)
     assert {path.name for path in directory.glob("*.json")} == {
         path.name for path in expected.glob("*.json")

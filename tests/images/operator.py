@@ -1,0 +1,68 @@
+"""The training operator, as far as our jobs need it: their workers as pods of a `Node`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pipelines.localjobs import RETRIED_FROM, injected_variables
+from pipelines.pytorchjob import RENDEZVOUS_PORT
+from tests.images.node import Node
+from tests.integration.fake_kubernetes import FakeKubernetes
+
+LOOK_EVERY_S = 0.5
+
+
+@contextmanager
+def operator(kubernetes: FakeKubernetes, node: Node) -> Iterator[None]:
+    """Runs what is created, ends what is deleted."""
+    over = threading.Event()
+    thread = threading.Thread(target=_operate, args=(kubernetes, node, over))
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _operate(kubernetes: FakeKubernetes, node: Node, over: threading.Event) -> None:
+    workers: dict[str, list[str]] = {}
+    while not over.wait(LOOK_EVERY_S):
+        jobs = dict(kubernetes.objects["pytorchjobs"])
+        for name, job in jobs.items():
+            if name not in workers:
+                workers[name] = _start(node, name, job)
+                kubernetes.condition(name, "Running")
+            _look(kubernetes, node, name, workers)
+        for name in workers.keys() - jobs.keys():
+            for worker in workers.pop(name):
+                node.stop(worker)
+
+
+def _start(node: Node, name: str, job: dict[str, Any]) -> list[str]:
+    replicas = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    variables = injected_variables(job, f"{name}-worker-0:{RENDEZVOUS_PORT}")
+    return [
+        node.start(f"{name}-worker-{number}", replicas["template"]["spec"], variables)
+        for number in range(replicas["replicas"])
+    ]
+
+
+def _look(kubernetes: FakeKubernetes, node: Node, name: str, workers: dict[str, list[str]]) -> None:
+    """What `restartPolicy: ExitCode` makes of workers that have ended."""
+    job = kubernetes.objects["pytorchjobs"].get(name)
+    if job is None or job["status"]["conditions"][-1]["type"] != "Running":
+        return
+    codes = [code for each in workers[name] if (code := node.exit_code(each)) is not None]
+    if any(code >= RETRIED_FROM for code in codes):
+        workers[name] = _start(node, name, job)
+    elif any(codes):
+        log = node.log(workers[name][0])
+        kubernetes.condition(
+            name, "Failed", "PyTorchJobFailed", f"ended with {codes}: {log[-500:]}"
+        )
+    elif codes:
+        kubernetes.condition(name, "Succeeded")
