@@ -56,27 +56,33 @@ FROM vllm-${VARIANT} AS vllm-environment
 
 # ---- images ----
 
-FROM ${BASE} AS image
-ENV PATH=/opt/bapo/bin:$PATH PYTHONPATH=/app PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
-    HOME=/tmp BAPO_SCRATCH=/scratch
+FROM scratch AS code
 COPY bapo_core /app/bapo_core
 COPY services /app/services
 COPY pipelines /app/pipelines
+
+FROM ${BASE} AS image
+ENV PATH=/opt/bapo/bin:$PATH PYTHONPATH=/app PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
+    HOME=/tmp BAPO_SCRATCH=/scratch
 WORKDIR /scratch
 # Kubernetes asks for a number. Only /tmp and /scratch are written to, which are mounted.
 RUN chown 10001:10001 /scratch
 USER 10001:10001
 
+# The code last: what changes most is what is pushed and pulled again.
 FROM image AS service
 COPY --from=service-environment /opt/bapo /opt/bapo
+COPY --from=code /app /app
 CMD ["python", "-m", "services.buffer.main"]
 
 FROM image AS trainer
 COPY --from=trainer-environment /opt/bapo /opt/bapo
+COPY --from=code /app /app
 CMD ["python", "-m", "services.trainer.launch"]
 
 FROM image AS rollout
 ENV BAPO_VLLM_PYTHON=/opt/vllm/bin/python LD_LIBRARY_PATH=/opt/vllm/lib
 COPY --from=service-environment /opt/bapo /opt/bapo
 COPY --from=vllm-environment /opt/vllm /opt/vllm
+COPY --from=code /app /app
 CMD ["python", "-m", "services.rollout.follow", "services.rollout.agent"]

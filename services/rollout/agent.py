@@ -17,6 +17,7 @@ import asyncio
 import logging
 import os
 import shlex
+import shutil
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -177,8 +178,17 @@ def make_host(config: RunConfig, scratch: Path) -> EngineHost:
                 *shlex.split(os.environ.get("BAPO_VLLM_ARGS", "")),
                 *rollout.vllm_args,
             ],
+            environment=_without_compiler() if on_cpu else {},
         )
     )
+
+
+def _without_compiler() -> dict[str, str]:
+    """On CPUs, vLLM compiles parts of itself by a C++ compiler, which an image has not."""
+    if shutil.which(os.environ.get("CXX", "g++")) is not None:
+        return {}
+    log.info("there is no C++ compiler: vLLM runs without torch.compile")
+    return {"TORCHDYNAMO_DISABLE": "1"}
 
 
 def main() -> None:

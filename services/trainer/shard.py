@@ -35,6 +35,8 @@ from services.trainer.ranks import Ranks
 
 Sharded = TypeVar("Sharded", Policy, Critic)
 DEFAULT = TrainerConfig()
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+"""Of GPUs."""
 
 
 def shard(policy: Sharded, ranks: Ranks, *, offload: bool = False) -> Sharded:
@@ -48,9 +50,7 @@ def shard(policy: Sharded, ranks: Ranks, *, offload: bool = False) -> Sharded:
     if ranks.size == 1 and not cuda:
         return policy
     mesh = init_device_mesh("cuda" if cuda else "cpu", (ranks.size,))
-    precision = MixedPrecisionPolicy()
-    if cuda:
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    precision = HALF if cuda else MixedPrecisionPolicy()
     place = CPUOffloadPolicy(pin_memory=cuda) if offload else OffloadPolicy()
     modules: list[nn.Module] = [*_layers(policy.model), policy]
     for each in modules:

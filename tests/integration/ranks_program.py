@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
+from services.trainer import shard
 from services.trainer.critic import Critic
 from services.trainer.data import Batch, make_plan
 from services.trainer.lora import add_adapters
@@ -57,6 +59,8 @@ class Case:
     tied: bool = False
     """The model's embeddings."""
     overrides: tuple[str, ...] = ()
+    half: bool = False
+    """Several processes compute as GPUs do: in bfloat16, from and to fp32."""
 
 
 CASES = {
@@ -64,6 +68,7 @@ CASES = {
     "adapters": Case(overrides=("lora.rank=4",)),
     "critic": Case(overrides=("advantage.estimator=gae", "critic.learning_rate=1e-3")),
     "tied": Case(tied=True),
+    "half": Case(half=True),
 }
 STEPS = 4
 
@@ -104,6 +109,11 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     with joined() as ranks:
         out, models, *cases = sys.argv[1:]
-        found = {name: train(ranks, CASES[name], Path(models)) for name in cases}
+        found = {}
+        for name in cases:
+            shard.MixedPrecisionPolicy = (  # type: ignore[misc, assignment]
+                (lambda: shard.HALF) if CASES[name].half else MixedPrecisionPolicy
+            )
+            found[name] = train(ranks, CASES[name], Path(models))
         if ranks.speaks:
             torch.save(found, out)

@@ -19,6 +19,7 @@ from services.buffer.wire import ManifestMember
 from services.common.errors import BapoError
 from services.trainer import attention
 from services.trainer.data import Batch, Plan, collate, make_plan, microbatches
+from services.trainer.lora import add_adapters
 from services.trainer.policy import Policy, response_logprobs
 from services.trainer.ranks import Ranks
 from services.trainer.shard import checkpoint_layers, compile_layers
@@ -161,8 +162,13 @@ def test_computing_layers_again_changes_nothing(what: Any) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_layers_compute_the_same() -> None:
-    plain, compiled = updater_of(config()), updater_of(config())
+@pytest.mark.parametrize("rank", [0, 4])
+def test_compiled_layers_compute_the_same(rank: int) -> None:
+    settings = config(f"lora.rank={rank}")
+    networks = policy(), policy()
+    for network in networks:
+        add_adapters(network.model, settings.lora, 7)
+    plain, compiled = (Updater(settings, each, Ranks(0, 1)) for each in networks)
     compile_layers(compiled.policy)
     assert torch.allclose(compiled.score(batch()), plain.score(batch()), atol=1e-5)
     found = step(compiled, 1, batch())
