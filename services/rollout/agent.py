@@ -178,12 +178,12 @@ def make_host(config: RunConfig, scratch: Path) -> EngineHost:
                 *shlex.split(os.environ.get("BAPO_VLLM_ARGS", "")),
                 *rollout.vllm_args,
             ],
-            environment=_without_compiler() if on_cpu else {},
+            environment=compilerless() if on_cpu else {},
         )
     )
 
 
-def _without_compiler() -> dict[str, str]:
+def compilerless() -> dict[str, str]:
     """On CPUs, vLLM compiles parts of itself by a C++ compiler, which an image has not."""
     if shutil.which(os.environ.get("CXX", "g++")) is not None:
         return {}

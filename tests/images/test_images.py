@@ -229,7 +229,7 @@ def test_the_pipeline_trains_a_run_in_containers(
     client = BufferClient("http://127.0.0.1:8700", token, run=RUN)
     state = client.run_state()
     assert (state.status, state.current_step) == ("finished", STEPS)
-    assert [each.replica for each in client.replicas()] == ["bapo-rollout-0"]
+    assert [each.name for each in client.replicas()] == ["bapo-rollout-0"]
     assert client.evaluations()[-1].version == STEPS + 1
     (model,) = root.glob("*/export-model/model")
     assert (model / "model.safetensors").stat().st_size > 0

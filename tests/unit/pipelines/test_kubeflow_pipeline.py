@@ -21,6 +21,7 @@ from services.common.errors import BapoError
 
 ROOT = Path(__file__).parents[3]
 PIPELINE, PLATFORM = yaml.safe_load_all((ROOT / COMPILED).read_text())
+PICTURE = ROOT / "docs/images/pipeline.svg"
 CONFIG = str(ROOT / "examples/countdown.yaml")
 
 
@@ -46,6 +47,12 @@ def test_the_compiled_pipeline_is_current(tmp_path: Path) -> None:
     again = tmp_path / "again.yaml"
     main(["pipeline", "compile", "--output", str(again)])
     assert again.read_text() == (ROOT / COMPILED).read_text(), "run `bapo pipeline compile`"
+
+
+def test_the_picture_shows_every_step() -> None:
+    drawn = re.findall(r'font-weight="600"[^>]*>([a-z0-9-]+)<', PICTURE.read_text())
+    dags = [PIPELINE["root"], *PIPELINE["components"].values()]
+    assert sorted(drawn) == sorted(name for each in dags if "dag" in each for name in tasks(each))
 
 
 def test_images_of_ones_own_registry(tmp_path: Path) -> None:
