@@ -81,8 +81,9 @@ COPY --from=code /app /app
 CMD ["python", "-m", "services.trainer.launch"]
 
 FROM image AS rollout
-ENV BAPO_VLLM_PYTHON=/opt/vllm/bin/python LD_LIBRARY_PATH=/opt/vllm/lib
 COPY --from=service-environment /opt/bapo /opt/bapo
 COPY --from=vllm-environment /opt/vllm /opt/vllm
 COPY --from=code /app /app
+ENV BAPO_VLLM_PYTHON=/opt/vllm/bin/python \
+    LD_LIBRARY_PATH=/opt/vllm/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 CMD ["python", "-m", "services.rollout.follow", "services.rollout.agent"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from services.rollout.transformers_engine import TransformersEngine
 
 Result = TypeVar("Result")
+Accept = Callable[[int], bool]
+"""Takes the number of workers that receive; whether the offer still stood."""
 
 
 class EngineLost(BapoError):
@@ -36,13 +38,12 @@ class EngineHost(Protocol):
         """
         ...
 
-    async def receivers(self) -> int:
-        """How many workers would receive weights sent by NCCL; 0 if none can."""
-        ...
+    async def receive(self, offer: WeightOffer, accept: Accept) -> bool:
+        """Serves what is offered, from the trainer itself, which joins once `accept` was called.
 
-    async def receive(self, offer: WeightOffer) -> None:
-        """Serves what is offered, from the trainer itself. Raises `EngineLost`: then nothing is
-        served until the next `load`."""
+        False if it is not to be had that way: the engine is as it was. Raises `EngineLost`: nothing
+        is served until the next `load`.
+        """
         ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedGroup]:
@@ -72,11 +73,9 @@ class TransformersHost:
     async def load(self, directory: Path, version: int) -> None:
         await asyncio.to_thread(self._engine.load, directory, version)
 
-    async def receivers(self) -> int:
-        return 0
-
-    async def receive(self, offer: WeightOffer) -> None:  # noqa: ARG002
-        raise EngineLost("this engine takes files alone")
+    async def receive(self, offer: WeightOffer, accept: Accept) -> bool:  # noqa: ARG002
+        """This engine takes files alone."""
+        return False
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedGroup]:
         sampling = SamplingParams(

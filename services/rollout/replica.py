@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Coroutine, Set
 from contextlib import suppress
+from functools import partial
 
 from services.buffer.client import LONG_POLL_S, BufferClient
 from services.buffer.timeline import Timeline
@@ -52,6 +53,8 @@ class Replica:
         """`offers`: where the trainer's come in, if it makes any (`sync.transport`)."""
         self._host, self._buffer, self._cache = host, buffer, cache
         self._name, self._url, self._offers = name, url, offers
+        self._receives = offers is not None
+        """The last version that could, came from the trainer itself."""
         self._state: ReplicaState = "starting"
         self._detail = ""
         self._wanted: WantedWeights | None = None
@@ -169,9 +172,9 @@ class Replica:
 
     async def _serve(self, wanted: WantedWeights) -> None:
         if wanted.stored is not None and wanted.stored != self._serving:
-            await self._load(wanted.stored)
-        # With offers, its files are needed only if something goes wrong.
-        ahead = wanted.newest if self._offers is None else None
+            await self._load(wanted.stored, wanted.newest)
+        # What the trainer sends needs no files.
+        ahead = None if self._receives else wanted.newest
         if ahead is not None and not self._cache.holds(ahead):
             # It will be wanted next: then it is here already.
             with self._timeline.activity("fetch", ahead.number):
@@ -181,10 +184,14 @@ class Replica:
         if self._serving is not None:
             self._say("serving")
 
-    async def _load(self, stored: StoredVersion) -> None:
+    async def _load(self, stored: StoredVersion, newest: StoredVersion | None) -> None:
         started = time.monotonic()
-        received = self._offers is not None and await self._receive(stored, self._offers)
+        received = False
+        if self._offers is not None and self._serving is not None and stored == newest:
+            received = self._receives = await self._receive(stored, self._offers)
         if not received:
+            if self._offers is not None:
+                self._offers.decline(stored)
             await self._load_files(stored)
         async with self._changed:
             self._serving = stored
@@ -196,22 +203,18 @@ class Replica:
 
     async def _receive(self, stored: StoredVersion, offers: Offers) -> bool:
         """Whether the engine has got the weights from the trainer itself."""
-        receivers = await self._host.receivers() if self._serving is not None else 0
-        if not receivers:
-            return False  # an engine is started with files
-        with self._timeline.activity("drain", stored.number):
-            await self._drain()
-        offer = await offers.take(stored, receivers)
+        offer = await offers.of(stored)
         if offer is None:
             return False
+        with self._timeline.activity("drain", stored.number):
+            await self._drain()
         self._say("loading")
         try:
             with self._timeline.activity("load", stored.number):
-                await self._host.receive(offer)
+                return await self._host.receive(offer, partial(offers.accept, offer))
         except EngineLost as error:
             log.warning("version %d is loaded from its files: %s", stored.number, error)
             return False
-        return True
 
     async def _load_files(self, stored: StoredVersion) -> None:
         # What failed shows its reason until it has worked.

@@ -11,9 +11,9 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from contextlib import suppress
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from services.buffer.client import BufferClient
@@ -21,11 +21,15 @@ from services.buffer.wire import ReplicaView
 from services.common.errors import ServiceError, ServiceUnavailable
 from services.common.http import HttpClient
 from services.common.offers import STANDS_S, OfferTaken, Parameter, WeightOffer
+from services.trainer.nccl import DATA_TYPES, NcclError
 
 log = logging.getLogger(__name__)
 
+SILENT_S = 10.0
+"""A replica that has said nothing for so long is not asked."""
 SEND_WITHIN_S = 600.0
-"""A broadcast that a receiver has left never ends: then nothing is sent this way any more."""
+"""A group that a receiver has left never ends by itself."""
+GIVE_UP_WITHIN_S = 10.0
 
 
 class Link(Protocol):
@@ -36,99 +40,114 @@ class Link(Protocol):
         ...
 
     def send(self, unique_id: bytes, receivers: int, tensors: Sequence[Tensor]) -> None:
-        """Joins as rank 0 of `receivers` + 1, and broadcasts one tensor after the other."""
+        """Joins as rank 0 of `receivers` + 1, and broadcasts one tensor after the other. Raises
+        `NcclError`."""
+        ...
+
+    def abort(self, unique_id: bytes) -> None:
+        """Makes `send` end, if the group has come together."""
         ...
 
 
-class NcclLink:
-    """NCCL from this process's GPU. Tensors on the CPU are copied there one at a time."""
-
-    def __init__(self) -> None:
-        self._device = torch.cuda.current_device()
-        self._nccl: Any = torch.cuda.nccl  # without types
-
-    def unique_id(self) -> bytes:
-        return bytes(self._nccl.unique_id())
-
-    def send(self, unique_id: bytes, receivers: int, tensors: Sequence[Tensor]) -> None:
-        torch.cuda.set_device(self._device)  # each thread has its own
-        group = [self._nccl.init_rank(receivers + 1, unique_id, 0)]
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            # vLLM begins with one of these, and waits for ours.
-            self._nccl.all_reduce([torch.zeros(1, device="cuda")], None, 0, [stream], group)
-            for tensor in tensors:
-                here = tensor.to("cuda").contiguous()
-                self._nccl.broadcast([here], 0, [stream], group)
-        stream.synchronize()
-
-
 class DirectSender:
-    """Offers each version to every replica, and sends to those that want it."""
+    """Offers each version to every replica that serves, and sends to those that want it."""
 
     def __init__(self, buffer: BufferClient, token: str, link: Link) -> None:
         self._buffer, self._token, self._link = buffer, token, link
-        self._stuck = False
+        self._unused: list[bytes] = []
+        """Ids of groups that came to nothing."""
+        self.stuck = False
+        """A send could not be ended: nothing is sent any more, and it still holds its tensors."""
 
     def send(self, version: int, digest: str, weights: Mapping[str, Tensor]) -> list[str]:
         """The replicas that got the weights, which are those of a published version: names and
         shapes as in its files, the same bytes."""
-        if self._stuck:
+        unknown = {str(each.dtype) for each in weights.values() if each.dtype not in DATA_TYPES}
+        if self.stuck or unknown:
+            reason = "an earlier one hangs" if self.stuck else f"it has {', '.join(unknown)}"
+            log.info("version %d is not sent directly: %s", version, reason)
             return []
-        served: list[str] = []
-        threads = [
-            # A thread whose broadcast hangs cannot be ended, and must not keep the process.
-            threading.Thread(
-                target=self._serve, args=(each, version, digest, weights, served), daemon=True
-            )
-            for each in self._buffer.replicas()
+        parameters = [
+            Parameter(name=name, dtype=str(each.dtype)[6:], shape=list(each.shape))
+            for name, each in weights.items()
         ]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + STANDS_S + SEND_WITHIN_S
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                self._stuck = True
-        if self._stuck:
-            log.error("a replica left while weights were sent; the object store serves from here")
-        return sorted(served)
 
-    def _serve(
+        def offer(unique_id: bytes) -> WeightOffer:
+            return WeightOffer(
+                policy_version=version,
+                manifest_digest=digest,
+                parameters=parameters,
+                unique_id=base64.b64encode(unique_id).decode(),
+            )
+
+        sends = [
+            _Send(self._link, replica, self._token, offer(self._id()), list(weights.values()))
+            for replica in self._buffer.replicas()
+            if replica.state == "serving" and replica.silent_s < SILENT_S
+        ]
+        for each in sends:
+            each.start()
+        deadline = time.monotonic() + STANDS_S + SEND_WITHIN_S
+        for each in sends:
+            each.end(max(0.0, deadline - time.monotonic()))
+        self.stuck = any(each.is_alive() for each in sends)
+        if self.stuck:
+            log.error("a replica left while weights were sent; the object store serves from here")
+        self._unused += [each.unique_id for each in sends if each.outcome == "refused"]
+        return sorted(each.replica.name for each in sends if each.outcome == "sent")
+
+    def _id(self) -> bytes:
+        return self._unused.pop() if self._unused else self._link.unique_id()
+
+
+class _Send(threading.Thread):
+    """To one replica. A daemon, because it may hang for good."""
+
+    def __init__(
         self,
+        link: Link,
         replica: ReplicaView,
-        version: int,
-        digest: str,
-        weights: Mapping[str, Tensor],
-        served: list[str],
+        token: str,
+        offer: WeightOffer,
+        tensors: Sequence[Tensor],
     ) -> None:
-        unique_id = self._link.unique_id()
-        offer = WeightOffer(
-            policy_version=version,
-            manifest_digest=digest,
-            parameters=[
-                Parameter(name=name, dtype=str(each.dtype)[6:], shape=list(each.shape))
-                for name, each in weights.items()
-            ],
-            unique_id=base64.b64encode(unique_id).decode(),
+        super().__init__(name=f"send-{replica.name}", daemon=True)
+        self.replica, self.unique_id = replica, base64.b64decode(offer.unique_id)
+        self.outcome = ""
+        """refused, failed or sent, once it is."""
+        self._link, self._token, self._offer, self._tensors = link, token, offer, tensors
+
+    def run(self) -> None:
+        version, name = self._offer.policy_version, self.replica.name
+        try:
+            receivers = self._make_offer()
+        except (ServiceError, ServiceUnavailable) as error:
+            log.info("replica %s takes version %d's files: %s", name, version, error)
+            self.outcome = "refused"
+            return
+        try:
+            self._link.send(self.unique_id, receivers, self._tensors)
+        except (NcclError, RuntimeError) as error:
+            log.warning("version %d was not sent to %s: %s", version, name, error)
+            self.outcome = "failed"
+            return
+        self.outcome = "sent"
+
+    def end(self, seconds: float) -> None:
+        """Waits so long, then makes it end."""
+        self.join(seconds)
+        if self.is_alive():
+            with suppress(NcclError):
+                self._link.abort(self.unique_id)
+            self.join(GIVE_UP_WITHIN_S)
+
+    def _make_offer(self) -> int:
+        """How many receive, now. Asked once: an offer that is made again would replace itself."""
+        http = HttpClient(
+            "replica", self.replica.url, self._token, timeout_s=STANDS_S + 10, give_up_s=0
         )
         try:
-            receivers = self._offer(replica, offer)
-        except (ServiceError, ServiceUnavailable) as error:
-            log.info("replica %s takes version %d's files: %s", replica.name, version, error)
-            return
-        try:
-            self._link.send(unique_id, receivers, list(weights.values()))
-        except RuntimeError as error:  # as torch reports NCCL's
-            log.warning("version %d was not sent to %s: %s", version, replica.name, error)
-            return
-        served.append(replica.name)
-
-    def _offer(self, replica: ReplicaView, offer: WeightOffer) -> int:
-        """How many receive, now. Asked once: an offer that is made again would replace itself."""
-        http = HttpClient("replica", replica.url, self._token, timeout_s=STANDS_S + 10, give_up_s=0)
-        try:
-            answer = http.call("POST", "/v1/weights", json=offer.model_dump())
+            answer = http.call("POST", "/v1/weights", json=self._offer.model_dump())
         finally:
             http.close()
         return OfferTaken.model_validate_json(answer.content).receivers

@@ -26,8 +26,9 @@ from services.model.stored import fetch_model, model_on_disk
 from services.trainer.checkpoint import Checkpointer, load_checkpoint
 from services.trainer.critic import Critic
 from services.trainer.data import TrajectoryReader, group_cost, make_plan
-from services.trainer.direct import DirectSender, NcclLink
+from services.trainer.direct import DirectSender
 from services.trainer.lora import add_adapters
+from services.trainer.nccl import NcclLink
 from services.trainer.policy import Policy
 from services.trainer.profile import profiled
 from services.trainer.publish import WeightPublisher

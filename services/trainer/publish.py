@@ -97,3 +97,5 @@ class WeightPublisher(Background):
             seconds = round(time.monotonic() - started, 3) - seconds
             extra = {"version": version, "seconds": seconds, "replicas": served}
             log.info("weights sent", extra=extra)
+            if self._direct.stuck:
+                self._copies = {}  # these are not ours alone any more

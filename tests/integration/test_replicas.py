@@ -37,7 +37,7 @@ from services.rollout import replica as replica_module
 from services.rollout.agent import create_app
 from services.rollout.engine import ModelLoadError
 from services.rollout.fleet import Fleet
-from services.rollout.host import EngineLost
+from services.rollout.host import Accept, EngineLost
 from services.rollout.offers import Offers
 from services.rollout.replica import Replica
 from services.rollout.weights import WeightCache
@@ -49,6 +49,7 @@ from services.rollout.wire import (
 )
 from services.trainer import direct as direct_module
 from services.trainer.direct import DirectSender
+from services.trainer.nccl import NcclError
 from tests.integration.driver import Driver, small_config
 
 G = 3
@@ -66,25 +67,36 @@ def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class MemoryLink:
-    """Stands in for NCCL: groups meet by their id, and a sender waits until all have received."""
+    """Stands in for NCCL: groups meet by their id, and who sends waits until somebody receives."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, deaf: bool = False) -> None:
+        """`deaf`: what hangs cannot be aborted."""
+        self.deaf = deaf
         self.sent: dict[bytes, queue.SimpleQueue[list[Tensor]]] = {}
-        self.hangs = threading.Event()
-        self.hangs.set()
+        self.over: dict[bytes, threading.Event] = {}
+        self.aborted: set[bytes] = set()
 
     def unique_id(self) -> bytes:
         found = secrets.token_bytes(128)
-        self.sent[found] = queue.SimpleQueue()
+        self.sent[found], self.over[found] = queue.SimpleQueue(), threading.Event()
         return found
 
     def send(self, unique_id: bytes, receivers: int, tensors: Sequence[Tensor]) -> None:
         assert receivers == 2
-        self.hangs.wait()
         self.sent[unique_id].put(list(tensors))
+        self.over[unique_id].wait()
+        if unique_id in self.aborted:
+            raise NcclError("given up")
 
     def receive(self, unique_id: bytes) -> list[Tensor]:
-        return self.sent[unique_id].get(timeout=20)
+        found = self.sent[unique_id].get(timeout=20)
+        self.over[unique_id].set()
+        return found
+
+    def abort(self, unique_id: bytes) -> None:
+        if not self.deaf:
+            self.aborted.add(unique_id)
+            self.over[unique_id].set()
 
 
 class MadeUpHost:
@@ -111,12 +123,11 @@ class MadeUpHost:
         self.lost = False
         self.loaded.append(version)
 
-    async def receivers(self) -> int:
-        return 0 if self.link is None else 2
-
-    async def receive(self, offer: WeightOffer) -> None:
+    async def receive(self, offer: WeightOffer, accept: Accept) -> bool:
         assert self.at_once == 0, "weights were received while groups were generated"
         assert self.link is not None
+        if self.wrong.pop("another_model", False) or not accept(2):
+            return False
         if self.wrong.pop("breaks_off", False):
             raise EngineLost("half of it is missing")
         tensors = await asyncio.to_thread(self.link.receive, base64.b64decode(offer.unique_id))
@@ -125,6 +136,7 @@ class MadeUpHost:
             for each, tensor in zip(offer.parameters, tensors, strict=True)
         )
         self.loaded.append(offer.policy_version)
+        return True
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedGroup]:
         for index, prompt in enumerate(request.prompts):
@@ -666,9 +678,8 @@ WEIGHTS = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([[3]])}
 SENT = "sent a=[1.0, 2.0] b=[[3]]"
 
 
-def sending(ground: Field, link: MemoryLink, stored: StoredVersion) -> asyncio.Task[list[str]]:
+def sending(sender: DirectSender, stored: StoredVersion) -> asyncio.Task[list[str]]:
     """What the trainer does once a version is stored."""
-    sender = DirectSender(ground.driver.client, ground.driver.stack.token, link)
     return asyncio.create_task(
         asyncio.to_thread(sender.send, stored.number, stored.manifest_digest, WEIGHTS)
     )
@@ -697,7 +708,8 @@ def test_the_trainer_sends_to_every_replica_that_takes_weights(ground: Field) ->
             await ground.until("gone", lambda view: view.loaded_version == 1)
             await ground.stop("gone")
             second = ground.publish(2, "two")
-            sent = sending(ground, link, second)
+            sender = DirectSender(ground.driver.client, ground.driver.stack.token, link)
+            sent = sending(sender, second)
             assert want(ground, 2) == 2
             for name in hosts:
                 await ground.until(name, lambda view: view.loaded_version == 2)
@@ -725,7 +737,8 @@ def test_weights_that_nobody_sends_come_from_the_object_store(
             await ground.start("r", host)
             await first_version(ground)
             second = ground.publish(2, "two")
-            other = sending(ground, link, second.model_copy(update={"manifest_digest": "0" * 64}))
+            sender = DirectSender(ground.driver.client, ground.driver.stack.token, link)
+            other = sending(sender, second.model_copy(update={"manifest_digest": "0" * 64}))
             want(ground, 2)
             await ground.until("r", lambda view: view.loaded_version == 2)
             assert (host.contents, host.loaded) == ("two", [1, 2])
@@ -733,7 +746,7 @@ def test_weights_that_nobody_sends_come_from_the_object_store(
             ground.driver.run_step(2)
             ground.driver.run_step(3)
             fourth = ground.publish(4, "four")
-            sent = sending(ground, link, fourth)
+            sent = sending(sender, fourth)
             assert await other == []
             assert want(ground, 4) == 4
             assert await sent == ["r"]
@@ -743,19 +756,37 @@ def test_weights_that_nobody_sends_come_from_the_object_store(
     run(work())
 
 
-def test_weights_that_arrive_in_part_are_replaced_by_the_files(ground: Field) -> None:
+@pytest.mark.parametrize("wrong", ["breaks_off", "another_model"])
+def test_weights_that_do_not_arrive_are_replaced_by_the_files(
+    ground: Field, monkeypatch: pytest.MonkeyPatch, wrong: str
+) -> None:
+    """Training goes on, and the next version is sent again."""
+    monkeypatch.setattr(direct_module, "STANDS_S", 0.5)
+    monkeypatch.setattr(direct_module, "SEND_WITHIN_S", 0.5)
+
     async def work() -> None:
-        host = MadeUpHost(link := MemoryLink(), breaks_off=True)
+        host = MadeUpHost(link := MemoryLink(), **{wrong: True})
         async with ground.closing() as fleet:
             await ground.start("r", host)
             await first_version(ground)
+            sender = DirectSender(ground.driver.client, ground.driver.stack.token, link)
             second = ground.publish(2, "two")
-            sent = sending(ground, link, second)
+            sent = sending(sender, second)
             want(ground, 2)
             await ground.until("r", lambda view: view.loaded_version == 2)
             assert host.contents == "two"
             await collect(fleet, asking(second))
-            await sent
+            assert await sent == []
+            assert not sender.stuck
+            ground.driver.run_step(2)
+            ground.driver.run_step(3)
+            fourth = ground.publish(4, "four")
+            sent = sending(sender, fourth)
+            want(ground, 4)
+            assert await sent == ["r"]
+            assert host.contents == SENT
+            # A group is left behind only where somebody may have joined it.
+            assert len(link.sent) == (2 if wrong == "breaks_off" else 1)
 
     run(work())
 
@@ -767,7 +798,8 @@ def test_an_offer_that_is_not_wanted_ends(ground: Field, monkeypatch: pytest.Mon
         async with ground.closing():
             await ground.start("r", MadeUpHost(link := MemoryLink()))
             await first_version(ground)
-            assert await sending(ground, link, ground.publish(2, "two")) == []
+            sender = DirectSender(ground.driver.client, ground.driver.stack.token, link)
+            assert await sending(sender, ground.publish(2, "two")) == []
             assert ground.seen("r").loaded_version == 1
             url = ground.seen("r").url
             offer = WeightOffer(
@@ -787,27 +819,59 @@ def test_an_offer_that_is_not_wanted_ends(ground: Field, monkeypatch: pytest.Mon
     run(work())
 
 
-def test_a_transfer_that_hangs_is_the_last_one(
+def test_a_transfer_that_cannot_be_ended_is_the_last_one(
     ground: Field, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL waits for ever for a peer that has gone: training goes on without it."""
-    monkeypatch.setattr(direct_module, "SEND_WITHIN_S", 0.2)
-    monkeypatch.setattr(direct_module, "STANDS_S", 0.5)
+    """A group that never comes together: training goes on without it."""
+    for name in ("SEND_WITHIN_S", "STANDS_S", "GIVE_UP_WITHIN_S"):
+        monkeypatch.setattr(direct_module, name, 0.3)
 
     async def work() -> None:
-        host = MadeUpHost(link := MemoryLink())
+        host = MadeUpHost(link := MemoryLink(deaf=True), breaks_off=True)
         async with ground.closing():
             await ground.start("r", host)
             await first_version(ground)
             second = ground.publish(2, "two")
-            link.hangs.clear()
             sender = DirectSender(ground.driver.client, ground.driver.stack.token, link)
             want(ground, 2)
-            send = sender.send
-            assert await asyncio.to_thread(send, 2, second.manifest_digest, WEIGHTS) == []
-            assert await asyncio.to_thread(send, 3, "0" * 64, WEIGHTS) == []
+            assert await sending(sender, second) == []
+            assert sender.stuck
+            assert await sending(sender, second) == []
             assert len(link.sent) == 1, "it was tried again"
-            link.hangs.set()
             await ground.until("r", lambda view: view.loaded_version == 2)
+            link.over[next(iter(link.sent))].set()
+
+    run(work())
+
+
+def test_offers_answer_once() -> None:
+    """Accepted at the last moment, declined before it was made, or replaced."""
+
+    def offer(version: int) -> WeightOffer:
+        parameters = [Parameter(name="a", dtype="float32", shape=[1])]
+        return WeightOffer(
+            policy_version=version, manifest_digest="d", parameters=parameters, unique_id="id"
+        )
+
+    def stored(version: int) -> StoredVersion:
+        return StoredVersion(number=version, manifest_digest="d", uri="s3://b/k")
+
+    async def work() -> None:
+        offers = Offers()
+        first = asyncio.create_task(offers.stand(offer(1)))
+        found = await offers.of(stored(1))
+        assert found is not None
+        assert offers.accept(found, 3)
+        assert not offers.accept(found, 3)
+        offers.decline(stored(1))
+        assert await first == 3
+        offers.decline(stored(2))
+        assert await offers.stand(offer(2)) == 0
+        third = asyncio.create_task(offers.stand(offer(3)))
+        await asyncio.sleep(0)
+        fourth = asyncio.create_task(offers.stand(offer(4)))
+        assert await third == 0
+        offers.decline(stored(4))
+        assert await fourth == 0
 
     run(work())

@@ -303,7 +303,6 @@ def test_weights_that_the_trainer_would_send(
     """As far as a machine without GPUs goes: vLLM knows the route, reads what it is sent, finds no
     GPU, and is started anew."""
     runner.run(host.load(models["v1"], 8))
-    assert runner.run(host.receivers()) == 1
     offer = WeightOffer(
         policy_version=9,
         manifest_digest="",
@@ -314,12 +313,20 @@ def test_weights_that_the_trainer_would_send(
         unique_id=base64.b64encode(bytes(128)).decode(),
     )
     other = offer.model_copy(update={"parameters": offer.parameters[1:]})
-    with pytest.raises(EngineLost, match="not the weights of the model that vLLM runs"):
-        runner.run(host.receive(other))
+    asked_for: list[int] = []
+
+    def accept(receivers: int) -> bool:
+        asked_for.append(receivers)
+        return len(asked_for) > 1
+
+    assert not runner.run(host.receive(other, accept)), "of another model"
+    assert not asked_for
+    assert not runner.run(host.receive(offer, accept)), "gone in the meantime"
     asked = request(8)
     check_logprobs(models["v1"], asked, runner.run(generate(host, asked)))
     with pytest.raises(EngineLost, match=r"did not arrive: .*accelerator device"):
-        runner.run(host.receive(offer))
+        runner.run(host.receive(offer, accept))
+    assert asked_for == [1, 1]
     runner.run(host.load(models["v2"], 9))
     asked = request(9)
     check_logprobs(models["v2"], asked, runner.run(generate(host, asked)))

@@ -19,6 +19,8 @@ from services.rollout.wire import GeneratedResponse, Sampling
 ADMIN_S = 600.0
 """For loading weights: minutes for large models."""
 QUICK_S = 20.0
+JOIN_S = 60.0
+"""For a group to come together; a trainer that has gone never joins."""
 IDLE_S = 2.0
 """A connection that nobody used for so long is not used again. vLLM hangs up after 5: what is sent
 at that moment is lost, and would look as if vLLM were."""
@@ -112,14 +114,14 @@ class VllmApi:
             "dtype_names": [each.dtype for each in offer.parameters],
             "shapes": [each.shape for each in offer.parameters],
         }
-        for path, body in (
-            ("/init_weight_transfer_engine", {"init_info": group}),
-            ("/start_weight_update", {}),
-            ("/update_weights", {"update_info": tensors}),
-            ("/finish_weight_update", {}),
-            ("/shutdown_weight_transfer_engine", {}),
+        for path, body, seconds in (
+            ("/init_weight_transfer_engine", {"init_info": group}, JOIN_S),
+            ("/start_weight_update", {}, ADMIN_S),
+            ("/update_weights", {"update_info": tensors}, ADMIN_S),
+            ("/finish_weight_update", {}, ADMIN_S),
+            ("/shutdown_weight_transfer_engine", {}, QUICK_S),
         ):
-            await self._ask("POST", path, json=body, timeout=ADMIN_S)
+            await self._ask("POST", path, json=body, timeout=seconds)
 
     async def reset_prefix_cache(self) -> bool:
         """Forgets keys and values made by other weights; whether all of them are forgotten."""

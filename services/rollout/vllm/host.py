@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 from services.common.offers import WeightOffer
-from services.rollout.host import EngineLost
+from services.rollout.host import Accept, EngineLost
 from services.rollout.vllm.api import PromptRefused, VllmApi
 from services.rollout.vllm.layout import Layout, read_layout
 from services.rollout.vllm.server import VllmOptions, VllmServer
@@ -66,23 +66,26 @@ class VllmHost:
             await self.close()
             raise
 
-    async def receivers(self) -> int:
-        running = self._server is not None and self._server.alive()
-        return await self._server.api.workers() if running and self._server else 0
-
-    async def receive(self, offer: WeightOffer) -> None:
+    async def receive(self, offer: WeightOffer, accept: Accept) -> bool:
         offered = {each.name: (each.dtype, tuple(each.shape)) for each in offer.parameters}
         if self._server is None or self._layout is None or offered != self._layout.torch_tensors():
-            raise EngineLost("what is offered are not the weights of the model that vLLM runs")
+            log.warning("what is offered are not the weights of the model that vLLM runs")
+            return False
         api, version = self._server.api, str(offer.policy_version)
         try:
+            workers = await api.workers()
             await api.pause()
-            await api.receive(offer, await api.workers())
+            # From here on the trainer waits in the group, and nothing but joining it is left to do.
+            if not accept(workers):
+                await api.resume()
+                return False
+            await api.receive(offer, workers)
             await self._renew(api, version)
         except (EngineLost, PromptRefused) as error:
             await self.close()  # half of the weights may be others
             raise EngineLost(f"the trainer's weights did not arrive: {error}") from error
         self._version = version
+        return True
 
     async def _load_in_place(self, api: VllmApi, directory: Path, version: str) -> None:
         await api.pause()

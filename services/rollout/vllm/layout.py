@@ -11,7 +11,10 @@ from typing import Any
 from services.rollout.engine import ModelLoadError
 
 _LONGEST_HEADER = 100 << 20
-_TORCH = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_TORCH = {
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
+    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"},
+}
 
 
 @dataclass(frozen=True)
@@ -26,7 +29,7 @@ class Layout:
 
     def torch_tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """`tensors`, with dtypes as torch calls them."""
-        return {name: (_TORCH.get(d, d), shape) for name, (d, shape) in self.tensors.items()}
+        return {name: (_TORCH[d], shape) for name, (d, shape) in self.tensors.items()}
 
     @property
     def vocabulary(self) -> int:
