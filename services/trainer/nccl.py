@@ -93,7 +93,7 @@ class NcclLink:
         result = getattr(self._library, function)(*arguments)
         if result != 0:
             words = self._library.ncclGetErrorString(result).decode()
-            raise NcclError(f"{function}: {words}; NCCL_DEBUG=INFO says more")
+            raise NcclError(f"{function}: {words}")
 
 
 def library() -> ctypes.CDLL:
