@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -45,6 +44,7 @@ from services.buffer import wire
 from services.buffer.client import BufferClient, if_there
 from services.common.objectstore import ObjectStore
 from services.local.data import load_datasets
+from services.local.run import engine_threads
 from services.local.stack import Endpoints, running_stack
 from services.local.supervisor import Supervisor, free_ports
 from services.model.tiny import build_tokenizer
@@ -172,7 +172,7 @@ def running(
     )
     client.create_run(request)
     client.begin_attempt()
-    threads = {"OMP_NUM_THREADS": str(os.cpu_count()), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **engine_threads(settings.rollout)}
     scratch = home / name
     scratch.mkdir()
     with Supervisor(home / "logs" / name) as supervisor:
