@@ -95,6 +95,8 @@ def compile_pipeline(arguments: argparse.Namespace) -> None:
     for image in (arguments.service, arguments.trainer):
         if not _IMAGE.fullmatch(image):
             raise BapoError(f"{image!r} is no image; give registry/name:tag")
+        if image.endswith(":latest"):
+            raise BapoError(f"{image}: latest is another image tomorrow; give a version")
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
     compiler.Compiler().compile(bapo_pipeline, str(arguments.output))
     text = arguments.output.read_text()

@@ -68,6 +68,7 @@ def test_images_of_ones_own_registry(tmp_path: Path) -> None:
     [
         (["compile", "--output", "x.txt"], "ends with .yaml"),
         (["compile", "--output", "x.yaml", "--service-image", "not one"], "'not one' is no image"),
+        (["compile", "--output", "x.yaml", "--trainer-image", "r/t:latest"], "give a version"),
         (["run-local", CONFIG, "--replicas", "0"], "--replicas is 0"),
     ],
 )
