@@ -162,7 +162,7 @@ def _threads() -> dict[str, str]:
 
 def engine_threads(rollout: RolloutConfig) -> dict[str, str]:
     """Engines at work at the same time share the cores: more threads than cores wait for each
-    other (measured: two vLLMs on two cores then make a third of the tokens)."""
+    other (measured: two vLLMs on two cores then make a quarter of the tokens)."""
     if rollout.engine == "transformers":
         return {}  # one works at a time
     return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // rollout.replicas))}

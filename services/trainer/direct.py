@@ -123,7 +123,8 @@ class _Send(threading.Thread):
             receivers = self._make_offer()
         except (ServiceError, ServiceUnavailable) as error:
             log.info("replica %s takes version %d's files: %s", name, version, error)
-            self.outcome = "refused"
+            # Whoever has not answered may have joined: that group's id is used up.
+            self.outcome = "refused" if isinstance(error, ServiceError) else "failed"
             return
         try:
             self._link.send(self.unique_id, receivers, self._tensors)

@@ -875,3 +875,16 @@ def test_offers_answer_once() -> None:
         assert await fourth == 0
 
     run(work())
+
+
+def test_a_group_that_somebody_may_have_joined_is_not_used_again(ground: Field) -> None:
+    """No answer is not a refusal."""
+    link = MemoryLink()
+    report = buffer_wire.ReplicaReport(
+        url="http://127.0.0.1:9", state="serving", loaded_version=1, manifest_digest="a" * 64
+    )
+    ground.driver.client.report_replica("unreachable", report)
+    sender = DirectSender(ground.driver.client, ground.driver.stack.token, link)
+    for version in (2, 3):
+        assert sender.send(version, "b" * 64, WEIGHTS) == []
+    assert len(link.sent) == 2
