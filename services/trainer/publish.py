@@ -94,8 +94,6 @@ class WeightPublisher(Background):
         log.info("weights published", extra={"version": version, "seconds": seconds})
         if self._direct is not None:
             served = self._direct.send(version, digest, saved)
-            seconds = round(time.monotonic() - started, 3) - seconds
-            extra = {"version": version, "seconds": seconds, "replicas": served}
-            log.info("weights sent", extra=extra)
+            log.info("weights sent", extra={"version": version, "replicas": served})
             if self._direct.stuck:
                 self._copies = {}  # these are not ours alone any more

@@ -87,13 +87,16 @@ def machine(
         code, log = made.finish("bapo-migrate", pod_of(one(release, "Job", "bapo-migrate"))["spec"])
         assert code == 0, log
         for workload in of_kind(release, "Deployment", "StatefulSet"):
-            name = workload["metadata"]["name"]
-            # The name that a StatefulSet's first pod has.
-            name = f"{name}-0" if workload["kind"] == "StatefulSet" else name
-            made.start(name, pod_of(workload)["spec"])
+            made.start(pod_name(workload), pod_of(workload)["spec"])
         for workload in of_kind(release, "Deployment", "StatefulSet"):
             await_probe(made, workload, "startupProbe")
         yield made
+
+
+def pod_name(workload: Object) -> str:
+    """A StatefulSet's first pod has a number."""
+    name: str = workload["metadata"]["name"]
+    return f"{name}-0" if workload["kind"] == "StatefulSet" else name
 
 
 def await_probe(machine: Node, workload: Object, probe: str) -> None:
@@ -108,7 +111,7 @@ def await_probe(machine: Node, workload: Object, probe: str) -> None:
                 return
         except httpx.TransportError:
             pass  # not there yet
-        name = workload["metadata"]["name"]
+        name = pod_name(workload)
         assert time.monotonic() < deadline, f"{name} does not answer: {machine.log(name)[-2000:]}"
         time.sleep(0.5)
 
@@ -121,9 +124,7 @@ def test_the_release_passes_its_own_test(release: list[Object], machine: Node) -
 
 
 @pytest.mark.parametrize("target", IMAGES)
-def test_an_image_has_what_its_programs_need_and_no_more(
-    target: str,
-) -> None:
+def test_an_image_has_what_its_programs_need_and_no_more(target: str) -> None:
     (image,) = json.loads(podman("image", "inspect", IMAGES[target]))
     assert image["Config"]["User"] == "10001:10001"
     run = ["run", "--rm", "--read-only", "--network=none", "--tmpfs=/tmp", IMAGES[target]]
