@@ -1,9 +1,9 @@
 # syntax=docker/dockerfile:1
 # Three images from one file, each from the pinned constraints:
 #
-#   docker build --target service -t bapo/service:0.1.0 .    buffer service, verifier, pipeline steps
-#   docker build --target trainer -t bapo/trainer:0.1.0 .    trainer, collector
-#   docker build --target rollout -t bapo/rollout:0.1.0 .    replica with vLLM
+#   docker build --target service -t bapo/service:0.2.0 .    buffer service, verifier, pipeline steps
+#   docker build --target trainer -t bapo/trainer:0.2.0 .    trainer, collector
+#   docker build --target rollout -t bapo/rollout:0.2.0 .    replica with vLLM
 #
 # VARIANT=cpu builds them for machines without GPUs. BASE is any image with Python 3.11 or later; one
 # for GPU rollouts also needs a C compiler, which Triton calls when it first compiles a kernel.
@@ -86,4 +86,4 @@ COPY --from=vllm-environment /opt/vllm /opt/vllm
 COPY --from=code /app /app
 ENV BAPO_VLLM_PYTHON=/opt/vllm/bin/python \
     LD_LIBRARY_PATH=/opt/vllm/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-CMD ["python", "-m", "services.rollout.follow", "services.rollout.agent"]
+CMD ["python", "-m", "services.rollout.run_watcher", "services.rollout.server"]

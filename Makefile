@@ -71,7 +71,7 @@ test-crds: $(CRDS) ## the chart against the official CRDs (needs npm)
 images: ## build the three images (VARIANT=cpu, ENGINE=buildah, BUILD_OPTIONS="--build-arg BASE=…")
 	for target in service trainer rollout; do \
 		$(ENGINE) build --target $$target --build-arg VARIANT=$(VARIANT) $(BUILD_OPTIONS) \
-			-t localhost/bapo/$$target:0.1.0 . || exit 1; \
+			-t localhost/bapo/$$target:0.2.0 . || exit 1; \
 	done
 
 test-images: $(STAMP) ## chart and pipeline in containers of those images (needs podman)
@@ -97,7 +97,7 @@ bench: $(STAMP) ## the benchmarks of benchmarks/
 	$(BIN)/python -m benchmarks.buffer_load
 
 docs: $(STAMP) ## regenerate what is made from the code: configuration, chart, pipeline
-	$(BIN)/python -m services.local.config_docs docs/configuration.md
+	$(BIN)/python -m bapo_core.config.reference docs/configuration.md
 	$(BIN)/python charts/readme.py
 	$(BIN)/bapo pipeline compile
 

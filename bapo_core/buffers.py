@@ -144,7 +144,7 @@ def promoted(
     return above(new.mean_reward, c1) and new.correct < new.size
 
 
-def settle_reevaluated(
+def evict_solved(
     entries: Sequence[GroupSummary],
     new_by_prompt: Mapping[str, GroupSummary],
     *,

@@ -39,10 +39,10 @@ from rich.console import Console
 
 from bapo_core.config import RunConfig, config_from
 from benchmarks.machine import machine
-from services.buffer.client import BufferClient
-from services.buffer.trajectories import SCHEMA
+from services.buffer.api.client import BufferClient
+from services.buffer.api.trajectories import SCHEMA
 from services.common.objectstore import ObjectStore
-from services.local.stack import Endpoints, running_stack
+from services.stack.stack import Endpoints, running_stack
 
 BATCH, SIZE, TOKENS = 256, 8, 512
 SNAPSHOT_EVERY = 32

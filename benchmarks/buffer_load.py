@@ -29,10 +29,10 @@ from rich.console import Console
 from bapo_core.config import RunConfig, config_from
 from benchmarks.buffer import SIZE, percentile, service_memory, trajectories
 from benchmarks.machine import machine
-from services.buffer import wire
-from services.buffer.client import BufferClient
-from services.local.data import load_datasets
-from services.local.stack import Endpoints, running_stack
+from services.buffer.api import wire
+from services.buffer.api.client import BufferClient
+from services.datasets import load_datasets
+from services.stack.stack import Endpoints, running_stack
 
 GROUPS, TOKENS = 64, 128
 T = TypeVar("T")

@@ -30,10 +30,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from bapo_core.tasks.countdown import CountdownTask
 from benchmarks.machine import machine
-from services.local.run import ensure_model
-from services.local.stack import default_home
+from services.model.resolve import ensure_model
 from services.rollout.engine import GeneratedGroup, GenerationRequest, SamplingParams
 from services.rollout.transformers_engine import TransformersEngine
+from services.stack.stack import default_home
 
 TEMPERATURE = 1.0
 TOLERANCE = 1e-5

@@ -40,23 +40,23 @@ from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task
 from benchmarks.buffer import trajectories
 from benchmarks.machine import machine
-from services.buffer import wire
-from services.buffer.client import BufferClient, if_there
+from services.buffer.api import wire
+from services.buffer.api.client import BufferClient, none_if_missing
+from services.cli.local_run import engine_threads
 from services.common.objectstore import ObjectStore
-from services.local.data import load_datasets
-from services.local.run import engine_threads
-from services.local.stack import Endpoints, running_stack
-from services.local.supervisor import Supervisor, free_ports
+from services.datasets import load_datasets
 from services.model.tiny import build_tokenizer
 from services.rollout import fleet
+from services.rollout.api.wire import Sampling
 from services.rollout.collector import JOBS_UNDER_WAY, Collector, Job, render
 from services.rollout.fleet import Fleet
 from services.rollout.vllm.api import VllmApi
-from services.rollout.wire import Sampling
+from services.stack.stack import Endpoints, running_stack
+from services.stack.supervisor import Supervisor, free_ports
 from services.trainer.export import as_saved, model_files, write_files
 from services.trainer.publish import WeightPublisher
 from services.trainer.ranks import Ranks
-from services.verifier.client import VerifierClient
+from services.verifier.api.client import VerifierClient
 
 SIZES = {
     # About 7 million and 128 million parameters (512 MB): (width, layers, vocabulary).
@@ -96,7 +96,7 @@ def config(name: str, replicas: int, sync_every: int) -> RunConfig:
             "steps": 1_000,
             "task": {"options": {"template": "short"}, "train_prompts": 2_000, "test_prompts": 8},
             "sync": {"every": sync_every, "reevaluate_every": sync_every, "phase": "first_step"},
-            "x2": {"enabled": False},
+            "reevaluate": {"enabled": False},
             "optimizer": {"minibatch_prompts": PROMPTS},
             "rollout": {
                 "engine": "vllm",
@@ -144,7 +144,7 @@ class Run:
         """Returns once every replica says that it serves the version."""
         stored = None
         while stored is None:
-            stored = if_there(partial(self.client.weights, version, wait=10))
+            stored = none_if_missing(partial(self.client.weights, version, wait=10))
         digest = stored.manifest_digest
         while True:
             views = self.client.replicas()
@@ -185,7 +185,7 @@ def running(
                 "BAPO_PORT": str(port),
                 "BAPO_SCRATCH": str(scratch / f"engine-{number}"),
             }
-            supervisor.start_python(f"engine-{number}", "services.rollout.agent", own)
+            supervisor.start_python(f"engine-{number}", "services.rollout.server", own)
         run = Run(settings, stack, model, client, supervisor, scratch)
         run.publish(1, AutoModelForCausalLM.from_pretrained(model))
         client.step_prompts(1)

@@ -32,8 +32,8 @@ from bapo_core.buffers import (
     admit_high,
     choose_reevaluated,
     eligible_high,
+    evict_solved,
     promoted,
-    settle_reevaluated,
 )
 from bapo_core.config import RunConfig, load_config
 from bapo_core.filters import range_filter
@@ -43,15 +43,15 @@ from bapo_core.tasks import get_task
 from bapo_core.thresholds import high_quality_window, running_reward
 from bapo_core.types import GroupSummary
 from benchmarks.machine import machine
-from services.buffer.client import BufferClient
-from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse
-from services.buffer.wire import ManifestMember, PromptItem
-from services.local.data import load_datasets
-from services.local.run import ensure_model
-from services.local.stack import default_home, running_stack
+from services.buffer.api.client import BufferClient
+from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse
+from services.buffer.api.wire import ManifestMember, PromptItem
+from services.datasets import load_datasets
+from services.model.resolve import ensure_model
 from services.rollout.collector import render
 from services.rollout.engine import GenerationRequest, SamplingParams
 from services.rollout.transformers_engine import TransformersEngine
+from services.stack.stack import default_home, running_stack
 from services.trainer.data import collate, make_plan
 from services.trainer.policy import load_policy
 from services.trainer.ranks import Ranks
@@ -105,16 +105,16 @@ class BareLoop:
         fresh = self.roll_out(step, "fresh", [self.prompts[position] for position in positions])
         x2 = self.reevaluate(step)
         r_tot = running_reward("batch", fresh, None, [])
-        adaptive = config.adaptive
-        window = high_quality_window(r_tot, adaptive.c2_range, adaptive.c3_range)
-        age = config.high.max_age
+        settings = config.replay_window
+        window = high_quality_window(r_tot, settings.c2_range, settings.c3_range)
+        age = config.high_quality_buffer.max_age
         batch = build_batch(
             range_filter(fresh),
             x2,
             eligible_high(self.high, step=step, window=window, max_age=age),
             capacity=config.batch_capacity,
             window=window,
-            c1=config.x2.c1,
+            c1=config.reevaluate.c1,
             rng=derive_rng(config.seed, "batch", step),
         )
         members = [_member(each.group, each.source.value) for each in batch.members]
@@ -122,13 +122,13 @@ class BareLoop:
         plan = make_plan(config, step, members, ranks=1, width=self.updater.policy.width)
         self.updater.step(step, collate(members, groups), plan, window, Clock())
         self.hard = admit_hard(
-            self.hard, fresh, c1=config.x2.c1, capacity=config.hard_capacity
+            self.hard, fresh, c1=config.reevaluate.c1, capacity=config.hard_capacity
         ).apply(self.hard)
         self.high = admit_high(
             self.high,
             fresh,
             window=window,
-            capacity=config.high.capacity,
+            capacity=config.high_quality_buffer.capacity,
             max_age=age,
             step=step,
         ).apply(self.high)
@@ -140,11 +140,11 @@ class BareLoop:
         if not config.schedule.reevaluates_at(step):
             return []
         rng = derive_rng(config.seed, "reevaluate", step)
-        chosen = choose_reevaluated(self.hard, limit=config.x2.max_prompts, rng=rng)
+        chosen = choose_reevaluated(self.hard, limit=config.reevaluate.max_prompts, rng=rng)
         uids = [entry.prompt_uid for entry in chosen]
         new = self.roll_out(step, "reevaluation", [self.by_uid[uid] for uid in uids])
-        c1 = config.x2.c1
-        solved = settle_reevaluated(self.hard, {g.prompt_uid: g for g in new}, c1=c1)
+        c1 = config.reevaluate.c1
+        solved = evict_solved(self.hard, {g.prompt_uid: g for g in new}, c1=c1)
         gone = {entry.group_id for entry, _ in solved}
         self.hard = [entry for entry in self.hard if entry.group_id not in gone]
         return [g for old, g in zip(chosen, new, strict=True) if promoted(old, g, c1=c1)]

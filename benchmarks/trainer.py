@@ -26,13 +26,13 @@ from torch.optim import AdamW
 from bapo_core.config import RunConfig, config_from
 from benchmarks.machine import machine
 from benchmarks.random_model import save_random_model
-from services.buffer import wire
-from services.buffer.client import BufferClient
-from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
+from services.buffer.api import wire
+from services.buffer.api.client import BufferClient
+from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
 from services.common.objectstore import ObjectStore
-from services.local.data import load_datasets
-from services.local.stack import Endpoints, running_stack
+from services.datasets import load_datasets
 from services.model.tiny import build_tokenizer
+from services.stack.stack import Endpoints, running_stack
 from services.trainer import update
 from services.trainer.loop import Surroundings, train
 from services.trainer.policy import response_logprobs
@@ -135,7 +135,9 @@ def measure(stack: Endpoints, settings: RunConfig, model: Path, scratch: Path) -
     client.commit = marked  # type: ignore[method-assign]
     with joined() as ranks:
         train(
-            settings, Surroundings(client, ObjectStore(stack.object_store), model, scratch), ranks
+            settings,
+            Surroundings(client, ObjectStore(stack.object_store), model, scratch, stack.token),
+            ranks,
         )
     (began, passed), (ended, in_all) = marks[SKIPPED - 1], marks[-1]
     steps = client.steps()[SKIPPED:]

@@ -24,8 +24,8 @@ from benchmarks.trl_steps import (
     read_side,
     slots,
 )
-from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse
-from services.buffer.wire import ManifestMember
+from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse
+from services.buffer.api.wire import ManifestMember
 from services.trainer.data import Batch, collate, make_plan
 from services.trainer.ranks import Ranks
 from services.trainer.shard import load_sharded

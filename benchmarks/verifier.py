@@ -31,7 +31,7 @@ import httpx
 from bapo_core.tasks import Payload, get_task
 from bapo_core.tasks.countdown import random_expression
 from benchmarks.machine import machine
-from services.local.supervisor import free_ports
+from services.stack.supervisor import free_ports
 
 GROUP_SIZE = 8
 CORES = os.cpu_count() or 1

@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from bapo_core.errors import BapoError
 from pipelines.pytorchjob import MADE_FROM_LABEL
-from services.common.errors import BapoError
 
 Phase = Literal["waiting", "running", "restarting", "succeeded", "failed", "ending"]
 """ending: deleted, and not yet gone."""
@@ -22,7 +22,7 @@ class JobState:
     phase: Phase
     reason: str = ""
     """Why it failed, or what it waits for; what to do about it, where that is known."""
-    made_from: str = ""
+    spec_hash: str = ""
     """The job's label of that name."""
 
     @property
@@ -60,7 +60,7 @@ def ensure(backend: TrainerBackend, job: dict[str, Any]) -> None:
     name = job["metadata"]["name"]
     while not backend.create(job):
         state = backend.state(name)
-        same = state is not None and state.made_from == job["metadata"]["labels"][MADE_FROM_LABEL]
+        same = state is not None and state.spec_hash == job["metadata"]["labels"][MADE_FROM_LABEL]
         if state is not None and same and not state.over and state.phase != "ending":
             return
         remove(backend, name)

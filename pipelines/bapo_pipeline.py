@@ -9,7 +9,7 @@ from typing import Any
 
 from kfp import dsl, kubernetes
 
-SERVICE_IMAGE, TRAINER_IMAGE = "bapo/service:0.1.0", "bapo/trainer:0.1.0"
+SERVICE_IMAGE, TRAINER_IMAGE = "bapo/service:0.2.0", "bapo/trainer:0.2.0"
 """Part of the pipeline; `bapo pipeline compile` puts others in their place."""
 ON_SERVICE = {"base_image": SERVICE_IMAGE, "install_kfp_package": False}
 ON_TRAINER = {"base_image": TRAINER_IMAGE, "install_kfp_package": False}

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_core.config import RunConfig, load_config
+from bapo_core.errors import BapoError
 from pipelines.bapo_pipeline import COUNTDOWN, SERVICE_IMAGE, TRAINER_IMAGE, bapo_pipeline
 from pipelines.pytorchjob import Resources
 from pipelines.steps import (
@@ -26,16 +27,15 @@ from pipelines.steps import (
     Surroundings,
     Trainers,
     cancel,
-    lost_jobs,
+    orphaned_jobs,
     read_config,
 )
 from pipelines.steps import reap as remove_lost
-from services.buffer.client import BufferClient
-from services.common.errors import BapoError
+from services.buffer.api.client import BufferClient
 from services.common.process import end_with_parent, stop_on_signals
-from services.common.settings import require
-from services.local.stack import Endpoints, any_stack, default_home
-from services.local.supervisor import Supervisor, free_ports
+from services.common.settings import BufferClientSettings
+from services.stack.stack import Endpoints, any_stack, default_home
+from services.stack.supervisor import Supervisor, free_ports
 
 RELEASE = "bapo"
 _IMAGE = re.compile(r"[a-z0-9][\w.:/@-]*")
@@ -225,7 +225,12 @@ def _rollouts(home: Path, endpoints: Endpoints, replicas: int) -> Iterator[Mappi
             }
             supervisor.start(
                 name,
-                [sys.executable, "-m", "services.rollout.follow", f"services.rollout.{module}"],
+                [
+                    sys.executable,
+                    "-m",
+                    "services.rollout.run_watcher",
+                    f"services.rollout.{module}",
+                ],
                 environment={**environment, **own},
                 stop_within_s=40.0,
             )
@@ -258,8 +263,9 @@ def reap(arguments: argparse.Namespace) -> None:
         from pipelines.kubeflow import KubeflowBackend
 
         backend = KubeflowBackend(arguments.namespace, arguments.release)
-    buffer = BufferClient(require("BAPO_BUFFER_URL"), require("BAPO_TOKEN"))
-    lost = lost_jobs(buffer, backend)
+    settings = BufferClientSettings.load()
+    buffer = BufferClient(settings.buffer_url, settings.token.get_secret_value())
+    lost = orphaned_jobs(buffer, backend)
     if arguments.delete:
         remove_lost(buffer, backend, lost)
     for name, run in sorted(lost.items()):

@@ -17,9 +17,9 @@ from kubernetes.client.rest import RESTClientObject
 from kubernetes.config import ConfigException
 from urllib3.exceptions import HTTPError
 
+from bapo_core.errors import BapoError, TransientError
 from pipelines.backends import JobState
 from pipelines.pytorchjob import GROUP, LABELS, MADE_FROM_LABEL, PLURAL, RUN_LABEL, VERSION, Owner
-from services.common.errors import BapoError, PassingError
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 GIVE_UP_AFTER_S = 120.0
@@ -31,7 +31,7 @@ REQUEST_S = 15.0
 Answer = TypeVar("Answer")
 
 
-class ApiUnavailable(PassingError):
+class ApiUnavailable(TransientError):
     """The Kubernetes API does not answer."""
 
 
@@ -89,7 +89,7 @@ class KubeflowBackend:
         job = self._client.api_client.sanitize_for_serialization(found)
         return replace(
             self._state(name, job),
-            made_from=job["metadata"].get("labels", {}).get(MADE_FROM_LABEL, ""),
+            spec_hash=job["metadata"].get("labels", {}).get(MADE_FROM_LABEL, ""),
         )
 
     def _state(self, name: str, job: dict[str, Any]) -> JobState:

@@ -22,11 +22,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from bapo_core.errors import BapoError
 from pipelines.backends import JobState
 from pipelines.pytorchjob import MADE_FROM_LABEL, RUN_LABEL
-from services.common.errors import BapoError
 from services.common.process import end_with_parent, stop_on_signals
-from services.local.supervisor import free_ports
+from services.stack.supervisor import free_ports
 
 LOOK_EVERY_S = 0.2
 STOP_WITHIN_S = 20.0
@@ -84,7 +84,7 @@ class LocalBackend:
             labels = json.loads((directory / MANIFEST).read_text())["metadata"]["labels"]
         except FileNotFoundError:
             return None
-        return replace(state, made_from=labels[MADE_FROM_LABEL])
+        return replace(state, spec_hash=labels[MADE_FROM_LABEL])
 
     def delete(self, name: str) -> None:
         directory = self._directory / name

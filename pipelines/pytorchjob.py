@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.common.errors import BapoError
+from bapo_core.errors import BapoError
 
 GROUP, VERSION, PLURAL = "kubeflow.org", "v1", "pytorchjobs"
 RENDEZVOUS_PORT = 23456

@@ -15,16 +15,16 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from bapo_core.config import ConfigError, RunConfig, parse_config
+from bapo_core.config import RunConfig, parse_config
+from bapo_core.errors import BapoError
 from pipelines.backends import TrainerBackend, ensure, remove
 from pipelines.pytorchjob import Deployment, Owner, Resources, build_job, job_name
-from services.buffer import wire
-from services.buffer.client import BufferClient, if_there
-from services.common.errors import BapoError
+from pipelines.settings import StepSettings
+from services.buffer.api import wire
+from services.buffer.api.client import BufferClient, none_if_missing
 from services.common.objectstore import ObjectStore
 from services.common.process import end_with_parent, stop_on_signals
-from services.common.settings import ObjectStoreSettings, require
-from services.report.mlflow import bring_up_to_date, mirrored
+from services.exporters.mlflow import bring_up_to_date, mirrored
 
 LOOK_EVERY_S = 2.0
 SILENT_S = 30.0
@@ -48,9 +48,10 @@ class Surroundings:
     @classmethod
     def of(cls, run: str) -> Surroundings:
         """From the environment: the connection ConfigMap and the secrets."""
+        settings = StepSettings.load()
         return cls(
-            BufferClient(require("BAPO_BUFFER_URL"), require("BAPO_TOKEN"), run=run),
-            ObjectStore(ObjectStoreSettings.from_environment()),
+            BufferClient(settings.buffer_url, settings.token.get_secret_value(), run=run),
+            ObjectStore(settings.s3),
             lambda line: print(line, flush=True),
         )
 
@@ -81,7 +82,7 @@ class Trainers:
         namespace = current_namespace()
         deployment = Deployment.from_environment(os.environ, namespace)
         backend = KubeflowBackend(namespace, deployment.release)
-        workflow = os.environ.get("BAPO_WORKFLOW", "")
+        workflow = StepSettings.load().workflow
         return cls(
             backend, deployment, backend.owner(workflow), partial(backend.is_ending, workflow)
         )
@@ -108,7 +109,7 @@ def step(run: str) -> Iterator[tuple[Surroundings, Trainers]]:
             if not here and trainers.cancelled():
                 cancel(around, trainers)
             raise
-    except (BapoError, ConfigError) as error:
+    except BapoError as error:
         if here:
             place = Path(os.environ[JOBS_HERE])
             place.mkdir(parents=True, exist_ok=True)
@@ -119,7 +120,7 @@ def step(run: str) -> Iterator[tuple[Surroundings, Trainers]]:
 def cancel(around: Surroundings, trainers: Trainers) -> None:
     """Deletes the job and turns the run's other processes away."""
     trainers.backend.delete(trainers.job_name(around.buffer.run))
-    state = if_there(around.buffer.stop)
+    state = none_if_missing(around.buffer.stop)
     if state is None:
         around.say("cancelled before there was a run")
         return
@@ -142,9 +143,10 @@ def prepare(around: Surroundings, config_text: str, overrides: str) -> str:
     """
     from rich.console import Console
 
-    from services.local.data import load_datasets
-    from services.local.run import ensure_model
-    from services.model.stored import SCHEME, store_model
+    from services.common.layout import MODEL_SCHEME
+    from services.datasets import load_datasets
+    from services.model.resolve import ensure_model
+    from services.model.stored import store_model
 
     config = read_config(config_text, overrides, around.buffer.run)
     for warning in config.warnings():
@@ -155,8 +157,8 @@ def prepare(around: Surroundings, config_text: str, overrides: str) -> str:
         around.buffer.upload_dataset(dataset.name, dataset.prompts)
         around.say(f"dataset {dataset.name}: {len(dataset.prompts)} prompts")
     path = stored or config.model.path
-    if not path.startswith(SCHEME):
-        home = Path(os.environ.get("BAPO_SCRATCH", tempfile.gettempdir()))
+    if not path.startswith(MODEL_SCHEME):
+        home = StepSettings.load().scratch
         path = store_model(around.store, ensure_model(config, home, Console()))
     around.say(f"model {path}")
     request = wire.RunCreate(
@@ -170,7 +172,7 @@ def prepare(around: Surroundings, config_text: str, overrides: str) -> str:
 
 def _stored_model(buffer: BufferClient) -> str | None:
     """The initial model of a run that is continued: what a name stands for may have changed."""
-    state = if_there(buffer.run_state)
+    state = none_if_missing(buffer.run_state)
     return None if state is None else str(state.config["model"]["path"])
 
 
@@ -188,7 +190,7 @@ def open_run(around: Surroundings, request: str, steps_per_segment: int) -> list
     """
     wanted = wire.RunCreate.model_validate_json(request)
     buffer = around.buffer
-    state = if_there(buffer.run_state)
+    state = none_if_missing(buffer.run_state)
     if state is None:
         state = buffer.create_run(wanted)
         around.say(f"run {state.name} is created")
@@ -277,7 +279,7 @@ def wanted_after(config: RunConfig, until: int) -> int:
 
 
 def published(buffer: BufferClient, version: int) -> wire.StoredVersion | None:
-    return if_there(lambda: buffer.weights(version))
+    return none_if_missing(lambda: buffer.weights(version))
 
 
 def _follow(
@@ -447,7 +449,7 @@ def clean_up(around: Surroundings, trainers: Trainers) -> Literal["finished", "s
     turned away, and the same pipeline continues it."""
     buffer = around.buffer
     remove(trainers.backend, trainers.job_name(buffer.run))
-    state = if_there(buffer.run_state)
+    state = none_if_missing(buffer.run_state)
     if state is None:
         around.say("no run was created")
         return "absent"
@@ -463,7 +465,7 @@ def clean_up(around: Surroundings, trainers: Trainers) -> Literal["finished", "s
     return "stopped"
 
 
-def lost_jobs(buffer: BufferClient, backend: TrainerBackend) -> dict[str, str]:
+def orphaned_jobs(buffer: BufferClient, backend: TrainerBackend) -> dict[str, str]:
     """Jobs (name → run) that nobody looks after: their run is not at work, or the pipeline that
     began them is over or gone."""
     at_work = {each.name for each in buffer.runs() if each.status in ("running", "paused")}
@@ -479,4 +481,4 @@ def reap(buffer: BufferClient, backend: TrainerBackend, lost: Mapping[str, str])
     for name, run in lost.items():
         remove(backend, name)
         buffer.run = run
-        if_there(buffer.stop)
+        none_if_missing(buffer.stop)

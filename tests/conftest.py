@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 
 from bapo_core.tasks.countdown import CountdownTask
-from services.local.stack import Endpoints, running_stack
+from services.stack.stack import Endpoints, running_stack
 
 # Property tests are limited by examples, not by the clock of a shared machine.
 settings.register_profile("bapo", deadline=None, max_examples=100)

@@ -10,30 +10,19 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from bapo_core.config import RunConfig
-from services.buffer import wire
+from services.buffer.api import wire
 from services.buffer.runs import lock_any_attempt, run_config
 from services.buffer.steps import groups_complete, rewind
 from services.buffer.tables import (
-    ActivityRow,
     Checkpoint,
     EvaluationRecord,
     Replica,
     Run,
+    SpanRow,
     WeightVersion,
 )
+from services.common import layout
 from services.common.errors import bad_request, conflict, not_found
-
-
-def run_prefix(run: Run) -> str:
-    return f"runs/{run.name}"
-
-
-def weights_prefix(run: Run, version: int) -> str:
-    return f"{run_prefix(run)}/weights/v{version}"
-
-
-def checkpoint_prefix(run: Run, step: int) -> str:
-    return f"{run_prefix(run)}/checkpoints/step-{step}"
 
 
 def publish_weights(session: Session, run: Run, version: int, digest: str) -> wire.StoredVersion:
@@ -47,7 +36,7 @@ def publish_weights(session: Session, run: Run, version: int, digest: str) -> wi
         .values(
             run_id=run.id,
             version=version,
-            uri=weights_prefix(run, version),
+            uri=layout.weights(run.name, version),
             manifest_digest=digest,
             status="published",
         )
@@ -78,7 +67,9 @@ def record_checkpoint(session: Session, run: Run, step: int, digest: str) -> lis
         raise bad_request(f"step {step} is not committed; there is nothing to checkpoint")
     session.execute(
         insert(Checkpoint)
-        .values(run_id=run.id, step=step, uri=checkpoint_prefix(run, step), manifest_digest=digest)
+        .values(
+            run_id=run.id, step=step, uri=layout.checkpoint(run.name, step), manifest_digest=digest
+        )
         .on_conflict_do_nothing(index_elements=["run_id", "step"])
     )
     return _prune(session, run)
@@ -117,7 +108,7 @@ def _prune(session: Session, run: Run) -> list[str]:
     ]
     for row in stale:
         row.status = "pruned"
-    return [checkpoint_prefix(run, step) for step in dropped] + [row.uri for row in stale]
+    return [layout.checkpoint(run.name, step) for step in dropped] + [row.uri for row in stale]
 
 
 def _worth_keeping(
@@ -161,8 +152,8 @@ def begin_attempt(session: Session, name: str) -> Run:
     return run
 
 
-def wanted_weights(session: Session, run: Run) -> wire.WantedWeights:
-    wanted = run.wanted_version
+def wanted_weights(session: Session, run: Run) -> wire.TargetWeights:
+    wanted = run.target_version
     newest = session.scalar(
         select(WeightVersion)
         .where(WeightVersion.run_id == run.id, WeightVersion.status == "published")
@@ -171,7 +162,7 @@ def wanted_weights(session: Session, run: Run) -> wire.WantedWeights:
     )
     versions = [_stored(session.get(WeightVersion, (run.id, wanted))), _stored(newest)]
     digests = ["" if each is None else each.manifest_digest[:16] for each in versions]
-    return wire.WantedWeights(
+    return wire.TargetWeights(
         version=wanted,
         stored=versions[0],
         newest=versions[1],
@@ -188,19 +179,19 @@ def report_replica(session: Session, run: Run, name: str, report: wire.ReplicaRe
     )
 
 
-def record_activities(session: Session, run: Run, told: wire.Activities) -> None:
+def record_spans(session: Session, run: Run, told: wire.SpanBatch) -> None:
     """By the database's clock: those of other machines may differ. Each is recorded once."""
     now = session.scalar(select(func.now()))
     assert now is not None
     rows = []
-    for each in told.activities:
+    for each in told.spans:
         ended = now - timedelta(seconds=each.ended_ago_s)
         started = ended - timedelta(seconds=each.seconds)
         rows.append(
             {
                 "run_id": run.id,
                 "key": each.key,
-                "part": told.part,
+                "component": told.component,
                 "name": each.name,
                 "step": each.step,
                 "started_at": started,
@@ -208,4 +199,4 @@ def record_activities(session: Session, run: Run, told: wire.Activities) -> None
             }
         )
     if rows:
-        session.execute(insert(ActivityRow).on_conflict_do_nothing(), rows)
+        session.execute(insert(SpanRow).on_conflict_do_nothing(), rows)

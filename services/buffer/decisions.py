@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 from bapo_core.config import RunConfig
 from bapo_core.thresholds import within
 from bapo_core.types import GroupSummary
-from services.buffer import wire
+from services.buffer.api import wire
 from services.buffer.prompts import find_prompt
 from services.buffer.runs import run_config
 from services.buffer.steps import (
@@ -52,8 +52,8 @@ class _Case:
 
     def answer(
         self, source: str, outcome: str, reason: str, group: GroupSummary | None = None
-    ) -> wire.Consideration:
-        return wire.Consideration.model_validate(
+    ) -> wire.SourceDecision:
+        return wire.SourceDecision.model_validate(
             {
                 "source": source,
                 "outcome": outcome,
@@ -92,7 +92,7 @@ def decision(session: Session, run: Run, step: int, uid: str) -> wire.Decision:
         uid=uid,
         used=member is not None,
         source=None if member is None else member[0],
-        c1=config.x2.c1,
+        c1=config.reevaluate.c1,
         c2=record.c2,
         c3=record.c3,
         capacity=config.batch_capacity,
@@ -101,7 +101,7 @@ def decision(session: Session, run: Run, step: int, uid: str) -> wire.Decision:
     )
 
 
-def _fresh(case: _Case) -> wire.Consideration:
+def _fresh(case: _Case) -> wire.SourceDecision:
     groups = summaries(case.session, case.run, case.record.step, "fresh")
     group = case.own(groups)
     if group is None:
@@ -116,7 +116,7 @@ def _fresh(case: _Case) -> wire.Consideration:
     kept = {each.group_id for each in filtered(case.config, case.record.step, groups)}
     if group.group_id in kept:
         return case.answer("fresh", "not_used", case.crowded_out(), group)
-    name = case.config.x1.filter
+    name = case.config.fresh.filter
     reason = f"{_score(group)}: the {name} filter left it out"
     if not group.mixed:
         reason += ", since equal rewards have no advantage"
@@ -125,10 +125,14 @@ def _fresh(case: _Case) -> wire.Consideration:
     return case.answer("fresh", "not_used", reason, group)
 
 
-def _reevaluated(case: _Case) -> wire.Consideration:
+def _reevaluated(case: _Case) -> wire.SourceDecision:
     config, step = case.config, case.record.step
     if not reevaluates_at(config, step):
-        why = f"m = {config.sync.reevaluate_every}" if config.x2.enabled else "X2 is switched off"
+        why = (
+            f"m = {config.sync.reevaluate_every}"
+            if config.reevaluate.enabled
+            else "X2 is switched off"
+        )
         return case.answer("reevaluated", NOT_CONSIDERED, f"this step re-evaluates nothing ({why})")
     hard = buffer_as_of(case.session, case.run, "hard", step - 1)
     stored = case.own(hard)
@@ -142,7 +146,7 @@ def _reevaluated(case: _Case) -> wire.Consideration:
             "reevaluated",
             "not_used",
             f"the dice chose {len(chosen)} of {len(hard)} hard entries to generate again "
-            f"(x2.max_prompts = {config.x2.max_prompts}), and not this one",
+            f"(reevaluate.max_prompts = {config.reevaluate.max_prompts}), and not this one",
             stored,
         )
     group = case.own(summaries(case.session, case.run, step, "reevaluation"))
@@ -156,14 +160,15 @@ def _reevaluated(case: _Case) -> wire.Consideration:
     return case.answer(
         "reevaluated",
         "not_used",
-        f"{gain}: not promoted under x2.rule = {config.x2.rule} with c1 = {config.x2.c1:g}",
+        f"{gain}: not promoted under reevaluate.rule = {config.reevaluate.rule} with "
+        f"c1 = {config.reevaluate.c1:g}",
         group,
     )
 
 
-def _replayed(case: _Case) -> wire.Consideration:
+def _replayed(case: _Case) -> wire.SourceDecision:
     config, record = case.config, case.record
-    if not config.x3.enabled:
+    if not config.replay.enabled:
         return case.answer("replayed", NOT_CONSIDERED, "X3 is switched off")
     entries = buffer_as_of(case.session, case.run, "high_quality", record.step - 1)
     stored = case.own(entries)
@@ -174,8 +179,9 @@ def _replayed(case: _Case) -> wire.Consideration:
     if case.used_as("replayed"):
         return case.answer("replayed", "used", f"{_score(stored)}, in the window", stored)
     age = record.step - stored.step
-    if age > config.high.max_age:
-        reason = f"its group is {age} steps old; high.max_age is {config.high.max_age}"
+    oldest = config.high_quality_buffer.max_age
+    if age > oldest:
+        reason = f"its group is {age} steps old; high_quality_buffer.max_age is {oldest}"
     elif not within(stored.mean_reward, record.c2, record.c3):
         reason = f"{_score(stored)}, outside the window [{record.c2:.3f}, {record.c3:.3f}]"
     elif case.member is not None:

@@ -17,7 +17,7 @@ from sqlalchemy import delete, func, select, text
 from sqlalchemy.dialects.postgresql import aggregate_order_by
 from sqlalchemy.orm import Session
 
-from services.buffer import wire
+from services.buffer.api import wire
 from services.buffer.runs import dataset_size, run_config
 from services.buffer.tables import (
     DifficultySnapshot,

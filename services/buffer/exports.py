@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
+from services.buffer.api.trajectories import SCHEMA
+from services.buffer.api.wire import ManifestMember
 from services.buffer.tables import PromptDifficulty, PromptRow, Run
-from services.buffer.trajectories import SCHEMA
-from services.buffer.wire import ManifestMember
 from services.common.objectstore import ObjectStore
 
 ROWS_AT_ONCE = 10_000

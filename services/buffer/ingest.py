@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import hashlib
 
-from services.buffer import artifacts, runs, steps, wire
-from services.buffer.service import Service
-from services.buffer.trajectories import (
+from services.buffer import runs, steps
+from services.buffer.api import wire
+from services.buffer.api.trajectories import (
     PROXIMAL_SCHEMA,
     SCHEMA,
     TrajectoryError,
     check_groups,
     read_table,
 )
+from services.buffer.service import Service
+from services.common import layout
 from services.common.errors import bad_request
 
 
@@ -33,12 +35,11 @@ def accept_groups(
     with service.sessions.begin() as session:
         run = runs.get_run(session, name)
         runs.check_attempt(run, attempt)
-        prefix = artifacts.run_prefix(run)
         wanted = steps.new_groups(session, run, step, kind, found)
     digest = hashlib.sha256(body).hexdigest()
     # The name holds the content's digest: a retry or a rival writes another object or the same
     # bytes, never other bytes under a name that a row points to.
-    key = f"{prefix}/trajectories/step={step}/{kind}-{digest[:16]}.arrow"
+    key = layout.trajectories(name, step, kind, digest)
     with service.writing(key, body if wanted else None), service.sessions.begin() as session:
         known = steps.places(session, runs.get_run(session, name), step, kind)
     with service.changing(name) as session:
@@ -66,8 +67,7 @@ def accept_proximal(service: Service, name: str, step: int, attempt: int, body: 
     with service.sessions.begin() as session:
         run = runs.get_run(session, name)
         runs.check_attempt(run, attempt)
-        prefix = artifacts.run_prefix(run)
-    key = f"{prefix}/trajectories/step={step}/proximal-{digest[:16]}.arrow"
+    key = layout.trajectories(name, step, "proximal", digest)
     service.store.put(key, body)
     with service.changing(name) as session:
         run = runs.lock_run(session, name, attempt)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
-from services.buffer import wire
-from services.buffer.artifacts import run_prefix
+from services.buffer.api import wire
 from services.buffer.runs import lock_any_attempt
 from services.buffer.service import Service
 from services.buffer.tables import (
@@ -22,13 +20,10 @@ from services.buffer.tables import (
     Run,
     WeightVersion,
 )
+from services.common import layout
 from services.common.errors import conflict
 from services.common.objectstore import MANIFEST
 
-STORED_MODEL = "store://"
-"""Of an initial model in the object store: `store://<prefix>#<digest>`."""
-_EVIDENCE = re.compile(r"runs/[^/]+/(failures|profiles)/")
-"""What led to a loss that was not a number, and traces, are for people, and go with their run."""
 YOUNGEST_ORPHAN = timedelta(days=1)
 """A younger object may be one whose row is about to be written: a large checkpoint takes hours."""
 
@@ -74,7 +69,7 @@ def delete_run(service: Service, name: str) -> None:
         # From here on nobody can add to it.
         run.attempt += 1
         run.status = "deleting"
-        prefix = run_prefix(run)
+        prefix = layout.run_prefix(run.name)
     # Objects first: while the run is there, a deletion that fails half-way can be repeated.
     service.store.delete(service.store.keys(f"{prefix}/"))
     with service.changing(name) as session:
@@ -105,7 +100,7 @@ def collect_garbage(service: Service, *, dry_run: bool) -> wire.Garbage:
         for key, modified in stored.items()
         if key not in exact
         and not _under(key, prefixes)
-        and not _EVIDENCE.match(key)
+        and not layout.DIAGNOSTICS.match(key)
         and (dry_run or modified < datetime.now(UTC) - YOUNGEST_ORPHAN)
     )
     wanted = exact | {f"{prefix}/{MANIFEST}" for prefix in prefixes}
@@ -130,8 +125,8 @@ def _prefixes(session: Session) -> Iterable[str]:
     yield from session.scalars(published)
     yield from session.scalars(select(Checkpoint.uri))
     for path in session.scalars(select(Run.config["model"]["path"].astext)):
-        if path.startswith(STORED_MODEL):
-            yield path.removeprefix(STORED_MODEL).partition("#")[0]
+        if path.startswith(layout.MODEL_SCHEME):
+            yield path.removeprefix(layout.MODEL_SCHEME).partition("#")[0]
 
 
 def _under(key: str, prefixes: set[str]) -> bool:

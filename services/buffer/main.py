@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from services.buffer.app import create_app
+from services.buffer.settings import BufferSettings
 from services.common.logs import configure_logs
 from services.common.objectstore import ObjectStore
+from services.common.process import run_until_error
 from services.common.serve import serve
-from services.common.settings import ObjectStoreSettings, require
 
 
 def main() -> None:
     configure_logs("buffer")
-    app = create_app(
-        require("BAPO_DATABASE_URL"),
-        # Clients ask again: a request must not wait for long and hold a thread.
-        ObjectStore(ObjectStoreSettings.from_environment(), retries=4),
-        require("BAPO_TOKEN"),
-    )
-    serve(app)
+
+    def work() -> None:
+        settings = BufferSettings.load()
+        app = create_app(
+            settings.database_url.get_secret_value(),
+            # Clients retry, so a request must not occupy a thread for long.
+            ObjectStore(settings.s3, retries=4),
+            settings.token.get_secret_value(),
+        )
+        serve(app, settings)
+
+    run_until_error(work)
 
 
 if __name__ == "__main__":

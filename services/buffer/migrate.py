@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from pathlib import Path
 
@@ -14,10 +13,10 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine
 from sqlalchemy.exc import OperationalError
 
-from services.common.errors import BapoError
+from bapo_core.errors import BapoError
+from services.buffer.settings import MigrationSettings
 from services.common.logs import configure_logs
 from services.common.process import run_until_error
-from services.common.settings import require
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +88,9 @@ def main() -> None:
     configure_logs("migrate")
 
     def work() -> None:
-        database_url = require("BAPO_DATABASE_URL")
-        await_database(database_url, float(os.environ.get("BAPO_MIGRATE_WITHIN_S", "120")))
+        settings = MigrationSettings.load()
+        database_url = settings.database_url.get_secret_value()
+        await_database(database_url, settings.migrate_within_s)
         upgrade(database_url)
         log.info("the schema is current")
 

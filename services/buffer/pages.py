@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Select, tuple_
 
-from services.buffer import wire
+from services.buffer.api import wire
 from services.common.errors import bad_request
 
 Row = TypeVar("Row")

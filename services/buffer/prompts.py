@@ -9,7 +9,7 @@ from typing import Any, Literal
 from sqlalchemy import ColumnElement, Select, Text, and_, cast, false, select
 from sqlalchemy.orm import Session
 
-from services.buffer import wire
+from services.buffer.api import wire
 from services.buffer.pages import Key, after_cursor, page_of
 from services.buffer.runs import run_config
 from services.buffer.tables import (

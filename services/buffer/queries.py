@@ -8,13 +8,13 @@ from sqlalchemy import Select, and_, func, literal, select, union_all
 from sqlalchemy.orm import Session
 
 from bapo_core.metrics import migration_matrix, unlocked_fraction
-from services.buffer import wire
+from services.buffer.api import wire
+from services.buffer.api.trajectories import TrajectoryGroup
 from services.buffer.difficulty import bins_at, check_committed
 from services.buffer.pages import after_cursor, page_of
 from services.buffer.runs import run_config
 from services.buffer.steps import in_buffer
 from services.buffer.tables import (
-    ActivityRow,
     BufferEntry,
     Checkpoint,
     EvaluationRecord,
@@ -22,10 +22,10 @@ from services.buffer.tables import (
     Replica,
     RolloutGroup,
     Run,
+    SpanRow,
     StepRecord,
     WeightVersion,
 )
-from services.buffer.trajectories import TrajectoryGroup
 from services.common.errors import bad_request, not_found
 
 # ---- steps --------------------------------------------------------------------------------------
@@ -350,37 +350,37 @@ def replicas(session: Session, run: Run) -> list[wire.ReplicaView]:
     ]
 
 
-MOST_ACTIVITIES = 20_000
+MAX_SPANS = 20_000
 
 
-def activities(session: Session, run: Run, first: int, last: int) -> list[wire.ActivityView]:
+def spans(session: Session, run: Run, first: int, last: int) -> list[wire.SpanView]:
     """What all parts did while the trainer was at the steps from `first` to `last`."""
     begin, end = session.execute(
-        select(func.min(ActivityRow.started_at), func.max(ActivityRow.ended_at)).where(
-            ActivityRow.run_id == run.id,
-            ActivityRow.part == "trainer",
-            ActivityRow.step.between(first, last),
+        select(func.min(SpanRow.started_at), func.max(SpanRow.ended_at)).where(
+            SpanRow.run_id == run.id,
+            SpanRow.component == "trainer",
+            SpanRow.step.between(first, last),
         )
     ).one()
     if begin is None:
         return []
     rows = session.scalars(
-        select(ActivityRow)
+        select(SpanRow)
         .where(
-            ActivityRow.run_id == run.id,
-            ActivityRow.ended_at >= begin,
-            ActivityRow.started_at <= end,
+            SpanRow.run_id == run.id,
+            SpanRow.ended_at >= begin,
+            SpanRow.started_at <= end,
         )
-        .order_by(ActivityRow.started_at, ActivityRow.key)
-        .limit(MOST_ACTIVITIES + 1)
+        .order_by(SpanRow.started_at, SpanRow.key)
+        .limit(MAX_SPANS + 1)
     ).all()
-    if len(rows) > MOST_ACTIVITIES:
+    if len(rows) > MAX_SPANS:
         raise bad_request(
-            f"steps {first} to {last} have more than {MOST_ACTIVITIES:,} activities; ask for fewer"
+            f"steps {first} to {last} have more than {MAX_SPANS:,} spans; ask for fewer"
         )
     return [
-        wire.ActivityView(
-            part=row.part,
+        wire.SpanView(
+            component=row.component,
             name=row.name,
             step=row.step,
             started_at=row.started_at,

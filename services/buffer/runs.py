@@ -10,7 +10,7 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from bapo_core.config import ConfigError, RunConfig, config_from
-from services.buffer import wire
+from services.buffer.api import wire
 from services.buffer.tables import Dataset, PromptRow, Run
 from services.common.errors import Problem, bad_request, conflict, not_found
 

@@ -31,8 +31,8 @@ from bapo_core.buffers import (
     admit_high,
     choose_reevaluated,
     eligible_high,
+    evict_solved,
     promoted,
-    settle_reevaluated,
 )
 from bapo_core.config import RunConfig
 from bapo_core.filters import gaussian_filter, range_filter, uniform_filter
@@ -41,7 +41,9 @@ from bapo_core.sampling import prompt_positions
 from bapo_core.seeding import derive_rng
 from bapo_core.thresholds import high_quality_window, running_reward, within
 from bapo_core.types import GroupSummary, Source, TrainingBatch
-from services.buffer import difficulty, wire
+from services.buffer import difficulty
+from services.buffer.api import wire
+from services.buffer.api.trajectories import GroupRows
 from services.buffer.bulk import insert_columns
 from services.buffer.runs import dataset_size, run_config
 from services.buffer.tables import (
@@ -55,7 +57,6 @@ from services.buffer.tables import (
     StepRecord,
     WeightVersion,
 )
-from services.buffer.trajectories import GroupRows
 from services.common.errors import bad_request, conflict, not_found
 
 
@@ -71,7 +72,7 @@ def check_step(config: RunConfig, step: int, kind: wire.Kind) -> None:
 
 
 def reevaluates_at(config: RunConfig, step: int) -> bool:
-    return config.x2.enabled and config.schedule.reevaluates_at(step)
+    return config.reevaluate.enabled and config.schedule.reevaluates_at(step)
 
 
 # ---- prompts ------------------------------------------------------------------------------------
@@ -147,7 +148,7 @@ def reevaluated_entries(
     """The hard entries re-evaluated at `step`: a function of committed state and the seed."""
     entries = buffer_as_of(session, run, "hard", step - 1)
     rng = derive_rng(config.seed, "reevaluate", step)
-    return choose_reevaluated(entries, limit=config.x2.max_prompts, rng=rng)
+    return choose_reevaluated(entries, limit=config.reevaluate.max_prompts, rng=rng)
 
 
 # ---- groups -------------------------------------------------------------------------------------
@@ -384,12 +385,12 @@ def _compose(
     }
     x2 = [group for group in reevaluated if promotes(config, stored[group.prompt_uid], group)]
     candidates: list[GroupSummary] = []
-    if config.x3.enabled:
+    if config.replay.enabled:
         candidates = eligible_high(
             buffer_as_of(session, run, "high_quality", step - 1),
             step=step,
             window=window,
-            max_age=config.high.max_age,
+            max_age=config.high_quality_buffer.max_age,
         )
     return build_batch(
         filtered(config, step, fresh),
@@ -397,7 +398,7 @@ def _compose(
         candidates,
         capacity=config.batch_capacity,
         window=window,
-        c1=config.x2.c1 if config.x2.rule == "paper" else None,
+        c1=config.reevaluate.c1 if config.reevaluate.rule == "paper" else None,
         rng=derive_rng(config.seed, "batch", step),
         dedup=config.batch.dedup,
     )
@@ -405,28 +406,28 @@ def _compose(
 
 def promotes(config: RunConfig, stored: GroupSummary, new: GroupSummary) -> bool:
     """Whether a re-evaluated hard prompt enters X2."""
-    return promoted(stored, new, rule=config.x2.rule, c1=config.x2.c1)
+    return promoted(stored, new, rule=config.reevaluate.rule, c1=config.reevaluate.c1)
 
 
 def filtered(config: RunConfig, step: int, fresh: Sequence[GroupSummary]) -> list[GroupSummary]:
     """The online filter of A.3."""
     rng = derive_rng(config.seed, "filter", step)
-    match config.x1.filter:
+    match config.fresh.filter:
         case "range":
             return range_filter(fresh)
         case "gaussian":
             return gaussian_filter(
-                fresh, mean=config.x1.gaussian_mean, sigma=config.x1.gaussian_sigma, rng=rng
+                fresh, mean=config.fresh.gaussian_mean, sigma=config.fresh.gaussian_sigma, rng=rng
             )
         case "uniform":
-            return uniform_filter(fresh, fraction=config.x1.uniform_fraction, rng=rng)
+            return uniform_filter(fresh, fraction=config.fresh.uniform_fraction, rng=rng)
         case "none":
             return list(fresh)
 
 
 def _window(config: RunConfig, r_tot: float) -> tuple[float, float]:
-    adaptive = config.adaptive
-    return high_quality_window(r_tot, adaptive.c2_range, adaptive.c3_range, adaptive.direction)
+    settings = config.replay_window
+    return high_quality_window(r_tot, settings.c2_range, settings.c3_range, settings.direction)
 
 
 def _r_tot(
@@ -434,15 +435,15 @@ def _r_tot(
 ) -> float:
     before = session.get(StepRecord, (run.id, step - 1))
     stored: list[GroupSummary] = []
-    if config.adaptive.r_tot == "buffer":
+    if config.replay_window.r_tot == "buffer":
         for buffer in ("hard", "high_quality"):
             stored += buffer_as_of(session, run, buffer, step - 1)
     return running_reward(
-        config.adaptive.r_tot,
+        config.replay_window.r_tot,
         fresh,
         previous=None if before is None else before.r_tot,
         buffer=stored,
-        ema_decay=config.adaptive.ema_decay,
+        ema_decay=config.replay_window.ema_decay,
     )
 
 
@@ -474,9 +475,9 @@ def _replayable(
     session: Session, run: Run, config: RunConfig, record: StepRecord
 ) -> list[wire.ManifestMember]:
     """This step's groups that its commit will admit to B_high."""
-    if not config.x3.enabled:
+    if not config.replay.enabled:
         return []
-    kinds = ["fresh", "reevaluation"] if config.bad.store_new_in_high else ["fresh"]
+    kinds = ["fresh", "reevaluation"] if config.hard_buffer.store_new_in_high else ["fresh"]
     rows = session.execute(
         select(RolloutGroup.kind.label("source"), *_LOCATION)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
@@ -567,31 +568,31 @@ def _settle_buffers(session: Session, run: Run, config: RunConfig, record: StepR
     step = record.step
     fresh = summaries(session, run, step, "fresh")
     reevaluated = summaries(session, run, step, "reevaluation")
-    if config.x2.enabled:
+    if config.reevaluate.enabled:
         hard = buffer_as_of(session, run, "hard", step - 1)
-        solved = settle_reevaluated(
+        solved = evict_solved(
             hard,
             {group.prompt_uid: group for group in reevaluated},
-            after=config.bad.after,
-            c1=config.x2.c1,
+            after=config.hard_buffer.after,
+            c1=config.reevaluate.c1,
         )
         _apply(session, run, "hard", step, BufferChange(admitted=[], evicted=solved))
         gone = {group.group_id for group, _ in solved}
         change = admit_hard(
             [entry for entry in hard if entry.group_id not in gone],
             fresh,
-            c1=config.x2.c1,
+            c1=config.reevaluate.c1,
             capacity=config.hard_capacity,
             dedup=config.batch.dedup,
         )
         _apply(session, run, "hard", step, change)
-    if config.x3.enabled:
+    if config.replay.enabled:
         change = admit_high(
             buffer_as_of(session, run, "high_quality", step - 1),
-            [*fresh, *(reevaluated if config.bad.store_new_in_high else [])],
+            [*fresh, *(reevaluated if config.hard_buffer.store_new_in_high else [])],
             window=(record.c2, record.c3),
-            capacity=config.high.capacity,
-            max_age=config.high.max_age,
+            capacity=config.high_quality_buffer.capacity,
+            max_age=config.high_quality_buffer.max_age,
             step=step,
             dedup=config.batch.dedup,
         )

@@ -61,7 +61,7 @@ class Run(Base):
     current_step: Mapped[int] = mapped_column(default=0)
     """The last committed step."""
     attempt: Mapped[int] = mapped_column(default=0)
-    wanted_version: Mapped[int] = mapped_column(server_default="0")
+    target_version: Mapped[int] = mapped_column(server_default="0")
     """The policy version of the prompts handed out last: what rollout replicas should serve."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
@@ -321,22 +321,22 @@ class Replica(Base):
     last_seen: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
-class ActivityRow(Base):
+class SpanRow(Base):
     """Something that a part of the run did for a while, by the database's clock."""
 
-    __tablename__ = "activity"
+    __tablename__ = "span"
 
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"), primary_key=True)
     key: Mapped[str] = mapped_column(primary_key=True)
-    part: Mapped[str]
+    component: Mapped[str]
     name: Mapped[str]
     step: Mapped[int]
     started_at: Mapped[datetime]
     ended_at: Mapped[datetime]
 
     __table_args__ = (
-        Index("ix_activity_run_id_part_step", "run_id", "part", "step"),
-        Index("ix_activity_run_id_ended_at", "run_id", "ended_at"),
+        Index("ix_span_run_id_component_step", "run_id", "component", "step"),
+        Index("ix_span_run_id_ended_at", "run_id", "ended_at"),
     )
 
 

@@ -14,7 +14,7 @@ from fastapi.params import Depends as DependsParameter
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from services.buffer import wire
+from services.buffer.api import wire
 from services.buffer.service import Service
 from services.buffer.tables import ApiToken
 from services.common.auth import bearer_token, covers, hash_token

@@ -10,16 +10,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-
-class BapoError(Exception):
-    """An error whose message is one line: what is wrong, where, and what to do."""
+from bapo_core.errors import BapoError, TransientError
 
 
-class PassingError(BapoError):
-    """What may not happen again: the process should be started anew."""
-
-
-class ServiceUnavailable(PassingError):
+class ServiceUnavailable(TransientError):
     """A service of the run does not answer."""
 
 

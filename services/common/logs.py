@@ -1,37 +1,44 @@
-"""Structured logs: one JSON object a line, with the service, and run and step where known."""
+"""Structured logs: one JSON object a line, with the component, the run and every extra field."""
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 import sys
 from datetime import UTC, datetime
+from typing import Any
 
-_FIELDS = ("run", "step", "version", "seconds")
-
-
-class _JsonFormatter(logging.Formatter):
-    def __init__(self, service: str) -> None:
-        super().__init__()
-        self._service = service
-
-    def format(self, record: logging.LogRecord) -> str:
-        entry: dict[str, object] = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname.lower(),
-            "service": self._service,
-            "message": record.getMessage(),
-        }
-        entry |= {name: getattr(record, name) for name in _FIELDS if hasattr(record, name)}
-        if record.exc_info:
-            entry["exception"] = self.formatException(record.exc_info)
-        return json.dumps(entry)
+from pythonjsonlogger.json import JsonFormatter
 
 
-def configure_logs(service: str, level: int = logging.INFO) -> None:
-    """Logs of this process go to standard error as JSON lines."""
+class _Formatter(JsonFormatter):
+    """Adds the fields that every line has; fields passed as `extra=` follow them."""
+
+    def __init__(self, component: str, run: str | None) -> None:
+        super().__init__("%(message)s", rename_fields={"exc_info": "exception"})
+        self._fields = {"component": component} | ({"run": run} if run else {})
+
+    def add_fields(
+        self,
+        log_data: dict[str, Any],
+        record: logging.LogRecord,
+        message_dict: dict[str, Any],
+    ) -> None:
+        moment = datetime.fromtimestamp(record.created, UTC)
+        log_data["time"] = moment.isoformat(timespec="milliseconds")
+        log_data["level"] = record.levelname.lower()
+        log_data |= self._fields
+        super().add_fields(log_data, record, message_dict)
+
+
+def configure_logs(component: str, *, run: str | None = None, level: int = logging.INFO) -> None:
+    """Sends the logs of this process to standard error, as JSON lines.
+
+    Each line names `component` and `run`; the run defaults to the variable `BAPO_RUN`, which every
+    process that works for one run has.
+    """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter(service))
+    handler.setFormatter(_Formatter(component, run or os.environ.get("BAPO_RUN")))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)

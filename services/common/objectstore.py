@@ -23,7 +23,7 @@ from minio import Minio
 from minio.deleteobjects import DeleteObject
 from minio.error import MinioException, S3Error
 
-from services.common.errors import BapoError, PassingError
+from bapo_core.errors import BapoError, TransientError
 from services.common.settings import ObjectStoreSettings
 
 Result = TypeVar("Result")
@@ -87,7 +87,7 @@ class StoredObject:
     modified: datetime
 
 
-class ObjectStoreUnavailable(ObjectStoreError, PassingError):
+class ObjectStoreUnavailable(ObjectStoreError, TransientError):
     """The object store does not answer; the same call may succeed when it is back."""
 
 
@@ -136,8 +136,8 @@ class ObjectStore:
         url = urlsplit(settings.endpoint)
         self._client = Minio(
             endpoint=url.netloc,
-            access_key=settings.access_key,
-            secret_key=settings.secret_key,
+            access_key=settings.access_key.get_secret_value(),
+            secret_key=settings.secret_key.get_secret_value(),
             secure=url.scheme == "https",
             region="us-east-1",
             http_client=urllib3.PoolManager(

@@ -1,65 +1,202 @@
-"""What every process of ours does at its edges: end with its parent, and say why it failed."""
+"""What every process does at its edges: start children, end with its parent, explain a failure."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
+import os
+import pwd
 import signal
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
 
-from services.common.errors import BapoError, PassingError
+from bapo_core.errors import BapoError, TransientError
 
 log = logging.getLogger(__name__)
 
+STOP_WITHIN_S = 15.0
+"""Seconds after which a child that was asked to stop is killed, unless its owner says otherwise."""
+EXIT_RETRYABLE = 138
+"""Exit code of a process that a restart may mend.
+
+Kubernetes' operators restart what exits with 128 to 255, and give up on 1 to 127.
+"""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def end_with_parent() -> None:
-    """Linux: the kernel terminates this process when its parent dies, however it dies.
+    """Makes the kernel terminate this process when its parent dies, however it dies (Linux).
 
-    Loaded above, at import: between fork and exec nothing may be imported.
+    libc is loaded at import, because nothing may be imported between fork and exec.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-EXIT_AGAIN = 138
-"""Kubernetes' operators start again what ends with 128 to 255, and give up on 1 to 127."""
+def python_command(module: str, *arguments: str) -> list[str]:
+    """Returns the command that runs one of this project's modules in this interpreter.
+
+    `-P` keeps the working directory off the import path: a `services` package that happens to lie
+    there must not shadow ours.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+class ChildProcess:
+    """A child process that dies with its parent, and is stopped by a signal or else by force.
+
+    It leads a session of its own, so that Ctrl-C reaches only the parent, which stops its children
+    in order, and so that `kill_group` reaches whatever the child has started. Start it from the
+    main thread: the kernel ends it when the thread that started it ends.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        log: Path | None = None,
+        append_log: bool = False,
+        working_directory: Path | None = None,
+        user: str | None = None,
+        stop_signal: signal.Signals = signal.SIGTERM,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        """Starts `command`.
+
+        environment: the whole environment of the child; this process's own when None.
+        log: file for standard output and standard error; they are inherited when None.
+        user: name of the user to run as, without this process's groups; needs root.
+        stop_signal: what `stop` sends.
+        """
+        self._stop_signal = stop_signal
+        self.log = log
+        output: IO[bytes] | None = None if log is None else log.open("ab" if append_log else "wb")
+        variables = os.environ if environment is None else environment
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=None if output is None else subprocess.STDOUT,
+                # What the child starts in turn ignores the working directory, too.
+                env={**variables, "PYTHONSAFEPATH": "1"},
+                cwd=working_directory,
+                start_new_session=True,
+                preexec_fn=end_with_parent,
+                pass_fds=pass_fds,
+                **as_user(user),
+            )
+        finally:
+            if output is not None:
+                output.close()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code, negative for the signal that killed it; None while the child runs."""
+        return self._process.poll()
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Waits for the end and returns the exit code. Raises `subprocess.TimeoutExpired`."""
+        return self._process.wait(timeout_s)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends a signal to the child alone."""
+        self._process.send_signal(number)
+
+    def stop(self, within_s: float = STOP_WITHIN_S) -> None:
+        """Asks the child to stop, and kills it when it has not within `within_s` seconds."""
+        if self._process.poll() is None:
+            self._process.send_signal(self._stop_signal)
+        try:
+            self._process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def kill_group(self) -> None:
+        """Kills the child and whatever it has started, and waits for the child's end."""
+        # Once the child has been waited for, its number may belong to another process.
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def last_error(self) -> str:
+        """Returns the last error in the child's log, or else its last line, and the log's path."""
+        assert self.log is not None, "this child has no log"
+        return last_error(self.log)
+
+
+def last_error(log: Path) -> str:
+    """Returns the last error of a log, or else its last line, followed by the log's path.
+
+    Lines that are JSON are those of `services.common.logs`.
+    """
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    for line in reversed(lines):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and entry.get("level") == "error":
+            return f"{entry['message']} (log: {log})"
+    return f"{lines[-1] if lines else 'it wrote nothing'} (log: {log})"
+
+
+def describe_exit(code: int) -> str:
+    """Returns how a process ended, in words: "failed (exit 1)", "was killed by SIGKILL"."""
+    return f"failed (exit {code})" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+
+
+def as_user(user: str | None) -> dict[str, Any]:
+    """Returns arguments of `subprocess` that run a child as `user`, without our groups."""
+    if user is None:
+        return {}
+    return {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
 
 
 def run_until_error(work: Callable[[], None]) -> None:
     """Runs a process's work; an error becomes a log line that its supervisor shows.
 
-    Exits with 1 for what a restart does not mend, a wrong configuration for example, and with
-    `EXIT_AGAIN` for what may have passed.
+    Exits with 1 for a `BapoError`, which a restart does not mend (a wrong configuration, an unknown
+    task), and with `EXIT_RETRYABLE` for a `TransientError` and for any unforeseen exception.
     """
     try:
         work()
-    except PassingError as error:
+    except TransientError as error:
         log.error("%s", error)
-        sys.exit(EXIT_AGAIN)
+        sys.exit(EXIT_RETRYABLE)
     except BapoError as error:
         log.error("%s", error)
         sys.exit(1)
     except Exception as error:
         log.exception("%s: %s", type(error).__name__, error)
-        sys.exit(EXIT_AGAIN)
+        sys.exit(EXIT_RETRYABLE)
 
 
-def stop_on_signals(words: str = "") -> None:
-    """SIGTERM and SIGHUP unwind the process as Ctrl-C does, so that it stops what it started.
+def stop_on_signals(message: str = "") -> None:
+    """Makes SIGTERM and SIGHUP unwind the process as Ctrl-C does, so that it stops its children.
 
-    words: for standard error, at once: stopping takes a while.
+    message: printed on standard error at once, because stopping takes a while.
     """
 
     def stop(number: int, _: object) -> None:
         # A second signal must not interrupt the stopping.
-        for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            signal.signal(each, signal.SIG_IGN)
-        if words:
-            sys.stderr.write(f"{words}\n")
+        for stopping in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(stopping, signal.SIG_IGN)
+        if message:
+            sys.stderr.write(f"{message}\n")
         raise SystemExit(128 + number)
 
-    for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(each, stop)
+    for stopping in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(stopping, stop)

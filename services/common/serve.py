@@ -1,21 +1,19 @@
-"""Serving an app on the host and port of the environment."""
+"""Serves an ASGI application."""
 
 from __future__ import annotations
-
-import os
 
 import uvicorn
 from fastapi import FastAPI
 
-from services.common.settings import require
+from services.common.settings import ServerSettings
 
 
-def serve(app: FastAPI) -> None:
-    """Serves until terminated; requests under way are finished."""
+def serve(app: FastAPI, settings: ServerSettings) -> None:
+    """Serves `app` until the process is terminated; requests in progress are finished."""
     uvicorn.run(
         app,
-        host=os.environ.get("BAPO_HOST", "127.0.0.1"),
-        port=int(require("BAPO_PORT")),
+        host=settings.host,
+        port=settings.port,
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=5,

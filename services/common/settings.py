@@ -1,54 +1,128 @@
-"""Where things are and the secrets to reach them, from the environment.
+"""Settings of a process, read from environment variables that begin with `BAPO_`.
 
-| variable | meaning |
-| --- | --- |
-| `BAPO_DATABASE_URL` | SQLAlchemy URL of Postgres (`postgresql+psycopg://...`) |
-| `BAPO_S3_ENDPOINT` | `http://host:port` of the object store |
-| `BAPO_S3_BUCKET` | bucket, created when missing |
-| `BAPO_S3_ACCESS_KEY`, `BAPO_S3_SECRET_KEY` | its credentials |
-| `BAPO_BUFFER_URL`, `BAPO_VERIFIER_URL` | the services |
-| `BAPO_TOKEN` | bearer token for all of them |
+Each process has one class below `Settings`. It names, types and describes its variables, and
+`load` reports everything that is missing or invalid in one error. Secrets are `SecretStr`, so that
+no log and no traceback shows them. `docs/environment.md` is generated from these classes.
 """
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from typing import Any, Self
 
-from services.common.errors import BapoError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from bapo_core.errors import ConfigError
 
-def require(name: str) -> str:
-    """The environment variable `name`, or an error that names it."""
-    value = os.environ.get(name, "")
-    if not value:
-        raise BapoError(
-            f"the environment variable {name} is not set; `bapo run` sets it, and "
-            "services/common/settings.py lists them all"
-        )
-    return value
+PREFIX = "BAPO_"
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectStoreSettings:
-    endpoint: str
-    bucket: str
-    access_key: str = field(repr=False)
-    secret_key: str = field(repr=False)
+class Settings(BaseSettings):
+    """Base of every process's settings. An empty variable counts as one that is not set."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX,
+        # BAPO_S3_ACCESS_KEY is `s3.access_key`.
+        env_nested_delimiter="_",
+        env_nested_max_split=1,
+        env_ignore_empty=True,
+        extra="ignore",
+        frozen=True,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
+    )
 
     @classmethod
-    def from_environment(cls) -> ObjectStoreSettings:
-        return cls(
-            endpoint=require("BAPO_S3_ENDPOINT"),
-            bucket=require("BAPO_S3_BUCKET"),
-            access_key=require("BAPO_S3_ACCESS_KEY"),
-            secret_key=require("BAPO_S3_SECRET_KEY"),
-        )
+    def load(cls) -> Self:
+        """Reads the settings from the environment.
+
+        Raises `ConfigError` with one line that names every variable that is missing or invalid.
+        """
+        try:
+            return cls()
+        except ValidationError as error:
+            raise ConfigError(f"environment: {'; '.join(_problems(cls, error))}") from error
+
+
+class ObjectStoreSettings(BaseModel):
+    """Address, bucket and credentials of the object store."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+
+    endpoint: str
+    """Address of the S3 API, `http://host:port` or `https://host:port`."""
+    bucket: str
+    """Bucket that holds all objects. It is created when it does not exist."""
+    access_key: SecretStr
+    """Access key of the object store."""
+    secret_key: SecretStr
+    """Secret key of the object store."""
 
     def environment(self) -> dict[str, str]:
+        """Returns the variables from which `Settings.load` makes the same settings."""
         return {
             "BAPO_S3_ENDPOINT": self.endpoint,
             "BAPO_S3_BUCKET": self.bucket,
-            "BAPO_S3_ACCESS_KEY": self.access_key,
-            "BAPO_S3_SECRET_KEY": self.secret_key,
+            "BAPO_S3_ACCESS_KEY": self.access_key.get_secret_value(),
+            "BAPO_S3_SECRET_KEY": self.secret_key.get_secret_value(),
         }
+
+
+class ServerSettings(Settings):
+    """Settings of a process that serves HTTP."""
+
+    host: str = "127.0.0.1"
+    """Interface to listen on."""
+    port: int = Field(ge=1, le=65_535)
+    """Port to listen on."""
+
+
+class BufferClientSettings(Settings):
+    """Settings of a process that calls the buffer service."""
+
+    buffer_url: str
+    """Address of the buffer service, `http://host:port`."""
+    token: SecretStr
+    """Bearer token of the services."""
+
+
+class ObjectStoreClientSettings(Settings):
+    """Settings of a process that reads from or writes to the object store."""
+
+    s3: ObjectStoreSettings
+    """Address, bucket and credentials of the object store."""
+
+
+def variables(model: type[BaseModel], prefix: str = PREFIX) -> Iterator[tuple[str, FieldInfo]]:
+    """Yields (variable, field) for every environment variable of a settings class."""
+    for name, field in model.model_fields.items():
+        nested: Any = field.annotation
+        if _is_group(nested):
+            yield from variables(nested, f"{prefix}{name.upper()}_")
+        else:
+            yield f"{prefix}{name.upper()}", field
+
+
+def _is_group(annotation: Any) -> bool:
+    """Whether a field is a group of variables, as `s3` is, and not one variable that holds JSON."""
+    return annotation is ObjectStoreSettings or getattr(annotation, "is_settings_group", False)
+
+
+def _problems(model: type[Settings], error: ValidationError) -> Iterator[str]:
+    for problem in error.errors():
+        names = [str(part) for part in problem["loc"]]
+        field = model.model_fields.get(names[0]) if names else None
+        if problem["type"] == "missing":
+            missing = [PREFIX + "_".join(names).upper()]
+            if len(names) == 1 and field is not None and _is_group(field.annotation):
+                group: Any = field.annotation
+                required = [name for name, each in group.model_fields.items() if each.is_required()]
+                missing = [f"{PREFIX}{names[0]}_{name}".upper() for name in required]
+            yield from (f"{name} is not set" for name in missing)
+        else:
+            message = problem["msg"][0].lower() + problem["msg"][1:]
+            secret = field is None or field.annotation is SecretStr or names[0] == "s3"
+            value = "" if secret else f" (got {problem['input']!r})"
+            yield f"{PREFIX}{'_'.join(names).upper()}: {message}{value}"

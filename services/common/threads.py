@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 Given = ParamSpec("Given")
 
 
-async def abandonable(
+async def run_detached(
     function: Callable[Given, Result], *given: Given.args, **more: Given.kwargs
 ) -> Result:
     """As `asyncio.to_thread`, for calls that wait for long and change nothing.

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
-from services.common.errors import BapoError
+from bapo_core.errors import BapoError
+from services.common import layout
+from services.common.layout import MODEL_SCHEME
 from services.common.objectstore import ObjectStore, files_of
 
-SCHEME = "store://"
 HUB = "hf://"
 WEIGHTS = ".safetensors"
 _FROM_HUB = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
@@ -30,18 +30,18 @@ def store_model(store: ObjectStore, directory: Path) -> str:
         with (directory / name).open("rb") as file:
             digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
     content = hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]
-    prefix = f"models/{content}"
+    prefix = layout.model(content)
     if not store.keys(f"{prefix}/manifest.json"):
         stored = store.put_contents(prefix, files)
         if stored != digests:
             raise BapoError(f"{directory} changed while it was stored; try again")
-    return f"{SCHEME}{prefix}#{store.put_manifest(prefix, digests)}"
+    return f"{MODEL_SCHEME}{prefix}#{store.put_manifest(prefix, digests)}"
 
 
 def fetch_model(path: str, store: ObjectStore, directory: Path, *, weights: bool = True) -> Path:
     """Fetches a stored model into `directory`; without `weights`, its configuration and tokenizer
     alone."""
-    prefix, _, digest = path.removeprefix(SCHEME).partition("#")
+    prefix, _, digest = path.removeprefix(MODEL_SCHEME).partition("#")
     if not digest:
         raise BapoError(f"model.path {path!r}: expected store://models/<content>#<digest>")
     store.get_directory(
@@ -50,13 +50,17 @@ def fetch_model(path: str, store: ObjectStore, directory: Path, *, weights: bool
     return directory
 
 
-def model_on_disk(path: str) -> Path | None:
-    """The directory of a run's initial model (`model.path`) on this machine, which `BAPO_MODEL`
-    may name; None for a stored one, which is to be fetched."""
-    given = os.environ.get("BAPO_MODEL")
-    if given:
-        return Path(given)
-    return None if path.startswith(SCHEME) else Path(path)
+def model_on_disk(path: str, override: Path | None = None) -> Path | None:
+    """Returns the directory of a run's initial model on this machine.
+
+    path: the run's `model.path`.
+    override: the directory on this machine, where it differs (`BAPO_MODEL`).
+
+    Returns None for a model in the object store, which must be fetched.
+    """
+    if override is not None:
+        return override
+    return None if path.startswith(MODEL_SCHEME) else Path(path)
 
 
 def fetch_from_hub(path: str, directory: Path) -> Path:

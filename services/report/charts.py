@@ -174,7 +174,7 @@ def migration(matrix: Sequence[Sequence[int]], before: str, after: str) -> str:
     return drawn.svg
 
 
-ACTIVITIES = {
+SPAN_KINDS = {
     "training": ("update", "proximal", "read", "commit"),
     "generating": ("fresh", "generate"),
     "evaluation": ("evaluation",),
@@ -184,22 +184,22 @@ ACTIVITIES = {
     "checkpoint": ("checkpoint",),
     "waiting": ("wait", "await weights", "drain"),
 }
-"""Kinds of activities that share a colour, each with its names."""
+"""Kinds of spans that share a colour, each with its names."""
 BAR = 0.8
 
 
 def timeline(
     lanes: Mapping[str, Sequence[tuple[str, float, float]]], edges: Sequence[float]
 ) -> str:
-    """A row of bars (name of the activity, start, end) for each lane; `edges` are dashed lines."""
+    """A row of bars (name of the span, start, end) for each lane; `edges` are dashed lines."""
     with chart(x="seconds", wide=True) as drawn:
         axes = drawn.axes
-        colours = dict(zip(ACTIVITIES, (*SERIES, "#a8554a", "#b9bec7"), strict=True))
-        for kind, names in ACTIVITIES.items():
+        colours = dict(zip(SPAN_KINDS, (*SERIES, "#a8554a", "#b9bec7"), strict=True))
+        for kind, names in SPAN_KINDS.items():
             bars = [
                 (row, start, end - start)
-                for row, activities in enumerate(lanes.values())
-                for name, start, end in activities
+                for row, spans in enumerate(lanes.values())
+                for name, start, end in spans
                 if name in names
             ]
             if bars:

@@ -11,8 +11,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from services.buffer.client import BufferClient
-from services.buffer.wire import Evaluation
+from services.buffer.api.client import BufferClient
+from services.buffer.api.wire import Evaluation
 from services.report import charts
 from services.report.html import figure, page
 from services.report.summary import RunHistory, read_history, summarise

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from bapo_core.config import RunConfig
-from services.buffer.client import BufferClient
-from services.buffer.wire import Evaluation, Migration, RunState, StepView
-from services.common.errors import BapoError
+from bapo_core.errors import BapoError
+from services.buffer.api.client import BufferClient
+from services.buffer.api.wire import Evaluation, Migration, RunState, StepView
 from services.report.timeline import Window, read_windows
 
 

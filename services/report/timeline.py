@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from bapo_core.config import RunConfig
-from services.buffer.client import BufferClient
-from services.buffer.wire import ActivityView
+from services.buffer.api.client import BufferClient
+from services.buffer.api.wire import SpanView
 
 _SAME_TIME_S = 0.01
 _SEEN_S = 0.002
@@ -25,13 +25,13 @@ class Window:
     steps: range
     begin: datetime
     seconds: float
-    """From the trainer's first activity of its first step to that of the next window."""
+    """From the trainer's first span of its first step to that of the next window."""
     waited: float
     """Seconds of it that the trainer had nothing to train on."""
     first_rollouts: float
     """Seconds that the rollouts of its first step took, re-evaluations included: nobody can train
     before they are there."""
-    activities: Sequence[ActivityView]
+    spans: Sequence[SpanView]
 
 
 def read_windows(buffer: BufferClient, config: RunConfig, last_step: int) -> list[Window]:
@@ -47,20 +47,20 @@ def read_windows(buffer: BufferClient, config: RunConfig, last_step: int) -> lis
         step = steps.start - 1
     if not whole:
         return []
-    found = buffer.activities(whole[0].start, whole[-1].stop)
+    found = buffer.spans(whole[0].start, whole[-1].stop)
     windows = [_window(steps, found) for steps in whole]
     return [window for window in windows if window is not None]
 
 
-def _window(steps: range, activities: Sequence[ActivityView]) -> Window | None:
-    """None for one that was interrupted, or trained before activities were recorded."""
-    trainer = [each for each in activities if each.part == "trainer"]
+def _window(steps: range, spans: Sequence[SpanView]) -> Window | None:
+    """None for one that was interrupted, or trained before spans were recorded."""
+    trainer = [each for each in spans if each.component == "trainer"]
     first = [each.started_at for each in trainer if each.step == steps.start]
     following = [each.started_at for each in trainer if each.step == steps.stop]
     rollouts = [
         each
-        for each in activities
-        if each.part == "collector"
+        for each in spans
+        if each.component == "collector"
         and each.step == steps.start
         and each.name in ("fresh", "reevaluation")
     ]
@@ -76,9 +76,7 @@ def _window(steps: range, activities: Sequence[ActivityView]) -> Window | None:
         first_rollouts=(
             max(each.ended_at for each in rollouts) - min(each.started_at for each in rollouts)
         ).total_seconds(),
-        activities=[
-            each for each in activities if each.ended_at >= begin and each.started_at <= end
-        ],
+        spans=[each for each in spans if each.ended_at >= begin and each.started_at <= end],
     )
 
 
@@ -86,9 +84,9 @@ def lanes_of(windows: Sequence[Window]) -> dict[str, list[tuple[str, float, floa
     """(name, start, end) in seconds, by part; what a part does at the same time in lanes."""
     # What began in one window and ended in the next is in both.
     found = {
-        (each.part, each.name, each.started_at): each
+        (each.component, each.name, each.started_at): each
         for window in windows
-        for each in window.activities
+        for each in window.spans
     }.values()
     lanes: dict[str, list[tuple[str, float, float]]] = {}
     for each in sorted(found, key=lambda each: (_place(each), each.started_at)):
@@ -96,7 +94,7 @@ def lanes_of(windows: Sequence[Window]) -> dict[str, list[tuple[str, float, floa
         end = (each.ended_at - windows[0].begin).total_seconds()
         if end - start < _SEEN_S:
             continue
-        whose = "scoring" if each.name in ("verify", "deliver") else each.part
+        whose = "scoring" if each.name in ("verify", "deliver") else each.component
         lane, name = 1, whose
         while lanes.get(name) and lanes[name][-1][2] > start + _SAME_TIME_S:
             lane += 1
@@ -105,13 +103,13 @@ def lanes_of(windows: Sequence[Window]) -> dict[str, list[tuple[str, float, floa
     return lanes
 
 
-def _place(activity: ActivityView) -> tuple[int, str]:
+def _place(span: SpanView) -> tuple[int, str]:
     """Trainer, collector, its scoring, replicas."""
     known = ("trainer", "collector")
-    if activity.part not in known:
-        return len(known), activity.part
-    return known.index(activity.part), "scoring" * (activity.name in ("verify", "deliver"))
+    if span.component not in known:
+        return len(known), span.component
+    return known.index(span.component), "scoring" * (span.name in ("verify", "deliver"))
 
 
-def _seconds(activity: ActivityView) -> float:
-    return (activity.ended_at - activity.started_at).total_seconds()
+def _seconds(span: SpanView) -> float:
+    return (span.ended_at - span.started_at).total_seconds()

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 import httpx
 
-from services.common.errors import BapoError
-from services.rollout.wire import GeneratedGroup, GenerateRequest
+from bapo_core.errors import BapoError
+from services.rollout.api.wire import GeneratedGroup, GenerateRequest
 
 LONGEST_SILENCE_S = 1800.0
 """Between two groups of an answer. A replica that has died is noticed sooner, by its reports."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,21 +16,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bapo_core.config import RunConfig
+from bapo_core.errors import BapoError
 from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task
-from services.buffer import wire
-from services.buffer.client import LONG_POLL_S, BufferClient
-from services.buffer.timeline import Timeline
-from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
-from services.common.errors import BapoError, ServiceError, ServiceUnavailable, Superseded
+from services.buffer.api import wire
+from services.buffer.api.client import LONG_POLL_S, BufferClient
+from services.buffer.api.spans import SpanRecorder
+from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
+from services.common.errors import ServiceError, ServiceUnavailable, Superseded
 from services.common.objectstore import ObjectStore
-from services.common.settings import ObjectStoreSettings, require
-from services.common.threads import abandonable
+from services.common.threads import run_detached
 from services.model.stored import fetch_model, model_on_disk
+from services.rollout.api.wire import GeneratedGroup, GenerateRequest, PromptRequest
 from services.rollout.fleet import Fleet
-from services.rollout.wire import GeneratedGroup, GenerateRequest, PromptRequest
-from services.verifier.client import VerifierClient
-from services.verifier.wire import VerifyItem
+from services.rollout.settings import CollectorSettings
+from services.verifier.api.client import VerifierClient
+from services.verifier.api.wire import VerifyItem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,7 +67,7 @@ def jobs(config: RunConfig, first_step: int) -> Iterator[Job]:
         end = min(config.schedule.window(step).stop, config.steps + 1)
         for t in range(step, end):
             yield Job(t, "fresh")
-            if config.x2.enabled and config.schedule.reevaluates_at(t):
+            if config.reevaluate.enabled and config.schedule.reevaluates_at(t):
                 yield Job(t, "reevaluation")
         for t in range(step, end):
             if config.evaluates_at(t):
@@ -92,7 +92,7 @@ class Collector:
         self._task = get_task(config.task.name, **config.task.options)
         self._version = 0
         self._under_way: set[asyncio.Task[bool]] = set()
-        self._timeline = Timeline(buffer, "collector")
+        self._spans = SpanRecorder(buffer, "collector")
 
     async def collect(self, first_step: int) -> None:
         """All jobs from `first_step` to the end of the run. Raises `Superseded`."""
@@ -117,7 +117,7 @@ class Collector:
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             try:
-                state = await abandonable(self._buffer.run_state)
+                state = await run_detached(self._buffer.run_state)
             except ServiceUnavailable as error:
                 log.warning("%s", error)
                 continue
@@ -132,7 +132,7 @@ class Collector:
         self._version = version
         rounds = self._config.rollout.max_generation_rounds if job.kind == "fresh" else 1
         for generation_round in range(rounds):
-            prompts = await abandonable(
+            prompts = await run_detached(
                 self._buffer.step_prompts, job.step, job.kind, generation_round
             )
             if prompts.complete or not prompts.prompts:
@@ -177,7 +177,7 @@ class Collector:
                 bundle, finished[:] = finished[:], []
                 left -= len(bundle)
                 complete = await asyncio.to_thread(self._deliver, job, prompts, bundle)
-            await asyncio.to_thread(self._timeline.tell)
+            await asyncio.to_thread(self._spans.flush)
         finally:
             generating.cancel()
         return complete
@@ -207,15 +207,15 @@ class Collector:
                 for prompt in prompts.prompts
             ],
         )
-        with self._timeline.activity("await weights", job.step):
+        with self._spans.span("await weights", job.step):
             await self._fleet.until_served(request)
-        with self._timeline.activity(job.kind, job.step):
+        with self._spans.span(job.kind, job.step):
             await self._fleet.generate(request, on_group)
 
     async def _await_weights(self, version: int) -> wire.StoredVersion:
         while True:
             try:
-                return await abandonable(self._buffer.weights, version, wait=LONG_POLL_S)
+                return await run_detached(self._buffer.weights, version, wait=LONG_POLL_S)
             except ServiceError as error:
                 if error.status != 404:
                     raise
@@ -241,7 +241,7 @@ class Collector:
             )
             for group in generated
         ]
-        with self._timeline.activity("verify", job.step):
+        with self._spans.span("verify", job.step):
             verdicts = self._verifier.verify(
                 self._config.task.name,
                 self._config.task.options,
@@ -272,7 +272,7 @@ class Collector:
                 prompts, generated, verdicts, texts, strict=True
             )
         ]
-        with self._timeline.activity("deliver", job.step):
+        with self._spans.span("deliver", job.step):
             accepted = self._buffer.post_groups(job.step, job.kind, encode_groups(groups))
         log.info("%d %s groups delivered", len(groups), job.kind, extra={"step": job.step})
         return accepted.complete
@@ -286,14 +286,13 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -
     return list(rendered)
 
 
-def tokenizer_directory(path: str) -> Path:
-    """Of the run's initial model, whose weights are not needed here."""
-    found = model_on_disk(path)
-    if found is not None:
-        return found
-    store = ObjectStore(ObjectStoreSettings.from_environment())
-    place = Path(require("BAPO_SCRATCH")) / "model"
-    return fetch_model(path, store, place, weights=False)
+def tokenizer_directory(path: str, settings: CollectorSettings) -> Path:
+    """Returns the directory of the initial model's tokenizer; weights are not fetched."""
+    directory = model_on_disk(path, settings.model)
+    if directory is not None:
+        return directory
+    store = ObjectStore(settings.s3)
+    return fetch_model(path, store, settings.scratch / "model", weights=False)
 
 
 def until_begun(buffer: BufferClient) -> wire.RunState:
@@ -312,31 +311,32 @@ def main() -> None:
     configure_logs("collector")
 
     def collect() -> None:
-        given = os.environ.get("BAPO_ATTEMPT")
+        settings = CollectorSettings.load()
+        token = settings.token.get_secret_value()
         while True:
-            buffer = BufferClient(
-                require("BAPO_BUFFER_URL"), require("BAPO_TOKEN"), run=require("BAPO_RUN")
-            )
-            state = buffer.run_state() if given is not None else until_begun(buffer)
-            buffer.attempt = state.attempt if given is None else int(given)
+            buffer = BufferClient(settings.buffer_url, token, run=settings.run)
+            pinned = settings.attempt is not None
+            state = buffer.run_state() if pinned else until_begun(buffer)
+            buffer.attempt = state.attempt if settings.attempt is None else settings.attempt
             try:
-                asyncio.run(make(state, buffer).collect(state.current_step + 1))
+                collector = make(state, buffer, settings)
+                asyncio.run(collector.collect(state.current_step + 1))
             except Superseded as error:
-                if given is not None:
+                if pinned:
                     raise
                 log.warning("a new attempt has begun: %s", error)
             else:
                 return
 
-    def make(state: wire.RunState, buffer: BufferClient) -> Collector:
-        token = require("BAPO_TOKEN")
+    def make(state: wire.RunState, buffer: BufferClient, settings: CollectorSettings) -> Collector:
+        token = settings.token.get_secret_value()
         config = RunConfig.model_validate(state.config)
         return Collector(
             config,
             buffer,
             Fleet(buffer, token),
-            VerifierClient(require("BAPO_VERIFIER_URL"), token),
-            AutoTokenizer.from_pretrained(tokenizer_directory(config.model.path)),
+            VerifierClient(settings.verifier_url, token),
+            AutoTokenizer.from_pretrained(tokenizer_directory(config.model.path, settings)),
         )
 
     run_until_error(collect)

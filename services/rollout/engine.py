@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from services.common.errors import BapoError
+from bapo_core.errors import BapoError
 
 
 class WrongVersion(BapoError):

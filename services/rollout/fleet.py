@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 
 import httpx
 
-from services.buffer import wire as buffer_wire
-from services.buffer.client import LONG_POLL_S, BufferClient
-from services.common.errors import BapoError, ServiceUnavailable
-from services.common.threads import abandonable
+from bapo_core.errors import BapoError
+from services.buffer.api import wire as buffer_wire
+from services.buffer.api.client import LONG_POLL_S, BufferClient
+from services.common.errors import ServiceUnavailable
+from services.common.threads import run_detached
+from services.rollout.api.wire import GeneratedGroup, GenerateRequest
 from services.rollout.client import ReplicaClient, ReplicaFailed
-from services.rollout.wire import GeneratedGroup, GenerateRequest
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +217,7 @@ class Fleet:
         while True:
             awaited = self._awaited
             try:
-                views = await abandonable(
+                views = await run_detached(
                     self._buffer.replicas, serving=awaited, wait=LONG_POLL_S if awaited else 0.0
                 )
             except (ServiceUnavailable, BapoError) as error:

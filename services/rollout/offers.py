@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 
-from services.buffer.wire import StoredVersion
-from services.common.offers import STANDS_S, WeightOffer
+from services.buffer.api.wire import StoredVersion
+from services.rollout.api.offers import STANDS_S, WeightOffer
 
 WAIT_S = 10.0
 """How long a replica waits for the offer of a version that has just been published."""

@@ -15,16 +15,17 @@ from collections.abc import AsyncIterator, Coroutine, Set
 from contextlib import suppress
 from functools import partial
 
-from services.buffer.client import LONG_POLL_S, BufferClient
-from services.buffer.timeline import Timeline
-from services.buffer.wire import ReplicaReport, ReplicaState, StoredVersion, WantedWeights
-from services.common.errors import BapoError, ServiceError, ServiceUnavailable
-from services.common.threads import abandonable
+from bapo_core.errors import BapoError
+from services.buffer.api.client import LONG_POLL_S, BufferClient
+from services.buffer.api.spans import SpanRecorder
+from services.buffer.api.wire import ReplicaReport, ReplicaState, StoredVersion, TargetWeights
+from services.common.errors import ServiceError, ServiceUnavailable
+from services.common.threads import run_detached
+from services.rollout.api.wire import GeneratedGroup, GenerateRequest
+from services.rollout.driver import EngineDriver, EngineLost
 from services.rollout.engine import WrongVersion
-from services.rollout.host import EngineHost, EngineLost
 from services.rollout.offers import Offers
 from services.rollout.weights import WeightCache
-from services.rollout.wire import GeneratedGroup, GenerateRequest
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ class Replica:
 
     def __init__(
         self,
-        host: EngineHost,
+        host: EngineDriver,
         buffer: BufferClient,
         cache: WeightCache,
         *,
@@ -51,13 +52,13 @@ class Replica:
         offers: Offers | None = None,
     ) -> None:
         """`offers`: where the trainer's come in, if it makes any (`sync.transport`)."""
-        self._host, self._buffer, self._cache = host, buffer, cache
+        self._driver, self._buffer, self._cache = host, buffer, cache
         self._name, self._url, self._offers = name, url, offers
         self._receives = offers is not None
         """The last version that could, came from the trainer itself."""
         self._state: ReplicaState = "starting"
         self._detail = ""
-        self._wanted: WantedWeights | None = None
+        self._wanted: TargetWeights | None = None
         self._serving: StoredVersion | None = None
         self._changed = asyncio.Condition()
         self._under_way: set[asyncio.Task[object]] = set()
@@ -65,7 +66,7 @@ class Replica:
         self._to_do = asyncio.Event()
         """What is wanted may have changed, or what is served."""
         self._to_report = asyncio.Event()
-        self._timeline = Timeline(buffer, name)
+        self._spans = SpanRecorder(buffer, name)
         self._busy_since = 0.0
 
     # -- generation
@@ -92,7 +93,7 @@ class Replica:
             self._busy_since = time.monotonic()
         self._under_way.add(task)
         try:
-            async for group in self._host.generate(request):
+            async for group in self._driver.generate(request):
                 if group.policy_version != request.policy_version:
                     raise EngineLost(
                         f"the engine generated with version {group.policy_version} instead "
@@ -111,7 +112,7 @@ class Replica:
             self._under_way.discard(task)
             self._cut_off.discard(task)
             if not self._under_way:
-                self._timeline.note("generate", request.policy_version, self._busy_since)
+                self._spans.record("generate", request.policy_version, self._busy_since)
             async with self._changed:
                 self._changed.notify_all()
 
@@ -134,7 +135,7 @@ class Replica:
 
     # -- what is wanted
 
-    def activities(self) -> list[Coroutine[None, None, None]]:
+    def tasks(self) -> list[Coroutine[None, None, None]]:
         """What goes on for as long as the replica lives."""
         return [self.watch(), self.follow(), self.tell(), self.supervise()]
 
@@ -143,7 +144,7 @@ class Replica:
         tag = ""
         while True:
             try:
-                wanted = await abandonable(self._buffer.wanted, tag, wait=LONG_POLL_S)
+                wanted = await run_detached(self._buffer.wanted, tag, wait=LONG_POLL_S)
             except (ServiceError, ServiceUnavailable) as error:
                 # It serves what it served; nothing is wrong with the replica itself.
                 log.warning("%s", error)
@@ -170,14 +171,14 @@ class Replica:
                 pause = min(2 * pause, LONGEST_RETRY_S)
                 self._to_do.set()
 
-    async def _serve(self, wanted: WantedWeights) -> None:
+    async def _serve(self, wanted: TargetWeights) -> None:
         if wanted.stored is not None and wanted.stored != self._serving:
             await self._load(wanted.stored, wanted.newest)
         # What the trainer sends needs no files.
         ahead = None if self._receives else wanted.newest
         if ahead is not None and not self._cache.holds(ahead):
             # It will be wanted next: then it is here already.
-            with self._timeline.activity("fetch", ahead.number):
+            with self._spans.span("fetch", ahead.number):
                 await asyncio.to_thread(self._cache.fetch, ahead)
         kept = [v for v in (wanted.stored, wanted.newest, self._serving) if v]
         await asyncio.to_thread(self._cache.prune, kept)
@@ -206,12 +207,12 @@ class Replica:
         offer = await offers.of(stored)
         if offer is None:
             return False
-        with self._timeline.activity("drain", stored.number):
+        with self._spans.span("drain", stored.number):
             await self._drain()
         self._say("loading")
         try:
-            with self._timeline.activity("load", stored.number):
-                return await self._host.receive(offer, partial(offers.accept, offer))
+            with self._spans.span("load", stored.number):
+                return await self._driver.receive(offer, partial(offers.accept, offer))
         except EngineLost as error:
             log.warning("version %d is loaded from its files: %s", stored.number, error)
             return False
@@ -220,13 +221,13 @@ class Replica:
         # What failed shows its reason until it has worked.
         if not self._cache.holds(stored) and self._state != "failing":
             self._say("downloading")
-        with self._timeline.activity("fetch", stored.number):
+        with self._spans.span("fetch", stored.number):
             directory = await asyncio.to_thread(self._cache.fetch, stored)
-        with self._timeline.activity("drain", stored.number):
+        with self._spans.span("drain", stored.number):
             await self._drain()
         self._say("loading")
-        with self._timeline.activity("load", stored.number):
-            await self._host.load(directory, stored.number)
+        with self._spans.span("load", stored.number):
+            await self._driver.load(directory, stored.number)
 
     async def _drain(self) -> None:
         """From here on nothing generates. What does not end in time is cut off."""
@@ -259,7 +260,7 @@ class Replica:
             detail=self._detail,
             loaded_version=0 if serving is None else serving.number,
             manifest_digest="" if serving is None else serving.manifest_digest,
-            prompts_per_request=self._host.prompts_per_request,
+            prompts_per_request=self._driver.prompts_per_request,
         )
 
     async def tell(self) -> None:
@@ -268,7 +269,7 @@ class Replica:
             self._to_report.clear()
             try:
                 await asyncio.to_thread(self._buffer.report_replica, self._name, self.report())
-                await asyncio.to_thread(self._timeline.tell)
+                await asyncio.to_thread(self._spans.flush)
             except (ServiceError, ServiceUnavailable) as error:
                 log.warning("%s", error)
             with suppress(TimeoutError):
@@ -292,4 +293,4 @@ class Replica:
     async def check(self) -> None:
         """Raises `EngineLost` unless the engine generates."""
         if self._serving is not None:
-            await self._host.check()
+            await self._driver.check()

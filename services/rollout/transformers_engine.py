@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from services.common.errors import BapoError
+from bapo_core.errors import BapoError
 from services.rollout.engine import (
     GeneratedGroup,
     GenerationRequest,

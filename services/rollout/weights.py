@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from services.buffer.wire import StoredVersion
+from services.buffer.api.wire import StoredVersion
 from services.common.objectstore import ObjectStore
 
 

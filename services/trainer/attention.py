@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from services.common.errors import BapoError
+from bapo_core.errors import BapoError
 
 IMPLEMENTATION = "packed"
 

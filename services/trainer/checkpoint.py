@@ -29,9 +29,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from services.buffer.client import BufferClient
-from services.buffer.wire import StoredVersion
-from services.common.errors import BapoError
+from bapo_core.errors import BapoError
+from services.buffer.api.client import BufferClient
+from services.buffer.api.wire import StoredVersion
+from services.common import layout
 from services.common.objectstore import ObjectStore, files_of
 from services.trainer.background import Background
 from services.trainer.ranks import Ranks
@@ -83,7 +84,7 @@ class Checkpointer(Background):
         self.begin(partial(self._write, step))
 
     def _write(self, step: int) -> None:
-        prefix = f"runs/{self._buffer.run}/checkpoints/step-{step}"
+        prefix = layout.checkpoint(self._buffer.run, step)
         with tempfile.TemporaryDirectory(dir=self._scratch) as directory:
             save({**self._copy, "step": step}, checkpoint_id=directory, process_group=self._group)
             own = self._store.put_contents(prefix, files_of(Path(directory)))

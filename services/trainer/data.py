@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from bapo_core.config import RunConfig
+from bapo_core.errors import BapoError
 from bapo_core.seeding import derive_rng
-from services.buffer.trajectories import (
+from services.buffer.api.trajectories import (
     SCHEMA,
     TrajectoryGroup,
     decode_proximal,
     groups_of,
     read_table,
 )
-from services.buffer.wire import ManifestMember
-from services.common.errors import BapoError
+from services.buffer.api.wire import ManifestMember
 from services.common.objectstore import ObjectStore
 from services.trainer.attention import Sequences
 from services.trainer.ranks import shares

@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import parse_args, run
 
-from services.common.process import EXIT_AGAIN
+from services.common.process import EXIT_RETRYABLE
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     except (RendezvousError, DistError) as error:
         # The others are not there: not yet, or not any more.
         sys.stderr.write(f"the workers do not find each other: {error}\n")
-        sys.exit(EXIT_AGAIN)
+        sys.exit(EXIT_RETRYABLE)
 
 
 if __name__ == "__main__":

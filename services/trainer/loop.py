@@ -8,31 +8,32 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from bapo_core.config import RunConfig, TrainerConfig
+from bapo_core.errors import BapoError
 from bapo_core.schedule import SyncSchedule
-from services.buffer.client import BufferClient
-from services.buffer.timeline import Timeline
-from services.buffer.trajectories import encode_proximal
-from services.buffer.wire import BatchManifest
-from services.common.errors import BapoError
+from services.buffer.api.client import BufferClient
+from services.buffer.api.spans import SpanRecorder
+from services.buffer.api.trajectories import encode_proximal
+from services.buffer.api.wire import BatchManifest
+from services.common import layout
 from services.common.objectstore import ObjectStore
-from services.common.settings import require
 from services.model.stored import fetch_model, model_on_disk
 from services.trainer.checkpoint import Checkpointer, load_checkpoint
 from services.trainer.critic import Critic
 from services.trainer.data import TrajectoryReader, group_cost, make_plan
-from services.trainer.direct import DirectSender
 from services.trainer.lora import add_adapters
 from services.trainer.nccl import NcclLink
+from services.trainer.nccl_broadcast import NcclBroadcaster
 from services.trainer.policy import Policy
 from services.trainer.profile import profiled
 from services.trainer.publish import WeightPublisher
 from services.trainer.ranks import Ranks, joined, shares
+from services.trainer.settings import TrainerSettings
 from services.trainer.shard import load_sharded
 from services.trainer.speed import speed_of
 from services.trainer.update import Clock, NonFiniteLoss, Updater, group_rows
@@ -49,6 +50,8 @@ class Surroundings:
     model_directory: Path
     """The initial model."""
     scratch: Path
+    token: str = field(repr=False)
+    """Bearer token of the rollout replicas."""
 
 
 def train(config: RunConfig, around: Surroundings, ranks: Ranks) -> None:
@@ -56,8 +59,8 @@ def train(config: RunConfig, around: Surroundings, ranks: Ranks) -> None:
     publisher = make_publisher(config, around, ranks)
     checkpointer = Checkpointer(around.buffer, around.store, scratch=around.scratch, ranks=ranks)
     reader = TrajectoryReader(around.store)
-    timeline = Timeline(around.buffer, "trainer")
-    clock = Clock(timeline if ranks.speaks else None)
+    recorder = SpanRecorder(around.buffer, "trainer")
+    clock = Clock(recorder if ranks.speaks else None)
     updater, done = restore(config, around, ranks)
     with profiling(config, around, ranks) as step_done:
         for clock.step in range(done + 1, config.steps + 1):
@@ -76,7 +79,7 @@ def train(config: RunConfig, around: Surroundings, ranks: Ranks) -> None:
                     checkpointer.save(step, updater.trained)
             checkpointer.check()
             if ranks.speaks:
-                timeline.tell()
+                recorder.flush()
                 log.info("step committed", extra={"step": step})
             step_done(step)
     publisher.publish(config.steps + 1, updater.policy.model)
@@ -115,7 +118,7 @@ def make_publisher(config: RunConfig, around: Surroundings, ranks: Ranks) -> Wei
         source=around.model_directory,
         dtype=None if dtype == "as_trained" else getattr(torch, dtype),
         ranks=ranks,
-        direct=DirectSender(around.buffer, require("BAPO_TOKEN"), NcclLink()) if directly else None,
+        direct=NcclBroadcaster(around.buffer, around.token, NcclLink()) if directly else None,
     )
 
 
@@ -193,7 +196,7 @@ def keep_evidence(step: int, error: NonFiniteLoss, around: Surroundings, ranks: 
     """Stores what led to a loss that is not a number; `torch.load` reads it."""
     data = io.BytesIO()
     torch.save(error.evidence, data)
-    key = f"runs/{around.buffer.run}/failures/step-{step}-rank-{ranks.rank}.pt"
+    key = layout.failure(around.buffer.run, step, ranks.rank)
     around.store.put(key, data.getvalue())
     log.error("what led to it is in the object store: %s", key, extra={"step": step})
 
@@ -220,24 +223,23 @@ def staleness_metrics(schedule: SyncSchedule, manifest: BatchManifest) -> dict[s
     return {"staleness_mean": mean, "staleness_max": float(max(ages, default=0))}
 
 
-def initial_model(path: str, store: ObjectStore, ranks: Ranks) -> Path:
+def initial_model(path: str, store: ObjectStore, ranks: Ranks, settings: TrainerSettings) -> Path:
     """The directory of the initial model; fetched once on each machine if it is a stored one."""
-    found = model_on_disk(path)
+    found = model_on_disk(path, settings.model)
     if found is not None:
         return found
-    place = Path(require("BAPO_SCRATCH")) / "model"
+    place = settings.scratch / "model"
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         fetch_model(path, store, place)
     ranks.largest(0)  # nobody reads it before it is whole
     return place
 
 
-def attempt_of(buffer: BufferClient, ranks: Ranks) -> int:
+def attempt_of(buffer: BufferClient, ranks: Ranks, given: int | None) -> int:
     """The attempt that somebody has begun for us (`BAPO_ATTEMPT`), or one of our own: it takes the
     run back to its last checkpoint, and collectors follow."""
-    given = os.environ.get("BAPO_ATTEMPT")
     if given is not None:
-        return int(given)
+        return given
     return ranks.shared(lambda: buffer.begin_attempt().attempt)
 
 
@@ -258,36 +260,34 @@ def memory_explained() -> Iterator[None]:
         ) from error
 
 
-def config_of(buffer: BufferClient) -> RunConfig:
+def config_of(buffer: BufferClient, override: str | None) -> RunConfig:
     """The run's; how it is computed here may be said anew each time (`BAPO_TRAINER`, as JSON)."""
     config = RunConfig.model_validate(buffer.run_state().config)
-    here = os.environ.get("BAPO_TRAINER")
-    if here is None:
+    if override is None:
         return config
-    return config.model_copy(update={"trainer": TrainerConfig.model_validate_json(here)})
+    return config.model_copy(update={"trainer": TrainerConfig.model_validate_json(override)})
 
 
 def main() -> None:
     from services.common.logs import configure_logs
     from services.common.process import end_with_parent, run_until_error
-    from services.common.settings import ObjectStoreSettings
 
     configure_logs("trainer")
     end_with_parent()  # torchrun, which may be killed without a chance to end its processes
 
     def start() -> None:
         # Ranks on one machine must not write over each other.
-        scratch = Path(require("BAPO_SCRATCH")) / os.environ.get("RANK", "0")
+        settings = TrainerSettings.load()
+        token = settings.token.get_secret_value()
+        scratch = settings.scratch / os.environ.get("RANK", "0")
         scratch.mkdir(parents=True, exist_ok=True)
         with joined() as ranks, memory_explained():
-            buffer = BufferClient(
-                require("BAPO_BUFFER_URL"), require("BAPO_TOKEN"), run=require("BAPO_RUN")
-            )
-            buffer.attempt = attempt_of(buffer, ranks)
-            config = config_of(buffer)
-            store = ObjectStore(ObjectStoreSettings.from_environment())
-            model = initial_model(config.model.path, store, ranks)
-            train(config, Surroundings(buffer, store, model, scratch), ranks)
+            buffer = BufferClient(settings.buffer_url, token, run=settings.run)
+            buffer.attempt = attempt_of(buffer, ranks, settings.attempt)
+            config = config_of(buffer, settings.trainer)
+            store = ObjectStore(settings.s3)
+            model = initial_model(config.model.path, store, ranks, settings)
+            train(config, Surroundings(buffer, store, model, scratch, token), ranks)
 
     run_until_error(start)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from bapo_core.config import LoraConfig
-from services.common.errors import BapoError
+from bapo_core.errors import BapoError
 
 _ADAPTER = "default"
 _WRAPPER = "_checkpoint_wrapped_module."

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from services.common.errors import BapoError
+from bapo_core.errors import BapoError
 
 ID_BYTES = 128
 SUM = 0

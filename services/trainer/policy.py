@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from services.common.errors import BapoError
+from bapo_core.errors import BapoError
 from services.trainer import attention
 from services.trainer.data import Batch, Packed, pack
 from services.trainer.logprobs import token_logprobs
@@ -88,7 +88,7 @@ def load_policy(directory: Path) -> Policy:
     return _scoring(model, directory)
 
 
-def blank_policy(directory: Path) -> Policy:
+def empty_policy(directory: Path) -> Policy:
     """The same with no weights yet: memory that nobody has touched costs nothing."""
     with _explained(directory):
         config = AutoConfig.from_pretrained(directory)

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
+from services.common import layout
 from services.common.objectstore import ObjectStore, digest_of
 
 log = logging.getLogger(__name__)
@@ -17,11 +18,6 @@ log = logging.getLogger(__name__)
 WARM_UP = 1
 """Steps before: the first one has costs that no other has."""
 SHOWN = 12
-
-
-def profiles_prefix(run: str) -> str:
-    """Of the traces, whose names end with the digest of their content."""
-    return f"runs/{run}/profiles/"
 
 
 @contextmanager
@@ -43,7 +39,7 @@ def profiled(
         data = file.read_bytes()
         file.unlink()
         name = f"until-step-{done}-rank-{rank}-{digest_of(data)}.json.gz"
-        store.put(profiles_prefix(run) + name, data)
+        store.put(f"{layout.profiles(run)}/" + name, data)
         kind = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         table = found.key_averages().table(sort_by=kind, row_limit=SHOWN)
         log.info("a trace is in the object store (`bapo profile %s`)\n%s", run, table)

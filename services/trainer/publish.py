@@ -15,12 +15,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from services.buffer.client import BufferClient, if_there
+from services.buffer.api.client import BufferClient, none_if_missing
+from services.common import layout
 from services.common.objectstore import ObjectStore
 from services.trainer.background import Background
-from services.trainer.direct import DirectSender
 from services.trainer.export import as_saved, model_files
 from services.trainer.lora import merged, plain_weights
+from services.trainer.nccl_broadcast import NcclBroadcaster
 from services.trainer.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class WeightPublisher(Background):
         source: Path,
         dtype: torch.dtype | None,
         ranks: Ranks,
-        direct: DirectSender | None = None,
+        direct: NcclBroadcaster | None = None,
     ) -> None:
         """`source` has the tokenizer and the configuration; `dtype` None keeps the model's. What is
         stored is sent to the replicas by `direct` as well."""
@@ -82,13 +83,13 @@ class WeightPublisher(Background):
         self._copies[name].copy_(tensor)
 
     def _published(self, version: int) -> bool:
-        return if_there(lambda: self._buffer.weights(version)) is not None
+        return none_if_missing(lambda: self._buffer.weights(version)) is not None
 
     def _send(self, version: int, model: nn.Module, weights: dict[str, Tensor]) -> None:
         started = time.monotonic()
         saved = as_saved(model, weights)
         files = model_files(model, saved, self._source)
-        digest = self._store.put_files(f"runs/{self._buffer.run}/weights/v{version}", files)
+        digest = self._store.put_files(layout.weights(self._buffer.run, version), files)
         self._buffer.publish_weights(version, digest)
         seconds = round(time.monotonic() - started, 3)
         log.info("weights published", extra={"version": version, "seconds": seconds})

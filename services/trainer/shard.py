@@ -27,10 +27,10 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AttentionInterface
 
 from bapo_core.config import TrainerConfig
-from services.common.errors import BapoError
+from bapo_core.errors import BapoError
 from services.trainer import attention
 from services.trainer.critic import Critic
-from services.trainer.policy import Policy, blank_policy, load_policy
+from services.trainer.policy import Policy, empty_policy, load_policy
 from services.trainer.ranks import Ranks
 
 Sharded = TypeVar("Sharded", Policy, Critic)
@@ -80,7 +80,7 @@ def load_sharded(
     if whole is not None and ranks.size == 1:
         sharded = whole
     else:
-        sharded = prepare(blank_policy(directory))
+        sharded = prepare(empty_policy(directory))
     checkpoint_layers(sharded, settings.gradient_checkpointing)
     if settings.compile:
         compile_layers(sharded)

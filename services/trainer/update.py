@@ -15,6 +15,7 @@ from torch.profiler import record_function
 
 from bapo_core.advantages import group_relative
 from bapo_core.config import RunConfig
+from bapo_core.errors import BapoError, TransientError
 from bapo_core.importance import mismatch_metrics, truncated_weights
 from bapo_core.kl import kl_penalty
 from bapo_core.losses import (
@@ -31,8 +32,7 @@ from bapo_core.theory import (
     total_variation_estimate,
 )
 from bapo_core.types import Source
-from services.buffer.timeline import Timeline
-from services.common.errors import BapoError, PassingError
+from services.buffer.api.spans import SpanRecorder
 from services.trainer.checkpoint import Trained
 from services.trainer.critic import Critic, CriticTrainer, ValueTargets
 from services.trainer.data import PADDING, Batch, Plan, microbatches
@@ -41,7 +41,7 @@ from services.trainer.policy import Policy, response_logprobs
 from services.trainer.ranks import Ranks
 
 
-class NonFiniteLoss(PassingError):
+class NonFiniteLoss(TransientError):
     """The loss or the gradient is not a number; the weights were left as they were."""
 
     def __init__(self, message: str, evidence: dict[str, Any] | None = None) -> None:
@@ -54,7 +54,7 @@ class NonFiniteLoss(PassingError):
 class Clock:
     """Seconds by phase, and for the timeline when they were."""
 
-    timeline: Timeline | None = None
+    recorder: SpanRecorder | None = None
     step: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -67,8 +67,8 @@ class Clock:
         finally:
             spent = time.monotonic() - started
             self.seconds[name] = self.seconds.get(name, 0.0) + spent
-            if self.timeline is not None:
-                self.timeline.note(name, self.step, started)
+            if self.recorder is not None:
+                self.recorder.record(name, self.step, started)
 
     def take(self) -> dict[str, float]:
         """Seconds by phase since they were taken last, as metrics."""
@@ -399,7 +399,9 @@ class Updater:
         constants = dict(
             zip(
                 Source,
-                improvement_constants(config.rollout.group_size, config.x2.c1, *window, eps),
+                improvement_constants(
+                    config.rollout.group_size, config.reevaluate.c1, *window, eps
+                ),
                 strict=True,
             )
         )

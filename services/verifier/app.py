@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -41,7 +40,7 @@ from services.common.auth import require_shared_token
 from services.common.errors import install_problem_handlers, problem_response
 from services.common.logs import configure_logs
 from services.common.process import run_until_error
-from services.common.settings import require
+from services.verifier.api.wire import LARGEST_BODY, VerifyAnswer, VerifyItem, VerifyRequest
 from services.verifier.pool import Batch, Busy, Draining, TaskRefused, VerifierPool
 from services.verifier.requests import (
     answer_body,
@@ -50,8 +49,7 @@ from services.verifier.requests import (
     too_large,
     work_of,
 )
-from services.verifier.settings import VerifierSettings
-from services.verifier.wire import LARGEST_BODY, VerifyAnswer, VerifyItem, VerifyRequest
+from services.verifier.settings import VerifierServerSettings, VerifierSettings
 
 DRAIN_S = 30.0
 """For what is under way when the verifier is told to stop. Kubernetes gives as long."""
@@ -246,11 +244,12 @@ def main() -> None:
     configure_logs("verifier")
 
     def work() -> None:
-        app = create_app(require("BAPO_TOKEN"), VerifierSettings.from_environment())
+        settings = VerifierServerSettings.load()
+        app = create_app(settings.token.get_secret_value(), settings.verifier)
         config = uvicorn.Config(
             app,
-            host=os.environ.get("BAPO_HOST", "127.0.0.1"),
-            port=int(require("BAPO_PORT")),
+            host=settings.host,
+            port=settings.port,
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=5,

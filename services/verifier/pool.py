@@ -21,9 +21,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.common.errors import BapoError
+from bapo_core.errors import BapoError
+from services.verifier.api.wire import LONGEST_RESPONSE, ItemVerdict
 from services.verifier.process import UNBEGUN, TaskKey, TaskRefused, WorkerProcess
-from services.verifier.wire import LONGEST_RESPONSE, ItemVerdict
 from services.verifier.worker import Result, Work
 
 __all__ = ["Batch", "Busy", "Draining", "TaskRefused", "VerifierPool"]

@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from services.common.errors import BapoError
+from bapo_core.errors import BapoError
 from services.verifier.worker import PROGRESS, Result, Work
 
 START_WITHIN_S = 60.0

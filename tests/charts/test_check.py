@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.local.stack import Endpoints
+from services.stack.stack import Endpoints
 from tests.charts.helm import Object, one
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+from pydantic import SecretStr
 
 from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.common.settings import ObjectStoreSettings
-from services.local.supervisor import Supervisor, free_ports
+from services.stack.supervisor import Supervisor, free_ports
 from tests.charts.helm import Object, container_of, one
 
 DIGEST = hashlib.sha256(b"ready").hexdigest()
@@ -44,7 +45,10 @@ def settings(dev: list[Object], tmp_path: Path) -> Iterator[ObjectStoreSettings]
     }
     endpoint = f"http://127.0.0.1:{ports[3]}"
     found = ObjectStoreSettings(
-        endpoint, "bapo", keys["BAPO_S3_ACCESS_KEY"], keys["BAPO_S3_SECRET_KEY"]
+        endpoint=endpoint,
+        bucket="bapo",
+        access_key=SecretStr(keys["BAPO_S3_ACCESS_KEY"]),
+        secret_key=SecretStr(keys["BAPO_S3_SECRET_KEY"]),
     )
     with Supervisor(tmp_path / "logs") as supervisor:
         supervisor.start("s3", [weed, *command[1:]], stop_within_s=1.0)
@@ -70,7 +74,12 @@ def _usable(settings: ObjectStoreSettings) -> bool:
 
 def test_it_serves_those_who_have_the_keys(settings: ObjectStoreSettings) -> None:
     assert ObjectStore(settings).get("ready", DIGEST) == b"ready"
-    stranger = ObjectStoreSettings(settings.endpoint, settings.bucket, "stranger", "secret")
+    stranger = ObjectStoreSettings(
+        endpoint=settings.endpoint,
+        bucket=settings.bucket,
+        access_key=SecretStr("stranger"),
+        secret_key=SecretStr("secret"),
+    )
     with pytest.raises(ObjectStoreError):
         ObjectStore(stranger, retries=0).get("ready", DIGEST)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from services.rollout.follow import MODULES
+from services.rollout.run_watcher import MODULES
 from tests.charts.helm import (
     WORKLOADS,
     Object,

@@ -120,7 +120,7 @@ def test_the_connection_of_a_release(everything: list[Object]) -> None:
         "BAPO_CONNECTION": "bapo-connection",
         "BAPO_TOKEN_SECRET": "our-token",
         "BAPO_S3_SECRET": "bapo-external-s3",
-        "BAPO_TRAINER_IMAGE": "registry.example.com/mirror/bapo/trainer:0.1.0",
+        "BAPO_TRAINER_IMAGE": "registry.example.com/mirror/bapo/trainer:0.2.0",
         "BAPO_TRAINER_SERVICE_ACCOUNT": "bapo-trainer",
         "BAPO_TRAINER_QUEUE": "gpus",
         "BAPO_TRAINER_PULL_SECRETS": "mirror,other",

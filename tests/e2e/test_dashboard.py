@@ -19,9 +19,9 @@ from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
 from bapo_core.seeding import derive_rng
 from bapo_core.tasks.countdown import CountdownTask
-from services.buffer import wire
-from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
-from services.local.stack import Endpoints
+from services.buffer.api import wire
+from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
+from services.stack.stack import Endpoints
 from tests.integration.driver import Driver, small_config
 
 CHROMIUM = "/usr/bin/chromium"

@@ -20,9 +20,9 @@ import psutil
 import pytest
 import yaml
 
-from services.buffer.client import BufferClient
+from services.buffer.api.client import BufferClient
 from services.common.objectstore import ObjectStore, ObjectStoreError, digest_of
-from services.local.stack import Endpoints, any_stack, find_stack, running_stack
+from services.stack.stack import Endpoints, any_stack, find_stack, running_stack
 from tests.e2e.test_run import configuration
 
 Command = Callable[..., subprocess.CompletedProcess[str]]

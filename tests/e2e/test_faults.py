@@ -20,12 +20,12 @@ import psutil
 import pytest
 
 from bapo_core.config import RunConfig, config_from
-from services.buffer import wire
-from services.buffer.client import BufferClient
+from services.buffer.api import wire
+from services.buffer.api.client import BufferClient
 from services.common.errors import ServiceError, ServiceUnavailable
 from services.common.objectstore import ObjectStore, ObjectStoreError
-from services.local.data import load_datasets
-from services.local.supervisor import free_ports
+from services.datasets import load_datasets
+from services.stack.supervisor import free_ports
 from tests.e2e.test_run import Bapo, _outcome, configuration
 from tests.integration.breakable import Breakable, breakable_stack
 
@@ -69,7 +69,7 @@ class Cluster:
         for replica, port in zip(REPLICAS, free_ports(len(REPLICAS)), strict=True):
             own = {"BAPO_REPLICA": replica, "BAPO_PORT": str(port)}
             own["BAPO_SCRATCH"] = str(scratch / name / replica)
-            breakable.start_python(replica, "services.rollout.agent", {**environment, **own})
+            breakable.start_python(replica, "services.rollout.server", {**environment, **own})
         for part, module in (
             ("trainer", "services.trainer.loop"),
             ("collector", "services.rollout.collector"),

@@ -18,8 +18,8 @@ import yaml
 
 from pipelines.localjobs import MANIFEST, OPERATOR
 from pipelines.pytorchjob import job_name
-from services.buffer.client import BufferClient
-from services.local.stack import running_stack
+from services.buffer.api.client import BufferClient
+from services.stack.stack import running_stack
 from tests.e2e.test_run import configuration
 
 STEPS = 29

@@ -26,11 +26,11 @@ import yaml
 from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 
-from services.buffer import wire
-from services.buffer.client import BufferClient
-from services.buffer.trajectories import decode_groups
+from services.buffer.api import wire
+from services.buffer.api.client import BufferClient
+from services.buffer.api.trajectories import decode_groups
 from services.common.objectstore import ObjectStore
-from services.local.stack import Endpoints
+from services.stack.stack import Endpoints
 from tests.conftest import EASY
 
 G, B, STEPS = 4, 16, 9
@@ -51,8 +51,8 @@ def configuration(name: str, model: Path) -> dict[str, Any]:
             "max_response_tokens": 16,
         },
         "sync": {"every": 3, "reevaluate_every": 3},
-        "x2": {"c1": C1},
-        "adaptive": {"c2_range": list(C2_RANGE), "c3_range": list(C3_RANGE)},
+        "reevaluate": {"c1": C1},
+        "replay_window": {"c2_range": list(C2_RANGE), "c3_range": list(C3_RANGE)},
         "optimizer": {"learning_rate": 1e-3, "minibatch_prompts": 4, "warmup_steps": 2},
         "evaluation": {"every": 4},
         "checkpoint": {"every": 3},

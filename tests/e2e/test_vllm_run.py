@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from bapo_core.config import RunConfig
-from services.buffer.client import BufferClient
-from services.local.stack import Endpoints
+from services.buffer.api.client import BufferClient
+from services.stack.stack import Endpoints
 from tests.e2e.test_run import configuration
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

@@ -23,8 +23,8 @@ import yaml
 from sqlalchemy import create_engine, text
 from sqlalchemy.engine import make_url
 
-from services.buffer.client import BufferClient
-from services.local.stack import Endpoints
+from services.buffer.api.client import BufferClient
+from services.stack.stack import Endpoints
 from tests.charts.helm import Case, Object, of_kind, one, pod_of, render
 from tests.images.node import Node, node, podman
 from tests.images.operator import operator
@@ -33,7 +33,7 @@ from tests.integration.fake_kubernetes import fake_kubernetes
 pytestmark = [pytest.mark.images, pytest.mark.timeout(3600)]
 
 ROOT = Path(__file__).parents[2]
-IMAGES = {each: f"localhost/bapo/{each}:0.1.0" for each in ("service", "trainer", "rollout")}
+IMAGES = {each: f"localhost/bapo/{each}:0.2.0" for each in ("service", "trainer", "rollout")}
 NAMESPACE = "ml"
 ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 TOKEN = "of-the-pod"

@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
-from services.local.stack import Endpoints, Stack
-from services.local.supervisor import Supervisor
+from services.stack.stack import Endpoints, Stack
+from services.stack.supervisor import Supervisor
 
 PARTS = ("buffer", "postgres", "s3")
 

@@ -9,11 +9,11 @@ import psycopg
 
 from bapo_core.config import RunConfig, config_from
 from bapo_core.seeding import derive_rng
-from services.buffer import wire
-from services.buffer.client import BufferClient
-from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
-from services.local.data import load_datasets
-from services.local.stack import Endpoints
+from services.buffer.api import wire
+from services.buffer.api.client import BufferClient
+from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
+from services.datasets import load_datasets
+from services.stack.stack import Endpoints
 
 
 def small_config(name: str, **sections: Any) -> RunConfig:
@@ -25,8 +25,8 @@ def small_config(name: str, **sections: Any) -> RunConfig:
             "task": {"options": {"template": "short"}, "train_prompts": 24, "test_prompts": 4},
             "rollout": {"prompts_per_step": 8, "group_size": 4},
             "sync": {"every": 2, "reevaluate_every": 2},
-            "x2": {"c1": 0.25},
-            "adaptive": {"c2_range": [0.25, 0.5], "c3_range": [0.5, 0.75]},
+            "reevaluate": {"c1": 0.25},
+            "replay_window": {"c2_range": [0.25, 0.5], "c3_range": [0.5, 0.75]},
             "optimizer": {"minibatch_prompts": 4},
             "evaluation": {"every": 4},
             "checkpoint": {"every": 2},
@@ -70,7 +70,7 @@ class Driver:
     def roll_out(self, step: int) -> None:
         """Posts the fresh groups and, when due, the re-evaluations."""
         self.client.post_groups(step, "fresh", encode_groups(self.groups(step)))
-        if self.config.x2.enabled and self.config.schedule.reevaluates_at(step):
+        if self.config.reevaluate.enabled and self.config.schedule.reevaluates_at(step):
             groups = self.groups(step, "reevaluation")
             if groups:
                 self.client.post_groups(step, "reevaluation", encode_groups(groups))

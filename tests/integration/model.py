@@ -76,16 +76,17 @@ class Model:
         fresh = self._groups(step, "fresh")
         again = self._groups(step, "reevaluation")
         r_tot = sum(group.correct for group in fresh) / sum(group.size for group in fresh)
-        adaptive = self.config.adaptive
-        window = high_quality_window(r_tot, adaptive.c2_range, adaptive.c3_range)
-        oldest = step - self.config.high.max_age
+        settings = self.config.replay_window
+        window = high_quality_window(r_tot, settings.c2_range, settings.c3_range)
+        c1 = self.config.reevaluate.c1
+        oldest = step - self.config.high_quality_buffer.max_age
         batch = build_batch(
             [group for group in fresh if 0 < group.correct < group.size],
-            [g for g in again if g.correct / g.size > self.config.x2.c1 and g.correct < g.size],
+            [g for g in again if c1 < g.correct / g.size < 1],
             [g for g in state.high if g.step >= oldest and _inside(g, window)],
             capacity=self.config.batch_capacity,
             window=window,
-            c1=self.config.x2.c1,
+            c1=c1,
             rng=derive_rng(self.config.seed, "batch", step),
         )
         self.windows[step] = window
@@ -96,14 +97,14 @@ class Model:
     def commit(self, step: int) -> None:
         state = copy.deepcopy(self.states[-1])
         fresh, again = self._groups(step, "fresh"), self._groups(step, "reevaluation")
-        c1 = self.config.x2.c1
+        c1 = self.config.reevaluate.c1
         solved = {group.prompt_uid for group in again if group.correct / group.size > c1}
         state.hard = [group for group in state.hard if group.prompt_uid not in solved]
         hard = [group for group in fresh if group.correct / group.size <= c1]
         state.hard = _newest(state.hard, hard, self.config.hard_capacity)
-        young = [g for g in state.high if g.step > step - self.config.high.max_age]
+        young = [g for g in state.high if g.step > step - self.config.high_quality_buffer.max_age]
         medium = [group for group in fresh if _inside(group, self.windows[step])]
-        state.high = _newest(young, medium, self.config.high.capacity)
+        state.high = _newest(young, medium, self.config.high_quality_buffer.capacity)
         for group in (*fresh, *again):
             state.attempts.setdefault(group.prompt_uid, []).append(group.correct)
         self.states.append(state)

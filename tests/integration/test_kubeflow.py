@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from bapo_core.errors import BapoError
 from pipelines import backends
 from pipelines.backends import JobState, ensure, remove
 from pipelines.kubeflow import ApiUnavailable, KubeflowBackend
 from pipelines.pytorchjob import Owner, Resources, build_job, job_name
-from services.common.errors import BapoError
 from tests.integration.fake_kubernetes import FakeKubernetes, Refusal, fake_kubernetes
 from tests.unit.pipelines.test_pytorchjob import DEPLOYMENT
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services.buffer.client import BufferClient
-from services.buffer.trajectories import encode_groups
+from services.buffer.api.client import BufferClient
+from services.buffer.api.trajectories import encode_groups
 from services.common.errors import ServiceError, Superseded
 from services.common.objectstore import ObjectStore
-from services.local.stack import Endpoints
 from services.model.stored import fetch_model, store_model
+from services.stack.stack import Endpoints
 from tests.integration.driver import Driver, small_config
 
 

@@ -14,12 +14,12 @@ import pytest
 from alembic import command
 from sqlalchemy import create_engine, inspect
 
+from bapo_core.errors import BapoError
 from services.buffer import migrate
+from services.buffer.api.trajectories import encode_groups
 from services.buffer.migrate import alembic_config, downgrade, upgrade
 from services.buffer.tables import Base
-from services.buffer.trajectories import encode_groups
-from services.common.errors import BapoError
-from services.local.stack import Endpoints
+from services.stack.stack import Endpoints
 from tests.integration.driver import Driver, made_up_group, small_config
 
 
@@ -93,8 +93,8 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
         # What rollout replicas and collectors say anew every few seconds.
         connection.execute("delete from replica")
         # The older schema cannot hold who did what when: going back forgets it.
-        connection.execute("delete from activity")
-        connection.execute("update run set wanted_version = 0")
+        connection.execute("delete from span")
+        connection.execute("update run set target_version = 0")
     before = rows(database)
     assert before["difficulty_snapshot"]
     assert before["evaluation"]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from services.common.objectstore import ObjectStore, ObjectStoreUnavailable, digest_of
-from services.local.stack import Endpoints
+from services.stack.stack import Endpoints
 
 DATA = os.urandom(3 << 20)
 AFTER = 1 << 20

@@ -18,7 +18,7 @@ from schemathesis.checks import (
     status_code_conformance,
 )
 
-from services.local.stack import Endpoints
+from services.stack.stack import Endpoints
 from tests.integration.driver import Driver, small_config
 
 CHECKS = [

@@ -11,7 +11,7 @@ import httpx
 import psycopg
 import pytest
 
-from services.buffer.trajectories import decode_groups
+from services.buffer.api.trajectories import decode_groups
 from services.common.errors import ServiceUnavailable
 from services.common.objectstore import ObjectStore
 from tests.integration.breakable import PARTS, Breakable, breakable_stack

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
+from bapo_core.errors import BapoError
 from pipelines import steps
 from pipelines.backends import JobState
 from pipelines.pytorchjob import Resources, job_name
 from pipelines.steps import Surroundings, Trainers
-from services.buffer.client import BufferClient
-from services.common.errors import BapoError
+from services.buffer.api.client import BufferClient
 from services.common.objectstore import ObjectStore
-from services.local.stack import Endpoints
+from services.stack.stack import Endpoints
 from tests.conftest import EASY
 from tests.unit.pipelines.test_pytorchjob import DEPLOYMENT
 
@@ -251,11 +251,11 @@ def test_lost_jobs_are_those_whose_run_is_not_at_work(
     backend.create({"metadata": {"name": "ours", "labels": {"bapo/run": around.buffer.run}}})
     backend.create({"metadata": {"name": "old", "labels": {"bapo/run": "deleted-long-ago"}}})
     lost = {"old": "deleted-long-ago"}
-    assert steps.lost_jobs(around.buffer, backend) == lost
+    assert steps.orphaned_jobs(around.buffer, backend) == lost
     # Killed with its node, a pipeline leaves a run that looks as if it were at work.
     backend.left_behind.append("ours")
     lost["ours"] = around.buffer.run
-    assert steps.lost_jobs(around.buffer, backend) == lost
+    assert steps.orphaned_jobs(around.buffer, backend) == lost
     steps.reap(around.buffer, backend, lost)
     assert sorted(backend.deleted) == ["old", "ours"]
     assert around.buffer.run_state().status == "stopped"

@@ -13,12 +13,12 @@ import httpx
 import pyarrow.parquet as pq
 import pytest
 
-from services.buffer import wire
-from services.buffer.client import AsyncBufferClient, BufferClient
-from services.buffer.trajectories import decode_groups, encode_groups
+from services.buffer.api import wire
+from services.buffer.api.client import AsyncBufferClient, BufferClient
+from services.buffer.api.trajectories import decode_groups, encode_groups
 from services.common.errors import ServiceError
 from services.common.objectstore import ObjectStore
-from services.local.stack import Endpoints
+from services.stack.stack import Endpoints
 from tests.integration.driver import Driver, made_up_group, small_config
 
 STEPS = 70
@@ -365,7 +365,7 @@ def test_two_runs_side_by_side(account: Account, stack: Endpoints) -> None:
     assert answer.runs == ("queries", "queries-other")
     assert answer.steps == (STEPS, 1)
     assert answer.differing_config["seed"] == (3, 4)
-    assert answer.differing_config["x2.c1"] == (0.25, 0.5)
+    assert answer.differing_config["reevaluate.c1"] == (0.25, 0.5)
     assert "rollout.group_size" not in answer.differing_config
     assert answer.rollouts[1] == 8 * SIZE
     assert answer.difficulty[0] == account.client.difficulty_bins()

@@ -25,31 +25,32 @@ import torch
 import uvicorn
 from torch import Tensor
 
-from services.buffer import wire as buffer_wire
-from services.buffer.wire import StoredVersion
-from services.common.errors import BapoError, ServiceUnavailable
+from bapo_core.errors import BapoError
+from services.buffer.api import wire as buffer_wire
+from services.buffer.api.wire import StoredVersion
+from services.common.errors import ServiceUnavailable
 from services.common.objectstore import ObjectStore, ObjectStoreError
-from services.common.offers import Parameter, WeightOffer
-from services.local.stack import Endpoints
 from services.rollout import fleet as fleet_module
 from services.rollout import offers as offers_module
 from services.rollout import replica as replica_module
-from services.rollout.agent import create_app
-from services.rollout.engine import ModelLoadError
-from services.rollout.fleet import Fleet
-from services.rollout.host import Accept, EngineLost
-from services.rollout.offers import Offers
-from services.rollout.replica import Replica
-from services.rollout.weights import WeightCache
-from services.rollout.wire import (
+from services.rollout.api.offers import Parameter, WeightOffer
+from services.rollout.api.wire import (
     GeneratedGroup,
     GeneratedResponse,
     GenerateRequest,
     PromptRequest,
 )
-from services.trainer import direct as direct_module
-from services.trainer.direct import DirectSender
+from services.rollout.driver import Accept, EngineLost
+from services.rollout.engine import ModelLoadError
+from services.rollout.fleet import Fleet
+from services.rollout.offers import Offers
+from services.rollout.replica import Replica
+from services.rollout.server import create_app
+from services.rollout.weights import WeightCache
+from services.stack.stack import Endpoints
+from services.trainer import nccl_broadcast as direct_module
 from services.trainer.nccl import NcclError
+from services.trainer.nccl_broadcast import NcclBroadcaster
 from tests.integration.driver import Driver, small_config
 
 G = 3
@@ -100,7 +101,7 @@ class MemoryLink:
 
 
 class MadeUpHost:
-    """An `EngineHost` that answers (version, prompt, sample), one prompt after the other."""
+    """An `EngineDriver` that answers (version, prompt, sample), one prompt after the other."""
 
     prompts_per_request = 1
 
@@ -678,7 +679,7 @@ WEIGHTS = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([[3]])}
 SENT = "sent a=[1.0, 2.0] b=[[3]]"
 
 
-def sending(sender: DirectSender, stored: StoredVersion) -> asyncio.Task[list[str]]:
+def sending(sender: NcclBroadcaster, stored: StoredVersion) -> asyncio.Task[list[str]]:
     """What the trainer does once a version is stored."""
     return asyncio.create_task(
         asyncio.to_thread(sender.send, stored.number, stored.manifest_digest, WEIGHTS)
@@ -708,7 +709,7 @@ def test_the_trainer_sends_to_every_replica_that_takes_weights(ground: Field) ->
             await ground.until("gone", lambda view: view.loaded_version == 1)
             await ground.stop("gone")
             second = ground.publish(2, "two")
-            sender = DirectSender(ground.driver.client, ground.driver.stack.token, link)
+            sender = NcclBroadcaster(ground.driver.client, ground.driver.stack.token, link)
             sent = sending(sender, second)
             assert want(ground, 2) == 2
             for name in hosts:
@@ -737,7 +738,7 @@ def test_weights_that_nobody_sends_come_from_the_object_store(
             await ground.start("r", host)
             await first_version(ground)
             second = ground.publish(2, "two")
-            sender = DirectSender(ground.driver.client, ground.driver.stack.token, link)
+            sender = NcclBroadcaster(ground.driver.client, ground.driver.stack.token, link)
             other = sending(sender, second.model_copy(update={"manifest_digest": "0" * 64}))
             want(ground, 2)
             await ground.until("r", lambda view: view.loaded_version == 2)
@@ -769,7 +770,7 @@ def test_weights_that_do_not_arrive_are_replaced_by_the_files(
         async with ground.closing() as fleet:
             await ground.start("r", host)
             await first_version(ground)
-            sender = DirectSender(ground.driver.client, ground.driver.stack.token, link)
+            sender = NcclBroadcaster(ground.driver.client, ground.driver.stack.token, link)
             second = ground.publish(2, "two")
             sent = sending(sender, second)
             want(ground, 2)
@@ -798,7 +799,7 @@ def test_an_offer_that_is_not_wanted_ends(ground: Field, monkeypatch: pytest.Mon
         async with ground.closing():
             await ground.start("r", MadeUpHost(link := MemoryLink()))
             await first_version(ground)
-            sender = DirectSender(ground.driver.client, ground.driver.stack.token, link)
+            sender = NcclBroadcaster(ground.driver.client, ground.driver.stack.token, link)
             assert await sending(sender, ground.publish(2, "two")) == []
             assert ground.seen("r").loaded_version == 1
             url = ground.seen("r").url
@@ -832,7 +833,7 @@ def test_a_transfer_that_cannot_be_ended_is_the_last_one(
             await ground.start("r", host)
             await first_version(ground)
             second = ground.publish(2, "two")
-            sender = DirectSender(ground.driver.client, ground.driver.stack.token, link)
+            sender = NcclBroadcaster(ground.driver.client, ground.driver.stack.token, link)
             want(ground, 2)
             assert await sending(sender, second) == []
             assert sender.stuck
@@ -884,7 +885,7 @@ def test_a_group_that_somebody_may_have_joined_is_not_used_again(ground: Field) 
         url="http://127.0.0.1:9", state="serving", loaded_version=1, manifest_digest="a" * 64
     )
     ground.driver.client.report_replica("unreachable", report)
-    sender = DirectSender(ground.driver.client, ground.driver.stack.token, link)
+    sender = NcclBroadcaster(ground.driver.client, ground.driver.stack.token, link)
     for version in (2, 3):
         assert sender.send(version, "b" * 64, WEIGHTS) == []
     assert len(link.sent) == 2

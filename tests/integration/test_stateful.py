@@ -26,8 +26,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from services.buffer.client import BufferClient
-from services.buffer.trajectories import TrajectoryGroup, encode_groups
+from services.buffer.api.client import BufferClient
+from services.buffer.api.trajectories import TrajectoryGroup, encode_groups
 from services.common.errors import ServiceError, Superseded
 from tests.integration.breakable import Breakable, breakable_stack
 from tests.integration.driver import Driver, made_up_group, small_config

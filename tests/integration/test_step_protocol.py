@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
-from services.buffer.client import BufferClient
-from services.buffer.trajectories import encode_groups
+from services.buffer.api.client import BufferClient
+from services.buffer.api.trajectories import encode_groups
 from services.common.errors import ServiceError, ServiceUnavailable, Superseded
 from services.common.objectstore import ObjectStore, ObjectStoreError
-from services.local.stack import Endpoints
+from services.stack.stack import Endpoints
 from tests.integration.driver import Driver, made_up_group, small_config, snapshot
 
 
@@ -249,7 +249,7 @@ def test_dynamic_sampling_goes_on_until_enough_groups_are_mixed(
 def test_decoupled_runs_keep_the_log_probs_of_the_storage_step(
     drive: Callable[..., Driver],
 ) -> None:
-    from services.buffer.trajectories import encode_proximal
+    from services.buffer.api.trajectories import encode_proximal
 
     driver = drive(loss={"ratio": "decoupled"})
     replayed = 0
@@ -268,7 +268,7 @@ def test_decoupled_runs_keep_the_log_probs_of_the_storage_step(
 
 
 def test_log_probs_of_groups_of_another_step_are_refused(drive: Callable[..., Driver]) -> None:
-    from services.buffer.trajectories import encode_proximal
+    from services.buffer.api.trajectories import encode_proximal
 
     driver = drive(loss={"ratio": "decoupled"})
     driver.roll_out(1)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from services.cli import COMPILED, main
+from services.cli.main import COMPILED, main
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,10 +8,10 @@ from datetime import timedelta
 import httpx
 import pytest
 
-from services.buffer.timeline import Timeline
-from services.local.stack import Endpoints
+from services.buffer.api.spans import SpanRecorder
 from services.report.charts import timeline as draw
 from services.report.timeline import lanes_of, read_windows
+from services.stack.stack import Endpoints
 from tests.integration.driver import Driver, small_config
 
 CONFIG = small_config("timeline", sync={"every": 4, "reevaluate_every": 4})
@@ -22,17 +22,19 @@ def driver(stack: Endpoints) -> Driver:
     return Driver(stack, CONFIG)
 
 
-def note(timeline: Timeline, name: str, step: int, start: float, end: float, now: float) -> None:
-    """An activity between two moments of a made-up time line whose `now` is this moment."""
-    timeline.note(name, step, time.monotonic() - (now - start))
-    noted = timeline._noted[-1]
-    moved = {each: getattr(noted, each) for each in ("key", "name", "step", "started")}
-    timeline._noted[-1] = type(noted)(**moved, ended=noted.started + end - start)
+def note(
+    recorder: SpanRecorder, name: str, step: int, start: float, end: float, now: float
+) -> None:
+    """An span between two moments of a made-up time line whose `now` is this moment."""
+    recorder.record(name, step, time.monotonic() - (now - start))
+    recorded = recorder._spans[-1]
+    moved = {each: getattr(recorded, each) for each in ("key", "name", "step", "started")}
+    recorder._spans[-1] = type(recorded)(**moved, ended=recorded.started + end - start)
 
 
 def test_the_trainers_idle_share_by_window(driver: Driver) -> None:
     trainer, collector, engine = (
-        Timeline(driver.client, part) for part in ("trainer", "collector", "engine-0")
+        SpanRecorder(driver.client, component) for component in ("trainer", "collector", "engine-0")
     )
     now = 100.0
     for step, start in enumerate(range(0, 90, 10), start=1):
@@ -45,8 +47,8 @@ def test_the_trainers_idle_share_by_window(driver: Driver) -> None:
     note(collector, "fresh", 5, 32.6, 34.0, now)
     note(engine, "generate", 4, 30.5, 34.0, now)
     for each in (trainer, collector, engine):
-        each.tell()
-        each.tell()
+        each.flush()
+        each.flush()
     windows = read_windows(driver.client, CONFIG, 9)
     # The first has no rollouts of its own; nothing is said of what was not seen.
     assert [window.steps for window in windows] == [range(4, 8)]
@@ -62,14 +64,14 @@ def test_the_trainers_idle_share_by_window(driver: Driver) -> None:
 
 
 def test_what_is_told_again_is_recorded_once(driver: Driver) -> None:
-    timeline = Timeline(driver.client, "trainer")
-    timeline.note("update", 40, time.monotonic() - 2.0)
-    noted = list(timeline._noted)
-    timeline.tell()
-    timeline._noted = noted
-    timeline.tell()
-    (found,) = driver.client.activities(40, 40)
-    assert (found.part, found.name, found.step) == ("trainer", "update", 40)
+    recorder = SpanRecorder(driver.client, "trainer")
+    recorder.record("update", 40, time.monotonic() - 2.0)
+    recorded = list(recorder._spans)
+    recorder.flush()
+    recorder._spans = recorded
+    recorder.flush()
+    (found,) = driver.client.spans(40, 40)
+    assert (found.component, found.name, found.step) == ("trainer", "update", 40)
     assert found.ended_at - found.started_at >= timedelta(seconds=2)
 
 
@@ -78,11 +80,11 @@ def test_what_is_told_again_is_recorded_once(driver: Driver) -> None:
     [("seconds", -1.0), ("name", "<b>"), ("key", "x"), ("ended_ago_s", 1e300), ("step", -1)],
 )
 def test_refusals(driver: Driver, field: str, value: object) -> None:
-    activity = {"key": "0" * 32, "name": "update", "step": 1, "seconds": 1.0, "ended_ago_s": 0.0}
+    span = {"key": "0" * 32, "name": "update", "step": 1, "seconds": 1.0, "ended_ago_s": 0.0}
     answer = httpx.post(
-        f"{driver.stack.buffer_url}/v1/runs/{driver.client.run}/activities",
+        f"{driver.stack.buffer_url}/v1/runs/{driver.client.run}/spans",
         headers={"Authorization": f"Bearer {driver.stack.token}"},
-        json={"part": "trainer", "activities": [activity | {field: value}]},
+        json={"component": "trainer", "spans": [span | {field: value}]},
     )
     assert answer.status_code == 422
     assert field in answer.json()["detail"]

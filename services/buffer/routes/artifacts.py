@@ -6,13 +6,14 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
 
-from services.buffer import artifacts, queries, runs, wire
+from services.buffer import artifacts, queries, runs
+from services.buffer.api import wire
 from services.buffer.routes.common import LARGEST, Attempt, RunName, Step, Wait
 from services.buffer.service import Service
 from services.buffer.tokens import Guard
 from services.common.errors import not_found
 
-ReplicaName = Annotated[str, Path(pattern=wire.PART_NAME)]
+ReplicaName = Annotated[str, Path(pattern=wire.COMPONENT_NAME)]
 
 AtStep = Annotated[int, Query(ge=1, le=LARGEST, description="A step of the trainer")]
 
@@ -42,7 +43,7 @@ def _weight_routes(router: APIRouter, service: Service, guard: Guard) -> None:
 
     @router.put("/weights/{version}", dependencies=run)
     def publish(
-        name: RunName, version: Step, attempt: Attempt, body: wire.Manifested
+        name: RunName, version: Step, attempt: Attempt, body: wire.ManifestDigest
     ) -> wire.StoredVersion:
         """Makes a version exist: its objects are written, its manifest last."""
         with service.changing(name) as session:
@@ -65,10 +66,10 @@ def _weight_routes(router: APIRouter, service: Service, guard: Guard) -> None:
 
 def _wanted_route(router: APIRouter, service: Service, guard: Guard) -> None:
     @router.get("/wanted", dependencies=guard("read"))
-    async def wanted(name: RunName, known: Known = "", wait: Wait = 0) -> wire.WantedWeights:
+    async def wanted(name: RunName, known: Known = "", wait: Wait = 0) -> wire.TargetWeights:
         """What rollout replicas should serve. Waits while it is what `known` says."""
 
-        def look() -> wire.WantedWeights:
+        def look() -> wire.TargetWeights:
             with service.sessions() as session:
                 return artifacts.wanted_weights(session, runs.get_run(session, name))
 
@@ -85,7 +86,7 @@ def _checkpoint_routes(router: APIRouter, service: Service, guard: Guard) -> Non
             return queries.checkpoints(session, runs.get_run(session, name))
 
     @router.put("/checkpoints/{step}", dependencies=run)
-    def checkpoint(name: RunName, step: Step, attempt: Attempt, body: wire.Manifested) -> None:
+    def checkpoint(name: RunName, step: Step, attempt: Attempt, body: wire.ManifestDigest) -> None:
         """Makes a checkpoint exist, and deletes what it makes unneeded."""
         with service.changing(name) as session:
             row = runs.lock_run(session, name, attempt)
@@ -126,15 +127,15 @@ def _replica_routes(router: APIRouter, service: Service, guard: Guard) -> None:
 
 
 def _activity_routes(router: APIRouter, service: Service, guard: Guard) -> None:
-    @router.post("/activities", dependencies=guard("run"))
-    def tell(name: RunName, body: wire.Activities) -> None:
+    @router.post("/spans", dependencies=guard("run"))
+    def tell(name: RunName, body: wire.SpanBatch) -> None:
         """What a part of the run did, and when."""
         with service.sessions.begin() as session:
-            artifacts.record_activities(session, runs.get_run(session, name), body)
+            artifacts.record_spans(session, runs.get_run(session, name), body)
 
-    @router.get("/activities", dependencies=guard("read"))
-    def activities(name: RunName, first_step: AtStep, last_step: AtStep) -> list[wire.ActivityView]:
+    @router.get("/spans", dependencies=guard("read"))
+    def spans(name: RunName, first_step: AtStep, last_step: AtStep) -> list[wire.SpanView]:
         """What all parts did while the trainer was at these steps, in order of time."""
         with service.sessions() as session:
             run = runs.get_run(session, name)
-            return queries.activities(session, run, first_step, last_step)
+            return queries.spans(session, run, first_step, last_step)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import Header, Path, Query
 
-from services.buffer import wire
+from services.buffer.api import wire
 
 LONGEST_WAIT_S = 30.0
 LARGEST = 2**53

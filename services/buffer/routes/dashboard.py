@@ -7,9 +7,10 @@ from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
 
+from services import dashboard
 from services.common.errors import not_found
 
-FILES = Path(__file__).parent.parent / "dashboard"
+FILES = Path(dashboard.__file__).parent
 
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",

@@ -7,7 +7,8 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query
 from sqlalchemy import select
 
-from services.buffer import artifacts, lifecycle, queries, runs, wire
+from services.buffer import artifacts, lifecycle, queries, runs
+from services.buffer.api import wire
 from services.buffer.pages import after_cursor, page_of
 from services.buffer.routes.common import Attempt, Cursor, Limit, RunName
 from services.buffer.service import Service

@@ -7,7 +7,9 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query
 from fastapi.responses import StreamingResponse
 
-from services.buffer import decisions, difficulty, exports, prompts, queries, runs, steps, wire
+from services.buffer import decisions, difficulty, exports, prompts, queries, runs, steps
+from services.buffer.api import wire
+from services.buffer.api.trajectories import SCHEMA, groups_of, read_table
 from services.buffer.routes.common import (
     LARGEST,
     AtStep,
@@ -20,7 +22,6 @@ from services.buffer.routes.common import (
 )
 from services.buffer.service import Service
 from services.buffer.tokens import Guard
-from services.buffer.trajectories import SCHEMA, groups_of, read_table
 from services.common.errors import not_found
 
 After = Annotated[int, Query(ge=0, le=LARGEST, description="Only what came after this step")]

@@ -8,7 +8,8 @@ from fastapi import APIRouter, Query, Request
 from prometheus_client import Counter, Gauge
 from starlette.concurrency import run_in_threadpool
 
-from services.buffer import ingest, runs, steps, wire
+from services.buffer import ingest, runs, steps
+from services.buffer.api import wire
 from services.buffer.routes.common import Attempt, RunName, Step, Wait
 from services.buffer.service import Service
 from services.buffer.tokens import Guard
@@ -47,7 +48,7 @@ def steps_router(service: Service, guard: Guard) -> APIRouter:
                 row = runs.get_run(session, name)
                 runs.check_attempt(row, attempt)
                 answer = steps.step_prompts(session, row, step, kind, generation_round)
-                return answer, row.wanted_version
+                return answer, row.target_version
 
         answer, wanted = await service.until(name, wait, look, lambda found: found[0].ready)
         if answer.prompts and not answer.complete and wanted != answer.policy_version:
@@ -107,4 +108,4 @@ def steps_router(service: Service, guard: Guard) -> APIRouter:
 def _want(service: Service, name: str, attempt: int, version: int) -> None:
     """Rollouts by `version` are about to be asked for."""
     with service.changing(name) as session:
-        runs.lock_run(session, name, attempt).wanted_version = version
+        runs.lock_run(session, name, attempt).target_version = version

@@ -12,9 +12,9 @@ from typing import Any
 
 import httpx
 
-from services.common.offers import WeightOffer
-from services.rollout.host import EngineLost
-from services.rollout.wire import GeneratedResponse, Sampling
+from services.rollout.api.offers import WeightOffer
+from services.rollout.api.wire import GeneratedResponse, Sampling
+from services.rollout.driver import EngineLost
 
 ADMIN_S = 600.0
 """For loading weights: minutes for large models."""

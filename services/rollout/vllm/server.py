@@ -14,15 +14,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.common.errors import BapoError
+from bapo_core.errors import BapoError
 from services.common.process import end_with_parent
+from services.rollout.driver import EngineLost
 from services.rollout.engine import ModelLoadError
-from services.rollout.host import EngineLost
 from services.rollout.vllm.api import VllmApi
 
 SUPPORTED = ("0.32.",)
 """Versions of vLLM whose routes and flags the contract tests have seen."""
-START_WITHIN_S = float(os.environ.get("BAPO_VLLM_START_WITHIN_S", "2700"))
 STOP_WITHIN_S = 10.0
 _ROOT = Path(__file__).resolve().parents[3]
 
@@ -36,6 +35,8 @@ class VllmOptions:
     """Tokens of prompt and response together."""
     dtype: str
     log: Path
+    start_within_s: float = 2700.0
+    """Seconds that the server may take to start."""
     arguments: Sequence[str] = ()
     """More of vLLM's own, after ours."""
     environment: dict[str, str] = field(default_factory=dict)
@@ -78,12 +79,16 @@ class VllmOptions:
         }
 
 
-def find_python() -> str:
-    """The interpreter that has vLLM: `BAPO_VLLM_PYTHON`, else `.venv-vllm` beside our own
-    environment (`make install-vllm` puts it there), else our own."""
+def find_python(override: str | None = None) -> str:
+    """Returns the interpreter that has vLLM.
+
+    It is `override` (`BAPO_VLLM_PYTHON`) if given, else the one of `.venv-vllm` beside this
+    environment, where `make install-vllm` puts it, else this interpreter.
+    """
+    if override is not None:
+        return override
     beside = Path(sys.prefix).parent / ".venv-vllm" / "bin" / "python"
-    default = str(beside) if beside.exists() else sys.executable
-    return os.environ.get("BAPO_VLLM_PYTHON", default)
+    return str(beside) if beside.exists() else sys.executable
 
 
 def installed(python: str) -> tuple[str, str]:
@@ -140,13 +145,14 @@ class VllmServer:
 
     async def ready(self) -> None:
         """Returns once it answers. Raises `ModelLoadError` if it ends before that."""
-        deadline = time.monotonic() + START_WITHIN_S
+        within_s = self._options.start_within_s
+        deadline = time.monotonic() + within_s
         while not await self.api.healthy():
             if not self.alive():
                 raise ModelLoadError(f"vLLM does not start: {self.last_words()}")
             if time.monotonic() > deadline:
                 raise EngineLost(
-                    f"vLLM was not ready in {START_WITHIN_S:.0f} s (BAPO_VLLM_START_WITHIN_S); "
+                    f"vLLM was not ready in {within_s:.0f} s (BAPO_VLLM_START_WITHIN_S); "
                     f"see {self._options.log}"
                 )
             await asyncio.sleep(0.1)

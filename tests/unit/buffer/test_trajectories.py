@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.buffer.trajectories import (
+from services.buffer.api.trajectories import (
     SCHEMA,
     TrajectoryError,
     TrajectoryGroup,

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import BapoError, ServiceUnavailable
+from bapo_core.errors import BapoError
+from services.common.errors import ServiceUnavailable
 from services.common.objectstore import ObjectStoreError, ObjectStoreUnavailable
-from services.common.process import EXIT_AGAIN, run_until_error
-from services.local.supervisor import free_ports
+from services.common.process import EXIT_RETRYABLE, run_until_error
+from services.stack.supervisor import free_ports
 from services.trainer.update import NonFiniteLoss
 
 ROOT = Path(__file__).parents[3]
@@ -22,10 +23,10 @@ ROOT = Path(__file__).parents[3]
     [
         (BapoError("wrong configuration"), 1),
         (ObjectStoreError("damaged"), 1),
-        (ObjectStoreUnavailable("away"), EXIT_AGAIN),
-        (ServiceUnavailable("away"), EXIT_AGAIN),
-        (NonFiniteLoss("nan"), EXIT_AGAIN),
-        (RuntimeError("connection closed by peer"), EXIT_AGAIN),
+        (ObjectStoreUnavailable("away"), EXIT_RETRYABLE),
+        (ServiceUnavailable("away"), EXIT_RETRYABLE),
+        (NonFiniteLoss("nan"), EXIT_RETRYABLE),
+        (RuntimeError("connection closed by peer"), EXIT_RETRYABLE),
     ],
 )
 def test_exit_codes(error: Exception, code: int) -> None:
@@ -76,5 +77,5 @@ def test_workers_that_do_not_find_each_other_are_started_again(endpoint: str) ->
             "PET_RDZV_CONF": f"join_timeout=2,read_timeout=2,is_host={endpoint == 'reachable'}",
         },
     )
-    assert done.returncode == EXIT_AGAIN, done.stderr
+    assert done.returncode == EXIT_RETRYABLE, done.stderr
     assert "the workers do not find each other" in done.stderr

@@ -13,8 +13,8 @@ from bapo_core.buffers import (
     eligible,
     eligible_high,
     evict,
+    evict_solved,
     promoted,
-    settle_reevaluated,
 )
 from bapo_core.thresholds import within
 from bapo_core.types import GroupSummary
@@ -154,14 +154,14 @@ def test_t2_promotion(rule, c1, expected):
 def test_t2_solved_prompts_leave_the_hard_buffer():
     stored = [group(i, old, uid=uid) for i, (uid, (old, _)) in enumerate(T2_HARD.items())]
     new = {uid: group(10, k, uid=uid) for uid, (_, k) in T2_HARD.items()}
-    left = settle_reevaluated(stored, new, c1=1 / 8)
+    left = evict_solved(stored, new, c1=1 / 8)
     assert {g.prompt_uid for g, _ in left} == {"b", "c"}
     assert {reason for _, reason in left} == {EvictionReason.SOLVED}
-    assert settle_reevaluated(stored, new, after="keep", c1=1 / 8) == []
+    assert evict_solved(stored, new, after="keep", c1=1 / 8) == []
 
 
 def test_prompts_not_reevaluated_stay():
-    assert settle_reevaluated([group(1, uid="a")], {"b": group(2, 8, uid="b")}, c1=1 / 8) == []
+    assert evict_solved([group(1, uid="a")], {"b": group(2, 8, uid="b")}, c1=1 / 8) == []
 
 
 @given(st.lists(st.sampled_from("abcdef")), st.integers(1, 10), st.integers(0, 2**32))

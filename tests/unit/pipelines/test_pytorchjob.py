@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from kubeflow.training.api_client import ApiClient
 from torch.distributed.run import parse_args
 
+from bapo_core.errors import BapoError
 from pipelines.localjobs import injected_variables
 from pipelines.pytorchjob import LONGEST_NAME, Deployment, Owner, Resources, build_job, job_name
-from services.common.errors import BapoError
 
 DEPLOYMENT = Deployment(
     namespace="team",
@@ -25,7 +25,7 @@ DEPLOYMENT = Deployment(
     connection="bapo-connection",
     token_secret="bapo-token",
     s3_secret="bapo-s3",
-    image="registry.example/bapo/trainer:0.1.0",
+    image="registry.example/bapo/trainer:0.2.0",
     service_account="bapo-trainer",
 )
 FULL = replace(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.agent import compilerless
+from services.rollout.server import compilerless
 
 
 def test_without_a_compiler_vllm_compiles_nothing(

@@ -27,7 +27,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from services.common.errors import BapoError
+from bapo_core.errors import BapoError
 from services.trainer import attention
 from services.trainer.attention import Sequences
 from services.trainer.data import Packed

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bapo_core.config import LoraConfig
-from services.common.errors import BapoError
+from bapo_core.errors import BapoError
 from services.trainer import attention
 from services.trainer.data import pack
 from services.trainer.lora import add_adapters, merged, plain_weights, trained_state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from services.common.errors import BapoError
+from bapo_core.errors import BapoError
 from services.trainer.loop import memory_explained
 
 

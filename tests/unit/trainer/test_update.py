@@ -14,9 +14,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bapo_core.advantages import group_relative
 from bapo_core.config import RunConfig, load_config
-from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse
-from services.buffer.wire import ManifestMember
-from services.common.errors import BapoError
+from bapo_core.errors import BapoError
+from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse
+from services.buffer.api.wire import ManifestMember
 from services.trainer import attention
 from services.trainer.data import Batch, Plan, collate, make_plan, microbatches
 from services.trainer.lora import add_adapters

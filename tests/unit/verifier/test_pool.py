@@ -13,9 +13,9 @@ import psutil
 import pytest
 from conftest import wait_until
 
+from services.verifier.api.wire import LONGEST_RESPONSE
 from services.verifier.pool import SMALLEST_CHUNK, Busy, Draining, TaskRefused, VerifierPool
 from services.verifier.process import WorkerProcess
-from services.verifier.wire import LONGEST_RESPONSE
 from services.verifier.worker import Work
 
 OPTIONS = {"template": "short"}

@@ -1,0 +1,91 @@
+"""Loads a run's configuration from YAML, its preset and `key=value` overrides."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from bapo_core.config.messages import explain_validation_error
+from bapo_core.config.presets import PRESETS
+from bapo_core.config.sections import RunConfig
+from bapo_core.errors import ConfigError
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` laid on `base`, section by section."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        if isinstance(value, Mapping) and isinstance(below, Mapping) and key != "options":
+            merged[key] = merge(below, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """`["sync.every=3", "seed=7"]` as a nested mapping; values are YAML."""
+    parsed: dict[str, Any] = {}
+    for override in overrides:
+        path, separator, text = override.partition("=")
+        if not separator or not path:
+            raise ConfigError(f"override {override!r}: write key=value, for example sync.every=5")
+        try:
+            value: Any = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"override {override!r}: {text!r} is not YAML") from error
+        # YAML 1.1 reads 1e-4 as a string.
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                value = float(value)
+        for key in reversed(path.split(".")):
+            value = {key: value}
+        parsed = merge(parsed, value)
+    return parsed
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration of a YAML file, over its algorithm's preset, under `key=value` overrides.
+
+    Raises `ConfigError` with one line that says what, where and what to do.
+    """
+    if path is None:
+        return parse_config("", overrides)
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigError(f"{path}: cannot be read: {reason}") from error
+    return parse_config(text, overrides, where=str(path))
+
+
+def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "config") -> RunConfig:
+    """As `load_config`, of YAML at hand."""
+    try:
+        loaded = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" at line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"{where}: not valid YAML{line}; check the indentation") from error
+    if loaded is not None and not isinstance(loaded, dict):
+        raise ConfigError(f"{where}: must hold keys and values, not a {type(loaded).__name__}")
+    return config_from(merge(loaded or {}, parse_overrides(overrides)), where=where)
+
+
+def config_from(given: Mapping[str, Any], *, where: str = "config") -> RunConfig:
+    """`given` over the preset that its `algorithm` names, validated."""
+    algorithm = given.get("algorithm", "bapo")
+    preset = PRESETS.get(algorithm) if isinstance(algorithm, str) else None
+    if preset is None:
+        raise ConfigError(
+            f"{where}: algorithm: {algorithm!r} is not one of {', '.join(sorted(PRESETS))}"
+        )
+    try:
+        return RunConfig.model_validate(merge(preset, given))
+    except ValidationError as error:
+        raise ConfigError(f"{where}: {explain_validation_error(error)}") from error

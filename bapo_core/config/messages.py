@@ -1,0 +1,50 @@
+"""Turns pydantic's validation errors into one line that names the key, the value and the remedy."""
+
+from __future__ import annotations
+
+import difflib
+
+from pydantic import BaseModel, ValidationError
+
+from bapo_core.config.sections import RunConfig
+
+RENAMED = {
+    "x1": "fresh",
+    "x2": "reevaluate",
+    "x3": "replay",
+    "bad": "hard_buffer",
+    "high": "high_quality_buffer",
+    "adaptive": "replay_window",
+}
+"""Sections that were renamed: the name in version 0.1, and the name since version 0.2."""
+
+
+def explain_validation_error(error: ValidationError) -> str:
+    """Lists everything that is wrong with a configuration, on one line."""
+    parts = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            parts.append(f"{key}: no such key{_suggest(problem['loc'])}")
+        elif problem["type"] == "value_error":
+            message = str(problem["ctx"]["error"])
+            parts.append(f"{key}: {message}" if key else message)
+        else:
+            message = problem["msg"][0].lower() + problem["msg"][1:]
+            parts.append(f"{key}: {message} (got {problem['input']!r})")
+    return "; ".join(parts)
+
+
+def _suggest(location: tuple[int | str, ...]) -> str:
+    if len(location) == 1 and location[0] in RENAMED:
+        return f"; it was renamed to {RENAMED[str(location[0])]}"
+    model: type[BaseModel] = RunConfig
+    for part in location[:-1]:
+        annotation = model.model_fields[str(part)].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return ""
+        model = annotation
+    close = difflib.get_close_matches(str(location[-1]), model.model_fields, n=1)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; known here: {', '.join(model.model_fields)}"

@@ -1,0 +1,54 @@
+"""Presets: what each value of `algorithm` changes relative to the defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_GRPO: dict[str, Any] = {
+    "sync": {"every": 1},
+    "fresh": {"filter": "none"},
+    "reevaluate": {"enabled": False},
+    "replay": {"enabled": False},
+    "loss": {
+        "ratio": "behavior",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "dual_clip": None,
+        "aggregation": "seq-mean-token-mean",
+        "entropy_coefficient": 0.0,
+    },
+    "kl": {"coefficient": 0.001, "reference": "initial", "estimator": "k3"},
+}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "bapo": {},
+    "ba_ppo": {"advantage": {"estimator": "gae"}},
+    "bapo_mini": {
+        "reevaluate": {"c1": 0.0},
+        "replay_window": {"direction": "off", "c2_range": [0.5, 0.5], "c3_range": [0.5, 0.5]},
+    },
+    "bapo_without_x2": {"reevaluate": {"enabled": False}},
+    "bapo_without_x3": {"replay": {"enabled": False}},
+    "bapo_fixed_window": {"replay_window": {"direction": "off"}},
+    "grpo": _GRPO,
+    "grpo_delayed": {
+        **_GRPO,
+        "sync": {"every": 5},
+        "loss": {**_GRPO["loss"], "clip_center": "current"},
+    },
+    "dapo": {
+        **_GRPO,
+        "fresh": {"filter": "range"},
+        "rollout": {"max_generation_rounds": 4},
+        "loss": {
+            "ratio": "behavior",
+            "clip_low": 0.2,
+            "clip_high": 0.28,
+            "dual_clip": None,
+            "aggregation": "token-mean",
+            "entropy_coefficient": 0.0,
+        },
+        "kl": {"coefficient": 0.0},
+    },
+}
+"""What each algorithm changes of the defaults (paper sections A and D of the baselines)."""

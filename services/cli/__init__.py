@@ -1,0 +1,1 @@
+"""`bapo`, the command line: one module a command."""

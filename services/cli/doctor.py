@@ -1,0 +1,163 @@
+"""Whether the rollout engine and the trainer mean the same by a log-prob.
+
+Generates with the engine of a configuration, scores the same tokens with the trainer's code, and
+compares. Whatever differs here biases every importance ratio of a run: another dtype or kernel a
+little, another temperature, a truncated distribution or stale weights a lot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bapo_core.config import RunConfig
+from bapo_core.errors import BapoError
+from bapo_core.importance import mismatch_metrics
+from bapo_core.seeding import derive_seed
+from bapo_core.tasks import get_task
+from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse
+from services.datasets import load_datasets
+from services.rollout.api.wire import GeneratedGroup, GenerateRequest, PromptRequest
+from services.rollout.collector import render
+from services.rollout.server import make_driver
+from services.rollout.settings import VllmSettings
+from services.trainer.data import collate, microbatches
+from services.trainer.policy import load_policy, response_logprobs
+
+TOKENS_AT_A_TIME = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """The most that may differ; `ess_fraction` is the least that may be left."""
+
+    logprob_diff_mean: float
+    logprob_diff_max: float
+    mismatch_kl: float
+    ess_fraction: float
+
+
+TOLERANCES = {
+    "float32": Tolerance(1e-5, 1e-3, 1e-7, 0.9999),
+    "bfloat16": Tolerance(0.02, 1.0, 1e-3, 0.98),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """What was compared, and what came of it."""
+
+    tokens: int
+    responses: int
+    metrics: dict[str, float]
+    tolerance: Tolerance
+
+    def failures(self) -> list[str]:
+        """The metrics that are out of tolerance."""
+        limits = self.tolerance
+        found = [
+            name
+            for name in ("logprob_diff_mean", "logprob_diff_max", "mismatch_kl")
+            if not self.metrics[name] <= getattr(limits, name)
+        ]
+        if not self.metrics["ess_fraction"] >= limits.ess_fraction:
+            found.append("ess_fraction")
+        return found
+
+
+def measure_parity(config: RunConfig, model: Path, *, prompts: int) -> Parity:
+    """Generates for the first training prompts and scores what came."""
+    asked, groups = asyncio.run(_generate(config, model, prompts))
+    refused = [group.refused for group in groups if group.refused]
+    if refused:
+        raise BapoError(f"the engine refuses a prompt: {refused[0]}")
+    batch = collate(
+        [],
+        [
+            TrajectoryGroup(
+                prompt_uid=str(group.index),
+                prompt_token_ids=prompt.prompt_token_ids,
+                policy_version=group.policy_version,
+                responses=[
+                    TrajectoryResponse(r.token_ids, r.logprobs, 0.0, r.finish_reason, "")
+                    for r in group.responses
+                ],
+            )
+            for prompt, group in zip(asked.prompts, groups, strict=True)
+        ],
+    )
+    network = load_policy(model)
+    scored = torch.zeros_like(batch.behavior)
+    everything = torch.arange(len(batch.tokens))
+    with torch.inference_mode():
+        for rows in microbatches(batch.lengths, everything, TOKENS_AT_A_TIME):
+            scored[rows] = response_logprobs(network, batch, rows, asked.temperature)[0]
+    metrics = mismatch_metrics(
+        scored,
+        batch.behavior,
+        batch.mask,
+        cap=config.loss.weight_cap,
+        level=config.loss.weight_level,
+    )
+    dtype = config.rollout.dtype if config.rollout.dtype != "auto" else "float32"
+    return Parity(int(batch.mask.sum()), len(batch.tokens), metrics, TOLERANCES[dtype])
+
+
+async def _generate(
+    config: RunConfig, model: Path, count: int
+) -> tuple[GenerateRequest, list[GeneratedGroup]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    task = get_task(config.task.name, **config.task.options)
+    train, _ = load_datasets(config)
+    rollout = config.rollout
+    asked = GenerateRequest(
+        policy_version=1,
+        manifest_digest="",
+        temperature=rollout.temperature,
+        max_tokens=rollout.max_response_tokens,
+        group_size=rollout.group_size,
+        prompts=[
+            PromptRequest(
+                prompt_token_ids=render(tokenizer, task.render(prompt.payload)),
+                seed=derive_seed(config.seed, "doctor", prompt.uid),
+            )
+            for prompt in train.prompts[:count]
+        ],
+    )
+    with tempfile.TemporaryDirectory(prefix="bapo-doctor-") as scratch:
+        host = make_driver(config, Path(scratch), VllmSettings())
+        try:
+            await host.load(model, 1)
+            groups = [group async for group in host.generate(asked)]
+        finally:
+            await host.close()
+    return asked, sorted(groups, key=lambda group: group.index)
+
+
+def show(console: Console, config: RunConfig, parity: Parity) -> None:
+    """The figures and their limits as a table."""
+    title = (
+        f"{config.rollout.engine} against the trainer: {parity.responses} responses, "
+        f"{parity.tokens} tokens"
+    )
+    table = Table("", "measured", "tolerance", title=title, title_justify="left")
+    failures = parity.failures()
+    for name, words in (
+        ("logprob_diff_mean", "|Δ log-prob|, mean"),
+        ("logprob_diff_max", "|Δ log-prob|, largest"),
+        ("mismatch_kl", "KL(engine || trainer), nats a token"),
+        ("ess_fraction", "effective share of samples"),
+    ):
+        limit = getattr(parity.tolerance, name)
+        sign = "≥" if name == "ess_fraction" else "≤"
+        mark = "[red]✗[/red]" if name in failures else "✓"
+        table.add_row(words, f"{parity.metrics[name]:.3g}", f"{sign} {limit:g} {mark}")
+    console.print(table)

@@ -1,0 +1,215 @@
+"""One run on this machine, from a configuration to a report."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from bapo_core.config import RolloutConfig, RunConfig
+from bapo_core.errors import BapoError
+from services.buffer.api import wire
+from services.buffer.api.client import BufferClient
+from services.cli.progress import RunDisplay
+from services.common.errors import ServiceError
+from services.common.process import python_command
+from services.datasets import load_datasets
+from services.exporters.mlflow import mirrored
+from services.report.summary import RunHistory, read_history, summarise
+from services.stack.stack import Endpoints
+from services.stack.supervisor import Supervisor, free_ports
+
+POLL_S = 0.5
+PATIENCE_S = 15.0
+"""The services are on this machine: nobody moves them to another."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRun:
+    """A run of the local stack: what it is, and where its files go."""
+
+    config: RunConfig
+    endpoints: Endpoints
+    home: Path
+    directory: Path
+    """`runs/<name>`"""
+    console: Console
+
+    @property
+    def client(self) -> BufferClient:
+        return BufferClient(
+            self.endpoints.buffer_url,
+            self.endpoints.token,
+            run=self.config.name,
+            give_up_s=PATIENCE_S,
+        )
+
+
+def create(run: LocalRun) -> None:
+    """Uploads the prompts and creates the run; an error if its name is taken."""
+    train, test = load_datasets(run.config)
+    client = run.client
+    for dataset in (train, test):
+        client.upload_dataset(dataset.name, dataset.prompts)
+    if run.config.name in {state.name for state in client.runs()}:
+        raise BapoError(
+            f"run {run.config.name!r} exists; continue it with --resume, or take another name "
+            "(name=...) or the next free one (--new)"
+        )
+    client.create_run(
+        wire.RunCreate(
+            name=run.config.name,
+            config=run.config.model_dump(mode="json"),
+            train_dataset=train.name,
+            test_dataset=test.name,
+        )
+    )
+
+
+def execute(run: LocalRun, model: Path) -> RunHistory:
+    """Trains from the last checkpoint to the end; writes the summary and the report."""
+    started = time.monotonic()
+    run.directory.mkdir(parents=True, exist_ok=True)
+    config_text = yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False)
+    (run.directory / "config.yaml").write_text(config_text)
+    client = run.client
+    state = client.begin_attempt()
+    scratch = Path(tempfile.mkdtemp(prefix=f"{run.config.name}-", dir=_scratch_home(run.home)))
+    try:
+        with mirrored(run.config, client):
+            with Supervisor(run.home / "logs" / run.config.name) as supervisor:
+                _start(run, supervisor, state, model, scratch)
+                _watch(run, supervisor, client, state)
+            client.set_status("finished")
+    except BaseException:
+        _note_failure(client)
+        raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    history = read_history(client)
+    write_outputs(run, history, time.monotonic() - started)
+    return history
+
+
+def _scratch_home(home: Path) -> Path:
+    directory = home / "scratch"
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def _start(
+    run: LocalRun, supervisor: Supervisor, state: wire.RunState, model: Path, scratch: Path
+) -> None:
+    """The engines, the trainer and the collector, with this attempt's number."""
+    environment = {
+        **run.endpoints.environment(),
+        "BAPO_RUN": run.config.name,
+        "BAPO_ATTEMPT": str(state.attempt),
+        "BAPO_MODEL": str(model),
+        "BAPO_TRAINER": run.config.trainer.model_dump_json(),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        **_threads(),
+    }
+    engines = _engines(run.config)
+    for name, port in zip(engines, free_ports(len(engines)), strict=True):
+        own = {"BAPO_REPLICA": name, "BAPO_PORT": str(port), "BAPO_SCRATCH": str(scratch / name)}
+        own |= engine_threads(run.config.rollout)
+        supervisor.start_python(name, "services.rollout.server", {**environment, **own})
+    own = {"BAPO_SCRATCH": str(scratch / "collector")}
+    supervisor.start_python("collector", "services.rollout.collector", {**environment, **own})
+    own = {"BAPO_SCRATCH": str(scratch / "trainer")}
+    supervisor.start("trainer", _trainer(run.config), environment={**environment, **own})
+
+
+def _trainer(config: RunConfig) -> list[str]:
+    """The command of the trainer: what a PyTorchJob's workers run."""
+    processes = config.trainer.processes
+    if processes == 1:
+        return python_command("services.trainer.loop")
+    launch = python_command("services.trainer.launch", "--standalone")
+    return [*launch, "--nproc-per-node", str(processes)]
+
+
+def _engines(config: RunConfig) -> list[str]:
+    return [f"engine-{number}" for number in range(config.rollout.replicas)]
+
+
+def _threads() -> dict[str, str]:
+    """Every process may use all cores, but must not spin on one while it waits.
+
+    The engine and the trainer take turns more than they overlap; spinning threads of the one
+    would take the cores that the other needs (measured: a step then takes twice as long).
+    """
+    return {
+        "OMP_NUM_THREADS": str(os.cpu_count() or 1),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        # vLLM would take cores for itself alone, and two of them the same ones.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+
+
+def engine_threads(rollout: RolloutConfig) -> dict[str, str]:
+    """Engines at work at the same time share the cores: more threads than cores wait for each
+    other (measured: two vLLMs on two cores then make a quarter of the tokens)."""
+    if rollout.engine == "transformers":
+        return {}  # one works at a time
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // rollout.replicas))}
+
+
+def _watch(
+    run: LocalRun, supervisor: Supervisor, client: BufferClient, state: wire.RunState
+) -> None:
+    """Shows progress until the trainer and the collector are done; an error if a process fails."""
+    done = state.current_step
+    display = RunDisplay(run.console, run.config.name, run.config.steps, done)
+    evaluations: list[wire.Evaluation] = []
+    with display.shown():
+        while True:
+            finished = supervisor.finished("trainer") and supervisor.finished("collector")
+            if any(supervisor.finished(engine) for engine in _engines(run.config)):
+                raise BapoError("a rollout engine ended early; continue with --resume")
+            steps = client.steps(after=done)
+            if steps:
+                done = steps[-1].step
+                evaluations = client.evaluations()
+            display.update(steps, evaluations, client.replicas())
+            if finished:
+                return
+            time.sleep(POLL_S)
+
+
+def _note_failure(client: BufferClient) -> None:
+    try:
+        client.set_status("failed")
+    except (BapoError, ServiceError):
+        # The service may be what failed; the error that led here is the one to show.
+        return
+
+
+def write_outputs(run: LocalRun, history: RunHistory, wall_seconds: float | None = None) -> None:
+    """`summary.json` and `report.html`."""
+    from services.report.html import write_report
+
+    run.directory.mkdir(parents=True, exist_ok=True)
+    summary = summarise(history, wall_seconds)
+    (run.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_report(history, summary, run.directory / "report.html")
+
+
+def next_free_name(client: BufferClient, name: str) -> str:
+    """`name`, or `name-2`, `name-3`, ... if it is taken."""
+    taken = {state.name for state in client.runs()}
+    number = 1
+    candidate = name
+    while candidate in taken:
+        number += 1
+        candidate = f"{name}-{number}"
+    return candidate

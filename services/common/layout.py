@@ -1,0 +1,48 @@
+"""Keys of the object store: where each kind of object is, for every reader and every writer."""
+
+from __future__ import annotations
+
+import re
+
+MODEL_SCHEME = "store://"
+"""Names a model in the object store: `store://<prefix>#<digest of the manifest>`."""
+DIAGNOSTICS = re.compile(r"runs/[^/]+/(failures|profiles)/")
+"""Matches objects for people: they have no row, and are deleted with their run."""
+
+
+def run_prefix(run: str) -> str:
+    """Prefix of everything that belongs to a run."""
+    return f"runs/{run}"
+
+
+def weights(run: str, version: int) -> str:
+    """Prefix of a published policy version: a Hugging Face model directory and its manifest."""
+    return f"{run_prefix(run)}/weights/v{version}"
+
+
+def checkpoint(run: str, step: int) -> str:
+    """Prefix of the trainer's state after `step`."""
+    return f"{run_prefix(run)}/checkpoints/step-{step}"
+
+
+def trajectories(run: str, step: int, kind: str, digest: str) -> str:
+    """Key of groups that were delivered together, as Arrow; `digest` is the SHA-256 of the bytes.
+
+    `kind` is a rollout kind, or `proximal` for log-probs of the trainer at the storage step.
+    """
+    return f"{run_prefix(run)}/trajectories/step={step}/{kind}-{digest[:16]}.arrow"
+
+
+def profiles(run: str) -> str:
+    """Prefix of the trainer's traces."""
+    return f"{run_prefix(run)}/profiles"
+
+
+def failure(run: str, step: int, rank: int) -> str:
+    """Key of the inputs that led to a non-finite loss on one rank."""
+    return f"{run_prefix(run)}/failures/step-{step}-rank-{rank}.pt"
+
+
+def model(content: str) -> str:
+    """Prefix of an initial model; `content` is the digest of its files."""
+    return f"models/{content}"

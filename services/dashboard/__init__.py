@@ -1,0 +1,1 @@
+"""The dashboard: static files that the buffer service serves."""

@@ -1,0 +1,67 @@
+"""Environment variables of the rollout processes: replica, collector and run watcher."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from services.common.settings import (
+    BufferClientSettings,
+    ObjectStoreClientSettings,
+    ServerSettings,
+)
+
+
+class VllmSettings(BaseModel):
+    """How a replica starts vLLM on its machine."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+    is_settings_group: ClassVar[bool] = True
+
+    python: str | None = None
+    """Interpreter of the environment that has vLLM; `.venv-vllm` beside this environment if it
+    exists, else this interpreter."""
+    args: str = ""
+    """Further arguments of vLLM's server, such as `--tensor-parallel-size 2`."""
+    start_within_s: float = Field(2700.0, gt=0.0)
+    """Seconds that vLLM may take to start, downloads and compilation included."""
+
+
+class ReplicaSettings(ServerSettings, BufferClientSettings, ObjectStoreClientSettings):
+    """Settings of a rollout replica (`python -m services.rollout.server`).
+
+    Which engine generates, and how, is in the run's configuration (`rollout`).
+    """
+
+    run: str
+    """Name of the run that the replica works for."""
+    scratch: Path
+    """Directory for weights and logs, with room for three versions of the weights."""
+    replica: str = Field(default_factory=socket.gethostname)
+    """Name of the replica, unique in its run; the host's name unless set."""
+    advertise: str | None = None
+    """Address at which collectors reach the replica; `http://<host>:<port>` unless set."""
+    vllm: VllmSettings = VllmSettings()
+    """How vLLM is started on this machine."""
+
+
+class CollectorSettings(BufferClientSettings, ObjectStoreClientSettings):
+    """Settings of the collector (`python -m services.rollout.collector`)."""
+
+    run: str
+    """Name of the run that the collector works for."""
+    verifier_url: str
+    """Address of the verifier, `http://host:port`."""
+    scratch: Path
+    """Directory for the tokenizer of a model that is in the object store."""
+    attempt: int | None = None
+    """Attempt of the run to work for; the current one, and each that follows it, unless set."""
+    model: Path | None = None
+    """Directory of the initial model on this machine, where the run's `model.path` is not."""
+
+
+class RunWatcherSettings(ServerSettings, BufferClientSettings):
+    """Settings of the run watcher (`python -m services.rollout.run_watcher MODULE`)."""

@@ -1,0 +1,1 @@
+"""The embedded stack: Postgres, S3 and the services on one machine, under one supervisor."""

@@ -1,0 +1,124 @@
+"""Configurations: all of ours load, and what cannot be run is refused in one helpful line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bapo_core.config import PRESETS, ConfigError, RunConfig, load_config, parse_overrides
+
+
+@pytest.mark.parametrize("path", sorted(Path("examples").glob("*.yaml")), ids=str)
+def test_every_example_loads(path: Path) -> None:
+    assert load_config(path).warnings() == []
+
+
+@pytest.mark.parametrize("algorithm", PRESETS)
+def test_every_preset_loads_and_survives_the_wire(algorithm: str) -> None:
+    config = load_config(None, [f"algorithm={algorithm}"])
+    assert RunConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_defaults_are_those_of_the_paper() -> None:
+    config = RunConfig()
+    assert (config.rollout.prompts_per_step, config.rollout.group_size) == (256, 8)
+    assert (config.sync.every, config.sync.reevaluate_every) == (5, 5)
+    assert config.reevaluate.c1 == 1 / 8
+    assert config.replay_window.c2_range == (1 / 8, 4 / 8)
+    assert config.replay_window.c3_range == (2 / 8, 5 / 8)
+    assert (config.optimizer.learning_rate, config.kl.coefficient) == (1e-6, 0.001)
+
+
+def test_the_file_wins_over_the_preset_and_overrides_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("algorithm: grpo\nsync: {every: 3}\nseed: 1\n")
+    assert load_config(path).sync.every == 3
+    assert load_config(path).fresh.filter == "none"
+    assert load_config(path, ["sync.every=4"]).sync.every == 4
+    assert load_config(path, ["optimizer.learning_rate=1e-4"]).optimizer.learning_rate == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("sync.evry=3", "sync.evry: no such key; did you mean every?"),
+        ("x2.c1=0.25", "x2: no such key; it was renamed to reevaluate"),
+        ("adaptive.direction=eq8", "adaptive: no such key; it was renamed to replay_window"),
+        ("zzz=3", "zzz: no such key; known here: name, algorithm"),
+        ("rollout.group_size=1", "rollout.group_size: input should be greater than or equal to 2"),
+        ("sync.every=0", "sync.every: input should be greater than or equal to 1 (got 0)"),
+        ("replay_window.c2_range=[0.6, 0.7]", "c2 is above c3 at the low end (0.6 > 0.25)"),
+        ("replay_window.c3_range=[0.7, 0.3]", "write the lower bound first"),
+        ("batch.capacity=63", "the batch capacity (63 groups) is below one minibatch (64)"),
+        ("rollout.top_p=0.9", "top_p is 0.9: training rollouts must sample the whole distribution"),
+        ("rollout.top_k=50", "set top_k to -1"),
+        ("task.train_prompts=100", "one step may draw 256"),
+        ("checkpoint={keep_best: 1, every: 3}", "make evaluation.every (20) a multiple of"),
+        ("algorithm=ppo", "algorithm: 'ppo' is not one of ba_ppo, bapo"),
+        ("loss.clip_center=current", "set ratio to behavior or clip_center to one"),
+        ("name=Bad Name", "name: string should match pattern"),
+        ("steps=soon", "steps: input should be a valid integer"),
+        ("kl.coefficient=.nan", "kl.coefficient"),
+        ("steps", "write key=value"),
+        ("steps=[", "is not YAML"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_in_one_line(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [", "not valid YAML at line"),
+        ("- 1", "must hold keys and values, not a list"),
+        ("rollout: 3", "rollout: input should be a valid dictionary"),
+    ],
+)
+def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert str(path) in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read: No such file"):
+        load_config("nowhere.yaml")
+
+
+def test_a_slow_schedule_is_pointed_out() -> None:
+    config = load_config(None, ["sync.every=4", "sync.reevaluate_every=6"])
+    assert "goes back" in config.warnings()[0]
+
+
+@given(
+    v=st.integers(1, 9),
+    m=st.integers(1, 9),
+    k=st.integers(1, 9),
+    phase=st.sampled_from(["algorithm1", "first_step"]),
+)
+def test_every_version_that_somebody_wants_is_published(v: int, m: int, k: int, phase: str) -> None:
+    config = load_config(
+        None,
+        [f"sync.every={v}", f"sync.reevaluate_every={m}", f"evaluation.every={k}", "steps=30"]
+        + [f"sync.phase={phase}"],
+    )
+    for t in range(1, 31):
+        assert config.publishes_at(config.schedule.policy_version(t))
+        if config.schedule.reevaluates_at(t) or config.evaluates_at(t):
+            assert config.publishes_at(t)
+    assert config.publishes_at(31)
+    assert config.checkpoints_after(30)
+
+
+def test_overrides_nest() -> None:
+    assert parse_overrides(["a.b=1", "a.c=x", "d=[1, 2]"]) == {"a": {"b": 1, "c": "x"}, "d": [1, 2]}
