@@ -23,6 +23,7 @@ import yaml
 from services.buffer.client import BufferClient
 from services.common.objectstore import ObjectStore, ObjectStoreError, digest_of
 from services.local.stack import Endpoints, any_stack, find_stack, running_stack
+from tests.conftest import EASY
 from tests.e2e.test_run import configuration
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -88,27 +89,27 @@ def test_a_model_directory_that_is_not_one(command: Command, tmp_path: Path) -> 
     ],
 )
 def test_a_dataset_with_a_bad_row(
-    command: Command, tmp_path: Path, row: dict[str, object], message: str, easy_model: Path
+    command: Command, tmp_path: Path, row: dict[str, object], message: str, small_model: Path
 ) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"nums": [1, 2], "target": 3}) + "\n" + json.dumps(row) + "\n")
-    config = configuration("bad-data", easy_model)
-    config["task"] |= {"train_path": str(data), "test_path": str(data)}
+    config = configuration("bad-data", small_model)
+    config["task"] = {"options": EASY, "train_path": str(data), "test_path": str(data)}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    said = refused(command("eval", str(easy_model), "run.yaml"))
+    said = refused(command("eval", str(small_model), "run.yaml"))
     assert f"{data}, row 2" in said
     assert message in said
 
 
 def test_held_out_prompts_in_the_training_data(
-    command: Command, tmp_path: Path, easy_model: Path
+    command: Command, tmp_path: Path, small_model: Path
 ) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"nums": [1, 2], "target": 3}) + "\n")
-    config = configuration("overlap", easy_model)
-    config["task"] |= {"train_path": str(data), "test_path": str(data)}
+    config = configuration("overlap", small_model)
+    config["task"] = {"options": EASY, "train_path": str(data), "test_path": str(data)}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    said = refused(command("eval", str(easy_model), "run.yaml"))
+    said = refused(command("eval", str(small_model), "run.yaml"))
     assert "1 training prompts are held-out prompts too" in said
 
 
@@ -163,10 +164,10 @@ def test_the_file_of_a_dead_stack_whose_port_is_anothers(
 
 
 def test_a_lost_buffer_service_ends_the_run_and_loses_nothing(
-    command: Command, own_home: Path, tmp_path: Path, easy_model: Path
+    command: Command, own_home: Path, tmp_path: Path, small_model: Path
 ) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(configuration("lost", easy_model)))
+    path.write_text(yaml.safe_dump(configuration("lost", small_model)))
     process = subprocess.Popen(
         [sys.executable, "-m", "services.cli", "run", str(path), "--port", "0"],
         cwd=tmp_path,

@@ -47,10 +47,10 @@ def wait_for(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 
 
 def test_a_pipeline_that_breaks_and_is_cancelled_ends_as_if_nothing_had_happened(
-    own_home: Path, tmp_path: Path, easy_model: Path
+    own_home: Path, tmp_path: Path, small_model: Path
 ) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(configuration(NAME, easy_model) | {"steps": STEPS}))
+    config.write_text(yaml.safe_dump(configuration(NAME, small_model) | {"steps": STEPS}))
     output = tmp_path / "output"
     command = [sys.executable, "-m", "services.cli", "pipeline", "run-local", str(config)]
     command += ["steps_per_segment=9", "--output", str(output)]
