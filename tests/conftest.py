@@ -34,6 +34,13 @@ if PLUG_IN not in _paths:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*_paths, PLUG_IN]))
 
 
+# The models of tests are too small to share between cores, and threads that spin while they wait
+# take the cores of other processes: on a busy machine the tests of the trainer took ten times as
+# long. What a test starts as `bapo run` sets its own number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 @pytest.fixture(scope="session")
 def home() -> Iterator[Path]:
     """Not under pytest's own directory, which it closes to the user that Postgres runs as."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -24,7 +25,7 @@ from services.buffer.client import BufferClient
 from services.common.objectstore import ObjectStore, ObjectStoreError, digest_of
 from services.local.stack import Endpoints, any_stack, find_stack, running_stack
 from tests.conftest import EASY
-from tests.e2e.test_run import configuration
+from tests.e2e.test_run import PATIENCE_S, configuration
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -46,7 +47,7 @@ def command(tmp_path: Path, own_home: Path) -> Command:
             env={**os.environ, "BAPO_HOME": str(own_home)},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_S,
         )
 
     return run
@@ -62,9 +63,11 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_help_is_instant_and_teaches(command: Command) -> None:
-    started = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = command("--help")
-    assert time.perf_counter() - started < 1.0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # The processor's time, which does not grow because others work, too.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
     assert "bapo run examples/countdown.yaml" in done.stdout
 
 
@@ -141,7 +144,7 @@ def test_a_killed_supervisor_takes_the_stack_with_it(command: Command, own_home:
     endpoints = find_stack(own_home)
     assert endpoints is not None
     os.kill(endpoints.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while processes_of(own_home):
         assert time.monotonic() < deadline, processes_of(own_home)
         time.sleep(0.1)
@@ -177,7 +180,7 @@ def test_a_lost_buffer_service_ends_the_run_and_loses_nothing(
         text=True,
     )
     committed = 0
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + PATIENCE_S
     while committed < 4:
         assert process.poll() is None
         assert time.monotonic() < deadline
@@ -188,7 +191,7 @@ def test_a_lost_buffer_service_ends_the_run_and_loses_nothing(
         time.sleep(0.05)
     (buffer,) = [p for p in processes_of(own_home) if "services.buffer.main" in p.cmdline()]
     buffer.kill()
-    _, errors = process.communicate(timeout=90)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert len(errors.strip().splitlines()) == 1
     assert "buffer" in errors
@@ -213,7 +216,7 @@ def test_a_stack_stays_as_long_as_anybody_uses_it(own_home: Path) -> None:
 
     thread = threading.Thread(target=first)
     thread.start()
-    assert up.wait(60)
+    assert up.wait(PATIENCE_S)
     with any_stack(own_home, 0) as joined:
         assert joined.token == said[0]
         leave.set()
@@ -225,7 +228,7 @@ def test_a_stack_stays_as_long_as_anybody_uses_it(own_home: Path) -> None:
         assert find_stack(own_home) == third
         answer = httpx.get(f"{third.buffer_url}/readyz", timeout=10)
         assert answer.is_success
-    thread.join(60)
+    thread.join(PATIENCE_S)
     assert said == [joined.token, "first is down"]
     assert processes_of(own_home) == []
 

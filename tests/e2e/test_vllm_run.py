@@ -37,7 +37,7 @@ def test_a_run_on_two_replicas(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     client = BufferClient(stack.buffer_url, stack.token, run="on-vllm")

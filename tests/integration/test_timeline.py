@@ -22,9 +22,13 @@ def driver(stack: Endpoints) -> Driver:
     return Driver(stack, CONFIG)
 
 
+MOMENT = time.monotonic()
+"""What `now` is: one moment, so that the pauses between two notes do not count."""
+
+
 def note(timeline: Timeline, name: str, step: int, start: float, end: float, now: float) -> None:
     """An activity between two moments of a made-up time line whose `now` is this moment."""
-    timeline.note(name, step, time.monotonic() - (now - start))
+    timeline.note(name, step, MOMENT - (now - start))
     noted = timeline._noted[-1]
     moved = {each: getattr(noted, each) for each in ("key", "name", "step", "started")}
     timeline._noted[-1] = type(noted)(**moved, ended=noted.started + end - start)
