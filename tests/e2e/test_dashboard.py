@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+import shutil
 from collections.abc import Iterator
 from fractions import Fraction
 from functools import cache
@@ -24,7 +25,8 @@ from services.buffer.trajectories import TrajectoryGroup, TrajectoryResponse, en
 from services.local.stack import Endpoints
 from tests.integration.driver import Driver, small_config
 
-CHROMIUM = "/usr/bin/chromium"
+CHROMIUMS = ("chromium", "google-chrome", "google-chrome-stable", "chromium-browser")
+"""The names of the program, those of the Makefile."""
 STEPS = 14
 END_OF_SEQUENCE = 1
 TASK = CountdownTask(template="short")
@@ -34,8 +36,6 @@ HOSTILE = (
     '<a href="javascript:window.hacked=1">x</a> שלום عالم 🧮\u202e 👩‍👩‍👧 ' + "W" * 3000
 )
 """What a model might write: markup, both directions of text, emoji, no place to break a line."""
-
-pytestmark = pytest.mark.skipif(not Path(CHROMIUM).exists(), reason=f"needs {CHROMIUM}")
 
 
 # ---- a run to look at ---------------------------------------------------------------------------
@@ -177,8 +177,11 @@ def hostile(stack: Endpoints) -> Play:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    program = next(filter(None, map(shutil.which, CHROMIUMS)), None)
+    if program is None:
+        pytest.skip("needs Chromium: run `make install-chromium`")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
         yield browser
         browser.close()
 

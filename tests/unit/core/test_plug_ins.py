@@ -62,7 +62,7 @@ def test_the_example_of_the_docs_works_in_the_verifier(place: Path) -> None:
 
 def test_a_distribution_that_pip_installs_is_found(tmp_path: Path) -> None:
     """The same through pip and pyproject.toml, as the docs say."""
-    pytest.importorskip("setuptools")
+    pytest.importorskip("setuptools", reason="needs setuptools: run `make install`")
     project, target = tmp_path / "project", tmp_path / "target"
     project.mkdir()
     for name, content in blocks().items():
