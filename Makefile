@@ -10,9 +10,14 @@ VLLM_STAMP := $(VLLM)/.installed
 CRDS := $(VENV)/crds/node_modules/.package-lock.json
 TRL := .venv-trl
 TRL_STAMP := $(TRL)/.installed
+NEWEST := .venv-newest
+# A bare torch from PyPI brings several GB of CUDA along; TORCH=torch takes it all the same.
+TORCH ?= torch==2.13.0
+CHROMIUMS := chromium google-chrome google-chrome-stable chromium-browser
+SUDO := $(shell test "$$(id -u)" = 0 || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-trl run test test-slow test-vllm test-crds images test-images lint compare bench docs clean
+.PHONY: help install install-vllm install-trl install-chromium run test test-slow test-newest test-vllm test-crds images test-images lint compare bench docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,6 +51,10 @@ $(TRL_STAMP): constraints.txt benchmarks/trl-requirements.txt
 
 install-trl: $(STAMP) $(TRL_STAMP) ## create .venv-trl with TRL, which benchmarks.trl compares with
 
+install-chromium: ## install Debian's Chromium for the browser tests, if there is no browser
+	@for name in $(CHROMIUMS); do command -v $$name && exit 0; done; \
+		$(SUDO) apt-get update && $(SUDO) apt-get install --yes chromium
+
 run: $(STAMP) ## train with BAPO on Countdown, show a report
 	$(BIN)/bapo run examples/countdown.yaml --new
 
@@ -54,6 +63,18 @@ test: $(STAMP) ## pass the tests, two files at a time
 
 test-slow: $(STAMP) ## the longer proofs
 	$(BIN)/pytest -m slow --timeout 1800
+
+# Without the constraints: what somebody gets who installs the package today.
+test-newest: ## unit tests and a short run with the newest dependencies (torch too: TORCH=torch)
+	rm -rf $(NEWEST)
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/pip install --quiet --progress-bar off "$(TORCH)"
+	$(NEWEST)/bin/pip install --quiet --progress-bar off \
+		-e ".[train,local,tensorboard,mlflow,pipelines,dev]"
+	$(NEWEST)/bin/pip list --exclude-editable
+	$(NEWEST)/bin/pytest -n 2 --dist loadfile tests/unit $(addprefix tests/e2e/test_run.py::, \
+		test_the_summary_and_the_report_are_there \
+		test_batches_equal_an_independent_recomputation)
 
 test-vllm: install-vllm ## the contract with the real vLLM
 	$(BIN)/pytest -m "vllm and not slow" --timeout 900
@@ -102,4 +123,4 @@ docs: $(STAMP) ## regenerate what is made from the code: configuration, chart, p
 	$(BIN)/bapo pipeline compile
 
 clean: ## remove the environment, the local stack's data and the runs
-	rm -rf $(VENV) $(VLLM) $(TRL) .bapo runs
+	rm -rf $(VENV) $(VLLM) $(TRL) $(NEWEST) .bapo runs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -23,7 +24,8 @@ import yaml
 from services.buffer.api.client import BufferClient
 from services.common.objectstore import ObjectStore, ObjectStoreError, digest_of
 from services.stack.stack import Endpoints, any_stack, find_stack, running_stack
-from tests.e2e.test_run import configuration
+from tests.conftest import EASY
+from tests.e2e.test_run import PATIENCE_S, configuration
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -45,7 +47,7 @@ def command(tmp_path: Path, own_home: Path) -> Command:
             env={**os.environ, "BAPO_HOME": str(own_home)},
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PATIENCE_S,
         )
 
     return run
@@ -61,9 +63,11 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_help_is_instant_and_teaches(command: Command) -> None:
-    started = time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = command("--help")
-    assert time.perf_counter() - started < 1.0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # The processor's time, which does not grow because others work, too.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
     assert "bapo run examples/countdown.yaml" in done.stdout
 
 
@@ -88,27 +92,27 @@ def test_a_model_directory_that_is_not_one(command: Command, tmp_path: Path) -> 
     ],
 )
 def test_a_dataset_with_a_bad_row(
-    command: Command, tmp_path: Path, row: dict[str, object], message: str, easy_model: Path
+    command: Command, tmp_path: Path, row: dict[str, object], message: str, small_model: Path
 ) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"nums": [1, 2], "target": 3}) + "\n" + json.dumps(row) + "\n")
-    config = configuration("bad-data", easy_model)
-    config["task"] |= {"train_path": str(data), "test_path": str(data)}
+    config = configuration("bad-data", small_model)
+    config["task"] = {"options": EASY, "train_path": str(data), "test_path": str(data)}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    said = refused(command("eval", str(easy_model), "run.yaml"))
+    said = refused(command("eval", str(small_model), "run.yaml"))
     assert f"{data}, row 2" in said
     assert message in said
 
 
 def test_held_out_prompts_in_the_training_data(
-    command: Command, tmp_path: Path, easy_model: Path
+    command: Command, tmp_path: Path, small_model: Path
 ) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"nums": [1, 2], "target": 3}) + "\n")
-    config = configuration("overlap", easy_model)
-    config["task"] |= {"train_path": str(data), "test_path": str(data)}
+    config = configuration("overlap", small_model)
+    config["task"] = {"options": EASY, "train_path": str(data), "test_path": str(data)}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    said = refused(command("eval", str(easy_model), "run.yaml"))
+    said = refused(command("eval", str(small_model), "run.yaml"))
     assert "1 training prompts are held-out prompts too" in said
 
 
@@ -140,7 +144,7 @@ def test_a_killed_supervisor_takes_the_stack_with_it(command: Command, own_home:
     endpoints = find_stack(own_home)
     assert endpoints is not None
     os.kill(endpoints.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while processes_of(own_home):
         assert time.monotonic() < deadline, processes_of(own_home)
         time.sleep(0.1)
@@ -163,10 +167,10 @@ def test_the_file_of_a_dead_stack_whose_port_is_anothers(
 
 
 def test_a_lost_buffer_service_ends_the_run_and_loses_nothing(
-    command: Command, own_home: Path, tmp_path: Path, easy_model: Path
+    command: Command, own_home: Path, tmp_path: Path, small_model: Path
 ) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text(yaml.safe_dump(configuration("lost", easy_model)))
+    path.write_text(yaml.safe_dump(configuration("lost", small_model)))
     process = subprocess.Popen(
         [sys.executable, "-m", "services.cli", "run", str(path), "--port", "0"],
         cwd=tmp_path,
@@ -176,7 +180,7 @@ def test_a_lost_buffer_service_ends_the_run_and_loses_nothing(
         text=True,
     )
     committed = 0
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + PATIENCE_S
     while committed < 4:
         assert process.poll() is None
         assert time.monotonic() < deadline
@@ -187,7 +191,7 @@ def test_a_lost_buffer_service_ends_the_run_and_loses_nothing(
         time.sleep(0.05)
     (buffer,) = [p for p in processes_of(own_home) if "services.buffer.main" in p.cmdline()]
     buffer.kill()
-    _, errors = process.communicate(timeout=90)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert len(errors.strip().splitlines()) == 1
     assert "buffer" in errors
@@ -212,7 +216,7 @@ def test_a_stack_stays_as_long_as_anybody_uses_it(own_home: Path) -> None:
 
     thread = threading.Thread(target=first)
     thread.start()
-    assert up.wait(60)
+    assert up.wait(PATIENCE_S)
     with any_stack(own_home, 0) as joined:
         assert joined.token == said[0]
         leave.set()
@@ -224,22 +228,26 @@ def test_a_stack_stays_as_long_as_anybody_uses_it(own_home: Path) -> None:
         assert find_stack(own_home) == third
         answer = httpx.get(f"{third.buffer_url}/readyz", timeout=10)
         assert answer.is_success
-    thread.join(60)
+    thread.join(PATIENCE_S)
     assert said == [joined.token, "first is down"]
     assert processes_of(own_home) == []
 
 
 @pytest.fixture
 def small_disk(own_home: Path) -> Iterator[Path]:
-    """A home whose object store has 40 MB. Needs root, to mount it."""
+    """A home whose object store has 40 MB. Mounting it needs root, or sudo without a password."""
+    sudo = [] if os.geteuid() == 0 else ["sudo", "--non-interactive"]
+    if sudo and (not shutil.which("sudo") or subprocess.run([*sudo, "true"]).returncode):
+        pytest.skip("mounting a small disk needs root, or sudo without a password")
     directory = own_home / "s3"
     directory.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(directory)], check=True)
+    options = f"size=40m,uid={os.geteuid()},gid={os.getegid()}"
+    mount = [*sudo, "mount", "-t", "tmpfs", "-o", options, "tmpfs", str(directory)]
+    subprocess.run(mount, check=True)
     yield own_home
-    subprocess.run(["umount", str(directory)], check=True)
+    subprocess.run([*sudo, "umount", str(directory)], check=True)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_a_full_disk_loses_nothing_that_was_acknowledged(small_disk: Path) -> None:
     with running_stack(small_disk, 0) as endpoints:
         store = ObjectStore(endpoints.object_store, retries=0)

@@ -224,7 +224,7 @@ def results(breakable: Breakable, name: str) -> Any:
 
 
 def check_versions(config: RunConfig, compositions: Any) -> None:
-    """Every group is by the policy that its step asks for."""
+    """Every group is by the policy that its step asks for, also between two syncs."""
     between = 0
     for members in compositions:
         for source, _, step, _, version in members:
@@ -251,26 +251,26 @@ def under_fire(
         number += 1
 
 
-@pytest.mark.timeout(600)
-def test_a_run_under_fire(breakable: Breakable, easy_model: Path, tmp_path: Path) -> None:
-    under_fire(breakable, easy_model, tmp_path, faults=5, seed=1)
+@pytest.mark.timeout(1800)
+def test_a_run_under_fire(breakable: Breakable, small_model: Path, tmp_path: Path) -> None:
+    under_fire(breakable, small_model, tmp_path, faults=5, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
-def test_two_hundred_faults(breakable: Breakable, easy_model: Path, tmp_path: Path) -> None:
-    under_fire(breakable, easy_model, tmp_path, faults=200, seed=2)
+def test_two_hundred_faults(breakable: Breakable, small_model: Path, tmp_path: Path) -> None:
+    under_fire(breakable, small_model, tmp_path, faults=200, seed=2)
 
 
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 def test_a_killed_replica_takes_its_vllm_along_and_comes_back(
-    breakable: Breakable, easy_model: Path, tmp_path: Path
+    breakable: Breakable, small_model: Path, tmp_path: Path
 ) -> None:
     arguments = ["--enforce-eager", "--max-num-seqs", "64"]
     cluster = Cluster(
-        breakable, "on-vllm", easy_model, tmp_path, engine="vllm", vllm_args=arguments
+        breakable, "on-vllm", small_model, tmp_path, engine="vllm", vllm_args=arguments
     )
     killed: list[int] = []
 
@@ -283,7 +283,7 @@ def test_a_killed_replica_takes_its_vllm_along_and_comes_back(
         assert engines
         process.kill()
         process.wait()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while any(alive(engine) for engine in engines):
             assert time.monotonic() < deadline, "vLLM outlived its replica"
             time.sleep(0.1)
@@ -305,7 +305,7 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_fifty_ends_of_the_trainer(breakable: Breakable, easy_model: Path, tmp_path: Path) -> None:
+def test_fifty_ends_of_the_trainer(breakable: Breakable, small_model: Path, tmp_path: Path) -> None:
     """It takes seconds to start, so that some come while it loads and some while it trains."""
     how = {"strike": Cluster.end_trainer, "longest_calm_s": 12.0}
-    under_fire(breakable, easy_model, tmp_path, faults=50, seed=3, **how)
+    under_fire(breakable, small_model, tmp_path, faults=50, seed=3, **how)

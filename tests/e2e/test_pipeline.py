@@ -20,11 +20,10 @@ from pipelines.localjobs import MANIFEST, OPERATOR
 from pipelines.pytorchjob import job_name
 from services.buffer.api.client import BufferClient
 from services.stack.stack import running_stack
-from tests.e2e.test_run import configuration
+from tests.e2e.test_run import PATIENCE_S, configuration
 
 STEPS = 29
 NAME = "piped"
-WITHIN_S = 120.0
 
 
 @pytest.fixture
@@ -39,7 +38,7 @@ def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def wait_for(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + WITHIN_S
+    deadline = time.monotonic() + PATIENCE_S
     while not ready():
         assert process.poll() is None, "the pipeline ended early"
         assert time.monotonic() < deadline
@@ -47,10 +46,10 @@ def wait_for(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 
 
 def test_a_pipeline_that_breaks_and_is_cancelled_ends_as_if_nothing_had_happened(
-    own_home: Path, tmp_path: Path, easy_model: Path
+    own_home: Path, tmp_path: Path, small_model: Path
 ) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(configuration(NAME, easy_model) | {"steps": STEPS}))
+    config.write_text(yaml.safe_dump(configuration(NAME, small_model) | {"steps": STEPS}))
     output = tmp_path / "output"
     command = [sys.executable, "-m", "services.cli", "pipeline", "run-local", str(config)]
     command += ["steps_per_segment=9", "--output", str(output)]
@@ -80,7 +79,7 @@ def test_a_pipeline_that_breaks_and_is_cancelled_ends_as_if_nothing_had_happened
         os.kill(int((job / OPERATOR).read_text()), signal.SIGKILL)
         wait_for(lambda: client.run_state().attempt >= 2, first)
         first.send_signal(signal.SIGTERM)
-        assert first.wait(60) == 128 + signal.SIGTERM
+        assert first.wait(PATIENCE_S) == 128 + signal.SIGTERM
         state = client.run_state()
         assert state.status == "stopped", (tmp_path / "first.log").read_text()[-3000:]
         assert not job.exists()
@@ -92,7 +91,7 @@ def test_a_pipeline_that_breaks_and_is_cancelled_ends_as_if_nothing_had_happened
         ]
 
         second = start(tmp_path / "second.log")
-        assert second.wait(WITHIN_S) == 0, (tmp_path / "second.log").read_text()[-3000:]
+        assert second.wait(PATIENCE_S) == 0, (tmp_path / "second.log").read_text()[-3000:]
         state = client.run_state()
         assert (state.status, state.current_step) == ("finished", STEPS)
         assert [step.step for step in client.steps()] == list(range(1, STEPS + 1))
@@ -102,7 +101,7 @@ def test_a_pipeline_that_breaks_and_is_cancelled_ends_as_if_nothing_had_happened
         # Again: everything is done, nothing is done twice.
         attempt = state.attempt
         third = start(tmp_path / "third.log")
-        assert third.wait(WITHIN_S) == 0, (tmp_path / "third.log").read_text()[-3000:]
+        assert third.wait(PATIENCE_S) == 0, (tmp_path / "third.log").read_text()[-3000:]
         assert client.run_state().attempt == attempt
 
         # A step that cannot succeed: the last line says why.

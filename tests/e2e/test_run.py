@@ -31,19 +31,31 @@ from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import decode_groups
 from services.common.objectstore import ObjectStore
 from services.stack.stack import Endpoints
-from tests.conftest import EASY
+from tests.conftest import CHANCE
 
 G, B, STEPS = 4, 16, 9
+PATIENCE_S = 600.0
+"""For what takes seconds on an idle machine: a deadline costs time only where a test fails."""
 C1, C2_RANGE, C3_RANGE = 0.25, (0.25, 0.5), (0.5, 0.75)
+LEARNING_RATE = 1e-4
+"""Low enough that the policy stays as varied as it is at first (2.5 nats a token at the end, too):
+the responses of a group differ, and with them the verdicts."""
 
 
 def configuration(name: str, model: Path) -> dict[str, Any]:
+    """Returns a run whose batches show every source, on every processor.
+
+    Verdicts are drawn by lot (tests/plug_in/), so how many groups are mixed, hard or medium does
+    not depend on the model. In a simulation of 300,000 such runs the fewest re-evaluated groups in
+    batches were 5, the fewest replayed ones 13; with the schedule of `test_faults.py` one run had a
+    single re-evaluated group between two syncs, and none had none.
+    """
     return {
         "name": name,
         "seed": 5,
         "steps": STEPS,
         "model": {"path": str(model)},
-        "task": {"options": EASY, "train_prompts": 48, "test_prompts": 12},
+        "task": CHANCE,
         "rollout": {
             "prompts_per_step": B,
             "group_size": G,
@@ -53,7 +65,7 @@ def configuration(name: str, model: Path) -> dict[str, Any]:
         "sync": {"every": 3, "reevaluate_every": 3},
         "reevaluate": {"c1": C1},
         "replay_window": {"c2_range": list(C2_RANGE), "c3_range": list(C3_RANGE)},
-        "optimizer": {"learning_rate": 1e-3, "minibatch_prompts": 4, "warmup_steps": 2},
+        "optimizer": {"learning_rate": LEARNING_RATE, "minibatch_prompts": 4, "warmup_steps": 2},
         "evaluation": {"every": 4},
         "checkpoint": {"every": 3},
     }
@@ -82,7 +94,7 @@ class Bapo:
 
     def run(self, name: str, *options: str) -> None:
         process = self.start(name, *options)
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 0, output + errors
 
     def ask(self, *arguments: str, status: int = 0) -> str:
@@ -107,9 +119,9 @@ def bapo(
     tmp_path_factory: pytest.TempPathFactory,
     environment: dict[str, str],
     stack: Endpoints,
-    easy_model: Path,
+    small_model: Path,
 ) -> Bapo:
-    return Bapo(tmp_path_factory.mktemp("runs"), environment, stack, easy_model)
+    return Bapo(tmp_path_factory.mktemp("runs"), environment, stack, small_model)
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +279,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(
     client = bapo.client(name)
     _until(lambda: _committed(client) >= 4, process)
     os.kill(_child(process.pid, victim), signal.SIGKILL)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1, output
     assert errors.strip().startswith(f"error: {victim} was killed by SIGKILL")
     assert len(errors.strip().splitlines()) == 1
@@ -285,7 +297,7 @@ def test_an_interrupted_run_stops_cleanly_and_resumes_with_a_trace(
     client = bapo.client("interrupted")
     _until(lambda: _committed(client) >= 2, process)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + signal.SIGINT
     assert _children(process.pid) == []
     bapo.run("interrupted", "--resume", "--profile", "2")
@@ -304,41 +316,48 @@ def test_an_interrupted_run_stops_cleanly_and_resumes_with_a_trace(
     assert names.count("commit") == 2, "two steps, and their phases by name"
 
 
-def test_two_processes_killed_are_continued_by_one(
-    bapo: Bapo, undisturbed: str, tmp_path: Path
-) -> None:
+def test_two_processes_killed_are_continued_by_one(bapo: Bapo, tmp_path: Path) -> None:
+    """Two processes compute what one does but for rounding, which must not decide what is sampled.
+
+    So all responses are by version 1 here: without syncs and re-evaluations not a verdict may
+    differ, however the sums are rounded.
+    """
+    options = [f"sync.every={STEPS + 1}", "x2.enabled=false"]
     name = "two-processes"
-    process = bapo.start(name, "trainer.processes=2")
+    process = bapo.start(name, *options, "trainer.processes=2")
     client = bapo.client(name)
     _until(lambda: _committed(client) >= 4, process)
     torchrun = psutil.Process(_child(process.pid, "trainer"))
     victim = torchrun.children()[-1]
     victim.kill()
-    started = time.monotonic()
-    output, errors = process.communicate(timeout=60)
+    # Noticed at once: by itself the other process would wait for half an hour.
+    output, errors = process.communicate(timeout=180)
     assert process.returncode == 1, output
-    assert time.monotonic() - started < 60
     assert errors.startswith("error: trainer ")
     assert _children(process.pid) == []
     bapo.run(name, "--resume")
-    one, two = (_outcome(bapo, run) for run in (undisturbed, name))
+    bapo.run("one-process", *options)
+    one, two = (_outcome(bapo, run) for run in ("one-process", name))
     store = ObjectStore(bapo.stack.object_store)
     weights = []
-    for run in (undisturbed, name):
+    for run in ("one-process", name):
         stored = bapo.client(run).weights(STEPS + 1)
         store.get_directory(stored.uri, stored.manifest_digest, tmp_path / run)
         weights.append(load_file(tmp_path / run / "model.safetensors"))
     for tensor, weight in weights[0].items():
         # A hundredth of one update of this learning rate: Adam divides by gradients that are
         # nearly 0, of which rounding is a large part.
-        torch.testing.assert_close(weights[1][tensor], weight, atol=1e-5, rtol=0)
-    del one["weights"], two["weights"]
+        torch.testing.assert_close(weights[1][tensor], weight, atol=LEARNING_RATE / 100, rtol=0)
+    for outcome in (one, two):
+        del outcome["weights"]
+        # The others are of versions that differ in the last bits.
+        outcome["evaluations"] = outcome["evaluations"][:1]
     assert two == one
 
 
 def test_a_taken_name_is_refused_with_the_way_out(bapo: Bapo, undisturbed: str) -> None:
     process = bapo.start(undisturbed)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1
     assert errors.startswith(f"error: run '{undisturbed}' exists")
     assert "--resume" in errors
@@ -391,7 +410,7 @@ def _committed(client: BufferClient) -> int:
 
 
 def _until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert process.poll() is None, "the run ended too early"
         assert time.monotonic() < deadline, "the run is stuck"

@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
 def test_a_run_on_two_replicas(
-    tmp_path: Path, environment: dict[str, str], stack: Endpoints, easy_model: Path
+    tmp_path: Path, environment: dict[str, str], stack: Endpoints, small_model: Path
 ) -> None:
-    config = configuration("on-vllm", easy_model) | {"steps": 6}
+    config = configuration("on-vllm", small_model) | {"steps": 6}
     config["rollout"] |= {
         "engine": "vllm",
         "replicas": 2,
@@ -37,7 +37,7 @@ def test_a_run_on_two_replicas(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=800,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     client = BufferClient(stack.buffer_url, stack.token, run="on-vllm")

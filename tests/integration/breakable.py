@@ -43,7 +43,7 @@ class Breakable(Supervisor):
     def revive(self, name: str) -> None:
         """Starts it again, until it stays: Postgres first waits for its orphans to end."""
         arguments, options = self._started[name]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         super().start(name, *arguments, **options)
         while not self._ready():
             child = self._child(name)

@@ -258,7 +258,7 @@ def test_an_api_that_stays_away_is_given_up(
         backend.create(job())
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(50)
 def test_an_api_that_says_nothing_is_given_up(
     cluster: FakeKubernetes, monkeypatch: pytest.MonkeyPatch
 ) -> None:

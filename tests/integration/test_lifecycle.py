@@ -36,7 +36,7 @@ def test_a_paused_run_waits_and_goes_on(driver: Driver) -> None:
     assert driver.client.pause().current_step == 1
     assert waiting.is_alive()
     assert driver.client.resume().status == "running"
-    waiting.join(timeout=30)
+    waiting.join(timeout=300)
     assert driver.client.run_state().current_step == 2
 
 
@@ -206,7 +206,7 @@ def test_runs_are_listed_newest_first_page_by_page(stack: Endpoints) -> None:
 def ask(stack: Endpoints, method: str, path: str, **arguments: object) -> httpx.Response:
     headers = {"Authorization": f"Bearer {stack.token}", "X-Bapo-Attempt": "1"}
     answer = httpx.request(
-        method, f"{stack.buffer_url}{path}", headers=headers, timeout=60, **arguments
+        method, f"{stack.buffer_url}{path}", headers=headers, timeout=300, **arguments
     )
     if answer.status_code >= 400:
         assert answer.headers["content-type"] == "application/problem+json"

@@ -29,7 +29,7 @@ def test_an_outage_shows_and_calls_are_retried(breakable: Breakable, part: str, 
     driver = Driver(breakable.endpoints, small_config(f"outage-{part}"))
     driver.run_step(1)
     breakable.kill(part)
-    answer = httpx.get(f"{breakable.endpoints.buffer_url}/readyz", timeout=30)
+    answer = httpx.get(f"{breakable.endpoints.buffer_url}/readyz", timeout=120)
     assert answer.status_code == 503
     assert answer.json()["ready"] is False
     assert answer.json()[field] != "ok"
@@ -37,7 +37,7 @@ def test_an_outage_shows_and_calls_are_retried(breakable: Breakable, part: str, 
     step = threading.Thread(target=driver.run_step, args=(2,))
     step.start()
     breakable.revive(part)
-    step.join(timeout=60)
+    step.join(timeout=300)
     assert driver.client.run_state().current_step == 2
     check_objects(driver)
 
@@ -79,7 +79,7 @@ def steps_under_fire(breakable: Breakable, name: str, *, kills: int, seed: int) 
             assert not failures
     finally:
         enough.set()
-        worker.join(timeout=60)
+        worker.join(timeout=300)
     assert not failures
     assert driver.client.run_state().current_step == done
     undisturbed = Driver(

@@ -84,8 +84,8 @@ checkpoint: {{every: 3}}
 """
 
 
-def opened(around: Surroundings, easy_model: Any, *overrides: str) -> list[int]:
-    lines = "\n".join([f"model.path={easy_model}", *overrides])
+def opened(around: Surroundings, small_model: Any, *overrides: str) -> list[int]:
+    lines = "\n".join([f"model.path={small_model}", *overrides])
     return steps.open_run(around, steps.prepare(around, CONFIG, lines), 3)
 
 
@@ -93,16 +93,16 @@ def train(around: Surroundings, backend: Scripted, **options: Any) -> None:
     steps.train(around, Trainers(backend, DEPLOYMENT), 2, Resources(gpus=0), **options)
 
 
-def test_a_run_is_opened_once_and_only_as_it_is(around: Surroundings, easy_model: Any) -> None:
-    assert opened(around, easy_model) == [2, 6]
+def test_a_run_is_opened_once_and_only_as_it_is(around: Surroundings, small_model: Any) -> None:
+    assert opened(around, small_model) == [2, 6]
     created = around.buffer.run_state()
     assert created.config["model"]["path"].startswith("store://models/")
-    assert opened(around, easy_model) == [2, 6]
-    assert opened(around, easy_model, "trainer.processes=2") == [2, 6], "where, not what"
-    alone = steps.open_run(around, steps.prepare(around, CONFIG, f"model.path={easy_model}"), 100)
+    assert opened(around, small_model) == [2, 6]
+    assert opened(around, small_model, "trainer.processes=2") == [2, 6], "where, not what"
+    alone = steps.open_run(around, steps.prepare(around, CONFIG, f"model.path={small_model}"), 100)
     assert alone == [6, 6], "a list of one is none to KFP"
     with pytest.raises(BapoError, match=r"another configuration \(seed differ\)"):
-        opened(around, easy_model, "seed=9")
+        opened(around, small_model, "seed=9")
     assert around.buffer.run_state() == created
 
 
@@ -118,19 +118,19 @@ def test_a_run_is_opened_once_and_only_as_it_is(around: Surroundings, easy_model
 )
 def test_a_job_that_does_not_train_fails_the_step_with_words(
     around: Surroundings,
-    easy_model: Any,
+    small_model: Any,
     script: list[JobState | None],
     words: str,
 ) -> None:
-    opened(around, easy_model)
+    opened(around, small_model)
     with pytest.raises(BapoError, match=words):
         train(around, Scripted(script), start_within_s=0.05)
 
 
 def test_the_log_says_what_the_job_does_once_each_time_it_changes(
-    around: Surroundings, easy_model: Any, said: list[str]
+    around: Surroundings, small_model: Any, said: list[str]
 ) -> None:
-    opened(around, easy_model)
+    opened(around, small_model)
     said.clear()
     waiting = JobState("waiting", "no node")
     script: list[JobState | None] = [waiting, waiting, JobState("running"), JobState("failed", "x")]
@@ -142,9 +142,9 @@ def test_the_log_says_what_the_job_does_once_each_time_it_changes(
 
 
 def test_replicas_that_never_serve_fail_the_step_with_words(
-    around: Surroundings, easy_model: Any
+    around: Surroundings, small_model: Any
 ) -> None:
-    opened(around, easy_model)
+    opened(around, small_model)
     with pytest.raises(BapoError, match=r"every replica serving version 1 .* rollout StatefulSet"):
         steps.sync(around, 2, within_s=0.05)
     around.buffer.stop()
@@ -153,17 +153,17 @@ def test_replicas_that_never_serve_fail_the_step_with_words(
 
 
 def test_an_export_of_an_unfinished_run_is_refused(
-    around: Surroundings, easy_model: Any, tmp_path: Any
+    around: Surroundings, small_model: Any, tmp_path: Any
 ) -> None:
-    opened(around, easy_model)
+    opened(around, small_model)
     with pytest.raises(BapoError, match="has no final weights yet"):
         steps.export(around, tmp_path)
 
 
 def test_a_step_whose_node_is_drained_leaves_the_job_at_work(
-    around: Surroundings, easy_model: Any, monkeypatch: pytest.MonkeyPatch
+    around: Surroundings, small_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened(around, easy_model)
+    opened(around, small_model)
     around.buffer.begin_attempt()
     backend = Scripted([JobState("running")])
     trainers = Trainers(backend, DEPLOYMENT, cancelled=lambda: False)
@@ -177,10 +177,10 @@ def test_a_step_whose_node_is_drained_leaves_the_job_at_work(
 
 
 def test_a_run_goes_on_with_the_model_that_it_began_with(
-    around: Surroundings, easy_model: Any, tmp_path: Any
+    around: Surroundings, small_model: Any, tmp_path: Any
 ) -> None:
     """What a name stands for may be something else by now."""
-    opened(around, easy_model)
+    opened(around, small_model)
     model = around.buffer.run_state().config["model"]["path"]
     assert opened(around, tmp_path / "another") == [2, 6]
     assert around.buffer.run_state().config["model"]["path"] == model
@@ -189,14 +189,14 @@ def test_a_run_goes_on_with_the_model_that_it_began_with(
 @pytest.mark.parametrize("there", [True, False])
 def test_a_step_that_is_cancelled_leaves_nothing_at_work(
     around: Surroundings,
-    easy_model: Any,
+    small_model: Any,
     monkeypatch: pytest.MonkeyPatch,
     said: list[str],
     there: bool,
 ) -> None:
     """Kubeflow ends the step's pod, whichever step it is; also before there is a run."""
     if there:
-        opened(around, easy_model)
+        opened(around, small_model)
         around.buffer.begin_attempt()
     backend = Scripted([JobState("running")])
     monkeypatch.delenv(steps.JOBS_HERE, raising=False)
@@ -214,7 +214,7 @@ def test_a_step_that_is_cancelled_leaves_nothing_at_work(
 
 
 def test_what_goes_wrong_is_one_line(
-    around: Surroundings, monkeypatch: pytest.MonkeyPatch, easy_model: Any
+    around: Surroundings, monkeypatch: pytest.MonkeyPatch, small_model: Any
 ) -> None:
     backend = Scripted()
     monkeypatch.setattr(Surroundings, "of", lambda _: around)
@@ -227,24 +227,24 @@ def test_what_goes_wrong_is_one_line(
 
 
 def test_cleaning_up_stops_a_run_that_is_not_finished_and_starting_again_resumes_it(
-    around: Surroundings, easy_model: Any
+    around: Surroundings, small_model: Any
 ) -> None:
     backend = Scripted([JobState("running")])
     trainers = Trainers(backend, DEPLOYMENT)
     assert steps.clean_up(around, trainers) == "absent"
-    opened(around, easy_model)
+    opened(around, small_model)
     around.buffer.begin_attempt()
     assert steps.clean_up(around, trainers) == "stopped"
     assert around.buffer.run_state().status == "stopped"
-    opened(around, easy_model)
+    opened(around, small_model)
     assert around.buffer.run_state().status == "running"
 
 
 def test_lost_jobs_are_those_whose_run_is_not_at_work(
-    around: Surroundings, easy_model: Any
+    around: Surroundings, small_model: Any
 ) -> None:
     backend = Scripted([JobState("running")])
-    opened(around, easy_model)
+    opened(around, small_model)
     around.buffer.begin_attempt()
     with pytest.raises(BapoError):
         train(around, Scripted([JobState("failed")]))

@@ -22,13 +22,17 @@ def driver(stack: Endpoints) -> Driver:
     return Driver(stack, CONFIG)
 
 
+MOMENT = time.monotonic()
+"""The value of `now`: one moment, so that the pauses between two calls do not count."""
+
+
 def note(
     recorder: SpanRecorder, name: str, step: int, start: float, end: float, now: float
 ) -> None:
-    """An span between two moments of a made-up time line whose `now` is this moment."""
-    recorder.record(name, step, time.monotonic() - (now - start))
+    """Records a span between two moments of a time line whose `now` is `MOMENT`."""
+    recorder.record(name, step, MOMENT - (now - start))
     recorded = recorder._spans[-1]
-    moved = {each: getattr(recorded, each) for each in ("key", "name", "step", "started")}
+    moved = {field: getattr(recorded, field) for field in ("key", "name", "step", "started")}
     recorder._spans[-1] = type(recorded)(**moved, ended=recorded.started + end - start)
 
 

@@ -144,7 +144,7 @@ def server_pid(host: VllmDriver) -> int:
 
 def check_gone(family: list[psutil.Process]) -> None:
     """A killed process stays as a zombie until whoever adopted it has looked."""
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -40,7 +40,10 @@ def test_a_group_without_variance_gets_exactly_zero(std, value):
 
 def test_groups_do_not_influence_each_other():
     both = torch.cat([rewards(1, 8), rewards(4, 8)])
-    assert torch.equal(group_relative(both)[:1], group_relative(rewards(1, 8)))
+    # Sums over rows may be vectorized otherwise for two rows than for one: 10 times float32's
+    # resolution at 1.
+    alone = group_relative(rewards(1, 8))
+    torch.testing.assert_close(group_relative(both)[:1], alone, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("shape", [(8,), (3, 1)])

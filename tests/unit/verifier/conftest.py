@@ -120,7 +120,7 @@ def _ready(client: httpx.Client) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 300.0) -> None:
     """Until the condition holds; fails the test if it never does."""
     pause = threading.Event()
     for _ in range(int(seconds * 50)):

@@ -258,7 +258,7 @@ def test_sigterm_finishes_what_is_under_way_and_ends(odd_task: None) -> None:
             wait_until(lambda: _status(client, "/readyz") == 503)
             answer = under_way.result()
             assert [v["status"] for v in answer.json()["verdicts"][0]] == ["timeout", "ok"]
-            process.wait(30)
+            process.wait(300)
         finally:
             process.kill()
             process.wait()

@@ -1,0 +1,61 @@
+"""A task whose verdicts are drawn by lot, so that what a run meets does not depend on its model.
+
+A payload is {"number": int, "chance": float}. A response is right with the probability `chance`:
+the verdict is a hash of the problem and the response, so it is the same every time, differs between
+the responses of a group, and cannot be learnt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from bapo_core.tasks import Message, Payload, Verdict, VerdictStatus
+
+CHANCES = (0.4, 0.4, 0.4, 1.0)
+"""The chances of successive problems: of four, one is always solved and the others now and then."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChanceTask:
+    """Poses successive numbers, whose chances follow `CHANCES` in turn."""
+
+    name: ClassVar[str] = "chance"
+
+    def uid(self, payload: Payload) -> str:
+        return f"chance:{payload['number']}"
+
+    def render(self, payload: Payload) -> list[Message]:
+        """Returns a message in the alphabet of the tiny model's tokenizer."""
+        return [{"role": "user", "content": f"{payload['number']}:"}]
+
+    def verify(self, payload: Payload, response: str) -> Verdict:
+        if drawn(payload["number"], response) < payload["chance"]:
+            return Verdict(1.0, VerdictStatus.OK, response)
+        return Verdict(0.0, VerdictStatus.WRONG_VALUE, response)
+
+    def load(self, path: str | Path, *, limit: int | None = None) -> list[Payload]:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()[:limit]
+        return [json.loads(line) for line in lines]
+
+    def generate(self, seed: int, n: int) -> list[Payload]:
+        return [problem(number) for number in range(1000 * seed, 1000 * seed + n)]
+
+    def generate_split(
+        self, seed: int, *, train: int, test: int
+    ) -> tuple[list[Payload], list[Payload]]:
+        problems = self.generate(seed, test + train)
+        return problems[test:], problems[:test]
+
+
+def problem(number: int) -> dict[str, Any]:
+    return {"number": number, "chance": CHANCES[number % len(CHANCES)]}
+
+
+def drawn(number: int, response: str) -> float:
+    """Returns a number that is uniform in [0, 1) over the responses."""
+    digest = hashlib.sha256(f"{number}:{response}".encode("utf-8", "replace")).digest()
+    return int.from_bytes(digest[:6], "big") / 2**48
