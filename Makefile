@@ -119,6 +119,7 @@ bench: $(STAMP) ## the benchmarks of benchmarks/
 
 docs: $(STAMP) ## regenerate what is made from the code: configuration, chart, pipeline
 	$(BIN)/python -m bapo_core.config.reference docs/configuration.md
+	$(BIN)/python -m bapo_core.config.reference --schema docs/config.schema.json
 	$(BIN)/python charts/readme.py
 	$(BIN)/bapo pipeline compile
 

@@ -1,5 +1,5 @@
-"""The algorithm of BAPO (arXiv 2602.20722): pure functions and dataclasses.
+"""The algorithm of BAPO (arXiv 2602.20722) as pure functions and dataclasses.
 
-Nothing here opens a socket, a database or a file handle of its own accord, reads a clock, or
-touches a global random generator.
+Nothing in this package opens a network connection or a database, reads a clock, or draws from a
+global random generator; only tasks and configurations read files, whose paths they are given.
 """

@@ -1,4 +1,4 @@
-"""Advantages: relative to the group (GRPO, Eq. 2), and generalised advantage estimation (PPO)."""
+"""Estimators of advantages: relative to the group (GRPO, Eq. 2), and GAE with a critic (PPO)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 def group_relative(
     rewards: Tensor, *, std: Literal["population", "sample"] = "population", eps: float = 1e-6
 ) -> Tensor:
-    """Advantages (N, G) of the rewards (N, G) of N groups of G responses.
+    """Returns the advantages (N, G) for the rewards (N, G) of N groups of G responses.
 
     `population`: (r - mean) / sqrt(var + eps) (Eq. 2). `sample`: (r - mean) / (s + eps), s with
     G - 1 degrees of freedom (authors' code). A group whose rewards are all equal gets exactly 0.
@@ -27,7 +27,7 @@ def group_relative(
         scale = (rewards.var(dim=1, correction=0, keepdim=True) + eps).sqrt()
     else:
         scale = rewards.std(dim=1, correction=1, keepdim=True) + eps
-    # The mean of equal floats may miss them by one ulp, which eps would then blow up.
+    # The mean of equal floats may differ from them by one ulp, which division by eps magnifies.
     constant = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)
     return torch.where(constant, 0.0, centred / scale)
 
@@ -36,11 +36,11 @@ def group_relative(
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """(advantages, returns), both (N, T), of token rewards and values (N, T); not whitened.
+    """Returns (advantages, returns), both (N, T), for token rewards and values (N, T).
 
-    delta = r + gamma V' - V and A = delta + gamma lam A', where V' = 0 after the last token.
-    Returns are A + V. Positions where `mask` (N, T) is false are skipped over, whatever they hold,
-    and get 0.
+    delta = r + gamma V' - V and A = delta + gamma lam A', where V' = 0 after the last token, and
+    returns are A + V. Nothing is whitened. Positions where `mask` (N, T) is false are skipped and
+    get 0; their rewards and values may be NaN.
     """
     valid = mask.bool()
     advantages = torch.zeros_like(values)

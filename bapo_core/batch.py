@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Sequence
 
-from bapo_core.buffers import Dedup, identity
+from bapo_core.buffers import Dedup, dedup_key
 from bapo_core.thresholds import above, within
 from bapo_core.types import BatchMember, GroupSummary, Source, TrainingBatch
 
@@ -21,18 +21,18 @@ def build_batch(
     rng: random.Random,
     dedup: Dedup = "prompt",
 ) -> TrainingBatch:
-    """X1, then X2, then X3, as whole groups, up to `capacity` groups; never padded.
+    """Composes a training batch of X1, X2 and X3, in that order, of at most `capacity` groups.
 
     fresh: X1, already filtered; the first `capacity` are taken.
     reevaluated: X2, already promoted; taken in order while there is room.
-    candidates: eligible entries of B_high; min(len, room left) are drawn uniformly without
-        replacement (Eq. 7) and kept in their order.
+    candidates: eligible entries of B_high, of which min(len, room) are drawn uniformly without
+        replacement to be X3 (Eq. 7); they keep their order.
+    window: the replay window (c2, c3), which every candidate's mu must be in.
+    c1: every re-evaluated group must have c1 < mu < 1 (Eq. 6); None under a promotion rule other
+        than the paper's.
 
-    A prompt (with dedup "rollout": a rollout) appears once, in the first source that has it.
-
-    `window` and `c1` must already hold for the groups given, and are checked: every candidate has
-    c2 <= mu <= c3, every re-evaluated group c1 < mu < 1 (Eq. 6). Pass c1=None under a promotion
-    rule other than the paper's. Raises `ValueError` where they do not hold.
+    A dedup key appears once, in the first source that has it. A batch is never padded. Raises
+    `ValueError` for a group outside of its thresholds.
     """
     _check_candidates(candidates, window)
     if c1 is not None:
@@ -40,34 +40,37 @@ def build_batch(
 
     taken: set[str | int] = set()
 
-    def first_of_each(groups: Iterable[GroupSummary]) -> list[GroupSummary]:
-        found: dict[str | int, GroupSummary] = {}
+    def distinct(groups: Iterable[GroupSummary]) -> list[GroupSummary]:
+        """Returns the first group of every dedup key that is not taken yet."""
+        first: dict[str | int, GroupSummary] = {}
         for group in groups:
-            key = identity(group, dedup)
+            key = dedup_key(group, dedup)
             if key not in taken:
-                found.setdefault(key, group)
-        return list(found.values())
+                first.setdefault(key, group)
+        return list(first.values())
 
     def take(groups: Sequence[GroupSummary]) -> list[GroupSummary]:
-        taken.update(identity(group, dedup) for group in groups)
+        taken.update(dedup_key(group, dedup) for group in groups)
         return list(groups)
 
-    x1 = take(first_of_each(fresh)[:capacity])
-    x2 = take(first_of_each(reevaluated)[: capacity - len(x1)])
-    x3 = _draw(first_of_each(candidates), capacity - len(x1) - len(x2), rng)
+    x1 = take(distinct(fresh)[:capacity])
+    x2 = take(distinct(reevaluated)[: capacity - len(x1)])
+    x3 = _draw(distinct(candidates), capacity - len(x1) - len(x2), rng)
 
-    parts = {Source.FRESH: x1, Source.REEVALUATED: x2, Source.REPLAYED: x3}
+    by_source = {Source.FRESH: x1, Source.REEVALUATED: x2, Source.REPLAYED: x3}
     return TrainingBatch(
-        members=[BatchMember(group, source) for source, part in parts.items() for group in part],
+        members=[
+            BatchMember(group, source) for source, groups in by_source.items() for group in groups
+        ],
         capacity=capacity,
         window=window,
-        counts={source: len(part) for source, part in parts.items()},
+        counts={source: len(groups) for source, groups in by_source.items()},
     )
 
 
 def _draw(groups: Sequence[GroupSummary], room: int, rng: random.Random) -> list[GroupSummary]:
-    chosen = rng.sample(range(len(groups)), min(room, len(groups)))
-    return [groups[index] for index in sorted(chosen)]
+    drawn = rng.sample(range(len(groups)), min(room, len(groups)))
+    return [groups[index] for index in sorted(drawn)]
 
 
 def _check_candidates(candidates: Sequence[GroupSummary], window: tuple[float, float]) -> None:
@@ -75,7 +78,7 @@ def _check_candidates(candidates: Sequence[GroupSummary], window: tuple[float, f
         if not within(group.mean_reward, *window):
             raise ValueError(
                 f"candidate group {group.group_id} has mean reward {group.mean_reward}, outside "
-                f"the window {window}; choose candidates with buffers.eligible_high"
+                f"the replay window {window}; choose candidates with buffers.eligible_high"
             )
 
 

@@ -1,8 +1,8 @@
 """The rules of the hard buffer (B_bad) and the high-quality buffer (B_high).
 
-A buffer is a list of group summaries, oldest first. An entry's `step` is the step that produced
-the group, which is also the step after whose update it was inserted. Nothing here changes its
-arguments: admissions and evictions are returned, and the caller writes the difference.
+A buffer is a list of group summaries, oldest first. An entry's `step` is the step that the group
+was rolled out for, after whose update it is inserted. No function changes its arguments: admissions
+and evictions are returned, and the caller applies them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ PromotionRule = Literal["paper", "improved_window", "any_gain"]
 
 
 class EvictionReason(StrEnum):
-    """Why an entry left its buffer."""
+    """The reason of an eviction from a buffer."""
 
     CAPACITY = "capacity"
-    """First in, first out."""
+    """The buffer was full, and the entry was its oldest (first in, first out)."""
     EXPIRED = "expired"
-    """Too old to be replayed at the next step."""
+    """The entry is too old to be replayed at the next step."""
     REPLACED = "replaced"
-    """A newer group of the same prompt came in."""
+    """A newer group with the same dedup key was admitted."""
     SOLVED = "solved"
-    """Re-evaluation found mu_new > c1: the prompt is no longer hard."""
+    """Re-evaluation measured mu_new > c1, so the prompt is no longer hard."""
 
 
 Evicted = list[tuple[GroupSummary, EvictionReason]]
@@ -38,18 +38,18 @@ Evicted = list[tuple[GroupSummary, EvictionReason]]
 
 @dataclass(frozen=True, slots=True)
 class BufferChange:
-    """What a step does to a buffer. A group comes in at most once, so none is in both lists."""
+    """The admissions and evictions of a step; a group is in at most one of the two lists."""
 
     admitted: list[GroupSummary]
     evicted: Evicted
 
     def apply(self, entries: Sequence[GroupSummary]) -> list[GroupSummary]:
-        """The buffer after the change, oldest first."""
+        """Returns the entries after the change, oldest first."""
         return [*_without(entries, self.evicted), *self.admitted]
 
 
-def identity(group: GroupSummary, dedup: Dedup) -> str | int:
-    """What makes two groups the same: the dataset's prompt, or the rollout (authors' code)."""
+def dedup_key(group: GroupSummary, dedup: Dedup) -> str | int:
+    """Returns the key that duplicates share: a prompt's uid, or a group's id (authors' code)."""
     return group.prompt_uid if dedup == "prompt" else group.group_id
 
 
@@ -63,36 +63,36 @@ def admit(
     capacity: int,
     dedup: Dedup = "prompt",
 ) -> BufferChange:
-    """Appends `incoming`: the newest of a kind replaces older ones, the oldest make room.
+    """Appends `incoming` to a buffer, replacing duplicates and evicting the oldest entries.
 
-    Of incoming groups that are the same under `dedup`, the last is admitted; if more come in than
-    fit, the last `capacity` are.
+    Of incoming groups with the same dedup key, the last is admitted; of more groups than the
+    capacity, the last ones are.
     """
-    newest = {identity(group, dedup): group for group in incoming}
-    distinct = [group for group in incoming if newest[identity(group, dedup)] is group]
+    newest = {dedup_key(group, dedup): group for group in incoming}
+    distinct = [group for group in incoming if newest[dedup_key(group, dedup)] is group]
     admitted = distinct[max(0, len(distinct) - capacity) :]
-    # Everything that came in is newer knowledge of its prompt, even what did not fit itself.
-    replaced = [entry for entry in entries if identity(entry, dedup) in newest]
-    kept = [entry for entry in entries if identity(entry, dedup) not in newest]
-    crowded_out = kept[: max(0, len(kept) + len(admitted) - capacity)]
+    # An incoming group supersedes its prompt's entry even if it exceeds the capacity itself.
+    replaced = [entry for entry in entries if dedup_key(entry, dedup) in newest]
+    kept = [entry for entry in entries if dedup_key(entry, dedup) not in newest]
+    oldest = kept[: max(0, len(kept) + len(admitted) - capacity)]
     return BufferChange(
         admitted=admitted,
         evicted=[
             *((entry, EvictionReason.REPLACED) for entry in replaced),
-            *((entry, EvictionReason.CAPACITY) for entry in crowded_out),
+            *((entry, EvictionReason.CAPACITY) for entry in oldest),
         ],
     )
 
 
 def evict(entries: Sequence[GroupSummary], *, step: int, max_age: int) -> Evicted:
-    """After the update of `step`: the entries that cannot be eligible at step + 1 or later."""
+    """Returns the entries that, after the update of `step`, are too old for any later step."""
     return [(entry, EvictionReason.EXPIRED) for entry in entries if entry.step < step + 1 - max_age]
 
 
 def eligible(entries: Sequence[GroupSummary], *, step: int, max_age: int) -> list[GroupSummary]:
-    """Entries recent enough for `step`: step - max_age <= produced <= step - 1.
+    """Returns the entries of the steps step - max_age to step - 1.
 
-    The upper end is an invariant: a group is never replayed in the step that made it.
+    The upper bound is an invariant: a group is never replayed in the step it was rolled out for.
     """
     return [entry for entry in entries if step - max_age <= entry.step <= step - 1]
 
@@ -108,7 +108,7 @@ def admit_hard(
     capacity: int,
     dedup: Dedup = "prompt",
 ) -> BufferChange:
-    """Inserts this step's unfiltered fresh groups with mu <= c1 into B_bad (FIFO)."""
+    """Inserts the step's unfiltered fresh groups with mu <= c1 into B_bad (FIFO)."""
     hard = [group for group in fresh if at_most(group.mean_reward, c1)]
     return admit(entries, hard, capacity=capacity, dedup=dedup)
 
@@ -116,10 +116,9 @@ def admit_hard(
 def choose_reevaluated(
     entries: Sequence[GroupSummary], *, limit: int, rng: random.Random
 ) -> list[GroupSummary]:
-    """At most `limit` hard entries to generate again, drawn uniformly, oldest first.
+    """Draws at most `limit` entries of B_bad to re-evaluate, uniformly; returns the oldest first.
 
-    A prompt is generated once: where a prompt has several entries (dedup by rollout), its newest
-    stands for it.
+    A prompt is drawn at most once: of its entries (with dedup by rollout), only the newest counts.
     """
     newest = {entry.prompt_uid: entry for entry in entries}
     distinct = [entry for entry in entries if newest[entry.prompt_uid] is entry]
@@ -130,7 +129,7 @@ def choose_reevaluated(
 def promoted(
     stored: GroupSummary, new: GroupSummary, *, rule: PromotionRule = "paper", c1: float
 ) -> bool:
-    """Whether a re-evaluated hard prompt enters X2.
+    """Whether the re-evaluated group `new` of a hard prompt enters X2.
 
     `paper`: c1 < mu_new < 1 (Eq. 6). `improved_window`: mu_stored < mu_new < 1, so 0 -> 1/8 counts
     too. `any_gain`: mu_stored < mu_new, so mu_new = 1 counts too, with its zero advantages
@@ -151,9 +150,10 @@ def evict_solved(
     after: Literal["drop_solved", "keep"] = "drop_solved",
     c1: float,
 ) -> Evicted:
-    """The hard entries that leave after re-evaluation: those with mu_new > c1, 1 included.
+    """Evicts the entries of B_bad whose re-evaluation has mu_new > c1, mu_new = 1 included.
 
-    `keep` evicts none: a prompt is then re-evaluated until it is crowded out (authors' code).
+    new_by_prompt: re-evaluated groups by prompt uid. With `keep` none is evicted, and a prompt is
+    re-evaluated until the capacity evicts it (authors' code).
     """
     if after == "keep":
         return []
@@ -174,15 +174,16 @@ def admit_high(
     step: int,
     dedup: Dedup = "prompt",
 ) -> BufferChange:
-    """After the update of `step`: expires old entries, inserts groups with c2 <= mu <= c3 (FIFO).
+    """Inserts the step's unfiltered fresh groups with c2 <= mu <= c3 into B_high (FIFO).
 
-    Raises `ValueError` if a group of `fresh` was not produced by `step`.
+    Entries that have become too old are evicted. window: the replay window (c2, c3) of the step.
+    Raises `ValueError` if a group of `fresh` is not of `step`.
     """
     for group in fresh:
         if group.step != step:
             raise ValueError(
                 f"group {group.group_id} was produced by step {group.step}, but step {step} is "
-                "being stored; pass only the groups of this step"
+                "being committed; pass only the groups of this step"
             )
     expired = evict(entries, step=step, max_age=max_age)
     medium = [group for group in fresh if within(group.mean_reward, *window)]
@@ -193,14 +194,14 @@ def admit_high(
 def eligible_high(
     entries: Sequence[GroupSummary], *, step: int, window: tuple[float, float], max_age: int
 ) -> list[GroupSummary]:
-    """The candidates for X3 at `step`: recent, and c2 <= mu <= c3 by their own mean (Eq. 7).
+    """Returns the candidates for X3 at `step`: recent entries with c2 <= mu <= c3 (Eq. 7).
 
-    The window is this step's: an entry stored under an earlier window may no longer fit.
+    The window is that of `step`: an entry admitted under an earlier window may be outside of it.
     """
     recent = eligible(entries, step=step, max_age=max_age)
     return [entry for entry in recent if within(entry.mean_reward, *window)]
 
 
 def _without(entries: Sequence[GroupSummary], evicted: Evicted) -> list[GroupSummary]:
-    gone = {group.group_id for group, _ in evicted}
-    return [entry for entry in entries if entry.group_id not in gone]
+    evicted_ids = {group.group_id for group, _ in evicted}
+    return [entry for entry in entries if entry.group_id not in evicted_ids]

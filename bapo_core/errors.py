@@ -1,25 +1,25 @@
-"""The root of this project's errors, from which a process's exit code follows."""
+"""The root classes of this project's errors, which determine a process's exit code."""
 
 from __future__ import annotations
 
 
 class BapoError(Exception):
-    """An error whose message is one line: what is wrong, where, and what to do.
+    """An error with a one-line message: what is wrong, where, and the remedy.
 
-    A process that ends with it exits with 1: a restart does not help.
+    A process that it ends exits with 1, because a restart would fail in the same way.
     """
 
 
 class TransientError(BapoError):
-    """An error that may not happen again, so the process should be restarted.
+    """An error that may not recur, so that the process should be restarted.
 
-    A process that ends with it exits with `services.common.process.EXIT_RETRYABLE`.
+    A process that it ends exits with `services.common.process.EXIT_RETRYABLE`.
     """
 
 
 class ConfigError(BapoError):
-    """A configuration that cannot be run; the message is one line: where, what, and the remedy."""
+    """A configuration that cannot be run; the message names the key, the value and the remedy."""
 
 
 class TaskError(BapoError):
-    """A task that does not exist, or that refuses its options or its data."""
+    """A task that does not exist, cannot be loaded, or refuses its options."""

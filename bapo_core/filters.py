@@ -1,6 +1,6 @@
-"""Online filters on the fresh groups (A.3): which of them become X1.
+"""Online filters that select X1 from a step's fresh groups (A.3).
 
-Groups are kept whole and in order. Nothing kept is a valid answer: X1 is then empty.
+Groups are kept whole and in order. A filter may keep none, and X1 is then empty.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from bapo_core.types import GroupSummary
 
 
 def range_filter(groups: Sequence[GroupSummary]) -> list[GroupSummary]:
-    """Groups with 1/G <= mu <= (G-1)/G: the others have zero advantages (first part of Eq. 5)."""
+    """Keeps groups with 1/G <= mu <= (G-1)/G; others have zero advantages (first part of Eq. 5)."""
     return [group for group in groups if group.mixed]
 
 
@@ -24,7 +24,7 @@ def gaussian_filter(
     sigma: float = 0.2,
     rng: random.Random,
 ) -> list[GroupSummary]:
-    """Mixed groups, each accepted with probability exp(-(mu - mean)^2 / (2 sigma^2)) (A.3)."""
+    """Keeps each mixed group with probability exp(-(mu - mean)^2 / (2 sigma^2)) (A.3)."""
 
     def accepted(group: GroupSummary) -> bool:
         distance = (group.mean_reward - mean) / sigma
@@ -36,6 +36,6 @@ def gaussian_filter(
 def uniform_filter(
     groups: Sequence[GroupSummary], *, fraction: float = 0.6, rng: random.Random
 ) -> list[GroupSummary]:
-    """A random round(fraction * n) of the n groups, whatever their mean reward (A.3)."""
+    """Keeps round(fraction * n) of the n groups, drawn uniformly whatever their mu (A.3)."""
     kept = rng.sample(range(len(groups)), round(fraction * len(groups)))
     return [groups[index] for index in sorted(kept)]

@@ -1,5 +1,6 @@
-"""Importance weights from the behaviour policy to the proximal one, and how far apart they are.
+"""Importance weights of the proximal over the behaviour policy, and metrics of their mismatch.
 
+The behaviour policy sampled the tokens; the proximal policy is the denominator of the PPO ratio.
 Both weights and metrics are constants: no gradient flows through them.
 """
 
@@ -10,10 +11,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Level = Literal["token", "sequence", "geometric"]
+from bapo_core.numerics import MAX_LOG_RATIO
 
-# exp(20) exceeds any sensible cap, and its square is finite in float32.
-_LARGEST_LOG_RATIO = 20.0
+Level = Literal["token", "sequence", "geometric"]
 
 
 @torch.no_grad()
@@ -25,11 +25,11 @@ def truncated_weights(
     cap: float = 3.0,
     level: Level = "token",
 ) -> Tensor:
-    """min(prox / behaviour, cap) for each token, (N, T), detached; 0 where masked.
+    """Returns min(prox / behaviour, cap) of each token, (N, T), detached; 0 where masked.
 
     `token`: the token's own ratio. `sequence`: the product over the response, unbiased but of high
-    variance. `geometric`: the geometric mean over the response. The last two are the same for all
-    tokens of a row, and truncated once, as a whole.
+    variance. `geometric`: the geometric mean over the response. The last two are equal for all
+    tokens of a row, and truncated after the product or mean.
     """
     return _ratios(prox_logprobs, behavior_logprobs, mask, level).clamp(max=cap)
 
@@ -43,14 +43,14 @@ def mismatch_metrics(
     cap: float = 3.0,
     level: Level = "token",
 ) -> dict[str, float]:
-    """How far the behaviour policy is from the proximal one, over the valid tokens of (N, T).
+    """Measures the mismatch of behaviour and proximal policy over the valid tokens of (N, T).
 
     logprob_diff_mean, logprob_diff_max: |log prox - log behaviour|, in nats.
     mismatch_kl: KL(behaviour || prox), estimated by exp(d) - d - 1 (k3), in nats a token.
     ess_fraction: effective share of samples under the truncated weights, (sum w)^2 / (n sum w^2).
     truncated_fraction: share of tokens whose weight was above the cap.
 
-    Without a valid token: no difference, nothing truncated, an ess_fraction of 1.
+    Without a valid token all are 0 except ess_fraction, which is 1.
     """
     valid = mask.bool()
     if not valid.any():
@@ -62,9 +62,9 @@ def mismatch_metrics(
     metrics = (
         difference.abs().mean(),
         difference.abs().max(),
-        # Of small differences little more than rounding would be left in single precision.
+        # In double precision: in single, a small difference is lost in the rounding of exp.
         (torch.expm1(difference.double()) - difference.double()).mean(),
-        # All weights 0: no sample is left.
+        # All weights may have underflowed to 0.
         torch.where(squares > 0, weights.sum().square() / squares, 0.0),
         (ratios > cap).float().mean(),
     )
@@ -81,18 +81,18 @@ _METRICS = (
 
 
 def _ratios(prox: Tensor, behavior: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """prox / behaviour at `level`, given to each token; (N, T), 0 where masked."""
+    """Returns prox / behaviour at `level` for each token, (N, T); 0 where masked."""
     valid = mask.bool()
     log_ratio = _log_ratio(prox, behavior, valid)
     if level != "token":
         total = log_ratio.sum(dim=-1, keepdim=True)
         if level == "geometric":
             total = total / valid.sum(dim=-1, keepdim=True).clamp(min=1)
-        log_ratio = total.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).expand_as(log_ratio)
+        log_ratio = total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).expand_as(log_ratio)
     return torch.where(valid, log_ratio.exp(), 0.0)
 
 
 def _log_ratio(prox: Tensor, behavior: Tensor, valid: Tensor) -> Tensor:
-    """log prox - log behaviour, clamped to +/-20; 0 where masked."""
+    """Returns log prox - log behaviour, clamped to +/-MAX_LOG_RATIO; 0 where masked."""
     difference = torch.where(valid, prox - behavior, 0.0)
-    return difference.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
+    return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

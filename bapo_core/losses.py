@@ -1,7 +1,7 @@
-"""Policy losses. All are minimised, and per token until `aggregate` makes them one number.
+"""Policy losses, by token and to be minimised, and their aggregation into one number.
 
-Log-probs are natural logarithms. A mask is true (or 1) where a token counts. What stands at masked
-positions never matters, NaN and infinity included: results and gradients there are 0.
+Log-probs are natural logarithms. A mask is true (or 1) at valid tokens. Values at masked positions
+have no influence, NaN and infinity included: results and gradients there are 0.
 """
 
 from __future__ import annotations
@@ -11,12 +11,23 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from bapo_core.numerics import MAX_LOG_RATIO
+
+__all__ = [
+    "Aggregation",
+    "aggregate",
+    "clip_fraction",
+    "clipped_surrogate",
+    "clipped_tokens",
+    "scale_count",
+    "sequence_ratio",
+    "token_scale",
+]
+
 Aggregation = Literal["token-mean", "seq-mean-token-mean"]
 
-# exp(20) is far beyond any clip, and finite: no 0 * inf where an advantage is 0.
-_LARGEST_LOG_RATIO = 20.0
-# GSPO's reference clamps the log of a sequence's ratio here.
-_LARGEST_SEQUENCE_LOG_RATIO = 10.0
+# GSPO's reference implementation clamps the log of a sequence's ratio here.
+_MAX_SEQUENCE_LOG_RATIO = 10.0
 
 
 def clipped_surrogate(
@@ -31,14 +42,14 @@ def clipped_surrogate(
     weights: Tensor | None = None,
     clip_center: Tensor | None = None,
 ) -> Tensor:
-    """PPO's loss per token, -w min(r A, clip(r) A), with r = exp(logprobs - prox_logprobs).
+    """Returns PPO's loss by token, -w min(r A, clip(r) A), r = exp(logprobs - prox_logprobs).
 
     All tensors have one shape, (N, T) or packed (T,), or broadcast to it.
 
     clip_low, clip_high: r is clipped to [center - clip_low, center + clip_high].
     clip_center: 1 if None; theta_t / behaviour for delayed GRPO, where r = theta / behaviour.
-    dual_clip: bounds the loss by -dual_clip * A where A < 0, where r alone is unbounded.
-    weights: detached importance weights that multiply each token (`importance`).
+    dual_clip: bounds the loss by -dual_clip * A where A < 0; the loss is otherwise unbounded in r.
+    weights: detached importance weights w of the tokens (`importance`).
     """
     valid = mask.bool()
     ratio = _ratio(logprobs, prox_logprobs, valid)
@@ -62,23 +73,26 @@ def clipped_tokens(
     clip_high: float,
     clip_center: Tensor | None = None,
 ) -> Tensor:
-    """The valid tokens whose gradient the clip cuts off, a mask (N, T); arguments as above."""
+    """Returns a mask (N, T) of the valid tokens that have no gradient because they are clipped.
+
+    The arguments are those of `clipped_surrogate`.
+    """
     valid = mask.bool()
     ratio = _ratio(logprobs, prox_logprobs, valid)
     clipped = _clip(ratio, clip_center, clip_low, clip_high)
     return (-clipped * advantages > -ratio * advantages) & valid
 
 
-def clip_fraction(cut: Tensor, mask: Tensor) -> float:
-    """Share of the valid tokens that `clipped_tokens` are."""
-    return float(cut.sum()) / max(1, int(mask.bool().sum()))
+def clip_fraction(clipped: Tensor, mask: Tensor) -> float:
+    """Returns the share of valid tokens that are clipped; `clipped` is of `clipped_tokens`."""
+    return float(clipped.sum()) / max(1, int(mask.bool().sum()))
 
 
 def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """GSPO's ratio of each sequence, exp(mean over tokens of log pi - log pi_old).
+    """Returns GSPO's ratio of each sequence, exp(mean over tokens of log pi - log pi_old).
 
-    Log-probs and mask are (N, T), the result (N, 1). The mean is clamped at 10. The gradient flows
-    through it to every token of the sequence, so with "seq-mean-token-mean" it is GSPO's:
+    Log-probs and mask are (N, T), the result is (N, 1). The mean is clamped at 10. The gradient
+    flows through it to every token of the sequence; with "seq-mean-token-mean" the loss is GSPO's:
 
         s = sequence_ratio(logprobs, old_logprobs, mask)
         loss = clipped_surrogate(s.log(), torch.zeros_like(s), advantages, mask, ...)
@@ -86,42 +100,42 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tens
     valid = mask.bool()
     log_ratio = torch.where(valid, logprobs - old_logprobs, 0.0)
     mean = log_ratio.sum(dim=1, keepdim=True) / valid.sum(dim=1, keepdim=True).clamp(min=1)
-    # The lower end only keeps log(s) finite.
-    return mean.clamp(-_LARGEST_LOG_RATIO, _LARGEST_SEQUENCE_LOG_RATIO).exp()
+    # The lower bound only keeps log(s) finite.
+    return mean.clamp(-MAX_LOG_RATIO, _MAX_SEQUENCE_LOG_RATIO).exp()
 
 
 def aggregate(loss: Tensor, mask: Tensor, mode: Aggregation) -> Tensor:
-    """One number from token losses (N, T): their sum under `token_scale`."""
+    """Returns one number for token losses (N, T): their sum, each times its `token_scale`."""
     return (torch.where(mask.bool(), loss, 0.0) * token_scale(mask, mode)).sum()
 
 
 def token_scale(mask: Tensor, mode: Aggregation, *, count: int | None = None) -> Tensor:
-    """(N, T): what each token's loss is multiplied by in the aggregate; 0 where masked.
+    """Returns the factor of each token's loss in the aggregate, (N, T); 0 where masked.
 
     `token-mean` weighs every valid token equally (DAPO). `seq-mean-token-mean` weighs every
     sequence equally, by the mean over its tokens (Eq. 1); sequences without a valid token do not
-    count. Without any valid token the result is 0.
+    count. Without any valid token all factors are 0.
 
-    count: what `scale_count` says of the whole, where `mask` is a part of it. With it, the sum over
-    parts equals the whole, however the rows are split.
+    count: the `scale_count` of a whole minibatch, if `mask` is a micro-batch of it. The aggregates
+    of the micro-batches then sum to that of the minibatch, however its rows are split.
     """
     valid = mask.bool()
-    whole = max(1, scale_count(mask, mode) if count is None else count)
+    total = max(1, scale_count(mask, mode) if count is None else count)
     if mode == "token-mean":
-        return valid / torch.tensor(float(whole))
-    return valid / (valid.sum(dim=1, keepdim=True) * whole).clamp(min=1)
+        return valid / torch.tensor(float(total))
+    return valid / (valid.sum(dim=1, keepdim=True) * total).clamp(min=1)
 
 
 def scale_count(mask: Tensor, mode: Aggregation) -> int:
-    """What the aggregate is a mean over: valid tokens, or sequences with a valid token."""
+    """Returns the size of the mean: the valid tokens, or the sequences with a valid token."""
     valid = mask.bool()
     return int(valid.sum() if mode == "token-mean" else valid.any(dim=1).sum())
 
 
 def _ratio(logprobs: Tensor, prox_logprobs: Tensor, valid: Tensor) -> Tensor:
-    # Masked here and not only at the end: a gradient of 0 * NaN is stopped on its way back.
+    # Masked before the exponential as well as after it: the gradient of 0 * NaN is NaN.
     log_ratio = torch.where(valid, logprobs - prox_logprobs, 0.0)
-    return log_ratio.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def _clip(ratio: Tensor, center: Tensor | None, low: float, high: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a run is judged by, from counts of correct responses (k of G)."""
+"""Metrics of a run from counts of correct responses (k of G)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 
 def accuracy_bins(correct: Iterable[int], group_size: int) -> list[int]:
-    """How many groups have k of G correct, for k = 0..G (G + 1 numbers)."""
+    """Returns the number of groups with k of G correct, for k = 0..G (G + 1 numbers)."""
     bins = [0] * (group_size + 1)
     for count in correct:
         bins[_bin(count, group_size)] += 1
@@ -17,9 +17,9 @@ def accuracy_bins(correct: Iterable[int], group_size: int) -> list[int]:
 def migration_matrix(
     before: Mapping[str, int], after: Mapping[str, int], group_size: int
 ) -> list[list[int]]:
-    """Prompts by their bin before (row) and after (column), (G+1) x (G+1).
+    """Returns the number of prompts by bin before (row) and after (column), (G+1) x (G+1).
 
-    Maps prompt uid to its count of correct responses; prompts in only one of them are left out.
+    before, after: number of correct responses by prompt uid; prompts in only one are left out.
     """
     matrix = [[0] * (group_size + 1) for _ in range(group_size + 1)]
     for uid in before.keys() & after.keys():
@@ -28,7 +28,9 @@ def migration_matrix(
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Chance that k of n responses, c of them correct, include a correct one: 1 - C(n-c,k)/C(n,k).
+    """Returns pass@k, 1 - C(n-c,k)/C(n,k), from n responses of which c are correct.
+
+    It is the probability that k of them, drawn at random, include a correct one.
 
     Raises `ValueError` unless 0 <= c <= n and 1 <= k <= n.
     """
@@ -40,9 +42,9 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def unlocked_fraction(before: Mapping[str, int], after: Mapping[str, int]) -> float:
-    """Share of the prompts with 0 correct before that have some correct after; 0.0 without any.
+    """Returns the share of prompts with 0 correct before that have some correct after.
 
-    A prompt that `after` does not know counts as still unsolved.
+    It is 0.0 without such prompts. A prompt that is not in `after` counts as unsolved.
     """
     unsolved = [uid for uid, correct in before.items() if correct == 0]
     if not unsolved:
@@ -52,5 +54,5 @@ def unlocked_fraction(before: Mapping[str, int], after: Mapping[str, int]) -> fl
 
 def _bin(correct: int, group_size: int) -> int:
     if not 0 <= correct <= group_size:
-        raise ValueError(f"{correct} correct of {group_size} is impossible")
+        raise ValueError(f"{correct} correct of {group_size}: give a count in 0..{group_size}")
     return correct

@@ -1,4 +1,4 @@
-"""When the rollout policy is refreshed (every v steps) and hard prompts re-evaluated (every m).
+"""The schedule of syncs of the rollout policy (every v steps) and of re-evaluations (every m).
 
 Steps are 1-based. Policy version t is theta_t: the trainer's weights *before* update t, so the
 base model is version 1 and the weights after T steps are version T + 1.
@@ -14,11 +14,11 @@ Phase = Literal["algorithm1", "first_step"]
 
 @dataclass(frozen=True, slots=True)
 class SyncSchedule:
-    """The sync period v, the re-evaluation period m, and the phase of the sync.
+    """A schedule with sync period v, re-evaluation period m, and the phase of the sync.
 
-    `algorithm1` syncs when t mod v = 0 (Algorithm 1 of the paper), so re-evaluation finds the
-    current weights already loaded whenever v divides m. `first_step` syncs when (t-1) mod v = 0
-    (the authors' code).
+    `algorithm1` syncs when t mod v = 0 (Algorithm 1 of the paper), so that a re-evaluation finds
+    the current weights already loaded whenever v divides m. `first_step` syncs when
+    (t-1) mod v = 0 (the authors' code).
     """
 
     v: int
@@ -27,7 +27,9 @@ class SyncSchedule:
 
     def __post_init__(self) -> None:
         if self.v < 1 or self.m < 1:
-            raise ValueError(f"v and m must be at least 1, got v={self.v}, m={self.m}")
+            raise ValueError(
+                f"v={self.v}, m={self.m}: v and m are periods in steps; give at least 1"
+            )
 
     @property
     def _offset(self) -> int:
@@ -38,15 +40,15 @@ class SyncSchedule:
         return (t - self._offset) % self.v == 0
 
     def reevaluates_at(self, t: int) -> bool:
-        """Whether stored hard prompts are generated again at step t (t mod m = 0)."""
+        """Whether hard prompts are re-evaluated at step t (t mod m = 0)."""
         return t % self.m == 0
 
     def policy_version(self, t: int) -> int:
-        """The version that makes the fresh rollouts of step t: the last sync, or the base (1)."""
+        """Returns alpha at step t: the version of the last sync, or 1, the base model."""
         return max(1, t - (t - self._offset) % self.v)
 
-    def window(self, t: int) -> range:
-        """The steps that share step t's rollout policy."""
+    def sync_window(self, t: int) -> range:
+        """Returns the steps of the sync window of t, which share its rollout policy alpha."""
         first = self.policy_version(t)
         following = t + 1
         while not self.syncs_at(following):
@@ -54,10 +56,10 @@ class SyncSchedule:
         return range(first, following)
 
     def staleness(self, t: int) -> int:
-        """Trainer step minus policy version: 0 .. v-1."""
+        """Returns the staleness of fresh rollouts: step minus policy version, 0 .. v-1."""
         return t - self.policy_version(t)
 
     @property
     def one_load_serves_both(self) -> bool:
-        """Whether every re-evaluation falls on a sync, so theta_t is already loaded."""
+        """Whether every re-evaluation falls on a sync, so that theta_t is already loaded."""
         return self.phase == "algorithm1" and self.m % self.v == 0

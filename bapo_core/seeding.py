@@ -1,7 +1,7 @@
-"""Seeds for everything random, derived from the run's seed and the name of the purpose.
+"""Seeds of all random draws, derived from the run's seed and the name of a purpose.
 
-A draw that depends only on (seed, purpose, step) needs no state in a checkpoint: a run resumed at
-step t makes the draws that an undisturbed run makes at step t.
+A draw that depends only on (seed, purpose, step) needs no generator state in a checkpoint: a run
+that resumes at step t draws what an uninterrupted run draws at step t.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import random
 
 
 def derive_seed(seed: int, *purpose: str | int) -> int:
-    """A 63-bit seed for one purpose, stable across processes and machines."""
+    """Returns a 63-bit seed for one purpose, equal in all processes and on all machines."""
     text = "/".join([str(seed), *map(str, purpose)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def derive_rng(seed: int, *purpose: str | int) -> random.Random:
-    """A generator for one purpose: `derive_rng(seed, "batch", step)`."""
+    """Returns a generator for one purpose, as in `derive_rng(seed, "batch", step)`."""
     return random.Random(derive_seed(seed, *purpose))

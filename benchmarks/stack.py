@@ -40,7 +40,7 @@ from bapo_core.filters import range_filter
 from bapo_core.sampling import prompt_positions
 from bapo_core.seeding import derive_rng, derive_seed
 from bapo_core.tasks import get_task
-from bapo_core.thresholds import high_quality_window, running_reward
+from bapo_core.thresholds import replay_window, running_reward
 from bapo_core.types import GroupSummary
 from benchmarks.machine import machine
 from services.buffer.api.client import BufferClient
@@ -106,7 +106,7 @@ class BareLoop:
         x2 = self.reevaluate(step)
         r_tot = running_reward("batch", fresh, None, [])
         settings = config.replay_window
-        window = high_quality_window(r_tot, settings.c2_range, settings.c3_range)
+        window = replay_window(r_tot, settings.c2_range, settings.c3_range)
         age = config.high_quality_buffer.max_age
         batch = build_batch(
             range_filter(fresh),

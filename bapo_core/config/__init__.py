@@ -1,13 +1,15 @@
 """The configuration of a run: every switch of the method, with its source and its default.
 
-`sections` holds the models, `presets` what each `algorithm` changes, `loader` reads YAML files and
-overrides, and `messages` explains what is wrong with them.
+`sections` has the models, `presets` the changes that each `algorithm` makes to the defaults,
+`loader` the readers of YAML files and overrides, `messages` the text of errors, and `schema` the
+JSON Schema of a file.
 """
 
 from __future__ import annotations
 
 from bapo_core.config.loader import config_from, load_config, merge, parse_config, parse_overrides
 from bapo_core.config.presets import PRESETS
+from bapo_core.config.schema import json_schema
 from bapo_core.config.sections import (
     AdvantageConfig,
     Algorithm,
@@ -66,6 +68,7 @@ __all__ = [
     "TaskConfig",
     "TrainerConfig",
     "config_from",
+    "json_schema",
     "load_config",
     "merge",
     "parse_config",

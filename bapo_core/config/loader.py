@@ -1,4 +1,4 @@
-"""Loads a run's configuration from YAML, its preset and `key=value` overrides."""
+"""Loads a run's configuration from a YAML file, its preset and `key=value` overrides."""
 
 from __future__ import annotations
 
@@ -17,19 +17,25 @@ from bapo_core.errors import ConfigError
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` laid on `base`, section by section."""
+    """Returns `base` with the values of `over` in place of its own, section by section.
+
+    `options` of a task are replaced as a whole: they belong to one task.
+    """
     merged = dict(base)
     for key, value in over.items():
-        below = merged.get(key)
-        if isinstance(value, Mapping) and isinstance(below, Mapping) and key != "options":
-            merged[key] = merge(below, value)
+        section = merged.get(key)
+        if isinstance(value, Mapping) and isinstance(section, Mapping) and key != "options":
+            merged[key] = merge(section, value)
         else:
             merged[key] = value
     return merged
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """`["sync.every=3", "seed=7"]` as a nested mapping; values are YAML."""
+    """Parses overrides such as `["sync.every=3", "seed=7"]`, whose values are YAML, into a mapping.
+
+    Raises `ConfigError` for one that is not key=value, or whose value is not YAML.
+    """
     parsed: dict[str, Any] = {}
     for override in overrides:
         path, separator, text = override.partition("=")
@@ -38,7 +44,9 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         try:
             value: Any = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ConfigError(f"override {override!r}: {text!r} is not YAML") from error
+            raise ConfigError(
+                f"override {override!r}: {text!r} is not YAML; quote it, for example '[a, b]'"
+            ) from error
         # YAML 1.1 reads 1e-4 as a string.
         if isinstance(value, str):
             with contextlib.suppress(ValueError):
@@ -50,9 +58,9 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration of a YAML file, over its algorithm's preset, under `key=value` overrides.
+    """Loads a YAML file: its values replace those of its preset, and overrides replace both.
 
-    Raises `ConfigError` with one line that says what, where and what to do.
+    path: None for an empty file. Raises `ConfigError` if it cannot be read, parsed or validated.
     """
     if path is None:
         return parse_config("", overrides)
@@ -60,12 +68,14 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"{path}: cannot be read: {reason}") from error
+        raise ConfigError(
+            f"{path}: cannot be read: {reason}; give the path of a YAML file"
+        ) from error
     return parse_config(text, overrides, where=str(path))
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "config") -> RunConfig:
-    """As `load_config`, of YAML at hand."""
+    """Loads YAML text as `load_config` loads a file; `where` names its origin in errors."""
     try:
         loaded = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -73,19 +83,25 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "conf
         line = f" at line {mark.line + 1}" if mark is not None else ""
         raise ConfigError(f"{where}: not valid YAML{line}; check the indentation") from error
     if loaded is not None and not isinstance(loaded, dict):
-        raise ConfigError(f"{where}: must hold keys and values, not a {type(loaded).__name__}")
+        raise ConfigError(
+            f"{where}: must hold keys and values, not a {type(loaded).__name__}; write, for "
+            "example, `seed: 1`"
+        )
     return config_from(merge(loaded or {}, parse_overrides(overrides)), where=where)
 
 
-def config_from(given: Mapping[str, Any], *, where: str = "config") -> RunConfig:
-    """`given` over the preset that its `algorithm` names, validated."""
-    algorithm = given.get("algorithm", "bapo")
+def config_from(values: Mapping[str, Any], *, where: str = "config") -> RunConfig:
+    """Lays `values` over the preset that their `algorithm` names, and validates the result.
+
+    Raises `ConfigError`, with `where` as the origin of the values.
+    """
+    algorithm = values.get("algorithm", "bapo")
     preset = PRESETS.get(algorithm) if isinstance(algorithm, str) else None
     if preset is None:
         raise ConfigError(
             f"{where}: algorithm: {algorithm!r} is not one of {', '.join(sorted(PRESETS))}"
         )
     try:
-        return RunConfig.model_validate(merge(preset, given))
+        return RunConfig.model_validate(merge(preset, values))
     except ValidationError as error:
         raise ConfigError(f"{where}: {explain_validation_error(error)}") from error

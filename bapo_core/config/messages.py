@@ -1,4 +1,4 @@
-"""Turns pydantic's validation errors into one line that names the key, the value and the remedy."""
+"""One-line explanations of validation errors, which name the key, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ RENAMED = {
     "high": "high_quality_buffer",
     "adaptive": "replay_window",
 }
-"""Sections that were renamed: the name in version 0.1, and the name since version 0.2."""
+"""Renamed sections: the name in version 0.1 -> the name since version 0.2."""
 
 
 def explain_validation_error(error: ValidationError) -> str:
-    """Lists everything that is wrong with a configuration, on one line."""
-    parts = []
+    """Returns every error of a configuration, on one line."""
+    explanations = []
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "extra_forbidden":
-            parts.append(f"{key}: no such key{_suggest(problem['loc'])}")
+            explanations.append(f"{key}: no such key{_suggest(problem['loc'])}")
         elif problem["type"] == "value_error":
             message = str(problem["ctx"]["error"])
-            parts.append(f"{key}: {message}" if key else message)
+            explanations.append(f"{key}: {message}" if key else message)
         else:
             message = problem["msg"][0].lower() + problem["msg"][1:]
-            parts.append(f"{key}: {message} (got {problem['input']!r})")
-    return "; ".join(parts)
+            explanations.append(f"{key}: {message} (got {problem['input']!r})")
+    return "; ".join(explanations)
 
 
 def _suggest(location: tuple[int | str, ...]) -> str:
@@ -47,4 +47,4 @@ def _suggest(location: tuple[int | str, ...]) -> str:
     close = difflib.get_close_matches(str(location[-1]), model.model_fields, n=1)
     if close:
         return f"; did you mean {close[0]}?"
-    return f"; known here: {', '.join(model.model_fields)}"
+    return f"; known keys: {', '.join(model.model_fields)}"

@@ -1,4 +1,8 @@
-"""Presets: what each value of `algorithm` changes relative to the defaults."""
+"""Presets: the values of the defaults that each `algorithm` changes.
+
+The method's variants and ablations, and the baselines that the paper compares it with: GRPO, GRPO
+with delayed syncs (v = 5), and DAPO.
+"""
 
 from __future__ import annotations
 
@@ -51,4 +55,4 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"coefficient": 0.0},
     },
 }
-"""What each algorithm changes of the defaults (paper sections A and D of the baselines)."""
+"""Name of an algorithm -> the keys whose values differ from the defaults, by section."""

@@ -1,14 +1,17 @@
-"""The configuration of a run: every switch of the method, with its source and default.
+"""The sections of a run's configuration: every switch of the method, with its source and default.
 
-Defaults are Table 3 of arXiv 2602.20722 and, where the paper is silent or differs from the
-authors' code, the choice argued in `docs/decisions/`. Unknown keys are refused.
+Defaults are those of Table 3 of arXiv 2602.20722 and, where the paper is silent or differs from its
+authors' code, those argued in `docs/decisions/`. Each field's docstring is its description in
+`docs/configuration.md` and in `docs/config.schema.json`. Symbols are the paper's: X1, X2 and X3 are
+the sources of a batch; B_bad and B_high are the hard and the high-quality buffer; mu is a group's
+mean reward; alpha is the rollout policy, and theta_t the trainer's weights before update t.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from bapo_core.schedule import SyncSchedule
 
@@ -28,7 +31,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Section(BaseModel):
-    """Part of a configuration. Unknown keys are refused; field docstrings are descriptions."""
+    """A section of a configuration; unknown keys are refused, and values cannot be changed."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
@@ -36,139 +39,168 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
+    """The initial model, which is policy version 1."""
+
     path: str = "tiny"
-    """A Hugging Face model directory; `hf://organisation/name`, fetched from the hub; or `tiny`,
-    the built-in small model, built on first use."""
+    """The initial model: a Hugging Face model directory; `hf://organisation/name`, fetched from the
+    hub; or `tiny`, a small character-level model that is built on first use."""
 
 
 class TaskConfig(Section):
+    """The task: its prompts, and how responses are verified."""
+
     name: str = "countdown"
-    """A task of the registry (`bapo_core.tasks`)."""
+    """Name of the task: `countdown`, `math`, or one that an installed package adds
+    (docs/adding-a-task.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the task, for example `template: short` or `template: think`."""
+    """Arguments of the task's constructor, for example `{template: short}` for `countdown`."""
     train_path: str | None = None
-    """Training prompts, Parquet or JSONL. Generated when absent and the task is synthetic."""
+    """Parquet or JSONL file of the training prompts; null generates them, if the task can."""
     test_path: str | None = None
-    """Held-out prompts, Parquet or JSONL. Generated when absent and the task is synthetic."""
+    """Parquet or JSONL file of the held-out prompts; null generates them, if the task can."""
     train_prompts: int = Field(2000, ge=1)
-    """How many training prompts to generate, or at most to take from the file."""
+    """Number of training prompts to generate, or the most to read from `task.train_path`."""
     test_prompts: int = Field(200, ge=1)
-    """How many held-out prompts to generate, or at most to take from the file."""
+    """Number of held-out prompts to generate, or the most to read from `task.test_path`."""
     data_seed: int = 0
-    """Seed of the generated data. Separate from `seed`, so seeds share the same data."""
+    """Seed of generated prompts; it is separate from `seed`, so that runs with different seeds
+    train on the same data."""
 
 
 class RolloutConfig(Section):
+    """Rollouts: how many responses are sampled in a step, by which engine, and how."""
+
     engine: Literal["transformers", "vllm"] = "transformers"
-    """What generates: vLLM in production, transformers where there is no vLLM."""
+    """Rollout engine: `vllm` for production; `transformers` needs no other installation."""
     replicas: int = Field(1, ge=1)
-    """Engines that a local run starts. In a cluster, any number may come and go."""
+    """Number of rollout engines that a local run starts; a cluster's chart sets its own."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What vLLM computes in: float32 on CPU, bfloat16 on GPU, unless given."""
+    """Compute dtype of vLLM; `auto` is float32 on CPUs and bfloat16 on GPUs."""
     vllm_args: list[str] = []
-    """More arguments for vLLM's server, `[--tensor-parallel-size, "2"]` for example."""
+    """Additional arguments of vLLM's server, for example `[--tensor-parallel-size, "2"]`."""
     prompts_per_step: int = Field(256, ge=1)
-    """B: prompts rolled out for each step (Table 3: 256)."""
+    """B, the number of prompts that are rolled out in a step (Table 3: 256)."""
     group_size: int = Field(8, ge=2)
-    """G: responses a prompt (Table 3: 8). One response has no group statistics, so at least 2."""
+    """G, the number of responses to a prompt (Table 3: 8); group statistics need at least 2."""
     temperature: float = Field(1.0, gt=0.0)
-    """Sampling temperature; the trainer divides its logits by the same number (Table 3: 1)."""
+    """Sampling temperature, by which the trainer divides its logits as well (Table 3: 1)."""
     top_p: float = 1.0
-    """Must be 1: a truncated distribution biases every importance ratio (Table 3: 1)."""
+    """Nucleus sampling, which must be off (1): a truncated distribution biases every importance
+    ratio (Table 3: 1)."""
     top_k: int = -1
-    """Must be -1 (off), for the same reason (Table 3: -1)."""
+    """Top-k sampling, which must be off (-1) for the same reason as `top_p` (Table 3: -1)."""
     max_prompt_tokens: int = Field(2048, ge=1)
-    """Longer prompts are refused when the data is loaded (Table 3: 2048)."""
+    """Length of the longest prompt in tokens; a longer one stops the run (Table 3: 2048)."""
     max_response_tokens: int = Field(8192, ge=1)
-    """Responses are cut here (Table 3: 8192)."""
+    """Length in tokens at which a response is cut off (Table 3: 8192)."""
     max_generation_rounds: int = Field(1, ge=1)
-    """DAPO's dynamic sampling: rounds of B prompts until B groups pass the filter. 1 = off."""
+    """Dynamic sampling (DAPO): the most rounds of B prompts that are rolled out in a step until
+    groups with mixed rewards fill the batch; 1 turns it off."""
 
     @model_validator(mode="after")
     def _whole_distribution(self) -> RolloutConfig:
-        if self.top_p != 1.0:
-            raise ValueError(
-                f"top_p is {self.top_p}: training rollouts must sample the whole distribution, "
-                "or the importance ratios are biased; set top_p to 1"
-            )
-        if self.top_k != -1:
-            raise ValueError(
-                f"top_k is {self.top_k}: training rollouts must sample the whole distribution, "
-                "or the importance ratios are biased; set top_k to -1"
-            )
+        for key, value, off in (("top_p", self.top_p, 1.0), ("top_k", self.top_k, -1)):
+            if value != off:
+                raise ValueError(
+                    f"{key} is {value}: training rollouts must sample the whole distribution, or "
+                    f"the importance ratios are biased; set {key} to {off:g}"
+                )
         return self
 
 
 class SyncConfig(Section):
+    """Weight synchronisation: when, and how, rollout replicas receive the trainer's weights."""
+
     every: int = Field(5, ge=1)
-    """v: steps between refreshes of the rollout policy (Table 3: 5). 1 = on-policy."""
+    """v, the number of steps between two syncs, which set alpha to theta_t (Table 3: 5); 1 is
+    on-policy."""
     reevaluate_every: int = Field(5, ge=1)
-    """m: steps between re-evaluations of hard prompts (Table 3: 5)."""
+    """m, the number of steps between two re-evaluations of hard prompts (Table 3: 5)."""
     phase: Literal["algorithm1", "first_step"] = "algorithm1"
-    """Sync when t mod v = 0 (Algorithm 1) or when (t-1) mod v = 0 (authors' code)."""
+    """Steps t at which a sync is due: t mod v = 0 (`algorithm1`, as in the paper) or
+    (t-1) mod v = 0 (`first_step`, as in the authors' code)."""
     weights_dtype: Literal["as_trained", "float32", "bfloat16"] = "as_trained"
-    """Of the published weights. bfloat16 halves what is sent, and rounds what is served."""
+    """Dtype of published weights; `bfloat16` halves the transfer and rounds the rollout policy."""
     transport: Literal["object_store", "nccl"] = "object_store"
-    """How replicas get weights. nccl: from the trainer's GPU to vLLM's, and the object store when
-    that fails (experimental: has not run on GPUs yet; all versions are stored either way)."""
+    """Transport of published weights to replicas. `nccl` broadcasts them from the trainer's GPU to
+    vLLM's, with the object store as fallback; it is experimental and has not run on GPUs yet."""
 
 
 class FreshConfig(Section):
+    """Fresh groups, the source X1 of a batch: the filter that this step's rollouts pass."""
+
     filter: Literal["range", "gaussian", "uniform", "none"] = "range"
-    """Online filter on fresh groups (A.3): range keeps 1/G <= mu <= (G-1)/G."""
+    """Filter that selects X1 from the step's groups (A.3): `range` keeps 1/G <= mu <= (G-1)/G
+    (first part of Eq. 5), `gaussian` draws by mu, `uniform` regardless of mu, `none` keeps all."""
     gaussian_mean: Fraction = 0.5
-    """Centre of the Gaussian filter (Table 3: 0.5)."""
+    """Mean of the `gaussian` filter of X1 (Table 3: 0.5)."""
     gaussian_sigma: float = Field(0.2, gt=0.0)
-    """Width of the Gaussian filter (Table 3: 0.2)."""
+    """Standard deviation of the `gaussian` filter of X1 (Table 3: 0.2)."""
     uniform_fraction: Fraction = 0.6
-    """Share of groups that the uniform filter keeps (A.3: 60%)."""
+    """Fraction of the step's groups that the `uniform` filter keeps for X1 (A.3: 60%)."""
 
 
 class ReevaluateConfig(Section):
+    """Re-evaluated groups, the source X2 of a batch: hard prompts answered again by theta_t."""
+
     enabled: bool = True
-    """Off: the ablation "without X2"."""
+    """Whether batches have re-evaluated groups (X2); false is the ablation "w/o X2"."""
     c1: Fraction = 0.125
-    """Groups with mu <= c1 are hard (Table 3: 1/8)."""
+    """c1, the largest mean reward mu of a hard group, which enters B_bad (Table 3: 1/8); X2 takes
+    groups above it (Eq. 6)."""
     rule: Literal["paper", "improved_window", "any_gain"] = "paper"
-    """Who is promoted: c1 < mu_new < 1 (Eq. 6); mu_stored < mu_new < 1; or any gain,
-    mu_new = 1 included (authors' code)."""
+    """Rule by which a re-evaluated group enters X2: c1 < mu_new < 1 (`paper`, Eq. 6);
+    mu_stored < mu_new < 1 (`improved_window`); or mu_stored < mu_new (`any_gain`, as in the
+    authors' code)."""
     max_prompts: int = Field(128, ge=1)
-    """At most this many hard prompts are re-evaluated at a time (Table 3: 128)."""
+    """Most prompts of B_bad that are answered again at a re-evaluation (Table 3: 128)."""
 
 
 class HardBufferConfig(Section):
+    """The hard buffer B_bad: fresh groups with mu <= c1, whose prompts are re-evaluated for X2."""
+
     capacity: int | None = Field(None, ge=1)
-    """Entries of B_bad, first in first out; null = B (the paper's 256)."""
+    """Most groups in B_bad, first in first out; null is B (the paper's 256)."""
     after: Literal["drop_solved", "keep"] = "drop_solved"
-    """After re-evaluation: drop a prompt whose mu_new exceeds c1, or keep it until evicted."""
+    """Fate of a prompt in B_bad after its re-evaluation: `drop_solved` evicts it if mu_new > c1;
+    `keep` never does (as in the authors' code)."""
     store_new_in_high: bool = False
-    """Whether re-evaluated groups of medium difficulty enter B_high too."""
+    """Whether re-evaluated groups with c2 <= mu_new <= c3 enter B_high as well."""
 
 
 class ReplayConfig(Section):
+    """Replayed groups, the source X3 of a batch: stored groups that fill the room left in it."""
+
     enabled: bool = True
-    """Off: the ablation "without X3"."""
+    """Whether batches have replayed groups (X3); false is the ablation "w/o X3"."""
 
 
 class HighQualityBufferConfig(Section):
+    """The high-quality buffer B_high: fresh groups with c2 <= mu <= c3, which X3 replays."""
+
     capacity: int = Field(256, ge=1)
-    """Entries of B_high, first in first out (Table 3: 256)."""
+    """Most groups in B_high, first in first out (Table 3: 256)."""
     max_age: int = Field(3, ge=1)
-    """Replay only groups of the last this many steps: t - max_age <= step <= t - 1."""
+    """Most steps between a group's rollout and its replay: X3 of step t draws from the groups of
+    steps t - max_age to t - 1 (paper: the three most recent steps)."""
 
 
 class ReplayWindowConfig(Section):
+    """The replay window [c2, c3] of mean rewards that enter B_high and X3 (Eq. 7, Eq. 8)."""
+
     direction: Literal["eq8", "easy_to_hard", "off"] = "eq8"
-    """How [c2, c3] follows the mean reward: rising (Eq. 8), falling (authors' code), fixed."""
+    """Movement of [c2, c3] with r_tot: rising (`eq8`, Eq. 8 as printed); falling (`easy_to_hard`,
+    as in the authors' code); or fixed at the lower ends (`off`)."""
     c2_range: tuple[Fraction, Fraction] = (0.125, 0.5)
-    """Lowest and highest c2 (Table 3: 1/8, 4/8)."""
+    """Lowest and highest value of c2, the lower bound of the replay window (Table 3: 1/8, 4/8)."""
     c3_range: tuple[Fraction, Fraction] = (0.25, 0.625)
-    """Lowest and highest c3 (Table 3: 2/8, 5/8)."""
+    """Lowest and highest value of c3, the upper bound of the replay window (Table 3: 2/8, 5/8)."""
     r_tot: Literal["batch", "ema", "buffer"] = "batch"
-    """r_tot of Eq. 8: mean reward of this step's unfiltered fresh groups; its moving average; or
-    the mean over both buffers (authors' code)."""
+    """Definition of r_tot in Eq. 8: the mean reward of the step's unfiltered fresh groups
+    (`batch`); its moving average (`ema`); or the mean reward of B_bad and B_high (`buffer`, as in
+    the authors' code)."""
     ema_decay: float = Field(0.9, ge=0.0, lt=1.0)
-    """Decay of the moving average."""
+    """Decay of the moving average that is r_tot when `replay_window.r_tot` is `ema`."""
 
     @model_validator(mode="after")
     def _ordered(self) -> ReplayWindowConfig:
@@ -182,177 +214,213 @@ class ReplayWindowConfig(Section):
         ):
             if c2 > c3:
                 raise ValueError(
-                    f"c2 is above c3 at the {end} end ({c2} > {c3}): the window [c2, c3] would be "
-                    "empty; lower c2_range or raise c3_range"
+                    f"c2 is above c3 at the {end} end ({c2} > {c3}), so the window [c2, c3] would "
+                    "be empty; lower c2_range or raise c3_range"
                 )
         return self
 
 
 class BatchConfig(Section):
+    """The composition of a training batch from X1, X2 and X3."""
+
     capacity: int | None = Field(None, ge=1)
-    """Groups in a training batch; null = B. Never padded."""
+    """Most groups in a training batch, which is never padded; null is B."""
     dedup: Literal["prompt", "rollout"] = "prompt"
-    """What makes two buffer entries the same: the dataset's prompt (newest replaces, and
-    X1 > X2 > X3 in a batch), or the rollout (authors' code)."""
+    """Dedup key of groups, in the buffers and in a batch: the dataset's prompt (`prompt`: the
+    newest entry replaces older ones, and X1 precedes X2 precedes X3), or the rollout (`rollout`, as
+    in the authors' code)."""
 
 
 class AdvantageConfig(Section):
+    """Advantages, from the statistics of a group (Eq. 2) or from a critic (A.9)."""
+
     std: Literal["population", "sample"] = "population"
-    """(r - mean) / sqrt(var + eps) (Eq. 2), or the sample deviation with eps outside (code)."""
+    """Normalisation of group advantages: (r - mean) / sqrt(var + eps) (`population`, Eq. 2); or by
+    the sample standard deviation plus eps (`sample`, as in the authors' code)."""
     eps: float = Field(1e-6, gt=0.0)
     """eps of Eq. 2."""
     estimator: Literal["group", "gae"] = "group"
-    """group: Eq. 2, from the other responses to the prompt. gae: from a critic, token by token."""
+    """Estimator of advantages: `group` compares the G responses to a prompt (Eq. 2); `gae` is
+    generalised advantage estimation, by token, with a critic (BA-PPO, A.9)."""
     gamma: Fraction = 1.0
-    """Discount of GAE."""
+    """gamma, the discount of GAE."""
     lam: Fraction = 1.0
     """lambda of GAE (Table 3: 1)."""
     whiten: bool = True
-    """Scale GAE's advantages to mean 0 and deviation 1 over the batch."""
+    """Whether GAE's advantages are scaled to mean 0 and standard deviation 1 over the batch."""
 
 
 class CriticConfig(Section):
+    """The critic of `advantage.estimator: gae`."""
+
     learning_rate: float = Field(1e-5, gt=0.0)
-    """AdamW of the critic, where there is one (`advantage.estimator: gae`)."""
+    """Learning rate of the critic's AdamW."""
     clip: float = Field(0.5, gt=0.0)
-    """How far a value may move in a step before its loss stops to fall."""
+    """Clip range of the value loss."""
 
 
 class LossConfig(Section):
+    """The policy loss (Eq. 3): ratios, clipping, importance weights and normalisation."""
+
     ratio: Literal["prox_current", "behavior", "decoupled"] = "prox_current"
-    """Importance correction. prox_current: PPO ratio theta/theta_t, weight theta_t/behaviour
-    for every source. behavior: theta/behaviour (Eq. 3). decoupled: prox is theta_t for X1 and X2,
-    and the trainer at storage time for X3 (authors' code)."""
+    """Off-policy correction. `prox_current`: PPO ratio theta / theta_t with the importance weight
+    theta_t / behaviour, for every source. `behavior`: PPO ratio theta / behaviour (Eq. 3).
+    `decoupled`: as `prox_current`, but X3 has the trainer's weights at the step of its rollout in
+    place of theta_t (authors' code)."""
     clip_center: Literal["one", "current"] = "one"
-    """Centre of the clip under `behavior`: 1, or theta_t/behaviour (delayed GRPO)."""
+    """Centre of the clip range under `ratio: behavior`: 1, or theta_t / behaviour (delayed
+    GRPO)."""
     clip_low: float = Field(0.2, gt=0.0)
-    """Lower clip width (released script: 0.2)."""
+    """Distance of the lower clip bound from the centre (released script: 0.2)."""
     clip_high: float = Field(0.28, gt=0.0)
-    """Upper clip width (released script: 0.28)."""
+    """Distance of the upper clip bound from the centre (released script: 0.28)."""
     dual_clip: float | None = Field(10.0, gt=1.0)
-    """Bound on the loss of a bad token whose ratio exploded; null = off (released script: 10)."""
+    """Dual clip: the loss of a token with a negative advantage A is at most this times |A|; null
+    turns it off (released script: 10)."""
     weight_cap: float = Field(3.0, gt=0.0)
-    """Truncation of the importance weights (released script: 3)."""
+    """Truncation of importance weights (released script: 3)."""
     weight_level: Literal["token", "sequence", "geometric"] = "token"
-    """What an importance weight is computed over (released script: token)."""
+    """Level of importance weights: a token's ratio, the product over the response, or its geometric
+    mean (released script: token)."""
     aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
-    """How token losses become one number (released script: token-mean; Eq. 1: per sequence)."""
+    """Aggregation of token losses: the mean over tokens (released script), or over responses of
+    their mean over tokens (Eq. 1)."""
     norm: Literal["actual", "nominal"] = "actual"
-    """Divide a short last minibatch by its own size, or by the nominal one (authors' code)."""
+    """Normaliser of a last minibatch that is short: its own size, or `optimizer.minibatch_prompts`
+    (`nominal`, as in the authors' code)."""
     entropy_coefficient: float = Field(0.001, ge=0.0)
-    """Weight of the entropy bonus (Table 3: 0.001)."""
+    """Coefficient of the entropy bonus (Table 3: 0.001)."""
 
     @model_validator(mode="after")
     def _center_needs_behavior(self) -> LossConfig:
         if self.clip_center == "current" and self.ratio != "behavior":
             raise ValueError(
                 f"clip_center is 'current' but ratio is '{self.ratio}': only the behavior ratio "
-                "has a centre to move; set ratio to behavior or clip_center to one"
+                "has a centre that moves; set ratio to behavior or clip_center to one"
             )
         return self
 
 
 class KLConfig(Section):
+    """The KL penalty of the loss (beta KL in Eq. 3)."""
+
     coefficient: float = Field(0.001, ge=0.0)
-    """beta of Eq. 3 (Table 3: 0.001). 0 = off."""
+    """beta, the coefficient of the KL penalty in Eq. 3 (Table 3: 0.001); 0 turns it off."""
     reference: Literal["rollout", "initial"] = "rollout"
-    """KL to the rollout policy (Eq. 3), or to the initial model (Eq. 1, GRPO)."""
+    """Policy that the KL penalty is taken to: the rollout policy alpha (Eq. 3), or the initial
+    model (Eq. 1, GRPO)."""
     estimator: Literal["k1", "k2", "k3", "iw"] = "k3"
-    """k3 is unbiased only for samples of pi_theta; iw = rho log rho - rho + 1 corrects for it."""
+    """Estimator of the KL divergence; k3 is unbiased only for samples of the current policy, and
+    `iw` = rho log rho - rho + 1 for samples of the reference."""
 
 
 class OptimizerConfig(Section):
+    """The optimizer, AdamW, and the sizes of its minibatches and micro-batches."""
+
     learning_rate: float = Field(1e-6, gt=0.0)
-    """AdamW (Table 3: 1e-6)."""
+    """Learning rate (Table 3: 1e-6)."""
     weight_decay: float = Field(0.1, ge=0.0)
     """Decoupled weight decay (released script: 0.1)."""
     warmup_steps: int = Field(10, ge=0)
-    """Training steps of linear warm-up (released script: 10)."""
+    """Training steps of linear warm-up of the learning rate (released script: 10)."""
     beta1: float = Field(0.9, ge=0.0, lt=1.0)
-    """Decay of the first moment."""
+    """Decay of AdamW's first moment."""
     beta2: float = Field(0.999, ge=0.0, lt=1.0)
-    """Decay of the second moment."""
+    """Decay of AdamW's second moment."""
     gradient_clip: float = Field(1.0, gt=0.0)
-    """Largest gradient norm (released script: 1)."""
+    """Global gradient norm above which gradients are scaled down (released script: 1)."""
     minibatch_prompts: int = Field(64, ge=1)
-    """Groups an optimizer update (Table 3: 64, so 4 updates a step)."""
+    """Groups in a minibatch, which is one optimizer update (Table 3: 64, so 4 updates a step)."""
     microbatch_tokens: int = Field(16384, ge=1)
-    """Tokens a forward pass; bounds memory, never changes the result."""
+    """Most tokens in a micro-batch, which is one forward and backward pass; it bounds memory and
+    does not change the gradient."""
 
 
 class EvaluationConfig(Section):
+    """Evaluations of theta_t on the held-out prompts."""
+
     every: int = Field(20, ge=1)
-    """k: steps between evaluations of the current policy on the held-out prompts."""
+    """Steps between two evaluations; the initial and the final weights are always evaluated."""
     samples: int | None = Field(None, ge=1)
-    """Responses a prompt; null = G."""
+    """Responses sampled for each held-out prompt; null is G."""
     temperature: float | None = Field(None, gt=0.0)
-    """null = the rollout temperature."""
+    """Sampling temperature of evaluations; null is `rollout.temperature`."""
 
 
 class CheckpointConfig(Section):
+    """Checkpoints, from which a run resumes."""
+
     every: int = Field(5, ge=1)
-    """Steps between checkpoints; a resumed run repeats at most this many."""
+    """Steps between two checkpoints, so the most steps that a resumed run repeats."""
     keep: int = Field(2, ge=1)
-    """How many checkpoints to keep: the latest."""
+    """Number of latest checkpoints to keep."""
     keep_best: int = Field(0, ge=0)
-    """How many to keep besides: those with the best evaluations."""
+    """Number of checkpoints to keep besides: those with the best evaluations."""
 
 
 class TrainerConfig(Section):
-    processes: int = Field(1, ge=1)
-    """Processes that a local run trains with, each holding a shard. In a cluster the job says."""
-    gradient_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What is computed again on the way back, to save memory: nothing; what is cheap, so that the
-    results of matrix products and attention are kept; everything but each layer's input, for a
-    third more time. The result is the same."""
-    compile: bool = False
-    """Compile each layer (torch.compile): faster steps after a slow first one."""
-    offload: bool = False
-    """Keep weights, gradients and moments in the CPU's memory, and on the GPU only the layers at
-    work: for models that do not fit. On CPUs it changes nothing."""
-    profile_steps: int = Field(0, ge=0)
-    """Trace so many steps, after the first one (docs/trainer.md); 0 = none."""
+    """How the trainer computes, not what; these keys may differ when a run is resumed."""
 
-    @field_validator("gradient_checkpointing", mode="before")
-    @classmethod
-    def _as_it_was_once(cls, value: object) -> object:
-        return ("full" if value else "none") if isinstance(value, bool) else value
+    processes: int = Field(1, ge=1)
+    """Trainer processes that a local run starts, each with a shard of the model; a cluster's job
+    sets its own."""
+    gradient_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Activation checkpointing: `none`; `selective` recomputes cheap operations and keeps the
+    outputs of matrix products and attention; `full` keeps only each layer's input, for about a
+    third more compute."""
+    compile: bool = False
+    """Whether each layer is compiled with `torch.compile`; the first step is then slow."""
+    offload: bool = False
+    """Whether weights, gradients and optimizer state stay in the CPU's memory, with only the layers
+    in use on the GPU, for models that do not fit; it has no effect on CPUs."""
+    profile_steps: int = Field(0, ge=0)
+    """Number of steps, after the first one, to record with the PyTorch profiler (docs/trainer.md);
+    0 turns it off."""
 
     @model_validator(mode="after")
     def _compiles(self) -> TrainerConfig:
         if self.compile and self.gradient_checkpointing == "selective":
             raise ValueError(
-                "compile goes with gradient_checkpointing none or full: what is kept of a layer "
-                "that is compiled is the compiler's choice"
+                "compile is true but gradient_checkpointing is 'selective': the compiler decides "
+                "which activations of a compiled layer are kept; set gradient_checkpointing to "
+                "none or full, or compile to false"
             )
         return self
 
 
 class MlflowConfig(Section):
+    """Export of metrics to MLflow."""
+
     tracking_uri: str = ""
-    """Of an MLflow that gets the metrics too, http://mlflow:5000 for example; empty = none."""
+    """Tracking URI of an MLflow server that receives the metrics, for example http://mlflow:5000;
+    empty turns it off."""
     experiment: str = "bapo"
-    """Where MLflow shows the run."""
+    """MLflow experiment that the run is recorded in."""
 
 
 class LoraConfig(Section):
+    """Low-rank adapters (LoRA), trained in place of the model's own weights."""
+
     rank: int = Field(0, ge=0)
-    """Rank of the adapters that are trained instead of the model's own weights; 0 = none."""
+    """Rank of the adapters; 0 trains all weights."""
     alpha: int = Field(16, ge=1)
-    """What the adapters add is multiplied by alpha / rank."""
+    """Scale of the adapters, whose output is multiplied by alpha / rank."""
     targets: list[str] = Field(default_factory=lambda: ["all-linear"], min_length=1)
-    """Layers that get adapters, such as q_proj; all-linear: every one but the output layer."""
+    """Layers that get adapters, such as q_proj; `all-linear` is every linear layer but the output
+    layer."""
 
 
 class RunConfig(Section):
+    """The configuration of a run: its name, its preset, and the sections of its keys."""
+
     name: str = Field("countdown", pattern=r"^[a-z][a-z0-9-]{0,62}$")
-    """Lower-case letters, digits and hyphens, starting with a letter."""
+    """Name of the run: lower-case letters, digits and hyphens, starting with a letter."""
     algorithm: Algorithm = "bapo"
-    """A preset; whatever the file sets besides wins over it."""
+    """Preset, whose values replace the defaults; the file's values replace the preset's."""
     seed: int = Field(42, ge=0)
-    """Seed of everything random (Table 3: 42)."""
+    """Seed from which every random draw of the run is derived (Table 3: 42)."""
     steps: int = Field(471, ge=1)
-    """T: training steps."""
+    """T, the number of training steps."""
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -377,34 +445,39 @@ class RunConfig(Section):
 
     @property
     def schedule(self) -> SyncSchedule:
+        """The schedule of syncs (v) and re-evaluations (m)."""
         return SyncSchedule(self.sync.every, self.sync.reevaluate_every, self.sync.phase)
 
     @property
     def batch_capacity(self) -> int:
+        """Most groups in a training batch: `batch.capacity`, or B."""
         return self.batch.capacity or self.rollout.prompts_per_step
 
     @property
     def hard_capacity(self) -> int:
+        """Most groups in B_bad: `hard_buffer.capacity`, or B."""
         return self.hard_buffer.capacity or self.rollout.prompts_per_step
 
     @property
     def evaluation_samples(self) -> int:
+        """Responses to a held-out prompt: `evaluation.samples`, or G."""
         return self.evaluation.samples or self.rollout.group_size
 
     @property
     def evaluation_temperature(self) -> float:
+        """Sampling temperature of evaluations: `evaluation.temperature`, or the rollouts'."""
         return self.evaluation.temperature or self.rollout.temperature
 
     def rollout_version(self, t: int, kind: str) -> int:
-        """Which weights make rollouts at step t: alpha for fresh ones, theta_t for the others."""
+        """Returns the policy version that samples at step t: alpha for `fresh`, else theta_t."""
         return self.schedule.policy_version(t) if kind == "fresh" else t
 
     def evaluates_at(self, t: int) -> bool:
-        """Whether theta_t is evaluated: the base, every k steps, and the final weights."""
+        """Whether theta_t is evaluated: initially, every `evaluation.every` steps, and finally."""
         return t == 1 or t % self.evaluation.every == 0 or t == self.steps + 1
 
     def publishes_at(self, t: int) -> bool:
-        """Whether somebody needs theta_t: a sync, a re-evaluation, or an evaluation."""
+        """Whether theta_t is published: for a sync, a re-evaluation, or an evaluation."""
         within = t <= self.steps
         return (
             t == 1
@@ -414,7 +487,8 @@ class RunConfig(Section):
         )
 
     def checkpoints_after(self, step: int) -> bool:
-        """Whether a checkpoint holds the state after `step`; aligned with the syncs."""
+        """Whether a checkpoint is taken after `step`: at the end, and before every step that
+        `checkpoint.every` divides, as the steps with a sync are those that v divides."""
         return (step + 1) % self.checkpoint.every == 0 or step == self.steps
 
     @model_validator(mode="after")
@@ -422,48 +496,52 @@ class RunConfig(Section):
         minibatch = self.optimizer.minibatch_prompts
         if self.batch_capacity < minibatch:
             raise ValueError(
-                f"the batch capacity ({self.batch_capacity} groups) is below one minibatch "
-                f"({minibatch}); raise batch.capacity or rollout.prompts_per_step, or lower "
-                "optimizer.minibatch_prompts"
+                f"the batch capacity ({self.batch_capacity} groups) is below "
+                f"optimizer.minibatch_prompts ({minibatch}); raise batch.capacity or "
+                "rollout.prompts_per_step, or lower optimizer.minibatch_prompts"
             )
         longest = self.rollout.max_prompt_tokens + self.rollout.max_response_tokens
         if self.optimizer.microbatch_tokens < longest:
             raise ValueError(
                 f"optimizer.microbatch_tokens ({self.optimizer.microbatch_tokens}) is below the "
                 f"longest sequence, rollout.max_prompt_tokens + rollout.max_response_tokens "
-                f"({longest}); raise the former"
+                f"({longest}); raise optimizer.microbatch_tokens"
             )
         if self.sync.transport == "nccl" and self.rollout.engine != "vllm":
             raise ValueError(
-                f"sync.transport is nccl, which the {self.rollout.engine} engine does not know; "
-                "set rollout.engine to vllm, or sync.transport to object_store"
+                f"sync.transport is nccl, which rollout.engine {self.rollout.engine} does not "
+                "support; set rollout.engine to vllm, or sync.transport to object_store"
             )
         if self.checkpoint.keep_best and self.evaluation.every % self.checkpoint.every:
             raise ValueError(
-                f"checkpoint.keep_best needs checkpoints of what is evaluated: make "
-                f"evaluation.every ({self.evaluation.every}) a multiple of checkpoint.every "
+                f"checkpoint.keep_best is {self.checkpoint.keep_best}, which needs a checkpoint of "
+                f"every policy version that is evaluated; make evaluation.every "
+                f"({self.evaluation.every}) a multiple of checkpoint.every "
                 f"({self.checkpoint.every})"
             )
         needed = self.rollout.prompts_per_step * self.rollout.max_generation_rounds
         if self.task.train_prompts < needed:
             raise ValueError(
                 f"task.train_prompts is {self.task.train_prompts} but one step may draw {needed} "
-                "(rollout.prompts_per_step x rollout.max_generation_rounds); raise the former"
+                "(rollout.prompts_per_step x rollout.max_generation_rounds); raise "
+                "task.train_prompts"
             )
         return self
 
     def warnings(self) -> list[str]:
-        """What works but costs more than it looks."""
-        found = []
+        """Returns what is valid but slower than it looks, one sentence each."""
+        warnings = []
         if self.reevaluate.enabled and not self.schedule.one_load_serves_both:
-            found.append(
+            warnings.append(
                 f"sync.every (v={self.sync.every}) does not divide sync.reevaluate_every "
-                f"(m={self.sync.reevaluate_every}) or the phase is first_step: the engine loads "
-                "the current weights for each re-evaluation and goes back. Correct, but slower."
+                f"(m={self.sync.reevaluate_every}) or sync.phase is first_step, so the engine "
+                "loads the current weights for each re-evaluation and then goes back: correct, but "
+                "slower; make reevaluate_every a multiple of every, with phase algorithm1"
             )
         if self.batch_capacity % self.optimizer.minibatch_prompts:
-            found.append(
+            warnings.append(
                 f"optimizer.minibatch_prompts ({self.optimizer.minibatch_prompts}) does not divide "
-                f"the batch capacity ({self.batch_capacity}): the last minibatch is short."
+                f"the batch capacity ({self.batch_capacity}), so the last minibatch of a full "
+                "batch is short"
             )
-        return found
+        return warnings

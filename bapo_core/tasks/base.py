@@ -1,4 +1,4 @@
-"""What a task is: how to pose a problem, and how to check an answer."""
+"""The protocol of a task, which renders problems as prompts and verifies responses."""
 
 from __future__ import annotations
 
@@ -9,84 +9,94 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 Payload = Mapping[str, Any]
-"""One problem, as JSON."""
+"""A problem, as a JSON object."""
 
 Message = dict[str, str]
 """A chat message: {"role": ..., "content": ...}."""
 
 
 class VerdictStatus(StrEnum):
-    """How far the check of a response got. Only OK carries a reward."""
+    """The outcome of verifying a response; only OK has reward 1."""
 
     OK = "ok"
-    """The answer is right."""
+    """The answer is correct."""
     NO_ANSWER = "no_answer"
-    """The response has no answer where one is expected."""
+    """The response has no answer in the place where the task expects one."""
     TOO_LARGE = "too_large"
-    """The answer is longer than any sensible one, and was not looked at."""
+    """The answer exceeds the length limit and was not parsed."""
     PARSE_ERROR = "parse_error"
-    """The answer is not in the task's grammar."""
+    """The answer does not parse in the task's grammar."""
     WRONG_NUMBERS = "wrong_numbers"
-    """The expression does not use exactly the given numbers."""
+    """The expression does not use exactly the numbers of the problem."""
     DIVISION_BY_ZERO = "division_by_zero"
-    """The expression has no value."""
+    """The expression divides by zero and has no value."""
     WRONG_VALUE = "wrong_value"
-    """The answer is well-formed and wrong."""
+    """The answer is well-formed and incorrect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome of checking a response: the reward, 0 or 1, and why."""
+    """The verdict on a response: its reward, 0 or 1, and the reason."""
 
     reward: float
     status: str
-    """A `VerdictStatus`, or a task's own: lower-case letters and underscores, at most 40."""
+    """A `VerdictStatus`, or a status of the task: at most 40 lower-case letters and underscores."""
     answer: str | None = None
-    """The answer found in the response, if there was one of a sensible size."""
+    """The answer extracted from the response, if there is one within the length limit."""
     detail: str = ""
-    """One line for a reader."""
+    """An explanation of the status, on one line."""
 
 
 @runtime_checkable
 class Task(Protocol):
-    """A kind of problem. Instances are immutable; options are given when one is made.
+    """A kind of problem. Instances are immutable and are constructed with the task's options.
 
-    A task may also have `warm_up() -> None`: the verifier calls it before the first deadline
-    runs, so what takes long the first time (imports, tables) is done there.
+    A constructor raises `ValueError` or `TypeError` for an option that it refuses. A task may also
+    have `warm_up() -> None`, for slow imports and tables, which the verifier calls before the first
+    deadline starts.
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name of the task in configurations."""
+        ...
 
     def uid(self, payload: Payload) -> str:
-        """A stable name: the same problem has the same uid in every file and run."""
+        """Returns the uid of a problem, which is equal in all files and runs."""
         ...
 
     def render(self, payload: Payload) -> list[Message]:
-        """The conversation that poses the problem."""
+        """Returns the conversation that poses the problem."""
         ...
 
     def verify(self, payload: Payload, response: str) -> Verdict:
-        """Checks a response. Raises nothing for any string, because a response is hostile input;
-        only `MemoryError` may pass, for the verifier to see.
+        """Verifies a response, which is hostile input.
+
+        Raises nothing, whatever the response is, except `MemoryError`, which the verifier handles.
         """
         ...
 
     def load(self, path: str | Path, *, limit: int | None = None) -> list[Payload]:
-        """Problems of a Parquet or JSONL file, at most `limit`. `ValueError` for a bad row."""
+        """Returns the problems of a Parquet or JSONL file, at most `limit`.
+
+        Raises `ValueError` for a row that is not a problem of the task.
+        """
         ...
 
 
 @runtime_checkable
 class SyntheticTask(Task, Protocol):
-    """A task whose problems can be made up."""
+    """A task that generates its own problems."""
 
     def generate(self, seed: int, n: int) -> list[Payload]:
-        """n distinct problems, a pure function of the seed and the task's options."""
+        """Returns n distinct problems, a pure function of the seed and the task's options.
+
+        Raises `ValueError` if there are not as many.
+        """
         ...
 
     def generate_split(
         self, seed: int, *, train: int, test: int
     ) -> tuple[list[Payload], list[Payload]]:
-        """(train, test) problems, none in both. The test problems do not depend on `train`."""
+        """Returns disjoint (train, test) problems; the test problems do not depend on `train`."""
         ...

@@ -1,7 +1,7 @@
-"""Countdown: reach a target with + - * / from given numbers, each used exactly once.
+"""Countdown: an expression over given numbers, each used exactly once, that equals a target.
 
-A payload is {"nums": [positive integers], "target": positive integer}, the columns of the public
-dataset Jiayi-Pan/Countdown-Tasks-3to4.
+Operators are + - * /. A payload is {"nums": [positive integers], "target": positive integer}, the
+columns of the public dataset Jiayi-Pan/Countdown-Tasks-3to4.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["CountdownTask", "is_solvable", "load_countdown", "random_expression"
 Template = Literal["short", "think"]
 
 MAX_NUMBERS = 6
-"""More numbers cannot be searched for a solution in reasonable time."""
+"""Most numbers of a problem; with more, the search for a solution takes too long."""
 
 _EXAMPLE = '{"nums": [3, 4, 7], "target": 84}'
 
-# How many draws in a row may bring nothing new before the space of problems counts as exhausted.
-_PATIENCE = 20_000
+# Consecutive draws without a new problem after which the space of problems counts as exhausted.
+_MAX_MISSES = 20_000
 
 _THINK = """Use the numbers {numbers} to make an expression that equals {target}. \
 You may use +, -, *, / and parentheses, and must use each number exactly once.
@@ -45,21 +45,22 @@ Reason inside <think> </think> tags first. Then give only the expression inside 
 
 @dataclass(frozen=True, slots=True)
 class CountdownTask:
-    """Countdown with one prompt template and one distribution of generated problems."""
+    """Countdown with a prompt template and a distribution of generated problems."""
 
     name: ClassVar[str] = "countdown"
 
     template: Template = "think"
-    """`short`: the message is "3 4 7=84:" and the response is the bare expression, for a tiny
-    character model. `think`: instructions for a chat model; the answer stands in the last
-    <answer> tag."""
+    """Prompt template. `short`: the message is "3 4 7=84:" and the response is the expression
+    alone, for a tiny character-level model. `think`: instructions for a chat model, whose answer is
+    in the last <answer> tag."""
     numbers: Sequence[int] = (3, 4)
-    """How many numbers a generated problem may have; each is as likely."""
+    """Possible counts of numbers in a generated problem, all equally likely."""
     max_number: int = 99
-    """Generated numbers are 1..max_number."""
+    """Largest number of a generated problem; the smallest is 1."""
     min_target: int = 10
+    """Smallest target of a generated problem."""
     max_target: int = 99
-    """Generated targets are min_target..max_target."""
+    """Largest target of a generated problem."""
 
     def __post_init__(self) -> None:
         if self.template not in ("short", "think"):
@@ -74,11 +75,11 @@ class CountdownTask:
             )
 
     def uid(self, payload: Payload) -> str:
-        """ "countdown:3-4-7:84": the same multiset of numbers and target, the same uid."""
+        """Returns, for example, "countdown:3-4-7:84", whatever the order of the numbers."""
         return _uid(payload["nums"], payload["target"])
 
     def render(self, payload: Payload) -> list[Message]:
-        """One user message."""
+        """Returns one user message."""
         numbers, target = payload["nums"], payload["target"]
         if self.template == "short":
             content = f"{' '.join(map(str, numbers))}={target}:"
@@ -87,7 +88,7 @@ class CountdownTask:
         return [{"role": "user", "content": content}]
 
     def verify(self, payload: Payload, response: str) -> Verdict:
-        """Reward 1 iff the answer uses exactly the given numbers and equals the target exactly."""
+        """Rewards an answer that uses exactly the given numbers and equals the target exactly."""
         answer = response if self.template == "short" else _last_answer(response)
         if answer is None or not (answer := answer.strip()):
             return Verdict(0.0, VerdictStatus.NO_ANSWER, None, "no answer found")
@@ -102,42 +103,47 @@ class CountdownTask:
         return Verdict(1.0 if status is VerdictStatus.OK else 0.0, status, answer, detail)
 
     def load(self, path: str | Path, *, limit: int | None = None) -> list[Payload]:
+        """Returns the problems of a file, as `load_countdown` does."""
         return load_countdown(path, limit=limit)
 
     def generate(self, seed: int, n: int) -> list[Payload]:
-        """n distinct solvable problems. Raises `ValueError` if there are not that many."""
+        """Returns n distinct solvable problems. Raises `ValueError` if there are not as many."""
         return self._draw(derive_rng(seed, "countdown", "train"), n, set())
 
     def generate_split(
         self, seed: int, *, train: int, test: int
     ) -> tuple[list[Payload], list[Payload]]:
-        """(train, test), without a common problem. The test set does not depend on `train`."""
+        """Returns disjoint (train, test) problems; the test problems do not depend on `train`."""
         seen: set[str] = set()
         held_out = self._draw(derive_rng(seed, "countdown", "test"), test, seen)
         return self._draw(derive_rng(seed, "countdown", "train"), train, seen), held_out
 
     def _draw(self, rng: random.Random, n: int, seen: set[str]) -> list[Payload]:
-        """n problems whose uids are not in `seen`, and adds theirs."""
-        found: list[Payload] = []
+        """Draws n problems whose uids are not in `seen`, and adds their uids to it."""
+        problems: list[Payload] = []
         misses = 0
-        while len(found) < n:
+        while len(problems) < n:
             problem = self._random_problem(rng)
             if problem is None or (uid := self.uid(problem)) in seen:
                 misses += 1
-                if misses == _PATIENCE:
+                if misses == _MAX_MISSES:
                     raise ValueError(
-                        f"found only {len(seen)} distinct problems with numbers="
+                        f"there are only {len(seen)} distinct problems with numbers="
                         f"{list(self.numbers)}, max_number={self.max_number}, targets "
-                        f"{self.min_target}..{self.max_target}; widen them or ask for fewer"
+                        f"{self.min_target}..{self.max_target}; widen these options, or lower "
+                        "task.train_prompts or task.test_prompts"
                     )
                 continue
             misses = 0
             seen.add(uid)
-            found.append(problem)
-        return found
+            problems.append(problem)
+        return problems
 
     def _random_problem(self, rng: random.Random) -> Payload | None:
-        """Solvable by construction: the target is the value of a random expression."""
+        """Draws a problem whose target is the value of a random expression, so it is solvable.
+
+        Returns None if that value is not a valid target.
+        """
         numbers = [rng.randint(1, self.max_number) for _ in range(rng.choice(self.numbers))]
         _, value = random_expression(numbers, rng)
         if value.denominator != 1 or not self.min_target <= value <= self.max_target:
@@ -150,7 +156,7 @@ def _uid(numbers: Sequence[int], target: int) -> str:
 
 
 def _last_answer(response: str) -> str | None:
-    """The content of the last complete <answer> tag; time linear in the response."""
+    """Returns the content of the last complete <answer> tag, in linear time."""
     end = response.rfind("</answer>")
     start = response.rfind("<answer>", 0, end) if end >= 0 else -1
     return None if start < 0 else response[start + len("<answer>") : end]
@@ -159,7 +165,7 @@ def _last_answer(response: str) -> str | None:
 def _judge(
     expression: Expression, numbers: Sequence[int], target: int
 ) -> tuple[VerdictStatus, str]:
-    # Before evaluation: with only the given numbers, no value can grow large.
+    # Checked before evaluation, because an expression over other numbers may have a huge value.
     if sorted(expression.numbers) != sorted(numbers):
         detail = f"uses {sorted(expression.numbers)}, given {sorted(numbers)}"
         return VerdictStatus.WRONG_NUMBERS, detail
@@ -183,9 +189,9 @@ def is_solvable(numbers: Sequence[int], target: int) -> bool:
 def _reaches(numbers: tuple[int, ...], top: int, bottom: int) -> bool:
     """Whether `numbers` make top / bottom (bottom > 0).
 
-    Meets in the middle: the values of the smaller operand of the last operation are enumerated,
-    and each says what the larger operand would have to be. Integer pairs instead of Fractions:
-    files have tens of thousands of rows.
+    It meets in the middle: each value of the smaller operand of the last operation determines the
+    value that the larger operand must have. Pairs of integers are used because Fractions are too
+    slow for files of tens of thousands of rows.
     """
     if len(numbers) == 1:
         return numbers[0] * bottom == top
@@ -207,7 +213,7 @@ def _reaches(numbers: tuple[int, ...], top: int, bottom: int) -> bool:
 
 
 def _completes(large: tuple[int, ...], p: int, q: int, top: int, bottom: int) -> bool:
-    """Whether `large` makes an x with p/q (op) x = top/bottom or x (op) p/q = top/bottom."""
+    """Whether `large` makes an x with p/q (op) x = top/bottom, or x (op) p/q = top/bottom."""
     if p == 0 and top == 0:
         return True  # 0 * x, and every set of numbers makes some x
     a, b, denominator = top * q, p * bottom, bottom * q
@@ -232,30 +238,30 @@ def _signed_reaches(numbers: tuple[int, ...], top: int, bottom: int) -> bool:
 
 @lru_cache(maxsize=65_536)
 def _values(numbers: tuple[int, ...]) -> frozenset[tuple[int, int]]:
-    """Every value of at most 3 `numbers`, as (top, bottom > 0), not reduced."""
+    """Returns all values of at most 3 `numbers`, as unreduced pairs (top, bottom > 0)."""
     if len(numbers) == 1:
         return frozenset([(numbers[0], 1)])
-    found = set()
+    values = set()
     for small, large in _splits(numbers):
         for a, b in _values(small):
             for c, d in _values(large):
-                found |= {(a * d + c * b, b * d), (a * d - c * b, b * d), (c * b - a * d, b * d)}
-                found.add((a * c, b * d))
+                values |= {(a * d + c * b, b * d), (a * d - c * b, b * d), (c * b - a * d, b * d)}
+                values.add((a * c, b * d))
                 if c:
-                    found.add((a * d, b * c) if c > 0 else (-a * d, -b * c))
+                    values.add((a * d, b * c) if c > 0 else (-a * d, -b * c))
                 if a:
-                    found.add((b * c, a * d) if a > 0 else (-b * c, -a * d))
-    return frozenset(found)
+                    values.add((b * c, a * d) if a > 0 else (-b * c, -a * d))
+    return frozenset(values)
 
 
 def _splits(numbers: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Every way to divide `numbers` (sorted) into a smaller and a larger part, both sorted."""
+    """Yields all divisions of sorted `numbers` into a smaller and a larger part, both sorted."""
     indexes = range(len(numbers))
     for size in range(1, len(numbers) // 2 + 1):
-        for chosen in combinations(indexes, size):
+        for small in combinations(indexes, size):
             yield (
-                tuple(numbers[i] for i in chosen),
-                tuple(numbers[i] for i in indexes if i not in chosen),
+                tuple(numbers[i] for i in small),
+                tuple(numbers[i] for i in indexes if i not in small),
             )
 
 
@@ -263,10 +269,10 @@ def _splits(numbers: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[i
 
 
 def load_countdown(path: str | Path, *, limit: int | None = None) -> list[Payload]:
-    """The problems of a `.parquet` or `.jsonl` file with columns `nums` and `target`.
+    """Returns the problems of a `.parquet` or `.jsonl` file with columns `nums` and `target`.
 
-    Reads at most `limit` rows; a problem that repeats is kept once, where it first stands. Checking
-    that each has a solution takes a fraction of a millisecond a row of 4 numbers.
+    At most `limit` rows are read, and the first of equal problems is kept. To check that a problem
+    of 4 numbers has a solution takes a fraction of a millisecond.
 
     Raises `ValueError` naming file and row for anything but 2 to 6 positive integers, a positive
     integer target, and a solvable problem.
@@ -299,5 +305,5 @@ def _checked(row: dict[str, Any], where: str) -> Payload:
 
 
 def _positive_integer(value: Any) -> bool:
-    # bool is an int, and JSON's true is not a number.
+    # bool is a subclass of int, but JSON's true is not a number.
     return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,11 +1,11 @@
-"""Arithmetic expressions over + - * / ( ) and integers: read, evaluated exactly, made at random.
+"""Arithmetic expressions over + - * / ( ) and integers: parsing, exact evaluation, random draws.
 
 Text is parsed with an explicit stack and never evaluated by Python, so no input can run code,
-exhaust the stack or take more than time linear in its (bounded) length.
+exhaust the stack or take more than linear time in its (bounded) length.
 
 Grammar: non-negative integers in ASCII digits without leading zeros, the four binary operators
-with the usual precedence, parentheses, and blanks between tokens. There is no unary sign, no `**`
-and no `//`.
+with the usual precedence, parentheses, and white space between tokens. There is no unary sign, no
+`**` and no `//`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 MAX_LENGTH = 512
-"""Characters of an expression; longer ones are not read."""
+"""Most characters of an expression; a longer text is not parsed."""
 
 _TOKEN = re.compile(r"[ \t\r\n]*(0|[1-9][0-9]*|[-+*/()])")
 _PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
@@ -31,22 +31,22 @@ _APPLY: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
 
 
 class ExpressionError(ValueError):
-    """The text is not an expression; the message says where it stops being one."""
+    """A text that is not an expression; the message names the first character that is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """A parsed expression, in postfix order."""
+    """A parsed expression, in postfix notation."""
 
     postfix: tuple[int | str, ...]
 
     @property
     def numbers(self) -> list[int]:
-        """The integers used, in order, with repetitions."""
+        """The integers of the expression in order, with repetitions."""
         return [item for item in self.postfix if isinstance(item, int)]
 
     def value(self) -> Fraction:
-        """The exact value. Raises `ZeroDivisionError` if there is none."""
+        """Returns the exact value. Raises `ZeroDivisionError` if there is none."""
         stack: list[Fraction] = []
         for item in self.postfix:
             if isinstance(item, int):
@@ -58,7 +58,7 @@ class Expression:
 
 
 def parse(text: str) -> Expression:
-    """Reads `text`. Raises `ExpressionError` if it is too long or not in the grammar."""
+    """Parses `text`. Raises `ExpressionError` if it is too long or not in the grammar."""
     if len(text) > MAX_LENGTH:
         raise ExpressionError(f"longer than {MAX_LENGTH} characters")
     output: list[int | str] = []
@@ -90,27 +90,27 @@ def parse(text: str) -> Expression:
 
 
 def _unwind(pending: list[str], output: list[int | str], *, down_to: int) -> None:
-    """Moves operators that bind at least so tightly to the output, up to an open parenthesis."""
+    """Moves operators of at least the precedence `down_to` to the output, up to a parenthesis."""
     while pending and pending[-1] != "(" and _PRECEDENCE[pending[-1]] >= down_to:
         output.append(pending.pop())
 
 
 def _tokens(text: str) -> list[tuple[int, str]]:
-    found, position, end = [], 0, len(text.rstrip(" \t\r\n"))
+    tokens, position, end = [], 0, len(text.rstrip(" \t\r\n"))
     while position < end:
         match = _TOKEN.match(text, position)
         if match is None:
             raise ExpressionError(f"unexpected {text[position]!r} at character {position + 1}")
-        found.append((match.start(1), match.group(1)))
+        tokens.append((match.start(1), match.group(1)))
         position = match.end()
-    return found
+    return tokens
 
 
 # ---- random expressions -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _Operand:
     text: str
     precedence: int
     value: Fraction
@@ -119,28 +119,28 @@ class _Part:
 def random_expression(
     numbers: Sequence[int], rng: random.Random, *, positive_integer: bool = False
 ) -> tuple[str, Fraction]:
-    """(text, value) of a random expression that uses each of `numbers` (positive) exactly once.
+    """Draws an expression that uses each of `numbers` (positive) exactly once: (text, value).
 
-    Parentheses stand only where the value needs them. With `positive_integer`, expressions are
-    drawn until the value is a positive integer (the plain sum is one, so one always comes).
+    It has only the parentheses that its value needs. With `positive_integer`, expressions are drawn
+    until the value is a positive integer; the sum of the numbers is one, so the draws end.
     """
     while True:
-        parts = [_Part(str(number), _ATOM, Fraction(number)) for number in numbers]
-        while len(parts) > 1:
-            left = parts.pop(rng.randrange(len(parts)))
-            right = parts.pop(rng.randrange(len(parts)))
+        operands = [_Operand(str(number), _ATOM, Fraction(number)) for number in numbers]
+        while len(operands) > 1:
+            left = operands.pop(rng.randrange(len(operands)))
+            right = operands.pop(rng.randrange(len(operands)))
             operators = "+-*/" if right.value else "+-*"
-            parts.append(_combine(left, rng.choice(operators), right))
-        value = parts[0].value
+            operands.append(_combine(left, rng.choice(operators), right))
+        value = operands[0].value
         if not positive_integer or (value > 0 and value.denominator == 1):
-            return parts[0].text, value
+            return operands[0].text, value
 
 
-def _combine(left: _Part, operator: str, right: _Part) -> _Part:
+def _combine(left: _Operand, operator: str, right: _Operand) -> _Operand:
     precedence = _PRECEDENCE[operator]
-    before = f"({left.text})" if left.precedence < precedence else left.text
-    # a-(b-c) and a/(b/c) need theirs; a+(b-c) and a*(b/c) have the same value without.
-    binds = right.precedence < precedence or (right.precedence == precedence and operator in "-/")
-    after = f"({right.text})" if binds else right.text
+    left_text = f"({left.text})" if left.precedence < precedence else left.text
+    # a-(b-c) and a/(b/c) need parentheses; a+(b-c) and a*(b/c) have the same value without.
+    loose = right.precedence < precedence or (right.precedence == precedence and operator in "-/")
+    right_text = f"({right.text})" if loose else right.text
     value = _APPLY[operator](left.value, right.value)
-    return _Part(f"{before}{operator}{after}", precedence, value)
+    return _Operand(f"{left_text}{operator}{right_text}", precedence, value)

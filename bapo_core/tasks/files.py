@@ -1,4 +1,4 @@
-"""Rows of data files, with errors that name file and row. What a row means is its task's affair."""
+"""Reads rows of Parquet and JSONL files, with errors that name file and row."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 def rows_of(
     path: str | Path, columns: Sequence[str], example: str, *, limit: int | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """("file, row n", row) for at most `limit` rows of a `.parquet` or `.jsonl` file.
+    """Yields ("file, row n", row) for at most `limit` rows of a `.parquet` or `.jsonl` file.
 
-    Every row has all of `columns`; other columns are left out. `example` is a line of JSONL to
-    show who got it wrong. Raises `ValueError` that names file and row.
+    A row has all of `columns` and no others. example: a valid line of JSONL, for error messages.
+    Raises `ValueError`, which names file and row, for a file or row that cannot be read.
     """
     file = Path(path)
     if file.suffix == ".parquet":
@@ -23,7 +23,7 @@ def rows_of(
     elif file.suffix == ".jsonl":
         rows = _jsonl_rows(file, example)
     else:
-        raise ValueError(f"{file}: name it .parquet or .jsonl, after what it holds")
+        raise ValueError(f"{file}: the suffix is {file.suffix!r}; name the file .parquet or .jsonl")
     for number, row in islice(enumerate(rows, start=1), limit):
         where = f"{file}, row {number}"
         if not isinstance(row, dict) or not set(columns) <= row.keys():
@@ -41,8 +41,8 @@ def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[Any]:
             missing = sorted(set(columns) - set(names))
             if missing:
                 raise ValueError(
-                    f"{file}: no column {', '.join(missing)} (found {', '.join(names)}); rename "
-                    f"the columns to {', '.join(columns)}"
+                    f"{file}: no column {', '.join(missing)} (there are {', '.join(names)}); "
+                    f"rename the columns to {', '.join(columns)}"
                 )
             for batch in parquet.iter_batches(columns=list(columns)):
                 yield from batch.to_pylist()
@@ -51,13 +51,13 @@ def _parquet_rows(file: Path, columns: Sequence[str]) -> Iterator[Any]:
 
 
 def _jsonl_rows(file: Path, example: str) -> Iterator[Any]:
-    # Bytes that are not UTF-8 are then an error of their row, not of the whole file.
+    # With "replace", bytes that are not UTF-8 are an error of their row, not of the whole file.
     with file.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
             try:
                 yield json.loads(line)
             except ValueError as error:
                 raise ValueError(
-                    f"{file}, row {number}: not JSON ({error}); write one object a line, like "
-                    f"{example}"
+                    f"{file}, row {number}: not JSON ({error}); write one object on each line, "
+                    f"like {example}"
                 ) from error

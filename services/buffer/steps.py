@@ -39,7 +39,7 @@ from bapo_core.filters import gaussian_filter, range_filter, uniform_filter
 from bapo_core.metrics import accuracy_bins
 from bapo_core.sampling import prompt_positions
 from bapo_core.seeding import derive_rng
-from bapo_core.thresholds import high_quality_window, running_reward, within
+from bapo_core.thresholds import replay_window, running_reward, within
 from bapo_core.types import GroupSummary, Source, TrainingBatch
 from services.buffer import difficulty
 from services.buffer.api import wire
@@ -427,7 +427,7 @@ def filtered(config: RunConfig, step: int, fresh: Sequence[GroupSummary]) -> lis
 
 def _window(config: RunConfig, r_tot: float) -> tuple[float, float]:
     settings = config.replay_window
-    return high_quality_window(r_tot, settings.c2_range, settings.c3_range, settings.direction)
+    return replay_window(r_tot, settings.c2_range, settings.c3_range, settings.direction)
 
 
 def _r_tot(

@@ -40,7 +40,7 @@ def read_windows(buffer: BufferClient, config: RunConfig, last_step: int) -> lis
     whole: list[range] = []
     step = last_step
     while step > 0 and last_step - step < LONGEST_STRETCH:
-        steps = config.schedule.window(step)
+        steps = config.schedule.sync_window(step)
         # What follows a window ends it.
         if steps.start > 1 and steps.stop <= last_step:
             whole.insert(0, steps)

@@ -64,7 +64,7 @@ def jobs(config: RunConfig, first_step: int) -> Iterator[Job]:
             yield Job(step, "evaluation")
     step = first_step
     while step <= config.steps:
-        end = min(config.schedule.window(step).stop, config.steps + 1)
+        end = min(config.schedule.sync_window(step).stop, config.steps + 1)
         for t in range(step, end):
             yield Job(t, "fresh")
             if config.reevaluate.enabled and config.schedule.reevaluates_at(t):

@@ -27,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+from bapo_core.errors import TaskError
 from bapo_core.tasks import Task, VerdictStatus, get_task
 
 Work = tuple[Mapping[str, Any], str]
@@ -87,7 +88,7 @@ class _Worker:
             warm_up = getattr(task, "warm_up", None)
             if warm_up is not None:
                 warm_up()
-        except ValueError as error:
+        except (TaskError, ValueError) as error:
             return str(error)
         except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; the pool tells
             return f"task {name} does not start: {type(error).__name__}: {error}"

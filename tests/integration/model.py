@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from bapo_core.batch import build_batch
 from bapo_core.config import RunConfig
 from bapo_core.seeding import derive_rng
-from bapo_core.thresholds import high_quality_window
+from bapo_core.thresholds import replay_window
 from bapo_core.types import GroupSummary
 
 Landed = dict[tuple[int, str], dict[str, int]]
@@ -77,7 +77,7 @@ class Model:
         again = self._groups(step, "reevaluation")
         r_tot = sum(group.correct for group in fresh) / sum(group.size for group in fresh)
         settings = self.config.replay_window
-        window = high_quality_window(r_tot, settings.c2_range, settings.c3_range)
+        window = replay_window(r_tot, settings.c2_range, settings.c3_range)
         c1 = self.config.reevaluate.c1
         oldest = step - self.config.high_quality_buffer.max_age
         batch = build_batch(

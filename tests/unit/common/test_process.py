@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bapo_core.errors import BapoError
+from bapo_core.errors import BapoError, ConfigError, TaskError
 from services.common.errors import ServiceUnavailable
 from services.common.objectstore import ObjectStoreError, ObjectStoreUnavailable
 from services.common.process import EXIT_RETRYABLE, run_until_error
@@ -22,6 +22,8 @@ ROOT = Path(__file__).parents[3]
     ("error", "code"),
     [
         (BapoError("wrong configuration"), 1),
+        (ConfigError("config: seed: input should be a valid integer"), 1),
+        (TaskError("no task 'countup'; known tasks: countdown, math"), 1),
         (ObjectStoreError("damaged"), 1),
         (ObjectStoreUnavailable("away"), EXIT_RETRYABLE),
         (ServiceUnavailable("away"), EXIT_RETRYABLE),

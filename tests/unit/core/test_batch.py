@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from bapo_core.batch import build_batch
 from bapo_core.buffers import eligible_high, promoted
 from bapo_core.filters import range_filter
-from bapo_core.thresholds import high_quality_window, running_reward
+from bapo_core.thresholds import replay_window, running_reward
 from bapo_core.types import GroupSummary, Source
 
 WINDOW = (0.25, 0.5)
@@ -42,7 +42,7 @@ HIGH = [
 def t2(high=HIGH, *, c1=1 / 8, rule="paper", window=None):
     r_tot = running_reward("batch", FRESH, None, [])
     assert r_tot == pytest.approx(0.583333, abs=1e-6)
-    window = window or high_quality_window(r_tot, (1 / 8, 4 / 8), (2 / 8, 5 / 8))
+    window = window or replay_window(r_tot, (1 / 8, 4 / 8), (2 / 8, 5 / 8))
     stored = [old for old in HARD if old.mean_reward <= c1]
     again = {new.prompt_uid: new for new in AGAIN}
     x2 = [

@@ -1,4 +1,4 @@
-"""Configurations: all of ours load, and what cannot be run is refused in one helpful line."""
+"""Configurations: examples and presets load, and errors name the key, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -47,12 +47,15 @@ def test_the_file_wins_over_the_preset_and_overrides_over_the_file(tmp_path: Pat
         ("sync.evry=3", "sync.evry: no such key; did you mean every?"),
         ("x2.c1=0.25", "x2: no such key; it was renamed to reevaluate"),
         ("adaptive.direction=eq8", "adaptive: no such key; it was renamed to replay_window"),
-        ("zzz=3", "zzz: no such key; known here: name, algorithm"),
+        ("zzz=3", "zzz: no such key; known keys: name, algorithm"),
         ("rollout.group_size=1", "rollout.group_size: input should be greater than or equal to 2"),
         ("sync.every=0", "sync.every: input should be greater than or equal to 1 (got 0)"),
         ("replay_window.c2_range=[0.6, 0.7]", "c2 is above c3 at the low end (0.6 > 0.25)"),
         ("replay_window.c3_range=[0.7, 0.3]", "write the lower bound first"),
-        ("batch.capacity=63", "the batch capacity (63 groups) is below one minibatch (64)"),
+        (
+            "batch.capacity=63",
+            "the batch capacity (63 groups) is below optimizer.minibatch_prompts (64)",
+        ),
         ("rollout.top_p=0.9", "top_p is 0.9: training rollouts must sample the whole distribution"),
         ("rollout.top_k=50", "set top_k to -1"),
         ("task.train_prompts=100", "one step may draw 256"),
@@ -106,7 +109,9 @@ def test_a_slow_schedule_is_pointed_out() -> None:
     k=st.integers(1, 9),
     phase=st.sampled_from(["algorithm1", "first_step"]),
 )
-def test_every_version_that_somebody_wants_is_published(v: int, m: int, k: int, phase: str) -> None:
+def test_every_version_that_a_rollout_needs_is_published(
+    v: int, m: int, k: int, phase: str
+) -> None:
     config = load_config(
         None,
         [f"sync.every={v}", f"sync.reevaluate_every={m}", f"evaluation.every={k}", "steps=30"]

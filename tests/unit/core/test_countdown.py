@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bapo_core.errors import TaskError
 from bapo_core.tasks import SyntheticTask, get_task, task_names
 from bapo_core.tasks.base import VerdictStatus
 from bapo_core.tasks.countdown import CountdownTask, is_solvable, load_countdown, random_expression
@@ -47,13 +48,13 @@ def test_tasks_are_found_by_name():
 
 
 def test_an_unknown_name_or_option_is_explained():
-    with pytest.raises(ValueError, match="known tasks: countdown"):
+    with pytest.raises(TaskError, match="known tasks: countdown"):
         get_task("countup")
-    with pytest.raises(ValueError, match=r"task countdown: .*colour"):
+    with pytest.raises(TaskError, match=r"task countdown: .*colour"):
         get_task("countdown", colour="red")
-    with pytest.raises(ValueError, match="choose short or think"):
+    with pytest.raises(TaskError, match="choose short or think"):
         get_task("countdown", template="long")
-    with pytest.raises(ValueError, match="sizes between 2 and 6"):
+    with pytest.raises(TaskError, match="sizes between 2 and 6"):
         get_task("countdown", numbers=[7])
 
 
@@ -272,7 +273,7 @@ def test_the_row_named_is_the_bad_one(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("data.csv", b"nums,target", "name it .parquet or .jsonl"),
+        ("data.csv", b"nums,target", "name the file .parquet or .jsonl"),
         ("data.parquet", b"not parquet", "not a Parquet file"),
         ("data.jsonl", b"{", "row 1: not JSON"),
         ("data.jsonl", b"\xff\xfe", "row 1: not JSON"),

@@ -155,7 +155,7 @@ def test_a_bad_row_is_named(tmp_path: Path, line: str, why: str) -> None:
 def test_a_file_without_the_columns_is_named(tmp_path: Path) -> None:
     file = tmp_path / "problems.parquet"
     pq.write_table(pa.table({"question": ["?"], "answer": ["2"]}), file)
-    with pytest.raises(ValueError, match=r"no column problem \(found question, answer\)"):
+    with pytest.raises(ValueError, match=r"no column problem \(there are question, answer\)"):
         TASK.load(file)
-    with pytest.raises(ValueError, match=r"name it \.parquet or \.jsonl"):
+    with pytest.raises(ValueError, match=r"name the file \.parquet or \.jsonl"):
         TASK.load(tmp_path / "problems.csv")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from bapo_core.errors import TaskError
 from bapo_core.tasks import SyntheticTask, get_task, task_names
 from services.verifier.pool import VerifierPool
 
@@ -87,28 +88,28 @@ def test_an_unknown_name_lists_the_known_ones(place: Path) -> None:
     distribution(place, "bapo-mine", "mine = bapo_mine:Task", "Task = int\n")
     # `chance` is the plug-in of tests/plug_in/.
     known = "no task 'nonsense'; known tasks: chance, countdown, math, mine"
-    with pytest.raises(ValueError, match=known):
+    with pytest.raises(TaskError, match=known):
         get_task("nonsense")
 
 
 def test_what_is_no_task_is_named(place: Path) -> None:
     distribution(place, "bapo-mine", "mine = bapo_mine:Task", "Task = int\n")
-    with pytest.raises(ValueError, match="makes a int, which lacks some of name, uid"):
+    with pytest.raises(TaskError, match="makes a int, which lacks some of name, uid"):
         get_task("mine")
 
 
 def test_what_does_not_load_is_named(place: Path) -> None:
     distribution(place, "bapo-mine", "mine = bapo_mine:Task\nhis = bapo_his:Task", "")
-    with pytest.raises(ValueError, match="cannot load bapo_mine:Task of bapo-mine"):
+    with pytest.raises(TaskError, match="cannot load bapo_mine:Task of bapo-mine"):
         get_task("mine")
-    with pytest.raises(ValueError, match="No module named 'bapo_his'"):
+    with pytest.raises(TaskError, match="No module named 'bapo_his'"):
         get_task("his")
 
 
 def test_two_of_a_name_are_refused(place: Path) -> None:
     distribution(place, "bapo-mine", "mine = bapo_mine:Task", "Task = int\n")
     distribution(place, "bapo-his", "mine = bapo_his:Task", "Task = int\n")
-    with pytest.raises(ValueError, match="installed more than once"):
+    with pytest.raises(TaskError, match="installed more than once"):
         get_task("mine")
 
 

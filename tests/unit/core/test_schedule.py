@@ -31,9 +31,9 @@ def test_the_policy_version_is_the_last_sync(schedule: SyncSchedule, t: int) -> 
 
 @given(schedules, steps)
 def test_windows_partition_the_steps(schedule: SyncSchedule, t: int) -> None:
-    window = schedule.window(t)
+    window = schedule.sync_window(t)
     assert t in window
-    assert all(schedule.window(other) == window for other in window)
+    assert all(schedule.sync_window(other) == window for other in window)
     assert {schedule.policy_version(other) for other in window} == {window.start}
     assert schedule.syncs_at(window.stop)
 

@@ -8,7 +8,7 @@ from bapo_core.thresholds import (
     above,
     at_least,
     at_most,
-    high_quality_window,
+    replay_window,
     running_reward,
     within,
 )
@@ -33,20 +33,20 @@ def group(correct, size=8):
     ],
 )
 def test_t3_windows_and_the_grid_values_they_hold(direction, r_tot, window, grid):
-    c2, c3 = high_quality_window(r_tot, C2, C3, direction)
+    c2, c3 = replay_window(r_tot, C2, C3, direction)
     assert (c2, c3) == pytest.approx(window, abs=1e-12)
     assert {k for k in range(9) if within(k / 8, c2, c3)} == grid
 
 
 def test_t2_windows():
-    assert high_quality_window(28 / 48, C2, C3) == pytest.approx((0.34375, 0.46875))
-    falling = high_quality_window(28 / 48, C2, C3, "easy_to_hard")
+    assert replay_window(28 / 48, C2, C3) == pytest.approx((0.34375, 0.46875))
+    falling = replay_window(28 / 48, C2, C3, "easy_to_hard")
     assert falling == pytest.approx((0.260417, 0.385417), abs=1e-6)
 
 
 @given(st.floats(0, 1))
 def test_without_adaptation_the_window_is_the_lower_ends(r_tot):
-    assert high_quality_window(r_tot, C2, C3, "off") == (1 / 8, 2 / 8)
+    assert replay_window(r_tot, C2, C3, "off") == (1 / 8, 2 / 8)
 
 
 @given(
@@ -56,7 +56,7 @@ def test_without_adaptation_the_window_is_the_lower_ends(r_tot):
 )
 def test_thresholds_stay_in_their_range(r_tot, ends, direction):
     low, high = ends
-    c2, c3 = high_quality_window(r_tot, (low, high), (low, high), direction)
+    c2, c3 = replay_window(r_tot, (low, high), (low, high), direction)
     assert c2 == c3
     assert low - 1e-12 <= c2 <= high + 1e-12
 
@@ -64,15 +64,15 @@ def test_thresholds_stay_in_their_range(r_tot, ends, direction):
 @given(st.floats(0, 1), st.floats(0, 1))
 def test_eq8_rises_and_easy_to_hard_falls(a, b):
     less, more = sorted((a, b))
-    assert high_quality_window(less, C2, C3)[0] <= high_quality_window(more, C2, C3)[0]
-    falling = [high_quality_window(r, C2, C3, "easy_to_hard")[0] for r in (less, more)]
+    assert replay_window(less, C2, C3)[0] <= replay_window(more, C2, C3)[0]
+    falling = [replay_window(r, C2, C3, "easy_to_hard")[0] for r in (less, more)]
     assert falling[0] >= falling[1]
 
 
 @pytest.mark.parametrize("r_tot", [-0.1, 1.1, math.nan])
 def test_r_tot_outside_the_unit_interval_is_refused(r_tot):
     with pytest.raises(ValueError, match="r_tot"):
-        high_quality_window(r_tot, C2, C3)
+        replay_window(r_tot, C2, C3)
 
 
 @given(st.integers(2, 64), st.data())
