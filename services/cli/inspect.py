@@ -153,7 +153,7 @@ def prompt(arguments: argparse.Namespace) -> None:
 
 def buffer(arguments: argparse.Namespace) -> None:
     client = service(arguments.run)
-    name: wire.Buffer = arguments.buffer
+    name: wire.BufferName = arguments.buffer
     if arguments.events:
         page = client.buffer_events(name, after=arguments.after, limit=min(arguments.limit, 1000))
         events = [(e.step, e.event, e.reason, e.prompt_uid, e.group_id) for e in page.items]

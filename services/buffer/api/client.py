@@ -253,7 +253,7 @@ class BufferClient:
         """Why a prompt is, or is not, in the batch of a step."""
         return self._read(wire.Decision, f"steps/{step}/decision", uid=uid)
 
-    def buffer(self, buffer: wire.Buffer, step: int | None = None) -> list[wire.BufferItem]:
+    def buffer(self, buffer: wire.BufferName, step: int | None = None) -> list[wire.BufferItem]:
         """All that a buffer holds, now or as of a step."""
         found: list[wire.BufferItem] = []
         cursor: str | None = None
@@ -266,7 +266,12 @@ class BufferClient:
                 return found
 
     def buffer_events(
-        self, buffer: wire.Buffer, *, after: int = 0, cursor: str | None = None, limit: int = 100
+        self,
+        buffer: wire.BufferName,
+        *,
+        after: int = 0,
+        cursor: str | None = None,
+        limit: int = 100,
     ) -> wire.Page[wire.BufferEvent]:
         page = wire.Page[wire.BufferEvent]
         path = f"buffers/{buffer}/events"
