@@ -42,7 +42,7 @@ def stack_here(otherwise: str) -> Endpoints:
 
 def runs(arguments: argparse.Namespace) -> None:
     found = service().runs()
-    rows = [(r.name, r.status, f"{r.current_step}/{r.config['steps']}", r.attempt) for r in found]
+    rows = [(r.name, r.status, f"{r.current_step}/{r.config.steps}", r.attempt) for r in found]
     show(arguments, found, ["run", "status", "step", "attempt"], rows)
 
 

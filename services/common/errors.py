@@ -13,11 +13,15 @@ from starlette.exceptions import HTTPException
 from bapo_core.errors import BapoError, TransientError
 
 
-class ServiceUnavailable(TransientError):
-    """A service of the run does not answer."""
+class ServiceCallError(BapoError):
+    """A call to a service failed."""
 
 
-class ServiceError(BapoError):
+class ServiceUnavailable(ServiceCallError, TransientError):
+    """A service has not answered for as long as its client repeats a call."""
+
+
+class ServiceError(ServiceCallError):
     """A service answered with an error. `status` is the HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
