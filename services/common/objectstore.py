@@ -37,7 +37,7 @@ RETRIES = 10
 """Retries of a request. With their pauses they take 45 seconds, within which a server that moves to
 another machine answers again."""
 REPEATS = 2
-"""Repetitions of a transfer whose connection breaks in mid-body, which request retries do not cover."""
+"""Repetitions of a transfer whose connection breaks in mid-body, which retries do not cover."""
 TRANSFERS = 4
 """Files of a directory that are transferred at the same time."""
 
@@ -226,7 +226,7 @@ class ObjectStore:
             raise self._failure("write", key, error) from error
 
     def get(self, key: str, digest: str) -> bytes:
-        """Returns the bytes of `key`. Raises `ObjectStoreError` if their SHA-256 is not `digest`."""
+        """Returns the bytes of `key`. Raises `ObjectStoreError` if they do not have `digest`."""
         data = self._repeat(lambda: self._get(key))
         if digest_of(data) != digest:
             raise _damaged(f"{self.settings.bucket}/{key}", digest)
