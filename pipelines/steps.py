@@ -173,7 +173,7 @@ def prepare(around: Surroundings, config_text: str, overrides: str) -> str:
 def _stored_model(buffer: BufferClient) -> str | None:
     """The initial model of a run that is continued: what a name stands for may have changed."""
     state = none_if_missing(buffer.run_state)
-    return None if state is None else str(state.config["model"]["path"])
+    return None if state is None else state.config.model.path
 
 
 def read_config(text: str, overrides: str, run: str) -> RunConfig:
@@ -195,7 +195,7 @@ def open_run(around: Surroundings, request: str, steps_per_segment: int) -> list
         state = buffer.create_run(wanted)
         around.say(f"run {state.name} is created")
     # With the keys that a newer version has added.
-    config = RunConfig.model_validate(state.config)
+    config = state.config
     held = config.model_dump(mode="json")
     different = [key for key, value in wanted.config.items() if held.get(key) != value]
     if set(different) - {"trainer"}:
@@ -244,7 +244,7 @@ def train(
 ) -> None:
     """Returns once step `until` is trained. The job goes on: it trains all segments."""
     run = around.buffer.run
-    config = RunConfig.model_validate(around.buffer.run_state().config)
+    config = around.buffer.run_state().config
     if trained(around.buffer, config, until):
         around.say(f"step {until} is trained already")
         return
@@ -264,7 +264,7 @@ def train(
 def trained(buffer: BufferClient, config: RunConfig, until: int) -> bool:
     """Whether step `until` is committed and in a checkpoint, and the weights that are wanted after
     it are published: all that the trainer has to do with it."""
-    newest = buffer.wanted().newest
+    newest = buffer.target_weights().newest
     return (
         buffer.run_state().current_step >= until
         and any(each.step >= until for each in buffer.checkpoints())
@@ -335,7 +335,7 @@ def sync(around: Surroundings, until: int, *, within_s: float = 3600.0) -> int:
     """Waits until every replica serves the weights that are wanted after step `until`, or later
     ones; the least of their versions."""
     buffer = around.buffer
-    config = RunConfig.model_validate(buffer.run_state().config)
+    config = buffer.run_state().config
     after = wanted_after(config, until)
 
     def served() -> int | None:
@@ -420,7 +420,7 @@ def report(around: Surroundings) -> Report:
 
 def evaluate(around: Surroundings, *, within_s: float = 3600.0) -> dict[str, float]:
     """Waits for the final weights on the held-out prompts; their accuracy, by k of G correct."""
-    config = RunConfig.model_validate(around.buffer.run_state().config)
+    config = around.buffer.run_state().config
 
     def final() -> wire.Evaluation | None:
         found = {each.version: each for each in around.buffer.evaluations()}
@@ -435,7 +435,7 @@ def evaluate(around: Surroundings, *, within_s: float = 3600.0) -> dict[str, flo
 
 def export(around: Surroundings, directory: Path) -> dict[str, str]:
     """The final weights as a Hugging Face directory; where they are in the object store."""
-    config = RunConfig.model_validate(around.buffer.run_state().config)
+    config = around.buffer.run_state().config
     stored = published(around.buffer, config.steps + 1)
     if stored is None:
         raise BapoError(f"run {config.name!r} has no final weights yet; it is not finished")
@@ -453,7 +453,7 @@ def clean_up(around: Surroundings, trainers: Trainers) -> Literal["finished", "s
     if state is None:
         around.say("no run was created")
         return "absent"
-    config = RunConfig.model_validate(state.config)
+    config = state.config
     evaluated = any(each.version == config.steps + 1 for each in buffer.evaluations())
     if evaluated and trained(buffer, config, config.steps):
         buffer.attempt = state.attempt

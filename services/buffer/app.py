@@ -1,4 +1,4 @@
-"""The buffer service: its routes on its state."""
+"""The application of the buffer service: its routes, its state and its error handlers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,11 @@ from sqlalchemy.exc import DataError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from services.buffer.migrate import upgrade
-from services.buffer.routes.admin import admin_router, health_router, scope_router
-from services.buffer.routes.artifacts import artifacts_router
+from services.buffer.routes import admin, artifacts, dashboard, runs, statistics, steps
 from services.buffer.routes.common import ERRORS
-from services.buffer.routes.dashboard import dashboard_router
-from services.buffer.routes.runs import runs_router
-from services.buffer.routes.statistics import statistics_router
-from services.buffer.routes.steps import steps_router
 from services.buffer.service import Service
 from services.buffer.tables import ApiToken
-from services.buffer.tokens import Guard
+from services.buffer.tokens import FailureLimiter
 from services.common.auth import hash_token
 from services.common.errors import install_problem_handlers, problem_response, unavailable
 from services.common.middleware import BodyLimit, EntityTags
@@ -30,19 +25,20 @@ from services.common.objectstore import ObjectStore, ObjectStoreError, ObjectSto
 
 LARGEST_JSON = 16 << 20
 LARGEST_ARROW = 512 << 20
-"""Bytes of a body. A step of 256 groups x 8 responses x 4,096 tokens is some 80 MiB."""
+"""Largest body in bytes. A step of 256 groups x 8 responses x 4,096 tokens is some 80 MiB."""
 
 DESCRIPTION = """\
 Owns all state of a run: prompts and their difficulty, groups, buffers, batches, checkpoints.
 
-Every route but /health, /readyz and /metrics wants `Authorization: Bearer <token>`. Errors are
-problem details (RFC 9457). Lists are pages: pass a page's `next` as `cursor` to get the one after
-it. Answers carry an ETag; `If-None-Match` spares the body of what has not changed.
+Every route but /health, /readyz and /metrics needs `Authorization: Bearer <token>`. Errors are
+problem details (RFC 9457). Lists are pages: pass a page's `next` as `cursor` to get the next one.
+JSON answers to GET carry an ETag: with `If-None-Match`, an unchanged one is 304 without a body.
 """
 
 
 def create_app(database_url: str, store: ObjectStore, admin_token: str) -> FastAPI:
-    """The service, its schema brought up to date and `admin_token` accepted."""
+    """Builds the application. When it starts, it migrates the database, creates the bucket if it
+    does not exist, and accepts `admin_token` with scope `admin`."""
     engine = create_engine(database_url, pool_size=16, max_overflow=32, pool_pre_ping=True)
     service = Service(engine, store)
 
@@ -51,8 +47,8 @@ def create_app(database_url: str, store: ObjectStore, admin_token: str) -> FastA
         upgrade(database_url)
         store.ensure_bucket()
         _accept_token(engine, admin_token)
-        service.serve_on(asyncio.get_running_loop())
-        # What is imported stays: the collector need not look through it while requests wait.
+        service.use_loop(asyncio.get_running_loop())
+        # Imported modules never become garbage; keep the garbage collector from scanning them.
         gc.collect()
         gc.freeze()
         yield
@@ -63,18 +59,19 @@ def create_app(database_url: str, store: ObjectStore, admin_token: str) -> FastA
     )
     install_problem_handlers(app)
     _install_outage_handlers(app)
-    guard = Guard(service)
-    app.include_router(health_router(service))
-    app.include_router(dashboard_router())
-    for make in (
-        runs_router,
-        steps_router,
-        artifacts_router,
-        statistics_router,
-        scope_router,
-        admin_router,
+    app.state.service = service
+    app.state.token_failures = FailureLimiter()
+    app.include_router(admin.health_router)
+    app.include_router(dashboard.router)
+    for router in (
+        runs.router,
+        steps.router,
+        artifacts.router,
+        statistics.router,
+        admin.scope_router,
+        admin.admin_router,
     ):
-        app.include_router(make(service, guard), responses=ERRORS)
+        app.include_router(router, responses=ERRORS)
     app.add_middleware(EntityTags)
     app.add_middleware(BodyLimit, limit_of=_limit_of)
     return app
@@ -94,21 +91,22 @@ def _limit_of(path: str) -> int:
 
 
 def _install_outage_handlers(app: FastAPI) -> None:
-    """What is away answers 503, so that clients repeat the call; what is wrong, a reason."""
+    """Answers 503 while Postgres or the object store does not answer, so that clients repeat the
+    call; 422 for values that Postgres cannot hold, and 507 for what the object store refuses."""
 
-    async def database_away(_: Request, error: Exception) -> Response:
+    async def database_unavailable(_: Request, error: Exception) -> Response:
         return unavailable(f"the database does not answer ({type(error).__name__})")
 
     for kind in (OperationalError, InterfaceError, PoolTimeout):
-        app.add_exception_handler(kind, database_away)
+        app.add_exception_handler(kind, database_unavailable)
 
     @app.exception_handler(DataError)
-    async def _data(_: Request, error: DataError) -> Response:
+    async def _invalid_value(_: Request, error: DataError) -> Response:
         reason = str(error.orig).strip().splitlines()[0]
         return problem_response(422, "Invalid request", f"the database cannot hold it: {reason}")
 
     @app.exception_handler(ObjectStoreUnavailable)
-    async def _store_away(_: Request, error: ObjectStoreUnavailable) -> Response:
+    async def _store_unavailable(_: Request, error: ObjectStoreUnavailable) -> Response:
         return unavailable(str(error))
 
     @app.exception_handler(ObjectStoreError)

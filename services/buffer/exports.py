@@ -1,4 +1,4 @@
-"""Downloads that stream: what they take in memory does not grow with what they hold."""
+"""Streaming downloads, whose memory does not grow with their size."""
 
 from __future__ import annotations
 
@@ -33,34 +33,35 @@ DIFFICULTY_SCHEMA = pa.schema(
 
 
 class _Sink:
-    """A file that is handed on as it is written."""
+    """A writable file whose content is taken out piece by piece."""
 
     def __init__(self) -> None:
-        self._parts: list[bytes] = []
+        self._chunks: list[bytes] = []
         self.closed = False
 
     def write(self, data: bytes) -> int:
-        self._parts.append(bytes(data))
+        self._chunks.append(bytes(data))
         return len(data)
 
     def flush(self) -> None:
-        """Nothing waits here."""
+        """Does nothing: nothing is buffered besides what `take` returns."""
 
     def close(self) -> None:
         self.closed = True
 
-    def taken(self) -> bytes:
-        data = b"".join(self._parts)
-        self._parts.clear()
+    def take(self) -> bytes:
+        """Returns and forgets what was written since the last call."""
+        data = b"".join(self._chunks)
+        self._chunks.clear()
         return data
 
 
 def arrow_of(store: ObjectStore, members: Sequence[ManifestMember]) -> Iterator[bytes]:
-    """The trajectories of these groups as one Arrow IPC stream, group by group.
+    """Yields the trajectories of these groups as one Arrow IPC stream, group by group.
 
-    `group` is renumbered in their order: in the objects it counts within each of them. Objects are
-    read as they come, a record batch at a time. Damage shows only at an object's end: the stream
-    then breaks off before its own end, which a reader cannot mistake for a whole one.
+    The column `group` is renumbered from 0 in the order of `members`, because it counts within each
+    object. Objects are read a record batch at a time. A damaged object shows only at its end: the
+    stream then breaks off before its end-of-stream marker, so no reader takes it for complete.
     """
     sink = _Sink()
     options = pa.ipc.IpcWriteOptions(compression="zstd")
@@ -68,44 +69,44 @@ def arrow_of(store: ObjectStore, members: Sequence[ManifestMember]) -> Iterator[
         for number, rows in enumerate(_rows_of(store, members)):
             numbers = pa.array([number] * rows.num_rows, pa.int32())
             writer.write_table(rows.set_column(0, SCHEMA.field(0), numbers))
-            yield sink.taken()
-    yield sink.taken()
+            yield sink.take()
+    yield sink.take()
 
 
 def _rows_of(store: ObjectStore, members: Sequence[ManifestMember]) -> Iterator[pa.Table]:
-    """The rows of each group. Groups that lie in order in one object are read in one pass."""
-    for passing in _passes(members):
-        with store.stream(passing[0].object_key, passing[0].object_digest) as stream:
+    """Yields the rows of each group. Groups that follow each other in an object share one pass."""
+    for run in _runs_in_one_object(members):
+        with store.stream(run[0].object_key, run[0].object_digest) as stream:
             reader = pa.ipc.open_stream(pa.PythonFile(stream, mode="r"))
-            held, first = SCHEMA.empty_table(), 0
-            for member in passing:
+            window, first = SCHEMA.empty_table(), 0  # rows read, and the index of their first
+            for member in run:
                 end = member.row_start + member.row_count
-                while first + held.num_rows < end:
-                    # What lies before this group is not needed any more.
-                    passed = min(max(member.row_start - first, 0), held.num_rows)
-                    held, first = held.slice(passed), first + passed
-                    held = pa.concat_tables(
-                        [held, pa.Table.from_batches([reader.read_next_batch()])]
+                while first + window.num_rows < end:
+                    # Rows before this group are not needed any more.
+                    passed = min(max(member.row_start - first, 0), window.num_rows)
+                    window, first = window.slice(passed), first + passed
+                    window = pa.concat_tables(
+                        [window, pa.Table.from_batches([reader.read_next_batch()])]
                     )
-                yield held.slice(member.row_start - first, member.row_count)
+                yield window.slice(member.row_start - first, member.row_count)
             stream.check()
 
 
-def _passes(members: Sequence[ManifestMember]) -> Iterator[list[ManifestMember]]:
-    """Cuts the members where the next one is in another object, or before the last in its own."""
-    passing: list[ManifestMember] = []
+def _runs_in_one_object(members: Sequence[ManifestMember]) -> Iterator[list[ManifestMember]]:
+    """Splits members into runs whose rows are in one object, in ascending order."""
+    run: list[ManifestMember] = []
     for member in members:
-        last = passing[-1] if passing else member
+        last = run[-1] if run else member
         if member.object_key != last.object_key or member.row_start < last.row_start:
-            yield passing
-            passing = []
-        passing.append(member)
-    if passing:
-        yield passing
+            yield run
+            run = []
+        run.append(member)
+    if run:
+        yield run
 
 
 def difficulty_parquet(sessions: sessionmaker[Session], run: Run) -> Iterator[bytes]:
-    """Every attempted training prompt of a run as Parquet, in the order of storage."""
+    """Yields the difficulty of all attempted training prompts as a Parquet file, by prompt id."""
     statement = (
         select(
             PromptRow.uid,
@@ -128,13 +129,13 @@ def difficulty_parquet(sessions: sessionmaker[Session], run: Run) -> Iterator[by
         sessions() as session,
     ):
         rows = session.execute(statement.execution_options(yield_per=ROWS_AT_ONCE))
-        for part in rows.partitions():
-            columns = [list(column) for column in zip(*part, strict=True)]
+        for partition in rows.partitions():
+            columns = [list(column) for column in zip(*partition, strict=True)]
             columns[1] = [json.dumps(payload) for payload in columns[1]]
             arrays = [
                 pa.array(values, field.type)
                 for values, field in zip(columns, DIFFICULTY_SCHEMA, strict=True)
             ]
             writer.write_table(pa.table(arrays, schema=DIFFICULTY_SCHEMA))
-            yield sink.taken()
-    yield sink.taken()
+            yield sink.take()
+    yield sink.take()

@@ -40,9 +40,12 @@ def accept_groups(
     # The name holds the content's digest: a retry or a rival writes another object or the same
     # bytes, never other bytes under a name that a row points to.
     key = layout.trajectories(name, step, kind, digest)
-    with service.writing(key, body if wanted else None), service.sessions.begin() as session:
+    with (
+        service.store_alongside(key, body if wanted else None),
+        service.sessions.begin() as session,
+    ):
         known = steps.places(session, runs.get_run(session, name), step, kind)
-    with service.changing(name) as session:
+    with service.write_transaction(name) as session:
         run = runs.lock_run(session, name, attempt)
         wanted = steps.new_groups(session, run, step, kind, found)
         if kind == "reevaluation":
@@ -69,6 +72,6 @@ def accept_proximal(service: Service, name: str, step: int, attempt: int, body: 
         runs.check_attempt(run, attempt)
     key = layout.trajectories(name, step, "proximal", digest)
     service.store.put(key, body)
-    with service.changing(name) as session:
+    with service.write_transaction(name) as session:
         run = runs.lock_run(session, name, attempt)
         steps.record_proximal(session, run, step, sorted(group_ids), key, digest)

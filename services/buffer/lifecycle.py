@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
+from typing import Literal
 
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
@@ -60,9 +61,15 @@ def stop(session: Session, name: str) -> Run:
     return run
 
 
+def end(run: Run, status: Literal["finished", "failed"]) -> Run:
+    """Sets the final status of a run that its own processes have ended."""
+    run.status = status
+    return run
+
+
 def delete_run(service: Service, name: str) -> None:
     """Deletes a run with its objects. A deletion that was interrupted is repeated to finish it."""
-    with service.changing(name) as session:
+    with service.write_transaction(name) as session:
         run = lock_any_attempt(session, name)
         if run.status in ("running", "paused"):
             raise conflict(f"run {name!r} is {run.status}; stop it first")
@@ -72,7 +79,7 @@ def delete_run(service: Service, name: str) -> None:
         prefix = layout.run_prefix(run.name)
     # Objects first: while the run is there, a deletion that fails half-way can be repeated.
     service.store.delete(service.store.keys(f"{prefix}/"))
-    with service.changing(name) as session:
+    with service.write_transaction(name) as session:
         run = lock_any_attempt(session, name)
         for table in (BatchMemberRow, BufferEntry, PromptDifficulty, RolloutGroup):
             session.execute(delete(table).where(table.run_id == run.id))

@@ -1,4 +1,4 @@
-"""`python -m services.buffer.main`: the buffer service on a port."""
+"""`python -m services.buffer.main`: serves the buffer service."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from services.common.serve import serve
 
 
 def main() -> None:
+    """Serves until the process is terminated; settings come from the environment."""
     configure_logs("buffer")
 
     def work() -> None:
         settings = BufferSettings.load()
         app = create_app(
             settings.database_url.get_secret_value(),
-            # Clients retry, so a request must not occupy a thread for long.
+            # Few retries: clients repeat calls, and a request must not occupy a thread for long.
             ObjectStore(settings.s3, retries=4),
             settings.token.get_secret_value(),
         )

@@ -194,8 +194,8 @@ def history(session: Session, run: Run, uid: str) -> wire.PromptHistory:
     )
 
 
-def _attempt(group: RolloutGroup, batches: list[int]) -> wire.Attempt:
-    return wire.Attempt(
+def _attempt(group: RolloutGroup, batches: list[int]) -> wire.PromptAttempt:
+    return wire.PromptAttempt(
         group_id=group.id,
         step=group.step,
         kind=group.kind,
@@ -208,8 +208,8 @@ def _attempt(group: RolloutGroup, batches: list[int]) -> wire.Attempt:
     )
 
 
-def _stay(entry: BufferEntry) -> wire.Stay:
-    return wire.Stay(
+def _stay(entry: BufferEntry) -> wire.Residency:
+    return wire.Residency(
         buffer=entry.buffer,
         group_id=entry.group_id,
         mean_reward=entry.mean_reward,

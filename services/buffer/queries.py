@@ -140,7 +140,7 @@ def _evaluated(session: Session, run: Run, version: int) -> dict[str, int]:
 def buffer_items(
     session: Session,
     run: Run,
-    buffer: wire.Buffer,
+    buffer: wire.BufferName,
     step: int | None,
     cursor: str | None,
     limit: int,
@@ -184,7 +184,7 @@ def _buffer_item(entry: BufferEntry, group: RolloutGroup, uid: str, step: int) -
 def buffer_events(
     session: Session,
     run: Run,
-    buffer: wire.Buffer,
+    buffer: wire.BufferName,
     after: int,
     cursor: str | None,
     limit: int,
@@ -238,7 +238,7 @@ def buffer_events(
     )
 
 
-_ADMITTED: dict[wire.Buffer, str] = {
+_ADMITTED: dict[wire.BufferName, str] = {
     "hard": "mean reward at most c1",
     "high_quality": "mean reward in [c2, c3] of its step",
 }

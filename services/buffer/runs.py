@@ -11,6 +11,7 @@ from sqlalchemy.orm import Session
 
 from bapo_core.config import ConfigError, RunConfig, config_from
 from services.buffer.api import wire
+from services.buffer.pages import after_cursor, page_of
 from services.buffer.tables import Dataset, PromptRow, Run
 from services.common.errors import Problem, bad_request, conflict, not_found
 
@@ -61,10 +62,11 @@ def run_config(run: Run) -> RunConfig:
 
 
 def run_state(run: Run) -> wire.RunState:
-    return wire.RunState(
+    # The stored configuration is sent as it is; see `wire.StoredConfig`.
+    return wire.RunState.model_construct(
         name=run.name,
         status=run.status,
-        config=run.config,
+        config=run.config,  # type: ignore[arg-type]
         train_dataset=run.train_dataset,
         test_dataset=run.test_dataset,
         current_step=run.current_step,
@@ -143,3 +145,21 @@ def create_run(session: Session, request: wire.RunCreate) -> Run:
             "its own configuration, or choose another name"
         )
     return run
+
+
+def list_runs(
+    session: Session,
+    status: wire.Status | None,
+    search: str | None,
+    cursor: str | None,
+    limit: int,
+) -> wire.Page[wire.RunState]:
+    """Returns a page of the runs, newest first; `search` is part of the name."""
+    statement = select(Run)
+    if status is not None:
+        statement = statement.where(Run.status == status)
+    if search is not None:
+        statement = statement.where(Run.name.contains(search, autoescape=True))
+    order = (-Run.id.expression,)
+    rows = session.scalars(after_cursor(statement, order, "newest", cursor, limit)).all()
+    return page_of(rows, limit, "newest", lambda row: (-row.id,), run_state)

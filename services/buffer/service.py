@@ -1,4 +1,4 @@
-"""What every route works with: the database, the object store, and the news of changes."""
+"""State that all routes share: the database, the object store, and notification of changes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from time import monotonic
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
+from fastapi import Depends, Request
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session, sessionmaker
 from starlette.concurrency import run_in_threadpool
@@ -17,66 +18,79 @@ from starlette.concurrency import run_in_threadpool
 from services.common.objectstore import ObjectStore
 
 RECHECK_S = 0.5
-"""Another replica of this service may have changed the state, so waits look again this often."""
+"""Seconds between checks while waiting: another replica of this service may make the change."""
 
 T = TypeVar("T")
 
 
 class Service:
-    """Transactions on the database, objects in the store, and waiting for either to change."""
+    """Runs transactions, stores objects, and waits for changes of either."""
 
     def __init__(self, engine: Engine, store: ObjectStore) -> None:
         self.store = store
         self.probe = ObjectStore(store.settings, retries=0)
-        """The same store for questions that want an answer now."""
+        """Client of the same store for health checks, which must not wait for retries."""
         self.sessions = sessionmaker(engine, expire_on_commit=False)
         self._writers = ThreadPoolExecutor(16, thread_name_prefix="object-store")
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._news: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self._changes: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
-    def serve_on(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Waiting happens on this loop; transactions in threads tell it what they changed."""
+    def use_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Sets the event loop on which `wait_until` waits, and which transactions notify."""
         self._loop = loop
 
     @contextmanager
-    def changing(self, run: str) -> Iterator[Session]:
-        """A transaction on a run; whoever waits for the run looks again after its commit."""
+    def write_transaction(self, run: str) -> Iterator[Session]:
+        """Opens a transaction on a run, and wakes all `wait_until` of the run after its commit."""
         with self.sessions.begin() as session:
             yield session
         if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._announce, run)
+            self._loop.call_soon_threadsafe(self._notify, run)
 
-    def _announce(self, run: str) -> None:
-        waited_for = self._news.pop(run, None)
-        if waited_for is not None:
-            waited_for.set()
+    def _notify(self, run: str) -> None:
+        change = self._changes.pop(run, None)
+        if change is not None:
+            change.set()
 
     @contextmanager
-    def writing(self, key: str, data: bytes | None) -> Iterator[None]:
-        """Stores `data`, if any, beside what the context does; ends when both have ended."""
-        stored = None if data is None else self._writers.submit(self.store.put, key, data)
+    def store_alongside(self, key: str, data: bytes | None) -> Iterator[None]:
+        """Stores `data` in a thread while the context runs, and returns when both have ended.
+
+        Stores nothing when `data` is None. Raises what `ObjectStore.put` raises.
+        """
+        write = None if data is None else self._writers.submit(self.store.put, key, data)
         try:
             yield
         finally:
-            if stored is not None:
-                stored.result()
+            if write is not None:
+                write.result()
 
-    async def until(
+    async def wait_until(
         self, run: str, seconds: float, attempt: Callable[[], T], ready: Callable[[T], bool]
     ) -> T:
-        """The first ready result of `attempt`, or its last one when the time is up.
+        """Returns the first ready result of `attempt`, or its last one after `seconds`.
 
-        `attempt` runs in a thread; waiting takes none, so any number of requests may wait.
+        Calls `attempt` in a thread, after every transaction on the run and every `RECHECK_S`.
+        Waiting itself takes no thread, so any number of requests may wait.
         """
         deadline = monotonic() + seconds
         while True:
-            # Taken before the look: what changes during it wakes the wait after it.
-            news = self._news[run]
+            # Taken before the attempt: a change during the attempt ends the wait after it.
+            change = self._changes[run]
             result = await run_in_threadpool(attempt)
-            left = deadline - monotonic()
-            if ready(result) or left <= 0:
+            remaining = deadline - monotonic()
+            if ready(result) or remaining <= 0:
                 return result
             try:
-                await asyncio.wait_for(news.wait(), min(left, RECHECK_S))
+                await asyncio.wait_for(change.wait(), min(remaining, RECHECK_S))
             except TimeoutError:
                 continue
+
+
+async def get_service(request: Request) -> Service:
+    """Returns the service of the application that handles the request."""
+    service: Service = request.app.state.service
+    return service
+
+
+ServiceDep = Annotated[Service, Depends(get_service)]

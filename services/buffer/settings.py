@@ -1,4 +1,4 @@
-"""Environment variables of the buffer service and of its migration."""
+"""Settings of the buffer service and of its migration, from environment variables."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class BufferSettings(ServerSettings, ObjectStoreClientSettings):
     database_url: SecretStr
     """SQLAlchemy URL of Postgres, `postgresql+psycopg://user:password@host:port/database`."""
     token: SecretStr
-    """Bearer token with scope `admin`, which the processes of a run use."""
+    """Bearer token that is accepted with scope `admin`; the processes of a run use it."""
 
 
 class MigrationSettings(Settings):

@@ -600,7 +600,7 @@ def _settle_buffers(session: Session, run: Run, config: RunConfig, record: StepR
 
 
 def _apply(
-    session: Session, run: Run, buffer: wire.Buffer, step: int, change: BufferChange
+    session: Session, run: Run, buffer: wire.BufferName, step: int, change: BufferChange
 ) -> None:
     insert_columns(
         session,
@@ -665,7 +665,9 @@ def rewind(session: Session, run: Run, step: int) -> None:
 # ---- reading ------------------------------------------------------------------------------------
 
 
-def buffer_as_of(session: Session, run: Run, buffer: wire.Buffer, step: int) -> list[GroupSummary]:
+def buffer_as_of(
+    session: Session, run: Run, buffer: wire.BufferName, step: int
+) -> list[GroupSummary]:
     """The buffer after the commit of `step`, oldest first."""
     rows = session.execute(
         select(*_SUMMARY)
@@ -677,7 +679,7 @@ def buffer_as_of(session: Session, run: Run, buffer: wire.Buffer, step: int) -> 
     return [GroupSummary(*row) for row in rows]
 
 
-def in_buffer(run: Run, buffer: wire.Buffer, step: int) -> ColumnElement[bool]:
+def in_buffer(run: Run, buffer: wire.BufferName, step: int) -> ColumnElement[bool]:
     """The entries whose stay contains `step`. The present has an index of its own."""
     if step >= run.current_step:
         stays = BufferEntry.evicted_step.is_(None)

@@ -20,6 +20,8 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
+from services.common.scopes import SCOPES
+
 NAMING = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
     "uq": "uq_%(table_name)s_%(column_0_N_name)s",
@@ -365,4 +367,4 @@ class ApiToken(Base):
     last_used_at: Mapped[datetime | None]
     revoked_at: Mapped[datetime | None]
 
-    __table_args__ = (CheckConstraint("scope in ('read','run','admin')", name="scope"),)
+    __table_args__ = (CheckConstraint(f"scope in ({','.join(map(repr, SCOPES))})", name="scope"),)

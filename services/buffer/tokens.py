@@ -1,4 +1,7 @@
-"""API tokens: made, listed, revoked, and checked on every request. Only hashes are kept."""
+"""API tokens: creates, lists and revokes them, and checks them on every request.
+
+Only hashes of tokens are stored.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,28 @@ import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
-from fastapi import Depends, Request
-from fastapi.params import Depends as DependsParameter
+from fastapi import Request
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from services.buffer.api import wire
-from services.buffer.service import Service
+from services.buffer.service import Service, ServiceDep
 from services.buffer.tables import ApiToken
 from services.common.auth import bearer_token, covers, hash_token
 from services.common.errors import Problem, not_found
+from services.common.scopes import Scope
 
 FAILURES_PER_MINUTE = 30
-CLIENTS_REMEMBERED = 10_000
+"""Requests with unknown tokens from one address before it gets 429."""
+MAX_CLIENTS = 10_000
+"""Addresses whose failures are kept; the oldest is dropped beyond that."""
 
 
 def create(session: Session, request: wire.TokenCreate) -> wire.TokenCreated:
-    """A new token. The answer is the only place where it is ever shown."""
+    """Creates a token. The returned model is the only place that ever holds its secret."""
     token = f"bapo_{secrets.token_urlsafe(32)}"
     row = ApiToken(name=request.name, scope=request.scope, hash=hash_token(token))
     session.add(row)
@@ -34,12 +40,16 @@ def create(session: Session, request: wire.TokenCreate) -> wire.TokenCreated:
     return wire.TokenCreated(**view(row).model_dump(), token=token)
 
 
-def listing(session: Session) -> list[wire.TokenView]:
+def list_tokens(session: Session) -> list[wire.TokenView]:
+    """Returns all tokens ever created, oldest first."""
     return [view(row) for row in session.scalars(select(ApiToken).order_by(ApiToken.id))]
 
 
 def revoke(session: Session, token_id: int) -> wire.TokenView:
-    """From the commit on, the token is not known any more. Its row stays, for the record."""
+    """Revokes a token from the commit on. Its row is kept as a record.
+
+    Raises a 404 `Problem` for an unknown id.
+    """
     row = session.get(ApiToken, token_id)
     if row is None:
         raise not_found(f"token {token_id}; GET /v1/tokens lists them")
@@ -54,63 +64,65 @@ def view(row: ApiToken) -> wire.TokenView:
     )
 
 
-class Failures:
-    """Failed attempts by client in the last minute. A good token always passes."""
+class FailureLimiter:
+    """Counts requests with unknown tokens by client address. A valid token always passes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._times: dict[str, deque[float]] = {}
 
     def record(self, client: str) -> None:
-        """Notes a failure; 429 when there were too many."""
+        """Records a failure. Raises a 429 `Problem` after too many within a minute."""
         now = time.monotonic()
         with self._lock:
-            if len(self._times) >= CLIENTS_REMEMBERED:
+            if len(self._times) >= MAX_CLIENTS:
                 self._times.pop(next(iter(self._times)))
             times = self._times.setdefault(client, deque(maxlen=FAILURES_PER_MINUTE))
-            full = len(times) == FAILURES_PER_MINUTE and now - times[0] < 60
-            wait = 60 - (now - times[0]) if full else 0.0
+            limited = len(times) == FAILURES_PER_MINUTE and now - times[0] < 60
+            wait = 60 - (now - times[0]) if limited else 0.0
             times.append(now)
-        if full:
+        if limited:
             raise Problem(
                 429,
                 "Too many failures",
-                "too many requests with bad tokens came from this address; wait and use a good one",
+                f"more than {FAILURES_PER_MINUTE} requests with unknown tokens came from this "
+                "address within a minute; wait, and use a valid token",
                 headers={"Retry-After": str(int(wait) + 1)},
             )
 
 
-class Guard:
-    """Makes the dependency that lets only tokens of a scope through."""
+def require_scope(required: Scope) -> Callable[[Request, Service], None]:
+    """Returns a dependency that accepts only tokens whose scope includes `required`.
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._failures = Failures()
+    It answers 401 for an unknown token, 403 for a smaller scope, and 429 after too many failures.
+    """
 
-    def __call__(self, wanted: wire.Scope) -> list[DependsParameter]:
-        def check(request: Request) -> None:
-            scope = self._scope_of(request)
-            if scope is None:
-                self._failures.record(request.client.host if request.client else "")
-                raise Problem(401, "Unauthorized", "this token is not known here, or was revoked")
-            if not covers(scope, wanted):
-                raise Problem(
-                    403, "Forbidden", f"this needs scope {wanted!r}, the token has {scope!r}"
-                )
-            request.state.scope = scope
+    def check(request: Request, service: ServiceDep) -> None:
+        scope = _scope_of(request, service)
+        if scope is None:
+            failures: FailureLimiter = request.app.state.token_failures
+            failures.record(request.client.host if request.client else "")
+            raise Problem(401, "Unauthorized", "this token is not known here, or was revoked")
+        if not covers(scope, required):
+            raise Problem(
+                403, "Forbidden", f"this needs scope {required!r}, the token has {scope!r}"
+            )
+        request.state.scope = scope
 
-        return [Depends(check)]
+    return check
 
-    def _scope_of(self, request: Request) -> str | None:
-        hashed = hash_token(bearer_token(request))
-        with self._service.sessions.begin() as session:
-            row = session.scalar(select(ApiToken).where(ApiToken.hash == hashed))
-            if row is None or row.revoked_at is not None:
-                return None
-            if not hmac.compare_digest(row.hash, hashed):
-                return None
-            now = datetime.now(UTC)
-            # To the minute is enough, and spares a write for every request.
-            if row.last_used_at is None or now - row.last_used_at > timedelta(minutes=1):
-                row.last_used_at = now
-            return row.scope
+
+def _scope_of(request: Request, service: Service) -> str | None:
+    """Returns the scope of the request's token; None if it is unknown or revoked."""
+    hashed = hash_token(bearer_token(request))
+    with service.sessions.begin() as session:
+        row = session.scalar(select(ApiToken).where(ApiToken.hash == hashed))
+        if row is None or row.revoked_at is not None:
+            return None
+        if not hmac.compare_digest(row.hash, hashed):
+            return None
+        now = datetime.now(UTC)
+        # A resolution of a minute spares a write for every request.
+        if row.last_used_at is None or now - row.last_used_at > timedelta(minutes=1):
+            row.last_used_at = now
+        return row.scope

@@ -88,7 +88,7 @@ def _verify(checkpoint: wire.CheckpointView) -> None:
     print(f"step {checkpoint.step}: {len(sizes)} files, {sum(sizes):,} bytes, all as recorded")
 
 
-def _export(config: dict[str, Any], checkpoint: wire.CheckpointView, target: Path) -> None:
+def _export(config: RunConfig, checkpoint: wire.CheckpointView, target: Path) -> None:
     """The model of a checkpoint as a Hugging Face directory."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -98,10 +98,9 @@ def _export(config: dict[str, Any], checkpoint: wire.CheckpointView, target: Pat
 
     if target.exists() and any(target.iterdir()):
         raise BapoError(f"{target} is not empty; name a new directory")
-    settings = RunConfig.model_validate(config)
-    source = ensure_model(settings, default_home(), Console())
+    source = ensure_model(config, default_home(), Console())
     model: Any = load_policy(source).model
-    add_adapters(model, settings.lora, settings.seed)
+    add_adapters(model, config.lora, config.seed)
     with tempfile.TemporaryDirectory() as scratch:
         _fetch(checkpoint, Path(scratch))
         # In place: what is loaded is the model's own memory.

@@ -79,7 +79,7 @@ def _outcome(
         return Outcome.read(run.client, _wall_seconds(run.directory))
     if state is None:
         create(run)
-    elif RunConfig.model_validate(state.config) != config:
+    elif state.config != config:
         raise BapoError(
             f"run {config.name!r} was started with another configuration; choose another name=..."
         )

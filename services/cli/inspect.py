@@ -42,7 +42,7 @@ def stack_here(otherwise: str) -> Endpoints:
 
 def runs(arguments: argparse.Namespace) -> None:
     found = service().runs()
-    rows = [(r.name, r.status, f"{r.current_step}/{r.config['steps']}", r.attempt) for r in found]
+    rows = [(r.name, r.status, f"{r.current_step}/{r.config.steps}", r.attempt) for r in found]
     show(arguments, found, ["run", "status", "step", "attempt"], rows)
 
 
@@ -153,7 +153,7 @@ def prompt(arguments: argparse.Namespace) -> None:
 
 def buffer(arguments: argparse.Namespace) -> None:
     client = service(arguments.run)
-    name: wire.Buffer = arguments.buffer
+    name: wire.BufferName = arguments.buffer
     if arguments.events:
         page = client.buffer_events(name, after=arguments.after, limit=min(arguments.limit, 1000))
         events = [(e.step, e.event, e.reason, e.prompt_uid, e.group_id) for e in page.items]

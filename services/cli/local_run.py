@@ -18,7 +18,6 @@ from bapo_core.errors import BapoError
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.cli.progress import RunDisplay
-from services.common.errors import ServiceError
 from services.common.process import python_command
 from services.datasets import load_datasets
 from services.exporters.mlflow import mirrored
@@ -189,7 +188,7 @@ def _watch(
 def _note_failure(client: BufferClient) -> None:
     try:
         client.set_status("failed")
-    except (BapoError, ServiceError):
+    except BapoError:
         # The service may be what failed; the error that led here is the one to show.
         return
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from services.common.scopes import SCOPES
+
 if TYPE_CHECKING:
     from bapo_core.config import RunConfig
     from services.buffer.api.client import BufferClient
@@ -134,7 +136,6 @@ def _announce(console: object, endpoints: Endpoints, home: Path) -> None:
 
 def _stored_config(client: BufferClient, name: str) -> RunConfig:
     """A run is resumed with the configuration that it was started with."""
-    from bapo_core.config import RunConfig
     from bapo_core.errors import BapoError
     from services.common.errors import ServiceError
 
@@ -145,7 +146,7 @@ def _stored_config(client: BufferClient, name: str) -> RunConfig:
         raise BapoError(f"there is no run {name!r} to resume; start it without --resume") from error
     if state.status == "finished":
         raise BapoError(f"run {name!r} is finished; `bapo report {name}` shows it")
-    return RunConfig.model_validate(state.config)
+    return state.config
 
 
 def _config(arguments: argparse.Namespace) -> RunConfig:
@@ -207,7 +208,6 @@ def _doctor_rollout(arguments: argparse.Namespace) -> None:
 def _report(arguments: argparse.Namespace) -> None:
     from rich.console import Console
 
-    from bapo_core.config import RunConfig
     from services.cli.local_run import LocalRun, write_outputs
     from services.report.summary import read_history
     from services.stack.stack import any_stack, default_home
@@ -215,7 +215,7 @@ def _report(arguments: argparse.Namespace) -> None:
     home = default_home()
     with any_stack(home, 0) as endpoints:
         history = read_history(_client(endpoints, arguments.name))
-    config = RunConfig.model_validate(history.state.config)
+    config = history.config
     directory = Path("runs") / arguments.name
     write_outputs(LocalRun(config, endpoints, home, directory, Console()), history)
     print(directory / "report.html")
@@ -420,7 +420,7 @@ def _questions(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     token = _group(commands, "token", "tokens for the REST API")
     create = _asking(_command(token, "create", _ask("token_create"), "make one; it is shown once"))
     create.add_argument("name", help="what it is for")
-    create.add_argument("--scope", choices=("read", "run", "admin"), default="read")
+    create.add_argument("--scope", choices=SCOPES, default="read")
     _asking(_command(token, "list", _ask("token_list"), "all of them, without their secrets"))
     revoke = _command(token, "revoke", _ask("token_revoke"), "make one invalid, at once")
     revoke.add_argument("id", type=int, help="as `bapo token list` shows it")

@@ -1,1 +1,1 @@
-"""What every service shares: errors, tokens, settings, logs, the object store."""
+"""Code that all services share: errors, tokens, settings, logs, processes, the object store."""

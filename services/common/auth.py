@@ -9,30 +9,30 @@ from collections.abc import Callable
 from fastapi import Request
 
 from services.common.errors import Problem
-
-SCOPES = ("read", "run", "admin")
-"""Each includes the ones before it."""
+from services.common.scopes import SCOPES
 
 
 def hash_token(token: str) -> str:
+    """Returns the SHA-256 of a token, which is what is stored and compared."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 def bearer_token(request: Request) -> str:
-    """The token of the request; 401 without one."""
+    """Returns the bearer token of the request. Raises a 401 `Problem` without one."""
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not token:
         raise Problem(401, "Unauthorized", "send the header 'Authorization: Bearer <token>'")
     return token
 
 
-def covers(held: str, wanted: str) -> bool:
-    """Whether a token of scope `held` may do what needs scope `wanted`."""
-    return SCOPES.index(held) >= SCOPES.index(wanted)
+def covers(held: str, required: str) -> bool:
+    """Returns whether the scope `held` includes the scope `required`."""
+    order: tuple[str, ...] = SCOPES
+    return order.index(held) >= order.index(required)
 
 
 def require_shared_token(expected: str) -> Callable[[Request], None]:
-    """A dependency for services without a database: one token, from the environment."""
+    """Returns a dependency that accepts one token, for services without a table of tokens."""
     expected_hash = hash_token(expected)
 
     def check(request: Request) -> None:

@@ -1,4 +1,4 @@
-"""Errors that a person can act on, and their form on the wire (RFC 9457 problem details)."""
+"""Errors of calls to services, and errors of routes as problem details (RFC 9457)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ from starlette.exceptions import HTTPException
 from bapo_core.errors import BapoError, TransientError
 
 
-class ServiceUnavailable(TransientError):
-    """A service of the run does not answer."""
+class ServiceCallError(BapoError):
+    """A call to a service failed."""
 
 
-class ServiceError(BapoError):
+class ServiceUnavailable(ServiceCallError, TransientError):
+    """A service has not answered for as long as its client repeats a call."""
+
+
+class ServiceError(ServiceCallError):
     """A service answered with an error. `status` is the HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -26,11 +30,15 @@ class ServiceError(BapoError):
 
 
 class Superseded(ServiceError):
-    """409: a newer attempt of the run has taken over; this process must stop."""
+    """A newer attempt of the run has taken over, or the run was stopped; the process must end."""
 
 
 class Problem(Exception):
-    """What a route raises; becomes an `application/problem+json` answer."""
+    """An error of a route, sent as `application/problem+json`.
+
+    status: HTTP status. title: short name of the kind of error. detail: what is wrong, where, and
+    the remedy. kind: URI of the kind, for clients that handle it.
+    """
 
     def __init__(
         self,
@@ -46,14 +54,17 @@ class Problem(Exception):
 
 
 def not_found(what: str) -> Problem:
+    """Returns a 404 whose detail is "there is no {what}"."""
     return Problem(404, "Not found", f"there is no {what}")
 
 
 def conflict(detail: str, kind: str = "about:blank") -> Problem:
+    """Returns a 409: the request contradicts the current state."""
     return Problem(409, "Conflict", detail, kind)
 
 
 def bad_request(detail: str) -> Problem:
+    """Returns a 400: the request is well-formed, but wrong for this run."""
     return Problem(400, "Bad request", detail)
 
 
@@ -64,6 +75,7 @@ def problem_response(
     kind: str = "about:blank",
     headers: Mapping[str, str] | None = None,
 ) -> JSONResponse:
+    """Returns a response with problem details (RFC 9457)."""
     body = {"type": kind, "title": title, "status": status, "detail": detail}
     return JSONResponse(
         body, status_code=status, media_type="application/problem+json", headers=headers
@@ -71,12 +83,12 @@ def problem_response(
 
 
 def unavailable(detail: str) -> JSONResponse:
-    """503: something that the request needs is away for the moment; the same call may succeed."""
+    """Returns a 503: a dependency does not answer at present; the call should be repeated."""
     return problem_response(503, "Unavailable", detail, headers={"Retry-After": "1"})
 
 
 def install_problem_handlers(app: FastAPI) -> None:
-    """Every error of `app` leaves as problem details."""
+    """Makes `app` answer every error with problem details."""
 
     @app.exception_handler(Problem)
     async def _problem(_: Request, error: Problem) -> JSONResponse:
@@ -86,7 +98,7 @@ def install_problem_handlers(app: FastAPI) -> None:
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         detail = str(error.detail)
         if error.status_code == 404:
-            detail = f"there is no {request.url.path} here; /docs lists what there is"
+            detail = f"there is no route {request.url.path}; /docs lists all routes"
         return problem_response(
             error.status_code, HTTPStatus(error.status_code).phrase, detail, headers=error.headers
         )
@@ -97,5 +109,5 @@ def install_problem_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def _invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        parts = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
-        return problem_response(422, "Invalid request", "; ".join(parts))
+        problems = [f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()]
+        return problem_response(422, "Invalid request", "; ".join(problems))

@@ -1,4 +1,4 @@
-"""One HTTP client for all our services: retries what may be repeated, explains what fails."""
+"""HTTP client of all services: repeats calls while a service does not answer."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import httpx
 from services.common.errors import ServiceError, ServiceUnavailable, Superseded
 
 GIVE_UP_AFTER_S = 60.0
-"""A service that is moved to another machine is back sooner; a lost one must not hang a run."""
+"""Seconds for which a call is repeated: longer than a service takes to move to another machine, and
+short enough that a lost service does not block a run."""
 
 
 class HttpClient:
-    """Calls to one service. Every call must be idempotent, because it may be sent twice."""
+    """Calls one service. Every call must be idempotent, because it may be sent twice."""
 
     def __init__(
         self,
@@ -26,28 +27,36 @@ class HttpClient:
         give_up_s: float = GIVE_UP_AFTER_S,
         busy_give_up_s: float = GIVE_UP_AFTER_S,
     ) -> None:
-        """A service that answers 429 lives; it is asked again for `busy_give_up_s` seconds."""
+        """Makes a client; nothing is sent yet.
+
+        service: name of the service in messages.
+        timeout_s: seconds to wait for data of one response.
+        give_up_s: seconds for which a call is repeated while nothing answers.
+        busy_give_up_s: seconds for which a call is repeated while the service answers 429.
+        """
         self.service, self.url = service, url
         self._give_up_s, self._busy_give_up_s = give_up_s, busy_give_up_s
         self._client = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"},
             timeout=httpx.Timeout(timeout_s, connect=5.0),
-            # Below the 5 seconds after which servers hang up.
+            # Below the 5 seconds after which our servers close an idle connection.
             limits=httpx.Limits(keepalive_expiry=2.0),
         )
 
     def close(self) -> None:
+        """Closes the connections."""
         self._client.close()
 
     def call(self, method: str, path: str, **arguments: Any) -> httpx.Response:
-        """The answer, or an error that says which service refused what and why.
+        """Sends a request and returns the successful response.
 
-        Raises `ServiceUnavailable` when nothing answers for `give_up_s` seconds or the
-        service stays busy (429, honouring Retry-After),
-        `Superseded` when a newer attempt has taken over, `ServiceError` on any other refusal.
+        Repeats it while nothing answers, and while the service answers 429 (honouring
+        Retry-After), 502, 503 or 504. Raises `ServiceUnavailable` when that lasts longer than the
+        client's time-out for it, `Superseded` when a newer attempt has taken over, and
+        `ServiceError` on any other error status.
         """
-        failing_since: dict[float, float] = {}  # by how long that kind of failure is borne
+        outage_began: dict[float, float] = {}  # start of the current outage, by its time-out
         pause = 0.05
         while True:
             give_up_after, wait = self._give_up_s, pause
@@ -60,9 +69,9 @@ class HttpClient:
                     give_up_after, wait = self._busy_give_up_s, _retry_after(response, pause)
             except httpx.TransportError as error:
                 reason = str(error) or type(error).__name__
-            # From the first failure: a call may have been under way for minutes before it.
-            since = failing_since.setdefault(give_up_after, time.monotonic())
-            if time.monotonic() + wait >= since + give_up_after:
+            # Counted from the first failure: the request before it may have taken minutes.
+            began = outage_began.setdefault(give_up_after, time.monotonic())
+            if time.monotonic() + wait >= began + give_up_after:
                 raise ServiceUnavailable(
                     f"the {self.service} at {self.url} does not answer ({reason}); see its log, "
                     "then continue with `bapo run --resume`"
@@ -84,6 +93,6 @@ class HttpClient:
 
 
 def _retry_after(response: httpx.Response, default: float) -> float:
-    """Seconds that the service asks us to wait; the other form, a date, is not one of ours."""
+    """Returns the seconds of Retry-After. Our services never send its other form, a date."""
     value = response.headers.get("retry-after", "")
     return float(value) if value.isdecimal() else default

@@ -1,4 +1,4 @@
-"""Keys of the object store: where each kind of object is, for every reader and every writer."""
+"""Keys and prefixes of all kinds of objects in the object store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 MODEL_SCHEME = "store://"
 """Names a model in the object store: `store://<prefix>#<digest of the manifest>`."""
 DIAGNOSTICS = re.compile(r"runs/[^/]+/(failures|profiles)/")
-"""Matches objects for people: they have no row, and are deleted with their run."""
+"""Matches objects without a row, which people read; they are deleted with their run."""
 
 
 def run_prefix(run: str) -> str:

@@ -12,7 +12,7 @@ from pythonjsonlogger.json import JsonFormatter
 
 
 class _Formatter(JsonFormatter):
-    """Adds the fields that every line has; fields passed as `extra=` follow them."""
+    """Writes the fields that every line has, then those passed as `extra=`."""
 
     def __init__(self, component: str, run: str | None) -> None:
         super().__init__("%(message)s", rename_fields={"exc_info": "exception"})
@@ -34,8 +34,8 @@ class _Formatter(JsonFormatter):
 def configure_logs(component: str, *, run: str | None = None, level: int = logging.INFO) -> None:
     """Sends the logs of this process to standard error, as JSON lines.
 
-    Each line names `component` and `run`; the run defaults to the variable `BAPO_RUN`, which every
-    process that works for one run has.
+    Each line names `component` and `run`; the run defaults to the variable `BAPO_RUN`, which is
+    set for every process that works for one run.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Formatter(component, run or os.environ.get("BAPO_RUN")))

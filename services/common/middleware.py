@@ -1,4 +1,4 @@
-"""What every request passes on its way in and out: a limit on its body, an ETag on its answer."""
+"""ASGI middleware: limits the size of request bodies, and adds ETags to responses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class BodyLimit:
-    """413 for a body above `limit_of(path)` bytes, whether its length was announced or not."""
+    """Answers 413 to a body above `limit_of(path)` bytes, with or without a declared length."""
 
     def __init__(self, app: ASGIApp, limit_of: Callable[[str], int]) -> None:
         self._app, self._limit_of = app, limit_of
@@ -35,7 +35,7 @@ class BodyLimit:
 
 
 class EntityTags:
-    """An ETag on every JSON answer to a GET; 304 without a body where the client has it already."""
+    """Adds an ETag to every JSON response to a GET; answers 304 if the client has the same."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -44,15 +44,15 @@ class EntityTags:
         if scope["type"] != "http" or scope["method"] != "GET":
             await self._app(scope, receive, send)
             return
-        known = dict(scope["headers"]).get(b"if-none-match", b"").decode("latin-1")
-        await self._app(scope, receive, _Tagging(send, known))
+        client_tags = dict(scope["headers"]).get(b"if-none-match", b"").decode("latin-1")
+        await self._app(scope, receive, _Tagging(send, client_tags))
 
 
 class _Tagging:
-    """Holds a JSON answer back until its tag is known; lets others pass as they come."""
+    """Buffers a JSON response until its tag is known; passes other responses on as they come."""
 
-    def __init__(self, send: Send, known: str) -> None:
-        self._send, self._known = send, known
+    def __init__(self, send: Send, client_tags: str) -> None:
+        self._send, self._client_tags = send, client_tags
         self._start: Message | None = None
         self._body = bytearray()
 
@@ -69,7 +69,7 @@ class _Tagging:
     async def _finish(self, start: Message) -> None:
         tag = f'"{hashlib.sha256(self._body).hexdigest()[:32]}"'
         headers = [*start["headers"], (b"etag", tag.encode())]
-        if tag in (each.strip().removeprefix("W/") for each in self._known.split(",")):
+        if tag in (value.strip().removeprefix("W/") for value in self._client_tags.split(",")):
             headers = [pair for pair in headers if not pair[0].startswith(b"content-")]
             await self._send({**start, "status": 304, "headers": headers})
             await self._send({"type": "http.response.body", "body": b""})

@@ -1,7 +1,7 @@
-"""The object store: bytes and directories, always with their SHA-256.
+"""Client of the object store: stores bytes and directories, and checks their SHA-256 on reading.
 
-A directory is written shards first, then `manifest.json` with the digest of every file; the
-digest of the manifest names the whole. Readers check every digest.
+A directory is written files first, then `manifest.json` with the digest of every file, so that
+the digest of the manifest identifies the whole directory. Readers check every digest.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ Result = TypeVar("Result")
 
 MANIFEST = "manifest.json"
 LARGEST_PART = 256 << 20
+"""Bytes up to which an object is sent in one request; several requests halve the throughput."""
 FILE_PART = 64 << 20
-"""Files are sent in parts of this size, so that no more of them is in memory."""
+"""Bytes of one part of a file, which bounds what is held in memory."""
 RETRIES = 10
-"""With their pauses 45 seconds: a server that is moved to another machine is back by then."""
+"""Retries of a request. With their pauses they take 45 seconds, within which a server that moves to
+another machine answers again."""
 REPEATS = 2
-"""Of a transfer whose connection broke in the middle, where repeating a request is not enough."""
+"""Repetitions of a transfer whose connection breaks in mid-body, which retries do not cover."""
 TRANSFERS = 4
-"""Files of a directory under way at a time."""
+"""Files of a directory that are transferred at the same time."""
 
 
 class ObjectStoreError(BapoError):
@@ -45,11 +47,13 @@ class ObjectStoreError(BapoError):
 
 
 class BinarySource(Protocol):
+    """A source of bytes, such as an open file."""
+
     def read(self, size: int, /) -> bytes: ...
 
 
 class Content(Protocol):
-    """Bytes to store; they may be read more than once."""
+    """Bytes to store. `open` may be called several times, because a transfer may be repeated."""
 
     @property
     def size(self) -> int: ...
@@ -59,6 +63,8 @@ class Content(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FileContent:
+    """The bytes of a file."""
+
     path: Path
 
     @property
@@ -71,6 +77,8 @@ class FileContent:
 
 @dataclass(frozen=True, slots=True)
 class BytesContent:
+    """Bytes in memory."""
+
     data: bytes
 
     @property
@@ -83,8 +91,11 @@ class BytesContent:
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
+    """An entry of a listing."""
+
     key: str
     modified: datetime
+    """Time of the last write, by the server's clock."""
 
 
 class ObjectStoreUnavailable(ObjectStoreError, TransientError):
@@ -92,6 +103,7 @@ class ObjectStoreUnavailable(ObjectStoreError, TransientError):
 
 
 def digest_of(data: bytes) -> str:
+    """Returns the SHA-256 of `data`, 64 hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -103,7 +115,7 @@ def _damaged(where: str, digest: str) -> ObjectStoreError:
 
 
 class CheckedStream(io.RawIOBase):
-    """Bytes on their way, hashed as they pass."""
+    """A readable stream that hashes its bytes as they are read."""
 
     def __init__(self, source: BinarySource, where: str, digest: str) -> None:
         self._source, self._where, self._digest = source, where, digest
@@ -119,7 +131,7 @@ class CheckedStream(io.RawIOBase):
         return len(data)
 
     def check(self) -> None:
-        """Reads what is left; `ObjectStoreError` unless all the bytes have the digest."""
+        """Reads the rest. Raises `ObjectStoreError` unless all bytes have the expected digest."""
         while self.read(1 << 20):
             continue
         if self._hash.hexdigest() != self._digest:
@@ -127,10 +139,17 @@ class CheckedStream(io.RawIOBase):
 
 
 class ObjectStore:
-    """One bucket of an S3 server."""
+    """Reads from and writes to one bucket of an S3 server.
+
+    Every method may raise `ObjectStoreUnavailable` when the server does not answer after all
+    retries, and `ObjectStoreError` when it refuses.
+    """
 
     def __init__(self, settings: ObjectStoreSettings, *, retries: int = RETRIES) -> None:
-        """`retries` of what may pass by itself: a server that is busy or restarting."""
+        """Makes a client; nothing is sent yet.
+
+        retries: how often a request is retried while the server is busy or does not answer.
+        """
         self.settings = settings
         self._repeats = min(REPEATS, retries)
         url = urlsplit(settings.endpoint)
@@ -149,65 +168,66 @@ class ObjectStore:
             ),
         )
 
-    def _failed(self, doing: str, key: str, error: Exception) -> ObjectStoreError:
+    def _failure(self, action: str, key: str, error: Exception) -> ObjectStoreError:
         code = getattr(error, "code", None) or type(error).__name__
-        # A server that answers 500 however often has a reason, a full disk for example.
+        # A server that answers 500 to every retry has a lasting problem, such as a full disk.
         refused = isinstance(error, MinioException) or isinstance(
             getattr(error, "reason", None), urllib3.exceptions.ResponseError
         )
         return (ObjectStoreError if refused else ObjectStoreUnavailable)(
-            f"object store {self.settings.endpoint}: cannot {doing} "
+            f"object store {self.settings.endpoint}: cannot {action} "
             f"{self.settings.bucket}/{key}: {code}; check that it runs, has space, and accepts "
             "the credentials"
         )
 
-    def _repeated(self, transfer: Callable[[], Result]) -> Result:
+    def _repeat(self, transfer: Callable[[], Result]) -> Result:
+        """Repeats a transfer whose connection breaks in mid-body."""
         for _ in range(self._repeats):
             try:
                 return transfer()
             except ObjectStoreUnavailable as error:
                 if isinstance(error.__cause__, urllib3.exceptions.MaxRetryError):
-                    raise  # it has waited long enough
+                    raise  # its own retries have taken long enough
         return transfer()
 
     def check(self) -> None:
-        """`ObjectStoreError` unless the bucket can be reached now."""
+        """Raises `ObjectStoreError` unless the bucket exists and the server answers."""
         try:
-            found = self._client.bucket_exists(bucket_name=self.settings.bucket)
+            exists = self._client.bucket_exists(bucket_name=self.settings.bucket)
         except (MinioException, urllib3.exceptions.HTTPError) as error:
-            raise self._failed("reach", "", error) from error
-        if not found:
+            raise self._failure("reach", "", error) from error
+        if not exists:
             raise ObjectStoreError(
                 f"object store {self.settings.endpoint}: there is no bucket {self.settings.bucket}"
             )
 
     def ensure_bucket(self) -> None:
+        """Creates the bucket unless it exists."""
         try:
             if not self._client.bucket_exists(bucket_name=self.settings.bucket):
                 self._client.make_bucket(bucket_name=self.settings.bucket)
         except S3Error as error:
             if error.code != "BucketAlreadyOwnedByYou":
-                raise self._failed("create", "", error) from error
+                raise self._failure("create", "", error) from error
         except (MinioException, urllib3.exceptions.HTTPError) as error:
-            raise self._failed("create", "", error) from error
+            raise self._failure("create", "", error) from error
 
     def put(self, key: str, data: bytes) -> None:
-        """Stores `data`."""
+        """Stores `data` under `key`, replacing what is there."""
         try:
             self._client.put_object(
                 bucket_name=self.settings.bucket,
                 object_name=key,
                 data=io.BytesIO(data),
                 length=len(data),
-                # One request up to this size; several make it half as fast.
                 part_size=LARGEST_PART,
             )
         except (MinioException, urllib3.exceptions.HTTPError) as error:
-            raise self._failed("write", key, error) from error
+            raise self._failure("write", key, error) from error
 
     def get(self, key: str, digest: str) -> bytes:
-        """The bytes of `key`; an error unless their digest is `digest`."""
-        data = self._repeated(lambda: self._get(key))
+        """Returns the bytes of `key`. Raises `ObjectStoreError` if they do not have `digest`."""
+        data = self._repeat(lambda: self._get(key))
         if digest_of(data) != digest:
             raise _damaged(f"{self.settings.bucket}/{key}", digest)
         return data
@@ -221,15 +241,15 @@ class ObjectStore:
                 response.close()
                 response.release_conn()
         except (MinioException, urllib3.exceptions.HTTPError) as error:
-            raise self._failed("read", key, error) from error
+            raise self._failure("read", key, error) from error
 
     @contextmanager
     def stream(self, key: str, digest: str) -> Iterator[CheckedStream]:
-        """A file of the bytes of `key`, read as they come; its `check` says if they were right."""
+        """Opens `key` as a stream. Only its `check`, called after reading, verifies the digest."""
         try:
             response = self._client.get_object(bucket_name=self.settings.bucket, object_name=key)
         except (MinioException, urllib3.exceptions.HTTPError) as error:
-            raise self._failed("read", key, error) from error
+            raise self._failure("read", key, error) from error
         try:
             yield CheckedStream(response, f"{self.settings.bucket}/{key}", digest)
         finally:
@@ -237,42 +257,44 @@ class ObjectStore:
             response.release_conn()
 
     def keys(self, prefix: str) -> list[str]:
+        """Returns every key that begins with `prefix`."""
         return [item.key for item in self.listing(prefix)]
 
     def listing(self, prefix: str) -> list[StoredObject]:
-        """Every object whose key begins with `prefix`."""
+        """Returns every object whose key begins with `prefix`."""
         try:
-            found = self._client.list_objects(
+            objects = self._client.list_objects(
                 bucket_name=self.settings.bucket, prefix=prefix, recursive=True
             )
             return [
                 StoredObject(str(item.object_name), item.last_modified)
-                for item in found
+                for item in objects
                 if not item.is_dir
             ]
         except (MinioException, urllib3.exceptions.HTTPError) as error:
-            raise self._failed("list", prefix, error) from error
+            raise self._failure("list", prefix, error) from error
 
     def delete(self, keys: Iterable[str]) -> None:
-        doomed = [DeleteObject(key) for key in keys]
+        """Deletes objects; keys without an object are ignored."""
+        objects = [DeleteObject(key) for key in keys]
         try:
             errors = list(
                 self._client.remove_objects(
-                    bucket_name=self.settings.bucket, delete_object_list=doomed
+                    bucket_name=self.settings.bucket, delete_object_list=objects
                 )
             )
         except (MinioException, urllib3.exceptions.HTTPError) as error:
-            raise self._failed("delete", "...", error) from error
+            raise self._failure("delete", "...", error) from error
         if errors:
             raise ObjectStoreError(f"object store: cannot delete {errors[0].name}: {errors[0]}")
 
     def put_content(self, key: str, content: Content) -> str:
-        """Stores what is read from `content` as it is sent; returns the digest of it."""
-        return self._repeated(lambda: self._put_content(key, content))
+        """Stores `content`, reading it as it is sent. Returns its SHA-256."""
+        return self._repeat(lambda: self._put_content(key, content))
 
     def _put_content(self, key: str, content: Content) -> str:
         with content.open() as opened:
-            source = _Hashing(opened)
+            source = _HashingSource(opened)
             try:
                 self._client.put_object(
                     bucket_name=self.settings.bucket,
@@ -282,16 +304,16 @@ class ObjectStore:
                     part_size=FILE_PART,
                 )
             except (MinioException, urllib3.exceptions.HTTPError) as error:
-                raise self._failed("write", key, error) from error
+                raise self._failure("write", key, error) from error
         return source.hash.hexdigest()
 
     def get_file(self, key: str, digest: str, target: Path) -> None:
-        """Fetches `key` into `target`, which then is whole and has the digest.
+        """Fetches `key` into the file `target`. Raises `ObjectStoreError` for another digest.
 
-        A target that is right already is left alone. What an interrupted fetch has left beside it
-        is continued, not fetched again.
+        A target that has the digest already is left as it is. An interrupted fetch is continued
+        from its partial file.
         """
-        self._repeated(lambda: self._get_file(key, digest, target))
+        self._repeat(lambda: self._get_file(key, digest, target))
 
     def _get_file(self, key: str, digest: str, target: Path) -> None:
         if target.exists():
@@ -306,17 +328,17 @@ class ObjectStore:
             try:
                 self._append(key, file, hashed)
             except (MinioException, urllib3.exceptions.HTTPError) as error:
-                raise self._failed("read", key, error) from error
+                raise self._failure("read", key, error) from error
         if hashed.hexdigest() != digest:
             partial.unlink()
             raise _damaged(f"{self.settings.bucket}/{key}", digest)
         partial.rename(target)
 
     def _append(self, key: str, file: BinaryIO, hashed: hashlib._Hash) -> None:
-        """The bytes of `key` that `file` does not have yet."""
+        """Appends to `file` the bytes of `key` that it does not have yet."""
         offset = file.tell()
         if offset and offset >= (self._size(key) or 0):
-            return  # all there; or too much, which the digest tells
+            return  # complete, or too long, which the digest shows
         response = self._client.get_object(
             bucket_name=self.settings.bucket, object_name=key, offset=offset
         )
@@ -332,15 +354,15 @@ class ObjectStore:
         return self._client.stat_object(bucket_name=self.settings.bucket, object_name=key).size
 
     def put_directory(self, prefix: str, directory: Path) -> str:
-        """Stores every file of `directory` under `prefix`, manifest last; returns its digest."""
+        """Stores every file of `directory` under `prefix`. Returns the digest of the manifest."""
         return self.put_files(prefix, files_of(directory))
 
     def put_files(self, prefix: str, files: Mapping[str, Content]) -> str:
-        """Stores a directory of these files (name → content); returns its manifest's digest."""
+        """Stores files by name under `prefix`, the manifest last. Returns the manifest's digest."""
         return self.put_manifest(prefix, self.put_contents(prefix, files))
 
     def put_contents(self, prefix: str, files: Mapping[str, Content]) -> dict[str, str]:
-        """Stores files that a manifest is to name; returns their digests."""
+        """Stores files by name under `prefix`, without a manifest. Returns the digests by name."""
         names = sorted(files)
         with ThreadPoolExecutor(TRANSFERS) as pool:
             keys = [f"{prefix}/{name}" for name in names]
@@ -348,7 +370,10 @@ class ObjectStore:
             return dict(zip(names, digests, strict=True))
 
     def put_manifest(self, prefix: str, listing: Mapping[str, str]) -> str:
-        """Makes a directory of files that are there (name → digest); returns its own digest."""
+        """Writes the manifest of files that are stored already. Returns the digest of the manifest.
+
+        listing: digest of each file by name.
+        """
         manifest = json.dumps({"files": listing}, sort_keys=True).encode()
         self.put(f"{prefix}/{MANIFEST}", manifest)
         return digest_of(manifest)
@@ -359,24 +384,27 @@ class ObjectStore:
         digest: str,
         directory: Path,
         *,
-        wanted: Callable[[str], bool] = lambda _: True,
+        include: Callable[[str], bool] = lambda _: True,
     ) -> None:
-        """Fetches what `put_files` stored into `directory`, or those of its names that are
-        `wanted`, checking every digest."""
+        """Fetches the files that `put_files` stored into `directory`.
+
+        digest: digest of the manifest. include: selects files by name.
+        Raises `ObjectStoreError` for a file or a manifest with another digest.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         files = json.loads(self.get(f"{prefix}/{MANIFEST}", digest))["files"]
         with ThreadPoolExecutor(TRANSFERS) as pool:
-            fetched = [
+            transfers = [
                 pool.submit(self.get_file, f"{prefix}/{name}", file_digest, directory / name)
                 for name, file_digest in files.items()
-                if wanted(name)
+                if include(name)
             ]
-            for each in fetched:
-                each.result()
+            for transfer in transfers:
+                transfer.result()
 
 
 def files_of(directory: Path) -> dict[str, Content]:
-    """Every file below `directory`, by its path there."""
+    """Returns every file below `directory`, by its path relative to it."""
     paths = [path for path in directory.rglob("*") if path.is_file()]
     return {str(path.relative_to(directory)): FileContent(path) for path in paths}
 
@@ -386,8 +414,8 @@ def _file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-class _Hashing:
-    """Bytes that are hashed as they are read."""
+class _HashingSource:
+    """Hashes the bytes of a source as they are read."""
 
     def __init__(self, source: BinarySource) -> None:
         self._source = source

@@ -1,4 +1,4 @@
-"""What every process does at its edges: start children, end with its parent, explain a failure."""
+"""Child processes, exit codes and signals of all processes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def end_with_parent() -> None:
 def python_command(module: str, *arguments: str) -> list[str]:
     """Returns the command that runs one of this project's modules in this interpreter.
 
-    `-P` keeps the working directory off the import path: a `services` package that happens to lie
-    there must not shadow ours.
+    `-P` keeps the working directory off the import path: a `services` package in it must not
+    shadow ours.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
 

@@ -9,7 +9,7 @@ from services.common.settings import ServerSettings
 
 
 def serve(app: FastAPI, settings: ServerSettings) -> None:
-    """Serves `app` until the process is terminated; requests in progress are finished."""
+    """Serves `app` until the process is terminated; open requests get 5 seconds to finish."""
     uvicorn.run(
         app,
         host=settings.host,

@@ -8,7 +8,7 @@ no log and no traceback shows them. `docs/environment.md` is generated from thes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
@@ -50,6 +50,7 @@ class ObjectStoreSettings(BaseModel):
     """Address, bucket and credentials of the object store."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+    is_settings_group: ClassVar[bool] = True
 
     endpoint: str
     """Address of the S3 API, `http://host:port` or `https://host:port`."""
@@ -106,11 +107,12 @@ def variables(model: type[BaseModel], prefix: str = PREFIX) -> Iterator[tuple[st
 
 
 def _is_group(annotation: Any) -> bool:
-    """Whether a field is a group of variables, as `s3` is, and not one variable that holds JSON."""
-    return annotation is ObjectStoreSettings or getattr(annotation, "is_settings_group", False)
+    """Returns whether a field is a group of variables, as `s3` is, and not one variable."""
+    return bool(getattr(annotation, "is_settings_group", False))
 
 
 def _problems(model: type[Settings], error: ValidationError) -> Iterator[str]:
+    """Yields one message for each variable that is missing or invalid, without secret values."""
     for problem in error.errors():
         names = [str(part) for part in problem["loc"]]
         field = model.model_fields.get(names[0]) if names else None
@@ -118,8 +120,10 @@ def _problems(model: type[Settings], error: ValidationError) -> Iterator[str]:
             missing = [PREFIX + "_".join(names).upper()]
             if len(names) == 1 and field is not None and _is_group(field.annotation):
                 group: Any = field.annotation
-                required = [name for name, each in group.model_fields.items() if each.is_required()]
-                missing = [f"{PREFIX}{names[0]}_{name}".upper() for name in required]
+                required = [
+                    key for key, member in group.model_fields.items() if member.is_required()
+                ]
+                missing = [f"{PREFIX}{names[0]}_{key}".upper() for key in required]
             yield from (f"{name} is not set" for name in missing)
         else:
             message = problem["msg"][0].lower() + problem["msg"][1:]

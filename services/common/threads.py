@@ -1,4 +1,4 @@
-"""Calls that wait, from asynchronous code."""
+"""Blocking calls from asynchronous code."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 Result = TypeVar("Result")
-Given = ParamSpec("Given")
+Parameters = ParamSpec("Parameters")
 
 
 async def run_detached(
-    function: Callable[Given, Result], *given: Given.args, **more: Given.kwargs
+    function: Callable[Parameters, Result],
+    *arguments: Parameters.args,
+    **keywords: Parameters.kwargs,
 ) -> Result:
-    """As `asyncio.to_thread`, for calls that wait for long and change nothing.
+    """Runs a blocking call in a daemon thread and returns its result, or raises its exception.
 
-    Whoever is cancelled meanwhile, or the process that ends, does not wait for the call to return.
+    For calls that wait for long and change nothing: neither a cancellation of the caller nor the
+    end of the process waits for the call to return. The threads of `asyncio.to_thread` are joined
+    at exit, and so are those of `anyio.to_thread.run_sync(..., abandon_on_cancel=True)`.
     """
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[Result] = loop.create_future()
@@ -33,10 +37,10 @@ async def run_detached(
     def work() -> None:
         result, failure = None, None
         try:
-            result = function(*given, **more)
-        except Exception as error:  # noqa: BLE001 - whoever awaits gets it
+            result = function(*arguments, **keywords)
+        except Exception as error:  # noqa: BLE001 - raised to the caller
             failure = error
-        with suppress(RuntimeError):  # the loop has closed: nobody awaits any more
+        with suppress(RuntimeError):  # the loop has closed, so the caller has ended
             loop.call_soon_threadsafe(settle, result, failure)
 
     threading.Thread(target=work, daemon=True).start()

@@ -18,7 +18,6 @@ from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import RunState
-from services.common.errors import ServiceError, ServiceUnavailable
 from services.exporters.metrics import ENDED, LOOK_EVERY_S, Place, new_points
 
 if TYPE_CHECKING:
@@ -66,7 +65,7 @@ class MlflowRun:
         if found:
             return found[0].info.run_id, found[0].data.tags
         made = client.create_run(place, tags={_RUN: mark}, run_name=state.name)
-        _write_parameters(client, made.info.run_id, state.config)
+        _write_parameters(client, made.info.run_id, state.config.model_dump(mode="json"))
         return made.info.run_id, {}
 
     def write(self) -> str:
@@ -105,7 +104,7 @@ class MlflowRun:
         while status not in ENDED and not stopped.wait(LOOK_EVERY_S):
             try:
                 status = self.write()
-            except (BapoError, ServiceError, ServiceUnavailable) as error:
+            except BapoError as error:
                 log.warning("metrics are not in MLflow yet: %s", error)
 
 
@@ -140,7 +139,7 @@ def bring_up_to_date(config: RunConfig, buffer: BufferClient) -> None:
         return
     try:
         MlflowRun(settings.tracking_uri, settings.experiment, buffer).write()
-    except (BapoError, ServiceError, ServiceUnavailable) as error:
+    except BapoError as error:
         log.warning("`bapo metrics %s --mlflow` writes what is missing: %s", buffer.run, error)
 
 

@@ -45,7 +45,7 @@ def fetch_model(path: str, store: ObjectStore, directory: Path, *, weights: bool
     if not digest:
         raise BapoError(f"model.path {path!r}: expected store://models/<content>#<digest>")
     store.get_directory(
-        prefix, digest, directory, wanted=lambda name: weights or not name.endswith(WEIGHTS)
+        prefix, digest, directory, include=lambda name: weights or not name.endswith(WEIGHTS)
     )
     return directory
 

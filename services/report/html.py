@@ -80,7 +80,7 @@ def write_report(history: RunHistory, summary: dict[str, Any], path: Path) -> No
         tiles(_headline(summary)),
         f'<div class="charts">{"".join(_figures(history, summary))}</div>',
         "<details><summary>Configuration</summary><pre>",
-        html.escape(yaml.safe_dump(history.state.config, sort_keys=False)),
+        html.escape(yaml.safe_dump(history.config.model_dump(mode="json"), sort_keys=False)),
         "</pre></details>",
     ]
     path.write_text(page(f"{name}: bapo report", "".join(body)), encoding="utf-8")

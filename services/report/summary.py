@@ -49,19 +49,18 @@ def read_history(buffer: BufferClient) -> RunHistory:
             f"run {state.name!r} has committed {len(steps)} steps and finished "
             f"{len(evaluations)} evaluations; a report needs one of each"
         )
-    config = RunConfig.model_validate(state.config)
     versions = [evaluation.version for evaluation in evaluations]
     migrations = [buffer.evaluation_migration(versions[0], version) for version in versions]
     return RunHistory(
         state=state,
-        config=config,
+        config=state.config,
         steps=steps,
         evaluations=evaluations,
         migration=migrations[-1],
         unlocked_over_time=[migration.unlocked_fraction for migration in migrations],
         difficulty_bins=buffer.difficulty_bins().bins,
         unlocked_training_prompts=_unlocked(buffer),
-        windows=read_windows(buffer, config, steps[-1].step),
+        windows=read_windows(buffer, state.config, steps[-1].step),
     )
 
 

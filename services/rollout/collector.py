@@ -330,7 +330,7 @@ def main() -> None:
 
     def make(state: wire.RunState, buffer: BufferClient, settings: CollectorSettings) -> Collector:
         token = settings.token.get_secret_value()
-        config = RunConfig.model_validate(state.config)
+        config = state.config
         return Collector(
             config,
             buffer,

@@ -14,7 +14,6 @@ import httpx
 from bapo_core.errors import BapoError
 from services.buffer.api import wire as buffer_wire
 from services.buffer.api.client import LONG_POLL_S, BufferClient
-from services.common.errors import ServiceUnavailable
 from services.common.threads import run_detached
 from services.rollout.api.wire import GeneratedGroup, GenerateRequest
 from services.rollout.client import ReplicaClient, ReplicaFailed
@@ -220,7 +219,7 @@ class Fleet:
                 views = await run_detached(
                     self._buffer.replicas, serving=awaited, wait=LONG_POLL_S if awaited else 0.0
                 )
-            except (ServiceUnavailable, BapoError) as error:
+            except BapoError as error:
                 log.warning("%s", error)
                 await asyncio.sleep(LOOK_EVERY_S)
                 continue

@@ -19,7 +19,7 @@ from bapo_core.errors import BapoError
 from services.buffer.api.client import LONG_POLL_S, BufferClient
 from services.buffer.api.spans import SpanRecorder
 from services.buffer.api.wire import ReplicaReport, ReplicaState, StoredVersion, TargetWeights
-from services.common.errors import ServiceError, ServiceUnavailable
+from services.common.errors import ServiceCallError
 from services.common.threads import run_detached
 from services.rollout.api.wire import GeneratedGroup, GenerateRequest
 from services.rollout.driver import EngineDriver, EngineLost
@@ -144,8 +144,8 @@ class Replica:
         tag = ""
         while True:
             try:
-                wanted = await run_detached(self._buffer.wanted, tag, wait=LONG_POLL_S)
-            except (ServiceError, ServiceUnavailable) as error:
+                wanted = await run_detached(self._buffer.target_weights, tag, wait=LONG_POLL_S)
+            except ServiceCallError as error:
                 # It serves what it served; nothing is wrong with the replica itself.
                 log.warning("%s", error)
                 await asyncio.sleep(FIRST_RETRY_S)
@@ -270,7 +270,7 @@ class Replica:
             try:
                 await asyncio.to_thread(self._buffer.report_replica, self._name, self.report())
                 await asyncio.to_thread(self._spans.flush)
-            except (ServiceError, ServiceUnavailable) as error:
+            except ServiceCallError as error:
                 log.warning("%s", error)
             with suppress(TimeoutError):
                 async with asyncio.timeout(REPORT_EVERY_S):

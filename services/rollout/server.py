@@ -192,7 +192,7 @@ def main() -> None:
         settings = ReplicaSettings.load()
         token, scratch = settings.token.get_secret_value(), settings.scratch
         buffer = BufferClient(settings.buffer_url, token, run=settings.run)
-        config = RunConfig.model_validate(buffer.run_state().config)
+        config = buffer.run_state().config
         scratch.mkdir(parents=True, exist_ok=True)
         driver = make_driver(config, scratch, settings.vllm)
         offers = Offers() if config.sync.transport == "nccl" else None

@@ -262,7 +262,7 @@ def memory_explained() -> Iterator[None]:
 
 def config_of(buffer: BufferClient, override: str | None) -> RunConfig:
     """The run's; how it is computed here may be said anew each time (`BAPO_TRAINER`, as JSON)."""
-    config = RunConfig.model_validate(buffer.run_state().config)
+    config = buffer.run_state().config
     if override is None:
         return config
     return config.model_copy(update={"trainer": TrainerConfig.model_validate_json(override)})

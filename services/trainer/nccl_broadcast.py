@@ -18,7 +18,7 @@ from torch import Tensor
 
 from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import ReplicaView
-from services.common.errors import ServiceError, ServiceUnavailable
+from services.common.errors import ServiceCallError, ServiceError
 from services.common.http import HttpClient
 from services.rollout.api.offers import STANDS_S, OfferTaken, Parameter, WeightOffer
 from services.trainer.nccl import DATA_TYPES, NcclError
@@ -121,7 +121,7 @@ class _Send(threading.Thread):
         version, name = self._offer.policy_version, self.replica.name
         try:
             receivers = self._make_offer()
-        except (ServiceError, ServiceUnavailable) as error:
+        except ServiceCallError as error:
             log.info("replica %s takes version %d's files: %s", name, version, error)
             # Whoever has not answered may have joined: that group's id is used up.
             self.outcome = "refused" if isinstance(error, ServiceError) else "failed"

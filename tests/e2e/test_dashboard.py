@@ -384,7 +384,7 @@ def test_why_a_prompt_is_in_a_batch(stack: Endpoints, play: Play, page: Page) ->
 
 @pytest.mark.parametrize("buffer", ["hard", "high_quality"])
 def test_a_buffer_as_of_a_step(
-    stack: Endpoints, play: Play, page: Page, buffer: wire.Buffer
+    stack: Endpoints, play: Play, page: Page, buffer: wire.BufferName
 ) -> None:
     visit(page, stack, f"/runs/dashboard/buffers?buffer={buffer}")
     contents = page.locator("section", has_text="in the order of admission")

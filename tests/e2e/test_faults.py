@@ -22,7 +22,7 @@ import pytest
 from bapo_core.config import RunConfig, config_from
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
-from services.common.errors import ServiceError, ServiceUnavailable
+from services.common.errors import ServiceCallError, ServiceUnavailable
 from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.datasets import load_datasets
 from services.stack.supervisor import free_ports
@@ -211,7 +211,7 @@ def run_through(
             if struck < faults:
                 try:
                     strike(cluster, rng)
-                except (ServiceError, ServiceUnavailable, ObjectStoreError):
+                except (ServiceCallError, ObjectStoreError):
                     continue  # this one found nothing to strike
                 struck += 1
     finally:

@@ -1,4 +1,4 @@
-"""docs/operations.md, "Backup and restore", done by the letter: the same answers come back."""
+"""A backup restored as docs/operations.md describes gives the same answers."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def test_a_restored_backup_gives_the_same_answers(stack: Endpoints, tmp_path: Pa
 
     binaries = _postgres_binaries()
     sockets = parse_qs(urlsplit(stack.database_url).query)["host"][0]
-    place = ["--host", sockets, "--username", "postgres"]
+    server = ["--host", sockets, "--username", "postgres"]
     dump = tmp_path / "bapo.dump"
     subprocess.run(
-        [binaries / "pg_dump", *place, "--format=custom", "--file", dump, "postgres"], check=True
+        [binaries / "pg_dump", *server, "--format=custom", "--file", dump, "postgres"], check=True
     )
     source = ObjectStore(stack.object_store)
     saved = tmp_path / "bucket"
@@ -50,11 +50,11 @@ def test_a_restored_backup_gives_the_same_answers(stack: Endpoints, tmp_path: Pa
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(source._client.get_object(bucket_name="bapo", object_name=key).read())
 
-    subprocess.run([binaries / "createdb", *place, "restored"], check=True)
+    subprocess.run([binaries / "createdb", *server, "restored"], check=True)
     subprocess.run(
-        [binaries / "pg_restore", *place, "--dbname=restored", "--no-owner", dump], check=True
+        [binaries / "pg_restore", *server, "--dbname=restored", "--no-owner", dump], check=True
     )
-    settings = dataclasses.replace(stack.object_store, bucket="restored")
+    settings = stack.object_store.model_copy(update={"bucket": "restored"})
     target = ObjectStore(settings)
     target.ensure_bucket()
     for path in saved.rglob("*.arrow"):
@@ -73,7 +73,7 @@ def test_a_restored_backup_gives_the_same_answers(stack: Endpoints, tmp_path: Pa
     }
     with Supervisor(tmp_path / "logs") as supervisor:
         supervisor.start_python("buffer", "services.buffer.main", environment)
-        supervisor.wait_until(lambda: ready(restored), "the restored service", seconds=60)
+        supervisor.wait_until(lambda: is_ready(restored), "the restored service", seconds=60)
         for question in QUESTIONS:
             assert answer(restored, question) == answer(stack, question), question
         group = driver.client.recorded_batch(3).members[0].group_id
@@ -83,7 +83,7 @@ def test_a_restored_backup_gives_the_same_answers(stack: Endpoints, tmp_path: Pa
         connection.execute("drop database restored with (force)")
 
 
-def ready(stack: Endpoints) -> bool:
+def is_ready(stack: Endpoints) -> bool:
     try:
         return httpx.get(f"{stack.buffer_url}/readyz", timeout=5).is_success
     except httpx.TransportError:
@@ -92,6 +92,6 @@ def ready(stack: Endpoints) -> bool:
 
 def answer(stack: Endpoints, question: str) -> object:
     url = f"{stack.buffer_url}/v1/runs/kept{question}"
-    found = httpx.get(url, headers={"Authorization": f"Bearer {stack.token}"})
-    assert found.status_code == 200, found.text
-    return found.json()
+    response = httpx.get(url, headers={"Authorization": f"Bearer {stack.token}"})
+    assert response.status_code == 200, response.text
+    return response.json()

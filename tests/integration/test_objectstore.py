@@ -1,4 +1,4 @@
-"""What the object store's client bears: connections that break while bytes are on their way."""
+"""The object store's client repeats transfers whose connection breaks in mid-body."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +15,11 @@ from services.stack.stack import Endpoints
 
 DATA = os.urandom(3 << 20)
 AFTER = 1 << 20
-"""Bytes of an answer that pass before the connection is cut."""
+"""Bytes of a response that are relayed before the connection is cut."""
 
 
 class CuttingRelay:
-    """Between a client and a server; cuts the first `cuts` connections in mid-answer."""
+    """Relays connections to a server, and cuts the first `cuts` of them in mid-response."""
 
     def __init__(self, target: tuple[str, int], cuts: int) -> None:
         self._target, self.cuts = target, cuts
@@ -38,17 +37,18 @@ class CuttingRelay:
             except OSError:
                 return
             server = socket.create_connection(self._target)
-            left = None
+            response_limit = None
             if self.cuts:
-                self.cuts, left = self.cuts - 1, AFTER
-            for source, sink, limit in ((client, server, None), (server, client, left)):
+                self.cuts, response_limit = self.cuts - 1, AFTER
+            for source, sink, limit in ((client, server, None), (server, client, response_limit)):
                 threading.Thread(target=_pump, args=(source, sink, limit), daemon=True).start()
 
 
-def _pump(source: socket.socket, sink: socket.socket, left: int | None) -> None:
+def _pump(source: socket.socket, sink: socket.socket, limit: int | None) -> None:
+    """Relays up to `limit` bytes, then closes both connections."""
     try:
         while data := source.recv(1 << 16):
-            if left is not None and (left := left - len(data)) < 0:
+            if limit is not None and (limit := limit - len(data)) < 0:
                 break
             sink.sendall(data)
     except OSError:
@@ -63,7 +63,7 @@ def _pump(source: socket.socket, sink: socket.socket, left: int | None) -> None:
 
 @pytest.fixture
 def store_behind_cuts(stack: Endpoints) -> Iterator[Callable[..., ObjectStore]]:
-    """Makes a client whose first connections are cut in mid-answer."""
+    """Makes clients whose first connections are cut in mid-response."""
     settings = stack.object_store
     host, port = settings.endpoint.removeprefix("http://").split(":")
 
@@ -72,7 +72,7 @@ def store_behind_cuts(stack: Endpoints) -> Iterator[Callable[..., ObjectStore]]:
     def make(cuts: int, **options: int) -> ObjectStore:
         relays.append(CuttingRelay((host, int(port)), cuts))
         endpoint = f"http://127.0.0.1:{relays[-1].port}"
-        return ObjectStore(replace(settings, endpoint=endpoint), **options)
+        return ObjectStore(settings.model_copy(update={"endpoint": endpoint}), **options)
 
     yield make
     for relay in relays:

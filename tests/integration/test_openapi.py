@@ -1,4 +1,4 @@
-"""The API keeps what its OpenAPI document promises, whatever is thrown at it."""
+"""The API conforms to its OpenAPI document, for valid and for invalid requests."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def raw_bytes(_: Any, value: Any) -> bytes:
 
 @pytest.fixture(scope="module")
 def driver(stack: Endpoints) -> Driver:
-    """A run with something to find."""
+    """A run with committed steps, so that queries return data."""
     driver = Driver(stack, small_config(RUN))
     for step in range(1, 5):
         driver.run_step(step)
@@ -47,11 +47,11 @@ def driver(stack: Endpoints) -> Driver:
 
 
 def fuzz(driver: Driver, *, examples: int) -> int:
-    """Throws so many requests at each operation; returns how many there were in all."""
+    """Sends `examples` random requests to each operation; returns how many were sent in all."""
     document = f"{driver.stack.buffer_url}/openapi.json"
     sent = 0
-    for found in schemathesis.openapi.from_url(document).get_all_operations():
-        operation = found.ok()
+    for result in schemathesis.openapi.from_url(document).get_all_operations():
+        operation = result.ok()
 
         @settings(
             max_examples=examples,
@@ -61,41 +61,44 @@ def fuzz(driver: Driver, *, examples: int) -> int:
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),
         )
-        @given(case=any_case(operation), aim=st.booleans())
-        def throw(case: Any, aim: bool) -> None:
+        @given(case=any_case(operation), existing=st.booleans())
+        def send(case: Any, existing: bool) -> None:
             nonlocal sent
-            aim_at(case, driver, really=aim)
+            make_harmless(case, driver, existing=existing)
             case.call_and_validate(
                 checks=CHECKS, headers={"Authorization": f"Bearer {driver.stack.token}"}
             )
             sent += 1
 
-        throw()
+        send()
     return sent
 
 
 def any_case(operation: Any) -> st.SearchStrategy[Any]:
-    """Requests that keep to the document, and where anything can be broken, some that do not."""
-    kept = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
-    takes_nothing = not (operation.path_parameters or operation.query or operation.body)
-    if takes_nothing:
-        return kept
-    return st.one_of(kept, operation.as_strategy(generation_mode=GenerationMode.NEGATIVE))
+    """Requests that conform to the document, and for operations with parameters also others."""
+    valid = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
+    has_no_input = not (operation.path_parameters or operation.query or operation.body)
+    if has_no_input:
+        return valid
+    return st.one_of(valid, operation.as_strategy(generation_mode=GenerationMode.NEGATIVE))
 
 
-def aim_at(case: Any, driver: Driver, *, really: bool) -> None:
-    """Half of the requests are about things that exist; none waits or locks the test out."""
+def make_harmless(case: Any, driver: Driver, *, existing: bool) -> None:
+    """Keeps a request from waiting and from revoking the test's own token.
+
+    existing: makes it address the run, its attempt and its steps.
+    """
     path, query = case.path_parameters or {}, case.query or {}
-    if really and "name" in path:
+    if existing and "name" in path:
         path["name"] = RUN
-    if really and case.headers and "X-Bapo-Attempt" in case.headers:
+    if existing and case.headers and "X-Bapo-Attempt" in case.headers:
         case.headers["X-Bapo-Attempt"] = str(driver.client.run_state().attempt)
-    if really and "step" in path:
+    if existing and "step" in path:
         path["step"] = 1 + int(path["step"]) % 6 if str(path["step"]).isdigit() else 5
     if "wait" in query:
         query["wait"] = 0
     if case.method.upper() == "DELETE" and "token_id" in path:
-        # The first is the one that this test itself uses.
+        # The first token is the one that this test uses.
         with suppress(ValueError, OverflowError):
             path["token_id"] = int(float(path["token_id"])) + 1000
 

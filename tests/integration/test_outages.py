@@ -1,4 +1,4 @@
-"""Parts of the stack are killed at any moment: nothing acknowledged is lost, nothing is torn."""
+"""Processes of the stack are killed at any moment: no acknowledged write is lost or torn."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_an_outage_shows_and_calls_are_retried(breakable: Breakable, part: str, 
 
 
 FEWEST_STEPS = 10
-"""On a slow machine the kills may be over before a run has come far."""
+"""Steps to run at least: on a slow machine few of them end while processes are being killed."""
 
 
 def steps_under_fire(breakable: Breakable, name: str, *, kills: int, seed: int) -> None:
-    """A run goes on while parts are killed; in the end it is what an undisturbed run is."""
+    """Trains while processes are killed, and compares the run with an undisturbed one."""
     rng = random.Random(seed)
     config = small_config(name, steps=100_000)
     driver = Driver(breakable.endpoints, config)
@@ -59,7 +59,7 @@ def steps_under_fire(breakable: Breakable, name: str, *, kills: int, seed: int) 
         nonlocal done
         try:
             while not enough.is_set() or done < FEWEST_STEPS:
-                # Under fire a call may find no quiet moment for as long as clients try.
+                # A call may meet one outage after another for as long as its client repeats it.
                 with suppress(ServiceUnavailable):
                     driver.run_step(done + 1)
                     done += 1
@@ -71,7 +71,7 @@ def steps_under_fire(breakable: Breakable, name: str, *, kills: int, seed: int) 
     worker.start()
     try:
         for _ in range(kills):
-            # However long: the moment of the kill is meant to be any moment of a step.
+            # Random, so that a kill may meet any moment of a step.
             enough.wait(rng.uniform(0.02, 0.6))
             part = rng.choice(PARTS)
             breakable.kill(part)
@@ -92,7 +92,7 @@ def steps_under_fire(breakable: Breakable, name: str, *, kills: int, seed: int) 
 
 
 def check_objects(driver: Driver) -> None:
-    """Every row has its whole object; every object without a row is found as garbage."""
+    """Checks that every row has its whole object, and that objects without a row are garbage."""
     store = ObjectStore(driver.stack.object_store)
     url = driver.stack.database_url.replace("postgresql+psycopg", "postgresql")
     with psycopg.connect(url) as connection:

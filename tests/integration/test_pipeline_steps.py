@@ -96,7 +96,7 @@ def train(around: Surroundings, backend: Scripted, **options: Any) -> None:
 def test_a_run_is_opened_once_and_only_as_it_is(around: Surroundings, small_model: Any) -> None:
     assert opened(around, small_model) == [2, 6]
     created = around.buffer.run_state()
-    assert created.config["model"]["path"].startswith("store://models/")
+    assert created.config.model.path.startswith("store://models/")
     assert opened(around, small_model) == [2, 6]
     assert opened(around, small_model, "trainer.processes=2") == [2, 6], "where, not what"
     alone = steps.open_run(around, steps.prepare(around, CONFIG, f"model.path={small_model}"), 100)
@@ -181,9 +181,9 @@ def test_a_run_goes_on_with_the_model_that_it_began_with(
 ) -> None:
     """What a name stands for may be something else by now."""
     opened(around, small_model)
-    model = around.buffer.run_state().config["model"]["path"]
+    model = around.buffer.run_state().config.model.path
     assert opened(around, tmp_path / "another") == [2, 6]
-    assert around.buffer.run_state().config["model"]["path"] == model
+    assert around.buffer.run_state().config.model.path == model
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -226,7 +226,7 @@ def test_a_prompts_history(account: Account) -> None:
         account.client.prompt_history("nobody")
 
 
-def _holds(account: Account, buffer: wire.Buffer, step: int, uid: str) -> bool:
+def _holds(account: Account, buffer: wire.BufferName, step: int, uid: str) -> bool:
     return uid in {item.prompt_uid for item in account.client.buffer(buffer, step)}
 
 
@@ -262,7 +262,7 @@ def test_a_step_without_a_batch_has_no_decision(account: Account) -> None:
 
 
 @pytest.mark.parametrize("buffer", ["hard", "high_quality"])
-def test_events_tell_the_contents_of_every_step(account: Account, buffer: wire.Buffer) -> None:
+def test_events_tell_the_contents_of_every_step(account: Account, buffer: wire.BufferName) -> None:
     events: list[wire.BufferEvent] = []
     cursor: str | None = None
     while True:

@@ -1,8 +1,9 @@
-"""Who did what when: told once however often it is sent, and read back by steps of the trainer."""
+"""Spans are recorded once, however often they are sent, and read back by the trainer's steps."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import httpx
@@ -23,38 +24,37 @@ def driver(stack: Endpoints) -> Driver:
 
 
 MOMENT = time.monotonic()
-"""The value of `now`: one moment, so that the pauses between two calls do not count."""
+"""The present: one moment, so that the pauses between two calls do not count."""
 
 
-def note(
+def record(
     recorder: SpanRecorder, name: str, step: int, start: float, end: float, now: float
 ) -> None:
-    """Records a span between two moments of a time line whose `now` is `MOMENT`."""
+    """Records a span between two moments, in seconds of a timeline whose present is `now`."""
     recorder.record(name, step, MOMENT - (now - start))
     recorded = recorder._spans[-1]
-    moved = {field: getattr(recorded, field) for field in ("key", "name", "step", "started")}
-    recorder._spans[-1] = type(recorded)(**moved, ended=recorded.started + end - start)
+    recorder._spans[-1] = replace(recorded, ended=recorded.started + end - start)
 
 
-def test_the_trainers_idle_share_by_window(driver: Driver) -> None:
+def test_the_trainers_idle_share_by_sync_window(driver: Driver) -> None:
     trainer, collector, engine = (
         SpanRecorder(driver.client, component) for component in ("trainer", "collector", "engine-0")
     )
     now = 100.0
     for step, start in enumerate(range(0, 90, 10), start=1):
-        waits = 3.0 if step % 4 == 0 else 1.0
-        note(trainer, "wait", step, start, start + waits, now)
-        note(trainer, "update", step, start + waits, start + 10.0, now)
-    # The windows: 1-3, 4-7, 8-... which is not over.
-    note(collector, "fresh", 4, 30.5, 32.5, now)
-    note(collector, "reevaluation", 4, 30.6, 32.9, now)
-    note(collector, "fresh", 5, 32.6, 34.0, now)
-    note(engine, "generate", 4, 30.5, 34.0, now)
-    for each in (trainer, collector, engine):
-        each.flush()
-        each.flush()
+        wait = 3.0 if step % 4 == 0 else 1.0
+        record(trainer, "wait", step, start, start + wait, now)
+        record(trainer, "update", step, start + wait, start + 10.0, now)
+    # The sync windows: 1-3, 4-7, and 8-... which has not ended.
+    record(collector, "fresh", 4, 30.5, 32.5, now)
+    record(collector, "reevaluation", 4, 30.6, 32.9, now)
+    record(collector, "fresh", 5, 32.6, 34.0, now)
+    record(engine, "generate", 4, 30.5, 34.0, now)
+    for recorder in (trainer, collector, engine):
+        recorder.flush()
+        recorder.flush()
     windows = read_windows(driver.client, CONFIG, 9)
-    # The first has no rollouts of its own; nothing is said of what was not seen.
+    # The first has no rollouts of its own, and the last is incomplete: neither is reported.
     assert [window.steps for window in windows] == [range(4, 8)]
     (window,) = windows
     assert window.seconds == pytest.approx(40.0, abs=0.05)
@@ -67,23 +67,23 @@ def test_the_trainers_idle_share_by_window(driver: Driver) -> None:
     assert draw(lanes, [0.0, window.seconds]).startswith("<svg")
 
 
-def test_what_is_told_again_is_recorded_once(driver: Driver) -> None:
+def test_a_span_that_is_sent_again_is_recorded_once(driver: Driver) -> None:
     recorder = SpanRecorder(driver.client, "trainer")
     recorder.record("update", 40, time.monotonic() - 2.0)
     recorded = list(recorder._spans)
     recorder.flush()
     recorder._spans = recorded
     recorder.flush()
-    (found,) = driver.client.spans(40, 40)
-    assert (found.component, found.name, found.step) == ("trainer", "update", 40)
-    assert found.ended_at - found.started_at >= timedelta(seconds=2)
+    (span,) = driver.client.spans(40, 40)
+    assert (span.component, span.name, span.step) == ("trainer", "update", 40)
+    assert span.ended_at - span.started_at >= timedelta(seconds=2)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [("seconds", -1.0), ("name", "<b>"), ("key", "x"), ("ended_ago_s", 1e300), ("step", -1)],
 )
-def test_refusals(driver: Driver, field: str, value: object) -> None:
+def test_an_invalid_span_is_refused(driver: Driver, field: str, value: object) -> None:
     span = {"key": "0" * 32, "name": "update", "step": 1, "seconds": 1.0, "ended_ago_s": 0.0}
     answer = httpx.post(
         f"{driver.stack.buffer_url}/v1/runs/{driver.client.run}/spans",
@@ -94,5 +94,5 @@ def test_refusals(driver: Driver, field: str, value: object) -> None:
     assert field in answer.json()["detail"]
 
 
-def test_nothing_is_drawn_of_a_run_without_whole_windows(driver: Driver) -> None:
+def test_a_run_without_complete_windows_has_no_timeline(driver: Driver) -> None:
     assert read_windows(driver.client, CONFIG, 0) == []

@@ -1,1 +1,1 @@
-"""What other packages may import of the buffer service: its client, wire models and formats."""
+"""Public part of the buffer service: its client, its wire models and its file format."""

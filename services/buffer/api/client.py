@@ -1,4 +1,4 @@
-"""The typed client of the buffer service: the one way that other parts reach it."""
+"""Typed client of the buffer service. Other packages reach the service only through it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,30 @@ from pydantic import TypeAdapter
 from services.buffer.api import wire
 from services.common.errors import ServiceError
 from services.common.http import GIVE_UP_AFTER_S, HttpClient
+from services.common.scopes import Scope
 
-Answer = TypeVar("Answer")
-Answered = TypeVar("Answered")
+Model = TypeVar("Model")
+Result = TypeVar("Result")
 Parameters = ParamSpec("Parameters")
 
 ARROW = {"Content-Type": "application/vnd.apache.arrow.stream"}
 LONG_POLL_S = 10.0
-UPLOAD_CHUNK = 5_000
+"""Seconds that one request waits for an answer that is not ready."""
+PROMPTS_PER_UPLOAD = 5_000
 
 
 class BufferClient:
-    """Calls of one process on behalf of a run's attempt; all of them may be repeated."""
+    """Calls of one process to the buffer service, on behalf of an attempt of a run.
+
+    Every call is idempotent and is repeated while the service does not answer. Every call may
+    raise:
+
+    - `ServiceUnavailable` when the service has not answered for `give_up_s` seconds;
+    - `Superseded` when a newer attempt has taken over or the run was stopped: end the process;
+    - `ServiceError` for any other refusal, with the HTTP status and a message that says why (404
+      when the run does not exist);
+    - `ConfigError` when a call returns a run whose stored configuration this version cannot read.
+    """
 
     def __init__(
         self,
@@ -33,77 +45,105 @@ class BufferClient:
         attempt: int = 0,
         give_up_s: float = GIVE_UP_AFTER_S,
     ) -> None:
-        """Asks a service that does not answer again for `give_up_s` seconds."""
+        """Makes a client; nothing is sent yet.
+
+        run: name of the run that all calls are about, except those that name no run.
+        attempt: fencing number, as `begin_attempt` or `run_state` returned it.
+        give_up_s: seconds for which a call is repeated while the service does not answer.
+        """
         self.run, self.attempt = run, attempt
         self._http = HttpClient("buffer service", url, token, give_up_s=give_up_s)
 
     def close(self) -> None:
+        """Closes the connections."""
         self._http.close()
 
-    def _ask(self, model: type[Answer], method: str, path: str, **arguments: Any) -> Answer:
+    def _call(self, model: type[Model], method: str, path: str, **arguments: Any) -> Model:
         content = self._send(method, path, **arguments).content
         return TypeAdapter(model).validate_json(content)
 
-    def _read(self, model: type[Answer], path: str, **params: Any) -> Answer:
-        given = {name: value for name, value in params.items() if value is not None}
-        return self._ask(model, "GET", f"/v1/runs/{self.run}/{path}", params=given)
+    def _get(self, model: type[Model], path: str, **params: Any) -> Model:
+        return self._call(model, "GET", f"/v1/runs/{self.run}/{path}", params=_without_none(params))
+
+    def _get_all(self, item: type[Model], path: str, **params: Any) -> Iterator[Model]:
+        """Yields the items of all pages of a list below `/v1`."""
+        page_model: Any = wire.Page[item]  # type: ignore[valid-type]
+        cursor: str | None = None
+        while True:
+            query = _without_none({**params, "cursor": cursor})
+            page = self._call(page_model, "GET", f"/v1/{path}", params=query)
+            yield from page.items
+            if (cursor := page.next) is None:
+                return
 
     def _send(self, method: str, path: str, **arguments: Any) -> Any:
         headers = {"X-Bapo-Attempt": str(self.attempt), **arguments.pop("headers", {})}
         return self._http.call(method, path, headers=headers, **arguments)
 
-    def _step(self, step: int, what: str) -> str:
-        return f"/v1/runs/{self.run}/steps/{step}/{what}"
+    def _step_path(self, step: int, action: str) -> str:
+        return f"/v1/runs/{self.run}/steps/{step}/{action}"
 
     # -- datasets and runs
 
     def upload_dataset(self, dataset: str, prompts: Sequence[wire.PromptItem]) -> None:
-        """Stores the prompts in this order, unless they are there."""
-        for start in range(0, len(prompts), UPLOAD_CHUNK):
-            chunk = list(prompts[start : start + UPLOAD_CHUNK])
+        """Stores prompts in this order; those that the dataset has are kept as they are.
+
+        Raises `ServiceError` (409) if a run uses the dataset and the upload would change it.
+        """
+        for start in range(0, len(prompts), PROMPTS_PER_UPLOAD):
+            chunk = list(prompts[start : start + PROMPTS_PER_UPLOAD])
             upload = wire.DatasetUpload(first_position=start, prompts=chunk)
             self._send("POST", f"/v1/datasets/{dataset}", json=upload.model_dump())
 
     def create_run(self, request: wire.RunCreate) -> wire.RunState:
-        return self._ask(wire.RunState, "POST", "/v1/runs", json=request.model_dump())
+        """Creates a run, or returns the existing one that was created by the same request.
+
+        Raises `ServiceError`: 409 for an existing run that differs, 422 for an invalid
+        configuration, 400 for a dataset without prompts.
+        """
+        return self._call(wire.RunState, "POST", "/v1/runs", json=request.model_dump())
 
     def runs(self, status: wire.Status | None = None) -> list[wire.RunState]:
-        """All runs, or those of a status, the newest first."""
-        found: list[wire.RunState] = []
-        cursor: str | None = None
-        while True:
-            given = {"limit": 1000, "cursor": cursor, "status": status}
-            params = {name: value for name, value in given.items() if value is not None}
-            page = self._ask(wire.Page[wire.RunState], "GET", "/v1/runs", params=params)
-            found += page.items
-            if (cursor := page.next) is None:
-                return found
+        """Returns all runs, or those with a status, newest first."""
+        return list(self._get_all(wire.RunState, "runs", status=status, limit=1000))
 
     def pause(self) -> wire.RunState:
-        """No new prompts and batches until `resume`."""
-        return self._ask(wire.RunState, "POST", f"/v1/runs/{self.run}/pause")
+        """Pauses the run: it gets no new prompts and batches until `resume`.
+
+        Raises `ServiceError` (409) unless the run is running or paused.
+        """
+        return self._call(wire.RunState, "POST", f"/v1/runs/{self.run}/pause")
 
     def resume(self) -> wire.RunState:
-        return self._ask(wire.RunState, "POST", f"/v1/runs/{self.run}/resume")
+        """Resumes the run. Raises `ServiceError` (409) unless it is paused or running."""
+        return self._call(wire.RunState, "POST", f"/v1/runs/{self.run}/resume")
 
     def stop(self) -> wire.RunState:
-        """Turns the run's processes away."""
-        return self._ask(wire.RunState, "POST", f"/v1/runs/{self.run}/stop")
+        """Stops the run: the next call of each of its processes raises `Superseded`."""
+        return self._call(wire.RunState, "POST", f"/v1/runs/{self.run}/stop")
 
     def delete_run(self) -> None:
-        """Deletes the run and its objects. There is no way back."""
+        """Deletes the run and its objects, irrevocably.
+
+        Raises `ServiceError` (409) while the run is running or paused.
+        """
         self._send("DELETE", f"/v1/runs/{self.run}")
 
     def run_state(self) -> wire.RunState:
-        return self._ask(wire.RunState, "GET", f"/v1/runs/{self.run}")
+        """Returns the run: its configuration, its status and its last committed step."""
+        return self._call(wire.RunState, "GET", f"/v1/runs/{self.run}")
 
     def begin_attempt(self) -> wire.RunState:
-        """Supersedes every other process of the run; this client speaks for the new attempt."""
-        state = self._ask(wire.RunState, "POST", f"/v1/runs/{self.run}/attempts")
+        """Begins a new attempt, on whose behalf this client acts from now on.
+
+        Supersedes every other process of the run and rewinds it to its last checkpoint.
+        """
+        state = self._call(wire.RunState, "POST", f"/v1/runs/{self.run}/attempts")
         self.attempt = state.attempt
         return state
 
     def set_status(self, status: str) -> None:
+        """Records how the run ended: `finished` or `failed`."""
         self._send("PATCH", f"/v1/runs/{self.run}", json={"status": status})
 
     # -- the step protocol
@@ -111,208 +151,274 @@ class BufferClient:
     def step_prompts(
         self, step: int, kind: wire.Kind = "fresh", generation_round: int = 0
     ) -> wire.StepPrompts:
-        """The prompts of a step; waits until they are known."""
+        """Returns the prompts of a step; waits until they are known.
+
+        Their policy version becomes the target of the rollout replicas.
+        """
         params = {"kind": kind, "generation_round": generation_round, "wait": LONG_POLL_S}
+        path = self._step_path(step, "prompts")
         while True:
-            path = self._step(step, "prompts")
-            answer = self._ask(wire.StepPrompts, "POST", path, params=params)
-            if answer.ready:
-                return answer
+            prompts = self._call(wire.StepPrompts, "POST", path, params=params)
+            if prompts.ready:
+                return prompts
 
     def post_groups(self, step: int, kind: wire.Kind, body: bytes) -> wire.GroupsAccepted:
-        path = self._step(step, "groups")
-        return self._ask(
+        """Sends whole groups, encoded by `trajectories.encode_groups`.
+
+        A group that was recorded before counts as a duplicate. Raises `ServiceError` (400) if a
+        group is not one of this step and kind.
+        """
+        path = self._step_path(step, "groups")
+        return self._call(
             wire.GroupsAccepted, "POST", path, params={"kind": kind}, content=body, headers=ARROW
         )
 
     def batch(
         self, step: int, *, meanwhile: Callable[[], None] = lambda: None
     ) -> wire.BatchManifest:
-        """The training batch of a step; waits until its groups have landed.
+        """Returns the training batch of a step; waits until all its groups are recorded.
 
-        `meanwhile` is called now and then, and ends the wait by raising.
+        Calls `meanwhile` every `LONG_POLL_S` seconds, which ends the wait by raising.
         """
+        path = self._step_path(step, "batch")
         while True:
-            path = self._step(step, "batch")
-            answer = self._ask(wire.BatchManifest, "POST", path, params={"wait": LONG_POLL_S})
-            if answer.ready:
-                return answer
+            manifest = self._call(wire.BatchManifest, "POST", path, params={"wait": LONG_POLL_S})
+            if manifest.ready:
+                return manifest
             meanwhile()
 
     def post_proximal(self, step: int, body: bytes) -> None:
-        self._send("POST", self._step(step, "proximal"), content=body, headers=ARROW)
+        """Sends the trainer's log-probs at this step, encoded by `trajectories.encode_proximal`."""
+        self._send("POST", self._step_path(step, "proximal"), content=body, headers=ARROW)
 
     def commit(self, step: int, metrics: dict[str, float]) -> wire.RunState:
-        return self._ask(
-            wire.RunState, "POST", self._step(step, "commit"), json={"metrics": metrics}
-        )
+        """Commits a step with the trainer's metrics; committing it again changes nothing.
+
+        Raises `ServiceError` (409) if the batch of the step was not built.
+        """
+        path = self._step_path(step, "commit")
+        return self._call(wire.RunState, "POST", path, json={"metrics": metrics})
 
     def rewind(self, step: int) -> wire.RunState:
-        path = f"/v1/runs/{self.run}/rewind"
-        return self._ask(wire.RunState, "POST", path, json={"step": step})
+        """Restores the state after the commit of `step`, and drops everything later.
 
-    # -- weights, checkpoints, replicas
+        Raises `ServiceError` (409) for a step that is not committed.
+        """
+        path = f"/v1/runs/{self.run}/rewind"
+        return self._call(wire.RunState, "POST", path, json={"step": step})
+
+    # -- weights, checkpoints, replicas, spans
 
     def publish_weights(self, version: int, manifest_digest: str) -> wire.StoredVersion:
+        """Publishes a policy version whose files and manifest are in the object store.
+
+        Raises `ServiceError`: 409 if it was published with another digest, 400 if the step before
+        it is not committed.
+        """
         path = f"/v1/runs/{self.run}/weights/{version}"
         body = {"manifest_digest": manifest_digest}
-        return self._ask(wire.StoredVersion, "PUT", path, json=body)
+        return self._call(wire.StoredVersion, "PUT", path, json=body)
 
     def weights(self, version: int, *, wait: float = 0.0) -> wire.StoredVersion:
-        """404 (`ServiceError`) unless the version is published within `wait` seconds."""
+        """Returns where a policy version is stored.
+
+        Raises `ServiceError` (404) unless it is published within `wait` seconds (at most 30).
+        """
         path = f"/v1/runs/{self.run}/weights/{version}"
-        return self._ask(wire.StoredVersion, "GET", path, params={"wait": wait})
+        return self._call(wire.StoredVersion, "GET", path, params={"wait": wait})
 
     def record_checkpoint(self, step: int, manifest_digest: str) -> None:
+        """Records the checkpoint after `step`, whose files are in the object store.
+
+        The service deletes checkpoints and weights that the run no longer keeps. Raises
+        `ServiceError` (400) for a step that is not committed.
+        """
         path = f"/v1/runs/{self.run}/checkpoints/{step}"
         self._send("PUT", path, json={"manifest_digest": manifest_digest})
 
     def latest_checkpoint(self) -> wire.StoredVersion | None:
-        answer = self._send("GET", f"/v1/runs/{self.run}/checkpoints/latest")
+        """Returns the checkpoint from which a new attempt starts; None before the first."""
+        response = self._send("GET", f"/v1/runs/{self.run}/checkpoints/latest")
         stored: wire.StoredVersion | None = TypeAdapter(wire.StoredVersion | None).validate_json(
-            answer.content
+            response.content
         )
         return stored
 
     def checkpoints(self) -> list[wire.CheckpointView]:
-        """Those that are kept, the newest first."""
-        return self._read(list[wire.CheckpointView], "checkpoints")
+        """Returns the checkpoints that are kept, newest first."""
+        return self._get(list[wire.CheckpointView], "checkpoints")
 
-    def wanted(self, known: str = "", *, wait: float = 0.0) -> wire.TargetWeights:
-        """What rollout replicas should serve; waits while it is what the tag `known` says."""
-        return self._read(wire.TargetWeights, "wanted", known=known, wait=wait)
+    def target_weights(self, tag: str = "", *, wait: float = 0.0) -> wire.TargetWeights:
+        """Returns the weights that rollout replicas should serve.
+
+        Waits up to `wait` seconds (at most 30) while they are those of an earlier answer's `tag`.
+        """
+        return self._get(wire.TargetWeights, "wanted", known=tag, wait=wait)
 
     def replicas(self, *, serving: str = "", wait: float = 0.0) -> list[wire.ReplicaView]:
-        """All that ever reported; waits until one serves the weights with the digest `serving`."""
-        return self._read(list[wire.ReplicaView], "replicas", serving=serving, wait=wait)
+        """Returns all replicas that have ever reported.
+
+        Waits up to `wait` seconds (at most 30) until one has loaded the weights with the manifest
+        digest `serving`.
+        """
+        return self._get(list[wire.ReplicaView], "replicas", serving=serving, wait=wait)
 
     def report_replica(self, name: str, report: wire.ReplicaReport) -> None:
+        """Records the state of a rollout replica."""
         path = f"/v1/runs/{self.run}/replicas/{name}"
         self._send("PUT", path, json=report.model_dump())
 
     def post_spans(self, spans: wire.SpanBatch) -> None:
+        """Records spans of a component; each once, however often it is sent."""
         self._send("POST", f"/v1/runs/{self.run}/spans", json=spans.model_dump())
 
     # -- statistics
 
     def spans(self, first_step: int, last_step: int) -> list[wire.SpanView]:
-        """What all parts did while the trainer was at these steps, in order of time."""
-        return self._read(list[wire.SpanView], "spans", first_step=first_step, last_step=last_step)
+        """Returns the spans of all components while the trainer was at these steps, by time.
+
+        Raises `ServiceError` (400) if there are too many for one answer.
+        """
+        return self._get(list[wire.SpanView], "spans", first_step=first_step, last_step=last_step)
 
     def steps(self, after: int = 0) -> list[wire.StepView]:
-        """All committed steps after `after`."""
-        found: list[wire.StepView] = []
+        """Returns all committed steps after `after`, in order."""
+        steps: list[wire.StepView] = []
         while True:
-            last = found[-1].step if found else after
-            page = self._read(list[wire.StepView], "steps", after=last)
+            last = steps[-1].step if steps else after
+            page = self._get(list[wire.StepView], "steps", after=last)
             if not page:
-                return found
-            found += page
+                return steps
+            steps += page
 
     def evaluations(self) -> list[wire.Evaluation]:
-        return self._read(list[wire.Evaluation], "evaluations")
+        """Returns all complete evaluations, by policy version."""
+        return self._get(list[wire.Evaluation], "evaluations")
 
     def evaluation_migration(self, before: int, after: int) -> wire.Migration:
-        """Held-out prompts by bin at two policy versions."""
-        return self._read(wire.Migration, "evaluations/migration", before=before, after=after)
+        """Returns how held-out prompts moved between bins between two policy versions.
+
+        Raises `ServiceError` (404) unless both were evaluated.
+        """
+        return self._get(wire.Migration, "evaluations/migration", before=before, after=after)
 
     def difficulty_bins(self, step: int | None = None) -> wire.DifficultyBins:
-        """Training prompts by bin, now or as of a step."""
-        return self._read(wire.DifficultyBins, "difficulty/bins", step=step)
+        """Returns training prompts by bin as of a step, by default the last committed one."""
+        return self._get(wire.DifficultyBins, "difficulty/bins", step=step)
 
     def difficulty_history(self, points: int = 200) -> list[wire.DifficultyBins]:
-        return self._read(list[wire.DifficultyBins], "difficulty/bins/history", points=points)
+        """Returns training prompts by bin at up to `points` evenly spaced steps."""
+        return self._get(list[wire.DifficultyBins], "difficulty/bins/history", points=points)
 
     def difficulty_migration(self, before: int, after: int) -> wire.DifficultyMigration:
-        """Training prompts by bin at two steps."""
-        return self._read(
+        """Returns how training prompts moved between bins between two steps.
+
+        Raises `ServiceError` (400) for a step that is not committed.
+        """
+        return self._get(
             wire.DifficultyMigration, "difficulty/migration", before=before, after=after
         )
 
     def prompts(
         self, *, cursor: str | None = None, limit: int = 100, **filters: Any
     ) -> wire.Page[wire.DifficultyView]:
-        """A page of training prompts. `filters`: bin, trend, unlocked_after, unlocked_until,
-        search, order, as `GET /v1/runs/{run}/prompts` has them."""
+        """Returns a page of the attempted training prompts.
+
+        filters: bin, trend, unlocked_after, unlocked_until, search and order, as the parameters of
+        `GET /v1/runs/{run}/prompts`.
+        """
         page = wire.Page[wire.DifficultyView]
-        return self._read(page, "prompts", cursor=cursor, limit=limit, **filters)
+        return self._get(page, "prompts", cursor=cursor, limit=limit, **filters)
 
     def all_prompts(self, **filters: Any) -> Iterator[wire.DifficultyView]:
-        """Every prompt that passes the filters, page by page."""
-        cursor: str | None = None
-        while True:
-            page = self.prompts(cursor=cursor, limit=1000, **filters)
-            yield from page.items
-            if (cursor := page.next) is None:
-                return
+        """Yields every attempted training prompt that passes the filters of `prompts`."""
+        path = f"runs/{self.run}/prompts"
+        yield from self._get_all(wire.DifficultyView, path, limit=1000, **filters)
 
     def prompt_history(self, uid: str) -> wire.PromptHistory:
-        return self._read(wire.PromptHistory, "prompts/history", uid=uid)
+        """Returns every group of a prompt and its time in the buffers.
+
+        Raises `ServiceError` (404) for a prompt that is in no dataset of the run.
+        """
+        return self._get(wire.PromptHistory, "prompts/history", uid=uid)
 
     def decision(self, step: int, uid: str) -> wire.Decision:
-        """Why a prompt is, or is not, in the batch of a step."""
-        return self._read(wire.Decision, f"steps/{step}/decision", uid=uid)
+        """Returns why a prompt is, or is not, in the batch of a step.
 
-    def buffer(self, buffer: wire.Buffer, step: int | None = None) -> list[wire.BufferItem]:
-        """All that a buffer holds, now or as of a step."""
-        found: list[wire.BufferItem] = []
-        cursor: str | None = None
-        while True:
-            page = self._read(
-                wire.Page[wire.BufferItem], f"buffers/{buffer}", step=step, cursor=cursor
-            )
-            found += page.items
-            if (cursor := page.next) is None:
-                return found
+        Raises `ServiceError` (404) if the batch was not built, or the prompt does not exist.
+        """
+        return self._get(wire.Decision, f"steps/{step}/decision", uid=uid)
+
+    def buffer(self, buffer: wire.BufferName, step: int | None = None) -> list[wire.BufferItem]:
+        """Returns all entries of a buffer as of a step, by default the last committed one."""
+        path = f"runs/{self.run}/buffers/{buffer}"
+        return list(self._get_all(wire.BufferItem, path, step=step))
 
     def buffer_events(
-        self, buffer: wire.Buffer, *, after: int = 0, cursor: str | None = None, limit: int = 100
+        self,
+        buffer: wire.BufferName,
+        *,
+        after: int = 0,
+        cursor: str | None = None,
+        limit: int = 100,
     ) -> wire.Page[wire.BufferEvent]:
+        """Returns a page of the admissions to a buffer and evictions from it after a step."""
         page = wire.Page[wire.BufferEvent]
         path = f"buffers/{buffer}/events"
-        return self._read(page, path, after=after, cursor=cursor, limit=limit)
+        return self._get(page, path, after=after, cursor=cursor, limit=limit)
 
     def batches(
         self, *, cursor: str | None = None, limit: int = 100
     ) -> wire.Page[wire.BatchSummary]:
-        return self._read(wire.Page[wire.BatchSummary], "batches", cursor=cursor, limit=limit)
+        """Returns a page of the compositions of all batches, by step."""
+        return self._get(wire.Page[wire.BatchSummary], "batches", cursor=cursor, limit=limit)
 
     def recorded_batch(self, step: int) -> wire.BatchManifest:
-        return self._read(wire.BatchManifest, f"batches/{step}")
+        """Returns a batch that was built. Raises `ServiceError` (404) if it was not."""
+        return self._get(wire.BatchManifest, f"batches/{step}")
 
     def batch_arrow(self, step: int) -> bytes:
-        """The trajectories of a batch; `trajectories.decode_groups` reads them."""
+        """Returns the trajectories of a batch, for `trajectories.decode_groups`.
+
+        Raises `ServiceError` (404) if the batch was not built.
+        """
         return bytes(self._send("GET", f"/v1/runs/{self.run}/batches/{step}/arrow").content)
 
     def group(self, group_id: int) -> wire.GroupView:
-        return self._read(wire.GroupView, f"groups/{group_id}")
+        """Returns a group with its trajectories. Raises `ServiceError` (404) for an unknown id."""
+        return self._get(wire.GroupView, f"groups/{group_id}")
 
     def difficulty_parquet(self) -> bytes:
+        """Returns the difficulty table of the run as a Parquet file."""
         return bytes(self._send("GET", f"/v1/runs/{self.run}/difficulty.parquet").content)
 
     def compare(self, other: str) -> wire.RunComparison:
-        """This run and another side by side."""
+        """Compares this run with another one."""
         params = {"first": self.run, "second": other}
-        return self._ask(wire.RunComparison, "GET", "/v1/comparisons", params=params)
+        return self._call(wire.RunComparison, "GET", "/v1/comparisons", params=params)
 
     # -- tokens and garbage (scope admin)
 
-    def create_token(self, name: str, scope: wire.Scope) -> wire.TokenCreated:
+    def create_token(self, name: str, scope: Scope) -> wire.TokenCreated:
+        """Creates a token. The service never shows its secret again."""
         body = {"name": name, "scope": scope}
-        return self._ask(wire.TokenCreated, "POST", "/v1/tokens", json=body)
+        return self._call(wire.TokenCreated, "POST", "/v1/tokens", json=body)
 
     def tokens(self) -> list[wire.TokenView]:
-        return self._ask(list[wire.TokenView], "GET", "/v1/tokens")
+        """Returns all tokens ever created, without their secrets."""
+        return self._call(list[wire.TokenView], "GET", "/v1/tokens")
 
     def revoke_token(self, token_id: int) -> wire.TokenView:
-        return self._ask(wire.TokenView, "DELETE", f"/v1/tokens/{token_id}")
+        """Revokes a token. Raises `ServiceError` (404) for an unknown id."""
+        return self._call(wire.TokenView, "DELETE", f"/v1/tokens/{token_id}")
 
     def collect_garbage(self, *, dry_run: bool = True) -> wire.Garbage:
-        return self._ask(wire.Garbage, "POST", "/v1/gc", params={"dry_run": dry_run})
+        """Lists objects that no row refers to; deletes those older than a day unless `dry_run`."""
+        return self._call(wire.Garbage, "POST", "/v1/gc", params={"dry_run": dry_run})
 
 
 class AsyncBufferClient:
-    """The same calls from asynchronous code, each in a thread.
+    """Calls a `BufferClient` from asynchronous code, each call in a thread.
 
     `await client.call(BufferClient.prompts, bin=0)`
     """
@@ -322,18 +428,23 @@ class AsyncBufferClient:
 
     async def call(
         self,
-        method: Callable[Concatenate[BufferClient, Parameters], Answer],
+        method: Callable[Concatenate[BufferClient, Parameters], Result],
         *arguments: Parameters.args,
         **keywords: Parameters.kwargs,
-    ) -> Answer:
+    ) -> Result:
+        """Returns what `method` of the client returns, and raises what it raises."""
         return await asyncio.to_thread(method, self._client, *arguments, **keywords)
 
 
-def none_if_missing(ask: Callable[[], Answered]) -> Answered | None:
-    """The service's answer; None if it knows of no such thing."""
+def none_if_missing(call: Callable[[], Result]) -> Result | None:
+    """Returns the result of a client's call, or None if the service answers 404."""
     try:
-        return ask()
+        return call()
     except ServiceError as error:
         if error.status != 404:
             raise
         return None
+
+
+def _without_none(params: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in params.items() if value is not None}

@@ -1,4 +1,8 @@
-"""Trajectories as Arrow IPC with zstd: one row a response, the rows of a group together."""
+"""File format of trajectories: Arrow IPC with zstd, one row per response.
+
+The rows of a group are contiguous. `SCHEMA` has the columns of trajectories, `PROXIMAL_SCHEMA`
+those of the trainer's log-probs at the storage step.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +40,16 @@ PROXIMAL_SCHEMA = pa.schema(
 
 
 class TrajectoryError(ValueError):
-    """A body that is not whole groups of trajectories; the message says what is wrong where."""
+    """Data that is not whole groups of trajectories; the message names group and response."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryResponse:
-    """One response: `token_ids` and their behaviour log-probs have the same length."""
+    """A response to a prompt.
+
+    token_ids: tokens of the response, without the prompt's. logprobs: their log-probs under the
+    policy that sampled them, of the same length. reward: 0 or 1.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
@@ -52,7 +60,7 @@ class TrajectoryResponse:
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryGroup:
-    """The G responses to a prompt, by one policy version."""
+    """The G responses to a prompt, sampled by one policy version."""
 
     prompt_uid: str
     prompt_token_ids: list[int]
@@ -61,15 +69,17 @@ class TrajectoryGroup:
 
     @property
     def correct(self) -> int:
+        """k: number of responses with reward 1."""
         return sum(1 for response in self.responses if response.reward > 0.5)
 
     @property
     def token_count(self) -> int:
+        """Number of response tokens of all responses together."""
         return sum(len(response.token_ids) for response in self.responses)
 
 
 ROWS_AT_ONCE = 64
-"""Rows of a record batch: what a reader that streams holds in memory."""
+"""Rows of a record batch, which a streaming reader holds in memory."""
 
 
 def _write(table: pa.Table) -> bytes:
@@ -81,7 +91,10 @@ def _write(table: pa.Table) -> bytes:
 
 
 def read_table(data: bytes, schema: pa.Schema) -> pa.Table:
-    """The table in `data`; `TrajectoryError` unless it is Arrow of exactly this schema."""
+    """Decodes an Arrow IPC stream.
+
+    Raises `TrajectoryError` unless it has exactly the columns of `schema`, without nulls.
+    """
     try:
         with pa.ipc.open_stream(data) as reader:
             table = reader.read_all()
@@ -89,15 +102,15 @@ def read_table(data: bytes, schema: pa.Schema) -> pa.Table:
     except (pa.ArrowInvalid, OSError) as error:
         raise TrajectoryError(f"not an Arrow IPC stream: {error}") from error
     if not table.schema.equals(schema):
-        wanted = ", ".join(f"{field.name}: {field.type}" for field in schema)
-        raise TrajectoryError(f"the columns must be exactly ({wanted})")
+        columns = ", ".join(f"{field.name}: {field.type}" for field in schema)
+        raise TrajectoryError(f"the columns must be exactly ({columns})")
     if any(column.null_count for column in table.columns):
         raise TrajectoryError("the columns must not hold nulls")
     return table
 
 
 def encode_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
-    """Whole groups as Arrow IPC."""
+    """Encodes whole groups as an Arrow IPC stream with the columns of `SCHEMA`."""
     rows = [
         {
             "group": index,
@@ -119,7 +132,10 @@ def encode_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class GroupRows:
-    """Where a group is in a table, and what it scored."""
+    """The rows of a group in a table, and its totals.
+
+    correct: k, number of responses with reward 1. token_count: number of response tokens.
+    """
 
     prompt_uid: str
     policy_version: int
@@ -130,9 +146,11 @@ class GroupRows:
 
 
 def check_groups(table: pa.Table) -> list[GroupRows]:
-    """The groups of a table of `SCHEMA`, in order; `TrajectoryError` unless all of it is sound.
+    """Checks a table of `SCHEMA` and returns its groups in order.
 
-    Works on whole columns: a step of a million tokens is checked in milliseconds.
+    Works on whole columns: a step of a million tokens is checked in milliseconds. Raises
+    `TrajectoryError` unless the groups are whole, log-probs are finite and not above 0, and rewards
+    are 0 or 1.
     """
     if table.num_rows == 0:
         return []
@@ -174,7 +192,7 @@ def check_groups(table: pa.Table) -> list[GroupRows]:
 
 
 class _Rows:
-    """The columns of a table in one chunk, with the bounds of its groups."""
+    """Columns of a table in one chunk, with the bounds of its groups."""
 
     def __init__(self, table: pa.Table) -> None:
         self._table = table
@@ -199,45 +217,47 @@ class _Rows:
         return values
 
     def lengths(self, name: str) -> NDArray[Any]:
-        counted: NDArray[Any] = pc.list_value_length(self.column(name)).to_numpy(
+        lengths: NDArray[Any] = pc.list_value_length(self.column(name)).to_numpy(
             zero_copy_only=False
         )
-        return counted
+        return lengths
 
     def same_in_group(self, name: str) -> NDArray[np.bool_]:
-        """For each row, whether it has the value of its group's first row."""
+        """Returns for each row whether it has the value of its group's first row."""
         codes = self.column(name).dictionary_encode().indices.to_numpy(zero_copy_only=False)
         same: NDArray[np.bool_] = codes == codes[self.first_rows]
         return same
 
-    def check(self, sound: NDArray[np.bool_], rule: str | Callable[[int], str]) -> None:
-        if not sound.all():
-            row = int(np.argmin(sound))
+    def check(self, valid: NDArray[np.bool_], rule: str | Callable[[int], str]) -> None:
+        """Raises `TrajectoryError` with `rule` for the first row that is not valid."""
+        if not valid.all():
+            row = int(np.argmin(valid))
             self._refuse(row, rule if isinstance(rule, str) else rule(row))
 
     def check_values(
-        self, name: str, sound: Callable[[NDArray[Any]], NDArray[np.bool_]], rule: str
+        self, name: str, valid: Callable[[NDArray[Any]], NDArray[np.bool_]], rule: str
     ) -> None:
-        """Checks what is in the lists of a column."""
+        """Raises `TrajectoryError` with `rule` unless all values in a column's lists are valid."""
         values = self.column(name).flatten()
         if values.null_count:
             raise TrajectoryError(f"the column {name} must not hold nulls in its lists")
-        verdicts = sound(values.to_numpy(zero_copy_only=False))
-        if not verdicts.all():
+        value_is_valid = valid(values.to_numpy(zero_copy_only=False))
+        if not value_is_valid.all():
+            first_invalid = int(np.argmin(value_is_valid))
             ends = np.cumsum(self.lengths(name))
-            self._refuse(int(np.searchsorted(ends, int(np.argmin(verdicts)), side="right")), rule)
+            self._refuse(int(np.searchsorted(ends, first_invalid, side="right")), rule)
 
     def _refuse(self, row: int, rule: str) -> None:
         raise TrajectoryError(f"group {self.groups[row]}, response {self.indexes[row]}: {rule}")
 
 
 def decode_groups(data: bytes) -> list[TrajectoryGroup]:
-    """The whole groups of `data`, in order; `TrajectoryError` says what is wrong in which."""
+    """Decodes whole groups, in order. Raises `TrajectoryError` for anything else."""
     return groups_of(read_table(data, SCHEMA))
 
 
 def groups_of(table: pa.Table) -> list[TrajectoryGroup]:
-    """The groups of a table (or of a slice on group boundaries)."""
+    """Returns the groups of a table of `SCHEMA`, or of a slice of it that has whole groups."""
     return [_group(table.slice(rows.row_start, rows.row_count)) for rows in check_groups(table)]
 
 
@@ -256,7 +276,7 @@ def _group(table: pa.Table) -> TrajectoryGroup:
 
 
 def encode_proximal(logprobs: dict[int, list[list[float]]]) -> bytes:
-    """Log-probs of the trainer at the storage step, by group id and response."""
+    """Encodes the trainer's log-probs at the storage step, by group id and response."""
     rows = [
         {"group_id": group_id, "response_index": index, "logprobs": values}
         for group_id, responses in logprobs.items()
@@ -266,8 +286,8 @@ def encode_proximal(logprobs: dict[int, list[list[float]]]) -> bytes:
 
 
 def decode_proximal(data: bytes) -> dict[int, list[list[float]]]:
-    """What `encode_proximal` wrote."""
-    found: dict[int, list[list[float]]] = {}
+    """Decodes what `encode_proximal` returned. Raises `TrajectoryError` for anything else."""
+    logprobs: dict[int, list[list[float]]] = {}
     for row in read_table(data, PROXIMAL_SCHEMA).to_pylist():
-        found.setdefault(row["group_id"], []).append(row["logprobs"])
-    return found
+        logprobs.setdefault(row["group_id"], []).append(row["logprobs"])
+    return logprobs

@@ -1,20 +1,40 @@
-"""The shapes that cross the wire of the buffer service."""
+"""Models of the JSON that the buffer service reads and writes.
+
+Every field has a docstring: it is the description in `/docs` and `/openapi.json`.
+"""
 
 from __future__ import annotations
 
 from datetime import datetime
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WrapSerializer,
+    field_validator,
+)
+
+from bapo_core.config import RunConfig
+from bapo_core.config.messages import explain_validation_error
+from bapo_core.errors import ConfigError
+from services.common.scopes import Scope
 
 Kind = Literal["fresh", "reevaluation", "evaluation"]
-Buffer = Literal["hard", "high_quality"]
+"""Purpose of a rollout: X1, the generation for X2, or an evaluation on the held-out prompts."""
+BufferName = Literal["hard", "high_quality"]
+"""The hard buffer (B_bad) or the high-quality buffer (B_high)."""
 Status = Literal["created", "running", "paused", "stopped", "finished", "failed", "deleting"]
 
 
 RUN_NAME = r"^[a-z][a-z0-9-]{0,62}$"
 COMPONENT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
-"""Of a replica, the trainer or the collector."""
+"""Name of a component of a run: the trainer, the collector, or a rollout replica."""
 # Postgres cannot hold a NUL.
 Uid = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]+$")]
 MetricName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00]+$")]
@@ -22,465 +42,763 @@ DatasetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
 
 
 class Wire(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    """Base of the wire models. Unknown fields are refused; field docstrings are descriptions."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+# ---- datasets and runs --------------------------------------------------------------------------
 
 
 class PromptItem(Wire):
+    """A prompt of a dataset."""
+
     uid: Uid
+    """Identifier of the prompt, unique within its dataset and the same in every run."""
     task: str = Field(min_length=1, max_length=100)
+    """Name of the task that renders the prompt and verifies its responses."""
     payload: dict[str, Any]
+    """The problem in the task's own format, from which the prompt's text is rendered."""
 
 
 class DatasetUpload(Wire):
     """Prompts of a dataset. Repeating an upload changes nothing; a uid keeps its first payload."""
 
     first_position: int = Field(ge=0, le=2**53)
+    """Position of the first of these prompts in the dataset, from 0 on."""
     prompts: list[PromptItem] = Field(max_length=10_000)
+    """Prompts at consecutive positions."""
 
 
 class DatasetState(Wire):
+    """The size of a dataset."""
+
     dataset: str
+    """Name of the dataset."""
     prompts: int
+    """Number of prompts that the dataset holds; 0 for a dataset that does not exist."""
 
 
 class RunCreate(Wire):
+    """A run to create."""
+
     name: str = Field(pattern=RUN_NAME, examples=["countdown"])
+    """Name of the run, unique in the service."""
     config: dict[str, Any]
+    """Configuration of the run. It may be partial: the service lays it over the preset that its
+    `algorithm` names, and over the defaults."""
     train_dataset: DatasetName
+    """Dataset of the training prompts, uploaded before."""
     test_dataset: DatasetName
+    """Dataset of the held-out prompts, uploaded before."""
 
 
 class RunPatch(Wire):
+    """How a run ended."""
+
     status: Literal["finished", "failed"]
+    """Final status of the run."""
+
+
+# The service sends a stored configuration as it is, without validating it, so that a run that it
+# cannot read does not hide the others. A lambda, because a return type would become the schema.
+StoredConfig = Annotated[
+    RunConfig,
+    WrapSerializer(
+        lambda config, serialize: config if isinstance(config, dict) else serialize(config)
+    ),
+]
 
 
 class RunState(Wire):
+    """A run: its configuration, its status, and how far it has come."""
+
     name: str
+    """Name of the run."""
     status: str
-    config: dict[str, Any]
+    """created, running, paused, stopped, finished, failed or deleting."""
+    config: StoredConfig
+    """The whole configuration, with its preset and its defaults."""
     train_dataset: str
+    """Dataset of the training prompts."""
     test_dataset: str
+    """Dataset of the held-out prompts."""
     current_step: int
+    """Last committed step; 0 before the first."""
     attempt: int
+    """Fencing number: increases when an attempt begins, and when the run is stopped or deleted; 0
+    before the first attempt."""
     created_at: datetime
+    """Time at which the run was created."""
+
+    @field_validator("config", mode="wrap")
+    @classmethod
+    def _explain_invalid_config(
+        cls, config: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo
+    ) -> Any:
+        """Raises `ConfigError` for a configuration that this version cannot read.
+
+        It is no `ValueError`, so it leaves pydantic as it is, and a process exits with 1.
+        """
+        try:
+            return validate(config)
+        except ValidationError as error:
+            name = info.data.get("name")
+            raise ConfigError(
+                f"run {name!r} has a stored configuration that this version of bapo cannot read: "
+                f"{explain_validation_error(error)}; continue the run with the version that "
+                f"created it, or delete it with `bapo delete {name}`"
+            ) from error
+
+
+# ---- the step protocol --------------------------------------------------------------------------
 
 
 class StepPrompts(Wire):
     """The prompts of a step. Not `ready` while they depend on a step not committed yet."""
 
     ready: bool
+    """Whether the prompts are known; false while the run is paused, too."""
     policy_version: int
+    """Policy version that must generate the responses."""
     prompts: list[PromptItem]
+    """Prompts to roll out, in the order in which they were drawn; empty while not ready."""
     complete: bool = False
-    """Whether all groups of this step and kind have landed already."""
+    """Whether the service has all groups of this step and kind already."""
 
 
 class GroupsAccepted(Wire):
+    """What became of the groups that were sent."""
+
     accepted: int
+    """Number of groups recorded by this call."""
     duplicates: int
+    """Number of groups that were recorded before and are left as they are."""
     complete: bool
-    """Whether the step needs no further groups of this kind (dynamic sampling may)."""
+    """Whether the step needs no further groups of this kind. Dynamic sampling may need several
+    generation rounds of fresh ones."""
 
 
 class ManifestMember(Wire):
-    """A group of the batch and where its rows are."""
+    """A group of a training batch, and where its rows are in the object store."""
 
     group_id: int
+    """Identifier of the group, unique in the service."""
     source: str
+    """fresh (X1), reevaluated (X2) or replayed (X3) for a member of a batch; otherwise the kind of
+    the rollout, fresh or reevaluation."""
     prompt_uid: str
+    """Identifier of the prompt."""
     step: int
+    """Training step at which the group was generated."""
     policy_version: int
+    """Policy version that generated the group."""
     correct: int
+    """k: number of responses with reward 1, from 0 to `size`."""
     size: int
+    """G: number of responses."""
     object_key: str
+    """Key of the Arrow file in the object store."""
     object_digest: str
+    """SHA-256 of the Arrow file, 64 hexadecimal digits."""
     row_start: int
+    """Index of the group's first row in the Arrow file, from 0 on."""
     row_count: int
+    """Number of the group's rows in the Arrow file, one for each response."""
     tokens: int = 0
-    """Of all its responses."""
+    """Number of response tokens of all responses together."""
     proximal_key: str | None = None
+    """Key of the file with the trainer's log-probs at the storage step; null unless
+    `loss.ratio` is decoupled and the group may be replayed."""
     proximal_digest: str | None = None
+    """SHA-256 of the file at `proximal_key`; null without one."""
 
 
 class BatchManifest(Wire):
     """The training batch of a step. Not `ready` while groups are missing."""
 
     ready: bool
+    """Whether the batch has been built."""
     step: int
+    """Training step of the batch."""
     members: list[ManifestMember]
+    """Groups of the batch, fresh ones first, then re-evaluated, then replayed ones."""
     record_proximal: list[ManifestMember] = []
-    """Under ratio=decoupled: groups that may be replayed later, whose log-probs under the trainer
-    of this step must be stored."""
+    """Groups that may be replayed later and whose log-probs under the trainer of this step must be
+    stored; empty unless `loss.ratio` is decoupled."""
     r_tot: float = 0.0
+    """r_tot of Eq. 8: the running mean reward, from 0 to 1."""
     c2: float = 0.0
+    """c2: lower bound of the replay window of mean rewards, from 0 to 1."""
     c3: float = 0.0
+    """c3: upper bound of the replay window of mean rewards, from 0 to 1."""
     counts: dict[str, int] = {}
+    """Number of groups by source (fresh, reevaluated, replayed), and of all groups generated
+    before filter and promotion (rolled_out, reevaluated_total); empty while not ready."""
     missing: str = ""
+    """What the batch waits for; empty once it is ready."""
 
 
 class Commit(Wire):
+    """The trainer's record of a step."""
+
     metrics: dict[MetricName, FiniteFloat] = Field(max_length=1000)
+    """Metrics of the step by name, such as `loss`."""
 
 
 class Rewind(Wire):
+    """The step to go back to."""
+
     step: int = Field(ge=0, le=2**53)
+    """Last step to keep; 0 undoes all steps."""
+
+
+# ---- weights, checkpoints, replicas, spans ------------------------------------------------------
 
 
 class ManifestDigest(Wire):
-    """What a publisher reports: the digest of the manifest it wrote last."""
+    """The digest of the manifest that a publisher has written last."""
 
     manifest_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """SHA-256 of the manifest, 64 hexadecimal digits."""
 
 
 class StoredVersion(Wire):
-    """A version of the weights, or a checkpoint."""
+    """A policy version or a checkpoint in the object store."""
 
     number: int
+    """Policy version of weights; step of a checkpoint."""
     uri: str
+    """Prefix of the files in the object store."""
     manifest_digest: str
+    """SHA-256 of the manifest, which holds the SHA-256 of every file."""
 
 
 ReplicaState = Literal["starting", "downloading", "loading", "serving", "failing"]
 
 
 class ReplicaReport(Wire):
-    """What a rollout replica says of itself."""
+    """The state of a rollout replica, as it reports it itself."""
 
     url: str = Field(pattern=r"^https?://[^\s/]+$", max_length=300)
+    """Address at which the replica accepts generation requests."""
     state: ReplicaState
+    """What the replica does at present."""
     detail: str = Field("", max_length=1000)
-    """What is wrong, while it is failing."""
+    """Reason of the failure while `state` is failing; otherwise empty."""
     loaded_version: int = Field(ge=0, le=2**53)
-    """0 before the first load."""
+    """Policy version that the engine has loaded; 0 before the first."""
     manifest_digest: str = Field("", pattern=r"^([0-9a-f]{64})?$")
+    """Manifest digest of the loaded weights; empty before the first."""
     prompts_per_request: int = Field(0, ge=0, le=2**31)
-    """How many prompts it wants in one request; 0 = as many as there are."""
+    """Largest number of prompts to send in one request; 0 = no limit."""
 
 
 MAX_SPAN_S = 10 * 366 * 86_400.0
 
 
 class Span(Wire):
-    """Something that a part of a run did for a while."""
+    """A period during which a component of a run worked on one thing."""
 
     key: str = Field(pattern=r"^[0-9a-f]{32}$")
-    """Sent again, it is not counted twice."""
+    """Random dedup key: a span that is sent again is recorded once."""
     name: str = Field(pattern=r"^[a-z][a-z_ ]{0,49}$", examples=["update"])
+    """What the component did, such as wait, update, generate or load."""
     step: int = Field(ge=0, le=2**53)
-    """The trainer's step; of a replica, its policy version."""
+    """Training step; for a replica, its policy version."""
     seconds: float = Field(ge=0, le=MAX_SPAN_S)
+    """Duration in seconds."""
     ended_ago_s: float = Field(ge=0, le=MAX_SPAN_S)
-    """Seconds before it is told: the clocks of machines differ."""
+    """Seconds from the span's end to this request. Relative, because clocks of machines differ."""
 
 
 class SpanBatch(Wire):
+    """Spans of one component."""
+
     component: str = Field(pattern=COMPONENT_NAME, examples=["trainer"])
+    """trainer, collector, or the name of a replica."""
     spans: list[Span] = Field(max_length=1000)
+    """Spans that have ended, in any order."""
 
 
 class TargetWeights(Wire):
-    """What the rollout replicas of a run should serve."""
+    """The weights that the rollout replicas of a run should serve."""
 
     version: int
-    """0 while nothing has been asked for."""
+    """Target policy version; 0 before the first prompts are handed out."""
     stored: StoredVersion | None
-    """Where it is; null until it is published."""
+    """Files of the target version; null until it is published."""
     newest: StoredVersion | None
-    """The last version published, which will be wanted next."""
+    """Newest published version, which becomes the target next; null before the first."""
     tag: str
-    """Changes with the answer."""
+    """Opaque value that changes whenever another field does; pass it as `known` to wait for a
+    change."""
+
+
+# ---- statistics ---------------------------------------------------------------------------------
 
 
 class StepView(Wire):
+    """A committed step."""
+
     step: int
+    """Training step, from 1 on."""
     r_tot: float
+    """r_tot of Eq. 8: the running mean reward, from 0 to 1."""
     c2: float
+    """c2: lower bound of the replay window of mean rewards, from 0 to 1."""
     c3: float
+    """c3: upper bound of the replay window of mean rewards, from 0 to 1."""
     counts: dict[str, int]
+    """Number of groups in the batch by source (fresh, reevaluated, replayed), and of all groups
+    generated before filter and promotion (rolled_out, reevaluated_total)."""
     rollouts: int
+    """Number of training responses generated at this step, filtered ones included."""
     tokens: int
+    """Number of tokens of these responses."""
     metrics: dict[str, float]
+    """The trainer's metrics of the step by name."""
     bins: list[int]
-    """Fresh groups by k of G correct."""
+    """Number of fresh groups by correct responses. It has G + 1 entries: index k = groups with k
+    of G correct."""
     committed_at: datetime
+    """Time of the commit."""
 
 
 class Evaluation(Wire):
-    """Policy version `version` on the held-out prompts."""
+    """The accuracy of a policy version on the held-out prompts."""
 
     version: int
+    """Policy version; version t holds the weights after t - 1 steps, 1 is the initial model."""
     mean_accuracy: float
+    """Share of correct responses over all held-out prompts, from 0 to 1."""
     bins: list[int]
+    """Number of prompts by correct responses. It has n + 1 entries for n responses per prompt
+    (`evaluation.samples`): index k = prompts with k of n correct."""
     prompts: int
+    """Number of held-out prompts."""
     tokens: int
+    """Number of tokens of all responses."""
 
 
 class Migration(Wire):
-    """Held-out prompts by bin at two versions: rows before, columns after."""
+    """How the held-out prompts moved between bins from one policy version to another."""
 
     before: int
+    """Earlier policy version."""
     after: int
+    """Later policy version."""
     matrix: list[list[int]]
+    """Number of prompts by bin at `before` (row) and at `after` (column); n + 1 rows and columns
+    for n responses per prompt."""
     unlocked_fraction: float
+    """Share of the prompts with 0 correct at `before` that have some correct at `after`, from 0
+    to 1; 0 when there were none."""
 
 
 Item = TypeVar("Item")
 
 
 class Page(Wire, Generic[Item]):
-    """Part of a list. `next` is the cursor of the part after it; null at the end."""
+    """A page of a list."""
 
     items: list[Item]
+    """Items of this page, in the order of the list."""
     next: str | None = None
+    """Cursor of the next page; null on the last one."""
 
 
 class DifficultyBins(Wire):
-    """Training prompts by k of G correct at their last attempt, after the commit of `step`."""
+    """Training prompts by correct responses in their last group, after the commit of a step."""
 
     step: int
+    """Committed step; 0 = before the first."""
     bins: list[int]
+    """Number of attempted prompts by correct responses. It has G + 1 entries: index k = prompts
+    with k of G correct."""
     unseen: int
-    """Prompts not attempted by then."""
+    """Number of prompts that had not been attempted by then."""
 
 
 class DifficultyMigration(Wire):
-    """Training prompts by bin at two steps: rows before, columns after."""
+    """How the training prompts moved between bins from one step to another."""
 
     before: int
+    """Earlier step."""
     after: int
+    """Later step."""
     matrix: list[list[int]]
+    """Number of prompts by bin at `before` (row) and at `after` (column), of those attempted by
+    then; G + 1 rows and columns."""
     newly_attempted: list[int]
-    """Prompts attempted in between for the first time, by their bin after."""
+    """Number of prompts first attempted between the two steps, by their bin at `after`; G + 1
+    entries."""
     unlocked: int
-    """Prompts at 0 of G before and above it after."""
+    """Number of prompts with 0 of G correct at `before` and some correct at `after`."""
     unlocked_fraction: float
-    """... as a share of those at 0 of G before."""
+    """`unlocked` as a share of the prompts with 0 of G correct at `before`, from 0 to 1; 0 when
+    there were none."""
 
 
 class DifficultyView(Wire):
-    """What a run knows of a training prompt."""
+    """What a run knows of a training prompt that it has attempted."""
 
     uid: str
+    """Identifier of the prompt."""
     payload: dict[str, Any]
+    """The problem in the task's own format."""
     attempts: int
+    """Number of groups generated for the prompt, fresh and re-evaluated."""
     first_mean: float
+    """Mean reward of the first group, from 0 to 1."""
     last_mean: float
+    """Mean reward of the last group, from 0 to 1."""
     best_mean: float
+    """Largest mean reward of any group, from 0 to 1."""
     first_solved_step: int | None
+    """First step with a correct response; null until there is one."""
     last_step: int
+    """Step of the last group."""
     bin: int
+    """k of G correct in the last group, from 0 to G."""
 
 
-class Attempt(Wire):
-    """A group of a prompt."""
+class PromptAttempt(Wire):
+    """A group that was generated for a prompt."""
 
     group_id: int
+    """Identifier of the group."""
     step: int
+    """Training step at which the group was generated; for an evaluation, the policy version."""
     kind: Kind
+    """Purpose of the rollout: fresh, reevaluation or evaluation."""
     policy_version: int
+    """Policy version that generated the group."""
     correct: int
+    """k: number of responses with reward 1, from 0 to `size`."""
     size: int
+    """Number of responses: G, or `evaluation.samples`."""
     mean_reward: float
+    """k / G, from 0 to 1."""
     tokens: int
+    """Number of response tokens of all responses together."""
     batches: list[int]
-    """The steps whose training batch had it."""
+    """Steps whose training batch has the group; several if it was replayed."""
 
 
-class Stay(Wire):
-    """A group's time in a buffer."""
+class Residency(Wire):
+    """The time of a group in a buffer."""
 
-    buffer: Buffer
+    buffer: BufferName
+    """hard (B_bad) or high_quality (B_high)."""
     group_id: int
+    """Identifier of the group."""
     mean_reward: float
+    """Mean reward of the group, from 0 to 1."""
     inserted_step: int
+    """Step after whose update the group was inserted."""
     evicted_step: int | None
+    """Step after whose update the group was evicted; null while it is in the buffer."""
     eviction_reason: str | None
+    """capacity, expired, replaced or solved; null while it is in the buffer."""
 
 
 class PromptHistory(Wire):
-    """A prompt of a run: every attempt at it and every stay in a buffer, oldest first."""
+    """Every group generated for a prompt and its time in the buffers, oldest first."""
 
     uid: str
+    """Identifier of the prompt."""
     dataset: str
+    """Dataset of the prompt."""
     task: str
+    """Name of the task."""
     payload: dict[str, Any]
+    """The problem in the task's own format."""
     difficulty: DifficultyView | None
-    attempts: list[Attempt]
-    stays: list[Stay]
+    """Difficulty as of the last commit; null for held-out prompts and before the first attempt."""
+    attempts: list[PromptAttempt]
+    """Groups generated for the prompt."""
+    stays: list[Residency]
+    """Times of these groups in the hard and in the high-quality buffer."""
 
 
 class BufferItem(Wire):
-    """An entry of a buffer, as seen after the commit of some step."""
+    """An entry of a buffer after the commit of some step t."""
 
     group_id: int
+    """Identifier of the group."""
     prompt_uid: str
+    """Identifier of the prompt."""
     step: int
+    """Training step at which the group was generated."""
     policy_version: int
+    """Policy version that generated the group."""
     age: int
-    """Steps since the group was made."""
+    """Steps from the generation of the group to t."""
     staleness: int
-    """Steps since the policy that made it."""
+    """t minus the policy version that generated the group, in steps."""
     mean_reward: float
+    """Mean reward of the group, from 0 to 1."""
     inserted_step: int
+    """Step after whose update the group was inserted."""
     evicted_step: int | None
+    """Step after whose update the group was evicted, later than t; null while it is in the
+    buffer."""
     eviction_reason: str | None
+    """capacity, expired, replaced or solved; null while it is in the buffer."""
 
 
 class BufferEvent(Wire):
-    """An admission or an eviction, and why."""
+    """An admission to a buffer or an eviction from it."""
 
     step: int
+    """Step after whose update it happened."""
     event: Literal["admitted", "evicted"]
+    """Whether the group was admitted or evicted."""
     reason: str
+    """Rule that admitted the group; for an eviction capacity, expired, replaced or solved."""
     group_id: int
+    """Identifier of the group."""
     prompt_uid: str
+    """Identifier of the prompt."""
     mean_reward: float
+    """Mean reward of the group, from 0 to 1."""
 
 
 class SourceDecision(Wire):
-    """What one of the three sources made of a prompt at a step."""
+    """How one source of the batch decided on a prompt at a step."""
 
     source: str
+    """fresh (X1), reevaluated (X2) or replayed (X3)."""
     outcome: Literal["used", "not_used", "not_considered"]
+    """Whether the source put the prompt into the batch; not_considered = it had no group of it."""
     reason: str
+    """Explanation of the outcome, with the values and the limits that it rests on."""
     group_id: int | None = None
+    """Group that the source considered; null without one."""
     mean_reward: float | None = None
+    """Mean reward of that group, from 0 to 1; null without one."""
 
 
 class Decision(Wire):
     """Why a prompt is, or is not, in the training batch of a step."""
 
     step: int
+    """Training step of the batch."""
     uid: str
+    """Identifier of the prompt."""
     used: bool
+    """Whether the prompt is in the batch."""
     source: str | None
+    """Source that put the prompt into the batch: fresh, reevaluated or replayed; null if none."""
     c2: float
+    """c2: lower bound of the replay window of mean rewards at this step."""
     c3: float
+    """c3: upper bound of the replay window of mean rewards at this step."""
     c1: float
+    """c1: groups with at most this mean reward enter the hard buffer."""
     capacity: int
+    """Largest number of groups in a batch."""
     counts: dict[str, int]
+    """Number of groups in the batch by source (fresh, reevaluated, replayed), and of all groups
+    generated before filter and promotion (rolled_out, reevaluated_total)."""
     considered: list[SourceDecision]
+    """Decisions of X1, X2 and X3, in this order."""
 
 
 class BatchSummary(Wire):
     """The composition of a training batch."""
 
     step: int
+    """Training step of the batch."""
     counts: dict[str, int]
+    """Number of groups in the batch by source (fresh, reevaluated, replayed), and of all groups
+    generated before filter and promotion (rolled_out, reevaluated_total)."""
     c2: float
+    """c2: lower bound of the replay window of mean rewards, from 0 to 1."""
     c3: float
+    """c3: upper bound of the replay window of mean rewards, from 0 to 1."""
     r_tot: float
+    """r_tot of Eq. 8: the running mean reward, from 0 to 1."""
 
 
 class ResponseView(Wire):
+    """A response of a group."""
+
     text: str
+    """Decoded text of the response."""
     reward: float
+    """Reward of the verifier: 0 or 1."""
     finish_reason: str
+    """stop, or length when the response was cut at its largest number of tokens."""
     token_ids: list[int]
+    """Token ids of the response, without the prompt's."""
     logprobs: list[float]
+    """Log-probs of the tokens under the policy that sampled them, one for each token."""
 
 
 class GroupView(Wire):
-    """A group and its trajectories."""
+    """A group with its trajectories."""
 
     group_id: int
+    """Identifier of the group."""
     prompt_uid: str
+    """Identifier of the prompt."""
     payload: dict[str, Any]
+    """The problem in the task's own format."""
     step: int
+    """Training step at which the group was generated; for an evaluation, the policy version."""
     kind: str
+    """Purpose of the rollout: fresh, reevaluation or evaluation."""
     policy_version: int
+    """Policy version that generated the group."""
     mean_reward: float
+    """Mean reward of the group, from 0 to 1."""
     prompt_token_ids: list[int]
+    """Token ids of the rendered prompt."""
     responses: list[ResponseView]
+    """The G responses, in the order in which they were sampled."""
 
 
 class WeightView(Wire):
+    """A policy version that was published."""
+
     version: int
+    """Policy version; version t holds the weights after t - 1 steps, 1 is the initial model."""
     uri: str
+    """Prefix of the files in the object store."""
     manifest_digest: str
+    """SHA-256 of the manifest, 64 hexadecimal digits."""
     status: str
+    """published, or pruned once its files have been deleted."""
     created_at: datetime
+    """Time of the publication."""
 
 
 class CheckpointView(Wire):
+    """A checkpoint of the trainer."""
+
     step: int
+    """Step after which the checkpoint was written."""
     uri: str
+    """Prefix of the files in the object store."""
     manifest_digest: str
+    """SHA-256 of the manifest, 64 hexadecimal digits."""
     created_at: datetime
+    """Time at which the checkpoint was recorded."""
     accuracy: float | None
-    """Of the evaluation of these weights, if there was one."""
+    """Mean accuracy of these weights on the held-out prompts, from 0 to 1; null if they were not
+    evaluated."""
 
 
 class SpanView(Wire):
+    """A span by the database's clock."""
+
     component: str
+    """trainer, collector, or the name of a replica."""
     name: str
+    """What the component did, such as wait, update, generate or load."""
     step: int
+    """Training step; for a replica, its policy version."""
     started_at: datetime
+    """Time of the span's beginning."""
     ended_at: datetime
+    """Time of the span's end."""
 
 
 class ReplicaView(ReplicaReport):
+    """A rollout replica and its last report."""
+
     name: str
+    """Name of the replica, unique in the run."""
     last_seen: datetime
+    """Time of the last report."""
     silent_s: float
-    """Seconds since it last said anything."""
+    """Seconds since the last report."""
 
 
 class RunComparison(Wire):
     """Two runs side by side."""
 
     runs: tuple[str, str]
+    """Names of the two runs."""
     differing_config: dict[str, tuple[Any, Any]]
-    """Keys of the configuration that differ, dotted, with both values."""
+    """Values of both runs by dotted key of the configuration, where they differ."""
     steps: tuple[int, int]
+    """Last committed step of both runs."""
     rollouts: tuple[int, int]
+    """Number of training responses that both runs have generated."""
     tokens: tuple[int, int]
+    """Number of tokens of these responses."""
     difficulty: tuple[DifficultyBins, DifficultyBins]
+    """Training prompts of both runs by bin, as of their last committed steps."""
     evaluations: list[tuple[int, float | None, float | None]]
-    """(policy version, accuracy of the first, of the second), for every version of either."""
+    """(policy version, accuracy in the first run, in the second), for every version that either
+    has evaluated; null where it has not."""
 
 
-Scope = Literal["read", "run", "admin"]
+# ---- tokens, health, garbage --------------------------------------------------------------------
 
 
 class TokenScope(Wire):
-    """What the token of the request may do."""
+    """The scope of the request's token."""
 
     scope: Scope
+    """read, run (includes read) or admin (includes run)."""
 
 
 class TokenCreate(Wire):
+    """A token to create."""
+
     name: str = Field(min_length=1, max_length=100, examples=["grafana"])
+    """Name that says what the token is for."""
     scope: Scope
+    """read, run (includes read) or admin (includes run)."""
 
 
 class TokenView(Wire):
+    """A token without its secret."""
+
     id: int
+    """Identifier of the token."""
     name: str
+    """Name that says what the token is for."""
     scope: Scope
+    """read, run (includes read) or admin (includes run)."""
     created_at: datetime
+    """Time at which the token was created."""
     last_used_at: datetime | None
+    """Time of the last request, to the minute; null before the first."""
     revoked_at: datetime | None
+    """Time at which the token was revoked; null while it is valid."""
 
 
 class TokenCreated(TokenView):
+    """A new token with its secret."""
+
     token: str
-    """Shown this once: only its hash is kept."""
+    """The bearer token. It is shown only in this response: the service keeps its hash."""
 
 
 class Readiness(Wire):
-    """`ready` is false, and the status 503, while something that every request needs is away."""
+    """Whether the service can answer requests. The status is 503 while `ready` is false."""
 
     ready: bool
+    """Whether Postgres and the object store both answer."""
     database: str
+    """ok, or why Postgres does not answer."""
     object_store: str
+    """ok, or why the object store does not answer."""
 
 
 class Garbage(Wire):
-    """Objects that no row points to, and how many there are under the runs' prefixes in all."""
+    """Objects without a row, and rows without their object."""
 
     orphans: list[str]
+    """Keys of objects that no row refers to; with `dry_run=false`, of those that were deleted."""
     objects: int
+    """Number of objects of all runs and models."""
     missing: list[str]
-    """Objects that a row points to and that are not there. Must be empty."""
+    """Keys of objects that a row refers to and that are not stored. Must be empty."""
     deleted: int
+    """Number of objects deleted; 0 with `dry_run=true`."""

@@ -1,1 +1,1 @@
-"""The routes of the buffer service. They translate; the work is in the modules beside them."""
+"""The routes of the buffer service. They only translate; the logic is in the modules above."""

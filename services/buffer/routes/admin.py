@@ -1,10 +1,10 @@
-"""Health, tokens and garbage."""
+"""Health, tokens and garbage collection."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import APIRouter, Depends, Path, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sqlalchemy import select
@@ -13,36 +13,42 @@ from sqlalchemy.exc import SQLAlchemyError
 from services.buffer import lifecycle, tokens
 from services.buffer.api import wire
 from services.buffer.routes.common import LARGEST
-from services.buffer.service import Service
-from services.buffer.tokens import Guard
+from services.buffer.service import Service, ServiceDep
+from services.buffer.tokens import require_scope
 from services.common.objectstore import ObjectStoreError
 
-
-def health_router(service: Service) -> APIRouter:
-    router = APIRouter(tags=["health"])
-
-    @router.get("/health")
-    def health() -> dict[str, str]:
-        """Whether the process lives. It says nothing of what the process needs: see /readyz."""
-        return {"status": "ok"}
-
-    @router.get("/readyz", responses={503: {"model": wire.Readiness}})
-    def readyz(response: Response) -> wire.Readiness:
-        """Whether Postgres and the object store answer; 503 while one of them does not."""
-        database, store = _database(service), _object_store(service)
-        ready = database == store == "ok"
-        response.status_code = 200 if ready else 503
-        return wire.Readiness(ready=ready, database=database, object_store=store)
-
-    @router.get("/metrics", response_class=PlainTextResponse)
-    def metrics() -> Response:
-        """For Prometheus."""
-        return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
-
-    return router
+health_router = APIRouter(tags=["health"])
+scope_router = APIRouter(prefix="/v1", tags=["admin"])
+admin_router = APIRouter(
+    prefix="/v1", tags=["admin"], dependencies=[Depends(require_scope("admin"))]
+)
 
 
-def _database(service: Service) -> str:
+# ---- health -------------------------------------------------------------------------------------
+
+
+@health_router.get("/health")
+def health() -> dict[str, str]:
+    """Answers as long as the process runs, whatever its dependencies do (see `/readyz`)."""
+    return {"status": "ok"}
+
+
+@health_router.get("/readyz", responses={503: {"model": wire.Readiness}})
+def readyz(service: ServiceDep, response: Response) -> wire.Readiness:
+    """Checks that Postgres and the object store answer; 503 while one of them does not."""
+    database, store = _check_database(service), _check_object_store(service)
+    ready = database == store == "ok"
+    response.status_code = 200 if ready else 503
+    return wire.Readiness(ready=ready, database=database, object_store=store)
+
+
+@health_router.get("/metrics", response_class=PlainTextResponse)
+def metrics() -> Response:
+    """Returns the metrics of this process in the text format of Prometheus."""
+    return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _check_database(service: Service) -> str:
     try:
         with service.sessions() as session:
             session.execute(select(1))
@@ -51,7 +57,7 @@ def _database(service: Service) -> str:
     return "ok"
 
 
-def _object_store(service: Service) -> str:
+def _check_object_store(service: Service) -> str:
     try:
         service.probe.check()
     except ObjectStoreError as error:
@@ -59,44 +65,45 @@ def _object_store(service: Service) -> str:
     return "ok"
 
 
-def scope_router(_: Service, guard: Guard) -> APIRouter:
-    router = APIRouter(prefix="/v1", tags=["admin"])
-
-    @router.get("/token", dependencies=guard("read"))
-    def scope(request: Request) -> wire.TokenScope:
-        """The scope of the token in use, so that a page offers only what it may do."""
-        return wire.TokenScope(scope=request.state.scope)
-
-    return router
+# ---- tokens -------------------------------------------------------------------------------------
 
 
-def admin_router(service: Service, guard: Guard) -> APIRouter:
-    router = APIRouter(prefix="/v1", tags=["admin"], dependencies=guard("admin"))
+@scope_router.get("/token", dependencies=[Depends(require_scope("read"))])
+def token_scope(request: Request) -> wire.TokenScope:
+    """Returns the scope of the request's token, so that a page offers only what it allows."""
+    return wire.TokenScope(scope=request.state.scope)
 
-    @router.post("/tokens", status_code=201)
-    def create_token(request: wire.TokenCreate) -> wire.TokenCreated:
-        """Makes a token. It is shown in this answer and never again."""
-        with service.sessions.begin() as session:
-            return tokens.create(session, request)
 
-    @router.get("/tokens")
-    def list_tokens() -> list[wire.TokenView]:
-        """All tokens ever made, without their secrets."""
-        with service.sessions() as session:
-            return tokens.listing(session)
+@admin_router.post("/tokens", status_code=201)
+def create_token(service: ServiceDep, request: wire.TokenCreate) -> wire.TokenCreated:
+    """Creates a token. Its secret is shown only in this response."""
+    with service.sessions.begin() as session:
+        return tokens.create(session, request)
 
-    @router.delete("/tokens/{token_id}")
-    def revoke_token(token_id: Annotated[int, Path(ge=1, le=LARGEST)]) -> wire.TokenView:
-        """Revokes a token, at once."""
-        with service.sessions.begin() as session:
-            return tokens.revoke(session, token_id)
 
-    @router.post("/gc")
-    def gc(dry_run: bool = True) -> wire.Garbage:
-        """Objects that no row points to; deletes them with `dry_run=false`.
+@admin_router.get("/tokens")
+def list_tokens(service: ServiceDep) -> list[wire.TokenView]:
+    """Lists all tokens ever created, revoked ones included, without their secrets."""
+    with service.sessions() as session:
+        return tokens.list_tokens(session)
 
-        An object younger than a day is never deleted: its row may be about to be written.
-        """
-        return lifecycle.collect_garbage(service, dry_run=dry_run)
 
-    return router
+@admin_router.delete("/tokens/{token_id}")
+def revoke_token(
+    service: ServiceDep, token_id: Annotated[int, Path(ge=1, le=LARGEST)]
+) -> wire.TokenView:
+    """Revokes a token with immediate effect."""
+    with service.sessions.begin() as session:
+        return tokens.revoke(session, token_id)
+
+
+# ---- garbage ------------------------------------------------------------------------------------
+
+
+@admin_router.post("/gc")
+def collect_garbage(service: ServiceDep, dry_run: bool = True) -> wire.Garbage:
+    """Lists objects that no row refers to, and deletes them with `dry_run=false`.
+
+    Objects younger than a day are never deleted: their rows may be about to be written.
+    """
+    return lifecycle.collect_garbage(service, dry_run=dry_run)

@@ -1,4 +1,4 @@
-"""Parameters that many routes share."""
+"""Parameters and error responses that several routes share."""
 
 from __future__ import annotations
 
@@ -10,36 +10,47 @@ from services.buffer.api import wire
 
 LONGEST_WAIT_S = 30.0
 LARGEST = 2**53
-"""No counter of ours comes near; above it JSON numbers are not exact everywhere."""
+"""Upper bound of all counters and ids: JSON numbers above it are not exact in every reader."""
 
 Attempt = Annotated[
-    int, Header(alias="X-Bapo-Attempt", ge=0, le=LARGEST, description="Fencing number of the run")
+    int,
+    Header(
+        alias="X-Bapo-Attempt",
+        ge=0,
+        le=LARGEST,
+        description="Fencing number of the run's current attempt",
+    ),
 ]
-Wait = Annotated[float, Query(ge=0, le=LONGEST_WAIT_S, description="Seconds to wait until ready")]
+Wait = Annotated[
+    float, Query(ge=0, le=LONGEST_WAIT_S, description="Seconds to wait for the answer to be ready")
+]
 RunName = Annotated[str, Path(pattern=wire.RUN_NAME, examples=["countdown"])]
-Step = Annotated[int, Path(ge=1, le=LARGEST, description="Trainer step, from 1 on")]
-Limit = Annotated[int, Query(ge=1, le=1000, description="Items on a page")]
-Cursor = Annotated[
-    str | None, Query(max_length=2000, description="The `next` of the page before this one")
-]
+Step = Annotated[int, Path(ge=1, le=LARGEST, description="Training step, from 1 on")]
+Limit = Annotated[int, Query(ge=1, le=1000, description="Largest number of items on a page")]
+Cursor = Annotated[str | None, Query(max_length=2000, description="`next` of the previous page")]
 Points = Annotated[
     int | None,
-    Query(ge=1, le=2000, description="At most so many steps, evenly apart, the last among them"),
+    Query(
+        ge=1, le=2000, description="Largest number of steps, evenly spaced, the last one included"
+    ),
 ]
-AtStep = Annotated[int | None, Query(ge=0, le=LARGEST, description="As of this step; default: now")]
-Uid = Annotated[str, Query(min_length=1, max_length=512, description="The prompt's uid")]
+AsOfStep = Annotated[
+    int | None, Query(ge=0, le=LARGEST, description="As of this step; default: the last one")
+]
+Uid = Annotated[str, Query(min_length=1, max_length=512, description="Identifier of the prompt")]
 
 ERRORS: dict[int | str, dict[str, object]] = {
-    status: {"description": words, "content": {"application/problem+json": {}}}
-    for status, words in {
-        400: "Refused; `detail` says which field and what would be right",
-        401: "No token, or one that is not known",
-        403: "The token's scope is too small",
-        404: "There is no such thing",
-        409: "Not now: superseded, out of order, or already something else",
+    status: {"description": description, "content": {"application/problem+json": {}}}
+    for status, description in {
+        400: "Refused; `detail` names the field and a valid value",
+        401: "No token, or an unknown one",
+        403: "The token's scope does not include the route",
+        404: "Not found",
+        409: "Conflict: superseded, out of order, or created before with other content",
         413: "The body is too large",
-        422: "Not a valid request; `detail` names the field",
+        422: "Invalid request; `detail` names the field",
         429: "Too many failures; see Retry-After",
-        503: "Something is away for the moment; repeat the call",
+        503: "A dependency does not answer at present; repeat the call",
     }.items()
 }
+"""Error responses of every route below `/v1`, for the OpenAPI document."""

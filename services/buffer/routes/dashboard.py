@@ -1,4 +1,4 @@
-"""The dashboard: a few static files, which hold no data and so want no token."""
+"""Serves the dashboard: static files, which hold no data and so need no token."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from fastapi import APIRouter, Request, Response
 from services import dashboard
 from services.common.errors import not_found
 
-FILES = Path(dashboard.__file__).parent
-
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -20,36 +18,38 @@ MEDIA_TYPES = {
 }
 
 HEADERS = {
-    # Nothing inline and nothing from elsewhere: what a model wrote can never become code here.
+    # No inline code and none of other origins: the text of a response can never run as a script.
     "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    # A new release is seen at once; between releases, 304.
+    # Browsers ask each time, so that a new release is seen at once; between releases they get 304.
     "Cache-Control": "no-cache",
 }
 
+_DIRECTORY = Path(dashboard.__file__).parent
+FILES = {
+    path.relative_to(_DIRECTORY).as_posix(): path
+    for path in _DIRECTORY.rglob("*")
+    if path.suffix in MEDIA_TYPES
+}
+"""Files that are served, by name. Only these are ever read, whatever path a request has."""
 
-def dashboard_router() -> APIRouter:
-    router = APIRouter(include_in_schema=False)
-    # Only these are ever served, whatever path is asked for.
-    files = {
-        path.relative_to(FILES).as_posix(): path
-        for path in FILES.rglob("*")
-        if path.suffix in MEDIA_TYPES
-    }
+router = APIRouter(include_in_schema=False)
 
-    @router.get("/")
-    def index(request: Request) -> Response:
-        return _serve(request, files["index.html"])
 
-    @router.get("/dashboard/{name:path}")
-    def file(request: Request, name: str) -> Response:
-        if name not in files:
-            raise not_found(f"file {name[:200]!r} in the dashboard")
-        return _serve(request, files[name])
+@router.get("/")
+def serve_index(request: Request) -> Response:
+    """Returns the page of the dashboard."""
+    return _serve(request, FILES["index.html"])
 
-    return router
+
+@router.get("/dashboard/{name:path}")
+def serve_file(request: Request, name: str) -> Response:
+    """Returns a style sheet, a script or an image of the dashboard."""
+    if name not in FILES:
+        raise not_found(f"file {name[:200]!r} in the dashboard")
+    return _serve(request, FILES[name])
 
 
 def _serve(request: Request, path: Path) -> Response:

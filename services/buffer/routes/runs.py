@@ -4,123 +4,130 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query
-from sqlalchemy import select
+from fastapi import APIRouter, Depends, Path, Query
 
 from services.buffer import artifacts, lifecycle, queries, runs
 from services.buffer.api import wire
-from services.buffer.pages import after_cursor, page_of
 from services.buffer.routes.common import Attempt, Cursor, Limit, RunName
-from services.buffer.service import Service
-from services.buffer.tables import Run
-from services.buffer.tokens import Guard
+from services.buffer.service import ServiceDep
+from services.buffer.tokens import require_scope
+
+READ, RUN = [Depends(require_scope("read"))], [Depends(require_scope("run"))]
 
 DatasetName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
 
-
-def runs_router(service: Service, guard: Guard) -> APIRouter:
-    router = APIRouter(prefix="/v1")
-    _dataset_routes(router, service, guard)
-    _run_routes(router, service, guard)
-    _lifecycle_routes(router, service, guard)
-    return router
+router = APIRouter(prefix="/v1")
 
 
-def _dataset_routes(router: APIRouter, service: Service, guard: Guard) -> None:
-    run, read = guard("run"), guard("read")
-
-    @router.post("/datasets/{dataset}", tags=["datasets"], dependencies=run)
-    def upload(dataset: DatasetName, upload: wire.DatasetUpload) -> wire.DatasetState:
-        """Stores prompts, in order. What is there stays; a dataset that a run uses never grows."""
-        with service.sessions.begin() as session:
-            return runs.upload_prompts(session, dataset, upload)
-
-    @router.get("/datasets/{dataset}", tags=["datasets"], dependencies=read)
-    def dataset_state(dataset: DatasetName) -> wire.DatasetState:
-        with service.sessions() as session:
-            return wire.DatasetState(dataset=dataset, prompts=runs.dataset_size(session, dataset))
+# ---- datasets -----------------------------------------------------------------------------------
 
 
-def _run_routes(router: APIRouter, service: Service, guard: Guard) -> None:
-    run, read = guard("run"), guard("read")
+@router.post("/datasets/{dataset}", tags=["datasets"], dependencies=RUN)
+def upload_prompts(
+    service: ServiceDep, dataset: DatasetName, upload: wire.DatasetUpload
+) -> wire.DatasetState:
+    """Appends prompts to a dataset. Prompts that it has are kept as they are.
 
-    @router.post("/runs", tags=["runs"], dependencies=run)
-    def create(request: wire.RunCreate) -> wire.RunState:
-        """Creates a run; the one there is if it was created the same way, 409 if another way."""
-        with service.changing(request.name) as session:
-            return runs.run_state(runs.create_run(session, request))
-
-    @router.get("/runs", tags=["runs"], dependencies=read)
-    def list_runs(
-        status: wire.Status | None = None,
-        search: Annotated[str | None, Query(max_length=63, description="Part of the name")] = None,
-        cursor: Cursor = None,
-        limit: Limit = 100,
-    ) -> wire.Page[wire.RunState]:
-        """Runs, the newest first."""
-        statement = select(Run)
-        if status is not None:
-            statement = statement.where(Run.status == status)
-        if search is not None:
-            statement = statement.where(Run.name.contains(search, autoescape=True))
-        with service.sessions() as session:
-            rows = session.scalars(
-                after_cursor(statement, (-Run.id.expression,), "newest", cursor, limit)
-            ).all()
-        return page_of(rows, limit, "newest", lambda row: (-row.id,), runs.run_state)
-
-    @router.get("/runs/{name}", tags=["runs"], dependencies=read)
-    def show(name: RunName) -> wire.RunState:
-        with service.sessions() as session:
-            return runs.run_state(runs.get_run(session, name))
-
-    @router.get("/comparisons", tags=["runs"], dependencies=read)
-    def compare(
-        first: Annotated[str, Query(pattern=wire.RUN_NAME)],
-        second: Annotated[str, Query(pattern=wire.RUN_NAME)],
-    ) -> wire.RunComparison:
-        """Two runs side by side: configuration, difficulty, evaluations."""
-        with service.sessions() as session:
-            pair = [runs.get_run(session, name) for name in (first, second)]
-            return queries.compare(session, pair[0], pair[1])
+    Answers 409 if a run uses the dataset and the upload would add to it.
+    """
+    with service.sessions.begin() as session:
+        return runs.upload_prompts(session, dataset, upload)
 
 
-def _lifecycle_routes(router: APIRouter, service: Service, guard: Guard) -> None:
-    run = guard("run")
+@router.get("/datasets/{dataset}", tags=["datasets"], dependencies=READ)
+def get_dataset(service: ServiceDep, dataset: DatasetName) -> wire.DatasetState:
+    """Returns the number of prompts in a dataset; 0 if it does not exist."""
+    with service.sessions() as session:
+        return wire.DatasetState(dataset=dataset, prompts=runs.dataset_size(session, dataset))
 
-    @router.delete("/runs/{name}", tags=["runs"], dependencies=run, status_code=204)
-    def delete(name: RunName) -> None:
-        """Deletes a run that is not at work: its rows and its objects. There is no way back."""
-        lifecycle.delete_run(service, name)
 
-    @router.patch("/runs/{name}", tags=["runs"], dependencies=run)
-    def patch(name: RunName, change: wire.RunPatch, attempt: Attempt) -> wire.RunState:
-        """How a run ended, as its own processes say."""
-        with service.changing(name) as session:
-            row = runs.lock_run(session, name, attempt)
-            row.status = change.status
-            return runs.run_state(row)
+# ---- runs ---------------------------------------------------------------------------------------
 
-    @router.post("/runs/{name}/attempts", tags=["runs"], dependencies=run)
-    def begin_attempt(name: RunName) -> wire.RunState:
-        """Supersedes every process that works on the run; rewinds to the last checkpoint."""
-        with service.changing(name) as session:
-            return runs.run_state(artifacts.begin_attempt(session, name))
 
-    @router.post("/runs/{name}/pause", tags=["runs"], dependencies=run)
-    def pause(name: RunName) -> wire.RunState:
-        """No new prompts and batches until it is resumed; its processes wait."""
-        with service.changing(name) as session:
-            return runs.run_state(lifecycle.pause(session, name))
+@router.post("/runs", tags=["runs"], dependencies=RUN)
+def create_run(service: ServiceDep, request: wire.RunCreate) -> wire.RunState:
+    """Creates a run. Returns the existing one if it is the same, and 409 if it differs."""
+    with service.write_transaction(request.name) as session:
+        return runs.run_state(runs.create_run(session, request))
 
-    @router.post("/runs/{name}/resume", tags=["runs"], dependencies=run)
-    def resume(name: RunName) -> wire.RunState:
-        """Ends a pause."""
-        with service.changing(name) as session:
-            return runs.run_state(lifecycle.resume(session, name))
 
-    @router.post("/runs/{name}/stop", tags=["runs"], dependencies=run)
-    def stop(name: RunName) -> wire.RunState:
-        """Turns the run's processes away, for good. A new attempt resumes from the checkpoint."""
-        with service.changing(name) as session:
-            return runs.run_state(lifecycle.stop(session, name))
+@router.get("/runs", tags=["runs"], dependencies=READ)
+def list_runs(
+    service: ServiceDep,
+    status: wire.Status | None = None,
+    search: Annotated[str | None, Query(max_length=63, description="Part of the name")] = None,
+    cursor: Cursor = None,
+    limit: Limit = 100,
+) -> wire.Page[wire.RunState]:
+    """Lists runs, newest first, filtered by status and by part of the name."""
+    with service.sessions() as session:
+        return runs.list_runs(session, status, search, cursor, limit)
+
+
+@router.get("/runs/{name}", tags=["runs"], dependencies=READ)
+def get_run(service: ServiceDep, name: RunName) -> wire.RunState:
+    """Returns a run: its configuration, its status and its last committed step."""
+    with service.sessions() as session:
+        return runs.run_state(runs.get_run(session, name))
+
+
+@router.get("/comparisons", tags=["runs"], dependencies=READ)
+def compare_runs(
+    service: ServiceDep,
+    first: Annotated[str, Query(pattern=wire.RUN_NAME)],
+    second: Annotated[str, Query(pattern=wire.RUN_NAME)],
+) -> wire.RunComparison:
+    """Compares two runs: configuration, rollouts, difficulty and evaluations."""
+    with service.sessions() as session:
+        pair = [runs.get_run(session, name) for name in (first, second)]
+        return queries.compare(session, pair[0], pair[1])
+
+
+# ---- lifecycle ----------------------------------------------------------------------------------
+
+
+@router.delete("/runs/{name}", tags=["runs"], dependencies=RUN, status_code=204)
+def delete_run(service: ServiceDep, name: RunName) -> None:
+    """Deletes a run with its rows and objects, irrevocably; 409 while it is running or paused."""
+    lifecycle.delete_run(service, name)
+
+
+@router.patch("/runs/{name}", tags=["runs"], dependencies=RUN)
+def end_run(
+    service: ServiceDep, name: RunName, change: wire.RunPatch, attempt: Attempt
+) -> wire.RunState:
+    """Records how a run ended, as its own processes report it."""
+    with service.write_transaction(name) as session:
+        run = runs.lock_run(session, name, attempt)
+        return runs.run_state(lifecycle.end(run, change.status))
+
+
+@router.post("/runs/{name}/attempts", tags=["runs"], dependencies=RUN)
+def begin_attempt(service: ServiceDep, name: RunName) -> wire.RunState:
+    """Begins a new attempt: supersedes earlier ones, and rewinds to the last checkpoint."""
+    with service.write_transaction(name) as session:
+        return runs.run_state(artifacts.begin_attempt(session, name))
+
+
+@router.post("/runs/{name}/pause", tags=["runs"], dependencies=RUN)
+def pause_run(service: ServiceDep, name: RunName) -> wire.RunState:
+    """Pauses a run: it gets no new prompts and batches until it is resumed."""
+    with service.write_transaction(name) as session:
+        return runs.run_state(lifecycle.pause(session, name))
+
+
+@router.post("/runs/{name}/resume", tags=["runs"], dependencies=RUN)
+def resume_run(service: ServiceDep, name: RunName) -> wire.RunState:
+    """Resumes a paused run."""
+    with service.write_transaction(name) as session:
+        return runs.run_state(lifecycle.resume(session, name))
+
+
+@router.post("/runs/{name}/stop", tags=["runs"], dependencies=RUN)
+def stop_run(service: ServiceDep, name: RunName) -> wire.RunState:
+    """Stops a run: further calls of its processes get 409.
+
+    A new attempt continues it from the last checkpoint.
+    """
+    with service.write_transaction(name) as session:
+        return runs.run_state(lifecycle.stop(session, name))

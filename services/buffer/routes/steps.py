@@ -1,18 +1,18 @@
-"""The step protocol (design section 6), for the processes of a run."""
+"""The step protocol: prompts, groups, batch, commit and rewind."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from prometheus_client import Counter, Gauge
 from starlette.concurrency import run_in_threadpool
 
 from services.buffer import ingest, runs, steps
 from services.buffer.api import wire
 from services.buffer.routes.common import Attempt, RunName, Step, Wait
-from services.buffer.service import Service
-from services.buffer.tokens import Guard
+from services.buffer.service import Service, ServiceDep
+from services.buffer.tokens import require_scope
 
 GROUPS = Counter("bapo_groups_accepted", "Groups accepted", ["run", "kind"])
 COMMITS = Gauge("bapo_current_step", "Last committed step", ["run"])
@@ -28,84 +28,109 @@ ARROW_BODY = {
     }
 }
 
-
-def steps_router(service: Service, guard: Guard) -> APIRouter:
-    router = APIRouter(prefix="/v1/runs/{name}", tags=["steps"], dependencies=guard("run"))
-
-    @router.post("/steps/{step}/prompts")
-    async def prompts(
-        name: RunName,
-        step: Step,
-        attempt: Attempt,
-        kind: wire.Kind = "fresh",
-        generation_round: Annotated[int, Query(ge=0, le=1000)] = 0,
-        wait: Wait = 0,
-    ) -> wire.StepPrompts:
-        """The prompts to roll out at this step."""
-
-        def look() -> tuple[wire.StepPrompts, int]:
-            with service.sessions.begin() as session:
-                row = runs.get_run(session, name)
-                runs.check_attempt(row, attempt)
-                answer = steps.step_prompts(session, row, step, kind, generation_round)
-                return answer, row.target_version
-
-        answer, wanted = await service.until(name, wait, look, lambda found: found[0].ready)
-        if answer.prompts and not answer.complete and wanted != answer.policy_version:
-            await run_in_threadpool(_want, service, name, attempt, answer.policy_version)
-        return answer
-
-    @router.post("/steps/{step}/groups", openapi_extra=ARROW_BODY)
-    async def groups(
-        request: Request, name: RunName, step: Step, attempt: Attempt, kind: wire.Kind = "fresh"
-    ) -> wire.GroupsAccepted:
-        """Whole groups as an Arrow IPC stream. A group lands once, however often it is sent."""
-        body = await request.body()
-        accepted = await run_in_threadpool(
-            ingest.accept_groups, service, name, step, attempt, kind, body
-        )
-        GROUPS.labels(name, kind).inc(accepted.accepted)
-        return accepted
-
-    @router.post("/steps/{step}/batch")
-    async def batch(
-        name: RunName, step: Step, attempt: Attempt, wait: Wait = 0
-    ) -> wire.BatchManifest:
-        """The training batch, built once all groups of the step have landed."""
-
-        def build() -> wire.BatchManifest:
-            with service.sessions.begin() as session:
-                return steps.build(session, runs.lock_run(session, name, attempt), step)
-
-        return await service.until(name, wait, build, lambda manifest: manifest.ready)
-
-    @router.post("/steps/{step}/proximal", openapi_extra=ARROW_BODY)
-    async def proximal(request: Request, name: RunName, step: Step, attempt: Attempt) -> None:
-        """Log-probs of the trainer at this step for groups that may be replayed (Arrow)."""
-        body = await request.body()
-        await run_in_threadpool(ingest.accept_proximal, service, name, step, attempt, body)
-
-    @router.post("/steps/{step}/commit")
-    def commit(name: RunName, step: Step, attempt: Attempt, body: wire.Commit) -> wire.RunState:
-        """Closes the step, once."""
-        with service.changing(name) as session:
-            row = runs.lock_run(session, name, attempt)
-            steps.commit(session, row, step, body.metrics)
-            COMMITS.labels(name).set(row.current_step)
-            return runs.run_state(row)
-
-    @router.post("/rewind")
-    def rewind(name: RunName, attempt: Attempt, body: wire.Rewind) -> wire.RunState:
-        """Undoes everything after a step, exactly."""
-        with service.changing(name) as session:
-            row = runs.lock_run(session, name, attempt)
-            steps.rewind(session, row, body.step)
-            return runs.run_state(row)
-
-    return router
+router = APIRouter(
+    prefix="/v1/runs/{name}", tags=["steps"], dependencies=[Depends(require_scope("run"))]
+)
 
 
-def _want(service: Service, name: str, attempt: int, version: int) -> None:
-    """Rollouts by `version` are about to be asked for."""
-    with service.changing(name) as session:
+@router.post("/steps/{step}/prompts")
+async def step_prompts(
+    service: ServiceDep,
+    name: RunName,
+    step: Step,
+    attempt: Attempt,
+    kind: wire.Kind = "fresh",
+    generation_round: Annotated[int, Query(ge=0, le=1000)] = 0,
+    wait: Wait = 0,
+) -> wire.StepPrompts:
+    """Returns the prompts to roll out at this step.
+
+    Makes their policy version the target that rollout replicas load, unless all their groups are
+    recorded already.
+    """
+
+    def read() -> tuple[wire.StepPrompts, int]:
+        with service.sessions.begin() as session:
+            run = runs.get_run(session, name)
+            runs.check_attempt(run, attempt)
+            prompts = steps.step_prompts(session, run, step, kind, generation_round)
+            return prompts, run.target_version
+
+    prompts, target = await service.wait_until(name, wait, read, lambda result: result[0].ready)
+    if prompts.prompts and not prompts.complete and target != prompts.policy_version:
+        version = prompts.policy_version
+        await run_in_threadpool(_set_target_version, service, name, attempt, version)
+    return prompts
+
+
+def _set_target_version(service: Service, name: str, attempt: int, version: int) -> None:
+    """Sets the policy version that rollout replicas should serve."""
+    with service.write_transaction(name) as session:
         runs.lock_run(session, name, attempt).target_version = version
+
+
+@router.post("/steps/{step}/groups", openapi_extra=ARROW_BODY)
+async def post_groups(
+    service: ServiceDep,
+    request: Request,
+    name: RunName,
+    step: Step,
+    attempt: Attempt,
+    kind: wire.Kind = "fresh",
+) -> wire.GroupsAccepted:
+    """Records whole groups, sent as an Arrow IPC stream; each once, however often it is sent."""
+    body = await request.body()
+    result = await run_in_threadpool(ingest.accept_groups, service, name, step, attempt, kind, body)
+    GROUPS.labels(name, kind).inc(result.accepted)
+    return result
+
+
+@router.post("/steps/{step}/batch")
+async def build_batch(
+    service: ServiceDep, name: RunName, step: Step, attempt: Attempt, wait: Wait = 0
+) -> wire.BatchManifest:
+    """Returns the training batch (X1, X2 and X3), built once all groups of the step are recorded.
+
+    The batch is built once; repeating the call returns the same one.
+    """
+
+    def build() -> wire.BatchManifest:
+        with service.sessions.begin() as session:
+            return steps.build(session, runs.lock_run(session, name, attempt), step)
+
+    return await service.wait_until(name, wait, build, lambda manifest: manifest.ready)
+
+
+@router.post("/steps/{step}/proximal", openapi_extra=ARROW_BODY)
+async def post_proximal(
+    service: ServiceDep, request: Request, name: RunName, step: Step, attempt: Attempt
+) -> None:
+    """Records the trainer's log-probs at this step of groups that may be replayed (Arrow)."""
+    body = await request.body()
+    await run_in_threadpool(ingest.accept_proximal, service, name, step, attempt, body)
+
+
+@router.post("/steps/{step}/commit")
+def commit_step(
+    service: ServiceDep, name: RunName, step: Step, attempt: Attempt, body: wire.Commit
+) -> wire.RunState:
+    """Commits the step: updates difficulty and buffers, and makes it the run's current step.
+
+    Committing it again changes nothing.
+    """
+    with service.write_transaction(name) as session:
+        run = runs.lock_run(session, name, attempt)
+        steps.commit(session, run, step, body.metrics)
+        COMMITS.labels(name).set(run.current_step)
+        return runs.run_state(run)
+
+
+@router.post("/rewind")
+def rewind(
+    service: ServiceDep, name: RunName, attempt: Attempt, body: wire.Rewind
+) -> wire.RunState:
+    """Restores the state after the commit of a step, and drops everything later."""
+    with service.write_transaction(name) as session:
+        run = runs.lock_run(session, name, attempt)
+        steps.rewind(session, run, body.step)
+        return runs.run_state(run)

@@ -1,17 +1,27 @@
-"""How a process ends says whether starting it again is of use."""
+"""Exit codes say whether a restart helps; child processes are stopped and explained."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
 from bapo_core.errors import BapoError, ConfigError, TaskError
-from services.common.errors import ServiceUnavailable
+from services.common.errors import ServiceCallError, ServiceError, ServiceUnavailable
 from services.common.objectstore import ObjectStoreError, ObjectStoreUnavailable
-from services.common.process import EXIT_RETRYABLE, run_until_error
+from services.common.process import (
+    EXIT_RETRYABLE,
+    ChildProcess,
+    describe_exit,
+    last_error,
+    python_command,
+    run_until_error,
+)
 from services.stack.supervisor import free_ports
 from services.trainer.update import NonFiniteLoss
 
@@ -24,6 +34,7 @@ ROOT = Path(__file__).parents[3]
         (BapoError("wrong configuration"), 1),
         (ConfigError("config: seed: input should be a valid integer"), 1),
         (TaskError("no task 'countup'; known tasks: countdown, math"), 1),
+        (ServiceError(400, "refused"), 1),
         (ObjectStoreError("damaged"), 1),
         (ObjectStoreUnavailable("away"), EXIT_RETRYABLE),
         (ServiceUnavailable("away"), EXIT_RETRYABLE),
@@ -41,7 +52,7 @@ def test_exit_codes(error: Exception, code: int) -> None:
 
 
 def test_the_launcher_ends_as_the_first_process_that_failed() -> None:
-    """A trainer that is told nothing does not know its run: no restart mends that."""
+    """A trainer without its settings exits with 1, because no restart helps."""
     done = subprocess.run(
         [
             *(sys.executable, "-m", "services.trainer.launch", "--standalone"),
@@ -60,7 +71,7 @@ def test_the_launcher_ends_as_the_first_process_that_failed() -> None:
 
 @pytest.mark.parametrize("endpoint", ["reachable", "nowhere"])
 def test_workers_that_do_not_find_each_other_are_started_again(endpoint: str) -> None:
-    """A peer waits for its node, or the one that hosts the rendezvous was evicted."""
+    """The rendezvous fails when a node is missing, or when the node that hosts it was evicted."""
     (port,) = free_ports(1) if endpoint == "reachable" else (1,)
     done = subprocess.run(
         [sys.executable, "-m", "services.trainer.launch", "--nproc-per-node", "1"],
@@ -81,3 +92,141 @@ def test_workers_that_do_not_find_each_other_are_started_again(endpoint: str) ->
     )
     assert done.returncode == EXIT_RETRYABLE, done.stderr
     assert "the workers do not find each other" in done.stderr
+
+
+def test_every_failed_call_to_a_service_has_one_parent() -> None:
+    assert issubclass(ServiceUnavailable, ServiceCallError)
+    assert issubclass(ServiceError, ServiceCallError)
+
+
+# ---- child processes ----------------------------------------------------------------------------
+
+
+def child(program: str, log: Path, **options: object) -> ChildProcess:
+    command = [sys.executable, "-u", "-c", textwrap.dedent(program)]
+    return ChildProcess(command, log=log, **options)  # type: ignore[arg-type]
+
+
+def wait_for_line(log: Path, line: str) -> None:
+    deadline = time.monotonic() + 30
+    while line not in log.read_text():
+        assert time.monotonic() < deadline, f"{line!r} is not in {log.read_text()!r}"
+        time.sleep(0.01)
+
+
+def test_a_child_stops_by_its_signal(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    program = """
+        import signal, sys, time
+        signal.signal(signal.SIGINT, lambda *_: sys.exit(7))
+        print("ready")
+        time.sleep(60)
+    """
+    process = child(program, log, stop_signal=signal.SIGINT)
+    assert process.exit_code is None
+    wait_for_line(log, "ready")
+    process.stop()
+    assert process.exit_code == 7
+    process.stop()  # a second time changes nothing
+
+
+def test_a_child_that_ignores_its_signal_is_killed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    program = """
+        import signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("ready")
+        time.sleep(60)
+    """
+    process = child(program, log)
+    wait_for_line(log, "ready")
+    process.stop(within_s=0.1)
+    assert process.exit_code == -signal.SIGKILL
+    assert describe_exit(-signal.SIGKILL) == "was killed by SIGKILL"
+
+
+def test_killing_the_group_kills_grandchildren(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    program = """
+        import subprocess, sys
+        grandchild = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        print("grandchild", grandchild.pid, flush=True)
+        grandchild.wait()
+    """
+    process = child(program, log)
+    wait_for_line(log, "grandchild")
+    pid = int(log.read_text().split()[1])
+    process.kill_group()
+    assert process.exit_code == -signal.SIGKILL
+    deadline = time.monotonic() + 30
+    while is_running(pid):
+        assert time.monotonic() < deadline, "the grandchild is still running"
+        time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie that waits for its new parent."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_last_error_of_a_structured_log_is_found(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    program = """
+        from services.common.logs import configure_logs
+        import logging
+        configure_logs("trainer")
+        logging.getLogger("x").error("first")
+        logging.getLogger("x").error("out of memory: lower optimizer.microbatch_tokens")
+        logging.getLogger("x").info("stopping")
+        print("Aborted")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    process = ChildProcess(command, log=log, environment={"PYTHONPATH": str(ROOT)})
+    assert process.wait(60) == 0
+    expected = f"out of memory: lower optimizer.microbatch_tokens (log: {log})"
+    assert process.last_error() == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Traceback\nValueError: wrong\n", "ValueError: wrong"),
+        ('{"level": "info", "message": "started"}\n[1, 2]\nkilled\n', "killed"),
+        ("", "it wrote nothing"),
+        (None, "it wrote nothing"),
+    ],
+)
+def test_the_last_line_of_a_plain_log_stands_for_its_error(
+    text: str | None, message: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    if text is not None:
+        log.write_text(text)
+    assert last_error(log) == f"{message} (log: {log})"
+
+
+def test_a_log_is_replaced_or_continued(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    for text, append in (("one", False), ("two", True), ("three", False), ("four", True)):
+        child(f"print({text!r})", log, append_log=append).wait(60)
+    assert log.read_text() == "three\nfour\n"
+
+
+def test_a_package_in_the_working_directory_does_not_shadow_ours(tmp_path: Path) -> None:
+    """The migration starts as usual and asks for its setting."""
+    package = tmp_path / "services"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('the wrong package')")
+    log = tmp_path / "log"
+    process = ChildProcess(
+        python_command("services.buffer.migrate"),
+        environment={"PYTHONPATH": str(ROOT)},
+        log=log,
+        working_directory=tmp_path,
+    )
+    assert process.wait(120) == 1
+    assert "BAPO_DATABASE_URL is not set" in process.last_error()
+    assert "the wrong package" not in log.read_text()
