@@ -3,8 +3,8 @@
     python -m benchmarks.logprobs [--out benchmarks/results/logprobs.json]
 
 Measures time and memory of forward and backward, with the vocabulary and width of a 0.5 B model, in
-fp32. Each measurement is a process of its own, whose memory is its peak beyond what the inputs take;
-gradients are part of it. The time is compared at a size where the full matrix fits.
+fp32. Each measurement is a process of its own; memory is its peak beyond what the inputs take, and
+includes gradients. The time is compared at a size where the full matrix fits.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m benchmarks.sharding [--out benchmarks/results/sharding.json]
 
 Takes one training step in 1, 2 and 4 processes (torchrun, gloo), and counts the bytes of the rank's
-shards of weights, gradients and moments, and of the collectives in its passes. Time is not measured,
+shards of weights, gradients and moments, and of the collectives in its passes. It measures no time,
 because the processes share two cores.
 """
 

@@ -68,8 +68,7 @@ def config(model: Path, steps: int, every: int) -> RunConfig:
 
 
 def prepare(stack: Endpoints, settings: RunConfig) -> BufferClient:
-    """Creates the run with the trajectories of every step: ragged, with both rewards in each group.
-    """
+    """Creates the run with trajectories for every step: ragged, both rewards in each group."""
     client = BufferClient(stack.buffer_url, stack.token, run=settings.name)
     train_set, test_set = load_datasets(settings)
     for dataset in (train_set, test_set):

@@ -97,9 +97,7 @@ def batch_of(groups: list[Group]) -> Batch:
             group.prompt,
             1,
             [
-                TrajectoryResponse(
-                    response.tokens, response.logprobs, response.reward, "stop", ""
-                )
+                TrajectoryResponse(response.tokens, response.logprobs, response.reward, "stop", "")
                 for response in group.responses
             ],
         )
@@ -119,7 +117,7 @@ def run(side: Side, out: Path) -> None:
     )
     updater = Updater(settings, policy, Ranks(0, 1))
     meter = Meter()
-    short = [group.cut(WARM_UP_TOKENS) for group in groups]
+    short = [group.truncate(WARM_UP_TOKENS) for group in groups]
     for number in range(1, side.steps + 2):
         batch = batch_of(groups if number > 1 else short)
         plan = make_plan(settings, number, batch.members, ranks=1, width=policy.width)

@@ -98,8 +98,9 @@ def test_a_checkpoint_that_does_not_fit_or_is_damaged_is_refused(
     stored = driver.client.latest_checkpoint()
     assert stored is not None
     for changes in ({"num_hidden_layers": 3}, {"vocab_size": 17}):
+        other = trained_modules(*trained(**changes))
         with pytest.raises(BapoError, match="does not fit the model"):
-            load_checkpoint(stored, trained_modules(*trained(**changes)), store=store, scratch=tmp_path)
+            load_checkpoint(stored, other, store=store, scratch=tmp_path)
     key = next(key for key in store.keys(f"{stored.uri}/") if key.endswith(".distcp"))
     data = store._get(key)
     store.put(key, data[:-1])
