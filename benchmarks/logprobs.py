@@ -1,10 +1,10 @@
-"""Log-probs in chunks against the whole (tokens x vocabulary) matrix: time and memory.
+"""Compares log-probs by tiles with those from the full (tokens x vocabulary) matrix of logits.
 
     python -m benchmarks.logprobs [--out benchmarks/results/logprobs.json]
 
-Forward and backward with the vocabulary and width of a 0.5 B model, in fp32. Memory is what a
-process of its own has at its highest, beyond what it has with the inputs; gradients are part of it.
-The time is compared at a size where the whole matrix fits.
+Measures time and memory of forward and backward, with the vocabulary and width of a 0.5 B model, in
+fp32. Each measurement is a process of its own; memory is its peak beyond what the inputs take, and
+includes gradients. The time is compared at a size where the full matrix fits.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ COMPARED_TOKENS, MANY_TOKENS = 1_024, 16_384
 
 
 def measure(kind: str, tokens: int) -> dict[str, float]:
-    """Seconds and bytes of one forward and backward pass, in this process."""
+    """Returns seconds and MiB of one forward and backward pass in this process."""
     torch.manual_seed(0)
     hidden = torch.randn(tokens, WIDTH, requires_grad=True)
     weight = torch.randn(VOCABULARY, WIDTH).mul_(0.02).requires_grad_()
     targets = torch.randint(VOCABULARY, (tokens,))
-    # Libraries are loaded on first use.
+    # The first use loads libraries.
     small = torch.randn(64, 64, requires_grad=True)
     token_logprobs(small, small, torch.arange(64))[0].sum().backward()
     before = psutil.Process().memory_info().rss
@@ -49,16 +49,16 @@ def measure(kind: str, tokens: int) -> dict[str, float]:
         entropies = -(distribution.exp() * distribution).sum(dim=-1)
     (logprobs.sum() + 0.001 * entropies.sum()).backward()
     seconds = time.perf_counter() - started
-    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
-    return {"seconds": seconds, "extra_mib": (highest - before) / (1 << 20)}
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    return {"seconds": seconds, "extra_mib": (peak - before) / (1 << 20)}
 
 
-def apart(kind: str, tokens: int) -> dict[str, float]:
-    """The same in a process of its own: the highest memory is a process's."""
+def measure_in_process(kind: str, tokens: int) -> dict[str, float]:
+    """Runs `measure` in a new process, because peak memory is that of a process."""
     command = [sys.executable, "-m", "benchmarks.logprobs", "--one", kind, str(tokens)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+    figures: dict[str, float] = json.loads(done.stdout)
+    return figures
 
 
 def main() -> None:
@@ -78,13 +78,13 @@ def main() -> None:
     compared: dict[str, list[dict[str, float]]] = {"naive": [], "chunked": []}
     for _ in range(arguments.repeats):
         for kind, runs in compared.items():
-            runs.append(apart(kind, COMPARED_TOKENS))
+            runs.append(measure_in_process(kind, COMPARED_TOKENS))
     result[f"{COMPARED_TOKENS}_tokens"] = compared
     medians = {
         kind: statistics.median(run["seconds"] for run in runs) for kind, runs in compared.items()
     }
     result["time_ratio"] = medians["chunked"] / medians["naive"]
-    result[f"{MANY_TOKENS}_tokens"] = apart("chunked", MANY_TOKENS)
+    result[f"{MANY_TOKENS}_tokens"] = measure_in_process("chunked", MANY_TOKENS)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))

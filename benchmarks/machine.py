@@ -1,4 +1,4 @@
-"""The machine that a figure comes from."""
+"""Describes the machine that a figure was measured on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def machine(*packages: str) -> dict[str, object]:
-    """Its processor and load, Python, and the versions of `packages`."""
+    """Returns processor, cores, load, Python, and the versions of `packages`."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),

@@ -1,4 +1,4 @@
-"""A small random model, where only sizes count."""
+"""A small random model, for benchmarks where only sizes matter."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 
 def save_random_model(directory: Path, **options: Any) -> None:
-    """A Qwen2 of width 256 with a tied output layer, from seed 0; options: of its configuration."""
+    """Saves a random Qwen2 of width 256 with tied embeddings, from seed 0.
+
+    options: of its configuration.
+    """
     torch.manual_seed(0)
-    usual: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "hidden_size": 256,
         "intermediate_size": 1_024,
         "num_attention_heads": 4,
@@ -22,4 +25,4 @@ def save_random_model(directory: Path, **options: Any) -> None:
         "eos_token_id": 1,
         "bos_token_id": None,
     }
-    Qwen2ForCausalLM(Qwen2Config(**(usual | options))).save_pretrained(directory)
+    Qwen2ForCausalLM(Qwen2Config(**(defaults | options))).save_pretrained(directory)

@@ -1,10 +1,10 @@
-"""What each rank holds and receives, against the cost model of docs/scaling.md.
+"""Compares the bytes that each rank holds and receives with the cost model of docs/scaling.md.
 
     python -m benchmarks.sharding [--out benchmarks/results/sharding.json]
 
-One training step in 1, 2 and 4 processes (torchrun, gloo). Counted are the bytes of the rank's own
-weights, gradients and moments, and those of the collectives of its passes. Time is not: the
-processes share two cores.
+Takes one training step in 1, 2 and 4 processes (torchrun, gloo), and counts the bytes of the rank's
+shards of weights, gradients and moments, and of the collectives in its passes. It measures no time,
+because the processes share two cores.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from benchmarks.random_model import save_random_model
 from benchmarks.trl_ours import WINDOW, batch_of
 from benchmarks.trl_steps import Group, Response
 from services.trainer.data import Batch, make_plan
+from services.trainer.phases import PhaseTimer
 from services.trainer.policy import Policy
-from services.trainer.ranks import Ranks, joined
+from services.trainer.ranks import Ranks, init_distributed
 from services.trainer.shard import load_sharded
-from services.trainer.update import Clock, Updater
+from services.trainer.update import Updater
 
 SIZES = (1, 2, 4)
 LAYERS, WIDTH, INNER, VOCABULARY = 4, 128, 512, 2_048
@@ -54,7 +55,7 @@ def config() -> RunConfig:
             "kl": {"coefficient": 0.0},
             "optimizer": {
                 "minibatch_prompts": GROUPS,
-                # A rank of four has two groups: one pass; one alone has four passes.
+                # Each of four ranks has two groups, one pass; a single rank has four passes.
                 "microbatch_tokens": 2 * SIZE * (PROMPT + LENGTH),
             },
         }
@@ -62,24 +63,24 @@ def config() -> RunConfig:
 
 
 def groups() -> list[Group]:
-    """Equally long, so that every rank takes as many passes."""
+    """Makes groups of equal length, so that every rank takes equally many passes."""
     draw = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> list[int]:
-        found: list[int] = torch.randint(2, VOCABULARY, (count,), generator=draw).tolist()
-        return found
+        ids: list[int] = torch.randint(2, VOCABULARY, (count,), generator=draw).tolist()
+        return ids
 
     return [
         Group(
             tokens(PROMPT),
-            [Response(tokens(LENGTH), [-7.6] * LENGTH, float(place < 2)) for place in range(SIZE)],
+            [Response(tokens(LENGTH), [-7.6] * LENGTH, float(index < 2)) for index in range(SIZE)],
         )
         for _ in range(GROUPS)
     ]
 
 
 class Received:
-    """Bytes that this rank gets from the others in its collectives."""
+    """Counts the bytes that this rank gets from the others in its collectives."""
 
     def __init__(self, ranks: int) -> None:
         self.gathered = self.reduced = 0
@@ -90,7 +91,7 @@ class Received:
         def reduced(output: Tensor) -> None:
             self.reduced += output.nbytes * (ranks - 1)
 
-        # What FSDP calls them differs between versions of PyTorch.
+        # FSDP calls different ones in different versions of PyTorch.
         for name, count in (
             ("all_gather_single", gathered),
             ("all_gather_into_tensor", gathered),
@@ -109,36 +110,40 @@ def counted(collective: Callable[..., Any], count: Callable[[Tensor], None]) -> 
     return call
 
 
-def own(tensor: Tensor) -> int:
+def local_bytes(tensor: Tensor) -> int:
+    """Returns the bytes of this rank's shard."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.nbytes
 
 
-def part_of(batch: Batch, places: list[int], every: list[Group]) -> Batch:
-    found = batch_of([every[place] for place in places])
-    return replace(found, members=[batch.members[place] for place in places])
+def batch_of_rank(batch: Batch, positions: list[int], all_groups: list[Group]) -> Batch:
+    """Returns the batch of a rank that has these groups."""
+    local = batch_of([all_groups[position] for position in positions])
+    return replace(local, members=[batch.members[position] for position in positions])
 
 
 def step(ranks: Ranks, model: Path) -> dict[str, float]:
-    """This rank's bytes."""
-    settings, every = config(), groups()
-    policy: Policy = load_sharded(model, ranks, prepare=lambda found: found)
+    """Takes one step; returns the bytes that this rank holds and receives."""
+    settings, all_groups = config(), groups()
+    policy: Policy = load_sharded(model, ranks, prepare=lambda policy: policy)
     received = Received(ranks.size)
     updater = Updater(settings, policy, ranks)
-    whole = batch_of(every)
-    plan = make_plan(settings, 1, whole.members, ranks=ranks.size, width=policy.width)
-    batch = part_of(whole, plan.of_rank(ranks.rank), every)
-    updater.step(1, batch, plan, WINDOW, Clock())
+    full_batch = batch_of(all_groups)
+    plan = make_plan(settings, 1, full_batch.members, ranks=ranks.size, width=policy.width)
+    batch = batch_of_rank(full_batch, plan.of_rank(ranks.rank), all_groups)
+    updater.step(1, batch, plan, WINDOW, PhaseTimer())
     state = updater.optimizer.state.values()
     return {
-        "parameters": float(sum(each.numel() for each in policy.parameters())),
+        "parameters": float(sum(p.numel() for p in policy.parameters())),
         "outside_layers": float(
-            sum(each.numel() for name, each in policy.named_parameters() if ".layers." not in name)
+            sum(p.numel() for name, p in policy.named_parameters() if ".layers." not in name)
         ),
-        "weights": float(sum(own(each) for each in policy.parameters())),
-        "gradients": float(sum(own(p.grad) for p in policy.parameters() if p.grad is not None)),
+        "weights": float(sum(local_bytes(p) for p in policy.parameters())),
+        "gradients": float(
+            sum(local_bytes(p.grad) for p in policy.parameters() if p.grad is not None)
+        ),
         "moments": float(
-            sum(own(each[key]) for each in state for key in ("exp_avg", "exp_avg_sq"))
+            sum(local_bytes(moments[key]) for moments in state for key in ("exp_avg", "exp_avg_sq"))
         ),
         "gathered": float(received.gathered),
         "reduced": float(received.reduced),
@@ -146,8 +151,11 @@ def step(ranks: Ranks, model: Path) -> dict[str, float]:
 
 
 def expected(parameters: float, outside: float, ranks: int) -> dict[str, float]:
-    """The cost model, in fp32. A pass that scores gathers the layers once, one that trains once
-    more on the way back; what is `outside` of them is gathered after each gradient only."""
+    """Returns the bytes by the cost model, in fp32.
+
+    A scoring pass gathers the layers once, a training pass twice (forward and backward). Parameters
+    `outside` of layers are gathered once a training pass.
+    """
     passes = GROUPS // ranks // 2
     share = (ranks - 1) / ranks
     layers = parameters - outside
@@ -166,10 +174,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.model is not None:
-        with joined() as ranks:
-            found = ranks.gathered(step(ranks, arguments.model))
-            if ranks.speaks:
-                arguments.out.write_text(json.dumps(found))
+        with init_distributed() as ranks:
+            by_rank = ranks.gather_to_main(step(ranks, arguments.model))
+            if ranks.is_main:
+                arguments.out.write_text(json.dumps(by_rank))
         return
     result: dict[str, Any] = {"machine": machine("torch")}
     with tempfile.TemporaryDirectory(prefix="bapo-bench-") as directory:

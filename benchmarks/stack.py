@@ -44,7 +44,7 @@ from bapo_core.thresholds import replay_window, running_reward
 from bapo_core.types import GroupSummary
 from benchmarks.machine import machine
 from services.buffer.api.client import BufferClient
-from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse
+from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
 from services.buffer.api.wire import ManifestMember, PromptItem
 from services.datasets import load_datasets
 from services.model.resolve import ensure_model
@@ -53,9 +53,10 @@ from services.rollout.engine import GenerationRequest, SamplingParams
 from services.rollout.transformers_engine import TransformersEngine
 from services.stack.stack import default_home, running_stack
 from services.trainer.data import collate, make_plan
+from services.trainer.phases import PhaseTimer
 from services.trainer.policy import load_policy
 from services.trainer.ranks import Ranks
-from services.trainer.update import Clock, Updater
+from services.trainer.update import Updater
 
 SKIPPED = 5
 """Steps before the clock starts: everything is warm, and the first sync is over."""
@@ -120,7 +121,7 @@ class BareLoop:
         members = [_member(each.group, each.source.value) for each in batch.members]
         groups = [self.groups[member.group_id] for member in members]
         plan = make_plan(config, step, members, ranks=1, width=self.updater.policy.width)
-        self.updater.step(step, collate(members, groups), plan, window, Clock())
+        self.updater.step(step, collate(members, table_of(groups)), plan, window, PhaseTimer())
         self.hard = admit_hard(
             self.hard, fresh, c1=config.reevaluate.c1, capacity=config.hard_capacity
         ).apply(self.hard)

@@ -1,12 +1,12 @@
-"""What a training step costs beyond its model passes, and how long checkpoints hold it up.
+"""Measures what a training step costs beyond its model passes, and how long checkpoints stall it.
 
     python -m benchmarks.trainer [--out benchmarks/results/trainer.json]
 
-The trainer's own loop with the real services, on trajectories that are there beforehand: it reads
-batches, scores, updates, commits, publishes weights and saves checkpoints as in any run. Timed in
-the same process are its passes through the model (forward, backward, optimizer); the ratio is of
-whole steps to them. The stall is the time that steps spend on saving, over all their time; sending
-goes on in the background.
+Runs the trainer's own loop with the real services, on trajectories that were stored beforehand: it
+reads batches, scores, updates, commits, publishes weights and saves checkpoints as in any run. Its
+passes through the model (forward, backward, optimizer) are timed in the same process; the ratio is
+that of the steps' time to the passes' time. The stall is the share of the steps' time that copies
+checkpoints; uploads run in the background.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from services.datasets import load_datasets
 from services.model.tiny import build_tokenizer
 from services.stack.stack import Endpoints, running_stack
 from services.trainer import update
-from services.trainer.loop import Surroundings, train
+from services.trainer.loop import TrainerContext, train
 from services.trainer.policy import response_logprobs
-from services.trainer.ranks import joined
+from services.trainer.ranks import init_distributed
 
 GROUPS, SIZE, LONGEST = 16, 8, 160
 VOCABULARY = 4_096
 SKIPPED = 2
-"""Steps before the clock starts: the first ones are slower."""
+"""Steps that are not measured: the first ones are slower."""
 
 
 def config(model: Path, steps: int, every: int) -> RunConfig:
-    """GRPO, whose batches are there from the start: one version of the weights for all."""
+    """Builds a GRPO run whose one version of the weights serves all steps, so no step waits."""
     return config_from(
         {
             "name": "trainer-benchmark",
@@ -68,7 +68,7 @@ def config(model: Path, steps: int, every: int) -> RunConfig:
 
 
 def prepare(stack: Endpoints, settings: RunConfig) -> BufferClient:
-    """The run, with the trajectories of every step: ragged, and some right in every group."""
+    """Creates the run with trajectories for every step: ragged, both rewards in each group."""
     client = BufferClient(stack.buffer_url, stack.token, run=settings.name)
     train_set, test_set = load_datasets(settings)
     for dataset in (train_set, test_set):
@@ -92,54 +92,54 @@ def prepare(stack: Endpoints, settings: RunConfig) -> BufferClient:
 def group(uid: str, draw: np.random.Generator) -> TrajectoryGroup:
     responses = []
     correct = int(draw.integers(1, SIZE))
-    for place in range(SIZE):
+    for index in range(SIZE):
         length = int(np.clip(draw.lognormal(np.log(48), 0.8), 1, LONGEST))
         tokens = draw.integers(2, VOCABULARY, length).tolist()
         logprobs = (-np.log(VOCABULARY) + draw.normal(0.0, 0.3, length)).tolist()
-        reward = float(place < correct)
+        reward = float(index < correct)
         responses.append(TrajectoryResponse(tokens, logprobs, reward, "stop", "1+1"))
     return TrajectoryGroup(uid, draw.integers(2, VOCABULARY, 24).tolist(), 1, responses)
 
 
 class Stopwatch:
-    """Time in the model's passes, by step."""
+    """Adds up the seconds spent in the functions that it wraps."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def around(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any, **options: Any) -> Any:
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
             started = time.perf_counter()
             try:
-                return work(*arguments, **options)
+                return function(*arguments, **options)
             finally:
                 self.seconds += time.perf_counter() - started
 
-        return timed
+        return call
 
 
 def measure(stack: Endpoints, settings: RunConfig, model: Path, scratch: Path) -> dict[str, Any]:
     client = prepare(stack, settings)
     passes = Stopwatch()
-    update.response_logprobs = passes.around(response_logprobs)  # type: ignore[attr-defined]
-    torch.Tensor.backward = passes.around(torch.Tensor.backward)  # type: ignore[method-assign]
-    AdamW.step = passes.around(AdamW.step)  # type: ignore[method-assign]
+    update.response_logprobs = passes.timed(response_logprobs)  # type: ignore[attr-defined]
+    torch.Tensor.backward = passes.timed(torch.Tensor.backward)  # type: ignore[method-assign]
+    AdamW.step = passes.timed(AdamW.step)  # type: ignore[method-assign]
     marks: list[tuple[float, float]] = []
     commit = client.commit
 
     def marked(step: int, metrics: dict[str, float]) -> Any:
-        found = commit(step, metrics)
+        result = commit(step, metrics)
         marks.append((time.perf_counter(), passes.seconds))
-        return found
+        return result
 
     client.commit = marked  # type: ignore[method-assign]
-    with joined() as ranks:
+    with init_distributed() as ranks:
         train(
             settings,
-            Surroundings(client, ObjectStore(stack.object_store), model, scratch, stack.token),
+            TrainerContext(client, ObjectStore(stack.object_store), model, scratch, stack.token),
             ranks,
         )
-    (began, passed), (ended, in_all) = marks[SKIPPED - 1], marks[-1]
+    (started, passes_before), (ended, passes_after) = marks[SKIPPED - 1], marks[-1]
     steps = client.steps()[SKIPPED:]
     phases: dict[str, float] = {}
     for step in steps:
@@ -148,10 +148,10 @@ def measure(stack: Endpoints, settings: RunConfig, model: Path, scratch: Path) -
                 phases[name[8:]] = phases.get(name[8:], 0.0) + value
     return {
         "steps": len(steps),
-        "seconds": ended - began,
-        "seconds_in_passes": in_all - passed,
-        "ratio": (ended - began) / (in_all - passed),
-        "checkpoint_stall": phases.get("checkpoint", 0.0) / (ended - began),
+        "seconds": ended - started,
+        "seconds_in_passes": passes_after - passes_before,
+        "ratio": (ended - started) / (passes_after - passes_before),
+        "checkpoint_stall": phases.get("checkpoint", 0.0) / (ended - started),
         "phases": phases,
     }
 

@@ -1,30 +1,30 @@
-"""The optimisation phase against TRL's `GRPOTrainer`: tokens a second and memory.
+"""Compares the optimisation phase with that of TRL's `GRPOTrainer`: tokens a second and memory.
 
     make install-trl
     python -m benchmarks.trl [--out benchmarks/results/trl.json]
 
 Both sides get the same weights, prompts, responses, behaviour log-probs and rewards, and do the
-same: score the batch under the current policy, weigh each token by that over its behaviour
-probability (truncated at 3), then GRPO's clipped loss, its gradient and one AdamW step over the
-whole batch, in fp32, with as many threads. That it is the same is checked: losses, gradient norms
-and the weights that come out. Response lengths are log-normal and cut at a maximum, as those of RL
-are; the model is random.
+same: score the batch under the current policy, weigh each token by its probability under that
+policy over its behaviour probability (truncated at 3), then take GRPO's clipped loss, its gradient
+and one AdamW step over the whole batch, in fp32, with equally many threads. The benchmark checks
+that losses, gradient norms and resulting weights agree. Response lengths are log-normal and cut at
+a maximum, as is typical of RL; the model is random.
 
-Each measurement is a process of its own: it loads the model, takes a step on a short batch, after
-which the optimizer's state and all libraries are there, and then the step that counts. Memory is
-the highest of that step: beyond what was there before it (`extra_mib`), and in all (`peak_mib`).
-Sides take turns, so that a busy machine is busy for both; processor time, of all threads, says what
-each has worked.
+Each measurement is a process of its own: it loads the model, takes a step on a short batch, which
+allocates the optimizer's state and loads all libraries, and then the measured step. Memory is the
+peak of that step: beyond what was allocated before it (`extra_mib`), and in total (`peak_mib`). The
+sides take turns, so that other load on the machine affects both. Processor time is that of all
+threads.
 
-TRL pads every row to the longest prompt and the longest response of the batch. How much goes
-through at a time is therefore compared in two ways: `ours` may use as many tokens a pass as TRL's
-passes have places, padding included; `ours_same_passes` takes about as many passes as TRL.
+TRL pads every row to the longest prompt and the longest response of the batch. Pass sizes are
+therefore compared in two ways: `ours` may use as many tokens a pass as TRL's passes have positions,
+padding included; `ours_same_passes` takes about as many passes as TRL.
 
-TRL's output layer works on padding too where there is no Triton, so on every CPU; on GPUs it does
-not. `trl` is TRL as it comes; `trl_responses_only` leaves out there what it would on a GPU. The
-variants after that build on it, for they are the harder ones to beat: `checkpointing` is gradient
-checkpointing, and `uncorrected` is TRL without the behaviour policy, which spares it the scoring
-but is right only on policy.
+Without Triton, so on every CPU, TRL's output layer computes padding too; on GPUs it does not. `trl`
+is TRL unchanged; `trl_responses_only` leaves out the padding as it would on a GPU. The other
+variants build on that one, because it is harder to beat: `checkpointing` is gradient checkpointing,
+and `uncorrected` is TRL without the behaviour policy, which saves the scoring pass but is correct
+only on policy.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ THEIR_PYTHON = Path(".venv-trl/bin/python")
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRL_EXPERIMENTAL_SILENCE": "1",
-    # A thread that waits for another sleeps: processor time is then of work alone.
+    # Threads that wait sleep instead of spinning, so that processor time counts work alone.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 
@@ -70,7 +70,7 @@ class Size:
     vocabulary: int
     groups: int
     median: int
-    """Tokens of a response."""
+    """Median tokens of a response."""
     longest: int
 
 
@@ -82,21 +82,21 @@ GROUP = 8
 ROWS_AT_ONCE = 8
 SHORTEST_PROMPT, LONGEST_PROMPT = 32, 96
 SPREAD = 0.8
-"""Of the logarithm of a response's length."""
+"""Standard deviation of the logarithm of a response's length."""
 
 COMPARED = ("ours", "ours_same_passes", "trl", "trl_responses_only")
-"""Every round, with both vocabularies."""
-BESIDES = ("ours_checkpointing", "trl_checkpointing", "trl_uncorrected")
-"""Once, with the small vocabulary."""
+"""Variants that are measured in every round, with both vocabularies."""
+EXTRA = ("ours_checkpointing", "trl_checkpointing", "trl_uncorrected")
+"""Variants that are measured once, with the small vocabulary."""
 
 
 def make_groups(size: Size) -> list[Group]:
-    """Behaviour log-probs are spread about a random model's; every group has both rewards."""
+    """Makes groups with both rewards, and behaviour log-probs spread around a random model's."""
     draw = np.random.default_rng(0)
 
     def tokens(count: int) -> list[int]:
-        found: list[int] = draw.integers(2, size.vocabulary, count).tolist()
-        return found
+        ids: list[int] = draw.integers(2, size.vocabulary, count).tolist()
+        return ids
 
     def response(reward: float) -> Response:
         length = int(np.clip(draw.lognormal(np.log(size.median), SPREAD), 1, size.longest))
@@ -107,7 +107,7 @@ def make_groups(size: Size) -> list[Group]:
     for _ in range(size.groups):
         prompt = tokens(int(draw.integers(SHORTEST_PROMPT, LONGEST_PROMPT + 1)))
         correct = int(draw.integers(1, GROUP))
-        rewards = [float(place < correct) for place in range(GROUP)]
+        rewards = [float(index < correct) for index in range(GROUP)]
         groups.append(Group(prompt, [response(reward) for reward in rewards]))
     return groups
 
@@ -127,8 +127,8 @@ def side_of(variant: str, directory: Path, groups: list[Group]) -> Side:
     )
 
 
-def apart(variant: str, side: Side, out: Path) -> dict[str, Any]:
-    """What a process of its own measures; its weights are beside `out`."""
+def measure_in_process(variant: str, side: Side, out: Path) -> dict[str, Any]:
+    """Measures one variant in a new process, which leaves its weights beside `out`."""
     ours = variant.startswith("ours")
     done = subprocess.run(
         [
@@ -143,11 +143,11 @@ def apart(variant: str, side: Side, out: Path) -> dict[str, Any]:
     )
     if done.returncode != 0:
         raise SystemExit(f"{variant} failed:\n{done.stdout[-4000:]}")
-    found: dict[str, Any] = json.loads(out.with_suffix(".json").read_text())
-    return found
+    figures: dict[str, Any] = json.loads(out.with_suffix(".json").read_text())
+    return figures
 
 
-def compare(size: Size, home: Path, rounds: int, besides: tuple[str, ...]) -> dict[str, Any]:
+def compare(size: Size, home: Path, rounds: int, extra: tuple[str, ...]) -> dict[str, Any]:
     directory = home / str(size.vocabulary)
     directory.mkdir()
     save_random_model(
@@ -160,11 +160,11 @@ def compare(size: Size, home: Path, rounds: int, besides: tuple[str, ...]) -> di
     write_batch(directory, groups)
     runs: dict[str, list[dict[str, Any]]] = {}
     for number in range(rounds):
-        for variant in (*COMPARED, *(besides if number == 0 else ())):
+        for variant in (*COMPARED, *(extra if number == 0 else ())):
             side = side_of(variant, directory, groups)
-            found = apart(variant, side, directory / variant)
-            runs.setdefault(variant, []).append(found)
-            print(size.vocabulary, variant, {name: found[name] for name in SHOWN}, flush=True)
+            figures = measure_in_process(variant, side, directory / variant)
+            runs.setdefault(variant, []).append(figures)
+            print(size.vocabulary, variant, {name: figures[name] for name in SHOWN}, flush=True)
     tokens = tokens_of(groups)
     return {
         "size": asdict(size),
@@ -174,7 +174,7 @@ def compare(size: Size, home: Path, rounds: int, besides: tuple[str, ...]) -> di
             name: side_of(name, directory, groups).tokens_at_once
             for name in ("ours", "ours_same_passes")
         },
-        "summary": {variant: summary(tokens, each) for variant, each in runs.items()},
+        "summary": {variant: summary(tokens, figures) for variant, figures in runs.items()},
         "ratios": ratios(runs),
         "agreement": agreement(runs, directory),
         "runs": runs,
@@ -192,7 +192,7 @@ def median(runs: list[dict[str, Any]], name: str) -> float:
 
 
 def fastest(runs: list[dict[str, Any]]) -> float:
-    """Seconds of the step that was disturbed the least."""
+    """Returns the seconds of the fastest step, which other load disturbed the least."""
     return min(float(seconds) for run in runs for seconds in run["seconds"])
 
 
@@ -202,45 +202,51 @@ def summary(tokens: int, runs: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def ratios(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, float]]:
-    """Of each of ours to each of TRL's: tokens a second (by the medians, by the fastest rounds, by
-    processor time) and memory."""
-    found = {}
+    """Returns the ratios of each of our variants to each of TRL's, in speed and memory.
+
+    Speed is in tokens a second: by the medians, by the fastest rounds, and by processor time.
+    """
+    comparisons = {}
     for ours in (name for name in runs if name.startswith("ours")):
         for theirs in (name for name in runs if name.startswith("trl")):
-            mine, other = runs[ours], runs[theirs]
-            found[f"{ours}/{theirs}"] = {
-                "speed": round(median(other, "seconds") / median(mine, "seconds"), 2),
-                "speed_of_fastest": round(fastest(other) / fastest(mine), 2),
+            our_runs, their_runs = runs[ours], runs[theirs]
+            comparisons[f"{ours}/{theirs}"] = {
+                "speed": round(median(their_runs, "seconds") / median(our_runs, "seconds"), 2),
+                "speed_of_fastest": round(fastest(their_runs) / fastest(our_runs), 2),
                 "speed_by_cpu_time": round(
-                    median(other, "cpu_seconds") / median(mine, "cpu_seconds"), 2
+                    median(their_runs, "cpu_seconds") / median(our_runs, "cpu_seconds"), 2
                 ),
-                "extra_memory": round(median(mine, "extra_mib") / median(other, "extra_mib"), 2),
-                "peak_memory": round(median(mine, "peak_mib") / median(other, "peak_mib"), 2),
+                "extra_memory": round(
+                    median(our_runs, "extra_mib") / median(their_runs, "extra_mib"), 2
+                ),
+                "peak_memory": round(
+                    median(our_runs, "peak_mib") / median(their_runs, "peak_mib"), 2
+                ),
             }
-    return found
+    return comparisons
 
 
 def agreement(runs: dict[str, list[dict[str, Any]]], directory: Path) -> dict[str, Any]:
-    """How far TRL's losses, gradient norms and weights are from ours."""
-    found = {}
+    """Returns how far the variants' losses, gradient norms and weights are from those of `ours`."""
+    differences = {}
     expected = runs["ours"][0]
     weights = torch.load((directory / "ours").with_suffix(".pt"))
     for variant in (name for name in runs if name not in ("ours", "trl_uncorrected")):
-        own = torch.load((directory / variant).with_suffix(".pt"))
-        found[variant] = {
-            "loss": _farthest(runs[variant][0]["losses"], expected["losses"]),
-            "gradient_norm": _farthest(
+        variant_weights = torch.load((directory / variant).with_suffix(".pt"))
+        differences[variant] = {
+            "loss": _largest_difference(runs[variant][0]["losses"], expected["losses"]),
+            "gradient_norm": _largest_difference(
                 runs[variant][0]["gradient_norms"], expected["gradient_norms"]
             ),
             "weights_in_learning_rates": max(
-                float((own[name] - weight).abs().mean()) / LEARNING_RATE
+                float((variant_weights[name] - weight).abs().mean()) / LEARNING_RATE
                 for name, weight in weights.items()
             ),
         }
-    return found
+    return differences
 
 
-def _farthest(values: list[float], expected: list[float]) -> float:
+def _largest_difference(values: list[float], expected: list[float]) -> float:
     return max(abs(one - other) for one, other in zip(values, expected, strict=True))
 
 
@@ -251,8 +257,8 @@ import importlib.metadata, json
 print(json.dumps({{name: importlib.metadata.version(name) for name in {names}}}))
 """
     done = subprocess.run([THEIR_PYTHON, "-c", program], check=True, stdout=subprocess.PIPE)
-    found: dict[str, str] = json.loads(done.stdout)
-    return found
+    versions: dict[str, str] = json.loads(done.stdout)
+    return versions
 
 
 def main() -> None:
@@ -270,9 +276,9 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory(prefix="bapo-bench-") as directory:
         for size in SIZES:
-            besides = BESIDES if size is SIZES[0] else ()
-            found = compare(size, Path(directory), arguments.rounds, besides)
-            result[f"vocabulary_{size.vocabulary}"] = found
+            extra = EXTRA if size is SIZES[0] else ()
+            figures = compare(size, Path(directory), arguments.rounds, extra)
+            result[f"vocabulary_{size.vocabulary}"] = figures
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))

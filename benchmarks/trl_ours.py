@@ -1,4 +1,4 @@
-"""Our side of `benchmarks.trl`: the trainer's own update, as it is in a run.
+"""Runs our side of `benchmarks.trl`: the trainer's own update, as in a run.
 
 python -m benchmarks.trl_ours SIDE OUT
 """
@@ -24,18 +24,19 @@ from benchmarks.trl_steps import (
     read_side,
     slots,
 )
-from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse
+from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
 from services.buffer.api.wire import ManifestMember
 from services.trainer.data import Batch, collate, make_plan
+from services.trainer.phases import PhaseTimer
 from services.trainer.ranks import Ranks
 from services.trainer.shard import load_sharded
-from services.trainer.update import Clock, Updater
+from services.trainer.update import Updater
 
 WINDOW = (0.125, 0.5)
 
 
 def config(side: Side, groups: list[Group]) -> RunConfig:
-    """GRPO's loss with the importance weights that TRL calls its vLLM correction."""
+    """Builds GRPO's loss with the importance weights that TRL calls its vLLM correction."""
     longest_prompt = max(len(group.prompt) for group in groups)
     return config_from(
         {
@@ -96,13 +97,13 @@ def batch_of(groups: list[Group]) -> Batch:
             group.prompt,
             1,
             [
-                TrajectoryResponse(each.tokens, each.logprobs, each.reward, "stop", "")
-                for each in group.responses
+                TrajectoryResponse(response.tokens, response.logprobs, response.reward, "stop", "")
+                for response in group.responses
             ],
         )
         for index, group in enumerate(groups)
     ]
-    return collate(members_of(groups), stored)
+    return collate(members_of(groups), table_of(stored))
 
 
 def run(side: Side, out: Path) -> None:
@@ -111,24 +112,24 @@ def run(side: Side, out: Path) -> None:
     policy = load_sharded(
         Path(side.directory) / "model",
         Ranks(0, 1),
-        prepare=lambda found: found,
+        prepare=lambda policy: policy,
         settings=settings.trainer,
     )
     updater = Updater(settings, policy, Ranks(0, 1))
     meter = Meter()
-    short = [group.cut(WARM_UP_TOKENS) for group in groups]
+    short = [group.truncate(WARM_UP_TOKENS) for group in groups]
     for number in range(1, side.steps + 2):
         batch = batch_of(groups if number > 1 else short)
         plan = make_plan(settings, number, batch.members, ranks=1, width=policy.width)
         if number == 2:
-            meter.warm(policy)
+            meter.reset(policy)
         started = Instant()
-        found = updater.step(number, batch, plan, WINDOW, Clock())
+        metrics = updater.step(number, batch, plan, WINDOW, PhaseTimer())
         ended = Instant()
-        meter.losses.append(found["loss"])
-        meter.gradient_norms.append(found["gradient_norm"])
+        meter.losses.append(metrics["loss"])
+        meter.gradient_norms.append(metrics["gradient_norm"])
         if number > 1:
-            meter.took(ended.seconds - started.seconds, ended.cpu_seconds - started.cpu_seconds)
+            meter.add(ended.seconds - started.seconds, ended.cpu_seconds - started.cpu_seconds)
     finish(meter, policy.model, out)
 
 

@@ -1,6 +1,6 @@
-"""What both sides of `benchmarks.trl` share: the batch, and how steps are measured.
+"""The batch and the measurements that both sides of `benchmarks.trl` share.
 
-Imports nothing but the standard library and PyTorch, for it runs in TRL's environment as well.
+Imports nothing but the standard library and PyTorch, because it runs in TRL's environment as well.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ LEARNING_RATE = 1e-5
 CLIP = 0.2
 WEIGHT_CAP = 3.0
 ADVANTAGE_EPS = 1e-4
-"""TRL's own, which cannot be set."""
+"""TRL's constant, which no setting changes."""
 GRADIENT_CLIP = 1.0
 WARM_UP_TOKENS = 8
-"""Prompts and responses of the first step are cut to this."""
+"""Tokens that prompts and responses of the first step are truncated to."""
 
 
 @dataclass(frozen=True)
@@ -38,38 +38,38 @@ class Group:
     prompt: list[int]
     responses: list[Response]
 
-    def cut(self, tokens: int) -> Group:
-        """The same with so many tokens of the prompt and of each response."""
+    def truncate(self, tokens: int) -> Group:
+        """Returns the group with at most `tokens` tokens of the prompt and of each response."""
         responses = [
-            Response(each.tokens[:tokens], each.logprobs[:tokens], each.reward)
-            for each in self.responses
+            Response(response.tokens[:tokens], response.logprobs[:tokens], response.reward)
+            for response in self.responses
         ]
         return Group(self.prompt[:tokens], responses)
 
 
 @dataclass(frozen=True)
 class Side:
-    """What one process is to do. Its batch and model lie in `directory`."""
+    """Settings of one measured process, whose batch and model are in `directory`."""
 
     directory: str
     steps: int = 1
-    """After the warm-up."""
+    """Steps after the warm-up."""
     rows_at_once: int = 8
-    """TRL's rows of a pass, each as long as the longest prompt and the longest response."""
+    """Rows of TRL's passes, each as long as the longest prompt plus the longest response."""
     tokens_at_once: int = 0
-    """Our tokens of a pass, none of them padding."""
+    """Tokens of our passes, none of them padding."""
     gradient_checkpointing: bool = False
     corrected: bool = True
-    """Whether TRL corrects for the behaviour policy, which costs a pass to score the batch."""
+    """Whether TRL corrects for the behaviour policy, which takes a pass to score the batch."""
     responses_only: bool = False
-    """Whether TRL's output layer leaves out what is no response, as it does on GPUs."""
+    """Whether TRL's output layer leaves out prompts and padding, as it does on GPUs."""
 
     @property
     def groups(self) -> list[Group]:
-        found = json.loads((Path(self.directory) / "batch.json").read_text())
+        groups = json.loads((Path(self.directory) / "batch.json").read_text())
         return [
-            Group(group["prompt"], [Response(**each) for each in group["responses"]])
-            for group in found
+            Group(group["prompt"], [Response(**response) for response in group["responses"]])
+            for group in groups
         ]
 
 
@@ -78,14 +78,14 @@ def write_batch(directory: Path, groups: list[Group]) -> None:
 
 
 def slots(groups: list[Group]) -> int:
-    """Tokens of a row that is padded as TRL does: the longest prompt and the longest response."""
+    """Returns the tokens of a row that TRL has padded: the longest prompt plus longest response."""
     return max(len(group.prompt) for group in groups) + max(
         len(response.tokens) for group in groups for response in group.responses
     )
 
 
 def tokens_of(groups: list[Group]) -> int:
-    """All tokens of all sequences, without padding."""
+    """Returns the tokens of all sequences, without padding."""
     return sum(
         len(group.prompt) + len(response.tokens) for group in groups for response in group.responses
     )
@@ -93,10 +93,10 @@ def tokens_of(groups: list[Group]) -> int:
 
 @dataclass
 class Meter:
-    """Time and memory of the steps after the warm-up.
+    """Measures time and memory of the steps after the warm-up.
 
-    Memory is the kernel's account of this process. `before` is taken once the model, the
-    optimizer's state and all libraries are there, `peak` is the highest while steps are taken.
+    Memory is the resident memory of this process by the kernel's account: `before` once the model,
+    the optimizer's state and all libraries are loaded, the peak while steps are taken.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -105,16 +105,16 @@ class Meter:
     gradient_norms: list[float] = field(default_factory=list)
     before: float = 0.0
 
-    def warm(self, model: torch.nn.Module) -> None:
-        """The warm-up is over: what it left behind goes."""
+    def reset(self, model: torch.nn.Module) -> None:
+        """Starts measuring after the warm-up: frees its memory and resets the peak."""
         for parameter in model.parameters():
             parameter.grad = None
         gc.collect()
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the highest is counted anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak, VmHWM
         self.before = _memory("VmRSS")
 
-    def took(self, seconds: float, cpu_seconds: float) -> None:
+    def add(self, seconds: float, cpu_seconds: float) -> None:
         self.seconds.append(seconds)
         self.cpu_seconds.append(cpu_seconds)
 
@@ -133,14 +133,14 @@ class Meter:
 
 @dataclass(frozen=True)
 class Instant:
-    """For the time between two."""
+    """The time now, by the wall clock and by the processor."""
 
     seconds: float = field(default_factory=time.perf_counter)
     cpu_seconds: float = field(default_factory=time.process_time)
 
 
 def _memory(name: str) -> float:
-    """MiB, by a name of /proc/self/status."""
+    """Returns MiB of a field of /proc/self/status."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) / 1024
@@ -148,11 +148,11 @@ def _memory(name: str) -> float:
 
 
 def finish(meter: Meter, model: torch.nn.Module, out: Path) -> None:
-    """Writes what was measured, and then the weights."""
+    """Writes the measurements as JSON, and the weights beside them."""
     out.with_suffix(".json").write_text(json.dumps(meter.report()))
     weights = {
-        name.replace("_checkpoint_wrapped_module.", ""): each.detach().clone()
-        for name, each in model.named_parameters()
+        name.replace("_checkpoint_wrapped_module.", ""): parameter.detach().clone()
+        for name, parameter in model.named_parameters()
     }
     torch.save(weights, out.with_suffix(".pt"))
 

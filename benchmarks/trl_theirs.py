@@ -1,10 +1,10 @@
-"""TRL's side of `benchmarks.trl`: its `GRPOTrainer`, given the responses instead of generating.
+"""Runs TRL's side of `benchmarks.trl`: its `GRPOTrainer` on given responses, without generation.
 
     .venv-trl/bin/python -m benchmarks.trl_theirs SIDE OUT
 
-`rollout_func` is the trainer's own way to be given responses, with the log-probs that they were
-sampled with; from there on, all is TRL's: padding, advantages, scoring, micro-batches, loss,
-optimizer. Of its preparation, only the scoring counts; padding, decoding and rewards do not.
+`rollout_func` is TRL's own interface for responses with their behaviour log-probs. From there
+on everything is TRL's: padding, advantages, scoring, micro-batches, loss, optimizer. Of the
+preparation of a step, the scoring is measured; padding, decoding and rewards are not.
 """
 
 from __future__ import annotations
@@ -38,52 +38,52 @@ from benchmarks.trl_steps import (
 
 
 class Replayed:
-    """Gives the trainer the batch's responses, cut short in the first step."""
+    """Gives the trainer the batch's responses, truncated in the first step."""
 
     def __init__(self, groups: list[Group]) -> None:
-        self.groups, self.asked = groups, 0
+        self.groups, self.calls = groups, 0
 
     def __call__(self, prompts: list[str], _: Any) -> dict[str, list[Any]]:
-        self.asked += 1
-        taken: Counter[str] = Counter()
-        found: dict[str, list[Any]] = {
+        self.calls += 1
+        next_response: Counter[str] = Counter()
+        columns: dict[str, list[Any]] = {
             name: [] for name in ("prompt_ids", "completion_ids", "logprobs", "reward")
         }
         for prompt in prompts:
             group = self.groups[int(prompt)]
-            if self.asked == 1:
-                group = group.cut(WARM_UP_TOKENS)
-            response = group.responses[taken[prompt]]
-            taken[prompt] += 1
-            found["prompt_ids"].append(group.prompt)
-            found["completion_ids"].append(response.tokens)
-            found["logprobs"].append(response.logprobs)
-            found["reward"].append(response.reward)
-        return found
+            if self.calls == 1:
+                group = group.truncate(WARM_UP_TOKENS)
+            response = group.responses[next_response[prompt]]
+            next_response[prompt] += 1
+            columns["prompt_ids"].append(group.prompt)
+            columns["completion_ids"].append(response.tokens)
+            columns["logprobs"].append(response.logprobs)
+            columns["reward"].append(response.reward)
+        return columns
 
 
-def given(reward: list[float], **_: Any) -> list[float]:
+def stored_reward(reward: list[float], **_: Any) -> list[float]:
     return reward
 
 
 class Measured(GRPOTrainer):  # type: ignore[misc]
-    """Knows how long its preparation took, but for the scoring."""
+    """Measures how long the preparation of a step takes, without the scoring."""
 
     preparing = scoring = (0.0, 0.0)
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         started = Instant()
         self.scoring = (0.0, 0.0)
-        found = super()._generate_and_score_completions(inputs)
+        completions = super()._generate_and_score_completions(inputs)
         spent = _since(started)
         self.preparing = (spent[0] - self.scoring[0], spent[1] - self.scoring[1])
-        return found
+        return completions
 
     def _get_per_token_logps_and_entropies(self, *arguments: Any, **named: Any) -> Any:
         started = Instant()
-        found = super()._get_per_token_logps_and_entropies(*arguments, **named)
+        scores = super()._get_per_token_logps_and_entropies(*arguments, **named)
         self.scoring = _since(started)
-        return found
+        return scores
 
 
 def _since(started: Instant) -> tuple[float, float]:
@@ -99,18 +99,18 @@ class Watch(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         if state.global_step == 1:
-            self.meter.warm(named["model"])
+            self.meter.reset(named["model"])
         self.started = Instant()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
         seconds, cpu_seconds = _since(self.started)
         if state.global_step > 1:
-            aside = self.trainer.preparing
-            self.meter.took(seconds - aside[0], cpu_seconds - aside[1])
+            excluded = self.trainer.preparing
+            self.meter.add(seconds - excluded[0], cpu_seconds - excluded[1])
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Only there because the trainer wants one."""
+    """Builds a tokenizer of one word, because the trainer requires one."""
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "word": 2}, unk_token="word"))
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"
@@ -149,7 +149,7 @@ def arguments(side: Side, groups: list[Group], directory: str) -> GRPOConfig:
 def run(side: Side, out: Path) -> None:
     groups = side.groups
     if side.responses_only:
-        # Asked only there whether to leave out what is no response; the kernels ask elsewhere.
+        # TRL asks this function only whether to leave out padding; its kernels ask another one.
         trl.trainer.utils._use_triton = lambda _: True
     meter = Meter()
     watch = Watch(meter)
@@ -158,7 +158,7 @@ def run(side: Side, out: Path) -> None:
             model=AutoModelForCausalLM.from_pretrained(
                 Path(side.directory) / "model", dtype="float32"
             ),
-            reward_funcs=given,
+            reward_funcs=stored_reward,
             args=arguments(side, groups, directory),
             train_dataset=Dataset.from_list([{"prompt": str(n)} for n in range(len(groups))]),
             processing_class=tokenizer(),
@@ -167,13 +167,13 @@ def run(side: Side, out: Path) -> None:
         )
         watch.trainer = trainer
         if side.corrected:
-            # What it does with log-probs of vLLM; there is no server to tell of new weights.
+            # Makes TRL correct for the log-probs of vLLM; there is no server to sync weights to.
             trainer.use_vllm, trainer._last_loaded_step = True, -1
             trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
         trainer.train()
-    logged = [each for each in trainer.state.log_history if "grad_norm" in each]
-    meter.losses = [each["loss"] for each in logged]
-    meter.gradient_norms = [each["grad_norm"] for each in logged]
+    logged = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+    meter.losses = [entry["loss"] for entry in logged]
+    meter.gradient_norms = [entry["grad_norm"] for entry in logged]
     finish(meter, trainer.model, out)
 
 

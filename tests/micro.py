@@ -1,4 +1,4 @@
-"""A model of a few thousand random weights, for tests that need any model at all."""
+"""A model of a few thousand random weights, for tests that need some model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ END = 1
 
 
 def micro_model(*, seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
-    """A Qwen3 of two layers, its weights spread enough that its distributions are uneven."""
+    """Builds a Qwen3 of two layers; its weights are large enough for uneven distributions.
+
+    changes: of its configuration.
+    """
     options = {
         "vocab_size": 13,
         "hidden_size": 32,

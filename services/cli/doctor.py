@@ -21,7 +21,7 @@ from bapo_core.errors import BapoError
 from bapo_core.importance import mismatch_metrics
 from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task
-from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse
+from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
 from services.datasets import load_datasets
 from services.rollout.api.wire import GeneratedGroup, GenerateRequest, PromptRequest
 from services.rollout.collector import render
@@ -79,28 +79,30 @@ def measure_parity(config: RunConfig, model: Path, *, prompts: int) -> Parity:
         raise BapoError(f"the engine refuses a prompt: {refused[0]}")
     batch = collate(
         [],
-        [
-            TrajectoryGroup(
-                prompt_uid=str(group.index),
-                prompt_token_ids=prompt.prompt_token_ids,
-                policy_version=group.policy_version,
-                responses=[
-                    TrajectoryResponse(r.token_ids, r.logprobs, 0.0, r.finish_reason, "")
-                    for r in group.responses
-                ],
-            )
-            for prompt, group in zip(asked.prompts, groups, strict=True)
-        ],
+        table_of(
+            [
+                TrajectoryGroup(
+                    prompt_uid=str(group.index),
+                    prompt_token_ids=prompt.prompt_token_ids,
+                    policy_version=group.policy_version,
+                    responses=[
+                        TrajectoryResponse(r.token_ids, r.logprobs, 0.0, r.finish_reason, "")
+                        for r in group.responses
+                    ],
+                )
+                for prompt, group in zip(asked.prompts, groups, strict=True)
+            ]
+        ),
     )
     network = load_policy(model)
-    scored = torch.zeros_like(batch.behavior)
+    scored = torch.zeros_like(batch.behavior_logprobs)
     everything = torch.arange(len(batch.tokens))
     with torch.inference_mode():
         for rows in microbatches(batch.lengths, everything, TOKENS_AT_A_TIME):
             scored[rows] = response_logprobs(network, batch, rows, asked.temperature)[0]
     metrics = mismatch_metrics(
         scored,
-        batch.behavior,
+        batch.behavior_logprobs,
         batch.mask,
         cap=config.loss.weight_cap,
         level=config.loss.weight_level,

@@ -1,1 +1,1 @@
-"""The trainer: owns the model, trains the batch it is given, and reports."""
+"""The trainer: trains the model on the batches of a run, and publishes its weights."""

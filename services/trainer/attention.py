@@ -1,8 +1,8 @@
-"""Attention over packed sequences: none sees another, and nothing is computed on padding.
+"""Attention over packed sequences: each attends to itself alone, and no padding is computed.
 
 Registered with transformers as the attention implementation `packed`. On a GPU it is one kernel for
-sequences of all lengths. On a CPU the sequences are laid side by side for the time of the attention
-alone, which is little padding where their lengths are similar.
+sequences of all lengths. On a CPU the sequences are padded for the time of the attention alone,
+which is little padding where their lengths are similar.
 """
 
 from __future__ import annotations
@@ -24,43 +24,46 @@ IMPLEMENTATION = "packed"
 
 @dataclass(frozen=True)
 class Sequences:
-    """Where sequences lie in a row of tokens: the i-th from `starts[i]` to `starts[i + 1]`."""
+    """Bounds of n sequences in T packed tokens: i is in `cu_seqlens[i]` to `cu_seqlens[i + 1]`."""
 
-    starts: Tensor
-    """(n + 1,) int32"""
-    longest: int
+    cu_seqlens: Tensor
+    """(n + 1,) int32 cumulative sequence lengths, from 0 on."""
+    max_seqlen: int
+    """Tokens of the longest sequence."""
 
     @classmethod
     def of(cls, lengths: Tensor) -> Sequences:
-        """lengths: (n,)"""
-        starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-        starts[1:] = lengths.cumsum(0)
-        return cls(starts, int(lengths.max()))
+        """Builds the bounds of sequences of these `lengths`, (n,)."""
+        cu_seqlens = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        cu_seqlens[1:] = lengths.cumsum(0)
+        return cls(cu_seqlens, int(lengths.max()))
 
     @cached_property
-    def row(self) -> Tensor:
-        """(tokens,) which sequence each token is of."""
-        lengths = self.starts.diff().long()
+    def sequence_ids(self) -> Tensor:
+        """(T,) index of the sequence that each token belongs to."""
+        lengths = self.cu_seqlens.diff().long()
         return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
     @cached_property
-    def position(self) -> Tensor:
-        """(tokens,) each token's place in its sequence."""
-        tokens = torch.arange(len(self.row), device=self.row.device)
-        return tokens - self.starts[:-1].long()[self.row]
+    def position_ids(self) -> Tensor:
+        """(T,) position of each token in its sequence, from 0 on."""
+        tokens = torch.arange(len(self.sequence_ids), device=self.sequence_ids.device)
+        return tokens - self.cu_seqlens[:-1].long()[self.sequence_ids]
 
     @cached_property
-    def places(self) -> Tensor:
-        """(n, longest) of each sequence's tokens, side by side; what is beyond its end is its
-        last token again."""
-        starts = self.starts[:-1, None].long()
-        ends = self.starts[1:, None].long()
-        return torch.minimum(starts + torch.arange(self.longest, device=starts.device), ends - 1)
+    def pad_indices(self) -> Tensor:
+        """(n, max_seqlen) indexes into the packed tokens that lay them out as padded sequences.
+
+        Padding is the last token of the sequence again.
+        """
+        starts = self.cu_seqlens[:-1, None].long()
+        ends = self.cu_seqlens[1:, None].long()
+        return torch.minimum(starts + torch.arange(self.max_seqlen, device=starts.device), ends - 1)
 
     @cached_property
-    def back(self) -> Tensor:
-        """(tokens,) where each token is in the flattened `places`."""
-        return self.row * self.longest + self.position
+    def unpad_indices(self) -> Tensor:
+        """(T,) indexes into the flattened padded sequences that pack them again."""
+        return self.sequence_ids * self.max_seqlen + self.position_ids
 
 
 def packed_attention(
@@ -76,16 +79,16 @@ def packed_attention(
     sliding_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence.
+    """Computes causal attention within each sequence.
 
     query: (1, heads, T, D); key and value: (1, key heads, T, D). Returns (1, T, heads, D).
-    Raises `BapoError` for a kind of attention that is not this.
+    Raises `BapoError` for a model whose attention is of another kind.
     """
     _refuse_other_kinds(module, attention_mask, dropout, rest)
-    window = sliding_window if sliding_window and sliding_window < sequences.longest else None
-    # The kernel is for half precision.
-    kernel = _varlen if query.is_cuda and query.dtype.itemsize == 2 else _side_by_side
-    mixed = kernel(
+    window = sliding_window if sliding_window and sliding_window < sequences.max_seqlen else None
+    # The variable-length kernel takes half precision only.
+    kernel = _varlen if query.is_cuda and query.dtype.itemsize == 2 else _padded
+    output = kernel(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
@@ -93,28 +96,28 @@ def packed_attention(
         scaling,
         window,
     )
-    return mixed[None], None
+    return output[None], None
 
 
 def _refuse_other_kinds(
     module: nn.Module, attention_mask: Tensor | None, dropout: float, rest: dict[str, Any]
 ) -> None:
-    wanted = {
-        "an attention mask of its own": attention_mask is not None,
+    needs = {
+        "its own attention mask": attention_mask is not None,
         "dropout": dropout > 0 and module.training,
         "soft-capped attention": rest.get("softcap") is not None,
         "attention sinks": rest.get("s_aux") is not None,
         "attention that is not causal": rest.get("is_causal") is False,
     }
-    for kind, found in wanted.items():
-        if found:
+    for kind, needed in needs.items():
+        if needed:
             raise BapoError(
-                f"{type(module).__name__} wants {kind}, which the trainer's packed attention does "
-                "not have; choose another model"
+                f"{type(module).__name__} needs {kind}, which the trainer's packed attention does "
+                "not support; choose another model"
             )
 
 
-def _side_by_side(
+def _padded(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -122,14 +125,16 @@ def _side_by_side(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """All (T, heads, D)."""
-    query, key, value = (each[sequences.places].transpose(1, 2) for each in (query, key, value))
+    """Pads the sequences for the attention alone; inputs and output are (T, heads, D)."""
+    query, key, value = (
+        packed[sequences.pad_indices].transpose(1, 2) for packed in (query, key, value)
+    )
     mask = None
     if window is not None:
-        distance = torch.arange(sequences.longest, device=query.device)
+        distance = torch.arange(sequences.max_seqlen, device=query.device)
         distance = distance[:, None] - distance[None, :]
         mask = (distance >= 0) & (distance < window)
-    mixed = scaled_dot_product_attention(
+    output = scaled_dot_product_attention(
         query,
         key,
         value,
@@ -138,7 +143,7 @@ def _side_by_side(
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return mixed.transpose(1, 2).flatten(0, 1)[sequences.back]
+    return output.transpose(1, 2).flatten(0, 1)[sequences.unpad_indices]
 
 
 def _varlen(
@@ -149,27 +154,27 @@ def _varlen(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """All (T, heads, D); one kernel for all sequences."""
+    """Runs one kernel for all sequences; inputs and output are (T, heads, D)."""
     from torch.nn.attention.varlen import varlen_attn
 
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
-        key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
-    mixed = varlen_attn(
+        key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
+    output = varlen_attn(
         query,
         key,
         value,
-        sequences.starts,
-        sequences.starts,
-        sequences.longest,
-        sequences.longest,
+        sequences.cu_seqlens,
+        sequences.cu_seqlens,
+        sequences.max_seqlen,
+        sequences.max_seqlen,
         scale=scaling,
         window_size=(-1, 0) if window is None else (window - 1, 0),
     )
-    assert isinstance(mixed, Tensor)
-    return mixed
+    assert isinstance(output, Tensor)
+    return output
 
 
 AttentionInterface.register(IMPLEMENTATION, packed_attention)
-# The sequences say who sees whom: there is no mask to make.
+# The bounds of the sequences take the place of a mask, so transformers must make none.
 ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, lambda *_, **__: None)

@@ -1,4 +1,4 @@
-"""Work that goes on beside training, one piece at a time."""
+"""Work in the background of training, one task at a time."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 
 class Background:
-    """Does one thing at a time in a thread of its own; a failure is raised by the next call."""
+    """Runs one task at a time in a thread; the next call raises the error of one that failed."""
 
     def __init__(self, name: str) -> None:
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self._doing: Future[None] | None = None
+        """name: of the thread."""
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._task: Future[None] | None = None
 
     def begin(self, work: Callable[[], None]) -> None:
-        """Call `settle` before: what the work reads must not change under the one before."""
-        self._doing = self._worker.submit(work)
+        """Starts `work`. Call `settle` first: the task before may still be running."""
+        self._task = self._executor.submit(work)
 
     def check(self) -> None:
-        """Raises what has gone wrong in the background."""
-        if self._doing is not None and self._doing.done():
-            self._doing.result()
+        """Raises the error of a task that has failed; does not wait for one that runs."""
+        if self._task is not None and self._task.done():
+            self._task.result()
 
     def settle(self) -> None:
-        """Returns when everything is done; raises what has gone wrong."""
-        if self._doing is not None:
-            self._doing.result()
+        """Waits for the running task, and raises its error if it fails."""
+        if self._task is not None:
+            self._task.result()

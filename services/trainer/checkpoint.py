@@ -1,8 +1,8 @@
 """Checkpoints: the trainer's state after a step, through torch.distributed.checkpoint to S3.
 
-Every rank copies its shards and goes on training; in the background it writes and sends them. Rank
-0 writes the manifest last, then the row that makes the checkpoint exist. Any number of ranks can
-read what any other number has written.
+Every rank copies its shards, then writes and uploads them in the background while it trains. Rank 0
+uploads the manifest last, then records the row that makes the checkpoint exist. A checkpoint can be
+loaded by another number of ranks than saved it.
 
 Random draws depend on (seed, purpose, step) alone, so there is no generator state to keep.
 """
@@ -38,75 +38,80 @@ from services.trainer.background import Background
 from services.trainer.ranks import Ranks
 
 _TRAINED = StateDictOptions(ignore_frozen_params=True)
-"""With adapters, the model's own weights are those of the initial model."""
+"""Leaves out frozen weights: with adapters, these are the initial model's."""
 
 
 Trained: TypeAlias = dict[str, tuple[nn.Module, Optimizer]]
-"""What a checkpoint holds, by name: `model`, which every one has, and `critic`."""
+"""Modules with their optimizers, by name: `model` (the policy) always, `critic` with BA-PPO."""
 
 
 def _state(trained: Trained) -> dict[str, Any]:
-    """As it is stored. The policy's own model is there under its plain names."""
-    found: dict[str, Any] = {}
+    """Returns the state dicts that a checkpoint stores, by name."""
+    state: dict[str, Any] = {}
     for name, (module, optimizer) in trained.items():
-        held = _held(name, module)
-        found[name], found[_optimizer(name)] = get_state_dict(held, optimizer, options=_TRAINED)
-    return found
+        state[name], state[_optimizer_name(name)] = get_state_dict(
+            _saved_module(name, module), optimizer, options=_TRAINED
+        )
+    return state
 
 
-def _held(name: str, module: Any) -> nn.Module:
-    held: nn.Module = module.model if name == "model" else module
-    return held
+def _saved_module(name: str, module: Any) -> nn.Module:
+    """Returns the model inside the policy, so that its weights have their plain names."""
+    saved: nn.Module = module.model if name == "model" else module
+    return saved
 
 
-def _optimizer(name: str) -> str:
+def _optimizer_name(name: str) -> str:
     return "optimizer" if name == "model" else f"{name}_optimizer"
 
 
 class Checkpointer(Background):
-    """Saves one checkpoint at a time; a failure is raised by the next call."""
+    """Saves one checkpoint at a time; the next call raises the error of one that failed."""
 
     def __init__(
         self, buffer: BufferClient, store: ObjectStore, *, scratch: Path, ranks: Ranks
     ) -> None:
         self._buffer, self._store, self._scratch = buffer, store, scratch
-        # Of its own, because the default group is used meanwhile.
+        # Training uses the default process group meanwhile.
         group = dist.new_group(backend="gloo")
         self._group, self._ranks = group, Ranks(ranks.rank, ranks.size, group)
         super().__init__("checkpoint")
         self._copy: Any = None
-        """Kept from one to the next: memory that is new each time is slow to fill."""
+        """State on the CPU. The memory is reused: new memory is slow to fill."""
 
     def save(self, step: int, trained: Trained) -> None:
-        """Returns when the state is copied; the checkpoint exists some time after."""
+        """Copies the state and returns; the checkpoint exists some time later. Every rank calls it.
+
+        Raises the error of the checkpoint before, if that failed.
+        """
         self.settle()
-        self._copy = _copied(_state(trained), self._copy)
+        self._copy = _copy_to_cpu(_state(trained), self._copy)
         self.begin(partial(self._write, step))
 
     def _write(self, step: int) -> None:
         prefix = layout.checkpoint(self._buffer.run, step)
         with tempfile.TemporaryDirectory(dir=self._scratch) as directory:
             save({**self._copy, "step": step}, checkpoint_id=directory, process_group=self._group)
-            own = self._store.put_contents(prefix, files_of(Path(directory)))
-        listings = self._ranks.gathered(own)
-        if self._ranks.speaks:
-            listing = {name: digest for each in listings for name, digest in each.items()}
-            digest = self._store.put_manifest(prefix, listing)
+            digests = self._store.put_contents(prefix, files_of(Path(directory)))
+        by_rank = self._ranks.gather_to_main(digests)
+        if self._ranks.is_main:
+            files = {name: digest for digests in by_rank for name, digest in digests.items()}
+            digest = self._store.put_manifest(prefix, files)
             self._buffer.record_checkpoint(step, digest)
 
 
-def _copied(state: Any, copy: Any) -> Any:
-    """`state` with its tensors on the CPU, where training does not change them; into `copy`."""
+def _copy_to_cpu(state: Any, copy: Any) -> Any:
+    """Copies the tensors of `state` to the CPU, into those of `copy` unless that is None."""
     if isinstance(state, dict):
         copy = copy or {}
-        return {name: _copied(value, copy.get(name)) for name, value in state.items()}
+        return {name: _copy_to_cpu(value, copy.get(name)) for name, value in state.items()}
     if isinstance(state, list | tuple):
         copy = copy or [None] * len(state)
-        return type(state)(_copied(value, old) for value, old in zip(state, copy, strict=True))
+        return type(state)(_copy_to_cpu(value, old) for value, old in zip(state, copy, strict=True))
     if isinstance(state, DTensor):
         old = None if copy is None else copy.to_local()
         return DTensor.from_local(
-            _copied(state.to_local(), old),
+            _copy_to_cpu(state.to_local(), old),
             state.device_mesh,
             state.placements,
             run_check=False,
@@ -127,7 +132,11 @@ def load_checkpoint(
     store: ObjectStore,
     scratch: Path,
 ) -> None:
-    """Restores what is trained, in place. Every rank calls it."""
+    """Restores modules and optimizers in place. Every rank calls it.
+
+    Raises `BapoError` for a checkpoint that does not fit them, and `ObjectStoreError` for a damaged
+    one.
+    """
     directory = scratch / "restore"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
@@ -139,17 +148,17 @@ def load_checkpoint(
         except (CheckpointException, RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[-1]
             raise BapoError(
-                f"the checkpoint {stored.uri} does not fit the model: {reason}; is model.path the "
-                "one that the run was started with?"
+                f"the checkpoint {stored.uri} does not fit the model: {reason}; set model.path and "
+                "lora to what the run was started with"
             ) from error
         for name, (module, optimizer) in trained.items():
             set_state_dict(
-                _held(name, module),
+                _saved_module(name, module),
                 optimizer,
                 model_state_dict=state[name],
-                optim_state_dict=state[_optimizer(name)],
+                optim_state_dict=state[_optimizer_name(name)],
                 options=StateDictOptions(
-                    strict=all(each.requires_grad for each in module.parameters())
+                    strict=all(parameter.requires_grad for parameter in module.parameters())
                 ),
             )
     finally:

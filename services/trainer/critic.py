@@ -1,7 +1,7 @@
-"""BA-PPO: a critic beside the policy, and advantages token by token (GAE).
+"""The critic of BA-PPO, which gives each token its own advantage (GAE).
 
-The critic is the same model with a value in place of its output layer. It is sharded and saved as
-the policy is, and trained on the same batches.
+The critic is the policy's model with a scalar value in place of the output layer. It is sharded and
+saved as the policy is, and trained on the same batches.
 """
 
 from __future__ import annotations
@@ -16,48 +16,47 @@ from torch import Tensor, nn
 from bapo_core.advantages import gae
 from bapo_core.config import RunConfig
 from services.trainer.data import PADDING, Batch, Packed, pack
-from services.trainer.optimizer import make_optimizer
-from services.trainer.policy import Policy, device_of, states_before
+from services.trainer.policy import Policy, device_of, make_optimizer, target_hidden_states
 from services.trainer.ranks import Ranks
 
 
 class Critic(nn.Module):
-    """The value of the state before each response token. 0 everywhere at first."""
+    """Estimates the value of the state before each response token; 0 everywhere at first."""
 
     def __init__(self, policy: Policy) -> None:
-        """Takes the policy's model over."""
+        """Takes over the model of `policy`, which must not be used any more."""
         super().__init__()
         self.model = policy.model
         model: Any = policy.model
         head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
         if head.weight is not embeddings.weight:
-            head.weight.requires_grad_(False)  # of no use to it
+            head.weight.requires_grad_(False)  # the critic has no logits
         self.value = nn.Linear(policy.width, 1)
         nn.init.zeros_(self.value.weight)
         nn.init.zeros_(self.value.bias)
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that computes."""
         return device_of(self)
 
     def forward(self, packed: Packed) -> Tensor:
-        """(K,) for the K response tokens of `packed`."""
-        values: Tensor = self.value(states_before(self.model, packed).float())
+        """(K,) values at the K response tokens of `packed`."""
+        values: Tensor = self.value(target_hidden_states(self.model, packed).float())
         return values[:, 0]
 
 
 @dataclass(frozen=True, slots=True)
 class ValueTargets:
-    """What the critic learns from, (N, R)."""
+    """Constants of the value loss, (N, R) each."""
 
-    before: Tensor
-    """Its values before the step's first update."""
+    old_values: Tensor
+    """The critic's values before the step's first update."""
     returns: Tensor
 
 
 class CriticTrainer:
-    """The critic, its optimizer, and its part of each update. Every rank makes the same calls."""
+    """Holds the critic and its optimizer. Every rank makes the same calls in the same order."""
 
     def __init__(self, config: RunConfig, critic: Critic, ranks: Ranks) -> None:
         self.config, self.critic, self.ranks = config, critic, ranks
@@ -65,15 +64,20 @@ class CriticTrainer:
 
     @torch.no_grad()
     def advantages(
-        self, batch: Batch, parts: Sequence[Tensor | None]
+        self, batch: Batch, micro_batches: Sequence[Tensor | None]
     ) -> tuple[Tensor, ValueTargets, dict[str, float]]:
-        """(advantages (N, R), what to learn, metrics). A response's reward comes with its last
-        token; advantages are whitened over the valid tokens of all ranks, if asked."""
-        values = torch.zeros_like(batch.behavior)
-        for rows in parts:
-            found = self._values(batch, rows)
+        """(advantages (N, R), targets of the value loss, metrics).
+
+        The last token of a response gets its reward. With `advantage.whiten`, advantages are
+        whitened over the valid tokens of all ranks.
+
+        micro_batches: of all rows of the batch; None passes padding through the critic.
+        """
+        values = torch.zeros_like(batch.behavior_logprobs)
+        for rows in micro_batches:
+            row_values = self._values(batch, rows)
             if rows is not None:
-                values[rows] = found
+                values[rows] = row_values
         settings = self.config.advantage
         advantages, returns = gae(
             token_rewards(batch), values, batch.mask, gamma=settings.gamma, lam=settings.lam
@@ -93,39 +97,39 @@ class CriticTrainer:
     def backward(
         self, batch: Batch, rows: Tensor | None, targets: ValueTargets, scale: Tensor
     ) -> float:
-        """Adds the gradient of some rows; their share of the value loss.
+        """Adds the gradient of `rows`, and returns their share of the value loss.
 
-        The loss is the larger of (V - R)^2 / 2 as it is, and with V within `critic.clip` of what
-        it was before the step. scale: (N, R), shares of the whole update.
+        The loss is PPO's: the larger of (V - R)^2 / 2 and the same with V clipped to within
+        `critic.clip` of its value before the step. scale: (N, R) shares of the whole update.
         """
         values = self._values(batch, rows)
         if rows is None:
             (values.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
             return 0.0
-        before, returns = targets.before[rows], targets.returns[rows]
+        old_values, returns = targets.old_values[rows], targets.returns[rows]
         clip = self.config.critic.clip
-        near = before + (values - before).clamp(-clip, clip)
-        squares = torch.maximum((values - returns).square(), (near - returns).square())
+        clipped = old_values + (values - old_values).clamp(-clip, clip)
+        squares = torch.maximum((values - returns).square(), (clipped - returns).square())
         loss = (0.5 * squares * scale[rows]).sum()
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
 
     def _values(self, batch: Batch, rows: Tensor | None) -> Tensor:
-        """(len(rows), R), 0 if masked; of padding where there are no rows."""
+        """(len(rows), R) values, 0 if masked; those of padding if `rows` is None."""
         if rows is None:
             return self.critic(PADDING.to(self.critic.device))  # type: ignore[no-any-return]
-        found = self.critic(pack(batch, rows).to(self.critic.device)).cpu()
+        values = self.critic(pack(batch, rows).to(self.critic.device)).cpu()
         mask = batch.mask[rows]
-        return torch.zeros(mask.shape).masked_scatter(mask, found)
+        return torch.zeros(mask.shape).masked_scatter(mask, values)
 
     def _moments(self, values: Tensor) -> tuple[float, float]:
-        """(mean, variance) over all ranks."""
-        wide = values.double()
-        sums = self.ranks.summed(
+        """(mean, variance) of the values of all ranks."""
+        exact = values.double()
+        sums = self.ranks.all_reduce_sum(
             {
-                "count": float(len(wide)),
-                "sum": float(wide.sum()),
-                "squares": float(wide.square().sum()),
+                "count": float(len(exact)),
+                "sum": float(exact.sum()),
+                "squares": float(exact.square().sum()),
             }
         )
         count = max(sums["count"], 1.0)
@@ -134,6 +138,6 @@ class CriticTrainer:
 
 
 def token_rewards(batch: Batch) -> Tensor:
-    """(N, R): the reward of each response at its last token, 0 elsewhere."""
+    """(N, R) rewards: that of the response at its last token, 0 elsewhere."""
     last = batch.mask & ~nn.functional.pad(batch.mask[:, 1:], (0, 1)).bool()
     return torch.where(last, batch.rewards.flatten()[:, None].float(), 0.0)

@@ -1,4 +1,4 @@
-"""From a batch manifest to tensors."""
+"""Turns a batch manifest into tensors: reads trajectories, plans updates, packs micro-batches."""
 
 from __future__ import annotations
 
@@ -7,46 +7,46 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from bapo_core.seeding import derive_rng
-from services.buffer.api.trajectories import (
-    SCHEMA,
-    TrajectoryGroup,
-    decode_proximal,
-    groups_of,
-    read_table,
-)
+from services.buffer.api.trajectories import SCHEMA, decode_proximal, read_table
 from services.buffer.api.wire import ManifestMember
 from services.common.objectstore import ObjectStore
 from services.trainer.attention import Sequences
-from services.trainer.ranks import shares
+from services.trainer.ranks import balance_by_cost
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Whole groups, one row a response: N rows, in the manifest's order.
+    """Whole groups as tensors: N responses, a row each, in the manifest's order.
 
-    `tokens` (N, L) holds prompt and response, padded on the right with 0. `behavior` and `mask`
-    (N, R) are aligned to the responses: column r is the response's r-th token, so causal attention
-    never sees padding before a token that counts.
+    The columns of (N, R) tensors are aligned to the responses: column r is the response's r-th
+    token, and R is the longest response's length.
     """
 
     members: Sequence[ManifestMember]
     group: Tensor
-    """(N,) index of each row's group in `members`."""
+    """(N,) int64: index of each row's group in `members`."""
     tokens: Tensor
+    """(N, L) int64: prompt and response, padded on the right with 0, so that causal attention never
+    sees padding before a token that counts."""
     prompt_lengths: Tensor
+    """(N,) int64: tokens of each row's prompt."""
     lengths: Tensor
-    behavior: Tensor
+    """(N,) int64: tokens of each row's prompt and response together."""
+    behavior_logprobs: Tensor
+    """(N, R) float32: log-probs under the policy that generated the responses; 0 if masked."""
     mask: Tensor
+    """(N, R) bool: true at the tokens of the responses, false at padding."""
     rewards: Tensor
-    """(groups, G)"""
-    storage: Tensor | None = None
-    """(N, R) log-probs of the trainer at the storage step, where known; NaN where not."""
+    """(groups, G) float32"""
+    storage_logprobs: Tensor | None = None
+    """(N, R) log-probs of the trainer at the storage step, where recorded; NaN elsewhere."""
 
     def rows_of(self, groups: Sequence[int]) -> Tensor:
         """Row indexes of these groups, in this order."""
@@ -54,39 +54,46 @@ class Batch:
         return torch.cat([torch.empty(0, dtype=torch.long), *by_group])
 
 
-def collate(members: Sequence[ManifestMember], groups: Sequence[TrajectoryGroup]) -> Batch:
-    """Tensors of the groups; `members` says where each came from, in the same order.
+def collate(members: Sequence[ManifestMember], table: pa.Table) -> Batch:
+    """Builds the tensors of a batch straight from the columns of `table`.
 
-    There may be none: a rank that has nothing to train still takes part.
+    table: of `SCHEMA`, the whole groups of `members` in the same order. Its rows are trusted: they
+    were checked when they were stored, and their digest when they were read. A table without rows
+    gives an empty batch, because a rank without groups still takes part in every pass.
+
+    Raises `ValueError` for groups of different sizes.
     """
-    rows = [
-        (index, group.prompt_token_ids, response)
-        for index, group in enumerate(groups)
-        for response in group.responses
-    ]
-    prompt_lengths = torch.tensor([len(prompt) for _, prompt, _ in rows], dtype=torch.long)
-    counts = torch.tensor([len(each.token_ids) for _, _, each in rows], dtype=torch.long)
-    lengths = prompt_lengths + counts
-    tokens = torch.zeros(len(rows), int(lengths.max()) if rows else 1, dtype=torch.long)
-    tokens[_first(lengths, tokens.shape[1])] = torch.tensor(
-        [token for _, prompt, each in rows for token in (*prompt, *each.token_ids)],
-        dtype=torch.long,
-    )
-    mask = _first(counts, int(counts.max()) if rows else 1)
-    behavior = torch.zeros(mask.shape)
-    behavior[mask] = torch.tensor([value for _, _, each in rows for value in each.logprobs])
+    starts = _values(table["response_index"]) == 0  # responses are numbered in each group
+    rows, groups = len(starts), int(starts.sum())
+    group_size = rows // groups if groups else 1
+    if not torch.equal(starts, torch.arange(rows) % group_size == 0):
+        raise ValueError("the groups of a batch differ in size")
+    prompt_lengths = _values(pc.list_value_length(table["prompt_token_ids"])).long()
+    response_lengths = _values(pc.list_value_length(table["token_ids"])).long()
+    lengths = prompt_lengths + response_lengths
+    in_prompt = _first(prompt_lengths, int(lengths.max()) if rows else 1)
+    in_response = _first(lengths, in_prompt.shape[1]) & ~in_prompt
+    tokens = torch.zeros(in_prompt.shape, dtype=torch.int32)
+    tokens.masked_scatter_(in_prompt, _values(pc.list_flatten(table["prompt_token_ids"])))
+    tokens.masked_scatter_(in_response, _values(pc.list_flatten(table["token_ids"])))
+    mask = _first(response_lengths, int(response_lengths.max()) if rows else 1)
     return Batch(
         members=members,
-        group=torch.tensor([index for index, _, _ in rows], dtype=torch.long),
-        tokens=tokens,
+        group=starts.cumsum(0) - 1,
+        tokens=tokens.long(),
         prompt_lengths=prompt_lengths,
         lengths=lengths,
-        behavior=behavior,
+        behavior_logprobs=torch.zeros(mask.shape).masked_scatter_(
+            mask, _values(pc.list_flatten(table["logprobs"]))
+        ),
         mask=mask,
-        rewards=torch.tensor(
-            [[response.reward for response in group.responses] for group in groups]
-        ).reshape(len(groups), len(groups[0].responses) if groups else 1),
+        rewards=_values(table["reward"]).reshape(groups, group_size),
     )
+
+
+def _values(column: pa.ChunkedArray) -> Tensor:
+    """(n,) the numbers of a column, in one copy: PyTorch cannot share memory that is read-only."""
+    return torch.tensor(column.to_numpy())
 
 
 def _first(counts: Tensor, width: int) -> Tensor:
@@ -95,22 +102,27 @@ def _first(counts: Tensor, width: int) -> Tensor:
 
 
 class TrajectoryReader:
-    """Reads groups from the object store. Objects that are replayed soon again stay in memory."""
+    """Reads groups from the object store; keeps recent objects in memory, for replays of them."""
 
     def __init__(self, store: ObjectStore, keep: int = 16) -> None:
+        """keep: how many objects stay in memory."""
         self._store, self._keep = store, keep
         self._tables: OrderedDict[str, pa.Table] = OrderedDict()
 
-    def batch(self, members: Sequence[ManifestMember], *, proximal: bool = False) -> Batch:
-        """The batch of these members; with their storage-step log-probs if `proximal`."""
-        batch = collate(members, [self._group(member) for member in members])
-        if proximal:
-            return replace(batch, storage=self._storage(members, batch.behavior.shape))
+    def batch(self, members: Sequence[ManifestMember], *, with_storage: bool = False) -> Batch:
+        """Returns the batch of these members; with their storage-step log-probs if asked.
+
+        Raises `ObjectStoreError` for an object whose digest is not the manifest's.
+        """
+        rows = [self._rows(member) for member in members]
+        batch = collate(members, pa.concat_tables([SCHEMA.empty_table(), *rows]))
+        if with_storage:
+            return replace(batch, storage_logprobs=self._storage_logprobs(batch))
         return batch
 
-    def _group(self, member: ManifestMember) -> TrajectoryGroup:
+    def _rows(self, member: ManifestMember) -> pa.Table:
         table = self._table(member.object_key, member.object_digest)
-        return groups_of(table.slice(member.row_start, member.row_count))[0]
+        return table.slice(member.row_start, member.row_count)
 
     def _table(self, key: str, digest: str) -> pa.Table:
         if key in self._tables:
@@ -121,20 +133,28 @@ class TrajectoryReader:
                 self._tables.popitem(last=False)
         return self._tables[key]
 
-    def _storage(self, members: Sequence[ManifestMember], shape: torch.Size) -> Tensor:
-        found = torch.full(shape, torch.nan)
+    def _storage_logprobs(self, batch: Batch) -> Tensor:
+        logprobs = torch.full(batch.mask.shape, torch.nan)
         objects: dict[str, dict[int, list[list[float]]]] = {}
         row = 0
-        for member in members:
+        for member in batch.members:
             if member.proximal_key is not None and member.proximal_digest is not None:
                 key = member.proximal_key
                 if key not in objects:
                     data = self._store.get(key, member.proximal_digest)
                     objects[key] = decode_proximal(data)
                 for offset, values in enumerate(objects[key][member.group_id]):
-                    found[row + offset, : len(values)] = torch.tensor(values)
+                    logprobs[row + offset, : len(values)] = torch.tensor(values)
             row += member.size
-        return found
+        return logprobs
+
+
+def split_by_group(batch: Batch, values: Tensor) -> list[list[list[float]]]:
+    """Returns the valid entries of `values` (N, R): for each group, a list for each response."""
+    groups: list[list[list[float]]] = [[] for _ in batch.members]
+    for row, index in enumerate(batch.group.tolist()):
+        groups[index].append(values[row][batch.mask[row]].tolist())
+    return groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,94 +162,102 @@ class Plan:
     """Which groups of a batch make an update together, and which rank takes which of them."""
 
     updates: list[list[list[int]]]
-    """For each update, for each rank: places of groups in the manifest."""
+    """For each update, for each rank: positions of groups in the manifest."""
 
     def of_rank(self, rank: int) -> list[int]:
-        """All groups of a rank, in the manifest's order: the rank's own batch."""
-        return sorted(index for update in self.updates for index in update[rank])
+        """Positions of all groups of a rank in the manifest, in order: the rank's own batch."""
+        return sorted(position for update in self.updates for position in update[rank])
 
 
 def make_plan(
     config: RunConfig, step: int, members: Sequence[ManifestMember], *, ranks: int, width: int
 ) -> Plan:
-    """Updates of whole groups, drawn by (seed, step); each shared among the ranks by cost.
+    """Draws updates of whole groups by (seed, step), and balances each over the ranks by cost.
 
-    width: of the model's hidden states.
+    width: size of the model's hidden states.
     """
     order = list(range(len(members)))
     derive_rng(config.seed, "minibatch", step).shuffle(order)
-    at_once = config.optimizer.minibatch_prompts
+    groups_per_update = config.optimizer.minibatch_prompts
     updates = []
-    for start in range(0, len(order), at_once):
-        update = order[start : start + at_once]
-        taken = shares([group_cost(members[index], width) for index in update], ranks)
-        updates.append([sorted(update[place] for place in places) for places in taken])
+    for start in range(0, len(order), groups_per_update):
+        update = order[start : start + groups_per_update]
+        costs = [group_cost(members[position], width) for position in update]
+        updates.append(
+            [
+                sorted(update[index] for index in indexes)
+                for indexes in balance_by_cost(costs, ranks)
+            ]
+        )
     return Plan(updates)
 
 
 def group_cost(member: ManifestMember, width: int) -> float:
-    """Relative FLOPs of a group's pass: of a token, 24 width^2 a layer in linear layers, and
-    2 width x length in causal attention."""
+    """Returns the relative FLOPs of a pass over a group.
+
+    A token costs 24 width^2 a layer in linear layers, and 2 width x length in causal attention.
+    """
     return member.tokens * (1 + member.tokens / member.size / (12 * width))
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Sequences one after another, T tokens in all, K of them of responses."""
+    """Sequences one after another without padding: T tokens, of which K are of responses."""
 
     tokens: Tensor
     """(1, T)"""
-    positions: Tensor
+    position_ids: Tensor
     """(1, T), from 0 on in each sequence."""
     sequences: Sequences
-    predicted_at: Tensor
-    """(K,) where each response token is predicted: one before its place."""
-    targets: Tensor
-    """(K,) the response tokens."""
+    logit_positions: Tensor
+    """(K,) index into the T tokens of the token that each response token is predicted from."""
+    target_ids: Tensor
+    """(K,) ids of the response tokens."""
 
     def to(self, device: torch.device) -> Packed:
+        """Returns a copy on `device`."""
         return Packed(
             self.tokens.to(device),
-            self.positions.to(device),
-            Sequences(self.sequences.starts.to(device), self.sequences.longest),
-            self.predicted_at.to(device),
-            self.targets.to(device),
+            self.position_ids.to(device),
+            Sequences(self.sequences.cu_seqlens.to(device), self.sequences.max_seqlen),
+            self.logit_positions.to(device),
+            self.target_ids.to(device),
         )
 
 
 PADDING = Packed(
     tokens=torch.zeros(1, 2, dtype=torch.long),
-    positions=torch.arange(2)[None],
+    position_ids=torch.arange(2)[None],
     sequences=Sequences.of(torch.tensor([2])),
-    predicted_at=torch.zeros(1, dtype=torch.long),
-    targets=torch.zeros(1, dtype=torch.long),
+    logit_positions=torch.zeros(1, dtype=torch.long),
+    target_ids=torch.zeros(1, dtype=torch.long),
 )
-"""One token of a response: for a rank that has nothing to do while others have."""
+"""A sequence with one response token, for a rank that has no micro-batch left while others do."""
 
 
 def pack(batch: Batch, rows: Tensor) -> Packed:
-    """These rows without their padding; response tokens in the order of `batch.mask[rows]`."""
+    """Packs these rows; response tokens are in the order of `batch.mask[rows]`."""
     sequences = Sequences.of(batch.lengths[rows])
-    tokens = batch.tokens[rows[sequences.row], sequences.position]
+    tokens = batch.tokens[rows[sequences.sequence_ids], sequences.position_ids]
     response, column = torch.nonzero(batch.mask[rows], as_tuple=True)
-    begins = sequences.starts[:-1].long() + batch.prompt_lengths[rows]
-    places = begins[response] + column
+    response_starts = sequences.cu_seqlens[:-1].long() + batch.prompt_lengths[rows]
+    response_tokens = response_starts[response] + column
     return Packed(
         tokens=tokens[None],
-        positions=sequences.position[None],
+        position_ids=sequences.position_ids[None],
         sequences=sequences,
-        predicted_at=places - 1,
-        targets=tokens[places],
+        logit_positions=response_tokens - 1,
+        target_ids=tokens[response_tokens],
     )
 
 
 def microbatches(lengths: Tensor, rows: Tensor, token_budget: int) -> list[Tensor]:
-    """Splits `rows` into parts of similar length, none of more tokens than the budget.
+    """Splits `rows` into micro-batches of rows of similar length, of at most `token_budget` tokens.
 
     Raises `BapoError` for a row that is longer by itself.
     """
     ordered = rows[torch.argsort(lengths[rows], stable=True)]
-    parts: list[list[int]] = []
+    micro_batches: list[list[int]] = []
     room = 0
     for row, length in zip(ordered.tolist(), lengths[ordered].tolist(), strict=True):
         if length > token_budget:
@@ -238,8 +266,8 @@ def microbatches(lengths: Tensor, rows: Tensor, token_budget: int) -> list[Tenso
                 f"({token_budget}); raise it, or lower rollout.max_response_tokens"
             )
         if length > room:
-            parts.append([])
+            micro_batches.append([])
             room = token_budget
-        parts[-1].append(row)
+        micro_batches[-1].append(row)
         room -= length
-    return [torch.tensor(part) for part in parts]
+    return [torch.tensor(micro_batch) for micro_batch in micro_batches]

@@ -1,4 +1,4 @@
-"""A model as the files of a Hugging Face directory, its weights straight from memory."""
+"""Writes a model as the files of a Hugging Face directory, its weights straight from memory."""
 
 from __future__ import annotations
 
@@ -16,33 +16,24 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from services.common.dtypes import SAFETENSORS_DTYPES
 from services.common.objectstore import BinarySource, BytesContent, Content
 
 LARGEST_SHARD = "256MB"
-"""Several are sent and fetched at a time; what came of one is lost with the connection."""
+"""Largest file of weights. Several are transferred at a time, and one that breaks off starts anew.
+"""
 INDEX = "model.safetensors.index.json"
 DESCRIPTIONS = (".json", ".jinja", ".model", ".txt")
-"""Files of a model directory that say what the weights mean."""
+"""Suffixes of the files of a model directory that are copied: configuration and tokenizer."""
 
 _PIECE = 1 << 24
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
 
 def model_files(model: nn.Module, saved: dict[str, Tensor], source: Path) -> dict[str, Content]:
-    """File name → content: the weights, the model's configuration, and `source`'s tokenizer.
+    """Returns the weights, the model's configuration and `source`'s tokenizer, by file name.
 
-    saved: what `as_saved` gives for `model`, on the CPU; read while the files are, and not copied.
+    saved: the result of `as_saved` for `model`, on the CPU. It is not copied: the contents read it
+    while they are read.
     """
     split = split_torch_state_dict_into_shards(saved, max_shard_size=LARGEST_SHARD)
     files: dict[str, Content] = {
@@ -60,7 +51,7 @@ def model_files(model: nn.Module, saved: dict[str, Tensor], source: Path) -> dic
 
 
 def write_files(files: Mapping[str, Content], directory: Path) -> None:
-    """The directory on disk; a piece of a file at a time is in memory."""
+    """Writes the files into `directory`, holding 16 MiB in memory at a time."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         with content.open() as source, (directory / name).open("wb") as file:
@@ -69,7 +60,7 @@ def write_files(files: Mapping[str, Content], directory: Path) -> None:
 
 
 def as_saved(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of `model` under the names, and in the shapes, that its files have."""
+    """Converts a state dict of `model` to the names and shapes that its files have."""
     ignored = model._keys_to_ignore_on_save or ()
     kept = {name: tensor for name, tensor in weights.items() if name not in ignored}
     kept = remove_tied_weights_from_state_dict(kept, model)
@@ -78,17 +69,19 @@ def as_saved(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _configuration(model: Any, dtype: torch.dtype) -> dict[str, Content]:
-    """config.json and generation_config.json; they name the dtype of the weights in the files."""
+    """Returns config.json and generation_config.json, for files of weights of this dtype."""
     with tempfile.TemporaryDirectory() as directory:
         model.config.save_pretrained(directory)
         if model.can_generate():
             model.generation_config.save_pretrained(directory)
-        found = {path.name: json.loads(path.read_text()) for path in Path(directory).iterdir()}
-    found["config.json"] |= {
-        "architectures": [type(model).__name__],
-        "dtype": str(dtype).removeprefix("torch."),
-    }
-    return {name: BytesContent(_json(value)) for name, value in found.items()}
+        files = {path.name: json.loads(path.read_text()) for path in Path(directory).iterdir()}
+    files["config.json"] |= {"architectures": [type(model).__name__], "dtype": dtype_name(dtype)}
+    return {name: BytesContent(_json(value)) for name, value in files.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype, such as `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _json(value: object) -> bytes:
@@ -96,9 +89,10 @@ def _json(value: object) -> bytes:
 
 
 class Safetensors:
-    """The content of a safetensors file, made as it is read."""
+    """The content of a safetensors file, made from tensors in memory as it is read."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        """tensors: on the CPU, by name."""
         # The largest elements first, so that every tensor is aligned.
         ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -106,7 +100,7 @@ class Safetensors:
         for name, tensor in ordered:
             begin, end = end, end + tensor.nbytes
             header[name] = {
-                "dtype": _DTYPES[tensor.dtype],
+                "dtype": SAFETENSORS_DTYPES[dtype_name(tensor.dtype)],
                 "shape": list(tensor.shape),
                 "data_offsets": [begin, end],
             }
@@ -127,18 +121,18 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 class _Pieces:
-    """Reads through pieces of memory as if they were one."""
+    """A binary stream over several pieces of memory."""
 
     def __init__(self, pieces: list[memoryview]) -> None:
         self._pieces, self._next, self._offset = pieces, 0, 0
 
     def read(self, size: int, /) -> bytes:
-        parts: list[memoryview] = []
+        chunks: list[memoryview] = []
         while size > 0 and self._next < len(self._pieces):
-            part = self._pieces[self._next][self._offset : self._offset + size]
-            self._offset += len(part)
-            size -= len(part)
-            parts.append(part)
+            chunk = self._pieces[self._next][self._offset : self._offset + size]
+            self._offset += len(chunk)
+            size -= len(chunk)
+            chunks.append(chunk)
             if self._offset == len(self._pieces[self._next]):
                 self._next, self._offset = self._next + 1, 0
-        return b"".join(parts)
+        return b"".join(chunks)

@@ -1,7 +1,8 @@
-"""`python -m services.trainer.launch`: torchrun for the trainer, ending as the trainer ended.
+"""Starts the trainer by torchrun and exits with the exit code of the process that failed first.
 
-torchrun itself ends with 1 whatever became of its processes, which Kubernetes takes for an error
-that no restart mends. Takes torchrun's options, and its `PET_*` variables.
+torchrun itself exits with 1 however its processes failed, which Kubernetes takes for an error that
+no restart mends. `python -m services.trainer.launch` takes torchrun's options and its `PET_*`
+variables.
 """
 
 from __future__ import annotations
@@ -18,17 +19,18 @@ from services.common.process import EXIT_RETRYABLE
 
 
 def main() -> None:
+    """Runs torchrun in this process."""
     arguments = parse_args([*sys.argv[1:], "-m", "services.trainer.loop"])  # type: ignore[no-untyped-call]
     try:
         run(arguments)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
-        # Of a process that a signal ended, as a shell says it.
+        # A process ended by signal n has the exit code -n here, and 128 + n in a shell.
         sys.exit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode)
     except SignalException as error:
         sys.exit(128 + error.sigval)
     except (RendezvousError, DistError) as error:
-        # The others are not there: not yet, or not any more.
+        # The other nodes have not started yet, or have been evicted.
         sys.stderr.write(f"the workers do not find each other: {error}\n")
         sys.exit(EXIT_RETRYABLE)
 

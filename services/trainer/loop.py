@@ -1,4 +1,4 @@
-"""The trainer's main loop (design section 8)."""
+"""The trainer's main loop."""
 
 from __future__ import annotations
 
@@ -25,123 +25,136 @@ from services.common.objectstore import ObjectStore
 from services.model.stored import fetch_model, model_on_disk
 from services.trainer.checkpoint import Checkpointer, load_checkpoint
 from services.trainer.critic import Critic
-from services.trainer.data import TrajectoryReader, group_cost, make_plan
+from services.trainer.data import TrajectoryReader, group_cost, make_plan, split_by_group
 from services.trainer.lora import add_adapters
-from services.trainer.nccl import NcclLink
+from services.trainer.nccl import NcclCommunicator
 from services.trainer.nccl_broadcast import NcclBroadcaster
+from services.trainer.phases import PhaseTimer
 from services.trainer.policy import Policy
-from services.trainer.profile import profiled
+from services.trainer.profile import trace_steps
 from services.trainer.publish import WeightPublisher
-from services.trainer.ranks import Ranks, joined, shares
+from services.trainer.ranks import Ranks, balance_by_cost, init_distributed
 from services.trainer.settings import TrainerSettings
 from services.trainer.shard import load_sharded
-from services.trainer.speed import speed_of
-from services.trainer.update import Clock, NonFiniteLoss, Updater, group_rows
+from services.trainer.speed import measure_speed
+from services.trainer.update import NonFiniteLoss, Updater
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What the trainer reads from and writes to."""
+class TrainerContext:
+    """The services and directories that a trainer works with."""
 
     buffer: BufferClient
     store: ObjectStore
     model_directory: Path
-    """The initial model."""
+    """Directory of the initial model."""
     scratch: Path
+    """Directory of this rank for files in transfer."""
     token: str = field(repr=False)
     """Bearer token of the rollout replicas."""
 
 
-def train(config: RunConfig, around: Surroundings, ranks: Ranks) -> None:
+def train(config: RunConfig, context: TrainerContext, ranks: Ranks) -> None:
     """Trains from the last checkpoint to the last step. Every rank calls it."""
-    publisher = make_publisher(config, around, ranks)
-    checkpointer = Checkpointer(around.buffer, around.store, scratch=around.scratch, ranks=ranks)
-    reader = TrajectoryReader(around.store)
-    recorder = SpanRecorder(around.buffer, "trainer")
-    clock = Clock(recorder if ranks.speaks else None)
-    updater, done = restore(config, around, ranks)
-    with profiling(config, around, ranks) as step_done:
-        for clock.step in range(done + 1, config.steps + 1):
-            step = clock.step
+    publisher = make_publisher(config, context, ranks)
+    checkpointer = Checkpointer(context.buffer, context.store, scratch=context.scratch, ranks=ranks)
+    reader = TrajectoryReader(context.store)
+    recorder = SpanRecorder(context.buffer, "trainer")
+    timer = PhaseTimer(recorder if ranks.is_main else None)
+    updater, last_step = restore(config, context, ranks)
+    with trace(config, context, ranks) as step_done:
+        for timer.step in range(last_step + 1, config.steps + 1):
+            step = timer.step
             if config.publishes_at(step):
-                with clock.phase("publish"):
+                with timer.phase("publish"):
                     publisher.publish(step, updater.policy.model)
-            with clock.phase("wait"):
-                manifest = next_batch(step, around, ranks, publisher)
-            metrics = train_batch(config, updater, reader, manifest, around, clock)
-            with clock.phase("commit"):
-                if ranks.speaks:
-                    around.buffer.commit(step, metrics | clock.take())
+            with timer.phase("wait"):
+                manifest = wait_for_batch(step, context, ranks, publisher)
+            metrics = train_batch(config, updater, reader, manifest, context, timer)
+            with timer.phase("commit"):
+                if ranks.is_main:
+                    context.buffer.commit(step, metrics | timer.pop())
             if config.checkpoints_after(step):
-                with clock.phase("checkpoint"):
+                with timer.phase("checkpoint"):
                     checkpointer.save(step, updater.trained)
             checkpointer.check()
-            if ranks.speaks:
+            if ranks.is_main:
                 recorder.flush()
                 log.info("step committed", extra={"step": step})
             step_done(step)
     publisher.publish(config.steps + 1, updater.policy.model)
     publisher.settle()
     checkpointer.settle()
-    # A worker that ends well ends the whole job well: none may while another still sends.
-    ranks.largest(0)
+    # The job succeeds as soon as one worker exits 0, so all ranks wait here until uploads are done.
+    ranks.barrier()
 
 
-def profiling(
-    config: RunConfig, around: Surroundings, ranks: Ranks
+def trace(
+    config: RunConfig, context: TrainerContext, ranks: Ranks
 ) -> AbstractContextManager[Callable[[int], None]]:
-    """Of some steps, if that is asked for."""
-    return profiled(
+    """Traces `trainer.profile_steps` steps; yields a function to call with each finished step."""
+    return trace_steps(
         config.trainer.profile_steps,
-        around.store,
-        run=around.buffer.run,
+        context.store,
+        run=context.buffer.run,
         rank=ranks.rank,
-        scratch=around.scratch,
+        scratch=context.scratch,
     )
 
 
-def next_batch(
-    step: int, around: Surroundings, ranks: Ranks, publisher: WeightPublisher
+def wait_for_batch(
+    step: int, context: TrainerContext, ranks: Ranks, publisher: WeightPublisher
 ) -> BatchManifest:
-    """Waits for the step's groups; rank 0 asks."""
-    return ranks.shared(lambda: around.buffer.batch(step, meanwhile=publisher.check))
+    """Returns the step's batch once its groups have arrived; rank 0 asks for it.
+
+    Raises the publisher's error if publishing fails meanwhile: no groups would ever come.
+    """
+    return ranks.from_main(lambda: context.buffer.batch(step, meanwhile=publisher.check))
 
 
-def make_publisher(config: RunConfig, around: Surroundings, ranks: Ranks) -> WeightPublisher:
+def make_publisher(config: RunConfig, context: TrainerContext, ranks: Ranks) -> WeightPublisher:
+    """Builds the publisher, with a broadcaster on rank 0 if `sync.transport` is nccl."""
     dtype = config.sync.weights_dtype
-    directly = config.sync.transport == "nccl" and ranks.speaks
+    broadcaster = None
+    if config.sync.transport == "nccl" and ranks.is_main:
+        broadcaster = NcclBroadcaster(context.buffer, context.token, NcclCommunicator())
     return WeightPublisher(
-        around.buffer,
-        around.store,
-        source=around.model_directory,
+        context.buffer,
+        context.store,
+        source=context.model_directory,
         dtype=None if dtype == "as_trained" else getattr(torch, dtype),
         ranks=ranks,
-        direct=NcclBroadcaster(around.buffer, around.token, NcclLink()) if directly else None,
+        broadcaster=broadcaster,
     )
 
 
-def restore(config: RunConfig, around: Surroundings, ranks: Ranks) -> tuple[Updater, int]:
-    """The model as of the last checkpoint, or the initial one, and the last step it has seen."""
-    updater = make_updater(config, around.model_directory, ranks)
-    done, stored = ranks.shared(
-        lambda: (around.buffer.run_state().current_step, around.buffer.latest_checkpoint())
+def restore(config: RunConfig, context: TrainerContext, ranks: Ranks) -> tuple[Updater, int]:
+    """Restores the run's last checkpoint; returns the updater and the last step that it has seen.
+
+    Without a committed step that is the initial model and 0. Raises `BapoError` when the last
+    checkpoint is not that of the run's current step.
+    """
+    updater = make_updater(config, context.model_directory, ranks)
+    last_step, stored = ranks.from_main(
+        lambda: (context.buffer.run_state().current_step, context.buffer.latest_checkpoint())
     )
-    if stored is None and done == 0:
+    if stored is None and last_step == 0:
         return updater, 0
-    if stored is None or stored.number != done:
+    if stored is None or stored.number != last_step:
         raise BapoError(
-            f"the run stands at step {done} but its last checkpoint is "
+            f"the run is at step {last_step}, but its last checkpoint is "
             f"{'missing' if stored is None else f'of step {stored.number}'}: another trainer is "
-            "at work, or this one was not started through a new attempt"
+            "running, or this one was started without a new attempt; continue the run with "
+            "`bapo run --resume`"
         )
-    load_checkpoint(stored, updater.trained, store=around.store, scratch=around.scratch)
-    return updater, done
+    load_checkpoint(stored, updater.trained, store=context.store, scratch=context.scratch)
+    return updater, last_step
 
 
 def make_updater(config: RunConfig, directory: Path, ranks: Ranks) -> Updater:
-    """All models start as the initial one."""
+    """Loads policy, reference and critic, as far as `config` needs them, from the initial model."""
 
     def adapted(policy: Policy) -> Policy:
         add_adapters(policy.model, config.lora, config.seed)
@@ -151,7 +164,7 @@ def make_updater(config: RunConfig, directory: Path, ranks: Ranks) -> Updater:
     policy = load_sharded(directory, ranks, prepare=adapted, settings=settings)
     reference = critic = None
     if config.kl.coefficient > 0 and config.kl.reference == "initial":
-        reference = load_sharded(directory, ranks, prepare=lambda found: found, settings=settings)
+        reference = load_sharded(directory, ranks, prepare=lambda policy: policy, settings=settings)
     if config.advantage.estimator == "gae":
         critic = load_sharded(directory, ranks, prepare=Critic, settings=settings)
     return Updater(config, policy, ranks, reference, critic)
@@ -162,106 +175,116 @@ def train_batch(
     updater: Updater,
     reader: TrajectoryReader,
     manifest: BatchManifest,
-    around: Surroundings,
-    clock: Clock,
+    context: TrainerContext,
+    timer: PhaseTimer,
 ) -> dict[str, float]:
-    """One step's batch; an empty one trains nothing and is committed all the same.
+    """Trains on one step's batch; an empty one trains nothing and is committed all the same.
 
-    What there is to know about it, on rank 0.
+    Returns the step's metrics on rank 0.
     """
     ranks, step = updater.ranks, manifest.step
     metrics = staleness_metrics(config.schedule, manifest)
     if manifest.record_proximal:
-        with clock.phase("proximal"):
-            record_proximal(updater, reader, manifest, around)
+        with timer.phase("proximal"):
+            record_proximal(updater, reader, manifest, context)
     if not manifest.members:
         return metrics
-    with clock.phase("read"):
+    with timer.phase("read"):
         plan = make_plan(
             config, step, manifest.members, ranks=ranks.size, width=updater.policy.width
         )
-        mine = [manifest.members[place] for place in plan.of_rank(ranks.rank)]
-        batch = reader.batch(mine, proximal=config.loss.ratio == "decoupled")
+        members = [manifest.members[position] for position in plan.of_rank(ranks.rank)]
+        batch = reader.batch(members, with_storage=config.loss.ratio == "decoupled")
     started = time.monotonic()
     try:
-        found = updater.step(step, batch, plan, (manifest.c2, manifest.c3), clock)
+        metrics |= updater.step(step, batch, plan, (manifest.c2, manifest.c3), timer)
     except NonFiniteLoss as error:
-        keep_evidence(step, error, around, ranks)
+        store_evidence(step, error, context, ranks)
         raise
-    spent = time.monotonic() - started
-    return metrics | found | speed_of(updater.policy, int(batch.lengths.sum()), spent, ranks)
+    seconds = time.monotonic() - started
+    return metrics | measure_speed(updater.policy, int(batch.lengths.sum()), seconds, ranks)
 
 
-def keep_evidence(step: int, error: NonFiniteLoss, around: Surroundings, ranks: Ranks) -> None:
-    """Stores what led to a loss that is not a number; `torch.load` reads it."""
+def store_evidence(step: int, error: NonFiniteLoss, context: TrainerContext, ranks: Ranks) -> None:
+    """Stores what this rank trained on when the loss was not finite; `torch.load` reads it."""
     data = io.BytesIO()
     torch.save(error.evidence, data)
-    key = layout.failure(around.buffer.run, step, ranks.rank)
-    around.store.put(key, data.getvalue())
-    log.error("what led to it is in the object store: %s", key, extra={"step": step})
+    key = layout.failure(context.buffer.run, step, ranks.rank)
+    context.store.put(key, data.getvalue())
+    log.error("batch and targets of the failed update are in %s", key, extra={"step": step})
 
 
 def record_proximal(
-    updater: Updater, reader: TrajectoryReader, manifest: BatchManifest, around: Surroundings
+    updater: Updater, reader: TrajectoryReader, manifest: BatchManifest, context: TrainerContext
 ) -> None:
-    """Stores the log-probs, as of now, of groups that may be replayed later."""
+    """Stores log-probs under the current policy, of groups that may be replayed later."""
     ranks, members = updater.ranks, manifest.record_proximal
     costs = [group_cost(member, updater.policy.width) for member in members]
-    batch = reader.batch([members[place] for place in shares(costs, ranks.size)[ranks.rank]])
-    scores = group_rows(batch, updater.score(batch))
-    own = {member.group_id: values for member, values in zip(batch.members, scores, strict=True)}
-    gathered = ranks.gathered(own)
-    if ranks.speaks:
-        by_group = {group: values for each in gathered for group, values in each.items()}
-        around.buffer.post_proximal(manifest.step, encode_proximal(by_group))
+    positions = balance_by_cost(costs, ranks.size)[ranks.rank]
+    batch = reader.batch([members[position] for position in positions])
+    logprobs = split_by_group(batch, updater.score(batch))
+    by_rank = ranks.gather_to_main(
+        {member.group_id: rows for member, rows in zip(batch.members, logprobs, strict=True)}
+    )
+    if ranks.is_main:
+        by_group = {group_id: rows for groups in by_rank for group_id, rows in groups.items()}
+        context.buffer.post_proximal(manifest.step, encode_proximal(by_group))
 
 
 def staleness_metrics(schedule: SyncSchedule, manifest: BatchManifest) -> dict[str, float]:
-    """Trainer step minus policy version, over the groups of the batch."""
-    ages = [manifest.step - member.policy_version for member in manifest.members]
-    mean = sum(ages) / len(ages) if ages else float(schedule.staleness(manifest.step))
-    return {"staleness_mean": mean, "staleness_max": float(max(ages, default=0))}
+    """Returns mean and maximum of trainer step minus policy version, over the batch's groups."""
+    staleness = [manifest.step - member.policy_version for member in manifest.members]
+    mean = (
+        sum(staleness) / len(staleness) if staleness else float(schedule.staleness(manifest.step))
+    )
+    return {"staleness_mean": mean, "staleness_max": float(max(staleness, default=0))}
 
 
 def initial_model(path: str, store: ObjectStore, ranks: Ranks, settings: TrainerSettings) -> Path:
-    """The directory of the initial model; fetched once on each machine if it is a stored one."""
-    found = model_on_disk(path, settings.model)
-    if found is not None:
-        return found
-    place = settings.scratch / "model"
+    """Returns the directory of the initial model, fetched once a machine if it is a stored one."""
+    directory = model_on_disk(path, settings.model)
+    if directory is not None:
+        return directory
+    directory = settings.scratch / "model"
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        fetch_model(path, store, place)
-    ranks.largest(0)  # nobody reads it before it is whole
-    return place
+        fetch_model(path, store, directory)
+    ranks.barrier()  # no rank reads a model that is not complete
+    return directory
 
 
-def attempt_of(buffer: BufferClient, ranks: Ranks, given: int | None) -> int:
-    """The attempt that somebody has begun for us (`BAPO_ATTEMPT`), or one of our own: it takes the
-    run back to its last checkpoint, and collectors follow."""
-    if given is not None:
-        return given
-    return ranks.shared(lambda: buffer.begin_attempt().attempt)
+def resolve_attempt(buffer: BufferClient, ranks: Ranks, attempt: int | None) -> int:
+    """Returns the attempt of the run to work for: `BAPO_ATTEMPT`, or else a new one.
+
+    A new attempt takes the run back to its last checkpoint, and collectors follow it.
+    """
+    if attempt is not None:
+        return attempt
+    return ranks.from_main(lambda: buffer.begin_attempt().attempt)
 
 
 @contextmanager
-def memory_explained() -> Iterator[None]:
-    """What there is to do about a lack of memory, which starting again does not mend."""
+def explain_out_of_memory() -> Iterator[None]:
+    """Turns a lack of memory into a `BapoError` with the remedies: a restart would not mend it."""
     try:
         yield
     except RuntimeError as error:
-        lacking = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-        if not lacking:
+        out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        if not (out_of_memory or "can't allocate memory" in str(error)):
             raise
         reason = str(error).splitlines()[0]
         raise BapoError(
             f"out of memory ({reason}): lower optimizer.microbatch_tokens, set "
             "trainer.gradient_checkpointing or trainer.offload, or train with more processes; "
-            "docs/scaling.md says what takes how much"
+            "docs/scaling.md has the memory that each part takes"
         ) from error
 
 
-def config_of(buffer: BufferClient, override: str | None) -> RunConfig:
-    """The run's; how it is computed here may be said anew each time (`BAPO_TRAINER`, as JSON)."""
+def load_run_config(buffer: BufferClient, override: str | None) -> RunConfig:
+    """Returns the run's configuration; `override` is its `trainer` section anew, as JSON.
+
+    `trainer.*` affects how a step is computed and not its result, so it may differ from the stored
+    one (`BAPO_TRAINER`).
+    """
     config = buffer.run_state().config
     if override is None:
         return config
@@ -269,6 +292,7 @@ def config_of(buffer: BufferClient, override: str | None) -> RunConfig:
 
 
 def main() -> None:
+    """Runs this rank of the trainer of the run named by `BAPO_RUN`."""
     from services.common.logs import configure_logs
     from services.common.process import end_with_parent, run_until_error
 
@@ -276,18 +300,18 @@ def main() -> None:
     end_with_parent()  # torchrun, which may be killed without a chance to end its processes
 
     def start() -> None:
-        # Ranks on one machine must not write over each other.
         settings = TrainerSettings.load()
         token = settings.token.get_secret_value()
+        # Ranks on one machine must not overwrite each other's files.
         scratch = settings.scratch / os.environ.get("RANK", "0")
         scratch.mkdir(parents=True, exist_ok=True)
-        with joined() as ranks, memory_explained():
+        with init_distributed() as ranks, explain_out_of_memory():
             buffer = BufferClient(settings.buffer_url, token, run=settings.run)
-            buffer.attempt = attempt_of(buffer, ranks, settings.attempt)
-            config = config_of(buffer, settings.trainer)
+            buffer.attempt = resolve_attempt(buffer, ranks, settings.attempt)
+            config = load_run_config(buffer, settings.trainer)
             store = ObjectStore(settings.s3)
             model = initial_model(config.model.path, store, ranks, settings)
-            train(config, Surroundings(buffer, store, model, scratch, token), ranks)
+            train(config, TrainerContext(buffer, store, model, scratch, token), ranks)
 
     run_until_error(start)
 

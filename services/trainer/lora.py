@@ -1,7 +1,7 @@
-"""Low-rank adapters: the model's weights stay, and small matrices beside them are trained.
+"""Low-rank adapters (LoRA, by peft): the model's weights are frozen, small matrices are trained.
 
-peft puts them into the model. What is published is the sum of both, under the model's own names, so
-nobody else knows of them.
+Published weights are the sum of both under the model's own names, so replicas and evaluations see a
+plain model.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ _BASE = ".base_layer"
 
 
 def add_adapters(model: nn.Module, settings: LoraConfig, seed: int) -> None:
-    """Freezes `model` and puts adapters into it, in place; nothing with rank 0.
+    """Freezes `model` and injects adapters of `settings.rank`, in place; rank 0 changes nothing.
 
-    B starts at 0, so that the model does what it did; A is drawn from `seed`.
+    B starts at 0, so that the model computes the same as before; A is drawn from `seed`.
+
+    Raises `BapoError` when `settings.targets` names no layer of the model.
     """
     if settings.rank == 0:
         return
@@ -47,8 +49,11 @@ def add_adapters(model: nn.Module, settings: LoraConfig, seed: int) -> None:
 
 
 def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
-    """Every weight of `model`: its name without adapters, its tensor, and the layer whose adapters
-    are to be added to it, or None. Tensors that are tied are the same object."""
+    """Yields (name, tensor, layer) of every weight of `model` but the adapters.
+
+    The name is the one without adapters; the layer is the one whose adapters `merged` adds, or
+    None. Tied tensors are the same object.
+    """
     adapted = {
         f"{name.replace(_WRAPPER, '')}{_BASE}.weight": module
         for name, module in model.named_modules()
@@ -59,24 +64,24 @@ def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
             yield name.replace(f"{_BASE}.", "."), tensor, adapted.get(name)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Every rank must call it for a tensor that is sharded."""
-    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return found.detach()
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Returns the tensor, gathered from its shards if it is sharded. Every rank calls it."""
+    full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach()
 
 
 def merged(tensor: Tensor, layer: Any) -> Tensor:
-    """The whole of a weight with what its layer's adapters add to it."""
-    base = whole(tensor)
+    """Returns a full weight plus the product of its layer's adapters. Every rank calls it."""
+    base = full_tensor(tensor)
     if layer is None:
         return base
-    down, up = (whole(part[_ADAPTER].weight) for part in (layer.lora_A, layer.lora_B))
+    down, up = (full_tensor(matrix[_ADAPTER].weight) for matrix in (layer.lora_A, layer.lora_B))
     return torch.addmm(base, up, down, alpha=layer.scaling[_ADAPTER])
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint holds of `model`: all but frozen parameters."""
-    frozen = {id(each) for each in model.parameters() if not each.requires_grad}
+    """Returns the state dict of `model` without frozen parameters, as checkpoints store it."""
+    frozen = {id(parameter) for parameter in model.parameters() if not parameter.requires_grad}
     return {
         name: tensor.detach()
         for name, tensor in model.state_dict(keep_vars=True).items()

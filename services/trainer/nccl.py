@@ -1,13 +1,15 @@
-"""NCCL, as much of it as sending weights to another program takes.
+"""The part of NCCL that broadcasting weights to another program takes, called by ctypes.
 
-By the library that torch has loaded: torch's own groups meet in a store that vLLM does not know,
-and its plain calls (`torch.cuda.nccl`) can neither abort a group nor free one. Has not run on GPUs.
+It uses the library that torch has loaded. torch's own process groups meet in a store that vLLM does
+not know, and `torch.cuda.nccl` can neither abort a communicator nor destroy one. Experimental: it
+has not run on GPUs.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,90 +29,109 @@ DATA_TYPES = {
     torch.float64: 8,
     torch.bfloat16: 9,
 }
-"""ncclDataType_t of what can be sent."""
+"""ncclDataType_t of every dtype that can be sent."""
 
 
 class NcclError(BapoError):
-    """NCCL has failed, or was told to give up."""
+    """An NCCL call failed, or its communicator was aborted."""
 
 
 class _UniqueId(ctypes.Structure):
     _fields_ = (("internal", ctypes.c_char * ID_BYTES),)
 
 
-class NcclLink:
-    """Groups of this process's GPU, as rank 0, and the workers of an engine."""
+class NcclCommunicator:
+    """Communicators of this process's GPU, as rank 0, with the workers of an engine."""
 
     def __init__(self) -> None:
+        """Raises `BapoError` without a GPU or without NCCL."""
         if not torch.cuda.is_available():
             raise BapoError(
                 "sync.transport is nccl, but the trainer has no GPU; set it to object_store"
             )
         self._library = library()
         self._device = torch.cuda.current_device()
-        self._groups: dict[bytes, ctypes.c_void_p] = {}
-        """Under way, by id."""
+        self._open: dict[bytes, ctypes.c_void_p] = {}
+        """Communicators in use, by their unique id. Whoever pops one destroys or aborts it."""
 
     def unique_id(self) -> bytes:
-        """Of a group that is to be. NCCL waits for its members from now on: use every id."""
-        found = _UniqueId()
-        self._call("ncclGetUniqueId", ctypes.byref(found))
-        return bytes(found)
+        """Creates an NCCL unique id for a new communicator.
+
+        Each id must be used: NCCL keeps a bootstrap thread for it.
+        """
+        unique_id = _UniqueId()
+        self._call("ncclGetUniqueId", ctypes.byref(unique_id))
+        return bytes(unique_id)
 
     def send(self, unique_id: bytes, receivers: int, tensors: Sequence[Tensor]) -> None:
-        """Joins as rank 0 of `receivers` + 1, and broadcasts one tensor after the other; those on
-        the CPU are copied to the GPU one at a time. Raises `NcclError`."""
+        """Joins the communicator as rank 0 of `receivers` + 1, and broadcasts one tensor at a time.
+
+        Tensors on the CPU are copied to the GPU as they are sent. The communicator is destroyed
+        afterwards, and aborted after an error, because destroying it would wait for its receivers.
+
+        Raises `NcclError`, and `RuntimeError` when CUDA fails.
+        """
         torch.cuda.set_device(self._device)  # each thread has its own
-        group, name = ctypes.c_void_p(), _UniqueId.from_buffer_copy(unique_id)
-        self._call("ncclCommInitRank", ctypes.byref(group), receivers + 1, name, 0)
-        self._groups[unique_id] = group
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        at = ctypes.c_void_p(stream.cuda_stream)
+        communicator, name = ctypes.c_void_p(), _UniqueId.from_buffer_copy(unique_id)
+        self._call("ncclCommInitRank", ctypes.byref(communicator), receivers + 1, name, 0)
+        self._open[unique_id] = communicator
         try:
-            with torch.cuda.stream(stream):
-                # vLLM begins with one of these, and waits for ours.
-                one = torch.zeros(1, device="cuda")
-                pointer, kind = ctypes.c_void_p(one.data_ptr()), DATA_TYPES[one.dtype]
-                self._call("ncclAllReduce", pointer, pointer, 1, kind, SUM, group, at)
-                for tensor in tensors:
-                    here = tensor.to("cuda").contiguous()
-                    pointer, kind = ctypes.c_void_p(here.data_ptr()), DATA_TYPES[here.dtype]
-                    self._call("ncclBroadcast", pointer, pointer, here.numel(), kind, 0, group, at)
-            stream.synchronize()
-        finally:
-            if self._groups.pop(unique_id, None) is None:
-                raise NcclError("the group was given up: nobody received in time")
-            self._call("ncclCommDestroy", group)
+            self._broadcast(communicator, tensors)
+        except BaseException:
+            with suppress(NcclError):  # the first error says more
+                self.abort(unique_id)
+            raise
+        if self._open.pop(unique_id, None) is None:
+            raise NcclError("the communicator was aborted: a receiver did not answer in time")
+        self._call("ncclCommDestroy", communicator)
 
     def abort(self, unique_id: bytes) -> None:
-        """Gives a group up: what waits in it on the GPU ends. A group that never came together
-        waits on, in its thread alone."""
-        group = self._groups.pop(unique_id, None)
-        if group is not None:
-            self._call("ncclCommAbort", group)
+        """Aborts a communicator: its operations on the GPU end, and `send` raises `NcclError`.
+
+        Has no effect on one that is not complete, whose `send` waits for its receivers in
+        `ncclCommInitRank`, nor on one that `send` has closed.
+        """
+        communicator = self._open.pop(unique_id, None)
+        if communicator is not None:
+            self._call("ncclCommAbort", communicator)
+
+    def _broadcast(self, communicator: ctypes.c_void_p, tensors: Sequence[Tensor]) -> None:
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        handle = ctypes.c_void_p(stream.cuda_stream)
+        with torch.cuda.stream(stream):
+            # vLLM begins with one all-reduce, and waits for ours.
+            one = torch.zeros(1, device="cuda")
+            pointer, dtype = ctypes.c_void_p(one.data_ptr()), DATA_TYPES[one.dtype]
+            self._call("ncclAllReduce", pointer, pointer, 1, dtype, SUM, communicator, handle)
+            for tensor in tensors:
+                source = tensor.to("cuda").contiguous()
+                pointer, dtype = ctypes.c_void_p(source.data_ptr()), DATA_TYPES[source.dtype]
+                count = source.numel()
+                self._call("ncclBroadcast", pointer, pointer, count, dtype, 0, communicator, handle)
+        stream.synchronize()
 
     def _call(self, function: str, *arguments: Any) -> None:
         result = getattr(self._library, function)(*arguments)
         if result != 0:
-            words = self._library.ncclGetErrorString(result).decode()
-            raise NcclError(f"{function}: {words}")
+            reason = self._library.ncclGetErrorString(result).decode()
+            raise NcclError(f"{function}: {reason}")
 
 
 def library() -> ctypes.CDLL:
-    """libnccl, with the types of what is called. Raises `BapoError` where there is none."""
+    """Loads libnccl and declares the functions used here. Raises `BapoError` without one."""
     try:
-        found = ctypes.CDLL("libnccl.so.2")
+        nccl = ctypes.CDLL("libnccl.so.2")
     except OSError as error:
         raise BapoError(
-            f"sync.transport is nccl, but there is no NCCL here ({error}); install a torch with "
-            "CUDA, or set it to object_store"
+            f"sync.transport is nccl, but NCCL cannot be loaded ({error}); install a torch with "
+            "CUDA, or set sync.transport to object_store"
         ) from error
     pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    found.ncclGetUniqueId.argtypes = [ctypes.POINTER(_UniqueId)]
-    found.ncclCommInitRank.argtypes = [ctypes.POINTER(pointer), number, _UniqueId, number]
-    found.ncclAllReduce.argtypes = [pointer, pointer, size, number, number, pointer, pointer]
-    found.ncclBroadcast.argtypes = [pointer, pointer, size, number, number, pointer, pointer]
-    found.ncclCommDestroy.argtypes = found.ncclCommAbort.argtypes = [pointer]
-    found.ncclGetErrorString.argtypes = [number]
-    found.ncclGetErrorString.restype = ctypes.c_char_p
-    return found
+    nccl.ncclGetUniqueId.argtypes = [ctypes.POINTER(_UniqueId)]
+    nccl.ncclCommInitRank.argtypes = [ctypes.POINTER(pointer), number, _UniqueId, number]
+    nccl.ncclAllReduce.argtypes = [pointer, pointer, size, number, number, pointer, pointer]
+    nccl.ncclBroadcast.argtypes = [pointer, pointer, size, number, number, pointer, pointer]
+    nccl.ncclCommDestroy.argtypes = nccl.ncclCommAbort.argtypes = [pointer]
+    nccl.ncclGetErrorString.argtypes = [number]
+    nccl.ncclGetErrorString.restype = ctypes.c_char_p
+    return nccl

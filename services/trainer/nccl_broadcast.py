@@ -1,7 +1,7 @@
-"""Weights straight from the trainer to the replicas' engines, beside the object store.
+"""Broadcasts weights from the trainer to the replicas' engines by NCCL, beside the object store.
 
 Experimental: the protocol is tested against stand-ins for engine and NCCL; NCCL itself has not run.
-Nothing depends on it. A replica that gets no weights this way takes them from the object store.
+Nothing depends on it: a replica that gets no weights this way takes them from the object store.
 """
 
 from __future__ import annotations
@@ -17,59 +17,71 @@ from typing import Protocol
 from torch import Tensor
 
 from services.buffer.api.client import BufferClient
-from services.buffer.api.wire import ReplicaView
+from services.buffer.api.wire import HEARTBEAT_TIMEOUT_S, ReplicaView
 from services.common.errors import ServiceCallError, ServiceError
 from services.common.http import HttpClient
 from services.rollout.api.offers import STANDS_S, OfferTaken, Parameter, WeightOffer
+from services.trainer.export import dtype_name
 from services.trainer.nccl import DATA_TYPES, NcclError
 
 log = logging.getLogger(__name__)
 
-SILENT_S = 10.0
-"""A replica that has said nothing for so long is not asked."""
 SEND_WITHIN_S = 600.0
-"""A group that a receiver has left never ends by itself."""
+"""Seconds for a broadcast, then it is aborted: one whose receiver died blocks for ever."""
 GIVE_UP_WITHIN_S = 10.0
+"""Seconds for an aborted broadcast to end."""
 
 
-class Link(Protocol):
-    """Groups of one sender and the workers of one engine."""
+class Communicator(Protocol):
+    """Opens communicators with the workers of an engine; `NcclCommunicator` is the real one."""
 
     def unique_id(self) -> bytes:
-        """Of a group that is to be."""
+        """Creates an id for a new communicator."""
         ...
 
     def send(self, unique_id: bytes, receivers: int, tensors: Sequence[Tensor]) -> None:
-        """Joins as rank 0 of `receivers` + 1, and broadcasts one tensor after the other. Raises
-        `NcclError`."""
+        """Joins as rank 0 of `receivers` + 1, and broadcasts one tensor after the other.
+
+        Raises `NcclError`.
+        """
         ...
 
     def abort(self, unique_id: bytes) -> None:
-        """Makes `send` end, if the group has come together."""
+        """Makes `send` end, if all receivers have joined."""
         ...
 
 
 class NcclBroadcaster:
-    """Offers each version to every replica that serves, and sends to those that want it."""
+    """Offers each version to every replica that serves, and broadcasts it to those that accept."""
 
-    def __init__(self, buffer: BufferClient, token: str, link: Link) -> None:
-        self._buffer, self._token, self._link = buffer, token, link
-        self._unused: list[bytes] = []
-        """Ids of groups that came to nothing."""
+    def __init__(self, buffer: BufferClient, token: str, communicator: Communicator) -> None:
+        """token: bearer token of the replicas."""
+        self._buffer, self._token, self._communicator = buffer, token, communicator
+        self._unused_ids: list[bytes] = []
+        """Ids whose offers were refused, so that no receiver has joined."""
         self.stuck = False
-        """A send could not be ended: nothing is sent any more, and it still holds its tensors."""
+        """Whether a broadcast could not be aborted: it holds its tensors, and no other is begun."""
 
     def send(self, version: int, digest: str, weights: Mapping[str, Tensor]) -> list[str]:
-        """The replicas that got the weights, which are those of a published version: names and
-        shapes as in its files, the same bytes."""
-        unknown = {str(each.dtype) for each in weights.values() if each.dtype not in DATA_TYPES}
-        if self.stuck or unknown:
-            reason = "an earlier one hangs" if self.stuck else f"it has {', '.join(unknown)}"
-            log.info("version %d is not sent directly: %s", version, reason)
+        """Returns the names of the replicas that got the weights, sorted.
+
+        digest: of the published version's manifest. weights: under the names, and in the shapes and
+        dtypes, of its files.
+        """
+        unsupported = {
+            str(tensor.dtype) for tensor in weights.values() if tensor.dtype not in DATA_TYPES
+        }
+        if self.stuck or unsupported:
+            reason = (
+                "an earlier broadcast is stuck"
+                if self.stuck
+                else f"NCCL has no {', '.join(unsupported)}"
+            )
+            log.info("version %d is not broadcast by NCCL: %s", version, reason)
             return []
         parameters = [
-            Parameter(name=name, dtype=str(each.dtype)[6:], shape=list(each.shape))
-            for name, each in weights.items()
+            Parameter(name=name, dtype=dtype_name(tensor.dtype), shape=list(tensor.shape))
+            for name, tensor in weights.items()
         ]
 
         def offer(unique_id: bytes) -> WeightOffer:
@@ -81,31 +93,40 @@ class NcclBroadcaster:
             )
 
         sends = [
-            _Send(self._link, replica, self._token, offer(self._id()), list(weights.values()))
+            _Send(
+                self._communicator,
+                replica,
+                self._token,
+                offer(self._next_id()),
+                list(weights.values()),
+            )
             for replica in self._buffer.replicas()
-            if replica.state == "serving" and replica.silent_s < SILENT_S
+            if replica.state == "serving" and replica.silent_s < HEARTBEAT_TIMEOUT_S
         ]
-        for each in sends:
-            each.start()
+        for send in sends:
+            send.start()
         deadline = time.monotonic() + STANDS_S + SEND_WITHIN_S
-        for each in sends:
-            each.end(max(0.0, deadline - time.monotonic()))
-        self.stuck = any(each.is_alive() for each in sends)
+        for send in sends:
+            send.end(max(0.0, deadline - time.monotonic()))
+        self.stuck = any(send.is_alive() for send in sends)
         if self.stuck:
-            log.error("a replica left while weights were sent; the object store serves from here")
-        self._unused += [each.unique_id for each in sends if each.outcome == "refused"]
-        return sorted(each.replica.name for each in sends if each.outcome == "sent")
+            log.error(
+                "a broadcast to a replica cannot be aborted; from now on replicas get weights from "
+                "the object store only"
+            )
+        self._unused_ids += [send.unique_id for send in sends if send.outcome == "refused"]
+        return sorted(send.replica.name for send in sends if send.outcome == "sent")
 
-    def _id(self) -> bytes:
-        return self._unused.pop() if self._unused else self._link.unique_id()
+    def _next_id(self) -> bytes:
+        return self._unused_ids.pop() if self._unused_ids else self._communicator.unique_id()
 
 
 class _Send(threading.Thread):
-    """To one replica. A daemon, because it may hang for good."""
+    """Broadcasts one version to one replica. A daemon, because it may block for ever."""
 
     def __init__(
         self,
-        link: Link,
+        communicator: Communicator,
         replica: ReplicaView,
         token: str,
         offer: WeightOffer,
@@ -114,36 +135,40 @@ class _Send(threading.Thread):
         super().__init__(name=f"send-{replica.name}", daemon=True)
         self.replica, self.unique_id = replica, base64.b64decode(offer.unique_id)
         self.outcome = ""
-        """refused, failed or sent, once it is."""
-        self._link, self._token, self._offer, self._tensors = link, token, offer, tensors
+        """`refused`, `failed` or `sent`; empty until then."""
+        self._communicator, self._token = communicator, token
+        self._offer, self._tensors = offer, tensors
 
     def run(self) -> None:
         version, name = self._offer.policy_version, self.replica.name
         try:
             receivers = self._make_offer()
         except ServiceCallError as error:
-            log.info("replica %s takes version %d's files: %s", name, version, error)
-            # Whoever has not answered may have joined: that group's id is used up.
+            log.info("replica %s loads version %d from files: %s", name, version, error)
+            # A replica that has not answered may have joined, which uses up the id.
             self.outcome = "refused" if isinstance(error, ServiceError) else "failed"
             return
         try:
-            self._link.send(self.unique_id, receivers, self._tensors)
+            self._communicator.send(self.unique_id, receivers, self._tensors)
         except (NcclError, RuntimeError) as error:
-            log.warning("version %d was not sent to %s: %s", version, name, error)
+            log.warning("version %d was not broadcast to %s: %s", version, name, error)
             self.outcome = "failed"
             return
         self.outcome = "sent"
 
     def end(self, seconds: float) -> None:
-        """Waits so long, then makes it end."""
+        """Waits for the broadcast, and aborts it after `seconds`."""
         self.join(seconds)
         if self.is_alive():
             with suppress(NcclError):
-                self._link.abort(self.unique_id)
+                self._communicator.abort(self.unique_id)
             self.join(GIVE_UP_WITHIN_S)
 
     def _make_offer(self) -> int:
-        """How many receive, now. Asked once: an offer that is made again would replace itself."""
+        """Returns the number of receivers that join now.
+
+        Sent only once: a second offer would replace the first.
+        """
         http = HttpClient(
             "replica", self.replica.url, self._token, timeout_s=STANDS_S + 10, give_up_s=0
         )

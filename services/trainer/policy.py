@@ -1,4 +1,4 @@
-"""The model being trained: its directory on disk, and log-probs of responses."""
+"""The policy: loads a causal language model, and computes the log-probs of responses."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from bapo_core.config import OptimizerConfig
 from bapo_core.errors import BapoError
 from services.trainer import attention
 from services.trainer.data import Batch, Packed, pack
 from services.trainer.logprobs import token_logprobs
 
-_CHANGED_LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
-"""What some models do to their logits after the output layer."""
+_LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+"""Configuration keys of models that change their logits after the output layer."""
 
 
 class Policy(nn.Module):
-    """A causal language model that scores packed sequences: never all logits at a time."""
+    """A causal language model that scores packed sequences without holding all logits at a time."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -30,29 +32,30 @@ class Policy(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that computes."""
         return device_of(self)
 
     @property
     def width(self) -> int:
-        """Of its hidden states."""
+        """Size of the hidden states."""
         hf_model: Any = self.model
         return int(hf_model.config.get_text_config().hidden_size)
 
     def forward(
         self, packed: Packed, temperature: float, entropy: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies), each (K,), of the K response tokens of `packed`.
+        """(log-probs, entropies) in nats, each (K,), of the K response tokens of `packed`.
 
-        The distribution is softmax(logits / temperature), as the engine samples it. Entropies are
-        0 unless asked for.
+        The distribution is softmax(logits / temperature), which the engine samples from. Entropies
+        are 0 unless asked for. Memory: besides the activations, (K, width) hidden states and a few
+        tiles of logits (`logprobs`).
         """
         hf_model: Any = self.model
         head = hf_model.get_output_embeddings()
         return token_logprobs(
-            states_before(hf_model, packed),
+            target_hidden_states(hf_model, packed),
             head.weight,
-            packed.targets,
+            packed.target_ids,
             temperature=temperature,
             bias=head.bias,
             entropy=entropy,
@@ -60,37 +63,54 @@ class Policy(nn.Module):
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Where `module` computes; what is sharded may wait elsewhere."""
+    """Returns the device that `module` computes on; offloaded shards are on the CPU meanwhile."""
     parameter = next(module.parameters())
     if isinstance(parameter, DTensor) and parameter.device_mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return parameter.device
 
 
-def states_before(model: Any, packed: Packed) -> Tensor:
-    """(K, width): the hidden states that each response token of `packed` is predicted from."""
+def target_hidden_states(model: Any, packed: Packed) -> Tensor:
+    """(K, width) hidden states that the response tokens of `packed` are predicted from."""
     hidden: Tensor = model.base_model(
         input_ids=packed.tokens,
-        position_ids=packed.positions,
+        position_ids=packed.position_ids,
         attention_mask=None,
         use_cache=False,
         sequences=packed.sequences,
     ).last_hidden_state[0]
-    return hidden[packed.predicted_at]
+    return hidden[packed.logit_positions]
+
+
+def make_optimizer(module: nn.Module, learning_rate: float, settings: OptimizerConfig) -> AdamW:
+    """Builds AdamW for the parameters of `module` that are not frozen."""
+    return AdamW(
+        [parameter for parameter in module.parameters() if parameter.requires_grad],
+        lr=learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
 
 
 def load_policy(directory: Path) -> Policy:
-    """The causal language model in a Hugging Face directory, in fp32."""
-    with _explained(directory):
+    """Loads the causal language model of a Hugging Face directory, in fp32.
+
+    Raises `BapoError` for a directory without one, or a model that the trainer cannot score.
+    """
+    with _explain_load_errors(directory):
         model: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION
         )
-    return _scoring(model, directory)
+    return _make_policy(model, directory)
 
 
 def empty_policy(directory: Path) -> Policy:
-    """The same with no weights yet: memory that nobody has touched costs nothing."""
-    with _explained(directory):
+    """Builds the model with uninitialised weights, to be filled from rank 0.
+
+    The memory costs nothing until it is written: the kernel has not mapped it yet.
+    """
+    with _explain_load_errors(directory):
         config = AutoConfig.from_pretrained(directory)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -98,12 +118,12 @@ def empty_policy(directory: Path) -> Policy:
             )
     model.to_empty(device="cpu")
     model.tie_weights()
-    return _scoring(model, directory)
+    return _make_policy(model, directory)
 
 
 @contextmanager
-def _explained(directory: Path) -> Iterator[None]:
-    """What is wrong with a model directory, in one line."""
+def _explain_load_errors(directory: Path) -> Iterator[None]:
+    """Turns what transformers raises for a bad model directory into a `BapoError` of one line."""
     if not (directory / "config.json").is_file():
         raise BapoError(
             f"{directory} is not a model directory: it has no config.json; set model.path to a "
@@ -116,12 +136,12 @@ def _explained(directory: Path) -> Iterator[None]:
         raise BapoError(f"{directory}: the model cannot be loaded: {reason}") from error
 
 
-def _scoring(model: Any, directory: Path) -> Policy:
-    for name in _CHANGED_LOGITS:
+def _make_policy(model: Any, directory: Path) -> Policy:
+    for name in _LOGIT_CHANGES:
         if getattr(model.config, name, None) not in (None, 1.0):
             raise BapoError(
                 f"{directory}: the model changes its logits ({name}), which the trainer's "
-                "log-probs do not; choose another model"
+                "log-probs leave out; choose another model"
             )
     return Policy(model).eval()
 
@@ -129,10 +149,10 @@ def _scoring(model: Any, directory: Path) -> Policy:
 def response_logprobs(
     policy: Policy, batch: Batch, rows: Tensor, temperature: float, *, entropy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropies) of the response tokens of `rows`, each (len(rows), R), 0 if masked."""
-    found = policy(pack(batch, rows).to(policy.device), temperature, entropy)
+    """(log-probs, entropies) of the response tokens of `rows`, (len(rows), R) each; 0 if masked."""
+    scores = policy(pack(batch, rows).to(policy.device), temperature, entropy)
     mask = batch.mask[rows]
     logprobs, entropies = (
-        torch.zeros(mask.shape).masked_scatter(mask, each.cpu()) for each in found
+        torch.zeros(mask.shape).masked_scatter(mask, values.cpu()) for values in scores
     )
     return logprobs, entropies

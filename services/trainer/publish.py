@@ -1,8 +1,8 @@
-"""Publishing weights while training goes on.
+"""Publishes weights while training goes on.
 
-The weights are copied at once and sent in the background: shards, then their manifest, then the row
-that makes the version exist. Nobody sees a version before that, and a process that dies in between
-leaves objects without a row.
+The weights are copied to the CPU, then uploaded in the background: files, their manifest, and last
+the row that makes the version exist. No reader sees a version before that; a process that dies in
+between leaves objects without a row, which `bapo gc` deletes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class WeightPublisher(Background):
-    """Sends one version at a time; a failure is raised by the next call."""
+    """Publishes one version at a time; the next call raises the error of one that failed."""
 
     def __init__(
         self,
@@ -38,45 +38,47 @@ class WeightPublisher(Background):
         source: Path,
         dtype: torch.dtype | None,
         ranks: Ranks,
-        direct: NcclBroadcaster | None = None,
+        broadcaster: NcclBroadcaster | None = None,
     ) -> None:
-        """`source` has the tokenizer and the configuration; `dtype` None keeps the model's. What is
-        stored is sent to the replicas by `direct` as well."""
+        """source: directory of the initial model, for its tokenizer. dtype: of the published
+        weights; None keeps the model's. broadcaster: sends them to the replicas as well."""
         self._buffer, self._store = buffer, store
-        self._source, self._dtype, self._ranks, self._direct = source, dtype, ranks, direct
+        self._source, self._dtype, self._ranks = source, dtype, ranks
+        self._broadcaster = broadcaster
         super().__init__("publish")
         self._copies: dict[str, Tensor] = {}
-        """Kept from version to version: memory that is new each time is slow to fill."""
+        """Weights on the CPU by name. The memory is reused: new memory is slow to fill."""
 
     def publish(self, version: int, model: nn.Module) -> None:
-        """Returns when the weights are copied; the version exists some time after.
+        """Copies the weights and returns; the version exists some time later.
 
-        Every rank calls it and gives its shards; rank 0 sends.
+        Every rank calls it and contributes its shards; rank 0 uploads. A version that exists is not
+        published again. Raises the error of the version before, if that failed.
         """
         self.settle()
-        if self._ranks.shared(lambda: self._published(version)):
+        if self._ranks.from_main(lambda: self._published(version)):
             return
-        copied = self._copy(model)
-        if self._ranks.speaks:
-            self.begin(partial(self._send, version, model, copied))
+        weights = self._copy(model)
+        if self._ranks.is_main:
+            self.begin(partial(self._upload, version, model, weights))
 
     def _copy(self, model: nn.Module) -> dict[str, Tensor]:
-        """On the CPU, where training does not change it. What is tied stays one tensor.
+        """Copies the weights to the CPU of rank 0; tied weights stay one tensor.
 
-        No more than one whole tensor at a time is on the device; only rank 0 keeps them.
+        At most one full tensor at a time is on the device.
         """
-        first: dict[int, str] = {}
+        first_names: dict[int, str] = {}
         for name, tensor, adapted in plain_weights(model):
-            owner = first.setdefault(id(tensor), name)
-            if owner == name:
-                found = merged(tensor, adapted)
-                if self._ranks.speaks:
-                    self._keep(name, found)
-            elif self._ranks.speaks:
-                self._copies[name] = self._copies[owner]
+            first_name = first_names.setdefault(id(tensor), name)
+            if first_name == name:
+                weight = merged(tensor, adapted)
+                if self._ranks.is_main:
+                    self._copy_weight(name, weight)
+            elif self._ranks.is_main:
+                self._copies[name] = self._copies[first_name]
         return dict(self._copies)
 
-    def _keep(self, name: str, tensor: Tensor) -> None:
+    def _copy_weight(self, name: str, tensor: Tensor) -> None:
         if name not in self._copies:
             floating = self._dtype if tensor.is_floating_point() else None
             self._copies[name] = torch.empty_like(tensor, device="cpu", dtype=floating)
@@ -85,7 +87,7 @@ class WeightPublisher(Background):
     def _published(self, version: int) -> bool:
         return none_if_missing(lambda: self._buffer.weights(version)) is not None
 
-    def _send(self, version: int, model: nn.Module, weights: dict[str, Tensor]) -> None:
+    def _upload(self, version: int, model: nn.Module, weights: dict[str, Tensor]) -> None:
         started = time.monotonic()
         saved = as_saved(model, weights)
         files = model_files(model, saved, self._source)
@@ -93,8 +95,8 @@ class WeightPublisher(Background):
         self._buffer.publish_weights(version, digest)
         seconds = round(time.monotonic() - started, 3)
         log.info("weights published", extra={"version": version, "seconds": seconds})
-        if self._direct is not None:
-            served = self._direct.send(version, digest, saved)
-            log.info("weights sent", extra={"version": version, "replicas": served})
-            if self._direct.stuck:
-                self._copies = {}  # these are not ours alone any more
+        if self._broadcaster is not None:
+            replicas = self._broadcaster.send(version, digest, saved)
+            log.info("weights sent", extra={"version": version, "replicas": replicas})
+            if self._broadcaster.stuck:
+                self._copies = {}  # a stuck broadcast still reads these tensors: allocate new ones

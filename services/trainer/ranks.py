@@ -1,7 +1,6 @@
-"""The processes that train together: what they share, and who takes which groups.
+"""The processes that train together: collectives of small values, and who takes which groups.
 
-Collectives of small things on the CPU, by gloo. All ranks must make the same calls in the same
-order.
+The collectives run on the CPU by gloo. All ranks must make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -20,19 +19,20 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among the `size` that train together; rank 0 speaks for all."""
+    """This process among the `size` that train together; only rank 0 talks to the services."""
 
     rank: int
     size: int
     group: dist.ProcessGroup | None = None
-    """None for the default one."""
+    """The process group of the collectives; None is the default one."""
 
     @property
-    def speaks(self) -> bool:
+    def is_main(self) -> bool:
+        """Whether this process is rank 0."""
         return self.rank == 0
 
-    def summed(self, values: dict[str, float]) -> dict[str, float]:
-        """Each value summed over the ranks; all give the same names."""
+    def all_reduce_sum(self, values: dict[str, float]) -> dict[str, float]:
+        """Sums each value over the ranks; all ranks give the same names."""
         if self.size == 1:
             return values
         names = sorted(values)
@@ -40,35 +40,39 @@ class Ranks:
         dist.all_reduce(total, group=self.group)
         return dict(zip(names, total.tolist(), strict=True))
 
-    def largest(self, value: int) -> int:
-        """Of what the ranks give. Nobody goes on before all have come here."""
+    def all_reduce_max(self, value: int) -> int:
+        """Returns the largest of the ranks' values."""
         if self.size == 1:
             return value
-        found = torch.tensor(value)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        return int(found)
+        largest = torch.tensor(value)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
+        return int(largest)
 
-    def shared(self, ask: Callable[[], Value]) -> Value:
-        """What rank 0 finds out; the others do not ask."""
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self.all_reduce_max(0)  # by gloo: `dist.barrier` would take NCCL where there is a GPU
+
+    def from_main(self, function: Callable[[], Value]) -> Value:
+        """Calls `function` on rank 0 alone, and returns its result on every rank."""
         if self.size == 1:
-            return ask()
-        box = [ask() if self.speaks else None]
+            return function()
+        box = [function() if self.is_main else None]
         dist.broadcast_object_list(box, group=self.group)
-        found: Any = box[0]
-        return found  # type: ignore[no-any-return]
+        result: Any = box[0]
+        return result  # type: ignore[no-any-return]
 
-    def gathered(self, value: Value) -> list[Value]:
-        """What every rank gives, by rank; for rank 0 alone, the others get nothing."""
+    def gather_to_main(self, value: Value) -> list[Value]:
+        """Returns the ranks' values by rank on rank 0, and an empty list on the others."""
         if self.size == 1:
             return [value]
-        box = [value] * self.size if self.speaks else None
+        box = [value] * self.size if self.is_main else None
         dist.gather_object(value, box, group=self.group)
         return box or []
 
 
 @contextmanager
-def joined() -> Iterator[Ranks]:
-    """torchrun's process group, or one of a single process."""
+def init_distributed() -> Iterator[Ranks]:
+    """Joins torchrun's process group, or makes one of this process alone; leaves it at the end."""
     cuda = torch.cuda.is_available()
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if cuda:
@@ -84,13 +88,15 @@ def joined() -> Iterator[Ranks]:
         dist.destroy_process_group()
 
 
-def shares(costs: Sequence[float], size: int) -> list[list[int]]:
-    """Indexes into `costs` by rank, so that the ranks' sums are close: the dearest go first, each
-    to the rank with the least so far. In order within a rank."""
-    taken: list[list[int]] = [[] for _ in range(size)]
+def balance_by_cost(costs: Sequence[float], size: int) -> list[list[int]]:
+    """Returns indexes into `costs` by rank, in order, so that the ranks' sums are close.
+
+    The most expensive go first, each to the rank with the smallest sum so far.
+    """
+    by_rank: list[list[int]] = [[] for _ in range(size)]
     sums = [0.0] * size
-    for index in sorted(range(len(costs)), key=lambda each: (-costs[each], each)):
-        rank = min(range(size), key=lambda each: (sums[each], each))
-        taken[rank].append(index)
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        rank = min(range(size), key=lambda rank: (sums[rank], rank))
+        by_rank[rank].append(index)
         sums[rank] += costs[index]
-    return [sorted(indexes) for indexes in taken]
+    return [sorted(indexes) for indexes in by_rank]

@@ -1,4 +1,4 @@
-"""Sharding a policy over the ranks (FSDP2)."""
+"""Shards a policy or critic over the ranks (FSDP2)."""
 
 from __future__ import annotations
 
@@ -36,29 +36,29 @@ from services.trainer.ranks import Ranks
 Sharded = TypeVar("Sharded", Policy, Critic)
 DEFAULT = TrainerConfig()
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-"""Of GPUs."""
+"""Computes in bf16 and reduces gradients in fp32; used on GPUs."""
 
 
 def shard(policy: Sharded, ranks: Ranks, *, offload: bool = False) -> Sharded:
-    """Places `policy` on this rank's device, sharded layer by layer.
+    """Places `policy` on this rank's device, sharded layer by layer, in place.
 
-    On GPUs it computes in bfloat16 from fp32 weights, and adds gradients up in fp32; on CPUs all is
-    fp32. Gradients are summed over the ranks, not averaged: the loss is a share of the whole
-    already. One process on a CPU has nothing to shard.
+    On GPUs it computes in bfloat16 from fp32 weights and reduces gradients in fp32; on CPUs all is
+    fp32. Gradients are summed over the ranks, not averaged: each rank's loss already is its share
+    of the whole. One process on a CPU has nothing to shard.
     """
     cuda = torch.cuda.is_available()
     if ranks.size == 1 and not cuda:
         return policy
     mesh = init_device_mesh("cuda" if cuda else "cpu", (ranks.size,))
     precision = HALF if cuda else MixedPrecisionPolicy()
-    place = CPUOffloadPolicy(pin_memory=cuda) if offload else OffloadPolicy()
+    offload_policy = CPUOffloadPolicy(pin_memory=cuda) if offload else OffloadPolicy()
     modules: list[nn.Module] = [*_layers(policy.model), policy]
-    for each in modules:
-        # Moves what it shards to the device: a layer at a time is there as a whole.
-        fully_shard(each, mesh=mesh, mp_policy=precision, offload_policy=place)
-        assert isinstance(each, FSDPModule)
-        each.set_gradient_divide_factor(1.0)
-        each.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
+    for module in modules:
+        # Moves the module to the device as a whole before sharding it: one layer at a time.
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload_policy)
+        assert isinstance(module, FSDPModule)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no sum with a factor
     return policy
 
 
@@ -69,16 +69,16 @@ def load_sharded(
     prepare: Callable[[Policy], Sharded],
     settings: TrainerConfig = DEFAULT,
 ) -> Sharded:
-    """The model of a directory, sharded over the ranks. Every rank calls it.
+    """Loads the model of a directory, sharded over the ranks. Every rank calls it.
 
-    prepare: what is made of the model before that, in the same way on every rank.
+    prepare: makes the module to be sharded from the policy, in the same way on every rank.
 
-    Rank 0 reads it and hands it out, a tensor at a time: the whole model is in memory once, however
-    many ranks there are, and every rank has its shards besides.
+    Rank 0 reads the model and broadcasts it a tensor at a time: the full model is in memory once,
+    however many ranks there are, and every rank has its shards besides.
     """
-    whole = prepare(load_policy(directory)) if ranks.speaks else None
-    if whole is not None and ranks.size == 1:
-        sharded = whole
+    full = prepare(load_policy(directory)) if ranks.is_main else None
+    if full is not None and ranks.size == 1:
+        sharded = full
     else:
         sharded = prepare(empty_policy(directory))
     checkpoint_layers(sharded, settings.gradient_checkpointing)
@@ -86,37 +86,40 @@ def load_sharded(
         compile_layers(sharded)
     shard(sharded, ranks, offload=settings.offload)
     if ranks.size > 1:
-        _hand_out(whole, sharded, ranks)
+        broadcast_weights(full, sharded, ranks)
     return sharded
 
 
-def _hand_out(whole: Sharded | None, policy: Sharded, ranks: Ranks) -> None:
-    """Gives the ranks' empty shards the weights of `whole`, which rank 0 has."""
-    found: Any = whole
+def broadcast_weights(full: Sharded | None, sharded: Sharded, ranks: Ranks) -> None:
+    """Fills the ranks' empty shards with the weights of `full`, which only rank 0 has."""
+    source: Any = full
     set_model_state_dict(
-        policy.model,
-        found.model.state_dict() if ranks.speaks else {},
+        sharded.model,
+        source.model.state_dict() if ranks.is_main else {},
         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True),
     )
-    # Not in a state dict: what a model computes once, such as the frequencies of its positions.
-    buffers = dict(found.model.named_buffers()) if ranks.speaks else {}
-    for name, buffer in policy.model.named_buffers():
-        if ranks.speaks:
+    # State dicts leave out what a model computes once, such as rotary frequencies.
+    buffers = dict(source.model.named_buffers()) if ranks.is_main else {}
+    for name, buffer in sharded.model.named_buffers():
+        if ranks.is_main:
             buffer.copy_(buffers[name.replace("_checkpoint_wrapped_module.", "")])
         dist.broadcast(buffer, 0)
-    if ranks.speaks:
-        own: Any = policy.model
-        own.generation_config = found.model.generation_config
+    if ranks.is_main:
+        model: Any = sharded.model
+        model.generation_config = source.model.generation_config
 
 
-def checkpoint_layers(policy: Sharded, what: Literal["none", "selective", "full"]) -> Sharded:
-    """Computes again on the way back what is not kept of each layer: everything but its input, or
-    what is cheap."""
-    if what == "none":
+def checkpoint_layers(policy: Sharded, mode: Literal["none", "selective", "full"]) -> Sharded:
+    """Turns on activation checkpointing of each layer, in place.
+
+    `full` keeps a layer's input alone; `selective` keeps the results of `_SAVED_OPS` too. The
+    backward pass computes the rest again.
+    """
+    if mode == "none":
         return policy
     options: dict[str, Any] = {}
-    if what == "selective":
-        options["context_fn"] = _keeping_what_is_dear
+    if mode == "selective":
+        options["context_fn"] = _selective_checkpoint_contexts
     names = _layer_names(policy.model)
     apply_activation_checkpointing(
         policy.model,
@@ -126,12 +129,12 @@ def checkpoint_layers(policy: Sharded, what: Literal["none", "selective", "full"
     return policy
 
 
-def _keeping_what_is_dear() -> Any:
-    return create_selective_checkpoint_contexts(list(_DEAR))  # type: ignore[no-untyped-call]
+def _selective_checkpoint_contexts() -> Any:
+    return create_selective_checkpoint_contexts(list(_SAVED_OPS))  # type: ignore[no-untyped-call]
 
 
 _aten = torch.ops.aten
-_DEAR = (
+_SAVED_OPS = (
     _aten.mm.default,
     _aten.addmm.default,
     _aten.bmm.default,
@@ -140,13 +143,13 @@ _DEAR = (
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 )
-"""Operations whose results `selective` keeps."""
+"""Operations whose results `selective` keeps: matrix products and attention."""
 
 
 def compile_layers(policy: Sharded) -> Sharded:
-    """Compiles each layer but its attention, whose shapes differ each time."""
-    whole = torch.compiler.disable(attention.packed_attention)  # type: ignore[no-untyped-call]
-    AttentionInterface.register(attention.IMPLEMENTATION, whole)
+    """Compiles each layer but its attention, whose shapes differ from pass to pass; in place."""
+    uncompiled = torch.compiler.disable(attention.packed_attention)  # type: ignore[no-untyped-call]
+    AttentionInterface.register(attention.IMPLEMENTATION, uncompiled)
     for layer in _layers(policy.model):
         layer.compile(dynamic=True)
     return policy
@@ -161,7 +164,8 @@ def _layer_names(model: Any) -> set[str]:
     names = set(model._no_split_modules or ())
     if not names:
         raise BapoError(
-            f"{type(model).__name__} does not say what its layers are (_no_split_modules), so it "
-            "can neither be sharded nor checkpoint them; train it in one process without"
+            f"{type(model).__name__} does not name its layers (_no_split_modules), which sharding "
+            "and trainer.gradient_checkpointing need; train it with trainer.processes=1 and "
+            "trainer.gradient_checkpointing=none"
         )
     return names

@@ -1,4 +1,4 @@
-"""How fast a step was trained, and how much memory it took."""
+"""Measures how fast a step was trained, and how much memory it took."""
 
 from __future__ import annotations
 
@@ -10,35 +10,37 @@ from services.trainer.policy import Policy
 from services.trainer.ranks import Ranks
 
 SCORING, TRAINING, FROZEN = 2, 6, 4
-"""FLOPs for every weight and token; of a frozen weight, training costs no gradient of its own.
-Attention, and what is computed twice to save memory, do not count."""
+"""FLOPs for each weight and token to score, to train, and to train through a frozen weight, which
+has no gradient of its own. Attention and recomputed activations do not count."""
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "A10": 125, "L4": 121}
-"""Of dense bfloat16, as the vendor says, by what is in the device's name."""
+"""The vendor's peak in dense bfloat16, by a part of the device's name."""
 
 
-def speed_of(policy: Policy, tokens: int, seconds: float, ranks: Ranks) -> dict[str, float]:
-    """tokens: of this rank, prompts included. Every rank calls it.
+def measure_speed(policy: Policy, tokens: int, seconds: float, ranks: Ranks) -> dict[str, float]:
+    """Returns a step's throughput and peak memory. Every rank calls it.
 
-    trainer/tokens_per_second is of all ranks together, trainer/tflops of each, and trainer/mfu the
-    share of the device's peak, where that is known.
+    trainer/tokens_per_second counts all ranks together, trainer/tflops each rank, trainer/mfu its
+    share of the device's peak where that is known; trainer/peak_memory_mib is the ranks' largest.
+
+    tokens: of this rank's batch, prompts included. seconds: of scoring and training it.
     """
-    total = ranks.summed({"tokens": float(tokens)})["tokens"]
+    total = ranks.all_reduce_sum({"tokens": float(tokens)})["tokens"]
     flops = sum(
         parameter.numel() * (SCORING + (TRAINING if parameter.requires_grad else FROZEN))
         for parameter in policy.parameters()
     )
     tflops = flops * total / seconds / ranks.size / 1e12
-    found = {
+    metrics = {
         "trainer/tokens_per_second": total / seconds,
         "trainer/tflops": tflops,
-        "trainer/peak_memory_mib": float(ranks.largest(_peak_memory()) >> 20),
+        "trainer/peak_memory_mib": float(ranks.all_reduce_max(_peak_memory()) >> 20),
     }
     peak = _peak_tflops()
-    return found | ({"trainer/mfu": tflops / peak} if peak else {})
+    return metrics | ({"trainer/mfu": tflops / peak} if peak else {})
 
 
 def _peak_memory() -> int:
-    """Bytes: of the GPU since it was asked last; of a process without one, since its start."""
+    """Returns bytes: the GPU's peak since the last call, or the process's since its start."""
     if not torch.cuda.is_available():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     peak = torch.cuda.max_memory_allocated()
@@ -50,4 +52,4 @@ def _peak_tflops() -> float | None:
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
-    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+    return next((peak for model, peak in PEAK_TFLOPS.items() if model in name), None)

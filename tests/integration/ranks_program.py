@@ -1,8 +1,8 @@
-"""What `test_ranks.py` runs under torchrun: a few steps on a made-up batch, sharded.
+"""Trains a few steps on a made-up batch, sharded; `test_ranks.py` runs it by torchrun.
 
     torchrun ... ranks_program.py OUT MODELS CASE ...
 
-Writes rank 0's metrics and whole weights, by case, to OUT. MODELS holds model directories.
+Writes rank 0's metrics and full weights, by case, to OUT. MODELS holds model directories.
 """
 
 from __future__ import annotations
@@ -14,53 +14,51 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from services.trainer import shard
 from services.trainer.critic import Critic
 from services.trainer.data import Batch, make_plan
-from services.trainer.lora import add_adapters
+from services.trainer.lora import add_adapters, full_tensor
+from services.trainer.phases import PhaseTimer
 from services.trainer.policy import Policy
-from services.trainer.ranks import Ranks, joined
+from services.trainer.ranks import Ranks, init_distributed
 from services.trainer.shard import load_sharded
-from services.trainer.update import Clock, Updater
+from services.trainer.update import Updater
 from tests.unit.trainer import test_update as single
 
 
-def part_of(batch: Batch, places: list[int]) -> Batch:
-    """The batch of a rank that has these groups."""
-    rows = batch.rows_of(places)
+def batch_of_rank(batch: Batch, positions: list[int]) -> Batch:
+    """Returns the batch of a rank that has these groups."""
+    rows = batch.rows_of(positions)
     size = batch.rewards.shape[1]
     return replace(
         batch,
-        members=[batch.members[place] for place in places],
-        group=torch.arange(len(places)).repeat_interleave(size),
+        members=[batch.members[position] for position in positions],
+        group=torch.arange(len(positions)).repeat_interleave(size),
         tokens=batch.tokens[rows],
         prompt_lengths=batch.prompt_lengths[rows],
         lengths=batch.lengths[rows],
-        behavior=batch.behavior[rows],
+        behavior_logprobs=batch.behavior_logprobs[rows],
         mask=batch.mask[rows],
-        rewards=batch.rewards[places],
+        rewards=batch.rewards[positions],
     )
 
 
-def whole_weights(policy: Policy) -> dict[str, torch.Tensor]:
-    """Every rank must call it."""
+def full_weights(policy: Policy) -> dict[str, torch.Tensor]:
+    """Returns the weights gathered from all ranks, by name. Every rank calls it."""
     return {
-        name.replace("_checkpoint_wrapped_module.", ""): (
-            each.full_tensor() if isinstance(each, DTensor) else each
-        ).detach()
-        for name, each in policy.named_parameters()
+        name.replace("_checkpoint_wrapped_module.", ""): full_tensor(parameter)
+        for name, parameter in policy.named_parameters()
     }
 
 
 @dataclass(frozen=True)
 class Case:
     tied: bool = False
-    """The model's embeddings."""
+    """Whether the model's embeddings are tied."""
     overrides: tuple[str, ...] = ()
     half: bool = False
-    """Several processes compute as GPUs do: in bfloat16, from and to fp32."""
+    """Whether several processes compute as GPUs do: in bfloat16, from and to fp32."""
 
 
 CASES = {
@@ -74,9 +72,9 @@ STEPS = 4
 
 
 def train(ranks: Ranks, case: Case, models: Path) -> dict[str, Any]:
-    """(metrics by step, whole weights)."""
-    # Updates of 4 and of 2 groups: of four ranks, some have nothing in the second. In the last step
-    # there is one group in all.
+    """Returns the metrics of each step, and the full weights after the last."""
+    # Updates have 4 and 2 groups, so of four ranks some have none in the second. The last step has
+    # one group in all.
     settings = single.config("kl.reference=initial", "kl.coefficient=0.1", *case.overrides)
 
     def adapted(policy: Policy) -> Policy:
@@ -85,35 +83,36 @@ def train(ranks: Ranks, case: Case, models: Path) -> dict[str, Any]:
 
     model, other = (models / f"{name}-{case.tied}" for name in ("model", "reference"))
     policy = load_sharded(model, ranks, prepare=adapted, settings=settings.trainer)
-    reference = load_sharded(other, ranks, prepare=lambda found: found)
+    reference = load_sharded(other, ranks, prepare=lambda policy: policy)
     critic = None
     if settings.advantage.estimator == "gae":
         critic = load_sharded(model, ranks, prepare=Critic)
     updater = Updater(settings, policy, ranks, reference, critic)
-    whole = single.batch()
+    full_batch = single.batch()
     members = [
-        member.model_copy(update={"tokens": int(whole.mask[whole.group == index].sum())})
-        for index, member in enumerate(whole.members)
+        member.model_copy(update={"tokens": int(full_batch.mask[full_batch.group == index].sum())})
+        for index, member in enumerate(full_batch.members)
     ]
-    found = []
+    metrics = []
     for step in range(1, STEPS + 1):
         trained = members if step < STEPS else members[2:3]
         plan = make_plan(settings, step, trained, ranks=ranks.size, width=policy.width)
         first = 0 if step < STEPS else 2
-        batch = part_of(whole, [first + place for place in plan.of_rank(ranks.rank)])
-        found.append(updater.step(step, batch, plan, single.WINDOW, Clock()))
-    return {"metrics": found, "weights": whole_weights(policy)}
+        positions = [first + position for position in plan.of_rank(ranks.rank)]
+        batch = batch_of_rank(full_batch, positions)
+        metrics.append(updater.step(step, batch, plan, single.WINDOW, PhaseTimer()))
+    return {"metrics": metrics, "weights": full_weights(policy)}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with joined() as ranks:
+    with init_distributed() as ranks:
         out, models, *cases = sys.argv[1:]
-        found = {}
+        results = {}
         for name in cases:
             shard.MixedPrecisionPolicy = (  # type: ignore[misc, assignment]
                 (lambda: shard.HALF) if CASES[name].half else MixedPrecisionPolicy
             )
-            found[name] = train(ranks, CASES[name], Path(models))
-        if ranks.speaks:
-            torch.save(found, out)
+            results[name] = train(ranks, CASES[name], Path(models))
+        if ranks.is_main:
+            torch.save(results, out)

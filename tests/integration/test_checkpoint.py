@@ -1,4 +1,4 @@
-"""Checkpoints: what was saved is restored bit for bit; what does not fit is refused with words."""
+"""A checkpoint restores the state bit for bit; one that does not fit or is damaged is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from services.trainer.checkpoint import Checkpointer, Trained, load_checkpoint
 from services.trainer.critic import Critic
 from services.trainer.lora import add_adapters
 from services.trainer.policy import Policy
-from services.trainer.ranks import joined
+from services.trainer.ranks import init_distributed
 from tests.integration.driver import Driver, small_config
 from tests.micro import micro_model
 
@@ -34,20 +34,20 @@ def driver(stack: Endpoints) -> Driver:
 
 @pytest.fixture
 def checkpointer(driver: Driver, tmp_path: Path) -> Iterator[Checkpointer]:
-    with joined() as ranks:
+    with init_distributed() as ranks:
         store = ObjectStore(driver.stack.object_store)
         yield Checkpointer(driver.client, store, scratch=tmp_path, ranks=ranks)
 
 
 def trained(seed: int = 0, **changes: Any) -> tuple[Policy, Optimizer]:
-    """A policy and an optimizer with moments, after one update of no meaning."""
+    """Builds a policy and an optimizer with moments, after one update of an arbitrary loss."""
     policy = Policy(micro_model(seed=seed, **changes))
     optimizer = AdamW(policy.parameters(), lr=1e-2)
     _update(policy, optimizer)
     return policy, optimizer
 
 
-def parts(policy: Policy, optimizer: Optimizer) -> Trained:
+def trained_modules(policy: Policy, optimizer: Optimizer) -> Trained:
     return {"model": (policy, optimizer)}
 
 
@@ -65,61 +65,62 @@ def test_training_goes_on_while_a_checkpoint_is_saved(
     driver: Driver, checkpointer: Checkpointer, tmp_path: Path
 ) -> None:
     policy, optimizer = trained()
-    checkpointer.save(1, parts(policy, optimizer))
+    checkpointer.save(1, trained_modules(policy, optimizer))
     _update(policy, optimizer)
     after = flat(policy)
-    # Into the memory of the one before, which must have been sent.
-    checkpointer.save(2, parts(policy, optimizer))
+    # Reuses the memory of the first, which must have been uploaded before.
+    checkpointer.save(2, trained_modules(policy, optimizer))
     _update(policy, optimizer)
     checkpointer.settle()
     store = ObjectStore(driver.stack.object_store)
-    kept = {each.step: each for each in driver.client.checkpoints()}
+    kept = {row.step: row for row in driver.client.checkpoints()}
     other, other_optimizer = trained(seed=1)
     stored = driver.client.latest_checkpoint()
     assert stored is not None
     assert stored.number == 2
-    load_checkpoint(stored, parts(other, other_optimizer), store=store, scratch=tmp_path)
+    load_checkpoint(stored, trained_modules(other, other_optimizer), store=store, scratch=tmp_path)
     assert torch.equal(flat(other), after)
     first = stored.model_copy(
         update={"number": 1, "uri": kept[1].uri, "manifest_digest": kept[1].manifest_digest}
     )
-    load_checkpoint(first, parts(other, other_optimizer), store=store, scratch=tmp_path)
-    # The moments too: the same update gives the same weights.
+    load_checkpoint(first, trained_modules(other, other_optimizer), store=store, scratch=tmp_path)
+    # The moments are restored too: the same update gives the same weights.
     _update(other, other_optimizer)
     assert torch.equal(flat(other), after)
 
 
-def test_a_checkpoint_that_does_not_fit_or_is_damaged(
+def test_a_checkpoint_that_does_not_fit_or_is_damaged_is_refused(
     driver: Driver, checkpointer: Checkpointer, tmp_path: Path
 ) -> None:
-    checkpointer.save(3, parts(*trained()))
+    checkpointer.save(3, trained_modules(*trained()))
     checkpointer.settle()
     store = ObjectStore(driver.stack.object_store)
     stored = driver.client.latest_checkpoint()
     assert stored is not None
     for changes in ({"num_hidden_layers": 3}, {"vocab_size": 17}):
+        other = trained_modules(*trained(**changes))
         with pytest.raises(BapoError, match="does not fit the model"):
-            load_checkpoint(stored, parts(*trained(**changes)), store=store, scratch=tmp_path)
+            load_checkpoint(stored, other, store=store, scratch=tmp_path)
     key = next(key for key in store.keys(f"{stored.uri}/") if key.endswith(".distcp"))
     data = store._get(key)
     store.put(key, data[:-1])
     with pytest.raises(ObjectStoreError, match="do not have the digest"):
-        load_checkpoint(stored, parts(*trained()), store=store, scratch=tmp_path)
+        load_checkpoint(stored, trained_modules(*trained()), store=store, scratch=tmp_path)
 
 
-def test_adapters_are_saved_without_the_model_and_go_on_as_they_were(
+def test_adapters_are_saved_without_the_model_and_continue_identically(
     driver: Driver, checkpointer: Checkpointer, tmp_path: Path
 ) -> None:
     def adapted(seed: int) -> tuple[Policy, Optimizer]:
         policy = Policy(micro_model())
         add_adapters(policy.model, LoraConfig(rank=2), seed)
-        optimizer = AdamW([each for each in policy.parameters() if each.requires_grad], lr=1e-2)
+        optimizer = AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-2)
         _update(policy, optimizer)
         return policy, optimizer
 
     policy, optimizer = adapted(1)
     driver.run_step(4)
-    checkpointer.save(4, parts(policy, optimizer))
+    checkpointer.save(4, trained_modules(policy, optimizer))
     checkpointer.settle()
     _update(policy, optimizer)
     stored = driver.client.latest_checkpoint()
@@ -128,22 +129,22 @@ def test_adapters_are_saved_without_the_model_and_go_on_as_they_were(
     other, other_optimizer = adapted(2)
     assert not torch.equal(flat(other), flat(policy))
     store = ObjectStore(driver.stack.object_store)
-    load_checkpoint(stored, parts(other, other_optimizer), store=store, scratch=tmp_path)
+    load_checkpoint(stored, trained_modules(other, other_optimizer), store=store, scratch=tmp_path)
     _update(other, other_optimizer)
     assert torch.equal(flat(other), flat(policy))
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_critic_is_saved_and_goes_on_with_the_policy(
+def test_a_critic_is_saved_and_continues_with_the_policy(
     driver: Driver, checkpointer: Checkpointer, tmp_path: Path, tied: bool
 ) -> None:
     def both(seed: int) -> Trained:
         policy, optimizer = trained(seed, tie_word_embeddings=tied)
         critic = Critic(Policy(micro_model(seed=seed, tie_word_embeddings=tied)))
-        own = AdamW([each for each in critic.parameters() if each.requires_grad], lr=1e-2)
-        found: Trained = {"model": (policy, optimizer), "critic": (critic, own)}
-        _update_all(found)
-        return found
+        critic_optimizer = AdamW([p for p in critic.parameters() if p.requires_grad], lr=1e-2)
+        modules: Trained = {"model": (policy, optimizer), "critic": (critic, critic_optimizer)}
+        _update_all(modules)
+        return modules
 
     step = 5 + tied
     driver.run_step(step)
@@ -159,8 +160,8 @@ def test_a_critic_is_saved_and_goes_on_with_the_policy(
     _update_all(other)
     for name, (module, _) in one.items():
         head = "" if name == "model" else "model.lm_head.weight"  # the critic's is not trained
-        mine, theirs = (dict(each.named_parameters()) for each in (module, other[name][0]))
-        assert all(torch.equal(mine[key], theirs[key]) for key in mine if key != head), name
+        expected, restored = (dict(m.named_parameters()) for m in (module, other[name][0]))
+        assert all(torch.equal(expected[key], restored[key]) for key in expected if key != head)
 
 
 def _update_all(trained: Trained) -> None:

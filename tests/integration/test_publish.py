@@ -1,4 +1,4 @@
-"""Published weights: a copy of one moment, whole or not there, in the background."""
+"""A published version is a copy of the model at one moment, and exists as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def fetched(driver: Driver, version: int, target: Path) -> Path:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_what_is_published_is_the_model_of_that_moment(
+def test_a_published_version_is_the_model_at_that_moment(
     driver: Driver,
     publishing: Publishing,
     tmp_path: Path,
@@ -69,19 +69,19 @@ def test_what_is_published_is_the_model_of_that_moment(
     directory = fetched(driver, 1, tmp_path / "fetched")
     assert len(list(directory.glob("*.safetensors"))) > 1
     read_layout(directory)
-    wanted = dtype or torch.float32
-    assert json.loads((directory / "config.json").read_text())["dtype"] == str(wanted)[6:]
-    loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=wanted).state_dict()
+    expected_dtype = dtype or torch.float32
+    assert json.loads((directory / "config.json").read_text())["dtype"] == str(expected_dtype)[6:]
+    loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=expected_dtype).state_dict()
     assert loaded.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert torch.equal(loaded[name], tensor.to(wanted)), name
-    # Publishing it again changes nothing, though the model has moved on.
+        assert torch.equal(loaded[name], tensor.to(expected_dtype)), name
+    # Publishing it again changes nothing, though the model has changed.
     publisher.publish(1, model)
     publisher.settle()
     assert driver.client.weights(1).manifest_digest
 
 
-def test_a_version_that_could_not_be_sent_does_not_exist(
+def test_a_version_that_could_not_be_uploaded_does_not_exist(
     driver: Driver, publishing: Publishing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = micro_model()

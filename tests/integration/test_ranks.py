@@ -1,4 +1,4 @@
-"""Any number of processes trains the same model."""
+"""Training gives the same model with any number of processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def torchrun(processes: int, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directories of the model and its reference, by whether their embeddings are tied."""
+    """Saves a model and a reference, each with tied and untied embeddings; returns their parent."""
     directory = tmp_path_factory.mktemp("models")
     for tied in (False, True):
         for seed, name in enumerate(("model", "reference")):
@@ -56,7 +56,7 @@ def alone(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def together(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """By 4 processes the case "tied", by 2 all others."""
+    """Trains the case "tied" in 4 processes, all others in 2."""
     directory = tmp_path_factory.mktemp("together")
     others = [name for name in CASES if name != "tied"]
     return trained(2, others, models, directory) | trained(4, ["tied"], models, directory)
@@ -77,8 +77,8 @@ def test_losses_and_weights_do_not_depend_on_the_number_of_processes(
             torch.testing.assert_close(other["weights"][key], weight, atol=1e-6, rtol=0)
 
 
-def test_what_gpus_compute_in_bfloat16_stays_near(alone: Any, together: Any) -> None:
-    """Weights and sums of gradients are fp32 there, too."""
+def test_results_in_bfloat16_stay_close(alone: Any, together: Any) -> None:
+    """GPUs compute in bfloat16, with weights and sums of gradients in fp32."""
     one, other = alone["half"], together["half"]
     for metrics, others in zip(one["metrics"], other["metrics"], strict=True):
         assert others["loss"] != metrics["loss"]
@@ -88,7 +88,7 @@ def test_what_gpus_compute_in_bfloat16_stays_near(alone: Any, together: Any) -> 
         torch.testing.assert_close(other["weights"][key], weight, atol=0.02, rtol=0)
 
 
-def test_what_is_trained_changes_and_nothing_else(models: Path, alone: Any) -> None:
+def test_only_trained_weights_change(models: Path, alone: Any) -> None:
     for name, case in CASES.items():
         untrained = dict(load_policy(models / f"model-{case.tied}").named_parameters())
         for key, weight in alone[name]["weights"].items():

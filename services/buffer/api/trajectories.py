@@ -111,6 +111,11 @@ def read_table(data: bytes, schema: pa.Schema) -> pa.Table:
 
 def encode_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
     """Encodes whole groups as an Arrow IPC stream with the columns of `SCHEMA`."""
+    return _write(table_of(groups))
+
+
+def table_of(groups: Sequence[TrajectoryGroup]) -> pa.Table:
+    """Returns whole groups as a table of `SCHEMA`."""
     rows = [
         {
             "group": index,
@@ -127,7 +132,7 @@ def encode_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
         for index, group in enumerate(groups)
         for position, response in enumerate(group.responses)
     ]
-    return _write(pa.Table.from_pylist(rows, schema=SCHEMA))
+    return pa.Table.from_pylist(rows, schema=SCHEMA)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ Status = Literal["created", "running", "paused", "stopped", "finished", "failed"
 RUN_NAME = r"^[a-z][a-z0-9-]{0,62}$"
 COMPONENT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
 """Name of a component of a run: the trainer, the collector, or a rollout replica."""
+HEARTBEAT_TIMEOUT_S = 10.0
+"""Seconds without a heartbeat after which a replica counts as unreachable (`silent_s`)."""
 # Postgres cannot hold a NUL.
 Uid = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]+$")]
 MetricName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00]+$")]

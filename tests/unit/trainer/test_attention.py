@@ -1,4 +1,4 @@
-"""Packed sequences score as each would alone, in models of several makes."""
+"""Packed sequences get the scores that each gets alone, in models of several architectures."""
 
 from __future__ import annotations
 
@@ -70,23 +70,23 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def packed_of(sequences: list[torch.Tensor]) -> Packed:
-    """Every token but the first of each is one to score."""
-    starts = [0]
+    """Packs the sequences; every token but the first of each is scored."""
+    cu_seqlens = [0]
     for tokens in sequences:
-        starts.append(starts[-1] + len(tokens))
-    places = [p for a, b in pairwise(starts) for p in range(a + 1, b)]
+        cu_seqlens.append(cu_seqlens[-1] + len(tokens))
+    scored = [p for start, end in pairwise(cu_seqlens) for p in range(start + 1, end)]
     joined = torch.cat(sequences)
     return Packed(
         tokens=joined[None],
-        positions=torch.cat([torch.arange(len(tokens)) for tokens in sequences])[None],
-        sequences=Sequences(torch.tensor(starts, dtype=torch.int32), max(map(len, sequences))),
-        predicted_at=torch.tensor(places) - 1,
-        targets=joined[places],
+        position_ids=torch.cat([torch.arange(len(tokens)) for tokens in sequences])[None],
+        sequences=Sequences(torch.tensor(cu_seqlens, dtype=torch.int32), max(map(len, sequences))),
+        logit_positions=torch.tensor(scored) - 1,
+        target_ids=joined[scored],
     )
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_nobody_sees_another_sequence(name: str) -> None:
+def test_no_sequence_attends_to_another(name: str) -> None:
     torch.manual_seed(0)
     model = MODELS[name]().eval()
     sequences = [torch.randint(2, 40, (length,)) for length in LENGTHS]
@@ -98,9 +98,9 @@ def test_nobody_sees_another_sequence(name: str) -> None:
             expected.append(distribution[:-1].gather(1, tokens[1:, None])[:, 0])
     model.set_attn_implementation(attention.IMPLEMENTATION)
     policy = Policy(model)
-    found, _ = policy(packed_of(sequences), 1.0)
-    torch.testing.assert_close(found.detach(), torch.cat(expected), atol=1e-5, rtol=1e-5)
-    # In any order, and the gradients too.
+    logprobs, _ = policy(packed_of(sequences), 1.0)
+    torch.testing.assert_close(logprobs.detach(), torch.cat(expected), atol=1e-5, rtol=1e-5)
+    # Gradients do not depend on the order of the sequences.
     gradients = []
     for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
         policy.zero_grad()
@@ -113,5 +113,5 @@ def test_nobody_sees_another_sequence(name: str) -> None:
 def test_other_kinds_of_attention_are_refused() -> None:
     soft_capped = Gemma2ForCausalLM(Gemma2Config(**SMALL, head_dim=8)).eval()
     soft_capped.set_attn_implementation(attention.IMPLEMENTATION)
-    with pytest.raises(BapoError, match="wants soft-capped attention"):
+    with pytest.raises(BapoError, match="needs soft-capped attention"):
         Policy(soft_capped)(packed_of([torch.tensor([2, 3, 4])]), 1.0)

@@ -1,4 +1,4 @@
-"""BA-PPO's critic: what it learns from, that it learns it, and what becomes of the advantages."""
+"""BA-PPO's critic: its rewards and advantages, its clipped loss, and that it learns."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def critic(**changes: Any) -> Critic:
     return Critic(Policy(model).eval())
 
 
-def everything(batch: Any) -> list[torch.Tensor | None]:
+def all_rows(batch: Any) -> list[torch.Tensor | None]:
     return [torch.arange(len(batch.lengths))]
 
 
-def test_a_reward_comes_with_the_last_token() -> None:
+def test_the_last_token_of_a_response_gets_its_reward() -> None:
     batch = single.batch()
     rewards = token_rewards(batch)
     assert torch.equal(rewards.sum(dim=1), batch.rewards.flatten())
@@ -43,23 +43,23 @@ def test_a_reward_comes_with_the_last_token() -> None:
     assert torch.equal(rewards[torch.arange(len(last)), last], batch.rewards.flatten())
 
 
-def test_advantages_are_gae_of_its_values_whitened() -> None:
+def test_advantages_are_the_whitened_gae_of_the_values() -> None:
     batch = single.batch()
-    own = settings("advantage.gamma=0.9", "advantage.lam=0.8")
-    trainer = CriticTrainer(own, critic(), ALONE)
+    discounted = settings("advantage.gamma=0.9", "advantage.lam=0.8")
+    trainer = CriticTrainer(discounted, critic(), ALONE)
     with torch.no_grad():
         trainer.critic.value.weight.normal_(generator=torch.Generator().manual_seed(1))
-    found, targets, _ = trainer.advantages(batch, everything(batch))
-    assert targets.before[batch.mask].std() > 0.1
-    plain, returns = gae(token_rewards(batch), targets.before, batch.mask, gamma=0.9, lam=0.8)
+    advantages, targets, _ = trainer.advantages(batch, all_rows(batch))
+    assert targets.old_values[batch.mask].std() > 0.1
+    plain, returns = gae(token_rewards(batch), targets.old_values, batch.mask, gamma=0.9, lam=0.8)
     torch.testing.assert_close(targets.returns, returns)
     valid = plain[batch.mask]
-    wanted = (valid - valid.mean()) / (valid.std(unbiased=False) + 1e-8)
-    torch.testing.assert_close(found[batch.mask], wanted, atol=1e-5, rtol=1e-5)
-    assert not found[~batch.mask].any()
+    expected = (valid - valid.mean()) / (valid.std(unbiased=False) + 1e-8)
+    torch.testing.assert_close(advantages[batch.mask], expected, atol=1e-5, rtol=1e-5)
+    assert not advantages[~batch.mask].any()
     raw = CriticTrainer(settings("advantage.whiten=false"), critic(), ALONE)
-    unwhitened, _, _ = raw.advantages(batch, everything(batch))
-    # Values of 0, no discount: the reward itself, at every token.
+    unwhitened, _, _ = raw.advantages(batch, all_rows(batch))
+    # With values of 0 and no discount, every token gets the reward itself.
     rewards = batch.rewards.flatten()[:, None].expand_as(batch.mask)
     torch.testing.assert_close(unwhitened, torch.where(batch.mask, rewards, 0.0))
 
@@ -70,16 +70,16 @@ def test_values_do_not_depend_on_how_sequences_are_packed() -> None:
     with torch.no_grad():
         trainer.critic.value.weight.fill_(0.1)
     rows = torch.arange(len(batch.lengths))
-    _, whole, _ = trainer.advantages(batch, [rows])
-    _, parts, _ = trainer.advantages(batch, [rows[::2], rows[1::2], None])
-    torch.testing.assert_close(whole.before, parts.before, atol=1e-6, rtol=0)
+    _, together, _ = trainer.advantages(batch, [rows])
+    _, split, _ = trainer.advantages(batch, [rows[::2], rows[1::2], None])
+    torch.testing.assert_close(together.old_values, split.old_values, atol=1e-6, rtol=0)
 
 
-def test_a_value_that_moved_far_is_held_back() -> None:
-    """Beyond the clip the clipped square is the larger one, and has no gradient."""
+def test_a_value_beyond_the_clip_range_gets_no_gradient_away_from_it() -> None:
+    """Beyond the clip range the clipped square is the larger one, and has no gradient."""
     batch = single.batch()
     trainer = CriticTrainer(settings("critic.clip=0.01"), critic(), ALONE)
-    _, targets, _ = trainer.advantages(batch, everything(batch))
+    _, targets, _ = trainer.advantages(batch, all_rows(batch))
     rows = torch.arange(len(batch.lengths))
     scale = batch.mask / batch.mask.sum()
     with torch.no_grad():
@@ -89,28 +89,28 @@ def test_a_value_that_moved_far_is_held_back() -> None:
     assert right.any()
     gradient = trainer.critic.value.bias.grad
     assert gradient is not None
-    # Only tokens of responses without reward pull back: (V - 0) summed over their share.
+    # Only tokens of responses without reward have a gradient: V - 0, times their share.
     share = float(scale[~right].sum())
     assert float(gradient) == pytest.approx(0.5 * share, rel=1e-4)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_it_learns_and_the_policy_with_it(tied: bool) -> None:
+def test_the_critic_learns_beside_the_policy(tied: bool) -> None:
     model = micro_model(tie_word_embeddings=tied)
     model.set_attn_implementation(attention.IMPLEMENTATION)
     policy = Policy(model).eval()
-    own = settings("optimizer.learning_rate=0.001")
-    updater = Updater(own, policy, ALONE, None, critic(tie_word_embeddings=tied, seed=1))
+    slow = settings("optimizer.learning_rate=0.001")
+    updater = Updater(slow, policy, ALONE, None, critic(tie_word_embeddings=tied, seed=1))
     batch = single.batch()
-    found = [single.step(updater, number, batch) for number in range(1, 13)]
-    assert found[0]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
-    assert found[-1]["critic/explained_variance"] > 0.3
-    assert found[-1]["critic/loss"] < found[0]["critic/loss"] / 2
-    assert found[0]["critic/gradient_norm"] > 0
-    assert not [name for name in found[0] if name.startswith("theory/")]
+    metrics = [single.step(updater, number, batch) for number in range(1, 13)]
+    assert metrics[0]["critic/explained_variance"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics[-1]["critic/explained_variance"] > 0.3
+    assert metrics[-1]["critic/loss"] < metrics[0]["critic/loss"] / 2
+    assert metrics[0]["critic/gradient_norm"] > 0
+    assert not [name for name in metrics[0] if name.startswith("theory/")]
 
 
-def test_one_without_a_critic_pays_nothing_for_it() -> None:
+def test_other_algorithms_have_no_critic() -> None:
     updater = single.updater_of(single.config())
     assert updater.critic is None
     assert list(updater.trained) == ["model"]

@@ -1,4 +1,4 @@
-"""The files of an export are those that transformers writes."""
+"""An exported model has the files that transformers writes for it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ import torch
 from safetensors.torch import load, load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from services.common.dtypes import SAFETENSORS_DTYPES
 from services.trainer import export
 from services.trainer.export import Safetensors, as_saved, model_files
 from tests.micro import micro_model
 
 
 def mixture_of_experts() -> Any:
-    """Its experts are one tensor in memory and many in files."""
+    """Builds a model whose experts are one tensor in memory and many in files."""
     torch.manual_seed(0)
     return Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
@@ -35,20 +36,20 @@ def mixture_of_experts() -> Any:
 
 
 def contents(files: dict[str, Any], piece: int) -> dict[str, bytes]:
-    """Read in pieces of this size."""
-    found = {}
+    """Reads each file in pieces of this size."""
+    data = {}
     for name, content in files.items():
         with content.open() as source:
-            found[name] = b"".join(iter(lambda source=source: source.read(piece), b""))
-        assert len(found[name]) == content.size
-    return found
+            data[name] = b"".join(iter(lambda source=source: source.read(piece), b""))
+        assert len(data[name]) == content.size
+    return data
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for path in directory.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
+        tensors |= load_file(path)
+    return tensors
 
 
 @pytest.mark.parametrize("piece", [7, 1 << 20])
@@ -57,7 +58,7 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     [lambda: micro_model(tie_word_embeddings=True), micro_model, mixture_of_experts],
     ids=["tied", "untied", "experts"],
 )
-def test_as_transformers_writes_it(
+def test_the_files_equal_those_of_save_pretrained(
     make: Any, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export, "LARGEST_SHARD", "8KB")
@@ -78,22 +79,22 @@ def test_as_transformers_writes_it(
             json.loads((expected / name).read_text())
         )
     index = json.loads((directory / export.INDEX).read_text())["weight_map"]
-    wanted, found = tensors_of(expected), tensors_of(directory)
-    assert found.keys() == wanted.keys() == index.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    tensors, exported = tensors_of(expected), tensors_of(directory)
+    assert exported.keys() == tensors.keys() == index.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in tensors.items())
     loaded = AutoModelForCausalLM.from_pretrained(directory).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_every_dtype_and_shape() -> None:
+def test_every_dtype_and_shape_is_written() -> None:
     tensors = {
-        str(dtype): torch.arange(6).reshape(2, 3).to(dtype).transpose(0, 1)
-        for dtype in export._DTYPES
+        name: torch.arange(6).reshape(2, 3).to(getattr(torch, name)).transpose(0, 1)
+        for name in SAFETENSORS_DTYPES
     }
     tensors |= {"scalar": torch.tensor(2.5), "empty": torch.zeros(0, 3)}
     data = contents({"file": Safetensors(tensors)}, 1000)["file"]
-    found = load(data)
-    assert found.keys() == tensors.keys()
+    loaded = load(data)
+    assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor), name

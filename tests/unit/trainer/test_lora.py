@@ -1,4 +1,4 @@
-"""Adapters: the model stays as it is until they are trained, and the sum is a plain model again."""
+"""Adapters change nothing until they are trained; merged, they make a plain model again."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def adapted(seed: int = 1, *, rank: int = 3, tied: bool = False) -> Policy:
 def logprobs(policy: Policy) -> torch.Tensor:
     batch = single.batch()
     with torch.no_grad():
-        found, _ = policy(pack(batch, torch.arange(len(batch.lengths))), 1.0)
-    return found
+        scores, _ = policy(pack(batch, torch.arange(len(batch.lengths))), 1.0)
+    return scores
 
 
 def plain(policy: Policy, *, tied: bool = False) -> Policy:
-    """A model without adapters that has the sum."""
+    """Builds a model without adapters whose weights are the sums."""
     model = micro_model(seed=9, tie_word_embeddings=tied)
     model.set_attn_implementation(attention.IMPLEMENTATION)
     weights = {name: merged(tensor, layer) for name, tensor, layer in plain_weights(policy.model)}
@@ -39,12 +39,14 @@ def plain(policy: Policy, *, tied: bool = False) -> Policy:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_training_adapters_and_publishing_the_sum(tied: bool) -> None:
+def test_training_changes_only_the_adapters_and_the_sum_computes_the_same(tied: bool) -> None:
     policy = adapted(tied=tied)
     before = logprobs(policy)
     torch.testing.assert_close(before, logprobs(adapted(rank=0, tied=tied)), atol=0, rtol=0)
     frozen = {
-        name: each.clone() for name, each in policy.named_parameters() if not each.requires_grad
+        name: parameter.clone()
+        for name, parameter in policy.named_parameters()
+        if not parameter.requires_grad
     }
     updater = single.Updater(single.config("lora.rank=3"), policy, single.Ranks(0, 1))
     single.step(updater, 1, single.batch())
@@ -58,11 +60,11 @@ def test_training_adapters_and_publishing_the_sum(tied: bool) -> None:
 
 def test_a_checkpoint_holds_the_adapters_alone() -> None:
     policy = adapted(tied=True)
-    held = trained_state(policy.model)
-    assert held
-    assert all(".lora_" in name for name in held)
-    whole = Policy(micro_model(tie_word_embeddings=True))
-    assert trained_state(whole.model).keys() == whole.model.state_dict().keys()
+    state = trained_state(policy.model)
+    assert state
+    assert all(".lora_" in name for name in state)
+    unadapted = Policy(micro_model(tie_word_embeddings=True))
+    assert trained_state(unadapted.model).keys() == unadapted.model.state_dict().keys()
 
 
 def test_adapters_are_drawn_from_the_seed() -> None:
@@ -73,6 +75,6 @@ def test_adapters_are_drawn_from_the_seed() -> None:
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_layers_that_are_not_there_are_named() -> None:
+def test_targets_that_name_no_layer_are_refused() -> None:
     with pytest.raises(BapoError, match=r"lora.targets \['no_such_layer'\]"):
         add_adapters(micro_model(), LoraConfig(rank=2, targets=["no_such_layer"]), 1)

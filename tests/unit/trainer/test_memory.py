@@ -1,4 +1,4 @@
-"""A lack of memory is told as one, with what there is to do."""
+"""Running out of memory ends with an error that names the remedies."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import pytest
 import torch
 
 from bapo_core.errors import BapoError
-from services.trainer.loop import memory_explained
+from services.trainer.loop import explain_out_of_memory
 
 
-def test_what_cannot_be_allocated_ends_the_job_with_words() -> None:
-    words = r"out of memory .*lower optimizer.microbatch_tokens"
-    with pytest.raises(BapoError, match=words), memory_explained():
+def test_a_failed_allocation_on_the_cpu_names_the_remedies() -> None:
+    remedy = r"out of memory .*lower optimizer.microbatch_tokens"
+    with pytest.raises(BapoError, match=remedy), explain_out_of_memory():
         torch.empty(1 << 55)
 
 
-def test_of_a_gpu_too() -> None:
-    with pytest.raises(BapoError, match="CUDA out of memory"), memory_explained():
+def test_a_failed_allocation_on_a_gpu_too() -> None:
+    with pytest.raises(BapoError, match="CUDA out of memory"), explain_out_of_memory():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
-def test_other_errors_are_what_they_are() -> None:
-    with pytest.raises(RuntimeError, match="something else"), memory_explained():
+def test_other_errors_pass_unchanged() -> None:
+    with pytest.raises(RuntimeError, match="something else"), explain_out_of_memory():
         raise RuntimeError("something else")

@@ -1,4 +1,4 @@
-"""One update: the result depends on the data and the configuration, not on how it is cut up."""
+"""A step's result depends on the data and the configuration, not on how the batch is split."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from bapo_core.advantages import group_relative
 from bapo_core.config import RunConfig, load_config
 from bapo_core.errors import BapoError
-from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse
+from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
 from services.buffer.api.wire import ManifestMember
 from services.trainer import attention
 from services.trainer.data import Batch, Plan, collate, make_plan, microbatches
+from services.trainer.diagnostics import StepResults
 from services.trainer.lora import add_adapters
+from services.trainer.phases import PhaseTimer
 from services.trainer.policy import Policy, response_logprobs
 from services.trainer.ranks import Ranks
 from services.trainer.shard import checkpoint_layers, compile_layers
-from services.trainer.update import Clock, NonFiniteLoss, Outcome, Scored, Updater
+from services.trainer.targets import TokenResults
+from services.trainer.update import NonFiniteLoss, Updater
 
 GROUPS, G, WINDOW = 6, 4, (0.25, 0.5)
 
@@ -52,7 +55,7 @@ def updater_of(settings: RunConfig, reference: Policy | None = None) -> Updater:
 def step(updater: Updater, number: int, data: Batch) -> dict[str, float]:
     plan = make_plan(updater.config, number, data.members, ranks=1, width=16)
     assert plan.of_rank(0) == list(range(GROUPS))
-    return updater.step(number, data, plan, WINDOW, Clock())
+    return updater.step(number, data, plan, WINDOW, PhaseTimer())
 
 
 def config(*overrides: str) -> RunConfig:
@@ -72,7 +75,7 @@ def config(*overrides: str) -> RunConfig:
 
 
 def batch(source: str = "fresh", behavior: float | None = None) -> Batch:
-    """Ragged groups with mixed rewards; behaviour log-probs random, or all the same."""
+    """Builds ragged groups with mixed rewards; behaviour log-probs are random, or `behavior`."""
     draw = torch.Generator().manual_seed(3)
 
     def integers(low: int, high: int, count: int = 1) -> list[int]:
@@ -110,11 +113,11 @@ def batch(source: str = "fresh", behavior: float | None = None) -> Batch:
                 row_count=G,
             )
         )
-    return collate(members, groups)
+    return collate(members, table_of(groups))
 
 
 def trained(settings: RunConfig, data: Batch, reference: Policy | None = None) -> Tensor:
-    """The weights after one step."""
+    """Returns the weights after one step."""
     updater = updater_of(settings, reference)
     step(updater, 1, data)
     return flat(updater.policy)
@@ -135,10 +138,10 @@ def test_the_gradient_does_not_depend_on_the_microbatches(aggregation: str) -> N
         )
         updater = updater_of(settings)
         data = batch()
-        targets, _ = updater._targets(data)
+        targets, _ = updater._make_targets(data)
         rows = data.rows_of([0, 2, 3, 5])
         updater.optimizer.step = lambda: None  # type: ignore[assignment, method-assign]
-        updater._update(data, rows, 4, targets, Outcome.of(data))
+        updater._update(data, rows, 4, targets, TokenResults.empty(data))
         gradients.append(
             torch.cat([p.grad.flatten() for p in updater.policy.parameters() if p.grad is not None])
         )
@@ -151,10 +154,10 @@ def test_the_same_step_gives_the_same_weights_bit_for_bit() -> None:
     assert torch.equal(trained(config(), batch()), trained(config(), batch()))
 
 
-@pytest.mark.parametrize("what", ["selective", "full"])
-def test_computing_layers_again_changes_nothing(what: Any) -> None:
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_activation_checkpointing_changes_no_result(mode: Any) -> None:
     updater = updater_of(config())
-    checkpoint_layers(updater.policy, what)
+    checkpoint_layers(updater.policy, mode)
     names = updater.policy.model.state_dict().keys()
     step(updater, 1, batch())
     assert torch.equal(flat(updater.policy), trained(config(), batch()))
@@ -168,11 +171,11 @@ def test_compiled_layers_compute_the_same(rank: int) -> None:
     networks = policy(), policy()
     for network in networks:
         add_adapters(network.model, settings.lora, 7)
-    plain, compiled = (Updater(settings, each, Ranks(0, 1)) for each in networks)
+    plain, compiled = (Updater(settings, network, Ranks(0, 1)) for network in networks)
     compile_layers(compiled.policy)
     assert torch.allclose(compiled.score(batch()), plain.score(batch()), atol=1e-5)
-    found = step(compiled, 1, batch())
-    assert found == pytest.approx(step(plain, 1, batch()), rel=1e-4, abs=1e-5)
+    metrics = step(compiled, 1, batch())
+    assert metrics == pytest.approx(step(plain, 1, batch()), rel=1e-4, abs=1e-5)
 
 
 def test_log_probs_are_those_of_a_plain_forward_pass_at_the_temperature() -> None:
@@ -180,7 +183,7 @@ def test_log_probs_are_those_of_a_plain_forward_pass_at_the_temperature() -> Non
     plain: Any = policy().model
     plain.set_attn_implementation("eager")
     rows = torch.tensor([5, 0, 17])
-    found, entropy = response_logprobs(network, data, rows, 0.8, entropy=True)
+    logprobs, entropy = response_logprobs(network, data, rows, 0.8, entropy=True)
     for position, row in enumerate(rows.tolist()):
         length, prompt = int(data.lengths[row]), int(data.prompt_lengths[row])
         tokens = data.tokens[row, :length]
@@ -188,17 +191,17 @@ def test_log_probs_are_those_of_a_plain_forward_pass_at_the_temperature() -> Non
         distribution = torch.log_softmax(logits, dim=-1)[prompt - 1 : length - 1]
         expected = distribution.gather(1, tokens[prompt:, None])[:, 0]
         count = length - prompt
-        assert torch.allclose(found[position, :count], expected, atol=1e-5)
-        spread = -(distribution.exp() * distribution).sum(dim=-1)
-        assert torch.allclose(entropy[position, :count], spread, atol=1e-5)
-        assert not found[position, count:].any()
+        assert torch.allclose(logprobs[position, :count], expected, atol=1e-5)
+        expected_entropy = -(distribution.exp() * distribution).sum(dim=-1)
+        assert torch.allclose(entropy[position, :count], expected_entropy, atol=1e-5)
+        assert not logprobs[position, count:].any()
 
 
 def test_on_policy_data_has_no_mismatch_and_its_weights_are_one() -> None:
     updater = updater_of(config())
     data = batch()
-    data.behavior.copy_(updater.score(data))
-    targets, _ = updater._targets(data)
+    data.behavior_logprobs.copy_(updater.score(data))
+    targets, _ = updater._make_targets(data)
     assert torch.allclose(targets.weights[data.mask], torch.ones(int(data.mask.sum())), atol=1e-4)
     metrics = step(updater, 1, data)
     assert metrics["mismatch/logprob_diff_max"] < 1e-5
@@ -206,7 +209,7 @@ def test_on_policy_data_has_no_mismatch_and_its_weights_are_one() -> None:
 
 
 def test_behavior_and_prox_current_agree_on_the_first_update() -> None:
-    """Where nothing is clipped or truncated, w * ratio is theta / behaviour in both."""
+    """Without clipping and truncation, w * ratio is theta / behaviour in both."""
     wide = ["loss.clip_low=100", "loss.clip_high=100", "loss.weight_cap=100", "loss.dual_clip=null"]
     wide += ["optimizer.minibatch_prompts=6", "kl.coefficient=0"]
     behavior = trained(config("loss.ratio=behavior", *wide), batch())
@@ -234,13 +237,13 @@ def test_a_short_last_minibatch_weighs_by_its_own_size_or_by_the_nominal_one() -
     norms = {}
     for norm in ("actual", "nominal"):
         updater = updater_of(config(f"loss.norm={norm}", "optimizer.gradient_clip=1000"))
-        targets, _ = updater._targets(data)
-        found = updater._update(data, data.rows_of([1, 4]), 2, targets, Outcome.of(data))
-        norms[norm] = found["gradient_norm"]
+        targets, _ = updater._make_targets(data)
+        metrics = updater._update(data, data.rows_of([1, 4]), 2, targets, TokenResults.empty(data))
+        norms[norm] = metrics["gradient_norm"]
     assert norms["nominal"] == pytest.approx(norms["actual"] / 2, rel=1e-4)
 
 
-def test_what_is_not_a_number_stops_before_the_weights_change() -> None:
+def test_a_loss_that_is_not_finite_stops_before_the_weights_change() -> None:
     updater = updater_of(config())
     before = flat(updater.policy)
     with torch.no_grad():
@@ -266,8 +269,8 @@ def test_minibatches_hold_whole_groups_once_each() -> None:
         assert all(len(update) == ranks for update in drawn.updates)
         taken = [drawn.of_rank(rank) for rank in range(ranks)]
         assert sorted(group for groups in taken for group in groups) == list(range(GROUPS))
-        members = [sorted(place for taken in update for place in taken) for update in drawn.updates]
-        assert members == [sorted(update[0]) for update in plan(7, 1).updates]
+        positions = [sorted(p for taken in update for p in taken) for update in drawn.updates]
+        assert positions == [sorted(update[0]) for update in plan(7, 1).updates]
     assert plan(7, 1) != plan(8, 1)
     assert sorted(data.rows_of(range(GROUPS)).tolist()) == list(range(GROUPS * G))
 
@@ -281,11 +284,11 @@ def test_the_learning_rate_warms_up() -> None:
     assert rates == pytest.approx({1: 1e-4, 5: 5e-4, 10: 1e-3, 50: 1e-3})
 
 
-def test_good_responses_become_likelier_than_bad_ones() -> None:
+def test_responses_with_positive_advantage_become_likelier() -> None:
     settings = config("kl.coefficient=0", "loss.entropy_coefficient=0")
     updater = updater_of(settings)
     data = batch()
-    data.behavior.copy_(updater.score(data))
+    data.behavior_logprobs.copy_(updater.score(data))
     before = updater.score(data).sum(dim=1)
     for number in range(1, 6):
         step(updater, number, data)
@@ -310,13 +313,13 @@ def test_microbatches_partition_the_rows_within_the_budget(
         with pytest.raises(BapoError, match="does not fit optimizer"):
             microbatches(sizes, torch.tensor(rows), budget)
         return
-    parts = [part.tolist() for part in microbatches(sizes, torch.tensor(rows), budget)]
-    assert sorted(row for part in parts for row in part) == sorted(rows)
-    for part in parts:
-        assert sum(lengths[row] for row in part) <= budget
+    split = [rows.tolist() for rows in microbatches(sizes, torch.tensor(rows), budget)]
+    assert sorted(row for micro_batch in split for row in micro_batch) == sorted(rows)
+    for micro_batch in split:
+        assert sum(lengths[row] for row in micro_batch) <= budget
 
 
-def test_clip_fractions_are_told_by_source() -> None:
+def test_clip_fractions_are_reported_by_source() -> None:
     settings = config(
         "optimizer.learning_rate=0.05",
         "loss.clip_low=0.01",
@@ -324,19 +327,22 @@ def test_clip_fractions_are_told_by_source() -> None:
         "loss.aggregation=token-mean",
         "loss.ratio=behavior",
     )
-    found = step(updater_of(settings), 1, batch("replayed"))
-    assert 0 < found["clip_fraction/replayed"] < 1
-    assert "clip_fraction/fresh" not in found
+    metrics = step(updater_of(settings), 1, batch("replayed"))
+    assert 0 < metrics["clip_fraction/replayed"] < 1
+    assert "clip_fraction/fresh" not in metrics
     mask = torch.tensor([[True, True], [True, False]])
-    scored = Scored(
-        **dict.fromkeys(("behavior", "current", "new"), torch.zeros(2, 2)),
-        cut=torch.tensor([[True, False], [True, False]]),
+    logprobs = torch.zeros(2, 2)
+    results = StepResults(
+        behavior_logprobs=logprobs,
+        current_logprobs=logprobs,
+        new_logprobs=logprobs,
+        clipped=torch.tensor([[True, False], [True, False]]),
         mask=mask,
         advantages=torch.zeros(2),
         sources=["fresh", "replayed"],
-        places=torch.tensor([0, 1]),
+        positions=torch.tensor([0, 1]),
     )
-    assert scored.clip_fractions() == {
+    assert results.clip_fractions() == {
         "clip_fraction/fresh": 1 / 2,
         "clip_fraction/replayed": 1.0,
     }

@@ -1,0 +1,164 @@
+"""Diagnoses a finished step: mismatch with the engine, clipping, the bound of Theorem 3.2."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from bapo_core.config import RunConfig
+from bapo_core.importance import mismatch_metrics
+from bapo_core.losses import clip_fraction
+from bapo_core.numerics import MAX_LOG_RATIO
+from bapo_core.theory import (
+    SourceTerm,
+    improvement_constants,
+    policy_improvement_bound,
+    total_variation_estimate,
+)
+from bapo_core.types import Source
+from services.trainer.data import Batch
+from services.trainer.targets import Targets, TokenResults
+
+
+@dataclass(frozen=True, slots=True)
+class StepResults:
+    """The responses of a step and how they were trained on: (N, R), or (N,) where noted."""
+
+    behavior_logprobs: Tensor
+    current_logprobs: Tensor
+    """Log-probs under theta_t, before the step's first update."""
+    new_logprobs: Tensor
+    """Log-probs when the response was trained on."""
+    clipped: Tensor
+    """Whether the clip then cut the token's gradient off."""
+    mask: Tensor
+    advantages: Tensor
+    """(N,) of each response."""
+    sources: list[str]
+    """(N,) source of each response's group."""
+    positions: Tensor
+    """(N,) position of each response's group in the manifest."""
+
+    @classmethod
+    def of_batch(
+        cls, batch: Batch, positions: Sequence[int], targets: Targets, results: TokenResults
+    ) -> StepResults:
+        """positions: of the batch's groups in the manifest."""
+        return cls(
+            behavior_logprobs=batch.behavior_logprobs,
+            current_logprobs=targets.current_logprobs,
+            new_logprobs=results.logprobs,
+            clipped=results.clipped,
+            mask=batch.mask,
+            advantages=targets.advantages[:, 0],
+            sources=[batch.members[index].source for index in batch.group.tolist()],
+            positions=torch.tensor(positions, dtype=torch.long)[batch.group],
+        )
+
+    @classmethod
+    def concatenate(cls, by_rank: Sequence[StepResults]) -> StepResults:
+        """Puts the ranks' results together in the manifest's order, padded to the widest."""
+        width = max(results.mask.shape[1] for results in by_rank)
+        order = torch.argsort(torch.cat([results.positions for results in by_rank]), stable=True)
+        sources = [source for results in by_rank for source in results.sources]
+
+        def concatenated(name: str) -> Tensor:
+            tensors: list[Tensor] = [getattr(results, name) for results in by_rank]
+            if tensors[0].dim() == 2:
+                tensors = [pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors]
+            return torch.cat(tensors)[order]
+
+        return cls(
+            behavior_logprobs=concatenated("behavior_logprobs"),
+            current_logprobs=concatenated("current_logprobs"),
+            new_logprobs=concatenated("new_logprobs"),
+            clipped=concatenated("clipped"),
+            mask=concatenated("mask"),
+            advantages=concatenated("advantages"),
+            sources=[sources[index] for index in order.tolist()],
+            positions=concatenated("positions"),
+        )
+
+    def rows_from(self, source: Source) -> Tensor:
+        """(N,) bool: whether each response's group comes from `source`."""
+        return torch.tensor([name == source for name in self.sources])
+
+    def clip_fractions(self) -> dict[str, float]:
+        """Clip fraction by source: replayed groups are the furthest from the policy."""
+        fractions = {}
+        for source in Source:
+            rows = self.rows_from(source)
+            if rows.any():
+                fractions[f"clip_fraction/{source.value}"] = clip_fraction(
+                    self.clipped[rows], self.mask[rows]
+                )
+        return fractions
+
+    def sequence_log_ratios(self) -> tuple[Tensor, Tensor]:
+        """(N,) log theta(y) - log behaviour(y) of whole responses, before and after training."""
+        before, after = (
+            ((logprobs - self.behavior_logprobs) * self.mask).sum(dim=1)
+            for logprobs in (self.current_logprobs, self.new_logprobs)
+        )
+        return before, after
+
+
+def diagnose(
+    config: RunConfig, results: StepResults, window: tuple[float, float]
+) -> dict[str, float]:
+    """Returns how far off-policy the data of a step was, and the bound of Theorem 3.2.
+
+    window: [c2, c3] of the step. theta is the policy at the time it trained on each update: the
+    step's last update is not in it, which spares a pass over the batch. The bound is about
+    advantages within groups, so there is none with a critic.
+    """
+    mismatch = mismatch_metrics(
+        results.current_logprobs,
+        results.behavior_logprobs,
+        results.mask,
+        cap=config.loss.weight_cap,
+        level=config.loss.weight_level,
+    )
+    return {
+        "trained_tokens": float(results.mask.sum()),
+        "response_length": float(results.mask.sum(dim=1).float().mean()),
+        **{f"mismatch/{name}": value for name, value in mismatch.items()},
+        **results.clip_fractions(),
+        **({} if config.advantage.estimator == "gae" else _bound(config, results, window)),
+    }
+
+
+def _bound(
+    config: RunConfig, results: StepResults, window: tuple[float, float]
+) -> dict[str, float]:
+    """Returns the lower bound on policy improvement of Theorem 3.2, and its terms by source."""
+    group_size, c1 = config.rollout.group_size, config.reevaluate.c1
+    constants = dict(
+        zip(
+            Source,
+            improvement_constants(group_size, c1, *window, config.advantage.eps),
+            strict=True,
+        )
+    )
+    before, after = results.sequence_log_ratios()
+    terms: dict[Source, SourceTerm] = {}
+    for source in Source:
+        rows = results.rows_from(source)
+        if not rows.any():
+            continue
+        ratios = after[rows].clamp(max=MAX_LOG_RATIO).exp()
+        terms[source] = SourceTerm(
+            surrogate=float((ratios * results.advantages[rows]).mean()),
+            constant=constants[source],
+            tv_new=total_variation_estimate(after[rows].tolist()),
+            tv_old=total_variation_estimate(before[rows].tolist()),
+        )
+    metrics = {f"theory/k_{source.value}": value for source, value in constants.items()}
+    for source, term in terms.items():
+        metrics[f"theory/tv_{source.value}"] = term.tv_new
+        metrics[f"theory/bound_{source.value}"] = term.bound
+    return metrics | {"theory/bound": policy_improvement_bound(terms)}
