@@ -1,4 +1,4 @@
-"""The trainer's main loop (design section 8)."""
+"""The trainer's main loop."""
 
 from __future__ import annotations
 

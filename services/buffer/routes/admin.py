@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from services.buffer import lifecycle, tokens
+from services.buffer import garbage, tokens
 from services.buffer.api import wire
 from services.buffer.routes.common import LARGEST
 from services.buffer.service import Service
@@ -97,6 +97,6 @@ def admin_router(service: Service, guard: Guard) -> APIRouter:
 
         An object younger than a day is never deleted: its row may be about to be written.
         """
-        return lifecycle.collect_garbage(service, dry_run=dry_run)
+        return garbage.collect_garbage(service, dry_run=dry_run)
 
     return router

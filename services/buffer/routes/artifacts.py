@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
 
-from services.buffer import artifacts, queries, runs
+from services.buffer import artifacts, replicas, runs, spans
 from services.buffer.api import wire
 from services.buffer.routes.common import LARGEST, Attempt, RunName, Step, Wait
 from services.buffer.service import Service
@@ -39,7 +39,7 @@ def _weight_routes(router: APIRouter, service: Service, guard: Guard) -> None:
     def list_weights(name: RunName) -> list[wire.WeightView]:
         """Versions of the weights, newest first (the last thousand)."""
         with service.sessions() as session:
-            return queries.weights(session, runs.get_run(session, name))
+            return artifacts.list_weights(session, runs.get_run(session, name))
 
     @router.put("/weights/{version}", dependencies=run)
     def publish(
@@ -71,7 +71,7 @@ def _wanted_route(router: APIRouter, service: Service, guard: Guard) -> None:
 
         def look() -> wire.TargetWeights:
             with service.sessions() as session:
-                return artifacts.wanted_weights(session, runs.get_run(session, name))
+                return artifacts.target_weights(session, runs.get_run(session, name))
 
         return await service.until(name, wait, look, lambda answer: answer.tag != known)
 
@@ -83,7 +83,7 @@ def _checkpoint_routes(router: APIRouter, service: Service, guard: Guard) -> Non
     def list_checkpoints(name: RunName) -> list[wire.CheckpointView]:
         """The checkpoints that are kept, newest first."""
         with service.sessions() as session:
-            return queries.checkpoints(session, runs.get_run(session, name))
+            return artifacts.list_checkpoints(session, runs.get_run(session, name))
 
     @router.put("/checkpoints/{step}", dependencies=run)
     def checkpoint(name: RunName, step: Step, attempt: Attempt, body: wire.ManifestDigest) -> None:
@@ -112,7 +112,7 @@ def _replica_routes(router: APIRouter, service: Service, guard: Guard) -> None:
 
         def look() -> list[wire.ReplicaView]:
             with service.sessions() as session:
-                return queries.replicas(session, runs.get_run(session, name))
+                return replicas.list_replicas(session, runs.get_run(session, name))
 
         def served(replicas: list[wire.ReplicaView]) -> bool:
             return any(each.manifest_digest == serving for each in replicas)
@@ -123,7 +123,7 @@ def _replica_routes(router: APIRouter, service: Service, guard: Guard) -> None:
     def report(name: RunName, replica: ReplicaName, body: wire.ReplicaReport) -> None:
         """What an engine has loaded, as it says itself."""
         with service.changing(name) as session:
-            artifacts.report_replica(session, runs.get_run(session, name), replica, body)
+            replicas.record_heartbeat(session, runs.get_run(session, name), replica, body)
 
 
 def _activity_routes(router: APIRouter, service: Service, guard: Guard) -> None:
@@ -131,11 +131,11 @@ def _activity_routes(router: APIRouter, service: Service, guard: Guard) -> None:
     def tell(name: RunName, body: wire.SpanBatch) -> None:
         """What a part of the run did, and when."""
         with service.sessions.begin() as session:
-            artifacts.record_spans(session, runs.get_run(session, name), body)
+            spans.record_spans(session, runs.get_run(session, name), body)
 
     @router.get("/spans", dependencies=guard("read"))
-    def spans(name: RunName, first_step: AtStep, last_step: AtStep) -> list[wire.SpanView]:
+    def list_spans(name: RunName, first_step: AtStep, last_step: AtStep) -> list[wire.SpanView]:
         """What all parts did while the trainer was at these steps, in order of time."""
         with service.sessions() as session:
             run = runs.get_run(session, name)
-            return queries.spans(session, run, first_step, last_step)
+            return spans.list_spans(session, run, first_step, last_step)

@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Query
-from sqlalchemy import select
 
-from services.buffer import artifacts, lifecycle, queries, runs
+from services.buffer import comparisons, lifecycle, runs
 from services.buffer.api import wire
-from services.buffer.pages import after_cursor, page_of
 from services.buffer.routes.common import Attempt, Cursor, Limit, RunName
 from services.buffer.service import Service
-from services.buffer.tables import Run
 from services.buffer.tokens import Guard
 
 DatasetName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
@@ -58,16 +55,8 @@ def _run_routes(router: APIRouter, service: Service, guard: Guard) -> None:
         limit: Limit = 100,
     ) -> wire.Page[wire.RunState]:
         """Runs, the newest first."""
-        statement = select(Run)
-        if status is not None:
-            statement = statement.where(Run.status == status)
-        if search is not None:
-            statement = statement.where(Run.name.contains(search, autoescape=True))
         with service.sessions() as session:
-            rows = session.scalars(
-                after_cursor(statement, (-Run.id.expression,), "newest", cursor, limit)
-            ).all()
-        return page_of(rows, limit, "newest", lambda row: (-row.id,), runs.run_state)
+            return runs.list_runs(session, status, search, cursor, limit)
 
     @router.get("/runs/{name}", tags=["runs"], dependencies=read)
     def show(name: RunName) -> wire.RunState:
@@ -82,7 +71,7 @@ def _run_routes(router: APIRouter, service: Service, guard: Guard) -> None:
         """Two runs side by side: configuration, difficulty, evaluations."""
         with service.sessions() as session:
             pair = [runs.get_run(session, name) for name in (first, second)]
-            return queries.compare(session, pair[0], pair[1])
+            return comparisons.compare_runs(session, pair[0], pair[1])
 
 
 def _lifecycle_routes(router: APIRouter, service: Service, guard: Guard) -> None:
@@ -97,15 +86,13 @@ def _lifecycle_routes(router: APIRouter, service: Service, guard: Guard) -> None
     def patch(name: RunName, change: wire.RunPatch, attempt: Attempt) -> wire.RunState:
         """How a run ended, as its own processes say."""
         with service.changing(name) as session:
-            row = runs.lock_run(session, name, attempt)
-            row.status = change.status
-            return runs.run_state(row)
+            return runs.run_state(lifecycle.end_run(session, name, attempt, change.status))
 
     @router.post("/runs/{name}/attempts", tags=["runs"], dependencies=run)
     def begin_attempt(name: RunName) -> wire.RunState:
         """Supersedes every process that works on the run; rewinds to the last checkpoint."""
         with service.changing(name) as session:
-            return runs.run_state(artifacts.begin_attempt(session, name))
+            return runs.run_state(lifecycle.begin_attempt(session, name))
 
     @router.post("/runs/{name}/pause", tags=["runs"], dependencies=run)
     def pause(name: RunName) -> wire.RunState:

@@ -7,7 +7,18 @@ from typing import Annotated
 from fastapi import APIRouter, Path, Query
 from fastapi.responses import StreamingResponse
 
-from services.buffer import decisions, difficulty, exports, prompts, queries, runs, steps
+from services.buffer import (
+    batches,
+    buffers,
+    committed_steps,
+    decisions,
+    difficulty,
+    evaluations,
+    exports,
+    prompts,
+    runs,
+    stored_groups,
+)
 from services.buffer.api import wire
 from services.buffer.api.trajectories import SCHEMA, groups_of, read_table
 from services.buffer.routes.common import (
@@ -56,20 +67,22 @@ def _step_routes(router: APIRouter, service: Service) -> None:
         with service.sessions() as session:
             run = runs.get_run(session, name)
             if points is not None:
-                return queries.sampled_steps(session, run, after, points)
-            return queries.steps(session, run, after, limit)
+                return committed_steps.sample_steps(session, run, after, points)
+            return committed_steps.list_steps(session, run, after, limit)
 
     @router.get("/evaluations", tags=["evaluations"])
-    def evaluations(name: RunName) -> list[wire.Evaluation]:
+    def list_evaluations(name: RunName) -> list[wire.Evaluation]:
         """Accuracy and bins of every evaluated policy version, on the held-out prompts."""
         with service.sessions() as session:
-            return queries.evaluations(session, runs.get_run(session, name))
+            return evaluations.list_evaluations(session, runs.get_run(session, name))
 
     @router.get("/evaluations/migration", tags=["evaluations"])
     def evaluation_migration(name: RunName, before: AnyStep, after: AnyStep) -> wire.Migration:
         """How the held-out prompts moved between bins from one policy version to another."""
         with service.sessions() as session:
-            return queries.migration(session, runs.get_run(session, name), before, after)
+            return evaluations.evaluation_migration(
+                session, runs.get_run(session, name), before, after
+            )
 
 
 def _difficulty_routes(router: APIRouter, service: Service) -> None:
@@ -129,19 +142,19 @@ def _prompt_routes(router: APIRouter, service: Service) -> None:
         wanted = prompts.Filter(bin, trend, unlocked_after, unlocked_until, search)
         with service.sessions() as session:
             run = runs.get_run(session, name)
-            return prompts.listing(session, run, wanted, order, cursor, limit)
+            return prompts.list_prompts(session, run, wanted, order, cursor, limit)
 
     @router.get("/prompts/history", tags=["prompts"])
     def history(name: RunName, uid: Uid) -> wire.PromptHistory:
         """A prompt: every attempt at it, the batches that used it, its stays in the buffers."""
         with service.sessions() as session:
-            return prompts.history(session, runs.get_run(session, name), uid)
+            return prompts.prompt_history(session, runs.get_run(session, name), uid)
 
     @router.get("/steps/{step}/decision", tags=["prompts"])
     def decision(name: RunName, step: Step, uid: Uid) -> wire.Decision:
         """Why a prompt is, or is not, in the training batch of this step."""
         with service.sessions() as session:
-            return decisions.decision(session, runs.get_run(session, name), step, uid)
+            return decisions.explain_decision(session, runs.get_run(session, name), step, uid)
 
 
 def _buffer_routes(router: APIRouter, service: Service) -> None:
@@ -156,7 +169,7 @@ def _buffer_routes(router: APIRouter, service: Service) -> None:
         """What a buffer holds, now or as of a step, with age and staleness."""
         with service.sessions() as session:
             run = runs.get_run(session, name)
-            return queries.buffer_items(session, run, buffer, step, cursor, limit)
+            return buffers.list_entries(session, run, buffer, step, cursor, limit)
 
     @router.get("/buffers/{buffer}/events", tags=["buffers"])
     def events(
@@ -169,24 +182,24 @@ def _buffer_routes(router: APIRouter, service: Service) -> None:
         """Admissions and evictions in order, each with its reason."""
         with service.sessions() as session:
             run = runs.get_run(session, name)
-            return queries.buffer_events(session, run, buffer, after, cursor, limit)
+            return buffers.list_events(session, run, buffer, after, cursor, limit)
 
 
 def _batch_routes(router: APIRouter, service: Service) -> None:
     def manifest_of(name: str, step: int) -> wire.BatchManifest:
         with service.sessions() as session:
-            manifest = steps.recorded_batch(session, runs.get_run(session, name), step)
+            manifest = batches.recorded_batch(session, runs.get_run(session, name), step)
         if manifest is None:
             raise not_found(f"batch of step {step} in run {name!r}")
         return manifest
 
     @router.get("/batches", tags=["batches"])
-    def batches(
+    def list_batches(
         name: RunName, cursor: Cursor = None, limit: Limit = 100
     ) -> wire.Page[wire.BatchSummary]:
         """The composition of every batch, by step."""
         with service.sessions() as session:
-            return queries.batches(session, runs.get_run(session, name), cursor, limit)
+            return batches.list_batches(session, runs.get_run(session, name), cursor, limit)
 
     @router.get("/batches/{step}", tags=["batches"])
     def batch(name: RunName, step: Step) -> wire.BatchManifest:
@@ -210,10 +223,10 @@ def _group_routes(router: APIRouter, service: Service) -> None:
     def group(name: RunName, group_id: GroupId) -> wire.GroupView:
         """A group's responses: text, tokens, log-probs, rewards."""
         with service.sessions() as session:
-            row, prompt = queries.find_group(session, runs.get_run(session, name), group_id)
+            row, prompt = stored_groups.find_group(session, runs.get_run(session, name), group_id)
         table = read_table(service.store.get(row.object_key, row.object_digest), SCHEMA)
         trajectory = groups_of(table.slice(row.row_start, row.row_count))[0]
-        return queries.group_view(row, prompt, trajectory)
+        return stored_groups.group_view(row, prompt, trajectory)
 
     @router.get(
         "/groups/{group_id}/arrow",
@@ -224,7 +237,7 @@ def _group_routes(router: APIRouter, service: Service) -> None:
     def group_arrow(name: RunName, group_id: GroupId) -> StreamingResponse:
         """The same as an Arrow stream."""
         with service.sessions() as session:
-            member = steps.group_location(session, runs.get_run(session, name), group_id)
+            member = stored_groups.locate_group(session, runs.get_run(session, name), group_id)
         if member is None:
             raise not_found(f"group {group_id} in run {name!r}")
         return StreamingResponse(exports.arrow_of(service.store, [member]), media_type=ARROW)

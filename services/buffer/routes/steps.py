@@ -1,4 +1,4 @@
-"""The step protocol (design section 6), for the processes of a run."""
+"""The step protocol (docs/concepts.md), for the processes of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request
 from prometheus_client import Counter, Gauge
 from starlette.concurrency import run_in_threadpool
 
-from services.buffer import ingest, runs, steps
+from services.buffer import batches, commits, ingest, runs, step_prompts
 from services.buffer.api import wire
 from services.buffer.routes.common import Attempt, RunName, Step, Wait
 from services.buffer.service import Service
@@ -47,7 +47,7 @@ def steps_router(service: Service, guard: Guard) -> APIRouter:
             with service.sessions.begin() as session:
                 row = runs.get_run(session, name)
                 runs.check_attempt(row, attempt)
-                answer = steps.step_prompts(session, row, step, kind, generation_round)
+                answer = step_prompts.select_prompts(session, row, step, kind, generation_round)
                 return answer, row.target_version
 
         answer, wanted = await service.until(name, wait, look, lambda found: found[0].ready)
@@ -75,7 +75,9 @@ def steps_router(service: Service, guard: Guard) -> APIRouter:
 
         def build() -> wire.BatchManifest:
             with service.sessions.begin() as session:
-                return steps.build(session, runs.lock_run(session, name, attempt), step)
+                return batches.build_step_batch(
+                    session, runs.lock_run(session, name, attempt), step
+                )
 
         return await service.until(name, wait, build, lambda manifest: manifest.ready)
 
@@ -90,7 +92,7 @@ def steps_router(service: Service, guard: Guard) -> APIRouter:
         """Closes the step, once."""
         with service.changing(name) as session:
             row = runs.lock_run(session, name, attempt)
-            steps.commit(session, row, step, body.metrics)
+            commits.commit_step(session, row, step, body.metrics)
             COMMITS.labels(name).set(row.current_step)
             return runs.run_state(row)
 
@@ -99,7 +101,7 @@ def steps_router(service: Service, guard: Guard) -> APIRouter:
         """Undoes everything after a step, exactly."""
         with service.changing(name) as session:
             row = runs.lock_run(session, name, attempt)
-            steps.rewind(session, row, body.step)
+            commits.rewind_run(session, row, body.step)
             return runs.run_state(row)
 
     return router
