@@ -1,32 +1,34 @@
-"""Published weights, checkpoints and replicas of a run, and what its parts did when."""
+"""Published weights and checkpoints of a run: recorded, pruned, and the version to serve."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 
-from sqlalchemy import delete, func, select
+from sqlalchemy import and_, delete, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from bapo_core.config import RunConfig
 from services.buffer.api import wire
-from services.buffer.runs import lock_any_attempt, run_config
-from services.buffer.steps import groups_complete, rewind
-from services.buffer.tables import (
-    Checkpoint,
-    EvaluationRecord,
-    Replica,
-    Run,
-    SpanRow,
-    WeightVersion,
-)
+from services.buffer.runs import run_config
+from services.buffer.step_groups import missing_groups
+from services.buffer.tables import Checkpoint, EvaluationRecord, Run, WeightVersion
 from services.common import layout
 from services.common.errors import bad_request, conflict, not_found
 
+MAX_VERSIONS = 1000
+"""Most versions of the weights in one listing."""
+
+
+# ---- weights ------------------------------------------------------------------------------------
+
 
 def publish_weights(session: Session, run: Run, version: int, digest: str) -> wire.StoredVersion:
-    """The version exists from here on. Publishing it again must publish the same bytes."""
+    """Records a version of the weights, whose objects are written already.
+
+    Raises 400 for a version after the next step, and 409 if the version was published with
+    another digest.
+    """
     if version > run.current_step + 1:
         raise bad_request(
             f"version {version} cannot exist: step {run.current_step} is the last committed one"
@@ -49,6 +51,7 @@ def publish_weights(session: Session, run: Run, version: int, digest: str) -> wi
 
 
 def get_weights(session: Session, run: Run, version: int) -> wire.StoredVersion | None:
+    """Returns a published version, or None before its publication; raises 404 if it was pruned."""
     row = session.get(WeightVersion, (run.id, version))
     if row is not None and row.status == "pruned":
         raise not_found(f"version {version} of run {run.name!r} any more: it was pruned")
@@ -61,10 +64,55 @@ def _stored(row: WeightVersion | None) -> wire.StoredVersion | None:
     return wire.StoredVersion(number=row.version, uri=row.uri, manifest_digest=row.manifest_digest)
 
 
+def list_weights(session: Session, run: Run) -> list[wire.WeightView]:
+    """Returns the last `MAX_VERSIONS` versions, newest first, pruned ones included."""
+    rows = session.scalars(
+        select(WeightVersion)
+        .where(WeightVersion.run_id == run.id)
+        .order_by(WeightVersion.version.desc())
+        .limit(MAX_VERSIONS)
+    )
+    return [
+        wire.WeightView(
+            version=row.version,
+            uri=row.uri,
+            manifest_digest=row.manifest_digest,
+            status=row.status,
+            created_at=row.created_at,
+        )
+        for row in rows
+    ]
+
+
+def target_weights(session: Session, run: Run) -> wire.TargetWeights:
+    """Returns the version that rollout replicas should serve, and the newest published one."""
+    target = run.target_version
+    newest = session.scalar(
+        select(WeightVersion)
+        .where(WeightVersion.run_id == run.id, WeightVersion.status == "published")
+        .order_by(WeightVersion.version.desc())
+        .limit(1)
+    )
+    versions = [_stored(session.get(WeightVersion, (run.id, target))), _stored(newest)]
+    digests = ["" if version is None else version.manifest_digest[:16] for version in versions]
+    return wire.TargetWeights(
+        version=target,
+        stored=versions[0],
+        newest=versions[1],
+        tag="-".join([str(target), *digests]),
+    )
+
+
+# ---- checkpoints --------------------------------------------------------------------------------
+
+
 def record_checkpoint(session: Session, run: Run, step: int, digest: str) -> list[str]:
-    """The checkpoint exists from here on; returns prefixes of objects nobody needs any more."""
+    """Records a checkpoint, whose objects are written already, and prunes older artifacts.
+
+    Returns the prefixes of objects that may be deleted. Raises 400 if the step is not committed.
+    """
     if step > run.current_step:
-        raise bad_request(f"step {step} is not committed; there is nothing to checkpoint")
+        raise bad_request(f"step {step} is not committed; only committed steps have checkpoints")
     session.execute(
         insert(Checkpoint)
         .values(
@@ -75,13 +123,53 @@ def record_checkpoint(session: Session, run: Run, step: int, digest: str) -> lis
     return _prune(session, run)
 
 
+def latest_checkpoint(session: Session, run: Run) -> wire.StoredVersion | None:
+    """Returns the checkpoint that a new attempt starts from, or None before the first."""
+    row = session.scalar(
+        select(Checkpoint)
+        .where(Checkpoint.run_id == run.id)
+        .order_by(Checkpoint.step.desc())
+        .limit(1)
+    )
+    if row is None:
+        return None
+    return wire.StoredVersion(number=row.step, uri=row.uri, manifest_digest=row.manifest_digest)
+
+
+def list_checkpoints(session: Session, run: Run) -> list[wire.CheckpointView]:
+    """Returns the kept checkpoints, newest first, with the accuracy of their weights."""
+    evaluation_of_weights = and_(
+        EvaluationRecord.run_id == Checkpoint.run_id,
+        EvaluationRecord.version == Checkpoint.step + 1,
+    )
+    rows = session.execute(
+        select(Checkpoint, EvaluationRecord.mean_accuracy)
+        .outerjoin(EvaluationRecord, evaluation_of_weights)
+        .where(Checkpoint.run_id == run.id)
+        .order_by(Checkpoint.step.desc())
+    )
+    return [
+        wire.CheckpointView(
+            step=row.step,
+            uri=row.uri,
+            manifest_digest=row.manifest_digest,
+            created_at=row.created_at,
+            accuracy=accuracy,
+        )
+        for row, accuracy in rows.tuples()
+    ]
+
+
 def _prune(session: Session, run: Run) -> list[str]:
-    """Keeps the last checkpoints, what a resume from one of them would load, and the best."""
+    """Drops checkpoints beyond `checkpoint.keep` and `checkpoint.keep_best`, and old weights.
+
+    Weights that a resume from a kept checkpoint would load stay.
+    """
     config = run_config(run)
     newest_first = select(Checkpoint.step).where(Checkpoint.run_id == run.id)
     steps = list(session.scalars(newest_first.order_by(Checkpoint.step.desc())))
     latest = steps[: config.checkpoint.keep]
-    kept = {*latest, *_worth_keeping(session, run, config, steps)}
+    kept = {*latest, *_best_or_pending(session, run, config, steps)}
     dropped = [step for step in steps if step not in kept]
     session.execute(
         delete(Checkpoint).where(Checkpoint.run_id == run.id, Checkpoint.step.in_(dropped))
@@ -97,13 +185,13 @@ def _prune(session: Session, run: Run) -> list[str]:
             )
         )
     )
-    # An evaluation that is still owed needs its version, however old.
+    # A version whose evaluation is not complete is still needed, however old it is.
     stale = [
         row
         for row in stale
         if not (
             config.evaluates_at(row.version)
-            and groups_complete(session, run, row.version, "evaluation")
+            and missing_groups(session, run, row.version, "evaluation")
         )
     ]
     for row in stale:
@@ -111,10 +199,10 @@ def _prune(session: Session, run: Run) -> list[str]:
     return [layout.checkpoint(run.name, step) for step in dropped] + [row.uri for row in stale]
 
 
-def _worth_keeping(
+def _best_or_pending(
     session: Session, run: Run, config: RunConfig, steps: Sequence[int]
 ) -> list[int]:
-    """Of `steps`, those with the best evaluations, and those whose evaluation is still owed."""
+    """Returns the steps with the best evaluations, and those whose evaluation is not complete."""
     if not config.checkpoint.keep_best:
         return []
     rows = session.execute(
@@ -122,81 +210,9 @@ def _worth_keeping(
             EvaluationRecord.run_id == run.id
         )
     )
-    accuracy = {version - 1: found for version, found in rows.tuples()}
-    judged = sorted(accuracy.keys() & steps, key=lambda step: (accuracy[step], step), reverse=True)
-    owed = [step for step in steps if config.evaluates_at(step + 1) and step not in accuracy]
-    return [*judged[: config.checkpoint.keep_best], *owed]
-
-
-def latest_checkpoint(session: Session, run: Run) -> wire.StoredVersion | None:
-    row = session.scalar(
-        select(Checkpoint)
-        .where(Checkpoint.run_id == run.id)
-        .order_by(Checkpoint.step.desc())
-        .limit(1)
+    accuracy = {version - 1: mean_accuracy for version, mean_accuracy in rows.tuples()}
+    best_first = sorted(
+        accuracy.keys() & steps, key=lambda step: (accuracy[step], step), reverse=True
     )
-    if row is None:
-        return None
-    return wire.StoredVersion(number=row.step, uri=row.uri, manifest_digest=row.manifest_digest)
-
-
-def begin_attempt(session: Session, name: str) -> Run:
-    """A new attempt supersedes whoever worked on the run, and starts from the last checkpoint."""
-    run = lock_any_attempt(session, name)
-    if run.status == "deleting":
-        raise conflict(f"run {name!r} is being deleted")
-    run.attempt += 1
-    run.status = "running"
-    checkpoint = latest_checkpoint(session, run)
-    rewind(session, run, 0 if checkpoint is None else checkpoint.number)
-    return run
-
-
-def wanted_weights(session: Session, run: Run) -> wire.TargetWeights:
-    wanted = run.target_version
-    newest = session.scalar(
-        select(WeightVersion)
-        .where(WeightVersion.run_id == run.id, WeightVersion.status == "published")
-        .order_by(WeightVersion.version.desc())
-        .limit(1)
-    )
-    versions = [_stored(session.get(WeightVersion, (run.id, wanted))), _stored(newest)]
-    digests = ["" if each is None else each.manifest_digest[:16] for each in versions]
-    return wire.TargetWeights(
-        version=wanted,
-        stored=versions[0],
-        newest=versions[1],
-        tag="-".join([str(wanted), *digests]),
-    )
-
-
-def report_replica(session: Session, run: Run, name: str, report: wire.ReplicaReport) -> None:
-    values = report.model_dump() | {"last_seen": func.now()}
-    session.execute(
-        insert(Replica)
-        .values(run_id=run.id, name=name, **values)
-        .on_conflict_do_update(index_elements=["run_id", "name"], set_=values)
-    )
-
-
-def record_spans(session: Session, run: Run, told: wire.SpanBatch) -> None:
-    """By the database's clock: those of other machines may differ. Each is recorded once."""
-    now = session.scalar(select(func.now()))
-    assert now is not None
-    rows = []
-    for each in told.spans:
-        ended = now - timedelta(seconds=each.ended_ago_s)
-        started = ended - timedelta(seconds=each.seconds)
-        rows.append(
-            {
-                "run_id": run.id,
-                "key": each.key,
-                "component": told.component,
-                "name": each.name,
-                "step": each.step,
-                "started_at": started,
-                "ended_at": ended,
-            }
-        )
-    if rows:
-        session.execute(insert(SpanRow).on_conflict_do_nothing(), rows)
+    pending = [step for step in steps if config.evaluates_at(step + 1) and step not in accuracy]
+    return [*best_first[: config.checkpoint.keep_best], *pending]

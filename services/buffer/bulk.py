@@ -1,4 +1,4 @@
-"""Many rows in one statement: a step of 256 groups lands in the time of a few single inserts."""
+"""Inserts many rows in one statement: 256 groups take the time of a few single inserts."""
 
 from __future__ import annotations
 
@@ -15,25 +15,27 @@ from services.buffer.tables import Base
 def insert_columns(
     session: Session,
     table: type[Base],
-    same: Mapping[str, Any],
+    shared: Mapping[str, Any],
     columns: Mapping[str, Sequence[Any]],
 ) -> None:
-    """Inserts rows given as columns of equal length; `same` holds what all of them share."""
+    """Inserts rows given as columns of equal length; `shared` holds the values common to all."""
     if len(next(iter(columns.values()))) == 0:
         return
     dialect = session.get_bind().dialect
-    statement = _statement(table, dialect, tuple(same), tuple(columns))
-    session.execute(statement, {**same, **{name: list(values) for name, values in columns.items()}})
+    statement = _statement(table, dialect, tuple(shared), tuple(columns))
+    session.execute(
+        statement, {**shared, **{name: list(values) for name, values in columns.items()}}
+    )
 
 
 @lru_cache
 def _statement(
-    table: type[Base], dialect: Dialect, same: tuple[str, ...], columns: tuple[str, ...]
+    table: type[Base], dialect: Dialect, shared: tuple[str, ...], columns: tuple[str, ...]
 ) -> TextClause:
-    types = {name: table.__table__.c[name].type.compile(dialect) for name in (*same, *columns)}
-    constants = ", ".join(f"cast(:{name} as {types[name]})" for name in same)
+    types = {name: table.__table__.c[name].type.compile(dialect) for name in (*shared, *columns)}
+    constants = ", ".join(f"cast(:{name} as {types[name]})" for name in shared)
     arrays = ", ".join(f"cast(:{name} as {types[name]}[])" for name in columns)
     return text(
-        f"insert into {table.__tablename__} ({', '.join((*same, *columns))})"
+        f"insert into {table.__tablename__} ({', '.join((*shared, *columns))})"
         f" select {constants}, new.* from unnest({arrays}) as new"
     )

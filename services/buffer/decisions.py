@@ -1,7 +1,7 @@
-"""Why a prompt is, or is not, in the training batch of a step.
+"""Explains why a prompt is, or is not, in the training batch of a step.
 
-Nothing is stored for this: a batch is a function of committed state and the seed, so what each
-source made of the prompt can be worked out again, with the functions that decided it.
+Nothing is stored for this: a batch is a function of committed state and the seed, so the decision
+of each source can be computed again with the functions that made it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,12 @@ from bapo_core.config import RunConfig
 from bapo_core.thresholds import within
 from bapo_core.types import GroupSummary
 from services.buffer.api import wire
+from services.buffer.batches import filter_fresh, is_promoted
+from services.buffer.buffers import buffer_as_of, reevaluated_entries
 from services.buffer.prompts import find_prompt
 from services.buffer.runs import run_config
-from services.buffer.steps import (
-    buffer_as_of,
-    filtered,
-    promotes,
-    reevaluated_entries,
-    reevaluates_at,
-    summaries,
-)
+from services.buffer.step_groups import reevaluates_at
+from services.buffer.stored_groups import read_summaries
 from services.buffer.tables import BatchMemberRow, RolloutGroup, Run, StepRecord
 from services.common.errors import not_found
 
@@ -34,7 +30,7 @@ NOT_CONSIDERED = "not_considered"
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A prompt, a step, and what the batch of that step holds."""
+    """A prompt and a step, with the batch that was built at this step."""
 
     session: Session
     run: Run
@@ -42,15 +38,16 @@ class _Case:
     record: StepRecord
     uid: str
     member: tuple[str, int] | None
-    """(source, group) of the prompt's place in the batch, if it has one."""
+    """(source, group id) of the prompt in the batch, or None if it is not in the batch."""
 
-    def own(self, groups: Sequence[GroupSummary]) -> GroupSummary | None:
+    def newest_group(self, groups: Sequence[GroupSummary]) -> GroupSummary | None:
+        """Returns the last group of the prompt among `groups`, which are oldest first."""
         return next((group for group in reversed(groups) if group.prompt_uid == self.uid), None)
 
-    def used_as(self, source: str) -> bool:
+    def is_used_as(self, source: str) -> bool:
         return self.member is not None and self.member[0] == source
 
-    def answer(
+    def decide(
         self, source: str, outcome: str, reason: str, group: GroupSummary | None = None
     ) -> wire.SourceDecision:
         return wire.SourceDecision.model_validate(
@@ -63,20 +60,27 @@ class _Case:
             }
         )
 
-    def crowded_out(self) -> str:
+    def explain_no_place(self) -> str:
+        """Explains why a group that passed the rules of its source has no place in the batch."""
         if self.member is not None:
-            return f"the prompt is in the batch already, as {self.member[0]}"
-        return f"the batch was full: {self.config.batch_capacity} groups"
+            return f"the prompt is in the batch already, as {_SOURCE_NAMES[self.member[0]]}"
+        return f"the batch was full (batch.capacity = {self.config.batch_capacity} groups)"
 
 
-def decision(session: Session, run: Run, step: int, uid: str) -> wire.Decision:
-    """What X1, X2 and X3 made of the prompt at a step whose batch has been built."""
+_SOURCE_NAMES = {"fresh": "fresh", "reevaluated": "re-evaluated", "replayed": "replayed"}
+
+
+def explain_decision(session: Session, run: Run, step: int, uid: str) -> wire.Decision:
+    """Returns what X1, X2 and X3 decided about a prompt at a step.
+
+    Raises 404 if the batch of the step has not been built, or if the run has no such prompt.
+    """
     record = session.get(StepRecord, (run.id, step))
     if record is None:
         raise not_found(f"batch of step {step} in run {run.name!r}")
     prompt = find_prompt(session, run, uid)
     config = run_config(run)
-    found = session.execute(
+    row = session.execute(
         select(BatchMemberRow.source, BatchMemberRow.group_id)
         .join(RolloutGroup, RolloutGroup.id == BatchMemberRow.group_id)
         .where(
@@ -85,7 +89,7 @@ def decision(session: Session, run: Run, step: int, uid: str) -> wire.Decision:
             RolloutGroup.prompt_id == prompt.id,
         )
     ).first()
-    member = None if found is None else (found[0], found[1])
+    member = None if row is None else (row[0], row[1])
     case = _Case(session, run, config, record, uid, member)
     return wire.Decision(
         step=step,
@@ -97,103 +101,114 @@ def decision(session: Session, run: Run, step: int, uid: str) -> wire.Decision:
         c3=record.c3,
         capacity=config.batch_capacity,
         counts=record.counts,
-        considered=[_fresh(case), _reevaluated(case), _replayed(case)],
+        considered=[_decide_fresh(case), _decide_reevaluated(case), _decide_replayed(case)],
     )
 
 
-def _fresh(case: _Case) -> wire.SourceDecision:
-    groups = summaries(case.session, case.run, case.record.step, "fresh")
-    group = case.own(groups)
+def _decide_fresh(case: _Case) -> wire.SourceDecision:
+    """Explains the decision of X1."""
+    groups = read_summaries(case.session, case.run, case.record.step, "fresh")
+    group = case.newest_group(groups)
     if group is None:
-        return case.answer(
+        return case.decide(
             "fresh",
             NOT_CONSIDERED,
-            f"it is not among the {len(groups)} prompts drawn at this step "
-            "(each epoch is a permutation of the dataset)",
+            f"not drawn: it is not among the {len(groups)} prompts of this step (each epoch is a "
+            "permutation of the dataset)",
         )
-    if case.used_as("fresh"):
-        return case.answer("fresh", "used", f"drawn at this step, {_score(group)}", group)
-    kept = {each.group_id for each in filtered(case.config, case.record.step, groups)}
+    if case.is_used_as("fresh"):
+        return case.decide("fresh", "used", f"drawn at this step: {_score(group)}", group)
+    kept = {kept.group_id for kept in filter_fresh(case.config, case.record.step, groups)}
     if group.group_id in kept:
-        return case.answer("fresh", "not_used", case.crowded_out(), group)
+        return case.decide("fresh", "not_used", case.explain_no_place(), group)
     name = case.config.fresh.filter
-    reason = f"{_score(group)}: the {name} filter left it out"
+    reason = f"{_score(group)}: removed by the online filter (fresh.filter = {name})"
     if not group.mixed:
-        reason += ", since equal rewards have no advantage"
+        reason += ", because a group with equal rewards has no advantage and no gradient"
     elif name in ("gaussian", "uniform"):
-        reason += " by its dice"
-    return case.answer("fresh", "not_used", reason, group)
+        reason += ", which keeps groups at random"
+    return case.decide("fresh", "not_used", reason, group)
 
 
-def _reevaluated(case: _Case) -> wire.SourceDecision:
+def _decide_reevaluated(case: _Case) -> wire.SourceDecision:
+    """Explains the decision of X2."""
     config, step = case.config, case.record.step
     if not reevaluates_at(config, step):
-        why = (
-            f"m = {config.sync.reevaluate_every}"
+        setting = (
+            f"sync.reevaluate_every = {config.sync.reevaluate_every}"
             if config.reevaluate.enabled
-            else "X2 is switched off"
+            else "reevaluate.enabled = false"
         )
-        return case.answer("reevaluated", NOT_CONSIDERED, f"this step re-evaluates nothing ({why})")
+        return case.decide(
+            "reevaluated", NOT_CONSIDERED, f"this step has no re-evaluation ({setting})"
+        )
     hard = buffer_as_of(case.session, case.run, "hard", step - 1)
-    stored = case.own(hard)
+    stored = case.newest_group(hard)
     if stored is None:
-        return case.answer(
+        return case.decide(
             "reevaluated", NOT_CONSIDERED, "it was not in the hard buffer before this step"
         )
-    chosen = reevaluated_entries(case.session, case.run, config, step)
-    if case.own(chosen) is None:
-        return case.answer(
+    sampled = reevaluated_entries(case.session, case.run, config, step)
+    if case.newest_group(sampled) is None:
+        return case.decide(
             "reevaluated",
             "not_used",
-            f"the dice chose {len(chosen)} of {len(hard)} hard entries to generate again "
-            f"(reevaluate.max_prompts = {config.reevaluate.max_prompts}), and not this one",
+            f"not sampled: {len(sampled)} of {len(hard)} hard entries were drawn for "
+            f"re-evaluation (reevaluate.max_prompts = {config.reevaluate.max_prompts})",
             stored,
         )
-    group = case.own(summaries(case.session, case.run, step, "reevaluation"))
+    group = case.newest_group(read_summaries(case.session, case.run, step, "reevaluation"))
     if group is None:
-        return case.answer("reevaluated", "not_used", "its new group has not landed", stored)
-    gain = f"from {stored.mean_reward:g} to {group.mean_reward:g} when generated again"
-    if case.used_as("reevaluated"):
-        return case.answer("reevaluated", "used", gain, group)
-    if promotes(config, stored, group):
-        return case.answer("reevaluated", "not_used", f"{gain}, but {case.crowded_out()}", group)
-    return case.answer(
+        return case.decide(
+            "reevaluated", "not_used", "its re-evaluated group has not landed", stored
+        )
+    change = f"mean reward {stored.mean_reward:g} when stored, {group.mean_reward:g} re-evaluated"
+    if case.is_used_as("reevaluated"):
+        return case.decide("reevaluated", "used", change, group)
+    if is_promoted(config, stored, group):
+        reason = f"{change}: promoted, but {case.explain_no_place()}"
+        return case.decide("reevaluated", "not_used", reason, group)
+    return case.decide(
         "reevaluated",
         "not_used",
-        f"{gain}: not promoted under reevaluate.rule = {config.reevaluate.rule} with "
-        f"c1 = {config.reevaluate.c1:g}",
+        f"{change}: not promoted under reevaluate.rule = {config.reevaluate.rule} with "
+        f"reevaluate.c1 = {config.reevaluate.c1:g}",
         group,
     )
 
 
-def _replayed(case: _Case) -> wire.SourceDecision:
+def _decide_replayed(case: _Case) -> wire.SourceDecision:
+    """Explains the decision of X3."""
     config, record = case.config, case.record
     if not config.replay.enabled:
-        return case.answer("replayed", NOT_CONSIDERED, "X3 is switched off")
+        return case.decide(
+            "replayed", NOT_CONSIDERED, "this run has no replay (replay.enabled = false)"
+        )
     entries = buffer_as_of(case.session, case.run, "high_quality", record.step - 1)
-    stored = case.own(entries)
+    stored = case.newest_group(entries)
     if stored is None:
-        return case.answer(
+        return case.decide(
             "replayed", NOT_CONSIDERED, "it was not in the high-quality buffer before this step"
         )
-    if case.used_as("replayed"):
-        return case.answer("replayed", "used", f"{_score(stored)}, in the window", stored)
+    window = f"the replay window [c2, c3] = [{record.c2:.3f}, {record.c3:.3f}]"
+    if case.is_used_as("replayed"):
+        return case.decide("replayed", "used", f"{_score(stored)}, within {window}", stored)
     age = record.step - stored.step
-    oldest = config.high_quality_buffer.max_age
-    if age > oldest:
-        reason = f"its group is {age} steps old; high_quality_buffer.max_age is {oldest}"
+    max_age = config.high_quality_buffer.max_age
+    if age > max_age:
+        reason = f"its group is {age} steps old (high_quality_buffer.max_age = {max_age})"
     elif not within(stored.mean_reward, record.c2, record.c3):
-        reason = f"{_score(stored)}, outside the window [{record.c2:.3f}, {record.c3:.3f}]"
+        reason = f"{_score(stored)}, outside {window}"
     elif case.member is not None:
-        reason = case.crowded_out()
+        reason = case.explain_no_place()
     else:
         room = config.batch_capacity - record.counts["fresh"] - record.counts["reevaluated"]
         candidates = [entry for entry in entries if within(entry.mean_reward, record.c2, record.c3)]
         reason = (
-            f"eligible, but the dice filled the {room} places left from {len(candidates)} entries "
-            "in the window, and not with this one"
+            f"not sampled: {len(candidates)} entries were within {window}, and {room} of them "
+            "were drawn for the places left in the batch"
         )
-    return case.answer("replayed", "not_used", reason, stored)
+    return case.decide("replayed", "not_used", reason, stored)
 
 
 def _score(group: GroupSummary) -> str:

@@ -1,10 +1,10 @@
-"""What a run knows of its training prompts, and what it knew at any step before.
+"""Difficulty of the training prompts of a run, now and at any committed step.
 
-The groups of a prompt are the truth; everything here is derived from them. Three forms answer
-three kinds of question: a row for each prompt (`prompt_difficulty`: listings, as of the last
-commit), the counts of each commit (`step_record.difficulty_bins`: bins over time), and every
-32nd commit the bin of every prompt in one byte each (`difficulty_snapshot`: who was where at
-step s). A million prompts at any step are then one row and at most 31 steps of groups away.
+It is derived from the recorded groups, and kept in three forms for three kinds of question: a row
+for each prompt (`prompt_difficulty`: listings, as of the last commit), the counts of each commit
+(`step_record.difficulty_bins`: bins over time), and at every 32nd commit the bin of every prompt
+in one byte each (`difficulty_snapshot`: the bin of each prompt at step s). Reading the bins of a
+million prompts at any step then takes one snapshot and the groups of at most 31 steps.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from services.buffer.tables import (
 from services.common.errors import bad_request
 
 SNAPSHOT_EVERY = 32
+"""Commits between two snapshots."""
 UNSEEN = 255
-"""In a snapshot: a prompt that was not attempted yet."""
+"""Value in a snapshot for a prompt that was not attempted yet."""
 
-_DERIVE = text("""
+_ADD_GROUPS = text("""
     insert into prompt_difficulty
         (run_id, prompt_id, attempts, first_mean, last_mean, best_mean, first_solved_step,
          last_step, bin)
@@ -59,23 +60,26 @@ _DERIVE = text("""
 
 
 def update(session: Session, run: Run, step: int) -> list[int]:
-    """At the commit of `step`: what its groups say; returns the prompts by bin after it."""
-    touched = _touched(session, run, step, step)
-    before = _bins_of(session, run, touched)
-    _derive(session, run, step, step, touched)
+    """Adds the groups of `step` at its commit; returns the number of prompts by bin after it."""
+    prompt_ids = _attempted_prompts(session, run, step, step)
+    before = _current_bins(session, run, prompt_ids)
+    _add_groups(session, run, step, step, prompt_ids)
     counts = np.array(bins_after(session, run, step - 1))
     np.subtract.at(counts, before, 1)
-    np.add.at(counts, _bins_of(session, run, touched), 1)
+    np.add.at(counts, _current_bins(session, run, prompt_ids), 1)
     if step % SNAPSHOT_EVERY == 0:
         bins = bins_as_of(session, run, step).tobytes()
         session.add(DifficultySnapshot(run_id=run.id, step=step, bins=bins))
-    found: list[int] = counts.tolist()
-    return found
+    prompts_by_bin: list[int] = counts.tolist()
+    return prompts_by_bin
 
 
 def forget(session: Session, run: Run, step: int) -> list[int]:
-    """Before a rewind to `step`: drops what later groups say; returns the prompts they were of."""
-    touched = _touched(session, run, step + 1, None)
+    """Removes what groups after `step` contributed, before a rewind deletes them.
+
+    Returns the ids of their prompts, for `restore`.
+    """
+    prompt_ids = _attempted_prompts(session, run, step + 1, None)
     session.execute(
         delete(DifficultySnapshot).where(
             DifficultySnapshot.run_id == run.id, DifficultySnapshot.step > step
@@ -83,19 +87,19 @@ def forget(session: Session, run: Run, step: int) -> list[int]:
     )
     session.execute(
         delete(PromptDifficulty).where(
-            PromptDifficulty.run_id == run.id, PromptDifficulty.prompt_id.in_(touched)
+            PromptDifficulty.run_id == run.id, PromptDifficulty.prompt_id.in_(prompt_ids)
         )
     )
-    return touched
+    return prompt_ids
 
 
 def restore(session: Session, run: Run, step: int, prompt_ids: list[int]) -> None:
-    """After a rewind to `step`: derives these prompts from the groups that are left."""
-    _derive(session, run, 1, step, prompt_ids)
+    """Derives these prompts anew from the groups that a rewind to `step` has left."""
+    _add_groups(session, run, 1, step, prompt_ids)
 
 
-def _touched(session: Session, run: Run, first: int, last: int | None) -> list[int]:
-    """The training prompts with a group in steps first..last."""
+def _attempted_prompts(session: Session, run: Run, first: int, last: int | None) -> list[int]:
+    """Returns the ids of training prompts with a group in steps first..last."""
     statement = select(RolloutGroup.prompt_id).where(
         RolloutGroup.run_id == run.id,
         RolloutGroup.step >= first,
@@ -106,7 +110,7 @@ def _touched(session: Session, run: Run, first: int, last: int | None) -> list[i
     return list(session.scalars(statement.distinct()))
 
 
-def _bins_of(session: Session, run: Run, prompt_ids: list[int]) -> list[int]:
+def _current_bins(session: Session, run: Run, prompt_ids: list[int]) -> list[int]:
     return list(
         session.scalars(
             select(PromptDifficulty.bin).where(
@@ -116,17 +120,17 @@ def _bins_of(session: Session, run: Run, prompt_ids: list[int]) -> list[int]:
     )
 
 
-def _derive(session: Session, run: Run, first: int, last: int, prompt_ids: list[int]) -> None:
-    """Adds what the groups of steps first..last say, which must all be new to the prompts."""
-    given = {"run_id": run.id, "first": first, "last": last, "prompt_ids": prompt_ids}
-    session.execute(_DERIVE, given)
+def _add_groups(session: Session, run: Run, first: int, last: int, prompt_ids: list[int]) -> None:
+    """Adds the groups of steps first..last, none of which may have been added before."""
+    parameters = {"run_id": run.id, "first": first, "last": last, "prompt_ids": prompt_ids}
+    session.execute(_ADD_GROUPS, parameters)
 
 
 # ---- any step -----------------------------------------------------------------------------------
 
 
 def bins_after(session: Session, run: Run, step: int) -> list[int]:
-    """Prompts by bin after the commit of `step`; those not attempted are in none."""
+    """Returns the number of attempted prompts by bin, k of G correct, after a commit."""
     record = session.get(StepRecord, (run.id, step)) if step else None
     if record is None or record.difficulty_bins is None:
         return [0] * (run_config(run).rollout.group_size + 1)
@@ -134,7 +138,10 @@ def bins_after(session: Session, run: Run, step: int) -> list[int]:
 
 
 def bins_as_of(session: Session, run: Run, step: int) -> NDArray[np.uint8]:
-    """(prompts,) the bin of every training prompt after `step`, by position; or `UNSEEN`."""
+    """Returns the bin of every training prompt after `step`, or `UNSEEN`.
+
+    The array has shape (prompts,) and is indexed by position in the dataset.
+    """
     snapshot = session.scalar(
         select(DifficultySnapshot)
         .where(DifficultySnapshot.run_id == run.id, DifficultySnapshot.step <= step)
@@ -145,9 +152,9 @@ def bins_as_of(session: Session, run: Run, step: int) -> NDArray[np.uint8]:
         bins = np.full(dataset_size(session, run.train_dataset), UNSEEN, dtype=np.uint8)
     else:
         bins = np.frombuffer(snapshot.bins, dtype=np.uint8).copy()
-    # Within a step a re-evaluation comes after the fresh group; of assignments the last one holds.
+    # Within a step a re-evaluation follows the fresh group; the last assignment to a bin counts.
     order = (RolloutGroup.step, RolloutGroup.kind)
-    # As two arrays: as rows, sixteen thousand groups would take four times as long.
+    # Two aggregated arrays are four times as fast as 16,000 rows.
     positions, correct = session.execute(
         select(
             func.array_agg(aggregate_order_by(PromptRow.position, *order)),
@@ -167,6 +174,7 @@ def bins_as_of(session: Session, run: Run, step: int) -> NDArray[np.uint8]:
 
 
 def check_committed(run: Run, step: int, field: str) -> None:
+    """Raises 400, naming the request's `field`, unless `step` is committed or 0."""
     if not 0 <= step <= run.current_step:
         raise bad_request(
             f"{field}: step {step} is not in 0..{run.current_step}, the committed steps of run "
@@ -175,7 +183,10 @@ def check_committed(run: Run, step: int, field: str) -> None:
 
 
 def bins_at(session: Session, run: Run, step: int) -> wire.DifficultyBins:
-    """Prompts by bin after a step, with the number that was not attempted by then."""
+    """Returns the prompts by bin after a step, and how many were not attempted by then.
+
+    Raises 400 unless the step is committed.
+    """
     check_committed(run, step, "step")
     bins = bins_after(session, run, step)
     prompts = dataset_size(session, run.train_dataset)
@@ -183,7 +194,7 @@ def bins_at(session: Session, run: Run, step: int) -> wire.DifficultyBins:
 
 
 def bins_history(session: Session, run: Run, points: int) -> list[wire.DifficultyBins]:
-    """At most about `points` steps, evenly apart, the last one among them."""
+    """Returns the bins of at most `points` steps, evenly spaced, with the last one."""
     stride = max(1, -(-run.current_step // points))
     steps = range(run.current_step, 0, -stride)
     prompts = dataset_size(session, run.train_dataset)
@@ -198,18 +209,21 @@ def bins_history(session: Session, run: Run, points: int) -> list[wire.Difficult
 
 
 def migration(session: Session, run: Run, before: int, after: int) -> wire.DifficultyMigration:
-    """How the training prompts moved between bins from one step to another."""
+    """Counts how the training prompts moved between bins from one step to another.
+
+    Raises 400 unless both steps are committed.
+    """
     check_committed(run, before, "before")
     check_committed(run, after, "after")
     size = run_config(run).rollout.group_size
-    rows, columns = bins_as_of(session, run, before), bins_as_of(session, run, after)
-    seen_before, seen_after = rows != UNSEEN, columns != UNSEEN
-    both = seen_before & seen_after
-    pairs = rows[both].astype(np.int64) * (size + 1) + columns[both]
-    matrix = np.bincount(pairs, minlength=(size + 1) ** 2).reshape(size + 1, size + 1)
-    newly: NDArray[Any] = np.bincount(columns[seen_after & ~seen_before], minlength=size + 1)
-    unsolved = rows == 0
-    unlocked = unsolved & seen_after & (columns > 0)
+    initial_bins, final_bins = bins_as_of(session, run, before), bins_as_of(session, run, after)
+    seen_before, seen_after = initial_bins != UNSEEN, final_bins != UNSEEN
+    seen_twice = seen_before & seen_after
+    cells = initial_bins[seen_twice].astype(np.int64) * (size + 1) + final_bins[seen_twice]
+    matrix = np.bincount(cells, minlength=(size + 1) ** 2).reshape(size + 1, size + 1)
+    newly: NDArray[Any] = np.bincount(final_bins[seen_after & ~seen_before], minlength=size + 1)
+    unsolved = initial_bins == 0
+    unlocked = unsolved & seen_after & (final_bins > 0)
     return wire.DifficultyMigration(
         before=before,
         after=after,

@@ -1,67 +1,129 @@
-"""Groups come in: checked, written to the object store, then recorded, in this order.
+"""Receives groups and log-probs: checks them, stores their objects, then records their rows.
 
-A row exists only after its object does, so none points to a missing or torn one. An object whose
-row never came (a crash in between, a rival that was faster) is an orphan, which `gc` finds.
+A row exists only after its object does, so no row points to a missing or torn one. An object
+whose row was never written (after a crash, or when another sender was faster) is an orphan, which
+garbage collection finds.
 """
 
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
-from services.buffer import runs, steps
+from services.buffer import runs
 from services.buffer.api import wire
 from services.buffer.api.trajectories import (
     PROXIMAL_SCHEMA,
     SCHEMA,
+    GroupRows,
     TrajectoryError,
     check_groups,
     read_table,
 )
+from services.buffer.evaluations import record_evaluation
 from services.buffer.service import Service
+from services.buffer.step_groups import (
+    ExpectedPrompt,
+    missing_groups,
+    record_groups,
+    select_new,
+)
+from services.buffer.step_prompts import expected_prompts
+from services.buffer.stored_groups import record_proximal
 from services.common import layout
 from services.common.errors import bad_request
+
+
+@dataclass(frozen=True, slots=True)
+class _Delivery:
+    """Groups of one step and kind that were sent together."""
+
+    run: str
+    step: int
+    attempt: int
+    kind: wire.Kind
+    body: bytes
+    """The groups as an Arrow IPC stream."""
+    digest: str
+    """SHA-256 of `body`."""
+    groups: list[GroupRows]
 
 
 def accept_groups(
     service: Service, name: str, step: int, attempt: int, kind: wire.Kind, body: bytes
 ) -> wire.GroupsAccepted:
-    """Records the whole groups of an Arrow stream, except those that have landed before."""
+    """Records the whole groups of an Arrow stream, except those that are recorded already.
+
+    Raises 400 if the stream or one of its groups is not valid for this step, and 409 if the
+    attempt was superseded or the step is committed.
+    """
+    groups = _read_groups(body)
+    digest = hashlib.sha256(body).hexdigest()
+    delivery = _Delivery(name, step, attempt, kind, body, digest, groups)
+    has_new = _check(service, delivery)
+    key, expected = _store(service, delivery, has_new)
+    return _record(service, delivery, key, expected)
+
+
+def _read_groups(body: bytes) -> list[GroupRows]:
     try:
-        found = check_groups(read_table(body, SCHEMA))
+        groups = check_groups(read_table(body, SCHEMA))
     except TrajectoryError as error:
         raise bad_request(f"the body is refused: {error}") from error
-    if len({group.prompt_uid for group in found}) != len(found):
+    if len({group.prompt_uid for group in groups}) != len(groups):
         raise bad_request("the body is refused: a prompt has more than one group")
+    return groups
+
+
+def _check(service: Service, delivery: _Delivery) -> bool:
+    """Checks attempt and groups before anything is stored; returns whether a group is new."""
     with service.sessions.begin() as session:
-        run = runs.get_run(session, name)
-        runs.check_attempt(run, attempt)
-        wanted = steps.new_groups(session, run, step, kind, found)
-    digest = hashlib.sha256(body).hexdigest()
-    # The name holds the content's digest: a retry or a rival writes another object or the same
-    # bytes, never other bytes under a name that a row points to.
-    key = layout.trajectories(name, step, kind, digest)
+        run = runs.get_run(session, delivery.run)
+        runs.check_attempt(run, delivery.attempt)
+        return bool(select_new(session, run, delivery.step, delivery.kind, delivery.groups))
+
+
+def _store(
+    service: Service, delivery: _Delivery, has_new: bool
+) -> tuple[str, dict[str, ExpectedPrompt]]:
+    """Stores the object while the prompts of the step are read; returns its key and the prompts."""
+    # The key holds the digest of the content: a repeated or rival delivery writes the same bytes
+    # or another object, never other bytes under a key that a row points to.
+    key = layout.trajectories(delivery.run, delivery.step, delivery.kind, delivery.digest)
     with (
-        service.store_alongside(key, body if wanted else None),
+        service.store_alongside(key, delivery.body if has_new else None),
         service.sessions.begin() as session,
     ):
-        known = steps.places(session, runs.get_run(session, name), step, kind)
-    with service.write_transaction(name) as session:
-        run = runs.lock_run(session, name, attempt)
-        wanted = steps.new_groups(session, run, step, kind, found)
+        run = runs.get_run(session, delivery.run)
+        return key, expected_prompts(session, run, delivery.step, delivery.kind)
+
+
+def _record(
+    service: Service, delivery: _Delivery, key: str, expected: dict[str, ExpectedPrompt]
+) -> wire.GroupsAccepted:
+    """Records the new groups under the lock of the run, which makes the checks final."""
+    step, kind = delivery.step, delivery.kind
+    with service.write_transaction(delivery.run) as session:
+        run = runs.lock_run(session, delivery.run, delivery.attempt)
+        new = select_new(session, run, step, kind, delivery.groups)
         if kind == "reevaluation":
-            # Only under the lock is it certain which prompts those are.
-            known = steps.places(session, run, step, kind)
-        steps.record_groups(session, run, step, kind, wanted, known, key, digest)
-        complete = not steps.groups_complete(session, run, step, kind)
+            # A rewind may have changed the hard buffer since `_store` read it.
+            expected = expected_prompts(session, run, step, kind)
+        record_groups(session, run, step, kind, new, expected, key, delivery.digest)
+        complete = not missing_groups(session, run, step, kind)
         if complete and kind == "evaluation":
-            steps.record_evaluation(session, run, step)
+            record_evaluation(session, run, step)
     return wire.GroupsAccepted(
-        accepted=len(wanted), duplicates=len(found) - len(wanted), complete=complete
+        accepted=len(new), duplicates=len(delivery.groups) - len(new), complete=complete
     )
 
 
 def accept_proximal(service: Service, name: str, step: int, attempt: int, body: bytes) -> None:
-    """Records the trainer's log-probs of groups of this step."""
+    """Stores and records the trainer's log-probs of groups of this step (`loss.ratio: decoupled`).
+
+    Raises 400 if the stream is not valid, 404 if a group is not of this step, and 409 if the
+    attempt was superseded.
+    """
     try:
         group_ids = set(read_table(body, PROXIMAL_SCHEMA)["group_id"].to_pylist())
     except TrajectoryError as error:
@@ -74,4 +136,4 @@ def accept_proximal(service: Service, name: str, step: int, attempt: int, body: 
     service.store.put(key, body)
     with service.write_transaction(name) as session:
         run = runs.lock_run(session, name, attempt)
-        steps.record_proximal(session, run, step, sorted(group_ids), key, digest)
+        record_proximal(session, run, step, sorted(group_ids), key, digest)

@@ -1,45 +1,54 @@
-"""A run paused, stopped, deleted; and the objects that no row points to any more."""
+"""The life of a run after its creation: attempts, pause, resume, stop, end, deletion."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from datetime import UTC, datetime, timedelta
-from typing import Literal
-
-from sqlalchemy import delete, select
+from sqlalchemy import delete
 from sqlalchemy.orm import Session
 
-from services.buffer.api import wire
-from services.buffer.runs import lock_any_attempt
+from services.buffer.artifacts import latest_checkpoint
+from services.buffer.commits import rewind_run
+from services.buffer.runs import lock_any_attempt, lock_run
 from services.buffer.service import Service
 from services.buffer.tables import (
     BatchMemberRow,
     BufferEntry,
-    Checkpoint,
     PromptDifficulty,
     RolloutGroup,
     Run,
-    WeightVersion,
 )
 from services.common import layout
 from services.common.errors import conflict
-from services.common.objectstore import MANIFEST
 
-YOUNGEST_ORPHAN = timedelta(days=1)
-"""A younger object may be one whose row is about to be written: a large checkpoint takes hours."""
+
+def begin_attempt(session: Session, name: str) -> Run:
+    """Supersedes all processes of the run and rewinds it to its last checkpoint.
+
+    Both happen in one transaction, so no process sees the new attempt with the old state. Raises
+    409 while the run is being deleted.
+    """
+    run = lock_any_attempt(session, name)
+    _refuse_deleting(run)
+    run.attempt += 1
+    run.status = "running"
+    checkpoint = latest_checkpoint(session, run)
+    rewind_run(session, run, 0 if checkpoint is None else checkpoint.number)
+    return run
 
 
 def pause(session: Session, name: str) -> Run:
-    """No new prompts and no new batches until `resume`. What is under way may finish."""
+    """Withholds prompts and batches until `resume`; requests that are being served finish.
+
+    Raises 409 unless the run is running or paused.
+    """
     run = lock_any_attempt(session, name)
     if run.status not in ("running", "paused"):
-        raise conflict(f"run {name!r} is {run.status}; only a running one can be paused")
+        raise conflict(f"run {name!r} is {run.status}; only a running run can be paused")
     run.status = "paused"
     return run
 
 
 def resume(session: Session, name: str) -> Run:
-    """Ends a pause."""
+    """Ends a pause. Raises 409 unless the run is running or paused."""
     run = lock_any_attempt(session, name)
     if run.status not in ("running", "paused"):
         raise conflict(
@@ -51,33 +60,39 @@ def resume(session: Session, name: str) -> Run:
 
 
 def stop(session: Session, name: str) -> Run:
-    """Turns away every process of the run. A new attempt continues from the last checkpoint."""
+    """Refuses every process of the run from now on; a new attempt continues it.
+
+    Raises 409 while the run is being deleted.
+    """
     run = lock_any_attempt(session, name)
-    if run.status == "deleting":
-        raise conflict(f"run {name!r} is being deleted")
+    _refuse_deleting(run)
     if run.status not in ("finished", "failed", "stopped"):
         run.attempt += 1
         run.status = "stopped"
     return run
 
 
-def end(run: Run, status: Literal["finished", "failed"]) -> Run:
-    """Sets the final status of a run that its own processes have ended."""
+def end_run(session: Session, name: str, attempt: int, status: str) -> Run:
+    """Records how a run ended: `finished` or `failed`. Raises 409 for a superseded attempt."""
+    run = lock_run(session, name, attempt)
     run.status = status
     return run
 
 
 def delete_run(service: Service, name: str) -> None:
-    """Deletes a run with its objects. A deletion that was interrupted is repeated to finish it."""
+    """Deletes a run and its objects; repeating the call completes an interrupted deletion.
+
+    Raises 409 while the run is running or paused.
+    """
     with service.write_transaction(name) as session:
         run = lock_any_attempt(session, name)
         if run.status in ("running", "paused"):
-            raise conflict(f"run {name!r} is {run.status}; stop it first")
-        # From here on nobody can add to it.
+            raise conflict(f"run {name!r} is {run.status}; stop it before deleting it")
+        # The status refuses every process of the run, so no object is added to it from here on.
         run.attempt += 1
         run.status = "deleting"
         prefix = layout.run_prefix(run.name)
-    # Objects first: while the run is there, a deletion that fails half-way can be repeated.
+    # Objects are deleted first: while the row exists, the deletion can be repeated.
     service.store.delete(service.store.keys(f"{prefix}/"))
     with service.write_transaction(name) as session:
         run = lock_any_attempt(session, name)
@@ -86,56 +101,6 @@ def delete_run(service: Service, name: str) -> None:
         session.delete(run)
 
 
-# ---- garbage ------------------------------------------------------------------------------------
-
-
-def collect_garbage(service: Service, *, dry_run: bool) -> wire.Garbage:
-    """Finds (and unless `dry_run` deletes) objects that no row points to; also the reverse.
-
-    Objects younger than a day are left alone: their rows may be about to be written.
-    """
-    stored = {
-        item.key: item.modified
-        for place in ("runs/", "models/")
-        for item in service.store.listing(place)
-    }
-    with service.sessions() as session:
-        exact = set(_pointed_to(session))
-        prefixes = set(_prefixes(session))
-    orphans = sorted(
-        key
-        for key, modified in stored.items()
-        if key not in exact
-        and not _under(key, prefixes)
-        and not layout.DIAGNOSTICS.match(key)
-        and (dry_run or modified < datetime.now(UTC) - YOUNGEST_ORPHAN)
-    )
-    wanted = exact | {f"{prefix}/{MANIFEST}" for prefix in prefixes}
-    if not dry_run:
-        service.store.delete(orphans)
-    return wire.Garbage(
-        orphans=orphans,
-        objects=len(stored),
-        missing=sorted(wanted - stored.keys()),
-        deleted=0 if dry_run else len(orphans),
-    )
-
-
-def _pointed_to(session: Session) -> Iterable[str]:
-    yield from session.scalars(select(RolloutGroup.object_key).distinct())
-    proximal = select(RolloutGroup.proximal_key).where(RolloutGroup.proximal_key.is_not(None))
-    yield from (key for key in session.scalars(proximal.distinct()) if key is not None)
-
-
-def _prefixes(session: Session) -> Iterable[str]:
-    published = select(WeightVersion.uri).where(WeightVersion.status == "published")
-    yield from session.scalars(published)
-    yield from session.scalars(select(Checkpoint.uri))
-    for path in session.scalars(select(Run.config["model"]["path"].astext)):
-        if path.startswith(layout.MODEL_SCHEME):
-            yield path.removeprefix(layout.MODEL_SCHEME).partition("#")[0]
-
-
-def _under(key: str, prefixes: set[str]) -> bool:
-    parts = key.split("/")
-    return any("/".join(parts[:depth]) in prefixes for depth in range(1, len(parts)))
+def _refuse_deleting(run: Run) -> None:
+    if run.status == "deleting":
+        raise conflict(f"run {run.name!r} is being deleted")

@@ -1,4 +1,4 @@
-"""Brings a database to the current schema. Replicas that start together take turns."""
+"""Migrates a database to the current schema; concurrent callers take turns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from services.common.process import run_until_error
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 2.0
+POLL_INTERVAL_S = 2.0
 
 
 def alembic_config(database_url: str) -> Config:
@@ -31,36 +31,45 @@ def alembic_config(database_url: str) -> Config:
 
 
 def upgrade(database_url: str, revision: str = "head") -> None:
-    """`BapoError` if the schema is of a newer version than this code: it would be misread."""
+    """Migrates to `revision`.
+
+    Raises `BapoError` if the schema is newer than this version of bapo, which would misread it.
+    """
     _refuse_newer(database_url)
     command.upgrade(alembic_config(database_url), revision)
 
 
 def downgrade(database_url: str, revision: str) -> None:
-    """Goes back; what the older schema cannot hold is lost, as the migration says."""
+    """Migrates back to `revision`; the migrations say what the older schema cannot hold.
+
+    Raises `BapoError` if the schema is newer than this version of bapo.
+    """
     _refuse_newer(database_url)
     command.downgrade(alembic_config(database_url), revision)
 
 
 def _refuse_newer(database_url: str) -> None:
     script = ScriptDirectory.from_config(alembic_config(database_url))
-    known = {each.revision for each in script.walk_revisions()}
+    known = {migration.revision for migration in script.walk_revisions()}
     engine = create_engine(database_url)
     try:
         with engine.connect() as connection:
-            found = set(MigrationContext.configure(connection).get_current_heads())
+            heads = set(MigrationContext.configure(connection).get_current_heads())
     finally:
         engine.dispose()
-    if found - known:
+    if heads - known:
         raise BapoError(
-            f"the database has schema revision {', '.join(sorted(found - known))}, but this "
-            f"version of bapo knows none after {script.get_current_head()}: a newer one has "
-            "migrated it. Run that version, or restore a backup from before"
+            f"the database has schema revision {', '.join(sorted(heads - known))}, but this "
+            f"version of bapo knows none after {script.get_current_head()}: a newer version has "
+            "migrated it. Run that version, or restore a backup from before the migration"
         )
 
 
 def await_database(database_url: str, seconds: float) -> None:
-    """Returns once the database accepts us; `BapoError` if it has not within `seconds`."""
+    """Waits until the database accepts connections.
+
+    Raises `BapoError`, with the reason, if it does not within `seconds`.
+    """
     engine = create_engine(database_url, connect_args={"connect_timeout": 5})
     deadline = time.monotonic() + seconds
     try:
@@ -73,28 +82,30 @@ def await_database(database_url: str, seconds: float) -> None:
                 if time.monotonic() > deadline:
                     raise BapoError(
                         f"the database at {engine.url.render_as_string(hide_password=True)} did "
-                        f"not accept us within {seconds:.0f} s: {reason}; check the address, the "
-                        "credentials, and that the network lets us through"
+                        f"not accept a connection within {seconds:.0f} s: {reason}; check the "
+                        "address, the credentials, and that the network allows the connection"
                     ) from error
                 log.info("waiting for the database: %s", reason)
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(POLL_INTERVAL_S)
     finally:
         engine.dispose()
 
 
 def main() -> None:
-    """`python -m services.buffer.migrate`: waits for the database (`BAPO_MIGRATE_WITHIN_S`, 120
-    seconds) and brings it to the current schema."""
+    """Waits for the database (`BAPO_MIGRATE_WITHIN_S`, default 120 s) and migrates it.
+
+    Runs as `python -m services.buffer.migrate`, which the chart's Job does before an upgrade.
+    """
     configure_logs("migrate")
 
-    def work() -> None:
+    def migrate_database() -> None:
         settings = MigrationSettings.load()
         database_url = settings.database_url.get_secret_value()
         await_database(database_url, settings.migrate_within_s)
         upgrade(database_url)
         log.info("the schema is current")
 
-    run_until_error(work)
+    run_until_error(migrate_database)
 
 
 if __name__ == "__main__":

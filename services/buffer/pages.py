@@ -1,4 +1,4 @@
-"""Keyset pagination: a cursor says where the last page ended, so page n costs what page 1 costs."""
+"""Keyset pagination: a cursor holds the key of the last row, so page n costs what page 1 costs."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ Row = TypeVar("Row")
 Item = TypeVar("Item")
 
 Key = tuple[int | float | str, ...]
+"""Values of the columns that a list is ordered by, for one row."""
 
 
 def after_cursor(
@@ -26,7 +27,11 @@ def after_cursor(
     cursor: str | None,
     limit: int,
 ) -> Select[*tuple[Any, ...]]:
-    """`statement` ordered by `columns`, from where `cursor` ended, one row more than `limit`."""
+    """Orders a statement by `columns` and limits it to the rows after `cursor`.
+
+    It selects one row more than `limit`, from which `page_of` sees that there is a next page.
+    `order` names the order; raises 400 for a cursor of another order.
+    """
     statement = statement.order_by(*columns).limit(limit + 1)
     if cursor is not None:
         statement = statement.where(tuple_(*columns) > tuple_(*_decode(cursor, order, columns)))
@@ -40,10 +45,10 @@ def page_of(
     key: Callable[[Row], Key],
     view: Callable[[Row], Item],
 ) -> wire.Page[Item]:
-    """The first `limit` rows; the cursor says how to go on if there are more."""
-    shown = rows[:limit]
-    following = _encode(order, key(shown[-1])) if len(rows) > limit else None
-    return wire.Page(items=[view(row) for row in shown], next=following)
+    """Builds a page of the first `limit` rows, with the cursor of the next page if there is one."""
+    page_rows = rows[:limit]
+    cursor = _encode(order, key(page_rows[-1])) if len(rows) > limit else None
+    return wire.Page(items=[view(row) for row in page_rows], next=cursor)
 
 
 def _encode(order: str, key: Key) -> str:
@@ -52,7 +57,7 @@ def _encode(order: str, key: Key) -> str:
 
 def _decode(cursor: str, order: str, columns: Sequence[ColumnElement[Any]]) -> list[Any]:
     refused = bad_request(
-        f"cursor: {cursor[:80]!r} is not one that this list gave; start without a cursor, or pass "
+        f"cursor: {cursor[:80]!r} is not a cursor of this list; start without a cursor, or pass "
         "the `next` of the page before, with the same order"
     )
     try:
@@ -61,10 +66,10 @@ def _decode(cursor: str, order: str, columns: Sequence[ColumnElement[Any]]) -> l
         raise refused from error
     if not isinstance(decoded, list) or len(decoded) != len(columns) + 1 or decoded[0] != order:
         raise refused
-    kinds = [column.type.python_type for column in columns]
+    column_types = [column.type.python_type for column in columns]
     values = decoded[1:]
-    for value, kind in zip(values, kinds, strict=True):
-        wanted = (int, float) if kind is float else kind
-        if not isinstance(value, wanted) or isinstance(value, bool):
+    for value, column_type in zip(values, column_types, strict=True):
+        accepted = (int, float) if column_type is float else column_type
+        if not isinstance(value, accepted) or isinstance(value, bool):
             raise refused
     return values

@@ -1,4 +1,4 @@
-"""Prompts of a run: listed by difficulty, searched, and each with its whole history."""
+"""Prompts of a run: listed by difficulty, searched, and the whole history of one prompt."""
 
 from __future__ import annotations
 
@@ -28,20 +28,24 @@ Trend = Literal["improving", "worsening", "steady", "forgotten", "never_solved"]
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which prompts to list; what is None does not matter."""
+    """Selects prompts to list. A field that is None does not restrict the list."""
 
     bin: int | None = None
+    """k of G correct at the last attempt."""
     trend: Trend | None = None
     unlocked_after: int | None = None
+    """Selects prompts first solved after this step that had begun at 0 of G."""
     unlocked_until: int | None = None
+    """Selects prompts first solved by this step that had begun at 0 of G."""
     search: str | None = None
+    """Part of the uid or the payload, in any case."""
 
     @property
-    def about_unlocked(self) -> bool:
+    def selects_unlocked(self) -> bool:
         return self.unlocked_after is not None or self.unlocked_until is not None
 
 
-_LOSS = PromptDifficulty.first_mean - PromptDifficulty.last_mean
+_DECREASE = PromptDifficulty.first_mean - PromptDifficulty.last_mean
 _ORDERS: dict[Order, tuple[ColumnElement[Any], ...]] = {
     "stored": (PromptDifficulty.prompt_id.expression,),
     "hardest": (
@@ -49,22 +53,22 @@ _ORDERS: dict[Order, tuple[ColumnElement[Any], ...]] = {
         -PromptDifficulty.attempts,
         PromptDifficulty.prompt_id.expression,
     ),
-    "most_improved": (_LOSS, PromptDifficulty.prompt_id.expression),
+    "most_improved": (_DECREASE, PromptDifficulty.prompt_id.expression),
     "unlocked": (
         PromptDifficulty.first_solved_step.expression,
         PromptDifficulty.prompt_id.expression,
     ),
 }
 _TRENDS: dict[Trend, ColumnElement[bool]] = {
-    "improving": _LOSS < 0,
-    "worsening": _LOSS > 0,
-    "steady": _LOSS == 0,
+    "improving": _DECREASE < 0,
+    "worsening": _DECREASE > 0,
+    "steady": _DECREASE == 0,
     "forgotten": and_(PromptDifficulty.bin == 0, PromptDifficulty.best_mean > 0),
     "never_solved": PromptDifficulty.best_mean == 0,
 }
 
 
-def listing(
+def list_prompts(
     session: Session,
     run: Run,
     filter_: Filter,
@@ -72,19 +76,24 @@ def listing(
     cursor: str | None,
     limit: int,
 ) -> wire.Page[wire.DifficultyView]:
-    """A page of the attempted training prompts that pass the filter.
+    """Returns a page of the attempted training prompts that pass the filter.
 
-    The order `unlocked` is by the step at which a prompt that began at 0 of G was first solved; it
-    has no others. It is the default where the filter asks for such prompts, else `stored` is.
+    The order `unlocked` lists only prompts that began at 0 of G and were solved later, by the step
+    of their first solution. It is the default if the filter selects such prompts; otherwise
+    `stored` is. Raises 400 if `filter_.bin` is above G.
     """
     if order is None:
-        order = "unlocked" if filter_.about_unlocked else "stored"
+        order = "unlocked" if filter_.selects_unlocked else "stored"
     statement = _filtered(run, filter_)
-    if order == "unlocked" and not filter_.about_unlocked:
+    if order == "unlocked" and not filter_.selects_unlocked:
         statement = statement.where(_unlocked(0, run.current_step))
     rows = session.execute(after_cursor(statement, _ORDERS[order], order, cursor, limit)).all()
     return page_of(
-        rows, limit, order, lambda row: _key(row[0], order), lambda row: _view(row[0], row[1])
+        rows,
+        limit,
+        order,
+        lambda row: _order_key(row[0], order),
+        lambda row: _difficulty_view(row[0], row[1]),
     )
 
 
@@ -101,7 +110,7 @@ def _filtered(run: Run, filter_: Filter) -> Select[PromptDifficulty, PromptRow]:
         statement = statement.where(PromptDifficulty.bin == filter_.bin)
     if filter_.trend is not None:
         statement = statement.where(_TRENDS[filter_.trend])
-    if filter_.about_unlocked:
+    if filter_.selects_unlocked:
         first, last = filter_.unlocked_after or 0, filter_.unlocked_until
         statement = statement.where(_unlocked(first, run.current_step if last is None else last))
     if filter_.search is not None:
@@ -110,7 +119,7 @@ def _filtered(run: Run, filter_: Filter) -> Select[PromptDifficulty, PromptRow]:
 
 
 def _unlocked(after: int, until: int) -> ColumnElement[bool]:
-    """Was 0 of G at first, and first solved in (after, until]."""
+    """Matches prompts that began at 0 of G and were first solved in steps (after, until]."""
     if until < after:
         return false()
     return and_(
@@ -120,12 +129,15 @@ def _unlocked(after: int, until: int) -> ColumnElement[bool]:
     )
 
 
-def _matches(words: str) -> ColumnElement[bool]:
-    """uid or payload contains the words, in any case; `ix_prompt_search` answers it."""
-    return (PromptRow.uid + " " + cast(PromptRow.payload, Text)).icontains(words, autoescape=True)
+def _matches(text: str) -> ColumnElement[bool]:
+    """Matches prompts whose uid or payload contains the text, in any case.
+
+    `ix_prompt_search` indexes this expression and must be changed with it.
+    """
+    return (PromptRow.uid + " " + cast(PromptRow.payload, Text)).icontains(text, autoescape=True)
 
 
-def _key(row: PromptDifficulty, order: Order) -> Key:
+def _order_key(row: PromptDifficulty, order: Order) -> Key:
     match order:
         case "stored":
             return (row.prompt_id,)
@@ -138,7 +150,7 @@ def _key(row: PromptDifficulty, order: Order) -> Key:
             return (row.first_solved_step, row.prompt_id)
 
 
-def _view(row: PromptDifficulty, prompt: PromptRow) -> wire.DifficultyView:
+def _difficulty_view(row: PromptDifficulty, prompt: PromptRow) -> wire.DifficultyView:
     return wire.DifficultyView(
         uid=prompt.uid,
         payload=prompt.payload,
@@ -153,7 +165,7 @@ def _view(row: PromptDifficulty, prompt: PromptRow) -> wire.DifficultyView:
 
 
 def find_prompt(session: Session, run: Run, uid: str) -> PromptRow:
-    """The prompt of this uid, training or held out."""
+    """Returns the training or held-out prompt of this uid; raises 404 if the run has none."""
     prompt = session.scalar(
         select(PromptRow).where(
             PromptRow.dataset.in_([run.train_dataset, run.test_dataset]), PromptRow.uid == uid
@@ -164,8 +176,11 @@ def find_prompt(session: Session, run: Run, uid: str) -> PromptRow:
     return prompt
 
 
-def history(session: Session, run: Run, uid: str) -> wire.PromptHistory:
-    """Every attempt at a prompt and every stay in a buffer."""
+def prompt_history(session: Session, run: Run, uid: str) -> wire.PromptHistory:
+    """Returns every attempt at a prompt and its residencies in the buffers, oldest first.
+
+    Raises 404 if the run has no such prompt.
+    """
     prompt = find_prompt(session, run, uid)
     groups = list(
         session.scalars(
@@ -176,8 +191,8 @@ def history(session: Session, run: Run, uid: str) -> wire.PromptHistory:
     )
     ids = [group.id for group in groups]
     batches: dict[int, list[int]] = defaultdict(list)
-    used = select(BatchMemberRow.group_id, BatchMemberRow.step).order_by(BatchMemberRow.step)
-    for group_id, step in session.execute(used.where(BatchMemberRow.group_id.in_(ids))):
+    members = select(BatchMemberRow.group_id, BatchMemberRow.step).order_by(BatchMemberRow.step)
+    for group_id, step in session.execute(members.where(BatchMemberRow.group_id.in_(ids))):
         batches[group_id].append(step)
     entries = session.scalars(
         select(BufferEntry).where(BufferEntry.group_id.in_(ids)).order_by(BufferEntry.id)
@@ -188,7 +203,7 @@ def history(session: Session, run: Run, uid: str) -> wire.PromptHistory:
         dataset=prompt.dataset,
         task=prompt.task,
         payload=prompt.payload,
-        difficulty=None if row is None else _view(row, prompt),
+        difficulty=None if row is None else _difficulty_view(row, prompt),
         attempts=[_attempt(group, batches[group.id]) for group in groups],
         stays=[_stay(entry) for entry in entries],
     )

@@ -1,4 +1,4 @@
-"""Datasets, runs and their attempts."""
+"""Datasets, and runs: created, listed, locked, and their configuration."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from services.buffer.tables import Dataset, PromptRow, Run
 from services.common.errors import Problem, bad_request, conflict, not_found
 
 SUPERSEDED = "urn:bapo:superseded"
+"""Problem type that makes a process of an older attempt stop."""
 
 
 def get_run(session: Session, name: str) -> Run:
+    """Returns the run of this name; raises 404 if there is none."""
     run = session.scalar(select(Run).where(Run.name == name))
     if run is None:
         raise not_found(f"run {name!r}; GET /v1/runs lists them")
@@ -26,14 +28,17 @@ def get_run(session: Session, name: str) -> Run:
 
 
 def lock_run(session: Session, name: str, attempt: int) -> Run:
-    """As `lock_any_attempt`; 409 unless `attempt` is the run's current one."""
+    """Locks a run until the transaction ends, for a process of its current attempt.
+
+    Raises 404 if there is no such run, and 409 if `attempt` is not its current one.
+    """
     run = lock_any_attempt(session, name)
     check_attempt(run, attempt)
     return run
 
 
 def lock_any_attempt(session: Session, name: str) -> Run:
-    """The run, locked until the transaction ends."""
+    """Locks a run until the transaction ends; raises 404 if there is no such run."""
     run = session.scalar(
         select(Run)
         .where(Run.name == name)
@@ -46,22 +51,34 @@ def lock_any_attempt(session: Session, name: str) -> Run:
 
 
 def check_attempt(run: Run, attempt: int) -> None:
+    """Raises 409 unless `attempt`, the fencing number of the caller, is the run's current one."""
     if run.status == "stopped":
         raise conflict(
             f"run {run.name!r} was stopped; continue it with `bapo run --resume`", SUPERSEDED
         )
     if attempt != run.attempt or run.status == "deleting":
         raise conflict(
-            f"attempt {attempt} of run {run.name!r} was superseded by attempt {run.attempt}; stop",
+            f"attempt {attempt} of run {run.name!r} was superseded by attempt {run.attempt}; "
+            "this process must stop",
             SUPERSEDED,
         )
 
 
 def run_config(run: Run) -> RunConfig:
-    return RunConfig.model_validate(run.config)
+    """Returns the configuration of a run, validated once for each loaded row.
+
+    The result is kept on the instance beside the JSON that it was made of. A row that is read
+    again brings a new dict, which is validated anew.
+    """
+    cached: tuple[dict[str, Any], RunConfig] | None = run.__dict__.get("_validated_config")
+    if cached is None or cached[0] is not run.config:
+        cached = run.config, RunConfig.model_validate(run.config)
+        run.__dict__["_validated_config"] = cached
+    return cached[1]
 
 
 def run_state(run: Run) -> wire.RunState:
+    """Builds the answer that describes a run."""
     # The stored configuration is sent as it is; see `wire.StoredConfig`.
     return wire.RunState.model_construct(
         name=run.name,
@@ -76,7 +93,10 @@ def run_state(run: Run) -> wire.RunState:
 
 
 def upload_prompts(session: Session, name: str, upload: wire.DatasetUpload) -> wire.DatasetState:
-    """Inserts the prompts that are not there yet; 409 if that would change a run's dataset."""
+    """Inserts the prompts that the dataset lacks.
+
+    Raises 409 if another prompt has one of the positions, or if the dataset is in use by a run.
+    """
     session.execute(insert(Dataset).values(name=name, size=0).on_conflict_do_nothing())
     dataset = session.get_one(Dataset, name, with_for_update=True)
     rows = [
@@ -97,12 +117,12 @@ def upload_prompts(session: Session, name: str, upload: wire.DatasetUpload) -> w
             f"{upload.first_position}..{upload.first_position + len(rows) - 1}; upload the same "
             "prompts in the same order, or use another dataset name"
         ) from error
-    users = (Run.train_dataset == name) | (Run.test_dataset == name)
-    user = session.scalar(select(Run.name).where(users).limit(1)) if added else None
-    if user is not None:
+    uses_dataset = (Run.train_dataset == name) | (Run.test_dataset == name)
+    run_name = session.scalar(select(Run.name).where(uses_dataset).limit(1)) if added else None
+    if run_name is not None:
         raise conflict(
-            f"dataset {name!r} is used by run {user!r}, whose prompts must not change; use another "
-            "dataset name"
+            f"dataset {name!r} is used by run {run_name!r}, whose prompts must not change; use "
+            "another dataset name"
         )
     dataset.size += added
     return wire.DatasetState(dataset=name, prompts=dataset.size)
@@ -116,13 +136,17 @@ def _insert_new(session: Session, rows: list[dict[str, Any]]) -> int:
 
 
 def dataset_size(session: Session, name: str) -> int:
-    """How many prompts a dataset has; 0 if there is none of this name."""
+    """Returns the number of prompts of a dataset; 0 if there is no dataset of this name."""
     dataset = session.get(Dataset, name)
     return 0 if dataset is None else dataset.size
 
 
 def create_run(session: Session, request: wire.RunCreate) -> Run:
-    """The run of this name: made now, or the one there is if it was made the same way."""
+    """Creates a run; returns the existing one if it was created with the same arguments.
+
+    Raises 422 if the configuration is invalid, 400 if a dataset is empty, and 409 if a run of
+    this name exists with other arguments.
+    """
     try:
         config = config_from(request.config, where="config").model_dump(mode="json")
     except ConfigError as error:
@@ -142,24 +166,21 @@ def create_run(session: Session, request: wire.RunCreate) -> Run:
     if differing:
         raise conflict(
             f"run {request.name!r} exists with another {' and '.join(differing)}; resume it with "
-            "its own configuration, or choose another name"
+            "the configuration it was created with, or choose another name"
         )
     return run
 
 
 def list_runs(
-    session: Session,
-    status: wire.Status | None,
-    search: str | None,
-    cursor: str | None,
-    limit: int,
+    session: Session, status: str | None, search: str | None, cursor: str | None, limit: int
 ) -> wire.Page[wire.RunState]:
-    """Returns a page of the runs, newest first; `search` is part of the name."""
+    """Returns a page of runs, newest first, by status and by part of the name."""
     statement = select(Run)
     if status is not None:
         statement = statement.where(Run.status == status)
     if search is not None:
         statement = statement.where(Run.name.contains(search, autoescape=True))
-    order = (-Run.id.expression,)
-    rows = session.scalars(after_cursor(statement, order, "newest", cursor, limit)).all()
+    rows = session.scalars(
+        after_cursor(statement, (-Run.id.expression,), "newest", cursor, limit)
+    ).all()
     return page_of(rows, limit, "newest", lambda row: (-row.id,), run_state)

@@ -1,4 +1,7 @@
-"""The tables (design section 5). Rows are never overwritten where history matters."""
+"""The tables of the buffer service. Rows that hold history are never overwritten.
+
+docs/architecture.md shows which component writes them; docs/concepts.md explains the terms.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +60,18 @@ class Run(Base):
     id: Mapped[int] = _key()
     name: Mapped[str] = mapped_column(unique=True)
     config: Mapped[dict[str, Any]]
+    """The whole `RunConfig` as JSON, defaults included; never changed after creation."""
     train_dataset: Mapped[str]
     test_dataset: Mapped[str]
+    """Held-out prompts, for evaluations."""
     status: Mapped[str] = mapped_column(default="created")
     current_step: Mapped[int] = mapped_column(default=0)
-    """The last committed step."""
+    """The last committed step; 0 before the first commit."""
     attempt: Mapped[int] = mapped_column(default=0)
+    """Fencing number: requests of processes of an older attempt are refused."""
     target_version: Mapped[int] = mapped_column(server_default="0")
-    """The policy version of the prompts handed out last: what rollout replicas should serve."""
+    """Policy version that rollout replicas should serve: that of the prompts handed out last;
+    0 before any."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
     __table_args__ = (
@@ -77,7 +84,7 @@ class Run(Base):
 
 
 class Dataset(Base):
-    """How many prompts a dataset has: counting a million takes longer than a whole request."""
+    """A dataset and its number of prompts, because counting a million of them takes too long."""
 
     __tablename__ = "dataset"
 
@@ -86,23 +93,27 @@ class Dataset(Base):
 
 
 class PromptRow(Base):
-    """A prompt of a dataset, whatever run uses it. `position` is its place in the dataset."""
+    """A prompt of a dataset, shared by all runs that use the dataset."""
 
     __tablename__ = "prompt"
 
     id: Mapped[int] = _key()
     dataset: Mapped[str]
     uid: Mapped[str]
+    """Name of the prompt, stable across runs and machines."""
     position: Mapped[int]
+    """Index in the dataset, from 0; each epoch is a permutation of the positions."""
     task: Mapped[str]
+    """Name of the task that formats and verifies it (`bapo_core.tasks`)."""
     payload: Mapped[dict[str, Any]]
+    """The task's data of this prompt, for example numbers and target of a Countdown."""
 
     __table_args__ = (
         UniqueConstraint("dataset", "uid"),
         UniqueConstraint("dataset", "position"),
-        # Thousands of positions at a time, without a look at the rows.
+        # Answers thousands of positions at a time from the index alone.
         Index("ix_prompt_place", "id", postgresql_include=["position"]),
-        # What a search matches. The expression is `queries.searched`'s.
+        # Must be the expression that `prompts._matches` searches.
         Index(
             "ix_prompt_search",
             literal_column("(uid::text || ' '::text) || payload::text").label("searched"),
@@ -113,20 +124,26 @@ class PromptRow(Base):
 
 
 class PromptDifficulty(Base):
-    """What a run knows of a training prompt; derived from `rollout_group`."""
+    """A training prompt's results in a run as of the last commit; derived from `rollout_group`."""
 
     __tablename__ = "prompt_difficulty"
 
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"), primary_key=True)
     prompt_id: Mapped[int] = mapped_column(ForeignKey("prompt.id"), primary_key=True)
     attempts: Mapped[int]
+    """Number of its groups, fresh and re-evaluated."""
     first_mean: Mapped[float]
+    """Mean reward of its first group."""
     last_mean: Mapped[float]
+    """Mean reward of its last group."""
     best_mean: Mapped[float]
+    """Highest mean reward of its groups."""
     first_solved_step: Mapped[int | None]
+    """First step with a correct response; null while it is unsolved."""
     last_step: Mapped[int]
+    """Step of its last group."""
     bin: Mapped[int]
-    """k of G correct, at the last attempt."""
+    """Correct responses k of G in its last group."""
 
     # One index for each order and filter that a listing offers; each ends in the tie-breaker.
     __table_args__ = (
@@ -157,42 +174,50 @@ class PromptDifficulty(Base):
 
 
 class DifficultySnapshot(Base):
-    """The bin of every training prompt after a step, so that any step is a short way from one.
-
-    `bins` has a byte for each prompt of the dataset, by position; 255: not attempted yet.
-    """
+    """The bin of every training prompt after every 32nd commit (`difficulty.SNAPSHOT_EVERY`)."""
 
     __tablename__ = "difficulty_snapshot"
 
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"), primary_key=True)
     step: Mapped[int] = mapped_column(primary_key=True)
     bins: Mapped[bytes]
+    """One byte for each prompt of the dataset, by position: its bin, or 255 if not attempted."""
 
 
 class RolloutGroup(Base):
-    """A whole group: where its trajectories are and what they scored."""
+    """The G responses to a prompt by one policy version: their rewards and their location."""
 
     __tablename__ = "rollout_group"
 
     id: Mapped[int] = _key()
     run_id: Mapped[int] = _run()
     step: Mapped[int]
+    """Trainer step that asked for it; of an evaluation, the evaluated policy version."""
     kind: Mapped[str]
     prompt_id: Mapped[int] = mapped_column(ForeignKey("prompt.id"))
     position: Mapped[int]
-    """Its place among the groups of the step and kind: the order in which prompts were drawn."""
+    """Rank among the groups of its step and kind, in the order in which prompts were drawn."""
     policy_version: Mapped[int]
+    """Version t (theta_t) of the weights that generated the responses."""
     correct: Mapped[int]
+    """k: responses with reward 1."""
     size: Mapped[int]
+    """G: responses."""
     mean_reward: Mapped[float]
+    """mu = k / G."""
     object_key: Mapped[str]
+    """Arrow object with the trajectories of this and other groups (`layout.trajectories`)."""
     object_digest: Mapped[str]
+    """SHA-256 of the object, in hexadecimal."""
     row_start: Mapped[int]
+    """First row of the group in the object; a row is a response."""
     row_count: Mapped[int]
     token_count: Mapped[int]
+    """Response tokens of the group."""
     proximal_key: Mapped[str | None]
-    """Object with the trainer's log-probs of the storage step (ratio=decoupled)."""
+    """Object with the trainer's log-probs at the storage step (`loss.ratio: decoupled`)."""
     proximal_digest: Mapped[str | None]
+    """SHA-256 of that object, in hexadecimal."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
     __table_args__ = (
@@ -204,7 +229,8 @@ class RolloutGroup(Base):
 
 
 class BufferEntry(Base):
-    """A group's stay in a buffer: in it as of step s iff inserted <= s and not evicted by s."""
+    """Residency of a group in a buffer: it is there after step s iff inserted_step <= s and
+    (evicted_step is null or evicted_step > s)."""
 
     __tablename__ = "buffer_entry"
 
@@ -213,9 +239,13 @@ class BufferEntry(Base):
     buffer: Mapped[str]
     group_id: Mapped[int] = mapped_column(ForeignKey("rollout_group.id", ondelete="CASCADE"))
     mean_reward: Mapped[float]
+    """mu of the group, repeated here so that listings need no join."""
     inserted_step: Mapped[int]
+    """Step whose commit admitted the group."""
     evicted_step: Mapped[int | None]
+    """Step whose commit evicted the group; null while it is in the buffer."""
     eviction_reason: Mapped[str | None]
+    """A value of `bapo_core.buffers.EvictionReason`."""
 
     __table_args__ = (
         CheckConstraint("buffer in ('hard','high_quality')", name="buffer"),
@@ -225,7 +255,7 @@ class BufferEntry(Base):
         Index("ix_buffer_entry_inserted", "run_id", "buffer", "inserted_step", "id"),
         Index("ix_buffer_entry_evicted", "run_id", "buffer", "evicted_step", "id"),
         Index("ix_buffer_entry_group_id", "group_id"),
-        # Who was in the buffer at a step: the stays that contain it.
+        # Finds the contents at a step: the residencies that contain it.
         Index(
             "ix_buffer_entry_stay",
             "run_id",
@@ -236,13 +266,14 @@ class BufferEntry(Base):
 
 
 class BatchMemberRow(Base):
-    """A group's place in the training batch of a step."""
+    """A group in the training batch of a step."""
 
     __tablename__ = "batch_member"
 
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"), primary_key=True)
     step: Mapped[int] = mapped_column(primary_key=True)
     position: Mapped[int] = mapped_column(primary_key=True)
+    """Index in the batch, from 0: X1, then X2, then X3."""
     group_id: Mapped[int] = mapped_column(ForeignKey("rollout_group.id", ondelete="CASCADE"))
     source: Mapped[str]
 
@@ -254,26 +285,35 @@ class BatchMemberRow(Base):
 
 
 class StepRecord(Base):
-    """What happened at a step: written with its batch, closed by its commit."""
+    """A step of the trainer: written with its batch, completed by its commit."""
 
     __tablename__ = "step_record"
 
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"), primary_key=True)
     step: Mapped[int] = mapped_column(primary_key=True)
     r_tot: Mapped[float]
+    """Running mean reward, in [0, 1], that moves the replay window (Eq. 8; `replay_window.r_tot`
+    says over what)."""
     c2: Mapped[float]
+    """Lower end of the replay window of this step: c2 = low + r_tot (high - low) (Eq. 8)."""
     c3: Mapped[float]
+    """Upper end of the replay window; groups with c2 <= mu <= c3 may be replayed (Eq. 7)."""
     counts: Mapped[dict[str, Any]]
-    """Groups by source, and how many were rolled out and passed the filters."""
+    """Groups in the batch by source (`fresh`, `reevaluated`, `replayed`), and groups generated:
+    `rolled_out` (fresh, before the filter) and `reevaluated_total` (before promotion)."""
     rollouts: Mapped[int]
-    """Training responses generated at this step, discarded and re-evaluated ones included."""
+    """Training responses generated at this step, including those not in the batch."""
     tokens: Mapped[int]
+    """Tokens of these responses."""
     bins: Mapped[list[Any]]
-    """The step's fresh groups by k of G correct."""
+    """Number of the step's fresh groups with k of G correct, for k = 0..G."""
     difficulty_bins: Mapped[list[Any] | None]
-    """All training prompts attempted so far, by k of G at their last attempt: of a commit."""
+    """Number of all attempted training prompts with k of G correct in their last group, for
+    k = 0..G; null before the commit."""
     metrics: Mapped[dict[str, Any] | None]
+    """The trainer's metrics by name; null before the commit."""
     committed_at: Mapped[datetime | None]
+    """Time of the commit; null before it."""
 
 
 class EvaluationRecord(Base):
@@ -284,20 +324,26 @@ class EvaluationRecord(Base):
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"), primary_key=True)
     version: Mapped[int] = mapped_column(primary_key=True)
     mean_accuracy: Mapped[float]
+    """Share of correct responses over all held-out prompts."""
     bins: Mapped[list[Any]]
+    """Number of prompts with k correct responses, for k = 0..evaluation.samples."""
     prompts: Mapped[int]
     tokens: Mapped[int]
+    """Response tokens of the evaluation."""
 
 
 class WeightVersion(Base):
-    """A published version of the weights: exists once its row does."""
+    """A published version of the weights; its objects are complete once the row exists."""
 
     __tablename__ = "weight_version"
 
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"), primary_key=True)
     version: Mapped[int] = mapped_column(primary_key=True)
+    """Version t is theta_t, the weights before update t; the base model is 1."""
     uri: Mapped[str]
+    """Prefix of its objects (`layout.weights`)."""
     manifest_digest: Mapped[str]
+    """SHA-256 of the manifest, which holds the digests of all files."""
     status: Mapped[str] = mapped_column(default="published")
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
@@ -305,7 +351,7 @@ class WeightVersion(Base):
 
 
 class Replica(Base):
-    """A rollout engine: where it is, what it has loaded, how it is."""
+    """The last heartbeat of a rollout replica: address, state, loaded weights."""
 
     __tablename__ = "replica"
 
@@ -314,25 +360,30 @@ class Replica(Base):
     url: Mapped[str]
     state: Mapped[str]
     detail: Mapped[str]
-    """What is wrong, while `state` is failing."""
+    """The error, while `state` is failing."""
     loaded_version: Mapped[int]
-    """0 before the first load."""
+    """Policy version that it serves; 0 before the first load."""
     manifest_digest: Mapped[str]
+    """Digest of the manifest of the loaded weights; empty before the first load."""
     prompts_per_request: Mapped[int]
-    """How many it wants in one request; 0 = as many as there are."""
+    """Most prompts that it accepts in one request; 0 = no limit."""
     last_seen: Mapped[datetime] = mapped_column(server_default=func.now())
+    """Time of the last heartbeat, on the database's clock."""
 
 
 class SpanRow(Base):
-    """Something that a part of the run did for a while, by the database's clock."""
+    """An activity of a component of the run, with its times on the database's clock."""
 
     __tablename__ = "span"
 
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"), primary_key=True)
     key: Mapped[str] = mapped_column(primary_key=True)
+    """Chosen by the sender, so that a span that is sent again is recorded once."""
     component: Mapped[str]
+    """`trainer`, `collector`, or the name of a replica."""
     name: Mapped[str]
     step: Mapped[int]
+    """Trainer step; of a replica, its policy version."""
     started_at: Mapped[datetime]
     ended_at: Mapped[datetime]
 
@@ -343,28 +394,33 @@ class SpanRow(Base):
 
 
 class Checkpoint(Base):
-    """The trainer's state after a step."""
+    """The trainer's state after a step; its objects are complete once the row exists."""
 
     __tablename__ = "checkpoint"
 
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"), primary_key=True)
     step: Mapped[int] = mapped_column(primary_key=True)
     uri: Mapped[str]
+    """Prefix of its objects (`layout.checkpoint`)."""
     manifest_digest: Mapped[str]
+    """SHA-256 of the manifest, which holds the digests of all files."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 class ApiToken(Base):
-    """A bearer token, as its hash."""
+    """A bearer token. Only its hash is stored."""
 
     __tablename__ = "api_token"
 
     id: Mapped[int] = _key()
     name: Mapped[str]
+    """Chosen by its creator, to recognize it in the list."""
     hash: Mapped[str] = mapped_column(unique=True)
+    """SHA-256 of the token, in hexadecimal."""
     scope: Mapped[str]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
     last_used_at: Mapped[datetime | None]
+    """Time of the last use, to the minute."""
     revoked_at: Mapped[datetime | None]
 
     __table_args__ = (CheckConstraint(f"scope in ({','.join(map(repr, SCOPES))})", name="scope"),)

@@ -1,4 +1,4 @@
-"""A stack whose parts can be killed and started again, as a cluster would."""
+"""A local stack whose processes can be killed and restarted, as a cluster would do."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import httpx
 from services.stack.stack import Endpoints, Stack
 from services.stack.supervisor import Supervisor
 
-PARTS = ("buffer", "postgres", "s3")
+PROCESSES = ("buffer", "postgres", "s3")
 
 
 class Breakable(Supervisor):
-    """Remembers how each part was started."""
+    """A supervisor that remembers the arguments of each process, to restart it."""
 
     endpoints: Endpoints
 
@@ -33,7 +33,7 @@ class Breakable(Supervisor):
         super().start(name, *arguments, **options)
 
     def kill(self, name: str) -> None:
-        """As the kernel does it when memory runs out."""
+        """Kills a process with SIGKILL, as the kernel does when memory runs out."""
         child = self._child(name)
         os.kill(child.process.pid, signal.SIGKILL)
         child.process.wait()
@@ -41,7 +41,10 @@ class Breakable(Supervisor):
         self._children.remove(child)
 
     def revive(self, name: str) -> None:
-        """Starts it again, until it stays: Postgres first waits for its orphans to end."""
+        """Starts a killed process again until the service is ready.
+
+        The first starts may fail: Postgres refuses to start while its orphaned backends run.
+        """
         arguments, options = self._started[name]
         deadline = time.monotonic() + 300
         super().start(name, *arguments, **options)
@@ -58,7 +61,7 @@ class Breakable(Supervisor):
         return self.readiness() == 200
 
     def readiness(self) -> int:
-        """The status of /readyz; 0 when nobody answers."""
+        """Returns the HTTP status of /readyz, or 0 if the service does not answer."""
         try:
             return httpx.get(f"{self.endpoints.buffer_url}/readyz", timeout=10).status_code
         except httpx.TransportError:
@@ -67,6 +70,7 @@ class Breakable(Supervisor):
 
 @contextmanager
 def breakable_stack() -> Iterator[Breakable]:
+    """Runs a stack of Postgres, S3 and the services in temporary directories."""
     with (
         TemporaryDirectory(prefix="bapo-breakable-") as home,
         TemporaryDirectory(prefix="bapo-", dir="/tmp") as sockets,

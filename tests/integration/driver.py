@@ -1,4 +1,4 @@
-"""Plays collector and trainer with made-up rewards, against the real service."""
+"""Acts as collector and trainer of a run, with synthetic rewards, against the real service."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.stack.stack import Endpoints
 
 
 def small_config(name: str, **sections: Any) -> RunConfig:
-    """A run of 12 steps with 8 prompts of 4 responses each."""
+    """Returns the configuration of a run of 12 steps with 8 prompts of 4 responses each."""
     return config_from(
         {
             "name": name,
@@ -36,7 +36,7 @@ def small_config(name: str, **sections: Any) -> RunConfig:
 
 
 class Driver:
-    """A run of its own, driven step by step. Rewards depend on (seed, step, prompt) alone."""
+    """Creates a run and drives it step by step; rewards depend on (seed, step, prompt) alone."""
 
     def __init__(self, stack: Endpoints, config: RunConfig) -> None:
         self.config, self.stack = config, stack
@@ -55,10 +55,10 @@ class Driver:
         self.client.begin_attempt()
 
     def groups(self, step: int, kind: wire.Kind = "fresh") -> list[TrajectoryGroup]:
-        """What a collector would post for this step."""
+        """Returns the groups that a collector would post for this step."""
         prompts = self.client.step_prompts(step, kind)
         return [
-            made_up_group(
+            synthetic_group(
                 prompt.uid,
                 prompts.policy_version,
                 size=self.config.rollout.group_size,
@@ -76,16 +76,17 @@ class Driver:
                 self.client.post_groups(step, "reevaluation", encode_groups(groups))
 
     def run_step(self, step: int) -> wire.BatchManifest:
-        """A whole step, from prompts to commit."""
+        """Runs a whole step, from prompts to commit, and returns its batch."""
         self.roll_out(step)
         manifest = self.client.batch(step)
         self.client.commit(step, {"loss": 0.5})
         return manifest
 
 
-def made_up_group(
+def synthetic_group(
     uid: str, policy_version: int, *, size: int, rng: random.Random
 ) -> TrajectoryGroup:
+    """Builds a group of random responses, of which a random share is correct."""
     ability = rng.random()
     responses = []
     for _ in range(size):
@@ -102,7 +103,7 @@ def made_up_group(
     return TrajectoryGroup(uid, [2, 3, 4], policy_version, responses)
 
 
-TABLES = {
+ORDER_BY = {
     "prompt_difficulty": "run_id, prompt_id",
     "rollout_group": "step, kind, position",
     "buffer_entry": "buffer, inserted_step, group_id",
@@ -116,13 +117,16 @@ TABLES = {
 
 
 def snapshot(driver: Driver) -> dict[str, list[tuple[Any, ...]]]:
-    """Every row of the run, without what differs between runs or may change by repetition."""
+    """Returns every row of the run by table, without ids, times and the name of the run.
+
+    Two runs with the same history then have equal snapshots.
+    """
     unstable = {"id", "run_id", "group_id", "created_at", "committed_at"}
     prefix = f"runs/{driver.config.name}/"
-    found = {}
+    rows = {}
     url = driver.stack.database_url.replace("postgresql+psycopg", "postgresql")
     with psycopg.connect(url) as connection:
-        for table, order in TABLES.items():
+        for table, order in ORDER_BY.items():
             cursor = connection.execute(
                 f"select t.* from {table} t join run on run.id = t.run_id "  # type: ignore[arg-type]
                 f"where run.name = '{driver.config.name}' order by {order}"
@@ -130,5 +134,5 @@ def snapshot(driver: Driver) -> dict[str, list[tuple[Any, ...]]]:
             assert cursor.description is not None
             names = [column.name for column in cursor.description]
             kept = [i for i, name in enumerate(names) if name not in unstable]
-            found[table] = [tuple(str(row[i]).removeprefix(prefix) for i in kept) for row in cursor]
-    return found
+            rows[table] = [tuple(str(row[i]).removeprefix(prefix) for i in kept) for row in cursor]
+    return rows

@@ -1,4 +1,4 @@
-"""Runs paused, stopped and deleted; tokens; limits; what is away and what is too much."""
+"""The life of a run from pause to deletion; garbage collection; tokens; limits and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def driver(stack: Endpoints, request: pytest.FixtureRequest) -> Driver:
 # ---- pause, stop, delete ------------------------------------------------------------------------
 
 
-def test_a_paused_run_waits_and_goes_on(driver: Driver) -> None:
+def test_a_paused_run_continues_after_it_is_resumed(driver: Driver) -> None:
     driver.run_step(1)
     assert driver.client.pause().status == "paused"
     assert driver.client.pause().status == "paused"
@@ -57,7 +57,7 @@ def test_a_paused_run_gives_no_prompts_and_no_batch(driver: Driver, stack: Endpo
     assert httpx.post(f"{base}/batch", headers=headers).json()["ready"]
 
 
-def test_a_stopped_run_turns_its_processes_away_until_a_new_attempt(driver: Driver) -> None:
+def test_a_stopped_run_refuses_its_processes_until_a_new_attempt(driver: Driver) -> None:
     driver.run_step(1)
     assert driver.client.stop().status == "stopped"
     assert driver.client.stop().status == "stopped"
@@ -70,13 +70,13 @@ def test_a_stopped_run_turns_its_processes_away_until_a_new_attempt(driver: Driv
     driver.run_step(1)
 
 
-def test_a_deleted_run_is_gone_with_its_objects(driver: Driver, stack: Endpoints) -> None:
+def test_deleting_a_run_deletes_its_rows_and_objects(driver: Driver, stack: Endpoints) -> None:
     store = ObjectStore(stack.object_store)
     name = driver.config.name
     for step in (1, 2):
         driver.run_step(step)
     assert store.keys(f"runs/{name}/")
-    with pytest.raises(ServiceError, match="is running; stop it first") as caught:
+    with pytest.raises(ServiceError, match="is running; stop it before deleting it") as caught:
         driver.client.delete_run()
     assert caught.value.status == 409
     assert driver.client.run_state().current_step == 2
@@ -93,36 +93,36 @@ def test_a_deleted_run_is_gone_with_its_objects(driver: Driver, stack: Endpoints
 def test_a_dataset_in_use_does_not_change(driver: Driver, stack: Endpoints) -> None:
     dataset = driver.client.run_state().train_dataset
     extra = {"uid": "another", "task": "countdown", "payload": {}}
-    for position, words in [
+    for position, detail in [
         (0, "has another prompt at one of the positions 0..0"),
         (24, "is used"),
     ]:
         upload = {"first_position": position, "prompts": [extra]}
-        answer = ask(stack, "POST", f"/v1/datasets/{dataset}", json=upload)
-        assert (answer.status_code, words in answer.json()["detail"]) == (409, True), answer.text
-    assert ask(stack, "GET", f"/v1/datasets/{dataset}").json()["prompts"] == 24
+        answer = request(stack, "POST", f"/v1/datasets/{dataset}", json=upload)
+        assert (answer.status_code, detail in answer.json()["detail"]) == (409, True), answer.text
+    assert request(stack, "GET", f"/v1/datasets/{dataset}").json()["prompts"] == 24
 
 
 # ---- garbage ------------------------------------------------------------------------------------
 
 
-def test_garbage_is_what_no_row_points_to(driver: Driver, stack: Endpoints) -> None:
+def test_garbage_is_every_object_without_a_row(driver: Driver, stack: Endpoints) -> None:
     store = ObjectStore(stack.object_store)
     driver.run_step(1)
     orphan = f"runs/{driver.config.name}/trajectories/step=1/fresh-0000.arrow"
-    store.put(orphan, b"nobody knows me")
-    evidence = f"runs/{driver.config.name}/failures/step-1-rank-0.pt"
-    store.put(evidence, b"somebody will want to know")
-    found = driver.client.collect_garbage()
-    assert orphan in found.orphans
-    assert evidence not in found.orphans
-    assert not [key for key in found.missing if key.startswith(f"runs/{driver.config.name}/")]
-    assert found.deleted == 0
-    own = {member.object_key for member in driver.client.recorded_batch(1).members}
-    assert own
-    assert own.isdisjoint(found.orphans)
-    young = driver.client.collect_garbage(dry_run=False)
-    assert orphan not in young.orphans, "its row may be about to be written"
+    store.put(orphan, b"an object without a row")
+    failure = f"runs/{driver.config.name}/failures/step-1-rank-0.pt"
+    store.put(failure, b"inputs of a non-finite loss")
+    garbage = driver.client.collect_garbage()
+    assert orphan in garbage.orphans
+    assert failure not in garbage.orphans
+    assert not [key for key in garbage.missing if key.startswith(f"runs/{driver.config.name}/")]
+    assert garbage.deleted == 0
+    referenced = {member.object_key for member in driver.client.recorded_batch(1).members}
+    assert referenced
+    assert referenced.isdisjoint(garbage.orphans)
+    deleted = driver.client.collect_garbage(dry_run=False)
+    assert orphan not in deleted.orphans, "a young object may still get its row"
     assert orphan in store.keys(f"runs/{driver.config.name}/")
 
 
@@ -194,7 +194,7 @@ def test_runs_are_listed_newest_first_page_by_page(stack: Endpoints) -> None:
         Driver(stack, small_config(name))
     pages, cursor = [], ""
     while cursor is not None:
-        page = ask(stack, "GET", f"/v1/runs?search=listed-&limit=2{cursor}").json()
+        page = request(stack, "GET", f"/v1/runs?search=listed-&limit=2{cursor}").json()
         pages.append([run["name"] for run in page["items"]])
         cursor = None if page["next"] is None else f"&cursor={page['next']}"
     assert pages == [["listed-2", "listed-1"], ["listed-0"]]
@@ -203,7 +203,7 @@ def test_runs_are_listed_newest_first_page_by_page(stack: Endpoints) -> None:
 # ---- limits and errors --------------------------------------------------------------------------
 
 
-def ask(stack: Endpoints, method: str, path: str, **arguments: object) -> httpx.Response:
+def request(stack: Endpoints, method: str, path: str, **arguments: object) -> httpx.Response:
     headers = {"Authorization": f"Bearer {stack.token}", "X-Bapo-Attempt": "1"}
     answer = httpx.request(
         method, f"{stack.buffer_url}{path}", headers=headers, timeout=300, **arguments
@@ -216,7 +216,7 @@ def ask(stack: Endpoints, method: str, path: str, **arguments: object) -> httpx.
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "body", "status", "words"),
+    ("method", "path", "body", "status", "detail"),
     [
         ("GET", "/v1/nothing", None, 404, "there is no /v1/nothing here"),
         ("PUT", "/v1/runs", None, 405, ""),
@@ -243,16 +243,16 @@ def ask(stack: Endpoints, method: str, path: str, **arguments: object) -> httpx.
         ),
     ],
 )
-def test_bad_requests_say_which_field(
-    stack: Endpoints, method: str, path: str, body: object, status: int, words: str
+def test_bad_requests_name_the_field(
+    stack: Endpoints, method: str, path: str, body: object, status: int, detail: str
 ) -> None:
-    answer = ask(stack, method, path, json=body)
+    answer = request(stack, method, path, json=body)
     assert answer.status_code == status, answer.text
-    assert words in answer.json()["detail"]
+    assert detail in answer.json()["detail"]
 
 
 def test_a_body_that_is_too_large_is_not_read(stack: Endpoints) -> None:
-    answer = ask(stack, "POST", "/v1/tokens", content=b" " * (17 << 20))
+    answer = request(stack, "POST", "/v1/tokens", content=b" " * (17 << 20))
     assert answer.status_code == 413
     assert "larger than 16777216 bytes" in answer.json()["detail"]
 
@@ -260,7 +260,7 @@ def test_a_body_that_is_too_large_is_not_read(stack: Endpoints) -> None:
         for _ in range(20):
             yield b" " * (1 << 20)
 
-    streamed = ask(stack, "POST", "/v1/tokens", content=endless())
+    streamed = request(stack, "POST", "/v1/tokens", content=endless())
     assert streamed.status_code == 413
 
 
@@ -271,7 +271,7 @@ def test_refused_groups_leave_no_trace(driver: Driver, stack: Endpoints) -> None
     groups = driver.groups(1)
     short = [dataclasses.replace(groups[0], responses=groups[0].responses[:-1])]
     stale = [dataclasses.replace(groups[0], policy_version=7)]
-    for body, words in [
+    for body, detail in [
         (b"", "not an Arrow IPC stream"),
         (good[: len(good) // 2], "the body is refused"),
         (b"\0" * 100, "not an Arrow IPC stream"),
@@ -279,10 +279,10 @@ def test_refused_groups_leave_no_trace(driver: Driver, stack: Endpoints) -> None
         (encode_groups(stale), "made by policy version 7"),
         (encode_groups([groups[0], groups[0]]), "more than one group"),
     ]:
-        answer = ask(stack, "POST", path, content=body)
+        answer = request(stack, "POST", path, content=body)
         assert answer.status_code == 400, answer.text
-        assert words in answer.json()["detail"]
-    answer = ask(stack, "POST", f"/v1/runs/{name}/steps/13/groups", content=good)
+        assert detail in answer.json()["detail"]
+    answer = request(stack, "POST", f"/v1/runs/{name}/steps/13/groups", content=good)
     assert (answer.status_code, "not in 1..12" in answer.text) == (400, True)
     assert not ObjectStore(stack.object_store).keys(f"runs/{name}/")
     assert driver.client.post_groups(1, "fresh", good).accepted == 8

@@ -1,7 +1,8 @@
-"""The schema on the real server: up and down with data, and the same as the tables say."""
+"""Migrations on a real server: up and down with data, and equal to the declared tables."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -12,15 +13,17 @@ from typing import Any
 import psycopg
 import pytest
 from alembic import command
-from sqlalchemy import create_engine, inspect
+from sqlalchemy import create_engine, inspect, select
+from sqlalchemy.orm import Session
 
 from bapo_core.errors import BapoError
 from services.buffer import migrate
 from services.buffer.api.trajectories import encode_groups
 from services.buffer.migrate import alembic_config, downgrade, upgrade
-from services.buffer.tables import Base
+from services.buffer.runs import get_run, run_config
+from services.buffer.tables import Base, SpanRow
 from services.stack.stack import Endpoints
-from tests.integration.driver import Driver, made_up_group, small_config
+from tests.integration.driver import Driver, small_config, synthetic_group
 
 
 def plain(url: str) -> str:
@@ -29,11 +32,11 @@ def plain(url: str) -> str:
 
 @pytest.fixture
 def database(stack: Endpoints) -> Iterator[str]:
-    """An empty database of its own."""
-    own = stack.database_url.replace("/postgres?", "/migrations?")
+    """Creates an empty database and returns its URL."""
+    url = stack.database_url.replace("/postgres?", "/migrations?")
     with psycopg.connect(plain(stack.database_url), autocommit=True) as connection:
         connection.execute("create database migrations")
-    yield own
+    yield url
     with psycopg.connect(plain(stack.database_url), autocommit=True) as connection:
         connection.execute("drop database migrations with (force)")
 
@@ -58,27 +61,27 @@ def test_a_newer_schema_is_refused(database: str) -> None:
     upgrade(database)
     with psycopg.connect(plain(database), autocommit=True) as connection:
         connection.execute("update alembic_version set version_num = '9999'")
-    with pytest.raises(BapoError, match=r"schema revision 9999, .* a newer one has migrated it"):
+    with pytest.raises(BapoError, match=r"schema revision 9999, .* a newer version has migrated"):
         upgrade(database)
 
 
 def rows(url: str) -> dict[str, list[tuple[Any, ...]]]:
-    """Everything in the database, but the times of tokens' use."""
-    found = {}
+    """Returns every row of the database as text, by table."""
+    by_table = {}
     with psycopg.connect(plain(url)) as connection:
         for table in sorted(Base.metadata.tables):
             cursor = connection.execute(f"select t::text from {table} t order by 1")  # type: ignore[arg-type]
-            found[table] = list(cursor)
-    return found
+            by_table[table] = list(cursor)
+    return by_table
 
 
 def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
-    """What 0002 derives from older rows is what the service wrote as it went along."""
+    """The rows that 0002 derives from older rows equal those that the service wrote."""
     driver = Driver(stack, small_config("migrated", steps=70))
     for step in range(1, 67):
         driver.run_step(step)
     evaluated = [
-        made_up_group(prompt.uid, 1, size=4, rng=random.Random(prompt.uid))
+        synthetic_group(prompt.uid, 1, size=4, rng=random.Random(prompt.uid))
         for prompt in driver.client.step_prompts(1, "evaluation").prompts
     ]
     driver.client.post_groups(1, "evaluation", encode_groups(evaluated))
@@ -90,9 +93,9 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
         connection.execute(
             "update run set status = 'failed' where status in ('paused', 'stopped', 'deleting')"
         )
-        # What rollout replicas and collectors say anew every few seconds.
+        # Replicas send their heartbeats again within seconds, so going back drops them.
         connection.execute("delete from replica")
-        # The older schema cannot hold who did what when: going back forgets it.
+        # The older schema has neither spans nor a target version.
         connection.execute("delete from span")
         connection.execute("update run set target_version = 0")
     before = rows(database)
@@ -101,14 +104,77 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
     downgrade(database, "0001")
     upgrade(database)
     after = rows(database)
-    # The names of tokens and the revoked ones are all that going back loses.
+    # Going back loses the names of tokens, and the revoked ones.
     for table in before:
         if table != "api_token":
             assert after[table] == before[table], table
 
 
+OLD_SECTIONS = ("x1", "x2", "x3", "bad", "high", "adaptive")
+NEW_SECTIONS = (
+    "fresh",
+    "reevaluate",
+    "replay",
+    "hard_buffer",
+    "high_quality_buffer",
+    "replay_window",
+)
+
+
+def test_the_configuration_of_an_older_run_keeps_its_values(database: str) -> None:
+    """0005 renames the sections of a stored configuration, and its downgrade renames them back."""
+    config = small_config(
+        "older",
+        fresh={"filter": "uniform", "uniform_fraction": 0.4},
+        reevaluate={"c1": 0.5, "rule": "any_gain"},
+        replay={"enabled": False},
+        hard_buffer={"capacity": 17},
+        high_quality_buffer={"max_age": 9},
+    )
+    stored = config.model_dump(mode="json")
+    for old, new in zip(OLD_SECTIONS, NEW_SECTIONS, strict=True):
+        stored[old] = stored.pop(new)
+    upgrade(database, "0004")
+    with psycopg.connect(plain(database)) as connection:
+        connection.execute(
+            "insert into run (name, config, train_dataset, test_dataset, status, current_step,"
+            " attempt, wanted_version) values ('older', %s, 'a', 'b', 'running', 3, 1, 2)",
+            [json.dumps(stored)],
+        )
+        connection.execute(
+            "insert into activity select id, repeat('a', 32), 'trainer', 'update', 3, now(), now()"
+            " from run"
+        )
+    upgrade(database)
+    engine = create_engine(database)
+    with Session(engine) as session:
+        run = get_run(session, "older")
+        assert run_config(run) == config
+        assert run.target_version == 2
+        (span,) = session.scalars(select(SpanRow))
+        assert (span.component, span.name, span.step) == ("trainer", "update", 3)
+    engine.dispose()
+    downgrade(database, "0004")
+    with psycopg.connect(plain(database)) as connection:
+        (row,) = connection.execute("select config, wanted_version from run")
+        assert row == (stored, 2)
+        assert list(connection.execute("select part, step from activity")) == [("trainer", 3)]
+
+
+def test_a_configuration_without_a_renamed_section_is_left_alone(database: str) -> None:
+    upgrade(database, "0004")
+    with psycopg.connect(plain(database)) as connection:
+        connection.execute(
+            "insert into run (name, config, train_dataset, test_dataset, status, current_step,"
+            " attempt) values ('older', '{\"seed\": 1}', 'a', 'b', 'created', 0, 0)"
+        )
+    upgrade(database)
+    with psycopg.connect(plain(database)) as connection:
+        assert list(connection.execute("select config from run")) == [({"seed": 1},)]
+
+
 def copy_database(stack: Endpoints, name: str) -> None:
-    """Makes `name` a copy of the stack's database. That one must have no connections meanwhile."""
+    """Copies the stack's database to `name`; Postgres allows no connections to it meanwhile."""
     template1 = plain(stack.database_url).replace("/postgres?", "/template1?")
     with psycopg.connect(template1, autocommit=True) as connection:
         connection.execute(f"drop database {name} with (force)")  # type: ignore[arg-type]
@@ -122,15 +188,15 @@ def copy_database(stack: Endpoints, name: str) -> None:
             connection.execute("alter database postgres allow_connections true")
 
 
-def test_a_database_that_is_away_is_waited_for_and_then_named(
+def test_an_unreachable_database_is_waited_for_and_then_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the chart's Job does before an installation, and says if it cannot."""
-    monkeypatch.setattr(migrate, "LOOK_EVERY_S", 0.05)
+    """The chart's Job waits like this before an installation."""
+    monkeypatch.setattr(migrate, "POLL_INTERVAL_S", 0.05)
     url = "postgresql+psycopg://bapo:secret@127.0.0.1:1/bapo"
     with caplog.at_level("INFO"), pytest.raises(BapoError) as caught:
         migrate.await_database(url, 0.2)
-    assert "127.0.0.1:1/bapo did not accept us" in str(caught.value)
+    assert "127.0.0.1:1/bapo did not accept a connection" in str(caught.value)
     assert "check the address, the credentials" in str(caught.value)
     assert "secret" not in str(caught.value) + caplog.text
     assert "waiting for the database" in caplog.text
@@ -138,11 +204,11 @@ def test_a_database_that_is_away_is_waited_for_and_then_named(
 
 def test_the_jobs_command_migrates(stack: Endpoints) -> None:
     environment = {**os.environ, "BAPO_DATABASE_URL": stack.database_url}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "services.buffer.migrate"],
         env=environment,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0
-    assert "the schema is current" in done.stderr + done.stdout
+    assert completed.returncode == 0
+    assert "the schema is current" in completed.stderr + completed.stdout

@@ -14,7 +14,7 @@ import pytest
 from services.buffer.api.trajectories import decode_groups
 from services.common.errors import ServiceUnavailable
 from services.common.objectstore import ObjectStore
-from tests.integration.breakable import PARTS, Breakable, breakable_stack
+from tests.integration.breakable import PROCESSES, Breakable, breakable_stack
 from tests.integration.driver import Driver, small_config, snapshot
 
 
@@ -73,7 +73,7 @@ def steps_under_fire(breakable: Breakable, name: str, *, kills: int, seed: int) 
         for _ in range(kills):
             # Random, so that a kill may meet any moment of a step.
             enough.wait(rng.uniform(0.02, 0.6))
-            part = rng.choice(PARTS)
+            part = rng.choice(PROCESSES)
             breakable.kill(part)
             breakable.revive(part)
             assert not failures

@@ -1,4 +1,4 @@
-"""What people ask of a run, against an independent account of the same run kept by the test."""
+"""Queries about a run, compared with an independent account of the run that the test keeps."""
 
 from __future__ import annotations
 
@@ -19,44 +19,46 @@ from services.buffer.api.trajectories import decode_groups, encode_groups
 from services.common.errors import ServiceError
 from services.common.objectstore import ObjectStore
 from services.stack.stack import Endpoints
-from tests.integration.driver import Driver, made_up_group, small_config
+from tests.integration.driver import Driver, small_config, synthetic_group
 
 STEPS = 70
-"""One more than a snapshot away from the beginning."""
+"""Past the second difficulty snapshot, which is taken at step 64."""
 SIZE = 4
+"""G of `small_config`."""
 
 
 class Account:
-    """A run of 70 steps, and what the test itself noted of every group."""
+    """Runs 70 steps and keeps the results of every group."""
 
     def __init__(self, stack: Endpoints) -> None:
         self.driver = Driver(stack, small_config("queries", steps=STEPS, seed=3))
         self.client = self.driver.client
         self.groups: list[tuple[int, str, str, int]] = []
-        """(step, kind, uid, correct), in the order of time."""
+        """(step, kind, uid, correct) of every group, oldest first."""
         self.manifests: dict[int, wire.BatchManifest] = {}
         for step in range(1, STEPS + 1):
-            self._note(step, "fresh")
+            self._roll_out(step, "fresh")
             if self.driver.config.schedule.reevaluates_at(step):
-                self._note(step, "reevaluation")
+                self._roll_out(step, "reevaluation")
             self.manifests[step] = self.client.batch(step)
             self.client.commit(step, {"loss": 1 / step})
 
-    def _note(self, step: int, kind: wire.Kind) -> None:
+    def _roll_out(self, step: int, kind: wire.Kind) -> None:
         groups = self.driver.groups(step, kind)
         if groups:
             self.client.post_groups(step, kind, encode_groups(groups))
         self.groups += [(step, kind, group.prompt_uid, group.correct) for group in groups]
 
     def last_bins(self, step: int) -> dict[str, int]:
-        """uid -> k of G at the last attempt up to `step`."""
-        return {uid: correct for at, _, uid, correct in self.groups if at <= step}
+        """Returns k of G at the last attempt up to `step`, by uid."""
+        return {uid: correct for made_at, _, uid, correct in self.groups if made_at <= step}
 
     def means(self) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = defaultdict(list)
+        """Returns the mean reward of each attempt, by uid."""
+        means: dict[str, list[float]] = defaultdict(list)
         for _, _, uid, correct in self.groups:
-            found[uid].append(correct / SIZE)
-        return found
+            means[uid].append(correct / SIZE)
+        return means
 
 
 @pytest.fixture(scope="module")
@@ -111,15 +113,15 @@ def test_a_step_that_is_not_committed_has_no_bins(account: Account) -> None:
 
 
 def uids(account: Account, **filters: object) -> list[str]:
-    """All pages of a listing, three prompts at a time."""
-    found: list[str] = []
+    """Reads all pages of a listing, three prompts at a time."""
+    listed: list[str] = []
     cursor: str | None = None
     while True:
         page = account.client.prompts(cursor=cursor, limit=3, **filters)
         assert len(page.items) <= 3
-        found += [item.uid for item in page.items]
+        listed += [item.uid for item in page.items]
         if page.next is None:
-            return found
+            return listed
         cursor = page.next
 
 
@@ -141,8 +143,8 @@ def test_listing_by_trend(account: Account) -> None:
     }
     assert expected["improving"]
     assert expected["worsening"]
-    for trend, wanted in expected.items():
-        assert set(uids(account, trend=trend)) == wanted, trend
+    for trend, expected_uids in expected.items():
+        assert set(uids(account, trend=trend)) == expected_uids, trend
 
 
 def test_unlocked_between_two_steps(account: Account) -> None:
@@ -152,15 +154,15 @@ def test_unlocked_between_two_steps(account: Account) -> None:
         began_at_zero.setdefault(uid, correct == 0)
         if correct:
             first_solved.setdefault(uid, step)
-    unlocked = {uid: s for uid, s in first_solved.items() if began_at_zero[uid]}
+    unlocked = {uid: step for uid, step in first_solved.items() if began_at_zero[uid]}
     assert len(unlocked) >= 2
     for after, until in [(0, STEPS), (0, 6), (6, STEPS), (STEPS, STEPS), (9, 3)]:
-        wanted = {uid for uid, step in unlocked.items() if after < step <= until}
+        expected = {uid for uid, step in unlocked.items() if after < step <= until}
         listed = uids(account, unlocked_after=after, unlocked_until=until)
-        assert set(listed) == wanted
+        assert set(listed) == expected
         assert [unlocked[uid] for uid in listed] == sorted(unlocked[uid] for uid in listed)
         hardest = uids(account, unlocked_after=after, unlocked_until=until, order="hardest")
-        assert set(hardest) == wanted
+        assert set(hardest) == expected
     assert set(uids(account, order="unlocked")) == set(unlocked)
 
 
@@ -179,22 +181,22 @@ def test_orders(account: Account, order: str) -> None:
 
 
 def test_search_in_uid_and_payload(account: Account) -> None:
-    some = next(account.client.all_prompts())
-    target = str(some.payload["target"])
-    found = {item.uid for item in account.client.all_prompts(search=target)}
-    assert some.uid in found
-    assert found == {
+    prompt = next(account.client.all_prompts())
+    target = str(prompt.payload["target"])
+    matches = {item.uid for item in account.client.all_prompts(search=target)}
+    assert prompt.uid in matches
+    assert matches == {
         item.uid
         for item in account.client.all_prompts()
         if target in item.uid or target in str(item.payload)
     }
     assert list(account.client.all_prompts(search="no such words")) == []
-    assert list(account.client.all_prompts(search="%")) == [], "a wildcard is a character here"
+    assert list(account.client.all_prompts(search="%")) == [], "a wildcard is a plain character"
 
 
 def test_a_cursor_belongs_to_its_list(account: Account) -> None:
     page = account.client.prompts(limit=3, order="hardest")
-    with pytest.raises(ServiceError, match=r"cursor: .* is not one that this list gave"):
+    with pytest.raises(ServiceError, match=r"cursor: .* is not a cursor of this list"):
         account.client.prompts(cursor=page.next, order="most_improved")
     for forged in ("x", "bm9wZQ", "WyJzdG9yZWQiLCAiYSJd"):
         with pytest.raises(ServiceError, match="cursor") as caught:
@@ -205,25 +207,25 @@ def test_a_cursor_belongs_to_its_list(account: Account) -> None:
 def test_a_prompts_history(account: Account) -> None:
     uid = account.groups[0][2]
     history = account.client.prompt_history(uid)
-    own = [(step, kind, correct) for step, kind, of, correct in account.groups if of == uid]
-    assert [(a.step, a.kind, a.correct) for a in history.attempts] == own
+    expected = [(step, kind, correct) for step, kind, of, correct in account.groups if of == uid]
+    assert [(a.step, a.kind, a.correct) for a in history.attempts] == expected
     for attempt in history.attempts:
-        used = [
+        steps = [
             step
             for step, manifest in account.manifests.items()
             if attempt.group_id in {member.group_id for member in manifest.members}
         ]
-        assert attempt.batches == used
+        assert attempt.batches == steps
     for buffer in ("hard", "high_quality"):
-        inside = {step for step in range(STEPS + 1) if _holds(account, buffer, step, uid)}
+        steps_inside = {step for step in range(STEPS + 1) if _holds(account, buffer, step, uid)}
         stays = [stay for stay in history.stays if stay.buffer == buffer]
-        assert inside == {
+        assert steps_inside == {
             step
             for stay in stays
             for step in range(stay.inserted_step, stay.evicted_step or STEPS + 1)
         }
-    with pytest.raises(ServiceError, match="there is no prompt 'nobody'"):
-        account.client.prompt_history("nobody")
+    with pytest.raises(ServiceError, match="there is no prompt 'unknown'"):
+        account.client.prompt_history("unknown")
 
 
 def _holds(account: Account, buffer: wire.BufferName, step: int, uid: str) -> bool:
@@ -236,20 +238,47 @@ def _holds(account: Account, buffer: wire.BufferName, step: int, uid: str) -> bo
 @pytest.mark.parametrize("step", [1, 2, 3, 40, STEPS])
 def test_every_decision_agrees_with_the_batch(account: Account, step: int) -> None:
     source_of = {m.prompt_uid: m.source for m in account.manifests[step].members}
-    drawn = {uid for at, kind, uid, _ in account.groups if (at, kind) == (step, "fresh")}
+    drawn = {uid for made_at, kind, uid, _ in account.groups if (made_at, kind) == (step, "fresh")}
     for prompt in account.client.all_prompts():
         decision = account.client.decision(step, prompt.uid)
         assert decision.used == (prompt.uid in source_of)
         assert decision.source == source_of.get(prompt.uid)
-        used = [each.source for each in decision.considered if each.outcome == "used"]
-        assert used == ([source_of[prompt.uid]] if prompt.uid in source_of else [])
+        used_by = [source.source for source in decision.considered if source.outcome == "used"]
+        assert used_by == ([source_of[prompt.uid]] if prompt.uid in source_of else [])
         fresh, reevaluated, replayed = decision.considered
         assert (fresh.outcome == "not_considered") == (prompt.uid not in drawn)
         in_high = _holds(account, "high_quality", step - 1, prompt.uid)
         assert (replayed.outcome != "not_considered") == in_high
         if step % 2:
             assert reevaluated.outcome == "not_considered"
-        assert all(each.reason for each in decision.considered)
+        assert all(source.reason for source in decision.considered)
+
+
+def test_a_decision_names_the_setting_that_made_it(stack: Endpoints) -> None:
+    driver = Driver(
+        stack,
+        small_config(
+            "queries-decisions",
+            reevaluate={"c1": 0.5, "max_prompts": 1},
+            replay={"enabled": False},
+        ),
+    )
+    for step in (1, 2):
+        driver.run_step(step)
+    reasons = set()
+    for prompt in driver.client.all_prompts():
+        for step in (1, 2):
+            reasons |= {
+                source.reason for source in driver.client.decision(step, prompt.uid).considered
+            }
+    hard = len(driver.client.buffer("hard", 1))
+    assert (
+        f"not sampled: 1 of {hard} hard entries were drawn for re-evaluation "
+        "(reevaluate.max_prompts = 1)"
+    ) in reasons
+    assert "this step has no re-evaluation (sync.reevaluate_every = 2)" in reasons
+    assert "this run has no replay (replay.enabled = false)" in reasons
+    assert any("(fresh.filter = range)" in reason for reason in reasons)
 
 
 def test_a_step_without_a_batch_has_no_decision(account: Account) -> None:
@@ -262,7 +291,7 @@ def test_a_step_without_a_batch_has_no_decision(account: Account) -> None:
 
 
 @pytest.mark.parametrize("buffer", ["hard", "high_quality"])
-def test_events_tell_the_contents_of_every_step(account: Account, buffer: wire.BufferName) -> None:
+def test_events_add_up_to_the_contents_of_every_step(account: Account, buffer: wire.Buffer) -> None:
     events: list[wire.BufferEvent] = []
     cursor: str | None = None
     while True:
@@ -274,7 +303,7 @@ def test_events_tell_the_contents_of_every_step(account: Account, buffer: wire.B
     assert {"admitted", "evicted"} == {event.event for event in events}
     held: set[int] = set()
     for step in range(1, STEPS + 1):
-        for event in (each for each in events if each.step == step):
+        for event in (event for event in events if event.step == step):
             if event.event == "admitted":
                 held.add(event.group_id)
             else:
@@ -310,7 +339,7 @@ def test_a_batch_as_arrow(account: Account) -> None:
     assert [r.token_ids for r in view.responses] == [r.token_ids for r in groups[0].responses]
 
 
-def test_a_damaged_object_breaks_the_download_off(stack: Endpoints) -> None:
+def test_a_damaged_object_aborts_the_download(stack: Endpoints) -> None:
     driver = Driver(stack, small_config("queries-damaged"))
     manifest = driver.run_step(1)
     key = manifest.members[0].object_key
@@ -336,7 +365,7 @@ def test_difficulty_as_parquet(account: Account) -> None:
             assert row[name] == getattr(item, name)
 
 
-def test_steps_thinned_out_on_the_server(account: Account) -> None:
+def test_steps_are_sampled_by_the_service(account: Account) -> None:
     url = f"{account.driver.stack.buffer_url}/v1/runs/queries/steps"
     headers = {"Authorization": f"Bearer {account.driver.stack.token}"}
     steps = httpx.get(url, params={"points": 9}, headers=headers).json()
@@ -346,7 +375,7 @@ def test_steps_thinned_out_on_the_server(account: Account) -> None:
     assert len(gaps) == 1
 
 
-def test_an_answer_that_has_not_changed_is_not_sent_again(account: Account) -> None:
+def test_an_unchanged_answer_is_not_sent_again(account: Account) -> None:
     url = f"{account.driver.stack.buffer_url}/v1/runs/queries/difficulty/bins"
     headers = {"Authorization": f"Bearer {account.driver.stack.token}"}
     first = httpx.get(url, headers=headers)
@@ -359,7 +388,7 @@ def test_an_answer_that_has_not_changed_is_not_sent_again(account: Account) -> N
 
 
 def test_two_runs_side_by_side(account: Account, stack: Endpoints) -> None:
-    other = Driver(stack, small_config("queries-other", seed=4, x2={"c1": 0.5}))
+    other = Driver(stack, small_config("queries-other", seed=4, reevaluate={"c1": 0.5}))
     other.run_step(1)
     answer = account.client.compare("queries-other")
     assert answer.runs == ("queries", "queries-other")
@@ -385,11 +414,11 @@ def test_the_same_calls_from_asynchronous_code(account: Account) -> None:
     assert page == account.client.prompts(limit=2, order="hardest")
 
 
-def test_evaluations_are_counted_once_complete(stack: Endpoints) -> None:
+def test_evaluations_are_listed_once_complete(stack: Endpoints) -> None:
     driver = Driver(stack, small_config("queries-evaluation"))
     prompts = driver.client.step_prompts(1, "evaluation").prompts
     rng = random.Random(1)
-    groups = [made_up_group(prompt.uid, 1, size=SIZE, rng=rng) for prompt in prompts]
+    groups = [synthetic_group(prompt.uid, 1, size=SIZE, rng=rng) for prompt in prompts]
     driver.client.post_groups(1, "evaluation", encode_groups(groups[:1]))
     assert driver.client.evaluations() == []
     with pytest.raises(ServiceError, match="no complete evaluation of version 1"):

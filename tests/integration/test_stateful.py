@@ -1,6 +1,7 @@
-"""The real service on real Postgres and S3 against a model in plain lists, with faults between
-any two operations: repeated, reordered, concurrent, superseded and broken-off calls, connections
-that are cut, and (in the long test) a service that is killed.
+"""Compares the real service, on real Postgres and S3, with a reference model in plain lists.
+
+Faults happen between any two operations: repeated, reordered, concurrent, superseded and aborted
+calls, database connections that are cut, and (in the slow tests) processes that are killed.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from hypothesis.stateful import (
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import TrajectoryGroup, encode_groups
 from services.common.errors import ServiceError, Superseded
-from tests.integration.breakable import Breakable, breakable_stack
-from tests.integration.driver import Driver, made_up_group, small_config
+from tests.integration.breakable import PROCESSES, Breakable, breakable_stack
+from tests.integration.driver import Driver, small_config, synthetic_group
 from tests.integration.model import Model
 
 T = TypeVar("T")
 names = itertools.count()
-faults = st.sampled_from(["none", "none", "none", "twice", "at once", "cut", "broken off"])
+faults = st.sampled_from(["none", "none", "none", "twice", "at once", "cut", "aborted"])
 
 
 class StepProtocol(RuleBasedStateMachine):
@@ -48,8 +49,8 @@ class StepProtocol(RuleBasedStateMachine):
             f"stateful-{next(names)}",
             seed=seed,
             steps=40,
-            bad={"capacity": 5},
-            high={"capacity": 6},
+            hard_buffer={"capacity": 5},
+            high_quality_buffer={"capacity": 6},
         )
         self.driver = Driver(self.stack.endpoints, config)
         self.client = self.driver.client
@@ -61,11 +62,11 @@ class StepProtocol(RuleBasedStateMachine):
     # ---- faults
 
     def faulty(self, fault: str, call: Callable[[], T]) -> T:
-        """The first answer of `call`, whatever happens around it."""
+        """Calls `call` under a fault and returns its first answer."""
         if fault == "cut":
             self.cut_connections()
-        if fault == "broken off":
-            self.break_off()
+        if fault == "aborted":
+            self.abort_request()
         if fault == "at once":
             with ThreadPoolExecutor(4) as pool:
                 answers = list(pool.map(lambda _: call(), range(4)))
@@ -84,8 +85,8 @@ class StepProtocol(RuleBasedStateMachine):
                 " where pid <> pg_backend_pid() and backend_type = 'client backend'"
             )
 
-    def break_off(self) -> None:
-        """A sender that dies in the middle of its groups."""
+    def abort_request(self) -> None:
+        """Sends half of a body of groups and closes the connection."""
         url = urlsplit(self.stack.endpoints.buffer_url)
         step = self.model.current_step + 1
         body = b"\xff\xff\xff\xff half of it"
@@ -123,12 +124,12 @@ class StepProtocol(RuleBasedStateMachine):
 
     def group(self, uid: str, version: int) -> TrajectoryGroup:
         size = self.model.config.rollout.group_size
-        return made_up_group(uid, version, size=size, rng=self.rng)
+        return synthetic_group(uid, version, size=size, rng=self.rng)
 
     @precondition(lambda self: not self.paused)
     @rule(ahead=st.integers(0, 2), share=st.floats(0, 1), fault=faults, order=st.randoms())
     def fresh_groups(self, ahead: int, share: float, fault: str, order: random.Random) -> None:
-        """Any part of a step's groups, in any order, also of steps ahead."""
+        """Sends a share of a step's groups in any order, also for steps ahead."""
         step = self.next_step(ahead)
         uids = list(self.drawn(step))
         order.shuffle(uids)
@@ -140,16 +141,15 @@ class StepProtocol(RuleBasedStateMachine):
         step = self.next_step(0)
         if step % self.model.config.sync.reevaluate_every:
             return
-        wanted = self.model.reevaluated(step)
-        given = [p.uid for p in self.client.step_prompts(step, "reevaluation").prompts]
-        assert given == wanted
-        if given:
-            self.send(step, "reevaluation", given, fault)
+        uids = [p.uid for p in self.client.step_prompts(step, "reevaluation").prompts]
+        assert uids == self.model.reevaluated(step)
+        if uids:
+            self.send(step, "reevaluation", uids, fault)
 
     @precondition(lambda self: not self.paused)
     @rule(fault=faults)
     def whole_step(self, fault: str) -> None:
-        """What is missing of the step, then its batch and its commit."""
+        """Completes the groups of a step, then builds its batch and commits it."""
         step = self.next_step(0)
         if step > 39:
             return
@@ -164,16 +164,16 @@ class StepProtocol(RuleBasedStateMachine):
         step = self.next_step(0)
         self.drawn(step)
         if self.model.missing(step):
-            assert not self.look_at_batch(step)
+            assert not self.batch_is_ready(step)
             return
         manifest = self.faulty(fault, lambda: self.client.batch(step))
         if step not in self.model.batches:
             self.model.build(step)
-        found = [(m.prompt_uid, m.source, m.step) for m in manifest.members]
-        assert found == self.model.batches[step]
+        members = [(m.prompt_uid, m.source, m.step) for m in manifest.members]
+        assert members == self.model.batches[step]
         assert (manifest.c2, manifest.c3) == pytest.approx(self.model.windows[step])
 
-    def look_at_batch(self, step: int) -> bool:
+    def batch_is_ready(self, step: int) -> bool:
         path = f"/v1/runs/{self.client.run}/steps/{step}/batch"
         answer = self.client._send("POST", path, params={"wait": 0})
         return bool(answer.json()["ready"])
@@ -205,7 +205,7 @@ class StepProtocol(RuleBasedStateMachine):
 
     @rule()
     def new_attempt(self) -> None:
-        """Another trainer takes over; the one before is turned away."""
+        """Begins a new attempt; calls of the superseded one are refused."""
         old = BufferClient(
             self.stack.endpoints.buffer_url,
             self.stack.endpoints.token,
@@ -243,15 +243,15 @@ class StepProtocol(RuleBasedStateMachine):
             self.client.post_groups(step, kind, encode_groups([self.group("stranger", 99)]))
 
     @precondition(lambda self: self.kills)
-    @rule(part=st.sampled_from(["buffer", "postgres", "s3"]))
-    def kill(self, part: str) -> None:
-        self.stack.kill(part)
-        self.stack.revive(part)
+    @rule(process=st.sampled_from(PROCESSES))
+    def kill(self, process: str) -> None:
+        self.stack.kill(process)
+        self.stack.revive(process)
 
-    # ---- what holds between any two operations
+    # ---- invariants between any two operations
 
     @invariant()
-    def the_service_is_where_the_model_is(self) -> None:
+    def current_steps_are_equal(self) -> None:
         assert self.client.run_state().current_step == self.model.current_step
 
     @invariant()
@@ -270,16 +270,16 @@ class StepProtocol(RuleBasedStateMachine):
     @invariant()
     def difficulty_is_equal(self) -> None:
         step = self.rng.randint(0, self.model.current_step)
-        last = [each[-1] for each in self.model.states[step].attempts.values()]
+        last = [correct[-1] for correct in self.model.states[step].attempts.values()]
         bins = self.client.difficulty_bins(step).bins
         assert bins == [last.count(k) for k in range(len(bins))]
         listed = {p.uid: p for p in self.client.all_prompts()}
         attempts = self.model.states[-1].attempts
         assert listed.keys() == attempts.keys()
         for uid, correct in attempts.items():
-            found = listed[uid]
-            assert (found.attempts, found.bin) == (len(correct), correct[-1])
-            assert found.best_mean == max(correct) / 4
+            prompt = listed[uid]
+            assert (prompt.attempts, prompt.bin) == (len(correct), correct[-1])
+            assert prompt.best_mean == max(correct) / 4
 
 
 @pytest.fixture(scope="module")
@@ -302,13 +302,13 @@ def check(machine: type[StepProtocol], *, examples: int, steps: int) -> None:
     )
 
 
-def test_the_service_does_what_the_model_does(breakable: Breakable) -> None:
+def test_the_service_agrees_with_the_model(breakable: Breakable) -> None:
     check(StepProtocol, examples=12, steps=25)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_service_does_what_the_model_does_for_long(breakable: Breakable) -> None:
+def test_the_service_agrees_with_the_model_for_long(breakable: Breakable) -> None:
     check(StepProtocol, examples=100, steps=40)
 
 
@@ -318,5 +318,5 @@ class KilledStepProtocol(StepProtocol):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_service_does_what_the_model_does_while_killed(breakable: Breakable) -> None:
+def test_the_service_agrees_with_the_model_while_processes_are_killed(breakable: Breakable) -> None:
     check(KilledStepProtocol, examples=40, steps=40)

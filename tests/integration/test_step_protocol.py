@@ -1,4 +1,4 @@
-"""The step protocol against the real service, on real Postgres and S3 (design section 6)."""
+"""The step protocol against the real service, on real Postgres and S3."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import SecretStr
 
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import encode_groups
 from services.common.errors import ServiceError, ServiceUnavailable, Superseded
 from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.stack.stack import Endpoints
-from tests.integration.driver import Driver, made_up_group, small_config, snapshot
+from tests.integration.driver import Driver, small_config, snapshot, synthetic_group
 
 
 @pytest.fixture
 def drive(stack: Endpoints, request: pytest.FixtureRequest) -> Callable[..., Driver]:
-    """A new run, named after the test."""
+    """Returns a function that creates a run named after the test."""
 
     def make(**sections: Any) -> Driver:
         name = request.node.name.split("[")[0].replace("_", "-")[:60]
@@ -47,7 +48,7 @@ def test_every_call_repeated_gives_the_first_answer(drive: Callable[..., Driver]
     assert driver.client.step_prompts(1).prompts == first.prompts
 
 
-def test_a_group_lands_once_whoever_sends_other_content_for_it(
+def test_a_group_is_recorded_once_even_if_other_content_is_sent_for_it(
     drive: Callable[..., Driver],
 ) -> None:
     driver = drive()
@@ -95,15 +96,15 @@ def test_groups_that_do_not_belong_are_refused_and_leave_nothing(
     good = driver.groups(1)
     short = dataclasses.replace(good[0], responses=good[0].responses[:3])
     stale = dataclasses.replace(good[0], policy_version=2)
-    stranger = dataclasses.replace(good[0], prompt_uid="countdown:nobody")
-    for bad, message in (
+    stranger = dataclasses.replace(good[0], prompt_uid="countdown:unknown")
+    for groups, message in (
         ([short], "groups are whole or absent"),
         ([stale], "need version 1"),
         ([stranger], "not a fresh prompt of step 1"),
         ([good[0], good[0]], "more than one group"),
     ):
         with pytest.raises(ServiceError, match=message) as caught:
-            driver.client.post_groups(1, "fresh", encode_groups(bad))
+            driver.client.post_groups(1, "fresh", encode_groups(groups))
         assert caught.value.status == 400
     with pytest.raises(ServiceError, match="not an Arrow IPC stream"):
         driver.client.post_groups(1, "fresh", b"not arrow")
@@ -153,7 +154,7 @@ def test_a_rewind_undoes_everything_after_a_step_exactly(drive: Callable[..., Dr
     driver.client.rewind(5)
     assert snapshot(driver) == before
     again = [driver.run_step(step) for step in range(6, 10)]
-    assert [_composition(each) for each in again] == [_composition(each) for each in manifests]
+    assert list(map(_composition, again)) == list(map(_composition, manifests))
 
 
 def test_a_new_attempt_starts_from_the_last_checkpoint(drive: Callable[..., Driver]) -> None:
@@ -171,16 +172,16 @@ def test_the_best_checkpoints_are_kept_besides_the_latest(drive: Callable[..., D
     driver = drive(evaluation={"every": 2}, checkpoint={"every": 2, "keep": 1, "keep_best": 1})
 
     def kept() -> dict[int, float | None]:
-        return {each.step: each.accuracy for each in driver.client.checkpoints()}
+        return {view.step: view.accuracy for view in driver.client.checkpoints()}
 
     def evaluate(version: int, correct: int) -> None:
         rng = random.Random(0)
         groups = []
         for prompt in driver.client.step_prompts(version, "evaluation").prompts:
-            group = made_up_group(prompt.uid, version, size=4, rng=rng)
+            group = synthetic_group(prompt.uid, version, size=4, rng=rng)
             responses = [
-                dataclasses.replace(response, reward=float(place < correct))
-                for place, response in enumerate(group.responses)
+                dataclasses.replace(response, reward=float(index < correct))
+                for index, response in enumerate(group.responses)
             ]
             groups.append(dataclasses.replace(group, responses=responses))
         driver.client.post_groups(version, "evaluation", encode_groups(groups))
@@ -191,7 +192,7 @@ def test_the_best_checkpoints_are_kept_besides_the_latest(drive: Callable[..., D
             driver.client.record_checkpoint(step, "a" * 64)
         match step:
             case 3:
-                assert kept() == {3: None, 1: None}, "the evaluation of 1 is still owed"
+                assert kept() == {3: None, 1: None}, "the evaluation of version 2 is not complete"
                 evaluate(2, correct=1)
                 evaluate(4, correct=3)
             case 5:
@@ -199,7 +200,7 @@ def test_the_best_checkpoints_are_kept_besides_the_latest(drive: Callable[..., D
                 evaluate(6, correct=2)
             case 7:
                 assert kept() == {7: None, 3: 0.75}
-    assert driver.client.begin_attempt().current_step == 7, "a run goes on from the latest"
+    assert driver.client.begin_attempt().current_step == 7, "the latest checkpoint"
 
 
 def test_no_group_is_replayed_in_the_step_that_made_it(drive: Callable[..., Driver]) -> None:
@@ -215,7 +216,7 @@ def test_no_group_is_replayed_in_the_step_that_made_it(drive: Callable[..., Driv
     assert replayed > 0
 
 
-def test_dynamic_sampling_goes_on_until_enough_groups_are_mixed(
+def test_dynamic_sampling_continues_until_enough_groups_are_mixed(
     drive: Callable[..., Driver],
 ) -> None:
     driver = drive(
@@ -272,15 +273,15 @@ def test_log_probs_of_groups_of_another_step_are_refused(drive: Callable[..., Dr
 
     driver = drive(loss={"ratio": "decoupled"})
     driver.roll_out(1)
-    ours = driver.client.batch(1).record_proximal[0]
-    body = encode_proximal({m: [[-1.0]] * ours.size for m in (ours.group_id, 10**12)})
+    member = driver.client.batch(1).record_proximal[0]
+    body = encode_proximal({id_: [[-1.0]] * member.size for id_ in (member.group_id, 10**12)})
     with pytest.raises(ServiceError, match="no group 1000000000000 among those of step 1"):
         driver.client.post_proximal(1, body)
-    again = driver.client.batch(1).record_proximal[0]
-    assert (again.group_id, again.proximal_key) == (ours.group_id, None)
+    unchanged = driver.client.batch(1).record_proximal[0]
+    assert (unchanged.group_id, unchanged.proximal_key) == (member.group_id, None)
 
 
-def test_difficulty_is_what_the_groups_say(drive: Callable[..., Driver]) -> None:
+def test_difficulty_is_derived_from_the_groups(drive: Callable[..., Driver]) -> None:
     driver = drive()
     means: dict[str, list[float]] = {}
     for step in range(1, 7):
@@ -311,7 +312,7 @@ def test_published_weights_cannot_change(drive: Callable[..., Driver]) -> None:
         driver.client.publish_weights(5, "a" * 64)
 
 
-def test_damaged_objects_are_noticed(drive: Callable[..., Driver]) -> None:
+def test_damaged_objects_are_detected(drive: Callable[..., Driver]) -> None:
     driver = drive()
     member = driver.run_step(1).members[0]
     store = ObjectStore(driver.stack.object_store)
@@ -322,7 +323,7 @@ def test_damaged_objects_are_noticed(drive: Callable[..., Driver]) -> None:
 
 
 def test_the_object_store_refuses_wrong_credentials(stack: Endpoints) -> None:
-    settings = dataclasses.replace(stack.object_store, secret_key="wrong")
+    settings = stack.object_store.model_copy(update={"secret_key": SecretStr("wrong")})
     with pytest.raises(ObjectStoreError, match="accepts the credentials"):
         ObjectStore(settings, retries=0).put("key", b"data")
 
@@ -335,13 +336,13 @@ def test_a_run_exists_once(drive: Callable[..., Driver]) -> None:
 
 @pytest.mark.parametrize(
     ("headers", "status"),
-    [({}, 401), ({"Authorization": "Bearer nobody"}, 401), ({"Authorization": "Basic x"}, 401)],
+    [({}, 401), ({"Authorization": "Bearer unknown"}, 401), ({"Authorization": "Basic x"}, 401)],
 )
-def test_every_route_but_health_wants_a_token(
+def test_every_route_but_health_requires_a_token(
     stack: Endpoints, headers: dict[str, str], status: int
 ) -> None:
     response = httpx.get(f"{stack.buffer_url}/v1/runs", headers=headers)
-    # 429: another test has just tried many tokens from the same address.
+    # 429 if another test has just tried many tokens from the same address.
     assert response.status_code in (status, 429)
     assert response.headers["content-type"] == "application/problem+json"
     assert httpx.get(f"{stack.buffer_url}/health").status_code == 200
@@ -363,9 +364,9 @@ def test_every_route_but_health_wants_a_token(
                 assert httpx.request(method, url).status_code == 401, (method, path)
 
 
-def test_errors_say_what_and_where(stack: Endpoints) -> None:
-    client = BufferClient(stack.buffer_url, stack.token, run="nobody")
-    with pytest.raises(ServiceError, match="there is no run 'nobody'") as caught:
+def test_errors_name_the_resource_and_the_field(stack: Endpoints) -> None:
+    client = BufferClient(stack.buffer_url, stack.token, run="unknown")
+    with pytest.raises(ServiceError, match="there is no run 'unknown'") as caught:
         client.run_state()
     assert caught.value.status == 404
     headers = {"Authorization": f"Bearer {stack.token}"}
@@ -374,7 +375,7 @@ def test_errors_say_what_and_where(stack: Endpoints) -> None:
     assert "name" in response.json()["detail"]
 
 
-def test_a_lost_server_is_one_clear_error() -> None:
+def test_a_service_that_does_not_answer_is_one_clear_error() -> None:
     client = BufferClient("http://127.0.0.1:9", "token", run="r", give_up_s=0.1)
     with pytest.raises(ServiceUnavailable, match=r"127\.0\.0\.1:9 does not answer .* --resume"):
         client.run_state()

@@ -1,4 +1,4 @@
-"""Alembic's entry: runs migrations on the database named by the caller."""
+"""Runs migrations on the database named by the caller; Alembic executes this file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from sqlalchemy import create_engine, text
 from services.buffer.tables import Base
 
 LOCK = 0x6261706F
-"""Advisory lock ("bapo" in ASCII) under which one process migrates at a time."""
+"""Key of the advisory lock ("bapo" in ASCII) that lets one process migrate at a time."""
 
 engine = create_engine(context.config.attributes["database_url"])
 with engine.begin() as connection:

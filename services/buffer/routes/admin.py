@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from services.buffer import lifecycle, tokens
+from services.buffer import garbage, tokens
 from services.buffer.api import wire
 from services.buffer.routes.common import LARGEST
 from services.buffer.service import Service, ServiceDep
@@ -106,4 +106,4 @@ def collect_garbage(service: ServiceDep, dry_run: bool = True) -> wire.Garbage:
 
     Objects younger than a day are never deleted: their rows may be about to be written.
     """
-    return lifecycle.collect_garbage(service, dry_run=dry_run)
+    return garbage.collect_garbage(service, dry_run=dry_run)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query
 
-from services.buffer import artifacts, queries, runs
+from services.buffer import artifacts, replicas, runs, spans
 from services.buffer.api import wire
 from services.buffer.routes.common import LARGEST, Attempt, RunName, Step, Wait
 from services.buffer.service import ServiceDep
@@ -30,7 +30,7 @@ router = APIRouter(prefix="/v1/runs/{name}", tags=["artifacts"])
 def list_weights(service: ServiceDep, name: RunName) -> list[wire.WeightView]:
     """Lists policy versions that were published, newest first, at most a thousand."""
     with service.sessions() as session:
-        return queries.weights(session, runs.get_run(session, name))
+        return artifacts.list_weights(session, runs.get_run(session, name))
 
 
 @router.put("/weights/{version}", dependencies=RUN)
@@ -70,7 +70,7 @@ async def get_target_weights(
 
     def read() -> wire.TargetWeights:
         with service.sessions() as session:
-            return artifacts.wanted_weights(session, runs.get_run(session, name))
+            return artifacts.target_weights(session, runs.get_run(session, name))
 
     return await service.wait_until(name, wait, read, lambda target: target.tag != known)
 
@@ -82,7 +82,7 @@ async def get_target_weights(
 def list_checkpoints(service: ServiceDep, name: RunName) -> list[wire.CheckpointView]:
     """Lists the checkpoints that are kept, newest first."""
     with service.sessions() as session:
-        return queries.checkpoints(session, runs.get_run(session, name))
+        return artifacts.list_checkpoints(session, runs.get_run(session, name))
 
 
 @router.put("/checkpoints/{step}", dependencies=RUN)
@@ -121,7 +121,7 @@ async def list_replicas(
 
     def read() -> list[wire.ReplicaView]:
         with service.sessions() as session:
-            return queries.replicas(session, runs.get_run(session, name))
+            return replicas.list_replicas(session, runs.get_run(session, name))
 
     def served(replicas: list[wire.ReplicaView]) -> bool:
         return any(replica.manifest_digest == serving for replica in replicas)
@@ -135,7 +135,7 @@ def report_replica(
 ) -> None:
     """Records the state that a rollout replica reports; the report is its heartbeat, too."""
     with service.write_transaction(name) as session:
-        artifacts.report_replica(session, runs.get_run(session, name), replica, body)
+        replicas.record_heartbeat(session, runs.get_run(session, name), replica, body)
 
 
 # ---- spans --------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def report_replica(
 def record_spans(service: ServiceDep, name: RunName, body: wire.SpanBatch) -> None:
     """Records spans of a component, each once, however often it is sent."""
     with service.sessions.begin() as session:
-        artifacts.record_spans(session, runs.get_run(session, name), body)
+        spans.record_spans(session, runs.get_run(session, name), body)
 
 
 @router.get("/spans", dependencies=READ)
@@ -155,4 +155,4 @@ def list_spans(
     """Lists the spans of all components while the trainer was at these steps, by time."""
     with service.sessions() as session:
         run = runs.get_run(session, name)
-        return queries.spans(session, run, first_step, last_step)
+        return spans.list_spans(session, run, first_step, last_step)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query
 
-from services.buffer import artifacts, lifecycle, queries, runs
+from services.buffer import comparisons, lifecycle, runs
 from services.buffer.api import wire
 from services.buffer.routes.common import Attempt, Cursor, Limit, RunName
 from services.buffer.service import ServiceDep
@@ -80,7 +80,7 @@ def compare_runs(
     """Compares two runs: configuration, rollouts, difficulty and evaluations."""
     with service.sessions() as session:
         pair = [runs.get_run(session, name) for name in (first, second)]
-        return queries.compare(session, pair[0], pair[1])
+        return comparisons.compare_runs(session, pair[0], pair[1])
 
 
 # ---- lifecycle ----------------------------------------------------------------------------------
@@ -98,15 +98,14 @@ def end_run(
 ) -> wire.RunState:
     """Records how a run ended, as its own processes report it."""
     with service.write_transaction(name) as session:
-        run = runs.lock_run(session, name, attempt)
-        return runs.run_state(lifecycle.end(run, change.status))
+        return runs.run_state(lifecycle.end_run(session, name, attempt, change.status))
 
 
 @router.post("/runs/{name}/attempts", tags=["runs"], dependencies=RUN)
 def begin_attempt(service: ServiceDep, name: RunName) -> wire.RunState:
     """Begins a new attempt: supersedes earlier ones, and rewinds to the last checkpoint."""
     with service.write_transaction(name) as session:
-        return runs.run_state(artifacts.begin_attempt(session, name))
+        return runs.run_state(lifecycle.begin_attempt(session, name))
 
 
 @router.post("/runs/{name}/pause", tags=["runs"], dependencies=RUN)

@@ -7,7 +7,18 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Query
 from fastapi.responses import StreamingResponse
 
-from services.buffer import decisions, difficulty, exports, prompts, queries, runs, steps
+from services.buffer import (
+    batches,
+    buffers,
+    committed_steps,
+    decisions,
+    difficulty,
+    evaluations,
+    exports,
+    prompts,
+    runs,
+    stored_groups,
+)
 from services.buffer.api import wire
 from services.buffer.api.trajectories import SCHEMA, groups_of, read_table
 from services.buffer.routes.common import (
@@ -49,15 +60,15 @@ def list_steps(
     with service.sessions() as session:
         run = runs.get_run(session, name)
         if points is not None:
-            return queries.sampled_steps(session, run, after, points)
-        return queries.steps(session, run, after, limit)
+            return committed_steps.sample_steps(session, run, after, points)
+        return committed_steps.list_steps(session, run, after, limit)
 
 
 @router.get("/evaluations", tags=["evaluations"])
 def list_evaluations(service: ServiceDep, name: RunName) -> list[wire.Evaluation]:
     """Lists the accuracy and the bins of every evaluated policy version, on held-out prompts."""
     with service.sessions() as session:
-        return queries.evaluations(session, runs.get_run(session, name))
+        return evaluations.list_evaluations(session, runs.get_run(session, name))
 
 
 @router.get("/evaluations/migration", tags=["evaluations"])
@@ -66,7 +77,7 @@ def evaluation_migration(
 ) -> wire.Migration:
     """Counts how held-out prompts moved between bins from one policy version to another."""
     with service.sessions() as session:
-        return queries.migration(session, runs.get_run(session, name), before, after)
+        return evaluations.evaluation_migration(session, runs.get_run(session, name), before, after)
 
 
 # ---- difficulty ---------------------------------------------------------------------------------
@@ -142,21 +153,21 @@ def list_prompts(
     filter_ = prompts.Filter(bin, trend, unlocked_after, unlocked_until, search)
     with service.sessions() as session:
         run = runs.get_run(session, name)
-        return prompts.listing(session, run, filter_, order, cursor, limit)
+        return prompts.list_prompts(session, run, filter_, order, cursor, limit)
 
 
 @router.get("/prompts/history", tags=["prompts"])
 def prompt_history(service: ServiceDep, name: RunName, uid: Uid) -> wire.PromptHistory:
     """Returns a prompt's groups, the batches that used them, and their time in the buffers."""
     with service.sessions() as session:
-        return prompts.history(session, runs.get_run(session, name), uid)
+        return prompts.prompt_history(session, runs.get_run(session, name), uid)
 
 
 @router.get("/steps/{step}/decision", tags=["prompts"])
 def explain_decision(service: ServiceDep, name: RunName, step: Step, uid: Uid) -> wire.Decision:
     """Explains why a prompt is, or is not, in the training batch of this step."""
     with service.sessions() as session:
-        return decisions.decision(session, runs.get_run(session, name), step, uid)
+        return decisions.explain_decision(session, runs.get_run(session, name), step, uid)
 
 
 # ---- buffers ------------------------------------------------------------------------------------
@@ -174,7 +185,7 @@ def list_buffer(
     """Lists the entries of a buffer as of a step, with their age and staleness."""
     with service.sessions() as session:
         run = runs.get_run(session, name)
-        return queries.buffer_items(session, run, buffer, step, cursor, limit)
+        return buffers.list_entries(session, run, buffer, step, cursor, limit)
 
 
 @router.get("/buffers/{buffer}/events", tags=["buffers"])
@@ -189,7 +200,7 @@ def list_buffer_events(
     """Lists admissions to a buffer and evictions from it in order, each with its reason."""
     with service.sessions() as session:
         run = runs.get_run(session, name)
-        return queries.buffer_events(session, run, buffer, after, cursor, limit)
+        return buffers.list_events(session, run, buffer, after, cursor, limit)
 
 
 # ---- batches and groups -------------------------------------------------------------------------
@@ -201,7 +212,7 @@ def list_batches(
 ) -> wire.Page[wire.BatchSummary]:
     """Lists the composition of every batch, by step."""
     with service.sessions() as session:
-        return queries.batches(session, runs.get_run(session, name), cursor, limit)
+        return batches.list_batches(session, runs.get_run(session, name), cursor, limit)
 
 
 @router.get("/batches/{step}", tags=["batches"])
@@ -224,7 +235,7 @@ def export_batch(service: ServiceDep, name: RunName, step: Step) -> StreamingRes
 
 def _manifest(service: Service, name: str, step: int) -> wire.BatchManifest:
     with service.sessions() as session:
-        manifest = steps.recorded_batch(session, runs.get_run(session, name), step)
+        manifest = batches.recorded_batch(session, runs.get_run(session, name), step)
     if manifest is None:
         raise not_found(f"batch of step {step} in run {name!r}")
     return manifest
@@ -234,10 +245,10 @@ def _manifest(service: Service, name: str, step: int) -> wire.BatchManifest:
 def get_group(service: ServiceDep, name: RunName, group_id: GroupId) -> wire.GroupView:
     """Returns the responses of a group: text, tokens, log-probs and rewards."""
     with service.sessions() as session:
-        group, prompt = queries.find_group(session, runs.get_run(session, name), group_id)
+        group, prompt = stored_groups.find_group(session, runs.get_run(session, name), group_id)
     table = read_table(service.store.get(group.object_key, group.object_digest), SCHEMA)
     trajectory = groups_of(table.slice(group.row_start, group.row_count))[0]
-    return queries.group_view(group, prompt, trajectory)
+    return stored_groups.group_view(group, prompt, trajectory)
 
 
 @router.get(
@@ -249,7 +260,7 @@ def get_group(service: ServiceDep, name: RunName, group_id: GroupId) -> wire.Gro
 def export_group(service: ServiceDep, name: RunName, group_id: GroupId) -> StreamingResponse:
     """Streams the trajectories of a group as Arrow IPC."""
     with service.sessions() as session:
-        member = steps.group_location(session, runs.get_run(session, name), group_id)
+        member = stored_groups.locate_group(session, runs.get_run(session, name), group_id)
     if member is None:
         raise not_found(f"group {group_id} in run {name!r}")
     return StreamingResponse(exports.arrow_of(service.store, [member]), media_type=ARROW)

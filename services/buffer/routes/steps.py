@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Query, Request
 from prometheus_client import Counter, Gauge
 from starlette.concurrency import run_in_threadpool
 
-from services.buffer import ingest, runs, steps
+from services.buffer import batches, commits, ingest, runs, step_prompts
 from services.buffer.api import wire
 from services.buffer.routes.common import Attempt, RunName, Step, Wait
 from services.buffer.service import Service, ServiceDep
@@ -34,7 +34,7 @@ router = APIRouter(
 
 
 @router.post("/steps/{step}/prompts")
-async def step_prompts(
+async def select_prompts(
     service: ServiceDep,
     name: RunName,
     step: Step,
@@ -53,7 +53,7 @@ async def step_prompts(
         with service.sessions.begin() as session:
             run = runs.get_run(session, name)
             runs.check_attempt(run, attempt)
-            prompts = steps.step_prompts(session, run, step, kind, generation_round)
+            prompts = step_prompts.select_prompts(session, run, step, kind, generation_round)
             return prompts, run.target_version
 
     prompts, target = await service.wait_until(name, wait, read, lambda result: result[0].ready)
@@ -96,7 +96,7 @@ async def build_batch(
 
     def build() -> wire.BatchManifest:
         with service.sessions.begin() as session:
-            return steps.build(session, runs.lock_run(session, name, attempt), step)
+            return batches.build_step_batch(session, runs.lock_run(session, name, attempt), step)
 
     return await service.wait_until(name, wait, build, lambda manifest: manifest.ready)
 
@@ -120,7 +120,7 @@ def commit_step(
     """
     with service.write_transaction(name) as session:
         run = runs.lock_run(session, name, attempt)
-        steps.commit(session, run, step, body.metrics)
+        commits.commit_step(session, run, step, body.metrics)
         COMMITS.labels(name).set(run.current_step)
         return runs.run_state(run)
 
@@ -132,5 +132,5 @@ def rewind(
     """Restores the state after the commit of a step, and drops everything later."""
     with service.write_transaction(name) as session:
         run = runs.lock_run(session, name, attempt)
-        steps.rewind(session, run, body.step)
+        commits.rewind_run(session, run, body.step)
         return runs.run_state(run)

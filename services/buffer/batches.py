@@ -1,0 +1,258 @@
+"""Training batches: composed from X1, X2 and X3, recorded once, and read as manifests.
+
+The rules are `bapo_core`'s (`batch`, `buffers`, `filters`, `thresholds`). A batch is a function
+of committed state and the seed, so a repeated request gets the recorded one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from bapo_core.batch import build_batch
+from bapo_core.buffers import eligible_high, promoted
+from bapo_core.config import RunConfig
+from bapo_core.filters import gaussian_filter, range_filter, uniform_filter
+from bapo_core.metrics import accuracy_bins
+from bapo_core.seeding import derive_rng
+from bapo_core.thresholds import replay_window, running_reward, within
+from bapo_core.types import GroupSummary, Source, TrainingBatch
+from services.buffer.api import wire
+from services.buffer.buffers import buffer_as_of, reevaluated_entries
+from services.buffer.bulk import insert_columns
+from services.buffer.pages import after_cursor, page_of
+from services.buffer.runs import run_config
+from services.buffer.step_groups import check_step, missing_groups, reevaluates_at
+from services.buffer.stored_groups import (
+    LOCATION_COLUMNS,
+    count_training_tokens,
+    manifest_member,
+    read_summaries,
+)
+from services.buffer.tables import BatchMemberRow, PromptRow, RolloutGroup, Run, StepRecord
+from services.common.errors import conflict
+
+
+def build_step_batch(session: Session, run: Run, step: int) -> wire.BatchManifest:
+    """Returns the training batch of `step`; composes and records it at the first request.
+
+    It is not ready while groups are missing or the run is paused. Raises 409 unless the step is
+    the one after the last committed one, or has its batch already.
+    """
+    config = run_config(run)
+    check_step(config, step, "fresh")
+    record = session.get(StepRecord, (run.id, step))
+    if record is None:
+        if run.status == "paused":
+            return wire.BatchManifest(
+                ready=False, step=step, members=[], missing=f"run {run.name!r} is paused"
+            )
+        if step != run.current_step + 1:
+            raise conflict(
+                f"the batch of step {step} cannot be built: step {run.current_step} is the last "
+                "committed one"
+            )
+        missing = missing_groups(session, run, step, "fresh")
+        if not missing and reevaluates_at(config, step):
+            missing = missing_groups(session, run, step, "reevaluation")
+        if missing:
+            return wire.BatchManifest(ready=False, step=step, members=[], missing=missing)
+        record = _record_batch(session, run, config, step)
+    return _manifest(session, run, config, record)
+
+
+def recorded_batch(session: Session, run: Run, step: int) -> wire.BatchManifest | None:
+    """Returns the batch of `step`, or None if it has not been built."""
+    record = session.get(StepRecord, (run.id, step))
+    return None if record is None else _manifest(session, run, run_config(run), record)
+
+
+def list_batches(
+    session: Session, run: Run, cursor: str | None, limit: int
+) -> wire.Page[wire.BatchSummary]:
+    """Returns a page of the composition of every batch, by step."""
+    statement = select(StepRecord).where(StepRecord.run_id == run.id)
+    order = (StepRecord.step.expression,)
+    rows = list(session.scalars(after_cursor(statement, order, "step", cursor, limit)))
+    return page_of(
+        rows,
+        limit,
+        "step",
+        lambda row: (row.step,),
+        lambda row: wire.BatchSummary(
+            step=row.step, counts=row.counts, c2=row.c2, c3=row.c3, r_tot=row.r_tot
+        ),
+    )
+
+
+# ---- composition --------------------------------------------------------------------------------
+
+
+def _record_batch(session: Session, run: Run, config: RunConfig, step: int) -> StepRecord:
+    fresh = read_summaries(session, run, step, "fresh")
+    reevaluated = read_summaries(session, run, step, "reevaluation")
+    r_tot = _r_tot(session, run, config, step, fresh)
+    window = _replay_window(config, r_tot)
+    batch = _compose(session, run, config, step, fresh, reevaluated, window)
+    counts = {
+        "rolled_out": len(fresh),
+        "reevaluated_total": len(reevaluated),
+        **{source.value: batch.counts[source] for source in Source},
+    }
+    bins = accuracy_bins([group.correct for group in fresh], config.rollout.group_size)
+    record = StepRecord(
+        run_id=run.id,
+        step=step,
+        bins=bins,
+        r_tot=r_tot,
+        c2=window[0],
+        c3=window[1],
+        counts=counts,
+        rollouts=sum(group.size for group in (*fresh, *reevaluated)),
+        tokens=count_training_tokens(session, run, step),
+    )
+    session.add(record)
+    session.flush()
+    insert_columns(
+        session,
+        BatchMemberRow,
+        {"run_id": run.id, "step": step},
+        {
+            "position": range(len(batch.members)),
+            "group_id": [member.group.group_id for member in batch.members],
+            "source": [member.source.value for member in batch.members],
+        },
+    )
+    return record
+
+
+def _compose(
+    session: Session,
+    run: Run,
+    config: RunConfig,
+    step: int,
+    fresh: Sequence[GroupSummary],
+    reevaluated: Sequence[GroupSummary],
+    window: tuple[float, float],
+) -> TrainingBatch:
+    """Composes the batch of X1 (filtered fresh), X2 (promoted) and X3 (replayed)."""
+    stored = {
+        entry.prompt_uid: entry
+        for entry in reevaluated_entries(session, run, config, step)
+        if reevaluated
+    }
+    x2 = [group for group in reevaluated if is_promoted(config, stored[group.prompt_uid], group)]
+    candidates: list[GroupSummary] = []
+    if config.replay.enabled:
+        candidates = eligible_high(
+            buffer_as_of(session, run, "high_quality", step - 1),
+            step=step,
+            window=window,
+            max_age=config.high_quality_buffer.max_age,
+        )
+    return build_batch(
+        filter_fresh(config, step, fresh),
+        x2,
+        candidates,
+        capacity=config.batch_capacity,
+        window=window,
+        c1=config.reevaluate.c1 if config.reevaluate.rule == "paper" else None,
+        rng=derive_rng(config.seed, "batch", step),
+        dedup=config.batch.dedup,
+    )
+
+
+def is_promoted(config: RunConfig, stored: GroupSummary, new: GroupSummary) -> bool:
+    """Returns whether a re-evaluated hard prompt enters X2 (Eq. 6)."""
+    return promoted(stored, new, rule=config.reevaluate.rule, c1=config.reevaluate.c1)
+
+
+def filter_fresh(config: RunConfig, step: int, fresh: Sequence[GroupSummary]) -> list[GroupSummary]:
+    """Applies the online filter (A.3) to the fresh groups of a step; what it keeps is X1."""
+    rng = derive_rng(config.seed, "filter", step)
+    match config.fresh.filter:
+        case "range":
+            return range_filter(fresh)
+        case "gaussian":
+            return gaussian_filter(
+                fresh, mean=config.fresh.gaussian_mean, sigma=config.fresh.gaussian_sigma, rng=rng
+            )
+        case "uniform":
+            return uniform_filter(fresh, fraction=config.fresh.uniform_fraction, rng=rng)
+        case "none":
+            return list(fresh)
+
+
+def _replay_window(config: RunConfig, r_tot: float) -> tuple[float, float]:
+    settings = config.replay_window
+    return replay_window(r_tot, settings.c2_range, settings.c3_range, settings.direction)
+
+
+def _r_tot(
+    session: Session, run: Run, config: RunConfig, step: int, fresh: Sequence[GroupSummary]
+) -> float:
+    """Returns r_tot of Eq. 8, the running mean reward that moves the replay window."""
+    previous = session.get(StepRecord, (run.id, step - 1))
+    stored: list[GroupSummary] = []
+    if config.replay_window.r_tot == "buffer":
+        for buffer in ("hard", "high_quality"):
+            stored += buffer_as_of(session, run, buffer, step - 1)
+    return running_reward(
+        config.replay_window.r_tot,
+        fresh,
+        previous=None if previous is None else previous.r_tot,
+        buffer=stored,
+        ema_decay=config.replay_window.ema_decay,
+    )
+
+
+# ---- manifests ----------------------------------------------------------------------------------
+
+
+def _manifest(
+    session: Session, run: Run, config: RunConfig, record: StepRecord
+) -> wire.BatchManifest:
+    members = session.execute(
+        select(BatchMemberRow.source, *LOCATION_COLUMNS)
+        .join(BatchMemberRow, BatchMemberRow.group_id == RolloutGroup.id)
+        .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
+        .where(BatchMemberRow.run_id == run.id, BatchMemberRow.step == record.step)
+        .order_by(BatchMemberRow.position)
+    )
+    manifest = wire.BatchManifest(
+        ready=True,
+        step=record.step,
+        members=[manifest_member(row) for row in members],
+        r_tot=record.r_tot,
+        c2=record.c2,
+        c3=record.c3,
+        counts=record.counts,
+    )
+    if config.loss.ratio == "decoupled":
+        manifest.record_proximal = _replayable(session, run, config, record)
+    return manifest
+
+
+def _replayable(
+    session: Session, run: Run, config: RunConfig, record: StepRecord
+) -> list[wire.ManifestMember]:
+    """Returns the groups of this step that its commit will admit to the high-quality buffer."""
+    if not config.replay.enabled:
+        return []
+    kinds = ["fresh", "reevaluation"] if config.hard_buffer.store_new_in_high else ["fresh"]
+    rows = session.execute(
+        select(RolloutGroup.kind.label("source"), *LOCATION_COLUMNS)
+        .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
+        .where(
+            RolloutGroup.run_id == run.id,
+            RolloutGroup.step == record.step,
+            RolloutGroup.kind.in_(kinds),
+        )
+        .order_by(RolloutGroup.id)
+    )
+    members = [manifest_member(row) for row in rows]
+    return [
+        member for member in members if within(member.correct / member.size, record.c2, record.c3)
+    ]

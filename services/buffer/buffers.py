@@ -1,0 +1,219 @@
+"""The hard buffer (B_bad) and the high-quality buffer (B_high) of a run, now and at any step.
+
+An entry is stamped with the steps of its admission and its eviction, so the contents after any
+commit can be read without a copy. The rules of admission are `bapo_core.buffers`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Select,
+    and_,
+    cast,
+    func,
+    literal,
+    select,
+    union_all,
+    update,
+)
+from sqlalchemy.orm import Session
+
+from bapo_core.buffers import BufferChange, choose_reevaluated
+from bapo_core.config import RunConfig
+from bapo_core.seeding import derive_rng
+from bapo_core.types import GroupSummary
+from services.buffer.api import wire
+from services.buffer.bulk import insert_columns
+from services.buffer.difficulty import check_committed
+from services.buffer.pages import after_cursor, page_of
+from services.buffer.stored_groups import SUMMARY_COLUMNS
+from services.buffer.tables import BufferEntry, PromptRow, RolloutGroup, Run
+
+
+def buffer_as_of(
+    session: Session, run: Run, buffer: wire.BufferName, step: int
+) -> list[GroupSummary]:
+    """Returns the buffer after the commit of `step`, oldest first."""
+    rows = session.execute(
+        select(*SUMMARY_COLUMNS)
+        .join(BufferEntry, BufferEntry.group_id == RolloutGroup.id)
+        .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
+        .where(_in_buffer(run, buffer, step))
+        .order_by(RolloutGroup.step, RolloutGroup.position, RolloutGroup.kind)
+    )
+    return [GroupSummary(*row) for row in rows]
+
+
+def reevaluated_entries(
+    session: Session, run: Run, config: RunConfig, step: int
+) -> list[GroupSummary]:
+    """Returns the hard entries drawn for re-evaluation at `step`.
+
+    They are a function of the committed state of step - 1 and the seed.
+    """
+    entries = buffer_as_of(session, run, "hard", step - 1)
+    rng = derive_rng(config.seed, "reevaluate", step)
+    return choose_reevaluated(entries, limit=config.reevaluate.max_prompts, rng=rng)
+
+
+def apply_change(
+    session: Session, run: Run, buffer: wire.BufferName, step: int, change: BufferChange
+) -> None:
+    """Stamps the admissions and evictions of a commit with its step."""
+    insert_columns(
+        session,
+        BufferEntry,
+        {"run_id": run.id, "buffer": buffer, "inserted_step": step},
+        {
+            "group_id": [group.group_id for group in change.admitted],
+            "mean_reward": [group.mean_reward for group in change.admitted],
+        },
+    )
+    group_ids_by_reason: dict[str, list[int]] = {}
+    for group, reason in change.evicted:
+        group_ids_by_reason.setdefault(reason.value, []).append(group.group_id)
+    for reason_name, group_ids in group_ids_by_reason.items():
+        session.execute(
+            update(BufferEntry)
+            .where(
+                BufferEntry.run_id == run.id,
+                BufferEntry.buffer == buffer,
+                BufferEntry.group_id.in_(group_ids),
+                BufferEntry.evicted_step.is_(None),
+            )
+            .values(evicted_step=step, eviction_reason=reason_name)
+        )
+
+
+def _in_buffer(run: Run, buffer: wire.BufferName, step: int) -> ColumnElement[bool]:
+    """Matches entries admitted by `step` and not evicted by then."""
+    if step >= run.current_step:
+        # The current contents have a partial index.
+        residency = BufferEntry.evicted_step.is_(None)
+    else:
+        steps = func.int8range(BufferEntry.inserted_step, BufferEntry.evicted_step)
+        residency = steps.op("@>")(cast(step, BigInteger))
+    return and_(BufferEntry.run_id == run.id, BufferEntry.buffer == buffer, residency)
+
+
+# ---- listings -----------------------------------------------------------------------------------
+
+
+def list_entries(
+    session: Session,
+    run: Run,
+    buffer: wire.BufferName,
+    step: int | None,
+    cursor: str | None,
+    limit: int,
+) -> wire.Page[wire.BufferItem]:
+    """Returns a page of a buffer after the commit of `step` (default: now), by admission.
+
+    Raises 400 unless `step` is committed.
+    """
+    if step is None:
+        step = run.current_step
+    check_committed(run, step, "step")
+    statement = (
+        select(BufferEntry, RolloutGroup, PromptRow.uid)
+        .join(RolloutGroup, RolloutGroup.id == BufferEntry.group_id)
+        .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
+        .where(_in_buffer(run, buffer, step))
+    )
+    order = (BufferEntry.id.expression,)
+    rows = session.execute(after_cursor(statement, order, "id", cursor, limit)).all()
+    return page_of(
+        rows,
+        limit,
+        "id",
+        lambda row: (row[0].id,),
+        lambda row: _buffer_item(row[0], row[1], row[2], step),
+    )
+
+
+def _buffer_item(entry: BufferEntry, group: RolloutGroup, uid: str, step: int) -> wire.BufferItem:
+    return wire.BufferItem(
+        group_id=entry.group_id,
+        prompt_uid=uid,
+        step=group.step,
+        policy_version=group.policy_version,
+        age=step - group.step,
+        staleness=step - group.policy_version,
+        mean_reward=entry.mean_reward,
+        inserted_step=entry.inserted_step,
+        evicted_step=entry.evicted_step,
+        eviction_reason=entry.eviction_reason,
+    )
+
+
+def list_events(
+    session: Session,
+    run: Run,
+    buffer: wire.BufferName,
+    after: int,
+    cursor: str | None,
+    limit: int,
+) -> wire.Page[wire.BufferEvent]:
+    """Returns a page of admissions and evictions after step `after`, by step.
+
+    Within a step, evictions come first.
+    """
+
+    def events_of(event: str, step: Any) -> Select[Any]:
+        columns = (
+            step.label("step"),
+            literal(event).label("event"),
+            BufferEntry.id.label("id"),
+            BufferEntry.eviction_reason.label("reason"),
+            BufferEntry.group_id.label("group_id"),
+            BufferEntry.mean_reward.label("mean_reward"),
+        )
+        statement = select(*columns).where(
+            BufferEntry.run_id == run.id, BufferEntry.buffer == buffer, step > after
+        )
+        # Each half follows its index and is no longer than a page: its cost does not grow with
+        # the run.
+        page = after_cursor(
+            statement,
+            (step, literal(-1 if event == "evicted" else 1), BufferEntry.id.expression),
+            "event",
+            cursor,
+            limit,
+        ).subquery()
+        return select(page)
+
+    events = union_all(
+        events_of("evicted", BufferEntry.evicted_step),
+        events_of("admitted", BufferEntry.inserted_step),
+    ).subquery()
+    rows = session.execute(
+        select(events, PromptRow.uid)
+        .join(RolloutGroup, RolloutGroup.id == events.c.group_id)
+        .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
+        .order_by(events.c.step, events.c.event.desc(), events.c.id)
+        .limit(limit + 1)
+    ).all()
+    return page_of(
+        rows,
+        limit,
+        "event",
+        lambda row: (row.step, -1 if row.event == "evicted" else 1, row.id),
+        lambda row: wire.BufferEvent(
+            step=row.step,
+            event=row.event,
+            reason=row.reason if row.event == "evicted" else _ADMISSION_REASON[buffer],
+            group_id=row.group_id,
+            prompt_uid=row.uid,
+            mean_reward=row.mean_reward,
+        ),
+    )
+
+
+_ADMISSION_REASON: dict[wire.BufferName, str] = {
+    "hard": "mean reward at most c1",
+    "high_quality": "mean reward in [c2, c3] of its step",
+}

@@ -1,0 +1,124 @@
+"""Commits, which advance the state of a run by a step, and rewinds, which undo commits.
+
+Both run in one transaction that has locked the run. A repeated commit changes nothing; a rewind
+restores the rows as they were after the commit of an earlier step.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from sqlalchemy import delete, update
+from sqlalchemy.orm import Session
+
+from bapo_core.buffers import BufferChange, admit_hard, admit_high, evict_solved
+from bapo_core.config import RunConfig
+from services.buffer import difficulty
+from services.buffer.buffers import apply_change, buffer_as_of
+from services.buffer.runs import run_config
+from services.buffer.stored_groups import read_summaries
+from services.buffer.tables import (
+    BatchMemberRow,
+    BufferEntry,
+    Checkpoint,
+    EvaluationRecord,
+    RolloutGroup,
+    Run,
+    StepRecord,
+    WeightVersion,
+)
+from services.common.errors import conflict
+
+
+def commit_step(session: Session, run: Run, step: int, metrics: dict[str, float]) -> None:
+    """Closes a step: updates difficulty and buffers, and advances `current_step`.
+
+    Does nothing if the step is committed already. Raises 409 unless it is the next step and has a
+    batch.
+    """
+    if step <= run.current_step:
+        return
+    record = session.get(StepRecord, (run.id, step))
+    if record is None or step != run.current_step + 1:
+        raise conflict(
+            f"step {step} has no batch to commit (last committed step: {run.current_step})"
+        )
+    config = run_config(run)
+    record.metrics = metrics
+    record.committed_at = datetime.now(UTC)
+    _update_buffers(session, run, config, record)
+    record.difficulty_bins = difficulty.update(session, run, step)
+    run.current_step = step
+
+
+def _update_buffers(session: Session, run: Run, config: RunConfig, record: StepRecord) -> None:
+    """Evicts solved prompts, then admits the step's unfiltered fresh groups."""
+    step = record.step
+    fresh = read_summaries(session, run, step, "fresh")
+    reevaluated = read_summaries(session, run, step, "reevaluation")
+    if config.reevaluate.enabled:
+        hard = buffer_as_of(session, run, "hard", step - 1)
+        solved = evict_solved(
+            hard,
+            {group.prompt_uid: group for group in reevaluated},
+            after=config.hard_buffer.after,
+            c1=config.reevaluate.c1,
+        )
+        apply_change(session, run, "hard", step, BufferChange(admitted=[], evicted=solved))
+        solved_ids = {group.group_id for group, _ in solved}
+        change = admit_hard(
+            [entry for entry in hard if entry.group_id not in solved_ids],
+            fresh,
+            c1=config.reevaluate.c1,
+            capacity=config.hard_capacity,
+            dedup=config.batch.dedup,
+        )
+        apply_change(session, run, "hard", step, change)
+    if config.replay.enabled:
+        change = admit_high(
+            buffer_as_of(session, run, "high_quality", step - 1),
+            [*fresh, *(reevaluated if config.hard_buffer.store_new_in_high else [])],
+            window=(record.c2, record.c3),
+            capacity=config.high_quality_buffer.capacity,
+            max_age=config.high_quality_buffer.max_age,
+            step=step,
+            dedup=config.batch.dedup,
+        )
+        apply_change(session, run, "high_quality", step, change)
+
+
+def rewind_run(session: Session, run: Run, step: int) -> None:
+    """Undoes everything after the commit of `step`, exactly.
+
+    Raises 409 if `step` is not committed.
+    """
+    if step > run.current_step:
+        raise conflict(
+            f"cannot rewind to step {step}: the last committed step is {run.current_step}"
+        )
+    prompt_ids = difficulty.forget(session, run, step)
+    for table in (BatchMemberRow, StepRecord, Checkpoint):
+        session.execute(delete(table).where(table.run_id == run.id, table.step > step))
+    session.execute(
+        delete(BufferEntry).where(BufferEntry.run_id == run.id, BufferEntry.inserted_step > step)
+    )
+    session.execute(
+        update(BufferEntry)
+        .where(BufferEntry.run_id == run.id, BufferEntry.evicted_step > step)
+        .values(evicted_step=None, eviction_reason=None)
+    )
+    session.execute(
+        delete(RolloutGroup).where(RolloutGroup.run_id == run.id, RolloutGroup.step > step)
+    )
+    session.execute(
+        delete(EvaluationRecord).where(
+            EvaluationRecord.run_id == run.id, EvaluationRecord.version > step
+        )
+    )
+    session.execute(
+        delete(WeightVersion).where(
+            WeightVersion.run_id == run.id, WeightVersion.version > step + 1
+        )
+    )
+    run.current_step = step
+    difficulty.restore(session, run, step, prompt_ids)

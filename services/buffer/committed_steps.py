@@ -1,0 +1,56 @@
+"""Committed steps of a run: thresholds, composition of the batch, metrics."""
+
+from __future__ import annotations
+
+from sqlalchemy import Select, func, select
+from sqlalchemy.orm import Session
+
+from services.buffer.api import wire
+from services.buffer.tables import Run, StepRecord
+
+
+def list_steps(session: Session, run: Run, after: int, limit: int) -> list[wire.StepView]:
+    """Returns at most `limit` committed steps after `after`, in order."""
+    statement = _committed(run).where(StepRecord.step > after).order_by(StepRecord.step)
+    return [_step_view(record) for record in session.scalars(statement.limit(limit))]
+
+
+def sample_steps(session: Session, run: Run, after: int, points: int) -> list[wire.StepView]:
+    """Returns at most `points` committed steps after `after`, evenly spaced, with the last one."""
+    stride = max(1, -(-(run.current_step - after) // points))
+    sampled = range(run.current_step, max(after, 0), -stride)
+    statement = _committed(run).where(StepRecord.step.in_(sampled)).order_by(StepRecord.step)
+    return [_step_view(record) for record in session.scalars(statement)]
+
+
+def sum_training_data(session: Session, run: Run) -> tuple[int, int]:
+    """Returns (responses, tokens) generated for training by the committed steps."""
+    rollouts, tokens = session.execute(
+        select(
+            func.coalesce(func.sum(StepRecord.rollouts), 0),
+            func.coalesce(func.sum(StepRecord.tokens), 0),
+        ).where(StepRecord.run_id == run.id, StepRecord.step <= run.current_step)
+    ).one()
+    return int(rollouts), int(tokens)
+
+
+def _committed(run: Run) -> Select[StepRecord]:
+    return select(StepRecord).where(
+        StepRecord.run_id == run.id, StepRecord.committed_at.is_not(None)
+    )
+
+
+def _step_view(record: StepRecord) -> wire.StepView:
+    assert record.committed_at is not None
+    return wire.StepView(
+        step=record.step,
+        r_tot=record.r_tot,
+        c2=record.c2,
+        c3=record.c3,
+        counts=record.counts,
+        rollouts=record.rollouts,
+        tokens=record.tokens,
+        metrics=record.metrics or {},
+        bins=record.bins,
+        committed_at=record.committed_at,
+    )

@@ -1,0 +1,70 @@
+"""Garbage collection of the object store: objects without a row, and rows without their object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import UTC, datetime, timedelta
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from services.buffer.api import wire
+from services.buffer.service import Service
+from services.buffer.tables import Checkpoint, RolloutGroup, Run, WeightVersion
+from services.common import layout
+from services.common.objectstore import MANIFEST
+
+YOUNGEST_ORPHAN = timedelta(days=1)
+"""Younger objects may still get their row: uploading a large checkpoint takes hours."""
+
+
+def collect_garbage(service: Service, *, dry_run: bool) -> wire.Garbage:
+    """Finds objects that no row points to, and objects that a row points to but are missing.
+
+    Deletes orphans older than `YOUNGEST_ORPHAN`, unless `dry_run`.
+    """
+    stored = {
+        item.key: item.modified
+        for prefix in ("runs/", "models/")
+        for item in service.store.listing(prefix)
+    }
+    with service.sessions() as session:
+        keys = set(_referenced_keys(session))
+        prefixes = set(_referenced_prefixes(session))
+    orphans = sorted(
+        key
+        for key, modified in stored.items()
+        if key not in keys
+        and not _is_under(key, prefixes)
+        and not layout.DIAGNOSTICS.match(key)
+        and (dry_run or modified < datetime.now(UTC) - YOUNGEST_ORPHAN)
+    )
+    referenced = keys | {f"{prefix}/{MANIFEST}" for prefix in prefixes}
+    if not dry_run:
+        service.store.delete(orphans)
+    return wire.Garbage(
+        orphans=orphans,
+        objects=len(stored),
+        missing=sorted(referenced - stored.keys()),
+        deleted=0 if dry_run else len(orphans),
+    )
+
+
+def _referenced_keys(session: Session) -> Iterable[str]:
+    yield from session.scalars(select(RolloutGroup.object_key).distinct())
+    proximal = select(RolloutGroup.proximal_key).where(RolloutGroup.proximal_key.is_not(None))
+    yield from (key for key in session.scalars(proximal.distinct()) if key is not None)
+
+
+def _referenced_prefixes(session: Session) -> Iterable[str]:
+    published = select(WeightVersion.uri).where(WeightVersion.status == "published")
+    yield from session.scalars(published)
+    yield from session.scalars(select(Checkpoint.uri))
+    for path in session.scalars(select(Run.config["model"]["path"].astext)):
+        if path.startswith(layout.MODEL_SCHEME):
+            yield path.removeprefix(layout.MODEL_SCHEME).partition("#")[0]
+
+
+def _is_under(key: str, prefixes: set[str]) -> bool:
+    segments = key.split("/")
+    return any("/".join(segments[:depth]) in prefixes for depth in range(1, len(segments)))

@@ -1,0 +1,42 @@
+"""Rollout replicas: their heartbeats, and which weights each has loaded."""
+
+from __future__ import annotations
+
+from sqlalchemy import func, select
+from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy.orm import Session
+
+from services.buffer.api import wire
+from services.buffer.tables import Replica, Run
+
+
+def record_heartbeat(session: Session, run: Run, name: str, report: wire.ReplicaReport) -> None:
+    """Stores the latest report of a replica and the time of its arrival."""
+    values = report.model_dump() | {"last_seen": func.now()}
+    session.execute(
+        insert(Replica)
+        .values(run_id=run.id, name=name, **values)
+        .on_conflict_do_update(index_elements=["run_id", "name"], set_=values)
+    )
+
+
+def list_replicas(session: Session, run: Run) -> list[wire.ReplicaView]:
+    """Returns the replicas of a run by name, each with the seconds since its last heartbeat."""
+    # Both times come from the database's clock, because the clocks of machines differ.
+    now = session.scalar(select(func.now()))
+    assert now is not None
+    rows = session.scalars(select(Replica).where(Replica.run_id == run.id).order_by(Replica.name))
+    return [
+        wire.ReplicaView(
+            name=row.name,
+            url=row.url,
+            state=row.state,
+            detail=row.detail,
+            loaded_version=row.loaded_version,
+            manifest_digest=row.manifest_digest,
+            prompts_per_request=row.prompts_per_request,
+            last_seen=row.last_seen,
+            silent_s=max(0.0, (now - row.last_seen).total_seconds()),
+        )
+        for row in rows
+    ]

@@ -1,0 +1,158 @@
+"""Groups of a step: which of them are new, how they are recorded, and which are still missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from bapo_core.config import RunConfig
+from services.buffer.api import wire
+from services.buffer.api.trajectories import GroupRows
+from services.buffer.buffers import reevaluated_entries
+from services.buffer.bulk import insert_columns
+from services.buffer.runs import dataset_size, run_config
+from services.buffer.tables import PromptRow, RolloutGroup, Run
+from services.common.errors import bad_request, conflict
+
+
+class ExpectedPrompt(NamedTuple):
+    """A prompt that may be rolled out at a step."""
+
+    prompt_id: int
+    position: int
+    """Rank in the order in which the prompts of the step and kind were drawn."""
+
+
+def check_step(config: RunConfig, step: int, kind: wire.Kind) -> None:
+    """Raises 400 unless the schedule has rollouts of this kind at this step."""
+    last = config.steps + 1 if kind == "evaluation" else config.steps
+    if not 1 <= step <= last:
+        counter = "version" if kind == "evaluation" else "step"
+        raise bad_request(f"{counter} {step} is not in 1..{last}, the {counter}s of this run")
+    if kind == "reevaluation" and not reevaluates_at(config, step):
+        if not config.reevaluate.enabled:
+            raise bad_request(f"step {step} has no re-evaluation: reevaluate.enabled is false")
+        raise bad_request(
+            f"step {step} has no re-evaluation: sync.reevaluate_every (m) is "
+            f"{config.sync.reevaluate_every}"
+        )
+    if kind == "evaluation" and not config.evaluates_at(step):
+        raise bad_request(
+            f"version {step} is not evaluated: evaluation.every is {config.evaluation.every}"
+        )
+
+
+def reevaluates_at(config: RunConfig, step: int) -> bool:
+    """Returns whether hard prompts are re-evaluated at `step` (X2, every m steps)."""
+    return config.reevaluate.enabled and config.schedule.reevaluates_at(step)
+
+
+def select_new(
+    session: Session, run: Run, step: int, kind: wire.Kind, groups: Sequence[GroupRows]
+) -> list[GroupRows]:
+    """Returns the groups that are not recorded yet.
+
+    Raises 400 if a group has another size or policy version than the step needs, and 409 if a new
+    one arrives after the commit of its step.
+    """
+    config = run_config(run)
+    check_step(config, step, kind)
+    recorded_uids = set(
+        session.scalars(
+            select(PromptRow.uid)
+            .join(RolloutGroup, RolloutGroup.prompt_id == PromptRow.id)
+            .where(
+                RolloutGroup.run_id == run.id,
+                RolloutGroup.step == step,
+                RolloutGroup.kind == kind,
+            )
+        )
+    )
+    new = [group for group in groups if group.prompt_uid not in recorded_uids]
+    if new and kind != "evaluation" and step <= run.current_step:
+        raise conflict(f"step {step} is committed; no group can be added to it")
+    size = config.evaluation_samples if kind == "evaluation" else config.rollout.group_size
+    version = config.rollout_version(step, kind)
+    for group in groups:
+        if group.row_count != size:
+            raise bad_request(
+                f"the group of {group.prompt_uid!r} has {group.row_count} responses, not "
+                f"{size}: groups are whole or absent"
+            )
+        if group.policy_version != version:
+            raise bad_request(
+                f"the group of {group.prompt_uid!r} was made by policy version "
+                f"{group.policy_version}; {kind} groups of step {step} need version {version}"
+            )
+    return new
+
+
+def record_groups(
+    session: Session,
+    run: Run,
+    step: int,
+    kind: wire.Kind,
+    groups: Sequence[GroupRows],
+    expected: Mapping[str, ExpectedPrompt],
+    object_key: str,
+    digest: str,
+) -> None:
+    """Inserts rows for `groups`, all of which are in one object.
+
+    `expected` maps uids to the prompts of the step; raises 400 if a group is of another prompt.
+    """
+    for group in groups:
+        if group.prompt_uid not in expected:
+            raise bad_request(f"prompt {group.prompt_uid!r} is not a {kind} prompt of step {step}")
+    insert_columns(
+        session,
+        RolloutGroup,
+        {
+            "run_id": run.id,
+            "step": step,
+            "kind": kind,
+            "object_key": object_key,
+            "object_digest": digest,
+        },
+        {
+            "prompt_id": [expected[group.prompt_uid].prompt_id for group in groups],
+            "position": [expected[group.prompt_uid].position for group in groups],
+            "policy_version": [group.policy_version for group in groups],
+            "correct": [group.correct for group in groups],
+            "size": [group.row_count for group in groups],
+            "mean_reward": [group.correct / group.row_count for group in groups],
+            "row_start": [group.row_start for group in groups],
+            "row_count": [group.row_count for group in groups],
+            "token_count": [group.token_count for group in groups],
+        },
+    )
+
+
+def missing_groups(session: Session, run: Run, step: int, kind: wire.Kind) -> str:
+    """Describes the groups of this kind that a step still lacks; empty when it has all of them."""
+    config = run_config(run)
+    is_mixed = RolloutGroup.correct.between(1, RolloutGroup.size - 1)
+    recorded, mixed = session.execute(
+        select(func.count(), func.count().filter(is_mixed)).where(
+            RolloutGroup.run_id == run.id, RolloutGroup.step == step, RolloutGroup.kind == kind
+        )
+    ).one()
+    if kind == "fresh":
+        return _missing_fresh(config, step, recorded, mixed)
+    if kind == "evaluation":
+        needed = dataset_size(session, run.test_dataset)
+    else:
+        needed = len(reevaluated_entries(session, run, config, step))
+    return "" if recorded == needed else f"{recorded} of {needed} {kind} groups of step {step}"
+
+
+def _missing_fresh(config: RunConfig, step: int, recorded: int, mixed: int) -> str:
+    """Counts whole rounds: DAPO's dynamic sampling ends once B groups carry a gradient."""
+    per_round, max_rounds = config.rollout.prompts_per_step, config.rollout.max_generation_rounds
+    rounds, partial = divmod(recorded, per_round)
+    if partial == 0 and rounds >= 1 and (rounds == max_rounds or mixed >= config.batch_capacity):
+        return ""
+    return f"{recorded} of up to {per_round * max_rounds} fresh groups of step {step}"

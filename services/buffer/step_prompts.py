@@ -1,0 +1,106 @@
+"""Prompts of a step: which are rolled out fresh, re-evaluated, or evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Row, select
+from sqlalchemy.orm import InstrumentedAttribute, Session
+
+from bapo_core.config import RunConfig
+from bapo_core.sampling import prompt_positions
+from services.buffer.api import wire
+from services.buffer.buffers import reevaluated_entries
+from services.buffer.runs import dataset_size, run_config
+from services.buffer.step_groups import ExpectedPrompt, check_step, missing_groups
+from services.buffer.tables import PromptRow, Run
+from services.common.errors import conflict
+
+Columns = tuple[InstrumentedAttribute[Any], ...]
+_ID = (PromptRow.id, PromptRow.uid, PromptRow.position)
+_CONTENT = (*_ID, PromptRow.task, PromptRow.payload)
+
+
+def select_prompts(
+    session: Session, run: Run, step: int, kind: wire.Kind, generation_round: int
+) -> wire.StepPrompts:
+    """Returns the prompts to roll out at a step, and the policy version that answers them.
+
+    They are not ready while the run is paused, and re-evaluations not before the commit of the
+    step before. Raises 400 if the schedule has no such rollouts at this step.
+    """
+    config = run_config(run)
+    check_step(config, step, kind)
+    version = config.rollout_version(step, kind)
+    undecided = kind == "reevaluation" and run.current_step < step - 1
+    if undecided or run.status == "paused":
+        return wire.StepPrompts(ready=False, policy_version=version, prompts=[])
+    rows = _prompt_rows(session, run, config, step, kind, generation_round, _CONTENT)
+    items = [wire.PromptItem(uid=row.uid, task=row.task, payload=row.payload) for row in rows]
+    complete = not missing_groups(session, run, step, kind)
+    return wire.StepPrompts(ready=True, policy_version=version, prompts=items, complete=complete)
+
+
+def expected_prompts(
+    session: Session, run: Run, step: int, kind: wire.Kind
+) -> dict[str, ExpectedPrompt]:
+    """Returns every prompt that may be rolled out at a step, by uid.
+
+    Raises 409 for re-evaluations before the commit of the step before, which decides them.
+    """
+    config = run_config(run)
+    if kind == "reevaluation" and run.current_step < step - 1:
+        raise conflict(
+            f"step {step - 1} is not committed; the re-evaluations of step {step} depend on it"
+        )
+    rounds = config.rollout.max_generation_rounds if kind == "fresh" else 1
+    rows = [
+        row
+        for generation_round in range(rounds)
+        for row in _prompt_rows(session, run, config, step, kind, generation_round, _ID)
+    ]
+    return {row.uid: ExpectedPrompt(row.id, position) for position, row in enumerate(rows)}
+
+
+def _prompt_rows(
+    session: Session,
+    run: Run,
+    config: RunConfig,
+    step: int,
+    kind: wire.Kind,
+    generation_round: int,
+    columns: Columns,
+) -> list[Row[*tuple[Any, ...]]]:
+    """Returns `columns` of the prompts of a step and kind, in the order of their rollout."""
+    if kind == "reevaluation":
+        uids = [entry.prompt_uid for entry in reevaluated_entries(session, run, config, step)]
+        return _rows_by_uid(session, run.train_dataset, uids, columns)
+    if kind == "evaluation":
+        statement = select(*columns).where(PromptRow.dataset == run.test_dataset)
+        return list(session.execute(statement.order_by(PromptRow.position)))
+    positions = prompt_positions(
+        config.seed,
+        step,
+        generation_round,
+        dataset_size=dataset_size(session, run.train_dataset),
+        prompts_per_step=config.rollout.prompts_per_step,
+        max_rounds=config.rollout.max_generation_rounds,
+    )
+    rows = session.execute(
+        select(*columns).where(
+            PromptRow.dataset == run.train_dataset, PromptRow.position.in_(positions)
+        )
+    )
+    by_position = {row.position: row for row in rows}
+    return [by_position[position] for position in positions]
+
+
+def _rows_by_uid(
+    session: Session, dataset: str, uids: Sequence[str], columns: Columns
+) -> list[Row[*tuple[Any, ...]]]:
+    rows = session.execute(
+        select(*columns).where(PromptRow.dataset == dataset, PromptRow.uid.in_(uids))
+    )
+    by_uid = {row.uid: row for row in rows}
+    return [by_uid[uid] for uid in uids]

@@ -1,0 +1,138 @@
+"""Reads recorded groups: summaries for the rules, locations for manifests, one group for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from sqlalchemy import Row, func, select, update
+from sqlalchemy.orm import Session
+
+from bapo_core.types import GroupSummary
+from services.buffer.api import wire
+from services.buffer.api.trajectories import TrajectoryGroup
+from services.buffer.tables import PromptRow, RolloutGroup, Run
+from services.common.errors import not_found
+
+# Selecting columns takes half the time of loading whole rows.
+SUMMARY_COLUMNS = (
+    RolloutGroup.id,
+    PromptRow.uid,
+    RolloutGroup.step,
+    RolloutGroup.correct,
+    RolloutGroup.size,
+    RolloutGroup.policy_version,
+)
+"""The fields of a `GroupSummary`, in their order."""
+
+LOCATION_COLUMNS = (
+    RolloutGroup.id.label("group_id"),
+    PromptRow.uid.label("prompt_uid"),
+    RolloutGroup.step,
+    RolloutGroup.policy_version,
+    RolloutGroup.correct,
+    RolloutGroup.size,
+    RolloutGroup.object_key,
+    RolloutGroup.object_digest,
+    RolloutGroup.row_start,
+    RolloutGroup.row_count,
+    RolloutGroup.token_count.label("tokens"),
+    RolloutGroup.proximal_key,
+    RolloutGroup.proximal_digest,
+)
+"""The fields of a `ManifestMember`, all but its `source`."""
+
+
+def read_summaries(session: Session, run: Run, step: int, kind: wire.Kind) -> list[GroupSummary]:
+    """Returns the groups of a step in the order their prompts were drawn, not of arrival."""
+    rows = session.execute(
+        select(*SUMMARY_COLUMNS)
+        .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
+        .where(RolloutGroup.run_id == run.id, RolloutGroup.step == step, RolloutGroup.kind == kind)
+        .order_by(RolloutGroup.position)
+    )
+    return [GroupSummary(*row) for row in rows]
+
+
+def count_training_tokens(session: Session, run: Run, step: int) -> int:
+    """Returns the response tokens generated for training at a step, over all its groups."""
+    total = select(func.coalesce(func.sum(RolloutGroup.token_count), 0)).where(
+        RolloutGroup.run_id == run.id,
+        RolloutGroup.step == step,
+        RolloutGroup.kind != "evaluation",
+    )
+    return int(session.scalar(total) or 0)
+
+
+def manifest_member(row: Row[*tuple[Any, ...]]) -> wire.ManifestMember:
+    """Builds a manifest member from a row of `LOCATION_COLUMNS` and `source`."""
+    return wire.ManifestMember(**row._mapping)
+
+
+def locate_group(session: Session, run: Run, group_id: int) -> wire.ManifestMember | None:
+    """Returns one group in the form of a batch member; its kind stands for the source."""
+    row = session.execute(
+        select(RolloutGroup.kind.label("source"), *LOCATION_COLUMNS)
+        .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
+        .where(RolloutGroup.run_id == run.id, RolloutGroup.id == group_id)
+    ).first()
+    return None if row is None else manifest_member(row)
+
+
+def record_proximal(
+    session: Session, run: Run, step: int, group_ids: Sequence[int], key: str, digest: str
+) -> None:
+    """Records the object that holds the storage-step log-probs of these groups.
+
+    Raises 404 unless all groups are of `step`.
+    """
+    updated = session.scalars(
+        update(RolloutGroup)
+        .where(
+            RolloutGroup.run_id == run.id,
+            RolloutGroup.step == step,
+            RolloutGroup.id.in_(group_ids),
+        )
+        .values(proximal_key=key, proximal_digest=digest)
+        .returning(RolloutGroup.id)
+    )
+    unknown = sorted(set(group_ids) - set(updated))
+    if unknown:
+        raise not_found(f"group {unknown[0]} among those of step {step} ({len(unknown)} unknown)")
+
+
+def find_group(session: Session, run: Run, group_id: int) -> tuple[RolloutGroup, PromptRow]:
+    """Returns a group and its prompt; raises 404 unless the run has a group of this id."""
+    row = session.execute(
+        select(RolloutGroup, PromptRow)
+        .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
+        .where(RolloutGroup.run_id == run.id, RolloutGroup.id == group_id)
+    ).first()
+    if row is None:
+        raise not_found(f"group {group_id} in run {run.name!r}")
+    return row[0], row[1]
+
+
+def group_view(
+    group: RolloutGroup, prompt: PromptRow, trajectory: TrajectoryGroup
+) -> wire.GroupView:
+    return wire.GroupView(
+        group_id=group.id,
+        prompt_uid=prompt.uid,
+        payload=prompt.payload,
+        step=group.step,
+        kind=group.kind,
+        policy_version=group.policy_version,
+        mean_reward=group.mean_reward,
+        prompt_token_ids=trajectory.prompt_token_ids,
+        responses=[
+            wire.ResponseView(
+                text=response.text,
+                reward=response.reward,
+                finish_reason=response.finish_reason,
+                token_ids=response.token_ids,
+                logprobs=response.logprobs,
+            )
+            for response in trajectory.responses
+        ],
+    )
