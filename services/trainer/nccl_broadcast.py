@@ -20,7 +20,7 @@ from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import ReplicaView
 from services.common.errors import ServiceError, ServiceUnavailable
 from services.common.http import HttpClient
-from services.rollout.api.offers import STANDS_S, OfferTaken, Parameter, WeightOffer
+from services.rollout.api.offers import OFFER_TTL_S, OfferTaken, Parameter, WeightOffer
 from services.trainer.nccl import DATA_TYPES, NcclError
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class NcclBroadcaster:
         ]
         for each in sends:
             each.start()
-        deadline = time.monotonic() + STANDS_S + SEND_WITHIN_S
+        deadline = time.monotonic() + OFFER_TTL_S + SEND_WITHIN_S
         for each in sends:
             each.end(max(0.0, deadline - time.monotonic()))
         self.stuck = any(each.is_alive() for each in sends)
@@ -145,7 +145,7 @@ class _Send(threading.Thread):
     def _make_offer(self) -> int:
         """How many receive, now. Asked once: an offer that is made again would replace itself."""
         http = HttpClient(
-            "replica", self.replica.url, self._token, timeout_s=STANDS_S + 10, give_up_s=0
+            "replica", self.replica.url, self._token, timeout_s=OFFER_TTL_S + 10, give_up_s=0
         )
         try:
             answer = http.call("POST", "/v1/weights", json=self._offer.model_dump())
