@@ -1,14 +1,14 @@
-"""The rollout engine against `model.generate`: same model, same prompts, same number of samples.
+"""Compares the transformers engine with `model.generate`: same model, prompts and samples.
 
     python -m benchmarks.engine [--out benchmarks/results/engine.json] [--model DIR]
 
-Two regimes. *varied*: the logit of the end token is raised a little, so responses end anywhere,
-after about a third of the limit on average: `generate` pays for every row until the last one ends.
-*equal*: the end token is impossible, so every response has the limit's length and leaving out
-finished rows saves nothing. The two take turns, in an order that alternates; the ratio is of the
-median tokens per second. `generate` does not return log-probs, the engine always does: what they
-are worth is checked against a teacher-forced forward pass over whole sequences, and both of these
-against the same in double precision.
+There are two regimes besides the model as it is. *varied*: the logit of the end token is raised, so
+that responses end after about a third of the limit on average; `generate` computes every row until
+the last one ends. *equal*: the end token is impossible, so that every response has the limit's
+length and dropping finished rows saves nothing. Engine and `generate` take turns, in alternating
+order; the ratio is that of the medians of tokens per second. `generate` returns no log-probs and
+the engine always does; they are compared with a teacher-forced forward pass over whole sequences,
+and both with the same pass in double precision.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from bapo_core.tasks.countdown import CountdownTask
 from benchmarks.machine import machine
 from services.model.resolve import ensure_model
-from services.rollout.engine import GeneratedGroup, GenerationRequest, SamplingParams
+from services.rollout.api.wire import GeneratedGroup, PromptRequest, Sampling
 from services.rollout.transformers_engine import TransformersEngine
 from services.stack.stack import default_home
 
@@ -56,7 +56,7 @@ class BiasedHead(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One run: tokens that count (up to and with the end token), and how long they took."""
+    """The tokens of one run, up to and including each end token, and its duration in seconds."""
 
     tokens: int
     seconds: float
@@ -68,9 +68,9 @@ class Timing:
 
 
 class Contest:
-    """Engine and `generate` on one model and one set of prompts."""
+    """Runs the engine and `generate` on one model and one set of prompts."""
 
-    def __init__(self, model: Any, prompts: Sequence[list[int]], sampling: SamplingParams) -> None:
+    def __init__(self, model: Any, prompts: Sequence[list[int]], sampling: Sampling) -> None:
         self.model, self.prompts, self.sampling = model, prompts, sampling
         self.engine = TransformersEngine()
         self.engine.use(model, 1)
@@ -79,7 +79,7 @@ class Contest:
 
     def run_engine(self, seed: int) -> tuple[Timing, list[GeneratedGroup]]:
         requests = [
-            GenerationRequest(prompt, seed * 100_003 + index)
+            PromptRequest(prompt_token_ids=prompt, seed=seed * 100_003 + index)
             for index, prompt in enumerate(self.prompts)
         ]
         started = time.perf_counter()
@@ -108,18 +108,18 @@ class Contest:
         seconds = time.perf_counter() - started
         new = output[:, self.tokens.shape[1] :]
         ended = (new == self.end).long().cumsum(dim=1)
-        # Up to the first end token, and with it.
+        # Counts the tokens up to and including the first end token.
         return Timing(int(((ended - (new == self.end).long()) == 0).sum()), seconds)
 
 
 def logprob_errors(
     model: Any, prompts: Sequence[list[int]], groups: Sequence[GeneratedGroup]
 ) -> dict[str, float]:
-    """Largest differences between three log-probs of the sampled tokens, in nats.
+    """Returns the largest differences between three log-probs of the sampled tokens, in nats.
 
-    The engine's; those of a forward pass over each whole sequence without a cache (`forward`);
-    and those of the same pass in double precision (`float64`), which says how much of the first
-    difference is the rounding of single precision on either side.
+    They are the engine's; those of a forward pass over each whole sequence without a cache
+    (`forward`); and those of the same pass in double precision (`float64`), which shows how much of
+    the first difference is rounding to single precision on either side.
     """
     exact_model = copy.deepcopy(model).double()
     worst = {"engine_forward": 0.0, "engine_float64": 0.0, "forward_float64": 0.0}
@@ -142,7 +142,7 @@ def logprob_errors(
 
 @torch.inference_mode()
 def _teacher_forced(model: Any, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
-    """Log-probs (tokens,) of the response at the benchmark's temperature."""
+    """Returns the log-probs (tokens,) of the response at the benchmark's temperature."""
     ids = torch.tensor([[*prompt, *response]])
     logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
     logprobs = torch.log_softmax(logits / TEMPERATURE, dim=-1)
@@ -150,7 +150,7 @@ def _teacher_forced(model: Any, prompt: Sequence[int], response: Sequence[int]) 
 
 
 def compete(contest: Contest, repeats: int, console: Console, name: str) -> dict[str, Any]:
-    """Medians of both over the repeats, after one unmeasured run of each."""
+    """Returns the medians of both over the repeats, after one unmeasured run of each."""
     _, groups = contest.run_engine(0)
     contest.run_generate(0)
     errors = logprob_errors(contest.model, contest.prompts, groups)
@@ -198,9 +198,9 @@ def _summary(
 
 
 def find_end_bias(model: Any, contest: Contest, share: float) -> float:
-    """The addition to the end token's logit that makes the mean length about `share` of the limit.
+    """Returns the end token's bias with which the mean length is about `share` of the limit.
 
-    Bisection on one run each: the mean length falls as the end token becomes likelier.
+    It is found by bisection with one run each, as the mean length falls with a growing bias.
     """
     low, high = NEVER / 1e3, -NEVER / 1e3
     responses = len(contest.prompts) * contest.sampling.group_size
@@ -225,7 +225,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         [int(token) for token in tokenizer.encode(task.render(problem)[0]["content"])]
         for problem in task.generate(seed=1, n=arguments.prompts)
     ]
-    sampling = SamplingParams(
+    sampling = Sampling(
         temperature=TEMPERATURE, max_tokens=arguments.max_tokens, group_size=arguments.group_size
     )
     contest = Contest(model, prompts, sampling)
@@ -243,7 +243,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def _tiny_model(console: Console) -> Path:
-    """The local stack's tiny model; built on first use."""
+    """Returns the local stack's tiny model, which is built on first use."""
     from bapo_core.config import load_config
 
     return ensure_model(load_config("examples/countdown.yaml", []), default_home(), console)
@@ -259,7 +259,7 @@ def _left_padded(prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/engine.json"))
-    parser.add_argument("--model", type=Path, help="a Hugging Face directory (default: tiny)")
+    parser.add_argument("--model", type=Path, help="a Hugging Face model directory (default: tiny)")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=32)
@@ -272,7 +272,7 @@ def main() -> None:
 
 
 def _headline(value: Any) -> Any:
-    """A section without its lists."""
+    """Returns a section without its lists."""
     if not isinstance(value, dict):
         return value
     return {key: item for key, item in value.items() if not isinstance(item, list)}

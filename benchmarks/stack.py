@@ -48,8 +48,8 @@ from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse
 from services.buffer.api.wire import ManifestMember, PromptItem
 from services.datasets import load_datasets
 from services.model.resolve import ensure_model
-from services.rollout.collector import render
-from services.rollout.engine import GenerationRequest, SamplingParams
+from services.rollout.api.wire import PromptRequest, Sampling
+from services.rollout.collector import tokenize_conversation
 from services.rollout.transformers_engine import TransformersEngine
 from services.stack.stack import default_home, running_stack
 from services.trainer.data import collate, make_plan
@@ -152,14 +152,24 @@ class BareLoop:
 
     def roll_out(self, step: int, kind: str, prompts: Sequence[PromptItem]) -> list[GroupSummary]:
         rollout = self.config.rollout
-        ids = [render(self.tokenizer, self.task.render(prompt.payload)) for prompt in prompts]
+        ids = [
+            tokenize_conversation(self.tokenizer, self.task.render(prompt.payload))
+            for prompt in prompts
+        ]
         requests = [
-            GenerationRequest(tokens, derive_seed(self.config.seed, kind, step, prompt.uid))
+            PromptRequest(
+                prompt_token_ids=tokens,
+                seed=derive_seed(self.config.seed, kind, step, prompt.uid),
+            )
             for tokens, prompt in zip(ids, prompts, strict=True)
         ]
         generated = self.engine.generate(
             requests,
-            SamplingParams(rollout.temperature, rollout.max_response_tokens, rollout.group_size),
+            Sampling(
+                temperature=rollout.temperature,
+                max_tokens=rollout.max_response_tokens,
+                group_size=rollout.group_size,
+            ),
             policy_version=self.engine.version,
         )
         found = []

@@ -1,12 +1,12 @@
-"""What isolation costs: the rate of verdicts over HTTP, and of the bare function.
+"""Measures the cost of isolation: verdicts per second over HTTP and of the bare function.
 
     python -m benchmarks.verifier [--out benchmarks/results/verifier.json]
 
-The bare rate is `Task.verify` in a process that does nothing else, one core, times the cores. The
-other is the service with a worker a core, asked for batches of 2,048 by `--clients` threads at once
-(so that one batch is read while another is scored, as when several runs share a verifier) and by
-one alone. Client, server and workers share the cores. Rates are taken in turn, several times; the
-ratio is of the medians.
+The bare rate is that of `Task.verify` on one core, in a process of its own, times the number of
+cores. The other is that of the service with one worker per core. `--clients` threads, and then one
+alone, send it batches of 2,048; with several, one batch is read while another is scored, as when
+runs share a verifier. Client, server and workers share the cores. The rates are measured in turn,
+several times; the ratio is that of the medians.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _THOUGHT = "Let me try another way: 12 + 30 is 42, so I am one step away. "
 
 
 def countdown_items(count: int) -> list[dict[str, Any]]:
-    """`count` responses of about 300 characters: a thought, then any expression."""
+    """Returns `count` responses of about 300 characters: some text, then a random expression."""
     task = get_task("countdown")
     rng = random.Random(0)
 
@@ -51,7 +51,7 @@ def countdown_items(count: int) -> list[dict[str, Any]]:
 
 
 def math_items(count: int) -> list[dict[str, Any]]:
-    """`count` responses with fractions, right in half of the cases."""
+    """Returns `count` responses with fractions, of which half are right."""
     rng = random.Random(0)
     payloads = [
         {"problem": f"What is ${n}/7$?", "answer": rf"\frac{{{n}}}{{7}}"}
@@ -78,24 +78,24 @@ ITEMS = {"countdown": countdown_items, "math": math_items}
 
 
 def bare_rate(task: str, batch: int, batches: int) -> float:
-    """Verdicts a second of the function alone, in a process of its own."""
+    """Returns the verdicts per second of the function alone, in a process of its own."""
     code = (
         "import sys; from benchmarks.verifier import measure_bare\n"
         "print(measure_bare(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])))"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, task, str(batch), str(batches)],
         check=True,
         stdout=subprocess.PIPE,
         text=True,
     )
-    return float(done.stdout)
+    return float(process.stdout)
 
 
 def measure_bare(task: str, batch: int, batches: int) -> float:
     work = [(i["payload"], response) for i in ITEMS[task](batch) for response in i["responses"]]
     verify = get_task(task).verify
-    for payload, response in work:  # warm, as the service's workers are
+    for payload, response in work:  # warm-up, as the service's workers have had
         verify(payload, response)
     started = time.perf_counter()
     for _ in range(batches):
@@ -106,7 +106,7 @@ def measure_bare(task: str, batch: int, batches: int) -> float:
 
 @contextmanager
 def verifier() -> Iterator[httpx.Client]:
-    """The service in a process of its own, with a worker a core."""
+    """Runs the service in a process of its own, with one worker per core; yields a client."""
     (port,) = free_ports(1)
     token = secrets.token_hex(8)
     process = subprocess.Popen(
@@ -139,7 +139,7 @@ def _ready(client: httpx.Client) -> bool:
 
 
 def http_rate(client: httpx.Client, body: bytes, batch: int, batches: int, clients: int) -> float:
-    """Verdicts a second of the service."""
+    """Returns the verdicts per second of the service."""
 
     def post(_: int) -> None:
         client.post("/v1/verify", content=body).raise_for_status()
@@ -154,7 +154,7 @@ def measure(
     task: str, client: httpx.Client, *, batch: int, batches: int, clients: int, repeats: int
 ) -> dict[str, Any]:
     body = json.dumps({"task": task, "items": ITEMS[task](batch)}).encode()
-    http_rate(client, body, batch, 2 * clients, clients)  # every worker prepares the task
+    http_rate(client, body, batch, 2 * clients, clients)  # warm-up: every worker prepares the task
     bare: list[float] = []
     alone: list[float] = []
     together: list[float] = []
@@ -177,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/verifier.json"))
     parser.add_argument("--batch", type=int, default=2_048)
-    parser.add_argument("--batches", type=int, default=100, help="of Countdown; of math a tenth")
+    parser.add_argument("--batches", type=int, default=100, help="for math a tenth as many")
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()

@@ -24,7 +24,7 @@ from bapo_core.tasks import get_task
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
 from services.datasets import load_datasets
 from services.rollout.api.wire import GeneratedGroup, GenerateRequest, PromptRequest
-from services.rollout.collector import render
+from services.rollout.collector import tokenize_conversation
 from services.rollout.server import make_driver
 from services.rollout.settings import VllmSettings
 from services.trainer.data import collate, microbatches
@@ -128,7 +128,7 @@ async def _generate(
         group_size=rollout.group_size,
         prompts=[
             PromptRequest(
-                prompt_token_ids=render(tokenizer, task.render(prompt.payload)),
+                prompt_token_ids=tokenize_conversation(tokenizer, task.render(prompt.payload)),
                 seed=derive_seed(config.seed, "doctor", prompt.uid),
             )
             for prompt in train.prompts[:count]

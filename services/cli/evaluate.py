@@ -14,8 +14,8 @@ from bapo_core.metrics import accuracy_bins, pass_at_k
 from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task
 from services.datasets import load_datasets
-from services.rollout.collector import render
-from services.rollout.engine import GenerationRequest, SamplingParams
+from services.rollout.api.wire import PromptRequest, Sampling
+from services.rollout.collector import tokenize_conversation
 from services.verifier.pool import VerifierPool
 
 
@@ -35,13 +35,13 @@ def evaluate_directory(config: RunConfig, directory: Path) -> dict[str, Any]:
     engine.load(directory, 1)
     generated = engine.generate(
         [
-            GenerationRequest(
-                render(tokenizer, task.render(prompt.payload)),
-                derive_seed(config.seed, "evaluation", 1, prompt.uid),
+            PromptRequest(
+                prompt_token_ids=tokenize_conversation(tokenizer, task.render(prompt.payload)),
+                seed=derive_seed(config.seed, "evaluation", 1, prompt.uid),
             )
             for prompt in held_out.prompts
         ],
-        SamplingParams(
+        Sampling(
             temperature=config.evaluation_temperature,
             max_tokens=config.rollout.max_response_tokens,
             group_size=samples,

@@ -1,1 +1,1 @@
-"""Rollouts: engines, the server in front of one, and the collector that drives it."""
+"""Rollouts: engines, the replica server in front of an engine, and the collector."""

@@ -6,49 +6,50 @@ from collections.abc import AsyncIterator
 
 import httpx
 
-from bapo_core.errors import BapoError
 from services.rollout.api.wire import GeneratedGroup, GenerateRequest
+from services.rollout.errors import ReplicaFailed
 
-LONGEST_SILENCE_S = 1800.0
-"""Between two groups of an answer. A replica that has died is noticed sooner, by its reports."""
-
-
-class ReplicaFailed(BapoError):
-    """A replica did not finish what it was asked for; another one may."""
+READ_TIMEOUT_S = 1800.0
+"""Longest wait between two groups of a stream. The fleet notices a replica that has stopped much
+sooner, by its missing heartbeats."""
+CONNECT_TIMEOUT_S = 5.0
 
 
 class ReplicaClient:
-    """Generates on one replica. What it did not finish may be asked for again."""
+    """Generates on one replica. Groups that are missing in the answer may be asked for again."""
 
     def __init__(self, url: str, http: httpx.AsyncClient, token: str) -> None:
         self._url, self._http = url, http
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedGroup]:
-        """Groups in the order in which they are finished. Raises `ReplicaFailed`."""
+        """Yields groups in the order in which they are completed.
+
+        Raises `ReplicaFailed` when the replica refuses the request or the connection breaks.
+        """
         try:
             async with self._http.stream(
                 "POST",
                 f"{self._url}/v1/generate",
                 content=request.model_dump_json(),
                 headers=self._headers,
-                timeout=httpx.Timeout(LONGEST_SILENCE_S, connect=5.0),
+                timeout=httpx.Timeout(READ_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
             ) as response:
                 if not response.is_success:
-                    words = (await response.aread()).decode(errors="replace")[:500]
-                    raise ReplicaFailed(f"{self._url}: HTTP {response.status_code}: {words}")
-                async for line in _lines(response):
+                    body = (await response.aread()).decode(errors="replace")[:500]
+                    raise ReplicaFailed(f"{self._url}: HTTP {response.status_code}: {body}")
+                async for line in _complete_lines(response):
                     yield GeneratedGroup.model_validate_json(line)
         except (httpx.HTTPError, ValueError) as error:
             raise ReplicaFailed(f"{self._url}: {error or type(error).__name__}") from error
 
 
-async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Whole lines; a line that was cut off is dropped."""
-    rest: list[bytes] = []
+async def _complete_lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Yields complete lines; drops a line that was cut off."""
+    pieces: list[bytes] = []
     async for data in response.aiter_raw():
-        *whole, last = data.split(b"\n")
-        for line in whole:
-            yield b"".join([*rest, line])
-            rest = []
-        rest.append(last)
+        *ends, rest = data.split(b"\n")
+        for end in ends:
+            yield b"".join([*pieces, end])
+            pieces = []
+        pieces.append(rest)

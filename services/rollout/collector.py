@@ -1,8 +1,8 @@
-"""The collector: prompts in, whole scored groups out, ahead of the trainer.
+"""The collector: has prompts answered and scored, and delivers their groups to the buffer service.
 
-Within a sync window the rollout policy does not change, so the collector runs on to the window's
-end without waiting for the trainer. Evaluations come last in a window, when the engine would
-otherwise wait for new weights.
+The rollout policy does not change within a sync window (the steps between two syncs), so the
+collector runs ahead of the trainer to the window's end. Evaluations come last in a window, when the
+engine would otherwise wait for new weights.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-JOBS_UNDER_WAY = 2
-"""One is generated while the last groups of the one before are still coming: bounds memory."""
-UNBEGUN_S = 1.0
-LOOK_EVERY_S = 2.0
+CONCURRENT_JOBS = 2
+"""Jobs in progress at a time: the next one starts while the last groups of one are still being
+generated. Bounds memory."""
+FIRST_ATTEMPT_POLL_INTERVAL_S = 1.0
+POLL_INTERVAL_S = 2.0
 BUNDLE = 64
-"""Groups that are scored and delivered together, before all of the job are there."""
+"""Groups that are scored and delivered together, before all groups of the job are generated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,10 @@ class Job:
     kind: wire.Kind
 
 
-def jobs(config: RunConfig, first_step: int) -> Iterator[Job]:
-    """Everything to roll out from `first_step` on, in order.
+def plan_jobs(config: RunConfig, first_step: int) -> Iterator[Job]:
+    """Yields all jobs from `first_step` to the end of the run, in order.
 
-    Evaluations of earlier steps come first: a run that was interrupted may still owe them.
+    Evaluations of earlier steps come first, because a run may have been interrupted before them.
     """
     for step in range(1, first_step):
         if config.evaluates_at(step):
@@ -77,7 +78,7 @@ def jobs(config: RunConfig, first_step: int) -> Iterator[Job]:
 
 
 class Collector:
-    """Runs jobs. While one is generated, the groups of the one before are scored and delivered."""
+    """Runs jobs, and scores and delivers a job's groups while the next job is generated."""
 
     def __init__(
         self,
@@ -91,31 +92,37 @@ class Collector:
         self._verifier, self._tokenizer = verifier, tokenizer
         self._task = get_task(config.task.name, **config.task.options)
         self._version = 0
-        self._under_way: set[asyncio.Task[bool]] = set()
+        self._running: set[asyncio.Task[bool]] = set()
         self._spans = SpanRecorder(buffer, "collector")
 
     async def collect(self, first_step: int) -> None:
-        """All jobs from `first_step` to the end of the run. Raises `Superseded`."""
+        """Runs all jobs from `first_step` to the end of the run.
+
+        Raises `Superseded` once a newer attempt of the run has begun.
+        """
         async with self._fleet.watched():
             work = asyncio.create_task(self._run_all(first_step))
-            watch = asyncio.create_task(self._until_superseded())
+            watch = asyncio.create_task(self._watch_attempt())
             try:
                 await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
                 await (work if work.done() else watch)
             finally:
-                for task in (work, watch, *self._under_way):
+                for task in (work, watch, *self._running):
                     task.cancel()
 
     async def _run_all(self, first_step: int) -> None:
-        for job in jobs(self._config, first_step):
+        for job in plan_jobs(self._config, first_step):
             await self._run(job)
-        await self._at_most(0)
+        await self._limit_running(0)
 
-    async def _until_superseded(self) -> None:
-        """Whoever only waits, for weights or replicas that now come to another attempt, would never
-        be told."""
+    async def _watch_attempt(self) -> None:
+        """Raises `Superseded` once a newer attempt of the run has begun.
+
+        A collector that waits for weights or replicas makes no call that the buffer service could
+        refuse, and would otherwise never learn of the new attempt.
+        """
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
             try:
                 state = await run_detached(self._buffer.run_state)
             except ServiceUnavailable as error:
@@ -126,9 +133,9 @@ class Collector:
 
     async def _run(self, job: Job) -> None:
         version = self._config.rollout_version(job.step, job.kind)
-        # Asking for prompts tells the replicas which version is wanted: the groups of another
-        # version must be there before.
-        await self._at_most(JOBS_UNDER_WAY - 1 if version == self._version else 0)
+        # Asking for prompts sets the replicas' target version, so all groups of another version
+        # must have been generated before.
+        await self._limit_running(CONCURRENT_JOBS - 1 if version == self._version else 0)
         self._version = version
         rounds = self._config.rollout.max_generation_rounds if job.kind == "fresh" else 1
         for generation_round in range(rounds):
@@ -138,60 +145,57 @@ class Collector:
             if prompts.complete or not prompts.prompts:
                 return
             roll_out = asyncio.create_task(self._roll_out(job, prompts))
-            self._under_way.add(roll_out)
-            # Only dynamic sampling needs the outcome before it knows what to generate next.
+            self._running.add(roll_out)
+            # Only dynamic sampling needs the rewards before it can tell whether to go on.
             if rounds > 1:
-                await self._at_most(0)
+                await self._limit_running(0)
                 if roll_out.result():
                     return
 
-    async def _at_most(self, count: int) -> None:
-        """Waits until so few jobs are under way; raises what went wrong in one that has ended."""
-        while len(self._under_way) > count:
-            ended, self._under_way = await asyncio.wait(
-                self._under_way, return_when=asyncio.FIRST_COMPLETED
+    async def _limit_running(self, count: int) -> None:
+        """Waits until at most `count` jobs are running; raises the error of one that failed."""
+        while len(self._running) > count:
+            done, self._running = await asyncio.wait(
+                self._running, return_when=asyncio.FIRST_COMPLETED
             )
-            for task in ended:
+            for task in done:
                 task.result()
 
     async def _roll_out(self, job: Job, prompts: wire.StepPrompts) -> bool:
-        """Generates, scores and delivers; whether the job's groups are complete after it."""
-        finished: list[GeneratedGroup] = []
-        news = asyncio.Event()
+        """Generates, scores and delivers groups; returns whether the job is complete with them."""
+        request = await self._prepare_request(job, prompts)
+        pending: list[GeneratedGroup] = []
+        changed = asyncio.Event()
 
         def on_group(group: GeneratedGroup) -> None:
-            finished.append(group)
-            news.set()
+            pending.append(group)
+            changed.set()
 
-        generating = asyncio.create_task(self._generate(job, prompts, on_group))
-        generating.add_done_callback(lambda _: news.set())
-        complete, left = False, len(prompts.prompts)
+        generating = asyncio.create_task(self._generate(job, request, on_group))
+        generating.add_done_callback(lambda _: changed.set())
+        complete, missing = False, len(prompts.prompts)
         try:
-            while left:
-                await news.wait()
-                news.clear()
+            while missing:
+                await changed.wait()
+                changed.clear()
                 if generating.done():
                     generating.result()
-                elif len(finished) < BUNDLE:
+                elif len(pending) < BUNDLE:
                     continue
-                bundle, finished[:] = finished[:], []
-                left -= len(bundle)
-                complete = await asyncio.to_thread(self._deliver, job, prompts, bundle)
+                bundle, pending[:] = pending[:], []
+                missing -= len(bundle)
+                complete = await asyncio.to_thread(self._deliver, job, prompts, request, bundle)
             await asyncio.to_thread(self._spans.flush)
         finally:
             generating.cancel()
         return complete
 
-    async def _generate(
-        self,
-        job: Job,
-        prompts: wire.StepPrompts,
-        on_group: Callable[[GeneratedGroup], None],
-    ) -> None:
-        weights = await self._await_weights(prompts.policy_version)
+    async def _prepare_request(self, job: Job, prompts: wire.StepPrompts) -> GenerateRequest:
+        """Waits until the job's version is published and tokenizes the prompts."""
+        weights = await self._wait_for_weights(prompts.policy_version)
         rollout = self._config.rollout
         evaluating = job.kind == "evaluation"
-        request = GenerateRequest(
+        return GenerateRequest(
             policy_version=prompts.policy_version,
             manifest_digest=weights.manifest_digest,
             temperature=(
@@ -207,12 +211,16 @@ class Collector:
                 for prompt in prompts.prompts
             ],
         )
+
+    async def _generate(
+        self, job: Job, request: GenerateRequest, on_group: Callable[[GeneratedGroup], None]
+    ) -> None:
         with self._spans.span("await weights", job.step):
             await self._fleet.until_served(request)
         with self._spans.span(job.kind, job.step):
             await self._fleet.generate(request, on_group)
 
-    async def _await_weights(self, version: int) -> wire.StoredVersion:
+    async def _wait_for_weights(self, version: int) -> wire.StoredVersion:
         while True:
             try:
                 return await run_detached(self._buffer.weights, version, wait=LONG_POLL_S)
@@ -221,7 +229,7 @@ class Collector:
                     raise
 
     def _tokenize(self, prompt: wire.PromptItem) -> list[int]:
-        token_ids = render(self._tokenizer, self._task.render(prompt.payload))
+        token_ids = tokenize_conversation(self._tokenizer, self._task.render(prompt.payload))
         limit = self._config.rollout.max_prompt_tokens
         if len(token_ids) > limit:
             raise BapoError(
@@ -231,10 +239,14 @@ class Collector:
         return token_ids
 
     def _deliver(
-        self, job: Job, asked: wire.StepPrompts, generated: Sequence[GeneratedGroup]
+        self,
+        job: Job,
+        step_prompts: wire.StepPrompts,
+        request: GenerateRequest,
+        generated: Sequence[GeneratedGroup],
     ) -> bool:
-        """Whether the job's groups are complete with these."""
-        prompts = [asked.prompts[group.index] for group in generated]
+        """Scores and delivers groups; returns whether the job is complete with them."""
+        prompts = [step_prompts.prompts[group.index] for group in generated]
         texts = [
             self._tokenizer.batch_decode(
                 [response.token_ids for response in group.responses], skip_special_tokens=True
@@ -253,7 +265,7 @@ class Collector:
         groups = [
             TrajectoryGroup(
                 prompt_uid=prompt.uid,
-                prompt_token_ids=self._tokenize(prompt),
+                prompt_token_ids=request.prompts[group.index].prompt_token_ids,
                 policy_version=group.policy_version,
                 responses=[
                     TrajectoryResponse(
@@ -264,11 +276,11 @@ class Collector:
                         answer,
                     )
                     for response, verdict, answer in zip(
-                        group.responses, scored, answers, strict=True
+                        group.responses, group_verdicts, answers, strict=True
                     )
                 ],
             )
-            for prompt, group, scored, answers in zip(
+            for prompt, group, group_verdicts, answers in zip(
                 prompts, generated, verdicts, texts, strict=True
             )
         ]
@@ -278,8 +290,10 @@ class Collector:
         return accepted.complete
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    """The token ids of a conversation up to where the response begins."""
+def tokenize_conversation(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]
+) -> list[int]:
+    """Returns the token ids of a conversation, up to where the response begins."""
     rendered: Any = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=False
     )
@@ -295,10 +309,10 @@ def tokenizer_directory(path: str, settings: CollectorSettings) -> Path:
     return fetch_model(path, store, settings.scratch / "model", weights=False)
 
 
-def until_begun(buffer: BufferClient) -> wire.RunState:
-    """The run, once a trainer has begun an attempt."""
+def wait_for_attempt(buffer: BufferClient) -> wire.RunState:
+    """Waits until a trainer has begun the run's first attempt, and returns the run's state."""
     while (state := buffer.run_state()).attempt == 0:
-        time.sleep(UNBEGUN_S)
+        time.sleep(FIRST_ATTEMPT_POLL_INTERVAL_S)
     return state
 
 
@@ -316,19 +330,21 @@ def main() -> None:
         while True:
             buffer = BufferClient(settings.buffer_url, token, run=settings.run)
             pinned = settings.attempt is not None
-            state = buffer.run_state() if pinned else until_begun(buffer)
+            state = buffer.run_state() if pinned else wait_for_attempt(buffer)
             buffer.attempt = state.attempt if settings.attempt is None else settings.attempt
             try:
-                collector = make(state, buffer, settings)
+                collector = make_collector(state, buffer, settings)
                 asyncio.run(collector.collect(state.current_step + 1))
             except Superseded as error:
                 if pinned:
                     raise
-                log.warning("a new attempt has begun: %s", error)
+                log.warning("the collector starts again for the new attempt: %s", error)
             else:
                 return
 
-    def make(state: wire.RunState, buffer: BufferClient, settings: CollectorSettings) -> Collector:
+    def make_collector(
+        state: wire.RunState, buffer: BufferClient, settings: CollectorSettings
+    ) -> Collector:
         token = settings.token.get_secret_value()
         config = state.config
         return Collector(

@@ -1,4 +1,4 @@
-"""All replicas of a run, as the collector sees them: finds them, spreads work, forgives losses."""
+"""The collector's view of a run's replicas: discovery, load balancing, and retries after losses."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import httpx
 from bapo_core.errors import BapoError
 from services.buffer.api import wire as buffer_wire
 from services.buffer.api.client import LONG_POLL_S, BufferClient
+from services.buffer.api.wire import HEARTBEAT_TIMEOUT_S
 from services.common.threads import run_detached
 from services.rollout.api.wire import GeneratedGroup, GenerateRequest
-from services.rollout.client import ReplicaClient, ReplicaFailed
+from services.rollout.client import ReplicaClient
+from services.rollout.errors import ReplicaFailed
 
 log = logging.getLogger(__name__)
 
 PROMPTS_IN_FLIGHT = 128
-"""Given to a replica at a time: enough for it to be busy, few enough to leave some for others."""
-SILENT_S = 10.0
-"""A replica that has said nothing for so long is lost, and what it held is asked for elsewhere."""
-LOOK_EVERY_S = 1.0
-COMPLAIN_EVERY_S = 10.0
+"""Most prompts outstanding on one replica: enough to keep it busy, few enough to share the rest."""
+POLL_INTERVAL_S = 1.0
+WARNING_INTERVAL_S = 10.0
 
 
 @dataclass(eq=False)
@@ -33,21 +33,22 @@ class _Replica:
     name: str
     client: ReplicaClient
     view: buffer_wire.ReplicaView
-    heard_at: float = 0.0
-    """When it last said something, by our clock."""
+    heartbeat_at: float = 0.0
+    """Time of its last report, by this process's monotonic clock."""
     failed_at: float = float("-inf")
     prompts: int = 0
+    """Prompts outstanding on this replica."""
     tokens: int = 0
-    """At most so many are still to come of what it was asked for."""
+    """Upper bound on the response tokens outstanding on this replica."""
     requests: set[asyncio.Task[None]] = field(default_factory=set)
 
     def serves(self, request: GenerateRequest) -> bool:
-        """By what it has said since it last failed us."""
+        """Whether it has reported the request's version since it last failed, and is not lost."""
         return (
             self.view.loaded_version == request.policy_version
             and self.view.manifest_digest == request.manifest_digest
-            and self.heard_at > self.failed_at
-            and time.monotonic() - self.heard_at < SILENT_S
+            and self.heartbeat_at > self.failed_at
+            and time.monotonic() - self.heartbeat_at < HEARTBEAT_TIMEOUT_S
         )
 
     def has_room(self) -> bool:
@@ -55,23 +56,24 @@ class _Replica:
 
 
 class Fleet:
-    """Spreads prompts over the replicas that serve the version asked for."""
+    """Spreads prompts over the replicas that serve the requested version of the weights."""
 
     def __init__(self, buffer: BufferClient, token: str) -> None:
         self._buffer, self._token = buffer, token
         self._replicas: dict[str, _Replica] = {}
         self._changed = asyncio.Condition()
-        self._awaited = ""
-        """The digest of the weights that somebody waits for."""
-        self._look = asyncio.Event()
+        self._awaited_digest = ""
+        """Manifest digest of the weights that a request waits for."""
+        self._poll_now = asyncio.Event()
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """While it lasts, replicas come and go."""
+        """Discovers replicas and follows their heartbeats while the context lasts."""
         limits = httpx.Limits(
             max_connections=None,
             max_keepalive_connections=PROMPTS_IN_FLIGHT,
-            # Below the 5 seconds after which replicas hang up.
+            # Below uvicorn's keep-alive time-out of 5 seconds: a request on a connection that the
+            # server closes at that moment would fail.
             keepalive_expiry=2.0,
         )
         async with httpx.AsyncClient(limits=limits) as self._http:
@@ -86,168 +88,179 @@ class Fleet:
     async def generate(
         self, request: GenerateRequest, on_group: Callable[[GeneratedGroup], None]
     ) -> None:
-        """Calls `on_group` once for every prompt, as soon as its group is whole.
+        """Calls `on_group` once for every prompt, as soon as its group is complete.
 
-        Waits for replicas as long as there are none. Raises `BapoError` for a prompt that no
-        replica can answer.
+        Waits while there is no replica. Raises `BapoError` for a prompt that an engine refuses.
         """
-        size = await self.until_served(request) or len(request.prompts)
-        everything = range(len(request.prompts))
+        chunk_size = await self.until_served(request) or len(request.prompts)
+        indices = range(len(request.prompts))
         try:
             async with asyncio.TaskGroup() as tasks:
-                for start in range(0, len(everything), size):
-                    chunk = list(everything[start : start + size])
-                    tasks.create_task(self._until_done(request, chunk, on_group))
+                for start in range(0, len(indices), chunk_size):
+                    chunk = list(indices[start : start + chunk_size])
+                    tasks.create_task(self._generate_chunk(request, chunk, on_group))
         except* BapoError as errors:
             raise errors.exceptions[0] from errors
 
     async def until_served(self, request: GenerateRequest) -> int:
-        """Waits for a replica that serves the version; how many prompts it wants at a time."""
+        """Waits for a replica that serves the version; returns its `prompts_per_request`."""
         async with self._changed:
-            return (await self._free(request)).view.prompts_per_request
+            return (await self._wait_for_free_replica(request)).view.prompts_per_request
 
-    async def _until_done(
+    async def _generate_chunk(
         self,
         request: GenerateRequest,
-        chunk: list[int],
+        missing: list[int],
         on_group: Callable[[GeneratedGroup], None],
     ) -> None:
-        """The groups of these prompts, however many replicas it takes."""
-        while chunk:
-            replica = await self._take(request, len(chunk))
-            asking = asyncio.create_task(self._ask(replica, request, chunk, on_group))
-            replica.requests.add(asking)
+        """Generates the prompts with the indices `missing`, on as many replicas as it takes."""
+        while missing:
+            replica = await self._reserve(request, len(missing))
+            attempt = asyncio.create_task(self._attempt(replica, request, missing, on_group))
+            replica.requests.add(attempt)
             try:
-                await asking
+                await attempt
             except asyncio.CancelledError:
-                if not asking.cancelled() or _being_cancelled():
-                    asking.cancel()
+                if not attempt.cancelled() or _being_cancelled():
+                    attempt.cancel()
                     raise
                 log.warning(
-                    "replica %s is silent; %d prompts go elsewhere", replica.name, len(chunk)
+                    "no heartbeat from replica %s for %.0f s; %d prompts are retried elsewhere",
+                    replica.name,
+                    HEARTBEAT_TIMEOUT_S,
+                    len(missing),
                 )
             except ReplicaFailed as error:
                 replica.failed_at = time.monotonic()
                 log.warning(
-                    "replica %s: %s; %d prompts are asked for again",
+                    "replica %s failed: %s; %d prompts are retried",
                     replica.name,
                     error,
-                    len(chunk),
+                    len(missing),
                 )
             finally:
-                replica.requests.discard(asking)
-                await self._give_back(replica, request, len(chunk))
+                replica.requests.discard(attempt)
+                await self._release(replica, request, len(missing))
 
-    async def _ask(
+    async def _attempt(
         self,
         replica: _Replica,
         request: GenerateRequest,
-        chunk: list[int],
+        missing: list[int],
         on_group: Callable[[GeneratedGroup], None],
     ) -> None:
-        """Takes from `chunk` what the replica answers. Raises `ReplicaFailed`."""
-        asked = list(chunk)
-        part = request.model_copy(update={"prompts": [request.prompts[index] for index in asked]})
-        async for group in replica.client.generate(part):
+        """Generates on one replica and removes from `missing` the prompts that it answers.
+
+        Raises `ReplicaFailed` unless it answers all of them.
+        """
+        indices = list(missing)
+        prompts = [request.prompts[index] for index in indices]
+        async for group in replica.client.generate(request.model_copy(update={"prompts": prompts})):
             if group.refused:
                 raise BapoError(f"replica {replica.name} refuses a prompt: {group.refused}")
-            if not _as_asked(request, group, len(asked)):
-                raise ReplicaFailed("a group that is not what was asked for")
-            index = asked[group.index]
-            if index not in chunk:
-                raise ReplicaFailed(f"two groups for prompt {index}")
-            chunk.remove(index)
+            if not _matches(request, group, len(indices)):
+                raise ReplicaFailed(
+                    f"sent a group (index {group.index}, version {group.policy_version}, "
+                    f"{len(group.responses)} responses) that does not match the request"
+                )
+            index = indices[group.index]
+            if index not in missing:
+                raise ReplicaFailed(f"sent two groups for prompt {index}")
+            missing.remove(index)
             replica.prompts -= 1
-            replica.tokens -= _cost(request)
+            replica.tokens -= _max_tokens(request)
             on_group(group.model_copy(update={"index": index}))
-        if chunk:
-            raise ReplicaFailed(f"the answer ended {len(chunk)} groups early")
+        if missing:
+            raise ReplicaFailed(f"the response ended with {len(missing)} groups missing")
 
-    # -- who takes what
+    # -- load balancing
 
-    async def _take(self, request: GenerateRequest, prompts: int) -> _Replica:
-        """The replica with the fewest tokens to come, once one serves the version."""
+    async def _reserve(self, request: GenerateRequest, prompts: int) -> _Replica:
+        """Waits for replicas that serve the version; takes that with the fewest tokens to come."""
         async with self._changed:
-            replica = await self._free(request)
+            replica = await self._wait_for_free_replica(request)
             replica.prompts += prompts
-            replica.tokens += prompts * _cost(request)
+            replica.tokens += prompts * _max_tokens(request)
             return replica
 
-    async def _give_back(self, replica: _Replica, request: GenerateRequest, prompts: int) -> None:
+    async def _release(self, replica: _Replica, request: GenerateRequest, prompts: int) -> None:
         async with self._changed:
             replica.prompts -= prompts
-            replica.tokens -= prompts * _cost(request)
+            replica.tokens -= prompts * _max_tokens(request)
             self._changed.notify_all()
 
-    async def _free(self, request: GenerateRequest) -> _Replica:
+    async def _wait_for_free_replica(self, request: GenerateRequest) -> _Replica:
         """Waits, with `_changed` held, for a replica that has room and serves the version."""
-        complained = time.monotonic()
+        warned_at = time.monotonic()
         while True:
             serving = [r for r in self._replicas.values() if r.serves(request)]
             free = [replica for replica in serving if replica.has_room()]
             if free:
                 return min(free, key=lambda replica: replica.tokens)
             if not serving:
-                self._awaited = request.manifest_digest
-                self._look.set()
-                if time.monotonic() - complained > COMPLAIN_EVERY_S:
-                    complained = time.monotonic()
+                self._awaited_digest = request.manifest_digest
+                self._poll_now.set()
+                if time.monotonic() - warned_at > WARNING_INTERVAL_S:
+                    warned_at = time.monotonic()
                     log.warning(
-                        "no replica serves version %d: %s", request.policy_version, self.states()
+                        "no replica serves version %d: %s",
+                        request.policy_version,
+                        self.describe_replicas(),
                     )
             with suppress(TimeoutError):
-                async with asyncio.timeout(COMPLAIN_EVERY_S):
+                async with asyncio.timeout(WARNING_INTERVAL_S):
                     await self._changed.wait()
 
-    def states(self) -> str:
-        """What every replica last said, for people."""
+    def describe_replicas(self) -> str:
+        """Returns the last report of every replica, for people."""
         return (
             "; ".join(
                 f"{replica.name} is {replica.view.state} with version {replica.view.loaded_version}"
-                f" ({time.monotonic() - replica.heard_at:.0f} s ago) {replica.view.detail}".rstrip()
+                f" (reported {time.monotonic() - replica.heartbeat_at:.0f} s ago)"
+                f" {replica.view.detail}".rstrip()
                 for replica in self._replicas.values()
             )
             or "none has reported yet"
         )
 
-    # -- who is there
+    # -- discovery
 
     async def _watch(self) -> None:
         while True:
-            awaited = self._awaited
+            digest = self._awaited_digest
             try:
                 views = await run_detached(
-                    self._buffer.replicas, serving=awaited, wait=LONG_POLL_S if awaited else 0.0
+                    self._buffer.replicas, serving=digest, wait=LONG_POLL_S if digest else 0.0
                 )
             except BapoError as error:
                 log.warning("%s", error)
-                await asyncio.sleep(LOOK_EVERY_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
                 continue
             async with self._changed:
-                self._learn(views)
-                if any(view.manifest_digest == awaited for view in views):
-                    self._awaited = ""
+                self._update(views)
+                if any(view.manifest_digest == digest for view in views):
+                    self._awaited_digest = ""
                 self._changed.notify_all()
-            self._look.clear()
-            if not self._awaited:
+            self._poll_now.clear()
+            if not self._awaited_digest:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(LOOK_EVERY_S):
-                        await self._look.wait()
+                    async with asyncio.timeout(POLL_INTERVAL_S):
+                        await self._poll_now.wait()
 
-    def _learn(self, views: list[buffer_wire.ReplicaView]) -> None:
+    def _update(self, views: list[buffer_wire.ReplicaView]) -> None:
         now = time.monotonic()
         for view in views:
-            known = self._replicas.get(view.name)
-            if known is None or known.view.url != view.url:
+            replica = self._replicas.get(view.name)
+            if replica is None or replica.view.url != view.url:
                 client = ReplicaClient(view.url, self._http, self._token)
-                known = self._replicas[view.name] = _Replica(view.name, client, view)
-            known.view, known.heard_at = view, now - view.silent_s
-            if view.silent_s >= SILENT_S:
-                for request in known.requests:
+                replica = self._replicas[view.name] = _Replica(view.name, client, view)
+            replica.view, replica.heartbeat_at = view, now - view.silent_s
+            if view.silent_s >= HEARTBEAT_TIMEOUT_S:
+                for request in replica.requests:
                     request.cancel()
 
 
-def _as_asked(request: GenerateRequest, group: GeneratedGroup, prompts: int) -> bool:
+def _matches(request: GenerateRequest, group: GeneratedGroup, prompts: int) -> bool:
     return (
         0 <= group.index < prompts
         and group.policy_version == request.policy_version
@@ -255,8 +268,8 @@ def _as_asked(request: GenerateRequest, group: GeneratedGroup, prompts: int) -> 
     )
 
 
-def _cost(request: GenerateRequest) -> int:
-    """Tokens that a prompt may take."""
+def _max_tokens(request: GenerateRequest) -> int:
+    """Returns the most tokens that the responses to one prompt may have."""
     return request.group_size * request.max_tokens
 
 

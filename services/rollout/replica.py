@@ -1,9 +1,9 @@
-"""A rollout replica: an engine that serves the version of the weights which its run wants.
+"""A rollout replica: keeps an engine at the target version of its run's weights and generates.
 
-Pull-based and level-triggered: the replica asks the buffer service what is wanted, makes it so, and
-says what it serves. Restarts, new replicas and lost messages need no other treatment. Requests name
-the version they want, number and digest; nothing generates while weights are being loaded, so a
-group is by one version or does not exist.
+Pull-based and level-triggered: the replica asks the buffer service for the target version, brings
+its engine there, and reports the version that it serves. Restarts, additional replicas and lost
+messages need no other treatment. Each request names its version by number and digest. Nothing
+generates while weights are being loaded, so every group is by exactly one version.
 """
 
 from __future__ import annotations
@@ -22,60 +22,67 @@ from services.buffer.api.wire import ReplicaReport, ReplicaState, StoredVersion,
 from services.common.errors import ServiceCallError
 from services.common.threads import run_detached
 from services.rollout.api.wire import GeneratedGroup, GenerateRequest
-from services.rollout.driver import EngineDriver, EngineLost
-from services.rollout.engine import WrongVersion
-from services.rollout.offers import Offers
+from services.rollout.driver import EngineDriver
+from services.rollout.errors import EngineLost, WrongVersion
+from services.rollout.offers import PendingOffer
 from services.rollout.weights import WeightCache
 
 log = logging.getLogger(__name__)
 
-REPORT_EVERY_S = 2.0
-CHECK_EVERY_S = 5.0
-WAIT_FOR_VERSION_S = 60.0
-"""How long a request waits for the version it wants."""
-DRAIN_S = 600.0
-"""How long the groups under way may take to end before other weights are loaded."""
+REPORT_INTERVAL_S = 2.0
+CHECK_INTERVAL_S = 5.0
+VERSION_TIMEOUT_S = 60.0
+"""Seconds that a request waits for the replica to serve its version."""
+DRAIN_TIMEOUT_S = 600.0
+"""Seconds that groups in progress may take to finish before other weights are loaded."""
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 15.0
 
 
 class Replica:
-    """Follows what its run wants; generates by what it serves."""
+    """Serves the target version of its run and generates with it."""
 
     def __init__(
         self,
-        host: EngineDriver,
+        driver: EngineDriver,
         buffer: BufferClient,
         cache: WeightCache,
         *,
         name: str,
         url: str,
-        offers: Offers | None = None,
+        pending_offer: PendingOffer | None = None,
     ) -> None:
-        """`offers`: where the trainer's come in, if it makes any (`sync.transport`)."""
-        self._driver, self._buffer, self._cache = host, buffer, cache
-        self._name, self._url, self._offers = name, url, offers
-        self._receives = offers is not None
-        """The last version that could, came from the trainer itself."""
+        """Makes a replica, which does nothing until its `background_tasks` run.
+
+        pending_offer: holds the trainer's offers if `sync.transport` is `nccl`; None otherwise.
+        """
+        self._driver, self._buffer, self._cache = driver, buffer, cache
+        self._name, self._url, self._pending_offer = name, url, pending_offer
+        self._receives = pending_offer is not None
+        """Whether the most recent eligible version arrived by NCCL (then its files need not be
+        prefetched)."""
         self._state: ReplicaState = "starting"
         self._detail = ""
-        self._wanted: TargetWeights | None = None
+        self._target: TargetWeights | None = None
         self._serving: StoredVersion | None = None
         self._changed = asyncio.Condition()
-        self._under_way: set[asyncio.Task[object]] = set()
+        self._generating: set[asyncio.Task[object]] = set()
         self._cut_off: set[asyncio.Task[object]] = set()
-        self._to_do = asyncio.Event()
-        """What is wanted may have changed, or what is served."""
-        self._to_report = asyncio.Event()
+        self._out_of_date = asyncio.Event()
+        """Set when the target or the served version may have changed."""
+        self._report_due = asyncio.Event()
         self._spans = SpanRecorder(buffer, name)
         self._busy_since = 0.0
 
     # -- generation
 
     async def until_serving(self, request: GenerateRequest) -> None:
-        """Returns once the version that `request` wants is served. Raises `WrongVersion`."""
+        """Waits until the request's version is served.
+
+        Raises `WrongVersion` after `VERSION_TIMEOUT_S`.
+        """
         async with self._changed:
             with suppress(TimeoutError):
-                async with asyncio.timeout(WAIT_FOR_VERSION_S):
+                async with asyncio.timeout(VERSION_TIMEOUT_S):
                     await self._changed.wait_for(lambda: self._serves(request))
         if not self._serves(request):
             report = self.report()
@@ -85,13 +92,13 @@ class Replica:
             )
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedGroup]:
-        """Groups as they are finished. Raises `WrongVersion` and `EngineLost`."""
+        """Yields groups as they are completed. Raises `WrongVersion` and `EngineLost`."""
         task = asyncio.current_task()
         assert task is not None
         await self.until_serving(request)
-        if not self._under_way:
+        if not self._generating:
             self._busy_since = time.monotonic()
-        self._under_way.add(task)
+        self._generating.add(task)
         try:
             async for group in self._driver.generate(request):
                 if group.policy_version != request.policy_version:
@@ -101,17 +108,20 @@ class Replica:
                     )
                 yield group
         except EngineLost as error:
-            self._lose(error)
+            self._mark_engine_lost(error)
             raise
         except asyncio.CancelledError:
             if task not in self._cut_off:
                 raise
             task.uncancel()
-            raise EngineLost("the engine was lost, or other weights could not wait") from None
+            raise EngineLost(
+                "the engine was lost, or generating took longer than other weights may wait "
+                f"({DRAIN_TIMEOUT_S:.0f} s)"
+            ) from None
         finally:
-            self._under_way.discard(task)
+            self._generating.discard(task)
             self._cut_off.discard(task)
-            if not self._under_way:
+            if not self._generating:
                 self._spans.record("generate", request.policy_version, self._busy_since)
             async with self._changed:
                 self._changed.notify_all()
@@ -123,136 +133,146 @@ class Replica:
             and self._serving.manifest_digest == request.manifest_digest
         )
 
-    def _lose(self, error: BapoError) -> None:
-        """The engine is of no use any more: what is wanted has to be loaded again."""
+    def _mark_engine_lost(self, error: BapoError) -> None:
+        """Cuts off what generates and has the target version loaded again."""
         if self._serving is None:
-            return  # known already
+            return  # marked already
         log.error("engine lost: %s", error)
         self._serving = None
-        self._cut(self._under_way - {asyncio.current_task()})
-        self._say("failing", str(error))
-        self._to_do.set()
+        self._cut_off_tasks(self._generating - {asyncio.current_task()})
+        self._set_state("failing", str(error))
+        self._out_of_date.set()
 
-    # -- what is wanted
+    # -- weights
 
-    def tasks(self) -> list[Coroutine[None, None, None]]:
-        """What goes on for as long as the replica lives."""
-        return [self.watch(), self.follow(), self.tell(), self.supervise()]
+    def background_tasks(self) -> list[Coroutine[None, None, None]]:
+        """Returns the coroutines that must run, each for ever, while the replica does."""
+        return [
+            self.watch_target_forever(),
+            self.follow_target_forever(),
+            self.report_forever(),
+            self.check_engine_forever(),
+        ]
 
-    async def watch(self) -> None:
-        """Learns what the run wants, for ever."""
+    async def watch_target_forever(self) -> None:
+        """Learns the run's target version from the buffer service, by long polls."""
         tag = ""
         while True:
             try:
-                wanted = await run_detached(self._buffer.target_weights, tag, wait=LONG_POLL_S)
+                target = await run_detached(self._buffer.target_weights, tag, wait=LONG_POLL_S)
             except ServiceCallError as error:
-                # It serves what it served; nothing is wrong with the replica itself.
+                # The replica itself is sound and goes on serving its version.
                 log.warning("%s", error)
                 await asyncio.sleep(FIRST_RETRY_S)
                 continue
-            self._wanted, tag = wanted, wanted.tag
-            self._to_do.set()
+            self._target, tag = target, target.tag
+            self._out_of_date.set()
 
-    async def follow(self) -> None:
-        """Serves what the run wants, for ever."""
+    async def follow_target_forever(self) -> None:
+        """Serves the target version, and tries again with growing pauses when that fails."""
         pause = FIRST_RETRY_S
         while True:
-            await self._to_do.wait()
-            self._to_do.clear()
-            if self._wanted is None:
+            await self._out_of_date.wait()
+            self._out_of_date.clear()
+            target = self._target
+            if target is None:
                 continue
             try:
-                await self._serve(self._wanted)
+                await self._serve(target)
                 pause = FIRST_RETRY_S
-            except (BapoError, OSError) as error:  # a full disk, for example
-                self._say("failing", str(error))
-                log.error("cannot serve what is wanted: %s", error)
+            except (BapoError, OSError) as error:  # OSError: a full disk, for example
+                self._set_state("failing", str(error))
+                log.error("cannot serve version %d: %s", target.version, error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_RETRY_S)
-                self._to_do.set()
+                self._out_of_date.set()
 
-    async def _serve(self, wanted: TargetWeights) -> None:
-        if wanted.stored is not None and wanted.stored != self._serving:
-            await self._load(wanted.stored, wanted.newest)
-        # What the trainer sends needs no files.
-        ahead = None if self._receives else wanted.newest
-        if ahead is not None and not self._cache.holds(ahead):
-            # It will be wanted next: then it is here already.
-            with self._spans.span("fetch", ahead.number):
-                await asyncio.to_thread(self._cache.fetch, ahead)
-        kept = [v for v in (wanted.stored, wanted.newest, self._serving) if v]
+    async def _serve(self, target: TargetWeights) -> None:
+        if target.stored is not None and target.stored != self._serving:
+            await self._load(target.stored, target.newest)
+        # A version that the trainer broadcasts needs no files.
+        prefetched = None if self._receives else target.newest
+        if prefetched is not None and not self._cache.holds(prefetched):
+            # The newest version will be the next target.
+            with self._spans.span("fetch", prefetched.number):
+                await asyncio.to_thread(self._cache.fetch, prefetched)
+        kept = [version for version in (target.stored, target.newest, self._serving) if version]
         await asyncio.to_thread(self._cache.prune, kept)
         if self._serving is not None:
-            self._say("serving")
+            self._set_state("serving")
 
     async def _load(self, stored: StoredVersion, newest: StoredVersion | None) -> None:
         started = time.monotonic()
         received = False
-        if self._offers is not None and self._serving is not None and stored == newest:
-            received = self._receives = await self._receive(stored, self._offers)
+        if self._pending_offer is not None and self._serving is not None and stored == newest:
+            received = self._receives = await self._receive(stored, self._pending_offer)
         if not received:
-            if self._offers is not None:
-                self._offers.decline(stored)
+            if self._pending_offer is not None:
+                self._pending_offer.decline(stored)
             await self._load_files(stored)
         async with self._changed:
             self._serving = stored
             self._changed.notify_all()
-        self._say("serving")
+        self._set_state("serving")
         seconds = round(time.monotonic() - started, 3)
         extra = {"version": stored.number, "seconds": seconds, "received": received}
         log.info("weights loaded", extra=extra)
 
-    async def _receive(self, stored: StoredVersion, offers: Offers) -> bool:
-        """Whether the engine has got the weights from the trainer itself."""
-        offer = await offers.of(stored)
+    async def _receive(self, stored: StoredVersion, pending_offer: PendingOffer) -> bool:
+        """Returns whether the engine has received the weights from the trainer by NCCL."""
+        offer = await pending_offer.wait_for(stored)
         if offer is None:
             return False
         with self._spans.span("drain", stored.number):
             await self._drain()
-        self._say("loading")
+        self._set_state("loading")
         try:
             with self._spans.span("load", stored.number):
-                return await self._driver.receive(offer, partial(offers.accept, offer))
+                return await self._driver.receive(offer, partial(pending_offer.accept, offer))
         except EngineLost as error:
             log.warning("version %d is loaded from its files: %s", stored.number, error)
             return False
 
     async def _load_files(self, stored: StoredVersion) -> None:
-        # What failed shows its reason until it has worked.
+        # Keep reporting the failure reason until a load succeeds.
         if not self._cache.holds(stored) and self._state != "failing":
-            self._say("downloading")
+            self._set_state("downloading")
         with self._spans.span("fetch", stored.number):
             directory = await asyncio.to_thread(self._cache.fetch, stored)
         with self._spans.span("drain", stored.number):
             await self._drain()
-        self._say("loading")
+        self._set_state("loading")
         with self._spans.span("load", stored.number):
             await self._driver.load(directory, stored.number)
 
     async def _drain(self) -> None:
-        """From here on nothing generates. What does not end in time is cut off."""
+        """Takes no new requests and waits until nothing generates.
+
+        Requests that do not finish within `DRAIN_TIMEOUT_S` are cut off.
+        """
         async with self._changed:
             self._serving = None
             with suppress(TimeoutError):
-                async with asyncio.timeout(DRAIN_S):
-                    await self._changed.wait_for(lambda: not self._under_way)
-            self._cut(self._under_way)
-            await self._changed.wait_for(lambda: not self._under_way)
+                async with asyncio.timeout(DRAIN_TIMEOUT_S):
+                    await self._changed.wait_for(lambda: not self._generating)
+            self._cut_off_tasks(self._generating)
+            await self._changed.wait_for(lambda: not self._generating)
 
-    def _cut(self, tasks: Set[asyncio.Task[object]]) -> None:
-        """Ends generations; their clients ask for what is missing again."""
+    def _cut_off_tasks(self, tasks: Set[asyncio.Task[object]]) -> None:
+        """Ends generations early; their clients ask for the missing groups again."""
         self._cut_off |= tasks
         for task in tasks:
             task.cancel()
 
-    # -- what it says
+    # -- reports and health
 
-    def _say(self, state: ReplicaState, detail: str = "") -> None:
+    def _set_state(self, state: ReplicaState, detail: str = "") -> None:
         if (state, detail) != (self._state, self._detail):
             self._state, self._detail = state, detail[:1000]
-            self._to_report.set()
+            self._report_due.set()
 
     def report(self) -> ReplicaReport:
+        """Returns the replica's state and the version that it serves."""
         serving = self._serving
         return ReplicaReport(
             url=self._url,
@@ -263,34 +283,34 @@ class Replica:
             prompts_per_request=self._driver.prompts_per_request,
         )
 
-    async def tell(self) -> None:
-        """Says what it serves, on every change and every few seconds, for ever."""
+    async def report_forever(self) -> None:
+        """Sends the report on every change, and every `REPORT_INTERVAL_S` as a heartbeat."""
         while True:
-            self._to_report.clear()
+            self._report_due.clear()
             try:
                 await asyncio.to_thread(self._buffer.report_replica, self._name, self.report())
                 await asyncio.to_thread(self._spans.flush)
             except ServiceCallError as error:
                 log.warning("%s", error)
             with suppress(TimeoutError):
-                async with asyncio.timeout(REPORT_EVERY_S):
-                    await self._to_report.wait()
+                async with asyncio.timeout(REPORT_INTERVAL_S):
+                    await self._report_due.wait()
 
     def ready(self) -> bool:
-        """Whether it serves what is wanted."""
-        wanted = self._wanted
-        return self._serving is not None and wanted is not None and self._serving == wanted.stored
+        """Whether the target version is served."""
+        target = self._target
+        return self._serving is not None and target is not None and self._serving == target.stored
 
-    async def supervise(self) -> None:
-        """Notices when the engine is lost while nobody asks for anything, for ever."""
+    async def check_engine_forever(self) -> None:
+        """Checks the engine every `CHECK_INTERVAL_S`, so that an idle one's loss is noticed too."""
         while True:
-            await asyncio.sleep(CHECK_EVERY_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             try:
                 await self.check()
             except EngineLost as error:
-                self._lose(error)
+                self._mark_engine_lost(error)
 
     async def check(self) -> None:
-        """Raises `EngineLost` unless the engine generates."""
+        """Raises `EngineLost` unless the engine generates. Does nothing while none is loaded."""
         if self._serving is not None:
             await self._driver.check()

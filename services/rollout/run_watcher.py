@@ -1,10 +1,10 @@
-"""`python -m services.rollout.run_watcher MODULE`: does MODULE's work for one run after another.
+"""`python -m services.rollout.run_watcher MODULE`: runs MODULE for one active run after another.
 
-For deployments, which are there before the runs are: a replica or a collector waits for a run that
-has begun, works for it as a process of its own, with `BAPO_RUN`, and ends that when the run has
-ended. The oldest run comes first; the others wait.
+A deployment exists before its runs do. The watcher waits for a run whose first attempt has begun,
+starts MODULE (the replica's server or the collector) as a child process with `BAPO_RUN` set, and
+stops it when the run ends. The oldest run comes first; the others wait.
 
-`/health` and `/readyz` answer on `BAPO_PORT` as long as the work does not do it itself.
+The watcher answers `/health` and `/readyz` on `BAPO_PORT` while MODULE does not.
 """
 
 from __future__ import annotations
@@ -33,53 +33,53 @@ from services.rollout.settings import RunWatcherSettings
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 2.0
+POLL_INTERVAL_S = 2.0
 STOP_WITHIN_S = 30.0
-AGENT = "services.rollout.server"
-MODULES = (AGENT, "services.rollout.collector")
+REPLICA = "services.rollout.server"
+MODULES = (REPLICA, "services.rollout.collector")
 
 
 def active_run(buffer: BufferClient) -> wire.RunState | None:
-    """The oldest run that has begun and not ended; one that is paused keeps its place."""
-    found = [*buffer.runs("running"), *buffer.runs("paused")]
-    begun = [run for run in found if run.attempt > 0]
+    """Returns the oldest run that has begun and not ended; a paused run keeps its place."""
+    unfinished = [*buffer.runs("running"), *buffer.runs("paused")]
+    begun = [run for run in unfinished if run.attempt > 0]
     return min(begun, key=lambda run: (run.created_at, run.name), default=None)
 
 
-class Follower:
-    """Runs `module` for whatever run is active, one at a time."""
+class RunWatcher:
+    """Runs `module` for the active run, one run at a time."""
 
     def __init__(self, buffer: BufferClient, module: str, settings: RunWatcherSettings) -> None:
         self._buffer, self._module, self._settings = buffer, module, settings
 
-    def follow(self) -> None:
-        """Never returns; exits as the work does if that fails."""
+    def watch_forever(self) -> None:
+        """Never returns; exits with the exit code of a child process that failed."""
         done: tuple[str, int] | None = None
         while True:
-            with _answering(self._settings):
-                run = self._next(done)
-            log.info("working for run %s", run.name)
-            serves_itself = self._module == AGENT
-            with nullcontext() if serves_itself else _answering(self._settings):
-                done = self._work_for(run)
+            with _health_server(self._settings):
+                run = self._wait_for_run(done)
+            log.info("starting %s for run %s", self._module, run.name)
+            serves_health = self._module == REPLICA
+            with nullcontext() if serves_health else _health_server(self._settings):
+                done = self._run_module(run)
 
-    def _next(self, done: tuple[str, int] | None) -> wire.RunState:
-        """Waits for a run whose work is not done: another one, or another attempt."""
+    def _wait_for_run(self, done: tuple[str, int] | None) -> wire.RunState:
+        """Waits for an active run, other than the attempt `done`, whose work is finished."""
         while True:
-            run = self._look()
+            run = self._find_active_run()
             if run is not None and (run.name, run.attempt) != done:
                 return run
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_INTERVAL_S)
 
-    def _look(self) -> wire.RunState | None:
+    def _find_active_run(self) -> wire.RunState | None:
         try:
             return active_run(self._buffer)
         except ServiceUnavailable as error:
             log.warning("%s", error)
             return None
 
-    def _work_for(self, run: wire.RunState) -> tuple[str, int]:
-        """The run, and its attempt when the work was over."""
+    def _run_module(self, run: wire.RunState) -> tuple[str, int]:
+        """Runs the module until it ends or the run does; returns the run and its last attempt."""
         process = ChildProcess(
             python_command(self._module), environment={**os.environ, "BAPO_RUN": run.name}
         )
@@ -90,7 +90,7 @@ class Follower:
                 if not active:
                     log.info("run %s has ended", run.name)
                     return run.name, attempt
-                time.sleep(LOOK_EVERY_S)
+                time.sleep(POLL_INTERVAL_S)
         finally:
             process.stop(STOP_WITHIN_S)
         code = process.wait()
@@ -99,7 +99,10 @@ class Follower:
         return run.name, attempt
 
     def _still_active(self, name: str, attempt: int) -> tuple[int, bool]:
-        """(attempt, whether the run goes on)."""
+        """Returns the run's attempt, and whether the run is running or paused.
+
+        While the buffer service does not answer, the run counts as active in the attempt given.
+        """
         self._buffer.run = name
         try:
             state = self._buffer.run_state()
@@ -113,25 +116,25 @@ class Follower:
         return state.attempt, state.status in ("running", "paused")
 
 
-class _Answer(BaseHTTPRequestHandler):
-    """Nothing is wanted that is not served: a deployment without a run is ready."""
+class _HealthHandler(BaseHTTPRequestHandler):
+    """Answers health and readiness probes: a deployment without a run is ready."""
 
     def do_GET(self) -> None:
-        known = self.path in ("/health", "/readyz")
-        body = b'{"status":"ok"}' if known else b""
-        self.send_response(200 if known else 404)
+        exists = self.path in ("/health", "/readyz")
+        body = b'{"status":"ok"}' if exists else b""
+        self.send_response(200 if exists else 404)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Probes are not news."""
+        """Silences access logs, because Kubernetes probes every few seconds."""
 
 
 @contextmanager
-def _answering(settings: RunWatcherSettings) -> Iterator[None]:
-    server = ThreadingHTTPServer((settings.host, settings.port), _Answer)
+def _health_server(settings: RunWatcherSettings) -> Iterator[None]:
+    server = ThreadingHTTPServer((settings.host, settings.port), _HealthHandler)
     thread = threading.Thread(target=server.serve_forever, name="health", daemon=True)
     thread.start()
     try:
@@ -142,16 +145,19 @@ def _answering(settings: RunWatcherSettings) -> Iterator[None]:
 
 
 def main() -> None:
-    configure_logs("follow")
+    configure_logs("run-watcher")
     stop_on_signals()
 
     def start() -> None:
         module = sys.argv[1] if len(sys.argv) == 2 else ""
         if module not in MODULES:
-            raise BapoError(f"give what to run for each run: {' or '.join(MODULES)}")
+            raise BapoError(
+                "the run watcher takes one argument, the module to run for each run: "
+                f"{' or '.join(MODULES)}; got {' '.join(sys.argv[1:]) or 'none'}"
+            )
         settings = RunWatcherSettings.load()
         buffer = BufferClient(settings.buffer_url, settings.token.get_secret_value())
-        Follower(buffer, module, settings).follow()
+        RunWatcher(buffer, module, settings).watch_forever()
 
     run_until_error(start)
 

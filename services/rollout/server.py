@@ -1,7 +1,7 @@
-"""`python -m services.rollout.server`: a replica on a port, all that others see of an engine.
+"""`python -m services.rollout.server`: the HTTP server of a rollout replica.
 
-`services.rollout.settings.ReplicaSettings` lists its environment variables. Which engine
-generates, and how, is in the run's configuration (`rollout`).
+Other processes reach an engine through this server alone. `ReplicaSettings` lists its environment
+variables. The run's configuration (`rollout`) says which engine generates, and how.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from services.common.logs import configure_logs
 from services.common.objectstore import ObjectStore
 from services.common.process import run_until_error
 from services.common.serve import serve
-from services.rollout.api.offers import OfferTaken, WeightOffer
+from services.rollout.api.offers import OFFER_TTL_S, OfferTaken, WeightOffer
 from services.rollout.api.wire import GenerateRequest
-from services.rollout.driver import EngineDriver, EngineLost, TransformersDriver
-from services.rollout.engine import WrongVersion
-from services.rollout.offers import Offers
+from services.rollout.driver import EngineDriver, TransformersDriver
+from services.rollout.errors import EngineLost, WrongVersion
+from services.rollout.offers import PendingOffer
 from services.rollout.replica import Replica
 from services.rollout.settings import ReplicaSettings, VllmSettings
 from services.rollout.weights import WeightCache
@@ -42,8 +42,8 @@ from services.rollout.weights import WeightCache
 log = logging.getLogger(__name__)
 
 CPU_ARGUMENTS = ["--no-enable-chunked-prefill"]
-"""vLLM takes back the random numbers of a prompt that it has read in part only, and on CPU dies of
-that when requests have seeds ("CPU Generator does not use offset")."""
+"""With chunked prefill, vLLM rewinds the random generator of a partly prefilled prompt. On CPU it
+crashes there when requests have seeds ("CPU Generator does not use offset")."""
 
 NCCL_ARGUMENTS = ["--weight-transfer-config", '{"backend": "nccl"}']
 
@@ -52,18 +52,23 @@ TOKENS = Counter("bapo_tokens_generated", "Tokens generated")
 
 
 def create_app(
-    replica: Replica, host: EngineDriver, token: str, offers: Offers | None = None
+    replica: Replica, driver: EngineDriver, token: str, pending_offer: PendingOffer | None = None
 ) -> FastAPI:
+    """Builds the API of `replica`, and runs its background tasks while the app does.
+
+    pending_offer: where `POST /v1/weights` puts offers; None leaves the route out.
+    """
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(each) for each in replica.tasks()]
+        tasks = [asyncio.create_task(work) for work in replica.background_tasks()]
         for task in tasks:
-            task.add_done_callback(_end_with)
+            task.add_done_callback(_terminate_with)
         yield
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
-        await host.close()
+        await driver.close()
 
     app = FastAPI(title="bapo rollout replica", version="1", lifespan=lifespan)
     install_problem_handlers(app)
@@ -72,43 +77,54 @@ def create_app(
 
     @app.get("/v1/replica", tags=["generate"], dependencies=guard)
     async def state() -> ReplicaReport:
-        """What the replica serves and how it is."""
+        """Returns the replica's state and the version of the weights that it serves."""
         return replica.report()
 
     @app.post("/v1/generate", tags=["generate"], dependencies=guard)
     async def generate(request: GenerateRequest) -> StreamingResponse:
-        """A line of JSON for each group, as soon as it is whole."""
+        """Streams a JSON line (`GeneratedGroup`) for each prompt as soon as its group is complete.
+
+        A stream that ends early was cut off; ask again for the missing groups. 409 if the replica
+        does not serve the requested version.
+        """
         try:
             await replica.until_serving(request)
         except WrongVersion as error:
             raise conflict(str(error)) from error
-        # A client that hangs up ends the work.
+        # When the client disconnects, Starlette cancels the stream and with it the generation.
         return StreamingResponse(_lines(replica, request), media_type="application/x-ndjson")
 
-    if offers is not None:
+    if pending_offer is not None:
 
         @app.post("/v1/weights", tags=["weights"], dependencies=guard)
         async def offer(offered: WeightOffer) -> OfferTaken:
-            """Answers once the engine joins the group; 409 if it has not wanted to."""
-            receivers = await offers.stand(offered)
+            """Answers when the engine joins the communicator.
+
+            409 if the replica did not accept the offer within a minute.
+            """
+            receivers = await pending_offer.submit(offered)
             if not receivers:
-                raise conflict(f"version {offered.policy_version} was not wanted in time")
+                raise conflict(
+                    f"the replica declined the offer of version {offered.policy_version}, or did "
+                    f"not accept it within {OFFER_TTL_S:.0f} s; it loads the version's files"
+                )
             return OfferTaken(receivers=receivers)
 
     return app
 
 
-def _end_with(task: asyncio.Task[None]) -> None:
-    """A replica that has lost one of its activities would look alive and be of no use."""
+def _terminate_with(task: asyncio.Task[None]) -> None:
+    """Terminates the replica when a background task fails: without it, it would be useless."""
     if not task.cancelled():
-        log.error("the replica ends: %r", task.exception(), exc_info=task.exception())
+        error = task.exception()
+        log.error("the replica stops: a background task failed: %r", error, exc_info=error)
         signal.raise_signal(signal.SIGTERM)
 
 
 def _health_routes(app: FastAPI, replica: Replica) -> None:
     @app.get("/health", tags=["health"])
     async def health() -> JSONResponse:
-        """Whether the engine generates; 503 if it does not."""
+        """Checks that the engine generates; 503 if it does not."""
         try:
             await replica.check()
         except EngineLost as error:
@@ -117,37 +133,41 @@ def _health_routes(app: FastAPI, replica: Replica) -> None:
 
     @app.get("/readyz", tags=["health"])
     async def ready() -> JSONResponse:
-        """Whether the wanted version is served; 503 if not."""
+        """Checks that the target version is served; 503 if it is not."""
         if replica.ready():
             return JSONResponse({"status": "ready"})
-        return problem_response(503, "Not ready", "the wanted version is not served yet")
+        return problem_response(503, "Not ready", "the target version is not served yet")
 
     @app.get("/metrics", tags=["health"])
     async def metrics() -> Response:
+        """Returns metrics in Prometheus's text format."""
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
 
 async def _lines(replica: Replica, request: GenerateRequest) -> AsyncIterator[str]:
-    """An answer that ends early says that the rest is to be asked for again."""
+    """Yields groups as JSON lines; ends early when the engine is lost."""
     try:
         async for group in replica.generate(request):
             GROUPS.inc()
             TOKENS.inc(sum(len(response.token_ids) for response in group.responses))
             yield group.model_dump_json() + "\n"
     except (EngineLost, WrongVersion) as error:
-        log.warning("%d prompts are not answered: %s", len(request.prompts), error)
+        log.warning("a request of %d prompts is cut off: %s", len(request.prompts), error)
 
 
 def make_driver(config: RunConfig, scratch: Path, vllm: VllmSettings) -> EngineDriver:
-    """The engine that the run's configuration names."""
+    """Returns the driver of the engine that the run's configuration names.
+
+    scratch: directory for vLLM's log. Raises `BapoError` if the engine is not installed here.
+    """
     rollout = config.rollout
     if rollout.engine == "transformers":
         try:
             from services.rollout.transformers_engine import TransformersEngine
         except ModuleNotFoundError as error:
             raise BapoError(
-                f"rollout.engine is transformers, but there is no {error.name} here: an image for "
-                "rollouts has vLLM alone; set rollout.engine to vllm"
+                f"rollout.engine is transformers, but {error.name} is not installed here (the "
+                "rollout image has vLLM only); set rollout.engine to vllm"
             ) from error
 
         return TransformersDriver(TransformersEngine())
@@ -172,16 +192,20 @@ def make_driver(config: RunConfig, scratch: Path, vllm: VllmSettings) -> EngineD
                 *shlex.split(vllm.args),
                 *rollout.vllm_args,
             ],
-            environment=compilerless() if on_cpu else {},
+            environment=compiler_environment() if on_cpu else {},
         )
     )
 
 
-def compilerless() -> dict[str, str]:
-    """On CPUs, vLLM compiles parts of itself by a C++ compiler, which an image has not."""
-    if shutil.which(os.environ.get("CXX", "g++")) is not None:
+def compiler_environment() -> dict[str, str]:
+    """Returns variables that turn torch.compile off where there is no C++ compiler.
+
+    On CPUs torch.compile needs one, and slim images have none.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is not None:
         return {}
-    log.info("there is no C++ compiler: vLLM runs without torch.compile")
+    log.info("there is no C++ compiler (%s): vLLM runs without torch.compile", compiler)
     return {"TORCHDYNAMO_DISABLE": "1"}
 
 
@@ -195,16 +219,16 @@ def main() -> None:
         config = buffer.run_state().config
         scratch.mkdir(parents=True, exist_ok=True)
         driver = make_driver(config, scratch, settings.vllm)
-        offers = Offers() if config.sync.transport == "nccl" else None
+        pending_offer = PendingOffer() if config.sync.transport == "nccl" else None
         replica = Replica(
             driver,
             buffer,
             WeightCache(ObjectStore(settings.s3), scratch),
             name=settings.replica,
             url=settings.advertise or f"http://{settings.host}:{settings.port}",
-            offers=offers,
+            pending_offer=pending_offer,
         )
-        serve(create_app(replica, driver, token, offers), settings)
+        serve(create_app(replica, driver, token, pending_offer), settings)
 
     run_until_error(start)
 

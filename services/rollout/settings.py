@@ -1,4 +1,4 @@
-"""Environment variables of the rollout processes: replica, collector and run watcher."""
+"""Settings (environment variables) of the replica, the collector and the run watcher."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class VllmSettings(BaseModel):
 class ReplicaSettings(ServerSettings, BufferClientSettings, ObjectStoreClientSettings):
     """Settings of a rollout replica (`python -m services.rollout.server`).
 
-    Which engine generates, and how, is in the run's configuration (`rollout`).
+    The run's configuration (`rollout`) says which engine generates, and how.
     """
 
     run: str
@@ -41,9 +41,10 @@ class ReplicaSettings(ServerSettings, BufferClientSettings, ObjectStoreClientSet
     scratch: Path
     """Directory for weights and logs, with room for three versions of the weights."""
     replica: str = Field(default_factory=socket.gethostname)
-    """Name of the replica, unique in its run; the host's name unless set."""
+    """Name of the replica, unique in its run; the machine's host name unless set."""
     advertise: str | None = None
-    """Address at which collectors reach the replica; `http://<host>:<port>` unless set."""
+    """Address at which collectors and the trainer reach the replica; `http://<host>:<port>` unless
+    set."""
     vllm: VllmSettings = VllmSettings()
     """How vLLM is started on this machine."""
 
@@ -58,9 +59,9 @@ class CollectorSettings(BufferClientSettings, ObjectStoreClientSettings):
     scratch: Path
     """Directory for the tokenizer of a model that is in the object store."""
     attempt: int | None = None
-    """Attempt of the run to work for; the current one, and each that follows it, unless set."""
+    """Attempt of the run to work for; the current attempt, and then each new one, unless set."""
     model: Path | None = None
-    """Directory of the initial model on this machine, where the run's `model.path` is not."""
+    """Directory of the initial model on this machine, if it differs from the run's `model.path`."""
 
 
 class RunWatcherSettings(ServerSettings, BufferClientSettings):

@@ -1,9 +1,9 @@
-"""Batched sampling with transformers: exact log-probs, and nothing paid for finished sequences.
+"""Batched sampling with transformers, with exact log-probs and no work for finished sequences.
 
-A prompt is read once and its cache shared out to the G samples; keys and values have their place
-from the start instead of being copied for every token; rows that have ended leave the batch. The
-uniforms that decide a sample come from its request's seed, so a sample does not depend on what
-else is in the batch.
+Each prompt is prefilled once and its key-value cache copied to its G samples. Keys and values are
+written into preallocated buffers instead of being concatenated for every token. Finished rows leave
+the batch. The uniform random numbers of a sample come from its request's seed, so a sample does not
+depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
 from bapo_core.errors import BapoError
-from services.rollout.engine import (
+from services.rollout.api.wire import (
     GeneratedGroup,
-    GenerationRequest,
-    ModelLoadError,
-    SampledResponse,
-    SamplingParams,
-    WrongVersion,
+    GeneratedResponse,
+    PromptRequest,
+    Sampling,
 )
+from services.rollout.errors import ModelLoadError, WrongVersion
 
 COMPACT_BELOW = 0.8
-"""Rows that have ended are dropped once the others are fewer than this share of the batch: often
+"""Finished rows are dropped once the unfinished ones are fewer than this share of the batch: often
 enough to save their cost, seldom enough that copying the rest does not cost more."""
 
 ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Kinds of layers whose state is keys and values; others cannot share a prompt's cache here."""
+"""Layer types whose state is keys and values. The caches of other types, such as recurrent layers,
+cannot be copied from a prompt to its samples here."""
 
 
 class NonFiniteLogprobs(BapoError):
-    """The model's outputs are not numbers: nothing that it sampled can be used."""
+    """The model's outputs are not finite, so none of its samples can be used."""
 
 
 class _PlacedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """One layer's keys and values in buffers of their final length."""
+    """One layer's keys and values, in buffers preallocated for the whole sequence."""
 
     def place(self, keys: Tensor, values: Tensor, repeats: int, length: int) -> None:
-        """Takes over the prompts' keys and values (P, heads, L, d), each row `repeats` times."""
+        """Copies the prompts' keys and values (P, heads, L, d), each row `repeats` times."""
         prompts, heads, self._filled, _ = keys.shape
         self._buffers = []
         for source in (keys, values):
@@ -66,12 +66,12 @@ class _PlacedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return self._expose()
 
     def keep(self, rows: Tensor) -> None:
-        """Drops all other rows."""
+        """Drops all rows but `rows`."""
         used = self._filled
         for index, buffer in enumerate(self._buffers):
-            kept = buffer.new_empty(len(rows), *buffer.shape[1:])
-            torch.index_select(buffer[:, :, :used], 0, rows, out=kept[:, :, :used])
-            self._buffers[index] = kept
+            smaller = buffer.new_empty(len(rows), *buffer.shape[1:])
+            torch.index_select(buffer[:, :, :used], 0, rows, out=smaller[:, :, :used])
+            self._buffers[index] = smaller
         self._expose()
 
     def _expose(self) -> tuple[Tensor, Tensor]:
@@ -83,9 +83,9 @@ class _PlacedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 class TransformersEngine:
     """An engine for any causal language model of transformers whose layers are attention.
 
-    max_sequences: samples generated at a time; bounds memory.
-
-    dtype: of the weights that `load` builds; by default float32 on CPU, else bfloat16.
+    max_sequences: number of samples generated at a time; bounds memory.
+    dtype: data type of the weights that `load` builds; float32 on CPU and bfloat16 elsewhere unless
+        given.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class TransformersEngine:
     def load(self, directory: Path, version: int) -> None:
         """Serves the model in `directory`; loads in place if only the weights changed.
 
-        Everything is checked before anything changes: after a `ModelLoadError` the engine serves
-        what it served before.
+        Raises `ModelLoadError` for a directory that holds no such model. Everything is checked
+        before anything changes, so the engine then still serves the version from before.
         """
         identity = _read_identity(directory)
         if self._model is not None and identity == self._identity:
@@ -125,15 +125,8 @@ class TransformersEngine:
             self._model, self._identity = model, identity
         self._version = version
 
-    def load_state_dict(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Copies `state` into the model served, without files. Raises `ModelLoadError`."""
-        if self._model is None:
-            raise ModelLoadError("there is no model to copy a state dict into; load or use one")
-        self._copy_weights(state, "the state dict")
-        self._version = version
-
     def use(self, model: nn.Module, version: int) -> None:
-        """Serves `model` itself, which its owner may go on training."""
+        """Serves `model` itself, without a copy; its owner may go on training it."""
         _refuse_other_layers(model, "the model")
         self._ends = _end_tokens(model)
         self._model, self._identity, self._version = model, None, version
@@ -144,7 +137,7 @@ class TransformersEngine:
                 directory,
                 dtype=self._dtype,
                 attn_implementation="sdpa",
-                # Neither pickles nor code out of a directory.
+                # A model directory must not be able to run code here.
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
@@ -156,7 +149,7 @@ class TransformersEngine:
                 "Hugging Face directory with config.json and *.safetensors"
             ) from error
         model, report = loaded
-        # transformers makes up weights that are missing, and only warns.
+        # transformers initialises missing weights at random, and only warns.
         if report["missing_keys"]:
             raise _misfit(str(directory), min(report["missing_keys"]), "is missing")
         _refuse_other_layers(model, str(directory))
@@ -164,7 +157,7 @@ class TransformersEngine:
         return built
 
     def _copy_weights(self, weights: Mapping[str, Tensor], source: str) -> None:
-        """Replaces the weights, or raises `ModelLoadError` and has replaced none."""
+        """Replaces all weights. Raises `ModelLoadError` before it has replaced any."""
         current: dict[str, Tensor] = self._model.state_dict()
         tied = set(getattr(self._model, "all_tied_weights_keys", None) or {})
         for name in current.keys() - weights.keys() - tied:
@@ -184,121 +177,131 @@ class TransformersEngine:
     @torch.inference_mode()
     def generate(
         self,
-        requests: Sequence[GenerationRequest],
-        sampling: SamplingParams,
+        prompts: Sequence[PromptRequest],
+        sampling: Sampling,
         *,
         policy_version: int,
     ) -> list[GeneratedGroup]:
-        """A group for each request, in order; the same call gives the same answer, bit for bit.
+        """Returns a group for each prompt, in order; equal calls give equal results, bit for bit.
 
-        Raises `WrongVersion`, and `NonFiniteLogprobs` if the weights are broken.
+        Raises `WrongVersion` if the engine serves another version, and `NonFiniteLogprobs` if the
+        weights are broken.
         """
         if policy_version != self._version or self._model is None:
             raise WrongVersion(
                 f"asked for policy version {policy_version}, but the engine serves {self._version}"
             )
-        per_wave = max(1, self._max_sequences // sampling.group_size)
+        size = sampling.group_size
+        prompts_per_wave = max(1, self._max_sequences // size)
         groups: list[GeneratedGroup] = []
-        for start in range(0, len(requests), per_wave):
-            wave = requests[start : start + per_wave]
+        for start in range(0, len(prompts), prompts_per_wave):
+            wave = prompts[start : start + prompts_per_wave]
             responses = _Wave(self._model, self._device, self._ends, wave, sampling).run()
             groups += [
-                GeneratedGroup(responses[row : row + sampling.group_size], policy_version)
-                for row in range(0, len(responses), sampling.group_size)
+                GeneratedGroup(
+                    index=start + row // size,
+                    policy_version=policy_version,
+                    responses=responses[row : row + size],
+                )
+                for row in range(0, len(responses), size)
             ]
         return groups
 
 
 class _Wave:
-    """Samples for some prompts, generated together. R = prompts x G rows."""
+    """The samples of some prompts, generated in one batch of R = prompts x G rows."""
 
     def __init__(
         self,
         model: Any,
         device: torch.device,
         ends: Sequence[int],
-        requests: Sequence[GenerationRequest],
-        sampling: SamplingParams,
+        prompts: Sequence[PromptRequest],
+        sampling: Sampling,
     ) -> None:
         self._model, self._device, self._sampling = model, device, sampling
-        group, length = sampling.group_size, sampling.max_tokens
-        self._prompts, self._prompt_mask = _left_padded(requests, device)
+        group_size, length = sampling.group_size, sampling.max_tokens
+        self._prompts, self._prompt_mask = _left_padded(prompts, device)
         self._ends = torch.tensor(ends, device=device)
-        rows = len(requests) * group
-        self._uniforms = torch.cat([_uniforms(request.seed, group, length) for request in requests])
-        self._uniforms = self._uniforms.to(device)
+        rows = len(prompts) * group_size
+        uniforms = [_uniforms(prompt.seed, group_size, length) for prompt in prompts]
+        self._uniforms = torch.cat(uniforms).to(device)
         self._tokens = torch.zeros(rows, length, dtype=torch.long, device=device)
         self._logprobs = torch.zeros(rows, length, device=device)
         self._lengths = torch.full((rows,), length, device=device)
         self._stopped = torch.zeros(rows, dtype=torch.bool, device=device)
 
-    def run(self) -> list[SampledResponse]:
-        """All samples, G rows for each prompt."""
-        group, length = self._sampling.group_size, self._sampling.max_tokens
+    def run(self) -> list[GeneratedResponse]:
+        """Returns all samples, G consecutive ones for each prompt."""
+        group_size, length = self._sampling.group_size, self._sampling.max_tokens
         prompt_length = self._prompts.shape[1]
-        layers, logits = self._read_prompts(length)
+        layers, logits = self._prefill(length)
         cache = DynamicCache()
         cache.layers.extend(layers)
-        logits = logits.repeat_interleave(group, dim=0)
-        positions = self._prompt_mask.sum(dim=1).repeat_interleave(group)[:, None]
-        seen = torch.ones(
+        logits = logits.repeat_interleave(group_size, dim=0)
+        positions = self._prompt_mask.sum(dim=1).repeat_interleave(group_size)[:, None]
+        attention_mask = torch.ones(
             len(positions), prompt_length + length, dtype=torch.long, device=self._device
         )
-        seen[:, :prompt_length] = self._prompt_mask.repeat_interleave(group, dim=0)
-        # Left padding matters only where there is some.
+        attention_mask[:, :prompt_length] = self._prompt_mask.repeat_interleave(group_size, dim=0)
         padded = not bool(self._prompt_mask.all())
-        alive = torch.arange(len(positions), device=self._device)
-        ended = torch.zeros(len(alive), dtype=torch.bool, device=self._device)
+        # Indices (into all R rows) of those that are still in the batch.
+        rows = torch.arange(len(positions), device=self._device)
+        finished = torch.zeros(len(rows), dtype=torch.bool, device=self._device)
         for t in range(length):
-            chosen, logprobs = _sample(logits, self._sampling.temperature, self._uniforms[alive, t])
-            self._tokens[alive, t] = torch.where(ended, 0, chosen)
-            self._logprobs[alive, t] = logprobs
-            ending = torch.isin(chosen, self._ends) & ~ended
-            self._lengths[alive[ending]] = t + 1
-            self._stopped[alive[ending]] = True
-            ended |= ending
-            going = int((~ended).sum())
-            if going == 0 or t == length - 1:
+            tokens, logprobs = _sample(logits, self._sampling.temperature, self._uniforms[rows, t])
+            self._tokens[rows, t] = torch.where(finished, 0, tokens)
+            self._logprobs[rows, t] = logprobs
+            ending = torch.isin(tokens, self._ends) & ~finished
+            self._lengths[rows[ending]] = t + 1
+            self._stopped[rows[ending]] = True
+            finished |= ending
+            unfinished = int((~finished).sum())
+            if unfinished == 0 or t == length - 1:
                 break
-            if going < COMPACT_BELOW * len(alive):
-                kept = torch.nonzero(~ended).flatten()
+            if unfinished < COMPACT_BELOW * len(rows):
+                kept = torch.nonzero(~finished).flatten()
                 for layer in layers:
                     layer.keep(kept)
-                alive, positions, seen = alive[kept], positions[kept], seen[kept]
-                chosen, ended = chosen[kept], ended[kept]
-            # Two-dimensional: each architecture makes of it what its attention needs (a window, a
+                rows, positions = rows[kept], positions[kept]
+                attention_mask = attention_mask[kept]
+                tokens, finished = tokens[kept], finished[kept]
+            # Two-dimensional: each architecture derives what its attention needs (a window, a
             # bias by distance). Preparing it here saves nothing that can be measured.
-            mask = seen[:, : prompt_length + t + 1] if padded else None
-            logits = self._step(chosen, positions + t, mask, cache)
+            mask = attention_mask[:, : prompt_length + t + 1] if padded else None
+            logits = self._step(tokens, positions + t, mask, cache)
         return self._responses()
 
-    def _read_prompts(self, new_tokens: int) -> tuple[list[_PlacedLayer], Tensor]:
-        """The caches of all rows with room for the response, and the first logits a prompt."""
-        read = DynamicCache()
+    def _prefill(self, new_tokens: int) -> tuple[list[_PlacedLayer], Tensor]:
+        """Returns the cache layers of all rows, with room for the response, and the first logits.
+
+        The logits have the shape (P, V): one row for each prompt.
+        """
+        prompt_cache = DynamicCache()
         positions = (self._prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
         output = self._model(
             input_ids=self._prompts,
             attention_mask=self._prompt_mask.long(),
             position_ids=positions,
-            past_key_values=read,
+            past_key_values=prompt_cache,
             use_cache=True,
             logits_to_keep=1,
         )
-        placed = [_PlacedLayer() for _ in read.layers]  # type: ignore[no-untyped-call]
+        placed = [_PlacedLayer() for _ in prompt_cache.layers]  # type: ignore[no-untyped-call]
         length = self._prompts.shape[1] + new_tokens
-        for new, layer in zip(placed, read.layers, strict=True):
+        for target, layer in zip(placed, prompt_cache.layers, strict=True):
             assert isinstance(layer, DynamicLayer)
             assert layer.keys is not None
             assert layer.values is not None
-            new.place(layer.keys, layer.values, self._sampling.group_size, length)
+            target.place(layer.keys, layer.values, self._sampling.group_size, length)
         return placed, output.logits[:, -1]
 
     def _step(
-        self, chosen: Tensor, positions: Tensor, mask: Tensor | None, cache: DynamicCache
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: DynamicCache
     ) -> Tensor:
-        """Logits (rows, V) after one more token a row."""
+        """Returns logits (rows, V) after one more token in each row."""
         output = self._model(
-            input_ids=chosen[:, None],
+            input_ids=tokens[:, None],
             attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,
@@ -307,56 +310,67 @@ class _Wave:
         logits: Tensor = output.logits[:, -1]
         return logits
 
-    def _responses(self) -> list[SampledResponse]:
+    def _responses(self) -> list[GeneratedResponse]:
         if not bool(torch.isfinite(self._logprobs).all()):
             raise NonFiniteLogprobs(
                 "the model's outputs are not finite; its weights are broken, publish others"
             )
-        tokens, logprobs = self._tokens.tolist(), self._logprobs.tolist()
         return [
-            SampledResponse(ids[:length], values[:length], "stop" if stopped else "length")
-            for ids, values, length, stopped in zip(
-                tokens, logprobs, self._lengths.tolist(), self._stopped.tolist(), strict=True
+            GeneratedResponse(
+                token_ids=token_ids[:length],
+                logprobs=logprobs[:length],
+                finish_reason="stop" if stopped else "length",
+            )
+            for token_ids, logprobs, length, stopped in zip(
+                self._tokens.tolist(),
+                self._logprobs.tolist(),
+                self._lengths.tolist(),
+                self._stopped.tolist(),
+                strict=True,
             )
         ]
 
 
 def _sample(logits: Tensor, temperature: float, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """(tokens, log-probs), each (rows,), by inversion of the distribution function."""
+    """Returns (tokens, log-probs), each (rows,), by inversion of the distribution function."""
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
-    # In double precision, so that a large vocabulary does not blur the small probabilities.
+    # Double precision keeps small probabilities exact when a large vocabulary is summed.
     cumulative = logprobs.double().exp().cumsum(dim=-1)
     total = cumulative[:, -1:]
-    # Below the total even when the product rounds up to it, so that some token always exceeds it.
+    # Strictly below the total, even when the product rounds up to it: some token then exceeds it.
     thresholds = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    # The first token whose cumulative probability exceeds the threshold: never an impossible one.
-    # The limit is for outputs that are not numbers; they are refused at the end.
-    chosen = torch.searchsorted(cumulative, thresholds, right=True).clamp(max=logits.shape[-1] - 1)
-    return chosen[:, 0], logprobs.gather(1, chosen)[:, 0]
+    # The first token whose cumulative probability exceeds the threshold has a positive probability.
+    # The clamp is for outputs that are not finite, which are refused at the end.
+    tokens = torch.searchsorted(cumulative, thresholds, right=True).clamp(max=logits.shape[-1] - 1)
+    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
 
 
 def _uniforms(seed: int, group_size: int, length: int) -> Tensor:
-    """(G, length) in [0, 1), a function of the seed alone: a longer limit only appends columns."""
+    """Returns (G, length) uniforms in [0, 1) that depend on the seed alone.
+
+    A larger `length` only appends columns.
+    """
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(length, group_size, generator=generator, dtype=torch.float64).T
 
 
-def _left_padded(
-    requests: Sequence[GenerationRequest], device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """(tokens, mask), each (P, L): every prompt ends in the last column."""
-    width = max(len(request.prompt_token_ids) for request in requests)
-    tokens = torch.zeros(len(requests), width, dtype=torch.long)
-    mask = torch.zeros(len(requests), width, dtype=torch.bool)
-    for row, request in enumerate(requests):
-        ids = torch.tensor(list(request.prompt_token_ids))
+def _left_padded(prompts: Sequence[PromptRequest], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns (tokens, mask), each (P, L), in which every prompt ends in the last column."""
+    width = max(len(prompt.prompt_token_ids) for prompt in prompts)
+    tokens = torch.zeros(len(prompts), width, dtype=torch.long)
+    mask = torch.zeros(len(prompts), width, dtype=torch.bool)
+    for row, prompt in enumerate(prompts):
+        ids = torch.tensor(prompt.prompt_token_ids)
         tokens[row, width - len(ids) :] = ids
         mask[row, width - len(ids) :] = True
     return tokens.to(device), mask.to(device)
 
 
 def _end_tokens(model: Any, directory: Path | None = None) -> list[int]:
-    """The tokens that end a response: by the generation config, the config, the tokenizer."""
+    """Returns the ids of the tokens that end a response.
+
+    They come from the generation config, or else the model's config, or else the tokenizer.
+    """
     for config in (getattr(model, "generation_config", None), model.config):
         ends = getattr(config, "eos_token_id", None)
         if ends is not None:
@@ -372,26 +386,28 @@ def _end_tokens(model: Any, directory: Path | None = None) -> list[int]:
 
 
 def _refuse_other_layers(model: Any, source: str) -> None:
+    """Raises `ModelLoadError` if a layer is not attention."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - ATTENTION
     if kinds:
         raise ModelLoadError(
-            f"{source}: has layers of the kind {min(kinds)}, whose state this engine cannot share "
-            "between samples; serve it with vLLM"
+            f"{source}: has layers of the type {min(kinds)}, whose state this engine cannot share "
+            "between samples; serve the model with vLLM (rollout.engine = vllm)"
         )
 
 
 def _read_identity(directory: Path) -> dict[str, Any]:
-    """What must be equal for one version's weights to be loaded in place of another's."""
+    """Returns the configuration files; weights of an equal identity can be loaded in place."""
     config = _read_json(directory / "config.json")
     if config is None:
         raise ModelLoadError(
-            f"{directory}: not a model directory (it has no config.json); give a Hugging Face one"
+            f"{directory}: not a model directory (it has no config.json); give a Hugging Face "
+            "model directory"
         )
     return {"config": config, "generation": _read_json(directory / "generation_config.json")}
 
 
 def _read_json(path: Path) -> Any:
-    """The content, or None if there is no such file."""
+    """Returns the file's content, or None if there is no such file."""
     try:
         return json.loads(path.read_text())
     except (FileNotFoundError, NotADirectoryError):
@@ -417,8 +433,8 @@ def _read_weights(directory: Path) -> dict[str, Tensor]:
     return weights
 
 
-def _misfit(source: str, name: str, how: str) -> ModelLoadError:
+def _misfit(source: str, name: str, problem: str) -> ModelLoadError:
     return ModelLoadError(
-        f"{source}: the weights do not fit the model: {name} {how}; publish them again with the "
-        "config.json they belong to"
+        f"{source}: the weights do not fit the model: {name} {problem}; publish them again with "
+        "the config.json they belong to"
     )

@@ -20,7 +20,7 @@ from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import HEARTBEAT_TIMEOUT_S, ReplicaView
 from services.common.errors import ServiceCallError, ServiceError
 from services.common.http import HttpClient
-from services.rollout.api.offers import STANDS_S, OfferTaken, Parameter, WeightOffer
+from services.rollout.api.offers import OFFER_TTL_S, OfferTaken, Parameter, WeightOffer
 from services.trainer.export import dtype_name
 from services.trainer.nccl import DATA_TYPES, NcclError
 
@@ -105,7 +105,7 @@ class NcclBroadcaster:
         ]
         for send in sends:
             send.start()
-        deadline = time.monotonic() + STANDS_S + SEND_WITHIN_S
+        deadline = time.monotonic() + OFFER_TTL_S + SEND_WITHIN_S
         for send in sends:
             send.end(max(0.0, deadline - time.monotonic()))
         self.stuck = any(send.is_alive() for send in sends)
@@ -170,7 +170,7 @@ class _Send(threading.Thread):
         Sent only once: a second offer would replace the first.
         """
         http = HttpClient(
-            "replica", self.replica.url, self._token, timeout_s=STANDS_S + 10, give_up_s=0
+            "replica", self.replica.url, self._token, timeout_s=OFFER_TTL_S + 10, give_up_s=0
         )
         try:
             answer = http.call("POST", "/v1/weights", json=self._offer.model_dump())

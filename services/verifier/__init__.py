@@ -1,1 +1,1 @@
-"""The verifier: scores responses in killable processes. Others import `client` and nothing else."""
+"""The verifier: an HTTP service that scores responses in a pool of killable processes."""

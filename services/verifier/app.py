@@ -1,14 +1,10 @@
-"""`python -m services.verifier.app`: the verifier on a port. Stateless.
+"""`python -m services.verifier.app`: the verifier's HTTP server, which keeps no state.
 
-| variable | default | meaning |
-| --- | --- | --- |
-| `BAPO_VERIFIER_WORKERS` | half of the cores, at least 1 | processes that score |
-| `BAPO_VERIFIER_DEADLINE_S` | 5 | seconds that one response may take |
-| `BAPO_VERIFIER_MEMORY_MB` | 1024 | MiB that one response may take |
-| `BAPO_VERIFIER_QUEUE` | 65536 | responses under way or waiting; beyond it, 429 |
+`VerifierServerSettings` lists its environment variables.
 
-SIGTERM drains it: new work gets 503 and `/readyz` says no, what is under way is finished (within
-`DRAIN_S`), then the workers are killed and it ends. A second SIGTERM ends it at once.
+SIGTERM drains it: new requests and `/readyz` get 503, requests in progress are finished (within
+`DRAIN_TIMEOUT_S`), then the workers are killed and the process exits. A second SIGTERM stops it at
+once.
 """
 
 from __future__ import annotations
@@ -40,6 +36,7 @@ from services.common.auth import require_shared_token
 from services.common.errors import install_problem_handlers, problem_response
 from services.common.logs import configure_logs
 from services.common.process import run_until_error
+from services.common.serve import serve
 from services.verifier.api.wire import LARGEST_BODY, VerifyAnswer, VerifyItem, VerifyRequest
 from services.verifier.pool import Batch, Busy, Draining, TaskRefused, VerifierPool
 from services.verifier.requests import (
@@ -51,19 +48,20 @@ from services.verifier.requests import (
 )
 from services.verifier.settings import VerifierServerSettings, VerifierSettings
 
-DRAIN_S = 30.0
-"""For what is under way when the verifier is told to stop. Kubernetes gives as long."""
+DRAIN_TIMEOUT_S = 30.0
+"""Seconds for requests in progress after SIGTERM. Kubernetes grants as many by default."""
 RETRY_AFTER_S = 1
-GARBAGE_AT = 100_000
-"""New objects between two looks for cycles: a request of 8,192 responses makes as many at once."""
+GC_THRESHOLD = 100_000
+"""New objects between two runs of the garbage collector: a request of 8,192 responses makes about
+as many at once."""
 
 
-class _Gone(Exception):
-    """The client has hung up."""
+class _ClientDisconnected(Exception):
+    """The client closed the connection before its request was answered."""
 
 
 class _Metrics:
-    """Of one app: several may live in a process."""
+    """The metrics of one app, in a registry of their own: a process may have several apps."""
 
     def __init__(self, pool: Callable[[], VerifierPool]) -> None:
         self.registry = CollectorRegistry()
@@ -71,15 +69,15 @@ class _Metrics:
             "bapo_verdicts", "Responses scored", ["task", "status"], registry=self.registry
         )
         self.refused = Counter(
-            "bapo_verifier_refused", "Requests refused, by why", ["why"], registry=self.registry
+            "bapo_verifier_refused", "Requests refused, by reason", ["why"], registry=self.registry
         )
         waiting = Gauge(
-            "bapo_verifier_waiting", "Responses under way or waiting", registry=self.registry
+            "bapo_verifier_waiting", "Responses in progress or waiting", registry=self.registry
         )
         waiting.set_function(lambda: pool().waiting())
         restarts = Gauge(
             "bapo_verifier_restarts",
-            "Worker processes replaced since the start, by why",
+            "Worker processes replaced since the start, by reason",
             ["why"],
             registry=self.registry,
         )
@@ -93,7 +91,7 @@ def _restarts(pool: Callable[[], VerifierPool], why: str) -> float:
 
 
 def create_app(token: str, settings: VerifierSettings | None = None) -> FastAPI:
-    """The verifier with its own pool of processes, `app.state.pool` while it runs."""
+    """Builds the verifier's app, which has its own pool (`app.state.pool`) while it runs."""
     settings = settings or VerifierSettings()
     known_tasks = task_names()
 
@@ -121,13 +119,16 @@ def create_app(token: str, settings: VerifierSettings | None = None) -> FastAPI:
         openapi_extra={"requestBody": _request_schema()},
     )
     async def verify(request: Request) -> Response:
-        """A verdict for every response; one that cannot be scored gets reward 0, and says why."""
+        """Returns a verdict for every response, in order.
+
+        A response that cannot be scored gets the reward 0 and a status that says why.
+        """
         pool: VerifierPool = app.state.pool
         body = await _body(request)
         try:
-            # Off the event loop: a body of many MiB takes a while, and health must answer.
+            # Off the event loop, which must answer /health while a large body is parsed.
             parsed, batch = await run_in_threadpool(_submit, pool, body, known_tasks)
-            await _finished(pool, batch, request)
+            await _wait_for_batch(pool, batch, request)
         except Busy as error:
             metrics.refused.labels("busy").inc()
             answer = problem_response(429, "Busy", str(error))
@@ -138,7 +139,7 @@ def create_app(token: str, settings: VerifierSettings | None = None) -> FastAPI:
             return problem_response(503, "Draining", str(error))
         except TaskRefused as error:
             return problem_response(422, "Invalid request", f"options: {error}")
-        except _Gone:
+        except _ClientDisconnected:
             return Response(status_code=499)
         results = batch.done.result()
         for status, count in count_statuses(results).items():
@@ -151,34 +152,35 @@ def create_app(token: str, settings: VerifierSettings | None = None) -> FastAPI:
 def _health_routes(app: FastAPI, metrics: _Metrics) -> None:
     @app.get("/health", tags=["health"])
     async def health() -> dict[str, str]:
-        """Whether the process lives."""
+        """Answers while the process runs."""
         return {"status": "ok"}
 
     @app.get("/readyz", tags=["health"])
     async def ready() -> JSONResponse:
-        """Whether it takes work: 503 until a worker has started, and while draining."""
+        """Checks that requests are accepted; 503 until a worker has started, and while draining."""
         if app.state.pool.ready():
             return JSONResponse({"status": "ready"})
         return problem_response(503, "Not ready", "the verifier is starting or shutting down")
 
     @app.get("/metrics", tags=["health"])
     async def show_metrics() -> Response:
+        """Returns metrics in Prometheus's text format."""
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
 async def _body(request: Request) -> bytes:
-    """The body, of which no more is held than is allowed."""
-    problem = too_large(f"body: more than {LARGEST_BODY} bytes; send fewer responses at once")
+    """Reads the body. Raises 413 before more than `LARGEST_BODY` bytes are held."""
+    problem = too_large(f"body: more than {LARGEST_BODY} bytes; send fewer responses in a request")
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > LARGEST_BODY:
         raise problem
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
         if size > LARGEST_BODY:
             raise problem
-        parts.append(part)
-    return b"".join(parts)
+        chunks.append(chunk)
+    return b"".join(chunks)
 
 
 def _submit(pool: VerifierPool, body: bytes, known_tasks: list[str]) -> tuple[VerifyRequest, Batch]:
@@ -186,31 +188,31 @@ def _submit(pool: VerifierPool, body: bytes, known_tasks: list[str]) -> tuple[Ve
     work = work_of(request)
     if len(work) > pool.queue:
         raise too_large(
-            f"items: {len(work)} responses, and only {pool.queue} may wait here "
-            "(BAPO_VERIFIER_QUEUE); send fewer at once"
+            f"items: {len(work)} responses are more than the queue holds "
+            f"(BAPO_VERIFIER_QUEUE = {pool.queue}); send fewer in a request"
         )
     return request, pool.submit(request.task, request.options, work)
 
 
-async def _finished(pool: VerifierPool, batch: Batch, request: Request) -> None:
-    """Until every result is there. A client that hangs up takes its batch with it."""
+async def _wait_for_batch(pool: VerifierPool, batch: Batch, request: Request) -> None:
+    """Waits until every response is scored; abandons the batch when the client disconnects."""
     scoring = asyncio.wrap_future(batch.done)
-    # The body has been read, so the next message can only be that the client has gone.
-    gone = asyncio.ensure_future(request.receive())
+    # The body has been read, so the next message can only be the disconnect.
+    disconnect = asyncio.ensure_future(request.receive())
     try:
-        either: set[asyncio.Future[Any]] = {scoring, gone}
+        either: set[asyncio.Future[Any]] = {scoring, disconnect}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not scoring.done():
-            raise _Gone
+            raise _ClientDisconnected
         scoring.result()
     finally:
-        gone.cancel()
+        disconnect.cancel()
         if not scoring.done():
             pool.abandon(batch)
 
 
 def _request_schema() -> dict[str, Any]:
-    """For /docs: the body is read by hand."""
+    """Returns the body's schema for /docs, because the route reads the body itself."""
     schema = VerifyRequest.model_json_schema()
     schema["properties"]["items"]["items"] = VerifyItem.model_json_schema()
     schema.pop("$defs")
@@ -218,7 +220,7 @@ def _request_schema() -> dict[str, Any]:
 
 
 class _Server(uvicorn.Server):
-    """Drains before it stops to listen, so that clients are told where things stand."""
+    """Drains the pool before it stops listening, so that new requests get 503 meanwhile."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         pool = getattr(self.config.app.state, "pool", None)  # type: ignore[union-attr]
@@ -227,16 +229,16 @@ class _Server(uvicorn.Server):
             return
 
         def drain() -> None:
-            pool.drain(DRAIN_S)
+            pool.drain(DRAIN_TIMEOUT_S)
             uvicorn.Server.handle_exit(self, sig, frame)
 
         threading.Thread(target=drain, name="drain", daemon=True).start()
 
-    _drains = False
+    _draining = False
 
     def _begin_drain(self) -> bool:
-        """False from the second time on."""
-        first, self._drains = not self._drains, True
+        """Returns True the first time, and False from then on."""
+        first, self._draining = not self._draining, True
         return first
 
 
@@ -246,17 +248,10 @@ def main() -> None:
     def work() -> None:
         settings = VerifierServerSettings.load()
         app = create_app(settings.token.get_secret_value(), settings.verifier)
-        config = uvicorn.Config(
-            app,
-            host=settings.host,
-            port=settings.port,
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=5,
-        )
-        gc.freeze()  # what is imported stays; the collector need not visit it
-        gc.set_threshold(GARBAGE_AT)
-        _Server(config).run()
+        # Imported modules never become garbage; keep the collector from scanning them.
+        gc.freeze()
+        gc.set_threshold(GC_THRESHOLD)
+        serve(app, settings, _Server)
 
     run_until_error(work)
 

@@ -1,12 +1,12 @@
-"""A warm pool of killable processes that score responses.
+"""A pool of killable worker processes that score responses.
 
-The input is hostile by definition, so a response may hang or crash the process that scores it.
-A thread cannot be stopped, a process can: each response has a deadline, measured from the moment
-its process turns to it, and one that misses it costs that deadline and its process, nothing else.
-A spare process stands ready, so nobody waits for the next one to start.
+Responses are hostile by definition: one may hang or crash the process that scores it. A thread
+cannot be killed, but a process can. Each response has a deadline, measured from the moment its
+process begins it. A response that misses it costs that deadline and its process, and nothing else,
+because a spare process is ready to take over.
 
 Batches are cut into chunks. Each worker takes its next chunk from the next batch in turn, so that
-one batch uses all workers and none waits behind another's hostile items.
+one batch uses all workers and no batch waits behind the hostile responses of another.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from bapo_core.errors import BapoError
+from bapo_core.errors import BapoError, TransientError
 from services.verifier.api.wire import LONGEST_RESPONSE, ItemVerdict
-from services.verifier.process import UNBEGUN, TaskKey, TaskRefused, WorkerProcess
+from services.verifier.process import NOT_BEGUN, TaskKey, TaskRefused, WorkerLost, WorkerProcess
 from services.verifier.worker import Result, Work
 
 __all__ = ["Batch", "Busy", "Draining", "TaskRefused", "VerifierPool"]
@@ -32,37 +32,39 @@ log = logging.getLogger(__name__)
 
 SMALLEST_CHUNK = 4
 CHUNK_CHARACTERS = 2_000_000
-"""About the most in a chunk, by the mean length of the batch's responses."""
+"""Approximate limit of a chunk, computed from the mean length of the batch's responses."""
+MAX_TRIES = 3
+"""Workers that may be lost before they begin a chunk, or while they prepare a task, before the
+chunk or the task is blamed."""
 _TOO_LONG: Result = (0.0, "too_large", None, None)
 _RETRY_START_S = 1.0
-UNBEGUN_AT_MOST = 3
 
 
-class Busy(BapoError):
-    """As many responses wait as may wait."""
+class Busy(TransientError):
+    """The queue is full."""
 
 
-class Draining(BapoError):
-    """The verifier is shutting down and takes no new work."""
+class Draining(TransientError):
+    """The verifier is shutting down and accepts no requests."""
 
 
 @dataclass(eq=False)
 class Batch:
-    """Responses to score with one task. `done` gives their results, in order."""
+    """Responses to score with one task; the future `done` gives their results, in order."""
 
     task: TaskKey
     work: Sequence[Work]
     done: Future[list[Result]] = field(default_factory=Future)
     results: list[Result | None] = field(default_factory=list)
     waiting: deque[tuple[int, int]] = field(default_factory=deque)
-    """Ranges of items that no worker has yet."""
+    """Ranges [start, stop) of items that no worker has."""
     left: int = 0
-    """Items without a result."""
+    """Number of items without a result."""
     too_long: set[int] = field(default_factory=set)
-    """Items that no worker gets to read."""
+    """Items longer than `LONGEST_RESPONSE`, whose text no worker gets."""
     largest_chunk: int = 1
-    unbegun: int = 0
-    """How often a worker has ended before it began its chunk."""
+    lost_workers: int = 0
+    """Number of workers that ended before they began their chunk of this batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +75,11 @@ class _Chunk:
 
 
 class VerifierPool:
-    """Scores batches on `workers` processes.
+    """Scores batches on `workers` processes, and keeps one more as a spare.
 
-    A response gets `deadline_s` seconds and `memory_mb` MiB; at most `queue` responses may be
-    under way or waiting.
+    deadline_s: seconds that scoring one response may take.
+    memory_mb: MiB of memory that scoring one response may take.
+    queue: maximum number of responses in progress or waiting.
     """
 
     def __init__(
@@ -84,10 +87,11 @@ class VerifierPool:
     ) -> None:
         self.workers, self.deadline_s, self.queue = workers, deadline_s, queue
         self.restarts: Counter[str] = Counter()
-        """Processes that ended, by why: timeout, crashed, retired."""
+        """Number of processes that ended, by their fate: timeout, crashed, retired."""
         self._changed = threading.Condition()
         self._batches: deque[Batch] = deque()
-        self._under_way = 0
+        self._queued = 0
+        """Responses in progress or waiting."""
         self._draining = self._closed = False
         self._spare = _Spare(memory_mb << 20)
         self._slots = [_Slot(self, self._spare, memory_mb << 20) for _ in range(workers)]
@@ -97,7 +101,7 @@ class VerifierPool:
     # ---- for callers ----------------------------------------------------------------------------
 
     def verify(self, task: str, options: dict[str, Any], work: Sequence[Work]) -> list[ItemVerdict]:
-        """A verdict for each (payload, response), in order; never raises for what they hold.
+        """Returns a verdict for each (payload, response), in order, whatever they contain.
 
         Raises `TaskRefused` for the task or its options, `Busy` and `Draining`.
         """
@@ -121,55 +125,51 @@ class VerifierPool:
         with self._changed:
             if self._draining:
                 raise Draining("the verifier is shutting down; send this again to its successor")
-            if self._under_way + batch.left > self.queue:
+            if self._queued + batch.left > self.queue:
                 raise Busy(
-                    f"{self._under_way} responses wait and {self.queue} may (BAPO_VERIFIER_QUEUE); "
-                    f"send these {len(work)} again later"
+                    f"{len(work)} responses do not fit in the queue, which has {self._queued} "
+                    f"of {self.queue} (BAPO_VERIFIER_QUEUE); send them again later"
                 )
             if batch.left:
                 batch.waiting.append((0, len(work)))
                 self._batches.append(batch)
-                self._under_way += batch.left
+                self._queued += batch.left
                 self._changed.notify_all()
         if not work:
             batch.done.set_result([])
         return batch
 
     def abandon(self, batch: Batch, error: BaseException | None = None) -> None:
-        """Nobody wants the rest of `batch`, or it cannot be had because of `error`."""
+        """Drops the rest of `batch`: cancels its future, or fails it with `error`."""
         with self._changed:
             if batch in self._batches:
                 self._batches.remove(batch)
-            self._under_way -= batch.left
+            self._queued -= batch.left
             batch.left = 0
             batch.waiting.clear()
             self._changed.notify_all()
         if error is None:
             batch.done.cancel()
             return
-        with suppress(InvalidStateError):  # answered before
+        with suppress(InvalidStateError):  # finished or cancelled before
             batch.done.set_exception(error)
 
     def waiting(self) -> int:
-        """Responses under way or waiting."""
-        return self._under_way
+        """Returns the number of responses in progress or waiting."""
+        return self._queued
 
     def ready(self) -> bool:
-        """Whether work is taken and a worker stands ready for it."""
+        """Whether batches are accepted and a worker has started."""
         return not self._draining and any(slot.warm for slot in self._slots)
 
-    def spare_ready(self) -> bool:
-        """Whether a process stands ready to take the place of another."""
-        return self._spare.ready()
-
     def drain(self, timeout_s: float) -> bool:
-        """Takes no new work and waits for what is under way; whether it all got done in time."""
+        """Accepts no new batches and waits for the others; returns whether all were finished."""
         with self._changed:
             self._draining = True
-            return self._changed.wait_for(lambda: self._under_way == 0, timeout_s)
+            return self._changed.wait_for(lambda: self._queued == 0, timeout_s)
 
     def close(self) -> None:
-        """Kills the workers; what is under way fails with `Draining`."""
+        """Kills the workers; unfinished batches fail with `Draining`."""
         with self._changed:
             self._draining = self._closed = True
             self._changed.notify_all()
@@ -182,13 +182,13 @@ class VerifierPool:
     # ---- for the slots --------------------------------------------------------------------------
 
     def next_chunk(self) -> _Chunk | None:
-        """Waits for work; None when the pool is closed."""
+        """Waits for the next chunk; returns None when the pool is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._next_batch() is not None)
             batch = None if self._closed else self._next_batch()
             if batch is None:
                 return None
-            # It goes to the back, so that batches take turns.
+            # To the back of the queue, so that batches take turns.
             self._batches.remove(batch)
             self._batches.append(batch)
             return self._cut(batch)
@@ -197,7 +197,8 @@ class VerifierPool:
         return next((batch for batch in self._batches if batch.waiting), None)
 
     def _cut(self, batch: Batch) -> _Chunk:
-        """Large chunks first, for little overhead; small ones last, so that all end together."""
+        """Cuts the next chunk: large ones first, for little overhead, and small ones last, so that
+        all workers finish at about the same time."""
         waiting = sum(stop - start for start, stop in batch.waiting)
         size = min(max(SMALLEST_CHUNK, waiting // (2 * self.workers)), batch.largest_chunk)
         start, stop = batch.waiting.popleft()
@@ -207,13 +208,13 @@ class VerifierPool:
         return _Chunk(batch, start, end)
 
     def record(self, batch: Batch, start: int, results: Sequence[Result]) -> None:
-        """Results of the items from `start` on."""
+        """Stores the results of the items from `start` on, and finishes the batch with the last."""
         with self._changed:
             if batch.left == 0:
                 return  # abandoned
             batch.results[start : start + len(results)] = results
             batch.left -= len(results)
-            self._under_way -= len(results)
+            self._queued -= len(results)
             finished = batch.left == 0
             if finished:
                 self._batches.remove(batch)
@@ -221,16 +222,16 @@ class VerifierPool:
         if finished:
             for index in batch.too_long:
                 batch.results[index] = _TOO_LONG
-            # The client may hang up at this very moment.
+            # The client may disconnect, and the batch be abandoned, at this moment.
             with suppress(InvalidStateError):
                 batch.done.set_result([result for result in batch.results if result is not None])
 
-    def count_restart(self, why: str) -> None:
+    def count_restart(self, fate: str) -> None:
         with self._changed:
-            self.restarts[why] += 1
+            self.restarts[fate] += 1
 
     def give_back(self, batch: Batch, start: int, stop: int) -> None:
-        """Items that were handed out and have no result."""
+        """Puts the items [start, stop), which have no result, back into the queue."""
         with self._changed:
             if batch.left and start < stop:
                 batch.waiting.appendleft((start, stop))
@@ -238,7 +239,7 @@ class VerifierPool:
 
 
 class _Slot(threading.Thread):
-    """One worker process at a time, and the thread that feeds it."""
+    """A thread that feeds one worker process at a time."""
 
     def __init__(self, pool: VerifierPool, spare: _Spare, memory_bytes: int) -> None:
         super().__init__(name="verifier-slot", daemon=True)
@@ -256,9 +257,10 @@ class _Slot(threading.Thread):
         self.join()
 
     def run(self) -> None:
-        # Started by this thread: the kernel ends a process with the thread that started it.
+        # Not started by the caller's thread: the kernel ends a process with the thread that
+        # started it.
         try:
-            self._process = self._start_one()
+            self._process = self._start_process()
             self.warm = True
         except BapoError as error:
             log.error("%s", error)
@@ -274,7 +276,7 @@ class _Slot(threading.Thread):
             self._process.close()
 
     def _score(self, chunk: _Chunk) -> None:
-        process = self._fit(chunk.batch.task)
+        process = self._prepare_process(chunk.batch.task)
         if self._stopping:
             return
         process.dispatch(chunk.batch.work[chunk.start : chunk.stop])
@@ -284,63 +286,66 @@ class _Slot(threading.Thread):
             self._pool.record(chunk.batch, position, results)
             position += len(results)
         if process.fate is not None:
-            self._settle(chunk, position, process)
+            self._settle_loss(chunk, position, process)
 
-    def _settle(self, chunk: _Chunk, position: int, process: WorkerProcess) -> None:
-        """The process has ended with results up to `position`: who is to blame, who goes on."""
+    def _settle_loss(self, chunk: _Chunk, position: int, process: WorkerProcess) -> None:
+        """Settles a chunk whose process has ended with results for the items before `position`.
+
+        The item that was being scored gets the process's fate as its status; the items without a
+        result go back into the queue.
+        """
         if self._stopping:
             return
         assert process.fate is not None
         self._pool.count_restart(process.fate)
         index, _ = process.position()
-        at = chunk.start + index
-        if index == UNBEGUN:
-            # It may have died before it had them: nobody's fault, unless it happens every time.
-            chunk.batch.unbegun += 1
-            at = chunk.start if chunk.batch.unbegun > UNBEGUN_AT_MOST else -1
-        if process.fate == "retired" or not position <= at < chunk.stop:
+        culprit = chunk.start + index
+        if index == NOT_BEGUN:
+            # The process may have died before it got the items, so the first one is blamed only
+            # when that happens again and again.
+            chunk.batch.lost_workers += 1
+            culprit = chunk.start if chunk.batch.lost_workers > MAX_TRIES else -1
+        if process.fate == "retired" or not position <= culprit < chunk.stop:
             self._pool.give_back(chunk.batch, position, chunk.stop)
             return
-        self._pool.give_back(chunk.batch, at + 1, chunk.stop)
-        # Scored, but not yet sent when the process ended.
-        self._pool.give_back(chunk.batch, position, at)
-        self._pool.record(chunk.batch, at, [(0.0, process.fate, None, None)])
+        self._pool.give_back(chunk.batch, culprit + 1, chunk.stop)
+        # Items that were scored, but whose results had not been sent when the process ended.
+        self._pool.give_back(chunk.batch, position, culprit)
+        self._pool.record(chunk.batch, culprit, [(0.0, process.fate, None, None)])
 
-    def _start_one(self) -> WorkerProcess:
+    def _start_process(self) -> WorkerProcess:
         process = WorkerProcess(self._memory_bytes)
         process.wait_ready()
         return process
 
-    def _fit(self, task: TaskKey) -> WorkerProcess:
-        """A live process with the task prepared. Raises `TaskRefused` or `BapoError`."""
+    def _prepare_process(self, task: TaskKey) -> WorkerProcess:
+        """Returns a process that has prepared `task`. Raises `TaskRefused` or `WorkerLost`."""
         tries = 0
         while True:
-            process = self._live_one()
+            process = self._running_process()
             try:
                 process.prepare(task)
-            except TaskRefused:
-                raise
-            except BapoError as error:
-                # It may have died of something else; a task that kills every one is told so.
+            except WorkerLost as error:
+                # The process may have ended for another reason; only a task that ends all fails.
                 tries += 1
-                if tries == UNBEGUN_AT_MOST or self._stopping:
+                if tries == MAX_TRIES or self._stopping:
                     raise
-                log.warning("%s; another one is tried", error)
+                log.warning("%s; trying again with another process", error)
                 continue
             self._spare.task = task
             return process
 
-    def _live_one(self) -> WorkerProcess:
+    def _running_process(self) -> WorkerProcess:
         if self._process is None or not self._process.idle():
             if self._process is not None:
                 self._process.close()
-            self._process = self._spare.take() or self._start_one()
+            self._process = self._spare.take() or self._start_process()
             self.warm = True
         return self._process
 
 
 class _Spare(threading.Thread):
-    """Keeps one more process ready, with the latest task prepared."""
+    """A thread that keeps a spare process ready, with the latest task prepared."""
 
     def __init__(self, memory_bytes: int) -> None:
         super().__init__(name="verifier-spare", daemon=True)
@@ -352,7 +357,7 @@ class _Spare(threading.Thread):
         self.start()
 
     def take(self) -> WorkerProcess | None:
-        """The process, if it is ready."""
+        """Returns the spare process, or None if it is not ready."""
         with self._changed:
             process, self._ready = self._ready, None
             self._changed.notify_all()
@@ -360,9 +365,6 @@ class _Spare(threading.Thread):
             return process
         process.close()
         return None
-
-    def ready(self) -> bool:
-        return self._ready is not None
 
     def close(self) -> None:
         with self._changed:
@@ -374,7 +376,7 @@ class _Spare(threading.Thread):
 
     def run(self) -> None:
         while not self._closed:
-            process = self._warmed()
+            process = self._start_process()
             with self._changed:
                 self._ready = process
                 self._changed.notify_all()
@@ -383,7 +385,8 @@ class _Spare(threading.Thread):
                 else:
                     self._changed.wait_for(lambda: self._closed or self._ready is None)
 
-    def _warmed(self) -> WorkerProcess | None:
+    def _start_process(self) -> WorkerProcess | None:
+        """Returns a process with the latest task prepared, or None if it does not start."""
         process = WorkerProcess(self._memory_bytes)
         try:
             process.wait_ready()

@@ -1,6 +1,7 @@
-"""A request's body → responses to score; results → the answer's body. Plain functions.
+"""Parses a request's body into responses to score, and encodes results as the answer's body.
 
-Written for batches of thousands: one pass of compiled code each way, and little per response.
+Bodies have thousands of responses, so both directions are one pass of compiled code, with as little
+Python for each response as possible.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ def too_large(detail: str) -> Problem:
 
 
 def read_request(body: bytes, known_tasks: Sequence[str]) -> VerifyRequest:
-    """The request, with every limit checked. Raises `Problem`: 400, 413 or 422."""
+    """Parses a request and checks every limit. Raises `Problem` (400, 413 or 422)."""
     try:
         request = VerifyRequest.model_validate_json(body)
     except ValidationError as error:
-        raise _explained(error) from error
+        raise _as_problem(error) from error
     if request.task not in known_tasks:
-        raise _invalid(f"task: {request.task!r} is none of {', '.join(known_tasks)}")
+        raise _invalid(f"task: {request.task!r} does not exist; choose {', '.join(known_tasks)}")
     responses = sum(len(item.responses) for item in request.items)
     if responses > MOST_RESPONSES:
         raise too_large(
@@ -42,12 +43,12 @@ def read_request(body: bytes, known_tasks: Sequence[str]) -> VerifyRequest:
 
 
 def work_of(request: VerifyRequest) -> list[Work]:
-    """Every (payload, response), in order."""
+    """Returns (payload, response) pairs, in order."""
     return [(item.payload, response) for item in request.items for response in item.responses]
 
 
 def answer_body(request: VerifyRequest, results: Sequence[Result]) -> bytes:
-    """A `VerifyAnswer` as JSON."""
+    """Returns a `VerifyAnswer` as JSON."""
     flat = iter(
         [
             {"reward": reward, "status": status, "extracted": answer, "detail": detail}
@@ -62,25 +63,25 @@ def count_statuses(results: Sequence[Result]) -> Counter[str]:
     return Counter([status for _, status, _, _ in results])
 
 
-def _check_size(where: str, size: int) -> None:
+def _check_size(field: str, size: int) -> None:
     if size > LARGEST_PAYLOAD:
-        raise _invalid(f"{where}: {size} bytes as JSON; send at most {LARGEST_PAYLOAD}")
+        raise _invalid(f"{field}: {size} bytes as JSON; send at most {LARGEST_PAYLOAD}")
 
 
 def _invalid(detail: str) -> Problem:
     return Problem(422, "Invalid request", detail)
 
 
-def _explained(error: ValidationError) -> Problem:
-    # Neither the input, which may be huge and is hostile, nor a link.
+def _as_problem(error: ValidationError) -> Problem:
+    # Without the input, which may be huge and is hostile.
     errors = error.errors(include_url=False, include_input=False)
     if errors[0]["type"] == "json_invalid":
         return Problem(400, "Bad request", f"body: {errors[0]['msg']}; send JSON in UTF-8")
-    parts = [_part(each) for each in errors[:_SHOWN_ERRORS]]
+    lines = [_describe(detail) for detail in errors[:_SHOWN_ERRORS]]
     if len(errors) > _SHOWN_ERRORS:
-        parts.append(f"and {len(errors) - _SHOWN_ERRORS} more")
-    return _invalid("; ".join(parts))
+        lines.append(f"and {len(errors) - _SHOWN_ERRORS} more")
+    return _invalid("; ".join(lines))
 
 
-def _part(error: ErrorDetails) -> str:
+def _describe(error: ErrorDetails) -> str:
     return f"{'.'.join(map(str, error['loc'])) or 'body'}: {error['msg']}"

@@ -1,4 +1,4 @@
-"""Environment variables of the verifier."""
+"""Settings (environment variables) of the verifier."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class VerifierSettings(BaseModel):
     """Processes that score responses; half of the cores unless set."""
     deadline_s: float = Field(5.0, ge=0.1)
     """Seconds that scoring one response may take."""
-    # SymPy alone needs more than a few MiB for an honest answer.
+    # SymPy alone needs more than a few MiB for an ordinary answer.
     memory_mb: int = Field(1024, ge=64)
     """MiB of memory that scoring one response may take."""
     queue: int = Field(65_536, ge=1)

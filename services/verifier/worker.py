@@ -1,12 +1,12 @@
-"""`python -m services.verifier.worker`: the process that looks at hostile input.
+"""`python -m services.verifier.worker`: the process in which hostile responses are scored.
 
 It imports the tasks and the standard library only, so that it starts in a tenth of a second, and
-sees no BAPO_ variable, so that there is no secret in it. It reads pickles, which come from the
-pool, and writes JSON, because the pool must not unpickle what such a process says.
+gets no `BAPO_` variable, so that it holds no secret. It reads pickles, which come from the pool,
+and writes JSON, because the pool must not unpickle data of a process that may be compromised.
 
     pool → worker                            worker → pool
-    ("prepare", name, options)               null, or why the task refuses
-    ("score", [(payload, response), ...])    [[results], retiring], as many as it takes
+    ("prepare", name, options)               null, or the reason why the task cannot be made
+    ("score", [(payload, response), ...])    messages of [[result, ...], retiring]
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from bapo_core.tasks import Task, VerdictStatus, get_task
 Work = tuple[Mapping[str, Any], str]
 """(payload, response)."""
 Result = tuple[float, str, str | None, str | None]
-"""(reward, status, extracted answer, what broke: for `crashed` only)."""
+"""(reward, status, extracted answer, error: for the status `crashed` only)."""
 
 FLUSH_S = 0.05
-"""Results are sent at most this often: a message for each would cost more than most verdicts."""
+"""Results are sent at this interval: a message for each would cost more than most verdicts."""
 MAX_EXTRACTED = 1_000
-"""Characters of an extracted answer that are handed on."""
+"""Characters of an extracted answer that are kept."""
 PROGRESS = struct.Struct("dq")
-"""Shared with the pool: since when (monotonic seconds) an item is being scored, and its index.
+"""Memory shared with the pool: the monotonic time at which an item was begun, and its index.
 
-Written in this order and read in the other: a reader in between then sees the earlier index with
-the later time, and gives the item more time, never less."""
+They are written in this order and read in the other. A reader in between then sees the earlier
+index with the later time, and grants the item more time, never less."""
 
 _STATUS = re.compile(r"[a-z][a-z_]{0,39}")
-_USUAL = frozenset(map(str, VerdictStatus))
+_COMMON_STATUSES = frozenset(map(str, VerdictStatus))
 _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
     descriptor, progress, parent, memory_bytes = map(int, sys.argv[1:])
-    _end_with(parent)
-    # A crash is an answer here, nothing to keep a dump of.
+    _kill_with(parent)
+    # Responses may crash this process on purpose; core dumps would fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     worker = _Worker(Connection(descriptor), mmap.mmap(progress, PROGRESS.size), memory_bytes)
     worker.send(None)
     try:
         worker.serve()
     except EOFError:
-        return  # the pool is gone
+        return  # the pool has closed the connection
 
 
 class _Worker:
@@ -74,7 +74,7 @@ class _Worker:
         self._connection.send_bytes(json.dumps(message).encode())
 
     def serve(self) -> None:
-        """Until the pool closes the connection."""
+        """Handles messages until the pool closes the connection, which raises `EOFError`."""
         while True:
             kind, *arguments = pickle.loads(self._connection.recv_bytes())
             if kind == "prepare":
@@ -90,17 +90,17 @@ class _Worker:
                 warm_up()
         except (TaskError, ValueError) as error:
             return str(error)
-        except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; the pool tells
+        except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; the pool reports it
             return f"task {name} does not start: {type(error).__name__}: {error}"
         self._task = task
-        # What has been imported is here to stay: SymPy's objects need no collector's visits.
+        # Imported modules never become garbage; the collector need not scan SymPy's objects.
         gc.freeze()
         self._first_size = self._first_size or _address_space()
         return None
 
     def _score(self, work: Sequence[Work]) -> None:
         assert self._task is not None
-        # Relative to now: what earlier items left behind must not count against these.
+        # Relative to the present size: memory that earlier items left behind must not count.
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (_address_space() + self._memory_bytes, hard))
         results: list[Result] = []
@@ -114,7 +114,7 @@ class _Worker:
             try:
                 results.append(score(self._task, payload, response))
             except MemoryError:
-                # Whatever ran out half-way may be broken now: a new process goes on.
+                # Code that ran out of memory half-way may be broken: a new process goes on.
                 self._retire([*results, (0.0, "too_large", None, None)])
         if _address_space() > self._first_size + self._memory_bytes:
             self._retire(results)
@@ -126,31 +126,31 @@ class _Worker:
 
 
 def score(task: Task, payload: Mapping[str, Any], response: str) -> Result:
-    """The result of one response. Raises `MemoryError`, and nothing else."""
+    """Returns the result of one response. Raises `MemoryError` and nothing else."""
     try:
         verdict = task.verify(payload, response)
         reward, status, answer = float(verdict.reward), str(verdict.status), verdict.answer
         if reward not in (0.0, 1.0):
             raise ValueError(f"the reward is {reward}; make it 0 or 1")
-        if status not in _USUAL and not _STATUS.fullmatch(status):
+        if status not in _COMMON_STATUSES and not _STATUS.fullmatch(status):
             raise ValueError(f"the status is {status!r:.60}; use lower-case letters and _")
         return reward, status, None if answer is None else str(answer)[:MAX_EXTRACTED], None
     except MemoryError:
         raise
     except BaseException as error:  # noqa: BLE001
-        # A task must not raise, but somebody's own may, sys.exit() included, and a payload may
-        # lack what the task needs. One such item must not cost the others their process.
+        # Tasks must not raise, but a plug-in may (sys.exit() included), and a payload may lack what
+        # the task needs. One such item must not cost the others their process.
         return 0.0, "crashed", None, f"{type(error).__name__}: {error}"[:MAX_EXTRACTED]
 
 
 def _address_space() -> int:
-    """Bytes of this process's address space."""
+    """Returns the size of this process's address space in bytes."""
     with open("/proc/self/statm", "rb") as statm:
         return int(statm.read().split()[0]) * resource.getpagesize()
 
 
-def _end_with(parent: int) -> None:
-    """Linux: the kernel kills this process when the pool's dies, even while it hangs in C."""
+def _kill_with(parent: int) -> None:
+    """Has the kernel kill this process when the pool's process dies, even while it hangs in C."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)

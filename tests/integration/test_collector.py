@@ -31,7 +31,7 @@ def test_a_collector_that_waits_for_weights_is_superseded(stack: Endpoints) -> N
         collecting = asyncio.create_task(collector.collect(1))
         async with asyncio.timeout(300):
             # It has its prompts, and waits for a version that nobody publishes.
-            while not collector._under_way:
+            while not collector._running:
                 await asyncio.sleep(0.05)
             other = BufferClient(stack.buffer_url, stack.token, run=driver.client.run)
             await asyncio.to_thread(other.begin_attempt)

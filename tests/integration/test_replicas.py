@@ -1,7 +1,7 @@
-"""Replicas and the fleet on the real buffer service and object store; only the engine is made up.
+"""Replicas and the fleet on the real buffer service and object store; only the engine is a fake.
 
-The made-up engine gives every prompt tokens that tell which weights, which prompt and which sample
-they come from, and does what it is told to do wrong.
+The fake engine answers with tokens that encode the weights, the prompt and the sample, and fails in
+the ways that a test asks for.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from services.rollout.api.wire import (
     GenerateRequest,
     PromptRequest,
 )
-from services.rollout.driver import Accept, EngineLost
-from services.rollout.engine import ModelLoadError
+from services.rollout.driver import AcceptOffer
+from services.rollout.errors import EngineLost, ModelLoadError
 from services.rollout.fleet import Fleet
-from services.rollout.offers import Offers
+from services.rollout.offers import PendingOffer
 from services.rollout.replica import Replica
 from services.rollout.server import create_app
 from services.rollout.weights import WeightCache
 from services.stack.stack import Endpoints
-from services.trainer import nccl_broadcast as direct_module
+from services.trainer import nccl_broadcast as broadcast_module
 from services.trainer.nccl import NcclError
 from services.trainer.nccl_broadcast import NcclBroadcaster
 from tests.integration.driver import Driver, small_config
@@ -58,55 +58,55 @@ G = 3
 
 @pytest.fixture(autouse=True)
 def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same rules at a quicker pace."""
-    monkeypatch.setattr(replica_module, "REPORT_EVERY_S", 0.1)
-    monkeypatch.setattr(replica_module, "CHECK_EVERY_S", 0.1)
-    monkeypatch.setattr(replica_module, "WAIT_FOR_VERSION_S", 5.0)
+    """Shortens all intervals and time-outs."""
+    monkeypatch.setattr(replica_module, "REPORT_INTERVAL_S", 0.1)
+    monkeypatch.setattr(replica_module, "CHECK_INTERVAL_S", 0.1)
+    monkeypatch.setattr(replica_module, "VERSION_TIMEOUT_S", 5.0)
     monkeypatch.setattr(replica_module, "FIRST_RETRY_S", 0.05)
-    monkeypatch.setattr(fleet_module, "LOOK_EVERY_S", 0.05)
-    monkeypatch.setattr(fleet_module, "SILENT_S", 1.5)
+    monkeypatch.setattr(fleet_module, "POLL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(fleet_module, "HEARTBEAT_TIMEOUT_S", 1.5)
 
 
-class MemoryLink:
-    """Stands in for NCCL: groups meet by their id, and who sends waits until somebody receives."""
+class FakeNccl:
+    """Stands in for NCCL: ranks meet by the unique id, and a send waits until it is received."""
 
-    def __init__(self, *, deaf: bool = False) -> None:
-        """`deaf`: what hangs cannot be aborted."""
-        self.deaf = deaf
+    def __init__(self, *, hangs: bool = False) -> None:
+        """hangs: a send cannot be aborted."""
+        self.hangs = hangs
         self.sent: dict[bytes, queue.SimpleQueue[list[Tensor]]] = {}
-        self.over: dict[bytes, threading.Event] = {}
+        self.ended: dict[bytes, threading.Event] = {}
         self.aborted: set[bytes] = set()
 
     def unique_id(self) -> bytes:
-        found = secrets.token_bytes(128)
-        self.sent[found], self.over[found] = queue.SimpleQueue(), threading.Event()
-        return found
+        unique_id = secrets.token_bytes(128)
+        self.sent[unique_id], self.ended[unique_id] = queue.SimpleQueue(), threading.Event()
+        return unique_id
 
     def send(self, unique_id: bytes, receivers: int, tensors: Sequence[Tensor]) -> None:
         assert receivers == 2
         self.sent[unique_id].put(list(tensors))
-        self.over[unique_id].wait()
+        self.ended[unique_id].wait()
         if unique_id in self.aborted:
             raise NcclError("given up")
 
     def receive(self, unique_id: bytes) -> list[Tensor]:
-        found = self.sent[unique_id].get(timeout=200)
-        self.over[unique_id].set()
-        return found
+        tensors = self.sent[unique_id].get(timeout=200)
+        self.ended[unique_id].set()
+        return tensors
 
     def abort(self, unique_id: bytes) -> None:
-        if not self.deaf:
+        if not self.hangs:
             self.aborted.add(unique_id)
-            self.over[unique_id].set()
+            self.ended[unique_id].set()
 
 
-class MadeUpHost:
+class FakeEngine:
     """An `EngineDriver` that answers (version, prompt, sample), one prompt after the other."""
 
     prompts_per_request = 1
 
-    def __init__(self, link: MemoryLink | None = None, **wrong: Any) -> None:
-        self.wrong, self.link = wrong, link
+    def __init__(self, nccl: FakeNccl | None = None, **faults: Any) -> None:
+        self.faults, self.nccl = faults, nccl
         self.loaded: list[int] = []
         self.contents = ""
         self.answered = 0
@@ -124,17 +124,17 @@ class MadeUpHost:
         self.lost = False
         self.loaded.append(version)
 
-    async def receive(self, offer: WeightOffer, accept: Accept) -> bool:
+    async def receive(self, offer: WeightOffer, accept: AcceptOffer) -> bool:
         assert self.at_once == 0, "weights were received while groups were generated"
-        assert self.link is not None
-        if self.wrong.pop("another_model", False) or not accept(2):
+        assert self.nccl is not None
+        if self.faults.pop("another_model", False) or not accept(2):
             return False
-        if self.wrong.pop("breaks_off", False):
-            raise EngineLost("half of it is missing")
-        tensors = await asyncio.to_thread(self.link.receive, base64.b64decode(offer.unique_id))
+        if self.faults.pop("breaks_off", False):
+            raise EngineLost("the broadcast broke off")
+        tensors = await asyncio.to_thread(self.nccl.receive, base64.b64decode(offer.unique_id))
         self.contents = "sent " + " ".join(
-            f"{each.name}={tensor.tolist()}"
-            for each, tensor in zip(offer.parameters, tensors, strict=True)
+            f"{parameter.name}={tensor.tolist()}"
+            for parameter, tensor in zip(offer.parameters, tensors, strict=True)
         )
         self.loaded.append(offer.policy_version)
         return True
@@ -149,37 +149,37 @@ class MadeUpHost:
             finally:
                 self.at_once -= 1
             self.answered += 1
-            version = request.policy_version + self.wrong.get("version", 0)
+            version = request.policy_version + self.faults.get("version", 0)
             yield GeneratedGroup(
                 index=index,
                 policy_version=version,
-                refused=self.wrong.get("refused", ""),
+                refused=self.faults.get("refused", ""),
                 responses=[
                     GeneratedResponse(
                         token_ids=[self.loaded[-1], *prompt.prompt_token_ids, sample],
                         logprobs=[-1.0] * (len(prompt.prompt_token_ids) + 2),
                         finish_reason="stop",
                     )
-                    for sample in range(request.group_size - self.wrong.get("fewer", 0))
+                    for sample in range(request.group_size - self.faults.get("fewer", 0))
                 ],
             )
 
     def _fail(self) -> None:
-        if self.lost or self.answered == self.wrong.get("dies_after", -1):
+        if self.lost or self.answered == self.faults.get("dies_after", -1):
             self.lost = True
-            self.wrong.pop("dies_after", None)
-            raise EngineLost("it died")
+            self.faults.pop("dies_after", None)
+            raise EngineLost("the engine crashed")
 
     async def check(self) -> None:
         if self.lost:
-            raise EngineLost("it is dead")
+            raise EngineLost("the engine has crashed")
 
     async def close(self) -> None:
         self.lost = True
 
 
 class Unreachable:
-    """The buffer service as seen from behind a network that has failed."""
+    """The buffer service's client on a network that has failed."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*_: Any, **__: Any) -> Any:
@@ -189,8 +189,10 @@ class Unreachable:
 
 
 @dataclass
-class Field:
-    """A run, and replicas of it that live in this process behind real HTTP."""
+class Testbed:
+    """A run, and replicas of it that run in this process behind real HTTP."""
+
+    __test__ = False
 
     driver: Driver
     store: ObjectStore
@@ -212,21 +214,21 @@ class Field:
         digest = self.store.put_directory(prefix, directory)
         return self.driver.client.publish_weights(version, digest)
 
-    async def start(self, name: str, host: MadeUpHost) -> Replica:
-        """A replica; one whose engine has a link takes offers."""
-        offers = None if host.link is None else Offers()
+    async def start(self, name: str, engine: FakeEngine) -> Replica:
+        """Starts a replica, which takes offers if its engine has NCCL."""
+        pending_offer = None if engine.nccl is None else PendingOffer()
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         replica = Replica(
-            host,
+            engine,
             self.driver.client,
             WeightCache(self.store, self.scratch / name),
             name=name,
             url=f"http://127.0.0.1:{port}",
-            offers=offers,
+            pending_offer=pending_offer,
         )
-        app = create_app(replica, host, self.driver.stack.token, offers)
+        app = create_app(replica, engine, self.driver.stack.token, pending_offer)
         server = uvicorn.Server(
             uvicorn.Config(app, port=port, log_config=None, timeout_graceful_shutdown=1)
         )
@@ -253,7 +255,7 @@ class Field:
         return {view.name: view for view in self.driver.client.replicas()}[name]
 
     async def until(self, name: str, condition: Callable[[buffer_wire.ReplicaView], bool]) -> None:
-        """Returns once what the replica says of itself meets the condition."""
+        """Waits until the replica's report meets the condition."""
         async with asyncio.timeout(200):
             while True:
                 views = await asyncio.to_thread(self.driver.client.replicas)
@@ -263,17 +265,17 @@ class Field:
 
 
 @pytest.fixture
-def ground(stack: Endpoints, tmp_path: Path, request: pytest.FixtureRequest) -> Field:
+def testbed(stack: Endpoints, tmp_path: Path, request: pytest.FixtureRequest) -> Testbed:
     name = "".join(c if c.isalnum() else "-" for c in request.node.name.lower())[:60].rstrip("-")
-    return Field(Driver(stack, small_config(name)), ObjectStore(stack.object_store), tmp_path)
+    return Testbed(Driver(stack, small_config(name)), ObjectStore(stack.object_store), tmp_path)
 
 
-def want(ground: Field, step: int) -> int:
-    """Asks for the prompts of a step, which is what makes a version wanted."""
-    return ground.driver.client.step_prompts(step).policy_version
+def set_target(testbed: Testbed, step: int) -> int:
+    """Asks for the prompts of a step, which sets the target version, and returns that version."""
+    return testbed.driver.client.step_prompts(step).policy_version
 
 
-def asking(stored: StoredVersion, prompts: int = 12) -> GenerateRequest:
+def request_for(stored: StoredVersion, prompts: int = 12) -> GenerateRequest:
     return GenerateRequest(
         policy_version=stored.number,
         manifest_digest=stored.manifest_digest,
@@ -285,7 +287,7 @@ def asking(stored: StoredVersion, prompts: int = 12) -> GenerateRequest:
 
 
 async def collect(fleet: Fleet, request: GenerateRequest) -> dict[int, GeneratedGroup]:
-    """All groups; none comes twice, each is whole and of the weights asked for."""
+    """Collects all groups; checks that none comes twice and that each is complete and right."""
     groups: dict[int, GeneratedGroup] = {}
 
     def on_group(group: GeneratedGroup) -> None:
@@ -309,103 +311,103 @@ def run(work: Awaitable[None]) -> None:
     asyncio.run(main())
 
 
-# ---- what is served -----------------------------------------------------------------------------
+# ---- the target version -------------------------------------------------------------------------
 
 
-def test_a_replica_follows_what_is_wanted(ground: Field) -> None:
+def test_a_replica_follows_the_target_version(testbed: Testbed) -> None:
     async def work() -> None:
-        host = MadeUpHost()
-        async with ground.closing() as fleet:
-            replica = await ground.start("r", host)
-            await ground.until("r", lambda view: view.state == "starting")
+        engine = FakeEngine()
+        async with testbed.closing() as fleet:
+            replica = await testbed.start("r", engine)
+            await testbed.until("r", lambda view: view.state == "starting")
             assert not replica.ready()
-            first = ground.publish(1, "one")
-            assert want(ground, 1) == 1
-            await ground.until("r", lambda view: view.manifest_digest == first.manifest_digest)
+            first = testbed.publish(1, "one")
+            assert set_target(testbed, 1) == 1
+            await testbed.until("r", lambda view: view.manifest_digest == first.manifest_digest)
             assert replica.ready()
-            await collect(fleet, asking(first))
-            ground.driver.run_step(1)
-            second = ground.publish(2, "two")
-            assert want(ground, 2) == 2
-            await ground.until("r", lambda view: view.loaded_version == 2)
-            await collect(fleet, asking(second))
-            assert host.loaded == [1, 2]
-            assert host.contents == "two"
-            # What nobody will want again is not kept.
-            assert sorted(path.name[:2] for path in (ground.scratch / "r").iterdir()) == ["v2"]
+            await collect(fleet, request_for(first))
+            testbed.driver.run_step(1)
+            second = testbed.publish(2, "two")
+            assert set_target(testbed, 2) == 2
+            await testbed.until("r", lambda view: view.loaded_version == 2)
+            await collect(fleet, request_for(second))
+            assert engine.loaded == [1, 2]
+            assert engine.contents == "two"
+            # Versions that cannot become the target again are deleted.
+            assert sorted(path.name[:2] for path in (testbed.scratch / "r").iterdir()) == ["v2"]
 
     run(work())
 
 
-def test_the_newest_version_is_fetched_before_it_is_wanted(ground: Field) -> None:
+def test_the_newest_version_is_fetched_before_it_is_the_target(testbed: Testbed) -> None:
     async def work() -> None:
-        async with ground.closing():
-            await ground.start("r", MadeUpHost())
-            first = ground.publish(1, "one")
-            want(ground, 1)
-            await ground.until("r", lambda view: view.manifest_digest == first.manifest_digest)
-            ground.driver.run_step(1)
-            second = ground.publish(2, "two")
-            fetched = ground.scratch / "r" / f"v2-{second.manifest_digest[:16]}" / "weights"
+        async with testbed.closing():
+            await testbed.start("r", FakeEngine())
+            first = testbed.publish(1, "one")
+            set_target(testbed, 1)
+            await testbed.until("r", lambda view: view.manifest_digest == first.manifest_digest)
+            testbed.driver.run_step(1)
+            second = testbed.publish(2, "two")
+            fetched = testbed.scratch / "r" / f"v2-{second.manifest_digest[:16]}" / "weights"
             async with asyncio.timeout(200):
                 while not fetched.exists():
                     await asyncio.sleep(0.02)
-            assert ground.seen("r").loaded_version == 1
+            assert testbed.seen("r").loaded_version == 1
 
     run(work())
 
 
-def test_weights_wait_for_groups_and_requests_wait_for_weights(ground: Field) -> None:
-    """Nothing generates while weights are loaded: the engine checks it."""
+def test_weights_wait_for_groups_and_requests_wait_for_weights(testbed: Testbed) -> None:
+    """Nothing generates while weights are loaded; the fake engine asserts that."""
 
     async def work() -> None:
-        host = MadeUpHost()
-        async with ground.closing() as fleet:
-            await ground.start("r", host)
-            first = ground.publish(1, "one")
-            want(ground, 1)
-            host.hold.clear()
-            earlier = asyncio.create_task(collect(fleet, asking(first)))
-            while not host.at_once:
+        engine = FakeEngine()
+        async with testbed.closing() as fleet:
+            await testbed.start("r", engine)
+            first = testbed.publish(1, "one")
+            set_target(testbed, 1)
+            engine.hold.clear()
+            earlier = asyncio.create_task(collect(fleet, request_for(first)))
+            while not engine.at_once:
                 await asyncio.sleep(0.01)
-            ground.driver.run_step(1)
-            second = ground.publish(2, "two")
-            want(ground, 2)
-            later = asyncio.create_task(collect(fleet, asking(second)))
-            await asyncio.sleep(0.3)  # however long: it must not load meanwhile
-            assert host.loaded == [1]
-            host.hold.set()
+            testbed.driver.run_step(1)
+            second = testbed.publish(2, "two")
+            set_target(testbed, 2)
+            later = asyncio.create_task(collect(fleet, request_for(second)))
+            await asyncio.sleep(0.3)  # it must not load in the meantime
+            assert engine.loaded == [1]
+            engine.hold.set()
             await asyncio.gather(earlier, later)
-            assert host.loaded == [1, 2]
+            assert engine.loaded == [1, 2]
 
     run(work())
 
 
-def test_another_version_of_the_same_number_is_another(ground: Field) -> None:
+def test_a_version_published_again_with_other_bytes_is_loaded(testbed: Testbed) -> None:
     """After a rewind the same number may be published with other bytes."""
 
     async def work() -> None:
-        host = MadeUpHost()
-        async with ground.closing() as fleet:
-            await ground.start("r", host)
-            ground.publish(1, "one")
-            want(ground, 1)
-            ground.driver.run_step(1)
-            old = ground.publish(2, "two")
-            want(ground, 2)
-            await ground.until("r", lambda view: view.manifest_digest == old.manifest_digest)
-            await asyncio.to_thread(ground.driver.client.rewind, 0)
-            ground.driver.run_step(1)
-            new = ground.publish(2, "two, but other bytes")
-            want(ground, 2)
-            await collect(fleet, asking(new))
-            assert host.contents == "two, but other bytes"
-            url = ground.seen("r").url
+        engine = FakeEngine()
+        async with testbed.closing() as fleet:
+            await testbed.start("r", engine)
+            testbed.publish(1, "one")
+            set_target(testbed, 1)
+            testbed.driver.run_step(1)
+            old = testbed.publish(2, "two")
+            set_target(testbed, 2)
+            await testbed.until("r", lambda view: view.manifest_digest == old.manifest_digest)
+            await asyncio.to_thread(testbed.driver.client.rewind, 0)
+            testbed.driver.run_step(1)
+            new = testbed.publish(2, "two, but other bytes")
+            set_target(testbed, 2)
+            await collect(fleet, request_for(new))
+            assert engine.contents == "two, but other bytes"
+            url = testbed.seen("r").url
             async with httpx.AsyncClient(timeout=200) as client:
                 answer = await client.post(
                     f"{url}/v1/generate",
-                    content=asking(old).model_dump_json(),
-                    headers=ground.headers,
+                    content=request_for(old).model_dump_json(),
+                    headers=testbed.headers,
                 )
             assert answer.status_code == 409
             assert "version 2 is not served here" in answer.json()["detail"]
@@ -413,66 +415,72 @@ def test_another_version_of_the_same_number_is_another(ground: Field) -> None:
     run(work())
 
 
-# ---- what goes wrong with weights ---------------------------------------------------------------
+# ---- failures of weights ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("harm", ["other bytes", "gone", "bad weights"])
-def test_weights_that_cannot_be_had_are_shown_and_tried_again(ground: Field, harm: str) -> None:
+@pytest.mark.parametrize("damage", ["other bytes", "missing", "bad weights"])
+def test_weights_that_cannot_be_loaded_are_reported_and_tried_again(
+    testbed: Testbed, damage: str
+) -> None:
     async def work() -> None:
-        async with ground.closing() as fleet:
-            host = MadeUpHost()
-            await ground.start("r", host)
-            stored = ground.publish(1, "bad" if harm == "bad weights" else "one")
+        async with testbed.closing() as fleet:
+            engine = FakeEngine()
+            await testbed.start("r", engine)
+            stored = testbed.publish(1, "bad" if damage == "bad weights" else "one")
             key = f"{stored.uri}/weights"
-            if harm == "other bytes":
-                ground.store.put(key, b"eno")
-            elif harm == "gone":
-                ground.store.delete([key])
-            want(ground, 1)
-            await ground.until("r", lambda view: view.state == "failing")
-            view = ground.seen("r")
-            words = {"other bytes": "digest", "gone": "NoSuchKey", "bad weights": "bad weights"}
-            assert words[harm] in view.detail
+            if damage == "other bytes":
+                testbed.store.put(key, b"eno")
+            elif damage == "missing":
+                testbed.store.delete([key])
+            set_target(testbed, 1)
+            await testbed.until("r", lambda view: view.state == "failing")
+            view = testbed.seen("r")
+            details = {
+                "other bytes": "digest",
+                "missing": "NoSuchKey",
+                "bad weights": "bad weights",
+            }
+            assert details[damage] in view.detail
             assert view.loaded_version == 0
-            assert host.loaded == []
-            if harm == "bad weights":
-                await asyncio.to_thread(ground.driver.client.rewind, 0)
+            assert engine.loaded == []
+            if damage == "bad weights":
+                await asyncio.to_thread(testbed.driver.client.rewind, 0)
                 return
-            ground.store.put(key, b"one")
-            await collect(fleet, asking(stored))
+            testbed.store.put(key, b"one")
+            await collect(fleet, request_for(stored))
 
     run(work())
 
 
 def test_an_interrupted_fetch_goes_on_where_it_ended(
-    ground: Field, monkeypatch: pytest.MonkeyPatch
+    testbed: Testbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = ground.scratch / "large"
+    directory = testbed.scratch / "large"
     directory.mkdir()
     contents = bytes(range(256)) * 40_000
     (directory / "shard").write_bytes(contents)
-    digest = ground.store.put_directory("runs/x/weights/v1", directory)
+    digest = testbed.store.put_directory("runs/x/weights/v1", directory)
     stored = StoredVersion(number=1, uri="runs/x/weights/v1", manifest_digest=digest)
-    cache = WeightCache(ground.store, ground.scratch / "cache")
+    cache = WeightCache(testbed.store, testbed.scratch / "cache")
     place = cache._place(stored)
     place.mkdir(parents=True)
     (place / "shard.part").write_bytes(contents[:4_000_000])
     offsets = []
-    get_object = ground.store._client.get_object
+    get_object = testbed.store._client.get_object
 
     def counted(*arguments: Any, **options: Any) -> Any:
         offsets.append(options.get("offset"))
         return get_object(*arguments, **options)
 
-    monkeypatch.setattr(ground.store._client, "get_object", counted)
+    monkeypatch.setattr(testbed.store._client, "get_object", counted)
     assert (cache.fetch(stored) / "shard").read_bytes() == contents
     assert 4_000_000 in offsets
-    # Another process finds what lies there, and checks it.
+    # Another process verifies what an earlier one left, and fetches torn files again.
     offsets.clear()
     (place / "shard").write_bytes(b"torn" + contents[4:])
-    assert (WeightCache(ground.store, ground.scratch / "cache").fetch(stored) / "shard").exists()
+    assert (WeightCache(testbed.store, testbed.scratch / "cache").fetch(stored) / "shard").exists()
     assert (place / "shard").read_bytes() == contents
-    # What was left behind damaged is fetched again as a whole.
+    # A damaged partial file is fetched again from its beginning.
     cache.prune([])
     place.mkdir(parents=True)
     (place / "shard.part").write_bytes(b"x" * 4_000_000)
@@ -481,164 +489,165 @@ def test_an_interrupted_fetch_goes_on_where_it_ended(
     assert (cache.fetch(stored) / "shard").read_bytes() == contents
 
 
-# ---- what goes wrong with replicas --------------------------------------------------------------
+# ---- failures of replicas -----------------------------------------------------------------------
 
 
-def test_work_is_shared_and_bounded(ground: Field, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_is_shared_and_bounded(testbed: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "PROMPTS_IN_FLIGHT", 5)
 
     async def work() -> None:
-        hosts = [MadeUpHost(), MadeUpHost()]
-        async with ground.closing() as fleet:
-            stored = ground.publish(1, "one")
-            want(ground, 1)
-            for number, host in enumerate(hosts):
-                await ground.start(f"r{number}", host)
+        engines = [FakeEngine(), FakeEngine()]
+        async with testbed.closing() as fleet:
+            stored = testbed.publish(1, "one")
+            set_target(testbed, 1)
+            for number, engine in enumerate(engines):
+                await testbed.start(f"r{number}", engine)
             for number in range(2):
-                await ground.until(f"r{number}", lambda view: view.loaded_version == 1)
-            await collect(fleet, asking(stored, 1))  # the fleet has seen at least one of them
+                await testbed.until(f"r{number}", lambda view: view.loaded_version == 1)
+            await collect(fleet, request_for(stored, 1))  # the fleet has seen at least one of them
             await asyncio.sleep(0.2)
-            for host in hosts:
-                host.hold.clear()
-                host.answered = 0
-            collecting = asyncio.create_task(collect(fleet, asking(stored, 40)))
-            while [host.at_once for host in hosts] != [5, 5]:
+            for engine in engines:
+                engine.hold.clear()
+                engine.answered = 0
+            collecting = asyncio.create_task(collect(fleet, request_for(stored, 40)))
+            while [engine.at_once for engine in engines] != [5, 5]:
                 await asyncio.sleep(0.01)
-            for host in hosts:
-                host.hold.set()
+            for engine in engines:
+                engine.hold.set()
             await collecting
-            assert [host.most_at_once for host in hosts] == [5, 5]
-            assert sum(host.answered for host in hosts) == 40
-            assert min(host.answered for host in hosts) >= 5
+            assert [engine.most_at_once for engine in engines] == [5, 5]
+            assert sum(engine.answered for engine in engines) == 40
+            assert min(engine.answered for engine in engines) >= 5
 
     run(work())
 
 
-@pytest.mark.parametrize("wrong", [{"dies_after": 5}, {"version": 1}, {"fewer": 1}])
-def test_what_one_replica_gets_wrong_another_gets_right(
-    ground: Field, wrong: dict[str, int]
+@pytest.mark.parametrize("faults", [{"dies_after": 5}, {"version": 1}, {"fewer": 1}])
+def test_groups_that_one_replica_fails_to_give_come_from_another(
+    testbed: Testbed, faults: dict[str, int]
 ) -> None:
-    """Dead in mid-answer, another version, a group that is not whole."""
+    """One that crashes in mid-answer, serves another version, or sends an incomplete group."""
 
     async def work() -> None:
-        good, bad = MadeUpHost(), MadeUpHost(**wrong)
-        async with ground.closing() as fleet:
-            stored = ground.publish(1, "one")
-            want(ground, 1)
-            await ground.start("bad", bad)
-            await ground.until("bad", lambda view: view.loaded_version == 1)
-            collecting = asyncio.create_task(collect(fleet, asking(stored)))
+        good, bad = FakeEngine(), FakeEngine(**faults)
+        async with testbed.closing() as fleet:
+            stored = testbed.publish(1, "one")
+            set_target(testbed, 1)
+            await testbed.start("bad", bad)
+            await testbed.until("bad", lambda view: view.loaded_version == 1)
+            collecting = asyncio.create_task(collect(fleet, request_for(stored)))
             while not bad.answered:
                 await asyncio.sleep(0.01)
-            await ground.start("good", good)
+            await testbed.start("good", good)
             await collecting
-            if "dies_after" in wrong:
-                await ground.until("bad", lambda view: view.loaded_version == 1)
+            if "dies_after" in faults:
+                await testbed.until("bad", lambda view: view.loaded_version == 1)
                 assert bad.loaded == [1, 1]
 
     run(work())
 
 
-def test_a_replica_that_has_gone_and_one_that_is_silent(
-    ground: Field, monkeypatch: pytest.MonkeyPatch
+def test_prompts_of_stopped_and_silent_replicas_are_retried_elsewhere(
+    testbed: Testbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_module, "PROMPTS_IN_FLIGHT", 6)
 
     async def work() -> None:
-        gone, silent = MadeUpHost(), MadeUpHost()
-        async with ground.closing() as fleet:
-            stored = ground.publish(1, "one")
-            want(ground, 1)
-            for name, host in (("gone", gone), ("silent", silent)):
-                host.hold.clear()
-                await ground.start(name, host)
-                await ground.until(name, lambda view: view.loaded_version == 1)
-            collecting = asyncio.create_task(collect(fleet, asking(stored)))
-            while not (gone.at_once and silent.at_once):
+        stopped, silent = FakeEngine(), FakeEngine()
+        async with testbed.closing() as fleet:
+            stored = testbed.publish(1, "one")
+            set_target(testbed, 1)
+            for name, engine in (("stopped", stopped), ("silent", silent)):
+                engine.hold.clear()
+                await testbed.start(name, engine)
+                await testbed.until(name, lambda view: view.loaded_version == 1)
+            collecting = asyncio.create_task(collect(fleet, request_for(stored)))
+            while not (stopped.at_once and silent.at_once):
                 await asyncio.sleep(0.01)
-            await ground.stop("gone")
-            # It still holds its connections, but nothing is heard of it any more.
-            monkeypatch.setattr(ground.replicas["silent"][0], "_buffer", Unreachable())
-            await ground.start("new", MadeUpHost())
+            await testbed.stop("stopped")
+            # It still holds its connections, but sends no heartbeats any more.
+            monkeypatch.setattr(testbed.replicas["silent"][0], "_buffer", Unreachable())
+            await testbed.start("new", FakeEngine())
             await collecting
             silent.hold.set()
 
     run(work())
 
 
-def test_without_any_replica_it_waits(ground: Field, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_any_replica_the_fleet_waits(
+    testbed: Testbed, caplog: pytest.LogCaptureFixture
+) -> None:
     async def work() -> None:
-        async with ground.closing() as fleet:
-            stored = ground.publish(1, "one")
-            want(ground, 1)
-            fleet_states = fleet.states()
-            assert fleet_states == "none has reported yet"
-            collecting = asyncio.create_task(collect(fleet, asking(stored)))
+        async with testbed.closing() as fleet:
+            stored = testbed.publish(1, "one")
+            set_target(testbed, 1)
+            assert fleet.describe_replicas() == "none has reported yet"
+            collecting = asyncio.create_task(collect(fleet, request_for(stored)))
             await asyncio.sleep(0.2)
             assert not collecting.done()
-            await ground.start("r", MadeUpHost())
+            await testbed.start("r", FakeEngine())
             await collecting
 
     run(work())
 
 
-def test_a_prompt_that_no_replica_can_answer_ends_the_run(ground: Field) -> None:
+def test_a_prompt_that_no_replica_can_answer_ends_the_run(testbed: Testbed) -> None:
     async def work() -> None:
-        async with ground.closing() as fleet:
-            stored = ground.publish(1, "one")
-            want(ground, 1)
-            await ground.start("r", MadeUpHost(refused="99 tokens are more than 64"))
+        async with testbed.closing() as fleet:
+            stored = testbed.publish(1, "one")
+            set_target(testbed, 1)
+            await testbed.start("r", FakeEngine(refused="99 tokens are more than 64"))
             with pytest.raises(BapoError, match="replica r refuses a prompt: 99 tokens are more"):
-                await collect(fleet, asking(stored))
+                await collect(fleet, request_for(stored))
 
     run(work())
 
 
-def test_a_client_that_hangs_up_ends_the_work(ground: Field) -> None:
+def test_a_client_that_disconnects_ends_the_generation(testbed: Testbed) -> None:
     async def work() -> None:
-        host = MadeUpHost()
-        async with ground.closing() as fleet:
-            stored = ground.publish(1, "one")
-            want(ground, 1)
-            host.hold.clear()
-            await ground.start("r", host)
-            collecting = asyncio.create_task(collect(fleet, asking(stored)))
-            while not host.at_once:
+        engine = FakeEngine()
+        async with testbed.closing() as fleet:
+            stored = testbed.publish(1, "one")
+            set_target(testbed, 1)
+            engine.hold.clear()
+            await testbed.start("r", engine)
+            collecting = asyncio.create_task(collect(fleet, request_for(stored)))
+            while not engine.at_once:
                 await asyncio.sleep(0.01)
             collecting.cancel()
             async with asyncio.timeout(200):
-                while host.at_once:
+                while engine.at_once:
                     await asyncio.sleep(0.01)
-            host.hold.set()
-            await collect(fleet, asking(stored))
+            engine.hold.set()
+            await collect(fleet, request_for(stored))
 
     run(work())
 
 
-# ---- its own API --------------------------------------------------------------------------------
+# ---- the replica's API ---------------------------------------------------------------------------
 
 
-def test_health_readiness_and_tokens(ground: Field) -> None:
+def test_health_readiness_and_tokens(testbed: Testbed) -> None:
     async def work() -> None:
-        host = MadeUpHost()
-        async with ground.closing():
-            await ground.start("r", host)
-            await ground.until("r", lambda view: view.state == "starting")
-            url = ground.seen("r").url
-            headers = ground.headers
+        engine = FakeEngine()
+        async with testbed.closing():
+            await testbed.start("r", engine)
+            await testbed.until("r", lambda view: view.state == "starting")
+            url = testbed.seen("r").url
+            headers = testbed.headers
             async with httpx.AsyncClient(base_url=url, timeout=200) as client:
                 assert (await client.get("/health")).status_code == 200
                 assert (await client.get("/readyz")).status_code == 503
                 assert (await client.get("/v1/replica")).status_code == 401
                 assert (await client.post("/v1/generate", json={})).status_code == 401
-                stored = ground.publish(1, "one")
-                want(ground, 1)
-                await ground.until("r", lambda view: view.loaded_version == 1)
+                stored = testbed.publish(1, "one")
+                set_target(testbed, 1)
+                await testbed.until("r", lambda view: view.loaded_version == 1)
                 assert (await client.get("/readyz")).status_code == 200
                 state = (await client.get("/v1/replica", headers=headers)).json()
                 assert state["manifest_digest"] == stored.manifest_digest
                 answer = await client.post(
-                    "/v1/generate", content=asking(stored).model_dump_json(), headers=headers
+                    "/v1/generate", content=request_for(stored).model_dump_json(), headers=headers
                 )
                 lines = [json.loads(line) for line in answer.text.splitlines()]
                 assert sorted(line["index"] for line in lines) == list(range(12))
@@ -648,31 +657,31 @@ def test_health_readiness_and_tokens(ground: Field) -> None:
     run(work())
 
 
-def test_a_full_disk_is_shown_and_tried_again(
-    ground: Field, monkeypatch: pytest.MonkeyPatch
+def test_a_full_disk_is_reported_and_tried_again(
+    testbed: Testbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def work() -> None:
-        async with ground.closing() as fleet:
-            stored = ground.publish(1, "one")
-            replica = await ground.start("r", MadeUpHost())
+        async with testbed.closing() as fleet:
+            stored = testbed.publish(1, "one")
+            replica = await testbed.start("r", FakeEngine())
             fetch, tries = replica._cache.fetch, 0
 
-            def full(wanted: StoredVersion) -> Path:
+            def full(stored: StoredVersion) -> Path:
                 nonlocal tries
                 tries += 1
                 if tries < 3:
                     raise OSError(28, "No space left on device")
-                return fetch(wanted)
+                return fetch(stored)
 
             monkeypatch.setattr(replica._cache, "fetch", full)
-            want(ground, 1)
-            await ground.until("r", lambda view: "No space left" in view.detail)
-            await collect(fleet, asking(stored))
+            set_target(testbed, 1)
+            await testbed.until("r", lambda view: "No space left" in view.detail)
+            await collect(fleet, request_for(stored))
 
     run(work())
 
 
-# ---- weights without files ----------------------------------------------------------------------
+# ---- weights by NCCL ----------------------------------------------------------------------------
 
 
 WEIGHTS = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([[3]])}
@@ -680,129 +689,131 @@ SENT = "sent a=[1.0, 2.0] b=[[3]]"
 
 
 def sending(sender: NcclBroadcaster, stored: StoredVersion) -> asyncio.Task[list[str]]:
-    """What the trainer does once a version is stored."""
+    """Broadcasts a version as the trainer does once it is stored."""
     return asyncio.create_task(
         asyncio.to_thread(sender.send, stored.number, stored.manifest_digest, WEIGHTS)
     )
 
 
-async def first_version(ground: Field) -> None:
-    """By files: there is no engine before."""
-    first = ground.publish(1, "one")
-    want(ground, 1)
-    for name in ground.replicas:
-        await ground.until(name, lambda view: view.manifest_digest == first.manifest_digest)
-    ground.driver.run_step(1)
+async def first_version(testbed: Testbed) -> None:
+    """Has all replicas load version 1 from its files, because no engine runs before."""
+    first = testbed.publish(1, "one")
+    set_target(testbed, 1)
+    for name in testbed.replicas:
+        await testbed.until(name, lambda view: view.manifest_digest == first.manifest_digest)
+    testbed.driver.run_step(1)
 
 
-def test_the_trainer_sends_to_every_replica_that_takes_weights(ground: Field) -> None:
-    """One of three has an engine for files alone, one is not there any more."""
+def test_the_trainer_sends_to_every_replica_that_takes_weights(testbed: Testbed) -> None:
+    """Another replica has an engine that takes files only, and a fourth one has stopped."""
 
     async def work() -> None:
-        link = MemoryLink()
-        hosts = {"a": MadeUpHost(link), "b": MadeUpHost(link), "files": MadeUpHost()}
-        async with ground.closing() as fleet:
-            for name, host in hosts.items():
-                await ground.start(name, host)
-            await first_version(ground)
-            await ground.start("gone", MadeUpHost(link))
-            await ground.until("gone", lambda view: view.loaded_version == 1)
-            await ground.stop("gone")
-            second = ground.publish(2, "two")
-            sender = NcclBroadcaster(ground.driver.client, ground.driver.stack.token, link)
+        nccl = FakeNccl()
+        engines = {"a": FakeEngine(nccl), "b": FakeEngine(nccl), "files": FakeEngine()}
+        async with testbed.closing() as fleet:
+            for name, engine in engines.items():
+                await testbed.start(name, engine)
+            await first_version(testbed)
+            await testbed.start("stopped", FakeEngine(nccl))
+            await testbed.until("stopped", lambda view: view.loaded_version == 1)
+            await testbed.stop("stopped")
+            second = testbed.publish(2, "two")
+            sender = NcclBroadcaster(testbed.driver.client, testbed.driver.stack.token, nccl)
             sent = sending(sender, second)
-            assert want(ground, 2) == 2
-            for name in hosts:
-                await ground.until(name, lambda view: view.loaded_version == 2)
+            assert set_target(testbed, 2) == 2
+            for name in engines:
+                await testbed.until(name, lambda view: view.loaded_version == 2)
             assert await sent == ["a", "b"]
-            assert {name: host.contents for name, host in hosts.items()} == {
+            assert {name: engine.contents for name, engine in engines.items()} == {
                 "a": SENT,
                 "b": SENT,
                 "files": "two",
             }
-            assert not list((ground.scratch / "a").glob("v2-*")), "the files were fetched as well"
-            await collect(fleet, asking(second))
+            assert not list((testbed.scratch / "a").glob("v2-*")), "the files were fetched as well"
+            await collect(fleet, request_for(second))
 
     run(work())
 
 
-def test_weights_that_nobody_sends_come_from_the_object_store(
-    ground: Field, monkeypatch: pytest.MonkeyPatch
+def test_weights_that_are_not_offered_come_from_the_object_store(
+    testbed: Testbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The trainer has died after it stored them, or offers others."""
-    monkeypatch.setattr(offers_module, "WAIT_S", 0.3)
+    """The trainer died after it stored them, or offers other weights."""
+    monkeypatch.setattr(offers_module, "OFFER_WAIT_S", 0.3)
 
     async def work() -> None:
-        host = MadeUpHost(link := MemoryLink())
-        async with ground.closing():
-            await ground.start("r", host)
-            await first_version(ground)
-            second = ground.publish(2, "two")
-            sender = NcclBroadcaster(ground.driver.client, ground.driver.stack.token, link)
+        engine = FakeEngine(nccl := FakeNccl())
+        async with testbed.closing():
+            await testbed.start("r", engine)
+            await first_version(testbed)
+            second = testbed.publish(2, "two")
+            sender = NcclBroadcaster(testbed.driver.client, testbed.driver.stack.token, nccl)
             other = sending(sender, second.model_copy(update={"manifest_digest": "0" * 64}))
-            want(ground, 2)
-            await ground.until("r", lambda view: view.loaded_version == 2)
-            assert (host.contents, host.loaded) == ("two", [1, 2])
-            # The next offer takes that one's place.
-            ground.driver.run_step(2)
-            ground.driver.run_step(3)
-            fourth = ground.publish(4, "four")
+            set_target(testbed, 2)
+            await testbed.until("r", lambda view: view.loaded_version == 2)
+            assert (engine.contents, engine.loaded) == ("two", [1, 2])
+            # The next offer replaces that one.
+            testbed.driver.run_step(2)
+            testbed.driver.run_step(3)
+            fourth = testbed.publish(4, "four")
             sent = sending(sender, fourth)
             assert await other == []
-            assert want(ground, 4) == 4
+            assert set_target(testbed, 4) == 4
             assert await sent == ["r"]
-            await ground.until("r", lambda view: view.loaded_version == 4)
-            assert host.contents == SENT
+            await testbed.until("r", lambda view: view.loaded_version == 4)
+            assert engine.contents == SENT
 
     run(work())
 
 
-@pytest.mark.parametrize("wrong", ["breaks_off", "another_model"])
+@pytest.mark.parametrize("fault", ["breaks_off", "another_model"])
 def test_weights_that_do_not_arrive_are_replaced_by_the_files(
-    ground: Field, monkeypatch: pytest.MonkeyPatch, wrong: str
+    testbed: Testbed, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """Training goes on, and the next version is sent again."""
-    monkeypatch.setattr(direct_module, "STANDS_S", 0.5)
-    monkeypatch.setattr(direct_module, "SEND_WITHIN_S", 0.5)
+    monkeypatch.setattr(broadcast_module, "OFFER_TTL_S", 0.5)
+    monkeypatch.setattr(broadcast_module, "SEND_WITHIN_S", 0.5)
 
     async def work() -> None:
-        host = MadeUpHost(link := MemoryLink(), **{wrong: True})
-        async with ground.closing() as fleet:
-            await ground.start("r", host)
-            await first_version(ground)
-            sender = NcclBroadcaster(ground.driver.client, ground.driver.stack.token, link)
-            second = ground.publish(2, "two")
+        engine = FakeEngine(nccl := FakeNccl(), **{fault: True})
+        async with testbed.closing() as fleet:
+            await testbed.start("r", engine)
+            await first_version(testbed)
+            sender = NcclBroadcaster(testbed.driver.client, testbed.driver.stack.token, nccl)
+            second = testbed.publish(2, "two")
             sent = sending(sender, second)
-            want(ground, 2)
-            await ground.until("r", lambda view: view.loaded_version == 2)
-            assert host.contents == "two"
-            await collect(fleet, asking(second))
+            set_target(testbed, 2)
+            await testbed.until("r", lambda view: view.loaded_version == 2)
+            assert engine.contents == "two"
+            await collect(fleet, request_for(second))
             assert await sent == []
             assert not sender.stuck
-            ground.driver.run_step(2)
-            ground.driver.run_step(3)
-            fourth = ground.publish(4, "four")
+            testbed.driver.run_step(2)
+            testbed.driver.run_step(3)
+            fourth = testbed.publish(4, "four")
             sent = sending(sender, fourth)
-            want(ground, 4)
+            set_target(testbed, 4)
             assert await sent == ["r"]
-            assert host.contents == SENT
-            # A group is left behind only where somebody may have joined it.
-            assert len(link.sent) == (2 if wrong == "breaks_off" else 1)
+            assert engine.contents == SENT
+            # A unique id is used up only if a receiver may have joined its communicator.
+            assert len(nccl.sent) == (2 if fault == "breaks_off" else 1)
 
     run(work())
 
 
-def test_an_offer_that_is_not_wanted_ends(ground: Field, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offers_module, "STANDS_S", 0.2)
+def test_an_offer_that_is_not_accepted_expires(
+    testbed: Testbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offers_module, "OFFER_TTL_S", 0.2)
 
     async def work() -> None:
-        async with ground.closing():
-            await ground.start("r", MadeUpHost(link := MemoryLink()))
-            await first_version(ground)
-            sender = NcclBroadcaster(ground.driver.client, ground.driver.stack.token, link)
-            assert await sending(sender, ground.publish(2, "two")) == []
-            assert ground.seen("r").loaded_version == 1
-            url = ground.seen("r").url
+        async with testbed.closing():
+            await testbed.start("r", FakeEngine(nccl := FakeNccl()))
+            await first_version(testbed)
+            sender = NcclBroadcaster(testbed.driver.client, testbed.driver.stack.token, nccl)
+            assert await sending(sender, testbed.publish(2, "two")) == []
+            assert testbed.seen("r").loaded_version == 1
+            url = testbed.seen("r").url
             offer = WeightOffer(
                 policy_version=2,
                 manifest_digest="0" * 64,
@@ -813,40 +824,40 @@ def test_an_offer_that_is_not_wanted_ends(ground: Field, monkeypatch: pytest.Mon
                 body = offer.model_dump()
                 stranger = await client.post("/v1/weights", json=body)
                 assert stranger.status_code == 401
-                refused = await client.post("/v1/weights", json=body, headers=ground.headers)
+                refused = await client.post("/v1/weights", json=body, headers=testbed.headers)
                 assert refused.status_code == 409
-                assert "version 2 was not wanted in time" in refused.json()["detail"]
+                assert "the offer of version 2" in refused.json()["detail"]
 
     run(work())
 
 
-def test_a_transfer_that_cannot_be_ended_is_the_last_one(
-    ground: Field, monkeypatch: pytest.MonkeyPatch
+def test_a_broadcast_that_cannot_be_aborted_is_the_last_one(
+    testbed: Testbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A group that never comes together: training goes on without it."""
-    for name in ("SEND_WITHIN_S", "STANDS_S", "GIVE_UP_WITHIN_S"):
-        monkeypatch.setattr(direct_module, name, 0.3)
+    """The communicator never forms, and training goes on without broadcasts."""
+    for name in ("SEND_WITHIN_S", "OFFER_TTL_S", "GIVE_UP_WITHIN_S"):
+        monkeypatch.setattr(broadcast_module, name, 0.3)
 
     async def work() -> None:
-        host = MadeUpHost(link := MemoryLink(deaf=True), breaks_off=True)
-        async with ground.closing():
-            await ground.start("r", host)
-            await first_version(ground)
-            second = ground.publish(2, "two")
-            sender = NcclBroadcaster(ground.driver.client, ground.driver.stack.token, link)
-            want(ground, 2)
+        engine = FakeEngine(nccl := FakeNccl(hangs=True), breaks_off=True)
+        async with testbed.closing():
+            await testbed.start("r", engine)
+            await first_version(testbed)
+            second = testbed.publish(2, "two")
+            sender = NcclBroadcaster(testbed.driver.client, testbed.driver.stack.token, nccl)
+            set_target(testbed, 2)
             assert await sending(sender, second) == []
             assert sender.stuck
             assert await sending(sender, second) == []
-            assert len(link.sent) == 1, "it was tried again"
-            await ground.until("r", lambda view: view.loaded_version == 2)
-            link.over[next(iter(link.sent))].set()
+            assert len(nccl.sent) == 1, "it was tried again"
+            await testbed.until("r", lambda view: view.loaded_version == 2)
+            nccl.ended[next(iter(nccl.sent))].set()
 
     run(work())
 
 
-def test_offers_answer_once() -> None:
-    """Accepted at the last moment, declined before it was made, or replaced."""
+def test_an_offer_is_answered_once() -> None:
+    """An offer is accepted at the last moment, declined before it is made, or replaced."""
 
     def offer(version: int) -> WeightOffer:
         parameters = [Parameter(name="a", dtype="float32", shape=[1])]
@@ -858,34 +869,34 @@ def test_offers_answer_once() -> None:
         return StoredVersion(number=version, manifest_digest="d", uri="s3://b/k")
 
     async def work() -> None:
-        offers = Offers()
-        first = asyncio.create_task(offers.stand(offer(1)))
-        found = await offers.of(stored(1))
-        assert found is not None
-        assert offers.accept(found, 3)
-        assert not offers.accept(found, 3)
-        offers.decline(stored(1))
+        pending = PendingOffer()
+        first = asyncio.create_task(pending.submit(offer(1)))
+        received = await pending.wait_for(stored(1))
+        assert received is not None
+        assert pending.accept(received, 3)
+        assert not pending.accept(received, 3)
+        pending.decline(stored(1))
         assert await first == 3
-        offers.decline(stored(2))
-        assert await offers.stand(offer(2)) == 0
-        third = asyncio.create_task(offers.stand(offer(3)))
+        pending.decline(stored(2))
+        assert await pending.submit(offer(2)) == 0
+        third = asyncio.create_task(pending.submit(offer(3)))
         await asyncio.sleep(0)
-        fourth = asyncio.create_task(offers.stand(offer(4)))
+        fourth = asyncio.create_task(pending.submit(offer(4)))
         assert await third == 0
-        offers.decline(stored(4))
+        pending.decline(stored(4))
         assert await fourth == 0
 
     run(work())
 
 
-def test_a_group_that_somebody_may_have_joined_is_not_used_again(ground: Field) -> None:
-    """No answer is not a refusal."""
-    link = MemoryLink()
+def test_a_unique_id_is_not_reused_when_a_replica_does_not_answer(testbed: Testbed) -> None:
+    """A replica that does not answer may have joined; only a refusal says that it has not."""
+    nccl = FakeNccl()
     report = buffer_wire.ReplicaReport(
         url="http://127.0.0.1:9", state="serving", loaded_version=1, manifest_digest="a" * 64
     )
-    ground.driver.client.report_replica("unreachable", report)
-    sender = NcclBroadcaster(ground.driver.client, ground.driver.stack.token, link)
+    testbed.driver.client.report_replica("unreachable", report)
+    sender = NcclBroadcaster(testbed.driver.client, testbed.driver.stack.token, nccl)
     for version in (2, 3):
         assert sender.send(version, "b" * 64, WEIGHTS) == []
-    assert len(link.sent) == 2
+    assert len(nccl.sent) == 2

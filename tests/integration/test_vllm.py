@@ -1,6 +1,7 @@
-"""The contract with the real vLLM: every route and flag that we use does what we take it to do.
+"""Contract tests with the real vLLM: every route and flag that is used does what it is used for.
 
-One server lives through the module, and dies more than once. `make install-vllm` comes first.
+One driver serves the whole module, and its server is killed more than once. Run `make install-vllm`
+first.
 """
 
 from __future__ import annotations
@@ -25,8 +26,7 @@ from transformers import AutoModelForCausalLM
 from bapo_core.errors import BapoError
 from services.rollout.api.offers import Parameter, WeightOffer
 from services.rollout.api.wire import GeneratedGroup, GenerateRequest, PromptRequest
-from services.rollout.driver import EngineLost
-from services.rollout.engine import ModelLoadError
+from services.rollout.errors import EngineLost, ModelLoadError
 from services.rollout.server import CPU_ARGUMENTS, NCCL_ARGUMENTS
 from services.rollout.vllm.driver import VllmDriver
 from services.rollout.vllm.layout import read_layout
@@ -38,11 +38,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 VOCABULARY = 48
 LONGEST = 96
 TOLERANCE = 2e-5
-"""Between two programs that both compute in float32."""
+"""Largest difference in log-probs between two programs that both compute in float32."""
 
 
 def save_model(directory: Path, *, seed: int, tied: bool = False) -> Path:
-    """A micro model which ends now and then, with heads of a size that vLLM knows."""
+    """Saves a micro model that ends now and then, with a head size that vLLM supports."""
     model = micro_model(
         seed=seed,
         vocab_size=VOCABULARY,
@@ -55,7 +55,7 @@ def save_model(directory: Path, *, seed: int, tied: bool = False) -> Path:
         initializer_range=0.2,
     )
     model.save_pretrained(directory)
-    # What a chat model brings along: it must change nothing.
+    # A chat model brings such settings along; they must change nothing.
     sampling = {"eos_token_id": END, "top_k": 5, "top_p": 0.5, "temperature": 0.3}
     (directory / "generation_config.json").write_text(json.dumps(sampling))
     return directory
@@ -64,9 +64,9 @@ def save_model(directory: Path, *, seed: int, tied: bool = False) -> Path:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     home = tmp_path_factory.mktemp("models")
-    found = {f"v{n}": save_model(home / f"v{n}", seed=n) for n in (1, 2, 3)}
-    found |= {f"tied{n}": save_model(home / f"tied{n}", seed=10 + n, tied=True) for n in (1, 2)}
-    return found
+    untied = {f"v{n}": save_model(home / f"v{n}", seed=n) for n in (1, 2, 3)}
+    tied = {f"tied{n}": save_model(home / f"tied{n}", seed=10 + n, tied=True) for n in (1, 2)}
+    return untied | tied
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +76,10 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 @pytest.fixture(scope="module")
-def host(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmDriver]:
-    host = VllmDriver(
+def driver(
+    runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[VllmDriver]:
+    driver = VllmDriver(
         VllmOptions(
             find_python(os.environ.get("BAPO_VLLM_PYTHON")),
             LONGEST,
@@ -86,8 +88,8 @@ def host(runner: asyncio.Runner, tmp_path_factory: pytest.TempPathFactory) -> It
             [*CPU_ARGUMENTS, *NCCL_ARGUMENTS, "--enforce-eager", "--max-num-seqs", "64"],
         )
     )
-    yield host
-    runner.run(host.close())
+    yield driver
+    runner.run(driver.close())
 
 
 def request(version: int, *, prompts: int = 6, **changes: Any) -> GenerateRequest:
@@ -108,15 +110,15 @@ def request(version: int, *, prompts: int = 6, **changes: Any) -> GenerateReques
     )
 
 
-async def generate(host: VllmDriver, asked: GenerateRequest) -> list[GeneratedGroup]:
-    groups = [group async for group in host.generate(asked)]
+async def generate(driver: VllmDriver, asked: GenerateRequest) -> list[GeneratedGroup]:
+    groups = [group async for group in driver.generate(asked)]
     return sorted(groups, key=lambda group: group.index)
 
 
 def reference(
     directory: Path, asked: GenerateRequest, groups: list[GeneratedGroup]
 ) -> list[list[float]]:
-    """By transformers: the log-probs of every response's tokens, one response at a time."""
+    """Returns the log-probs of every response's tokens by transformers, one response at a time."""
     model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     scored = []
     for prompt, group in zip(asked.prompts, groups, strict=True):
@@ -131,30 +133,30 @@ def reference(
 
 
 def check_logprobs(directory: Path, asked: GenerateRequest, groups: list[GeneratedGroup]) -> None:
-    """Every token's log-prob is that of the weights in `directory`."""
-    ours = [response.logprobs for group in groups for response in group.responses]
-    for expected, found in zip(reference(directory, asked, groups), ours, strict=True):
-        assert found == pytest.approx(expected, abs=TOLERANCE)
+    """Checks that every token's log-prob is that of the weights in `directory`."""
+    sampled = [response.logprobs for group in groups for response in group.responses]
+    for expected, logprobs in zip(reference(directory, asked, groups), sampled, strict=True):
+        assert logprobs == pytest.approx(expected, abs=TOLERANCE)
 
 
-def server_pid(host: VllmDriver) -> int:
-    assert host._server is not None
-    return host._server.pid
+def server_pid(driver: VllmDriver) -> int:
+    assert driver._server is not None
+    return driver._server.pid
 
 
-def check_gone(family: list[psutil.Process]) -> None:
-    """A killed process stays as a zombie until whoever adopted it has looked."""
+def check_ended(family: list[psutil.Process]) -> None:
+    """Checks that all processes have ended; a killed one is a zombie until its parent reaps it."""
     _, alive = psutil.wait_procs(family, timeout=60)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_log_probs_are_those_of_the_whole_distribution(
-    host: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
+    driver: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
 ) -> None:
-    runner.run(host.load(models["v1"], 1))
+    runner.run(driver.load(models["v1"], 1))
     for temperature in (1.0, 0.6):
         asked = request(1, temperature=temperature)
-        groups = runner.run(generate(host, asked))
+        groups = runner.run(generate(driver, asked))
         check_logprobs(models["v1"], asked, groups)
         responses = [response for group in groups for response in group.responses]
         assert [len(group.responses) for group in groups] == [4] * 6
@@ -166,102 +168,101 @@ def test_log_probs_are_those_of_the_whole_distribution(
         assert len(ended["length"].token_ids) == 24
 
 
-def test_what_cannot_be_answered_is_refused_and_harms_nobody(
-    host: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
+def test_prompts_that_cannot_be_answered_are_refused_and_harm_no_others(
+    driver: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
 ) -> None:
     asked = request(1, prompts=3)
     asked.prompts[0].prompt_token_ids = [5] * LONGEST
     asked.prompts[1].prompt_token_ids = [5, VOCABULARY]  # this one would kill vLLM
-    groups = runner.run(generate(host, asked))
+    groups = runner.run(generate(driver, asked))
     assert "more than 96" in groups[0].refused
     assert f"token {VOCABULARY} is not in the model's vocabulary" in groups[1].refused
     assert groups[2].refused == ""
     assert len(groups[2].responses) == 4
-    pid = server_pid(host)
-    runner.run(host.check())
-    assert server_pid(host) == pid
+    pid = server_pid(driver)
+    runner.run(driver.check())
+    assert server_pid(driver) == pid
 
 
-def test_a_short_first_prompt_and_a_full_house(
-    host: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
+def test_a_short_first_prompt_and_more_samples_than_run_at_a_time_are_answered(
+    driver: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
 ) -> None:
-    """More samples than run at a time, prompts of one token among them: seeds and all."""
     asked = request(1, prompts=80)
     asked.prompts[0].prompt_token_ids = [7]
-    pid = server_pid(host)
-    groups = runner.run(generate(host, asked))
+    pid = server_pid(driver)
+    groups = runner.run(generate(driver, asked))
     check_logprobs(models["v1"], asked, groups)
-    assert server_pid(host) == pid
+    assert server_pid(driver) == pid
 
 
 def test_weights_are_replaced_in_place(
-    host: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
+    driver: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
 ) -> None:
-    """As a server would answer that was started on them: old weights, keys and names are gone."""
-    pid = server_pid(host)
+    """The answers are those of a server that was started on the new weights."""
+    pid = server_pid(driver)
     asked = request(2)
     # The prefixes of these prompts are in the cache, by the weights of version 1.
-    runner.run(generate(host, asked.model_copy(update={"policy_version": 1})))
-    runner.run(host.load(models["v2"], 2))
-    assert server_pid(host) == pid
-    in_place = runner.run(generate(host, asked))
+    runner.run(generate(driver, asked.model_copy(update={"policy_version": 1})))
+    runner.run(driver.load(models["v2"], 2))
+    assert server_pid(driver) == pid
+    in_place = runner.run(generate(driver, asked))
     check_logprobs(models["v2"], asked, in_place)
 
     os.kill(pid, signal.SIGKILL)
-    runner.run(host.load(models["v2"], 2))
-    assert server_pid(host) != pid
-    fresh = runner.run(generate(host, asked))
+    runner.run(driver.load(models["v2"], 2))
+    assert server_pid(driver) != pid
+    fresh = runner.run(generate(driver, asked))
     assert [[r.token_ids for r in g.responses] for g in fresh] == [
         [r.token_ids for r in g.responses] for g in in_place
     ]
 
 
-def test_a_version_that_vllm_does_not_serve_is_noticed(
-    host: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
+def test_a_version_that_vllm_does_not_serve_is_an_error(
+    driver: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
 ) -> None:
     with pytest.raises(EngineLost, match="instead of version 7 throughout"):
-        runner.run(generate(host, request(7, prompts=1)))
+        runner.run(generate(driver, request(7, prompts=1)))
 
 
-def test_killed_while_it_generates(
-    host: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
+def test_a_killed_server_is_noticed_and_restarted(
+    driver: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
 ) -> None:
-    family = [psutil.Process(server_pid(host))]
+    family = [psutil.Process(server_pid(driver))]
     family += family[0].children(recursive=True)
 
     async def killed() -> None:
         asked = request(2, prompts=30, max_tokens=50)
         asked.prompts = [p for p in asked.prompts if len(p.prompt_token_ids) < 40]
-        generating = asyncio.create_task(generate(host, asked))
-        while not host._under_way:
+        generating = asyncio.create_task(generate(driver, asked))
+        while not driver._requests:
             await asyncio.sleep(0)
-        os.kill(server_pid(host), signal.SIGKILL)
+        os.kill(server_pid(driver), signal.SIGKILL)
         with pytest.raises(EngineLost):
             await generating
-        with pytest.raises(EngineLost, match="vLLM has ended"):
-            await host.check()
+        with pytest.raises(EngineLost, match="vLLM has exited"):
+            await driver.check()
 
     runner.run(killed())
 
     async def killed_while_loading() -> None:
-        """It is started anew, and then serves what it should."""
-        loading = asyncio.create_task(host.load(models["v3"], 3))
+        """The server is restarted and then serves the version asked for."""
+        loading = asyncio.create_task(driver.load(models["v3"], 3))
         await loading
-        again = asyncio.create_task(host.load(models["v1"], 4))
+        again = asyncio.create_task(driver.load(models["v1"], 4))
         await asyncio.sleep(0)
-        os.kill(server_pid(host), signal.SIGKILL)
+        os.kill(server_pid(driver), signal.SIGKILL)
         await again
 
     runner.run(killed_while_loading())
     asked = request(4)
-    check_logprobs(models["v1"], asked, runner.run(generate(host, asked)))
-    check_gone(family)
+    check_logprobs(models["v1"], asked, runner.run(generate(driver, asked)))
+    check_ended(family)
 
 
-def test_directories_that_cannot_be_served(
-    host: VllmDriver, runner: asyncio.Runner, models: dict[str, Path], tmp_path: Path
+def test_directories_that_cannot_be_served_are_refused(
+    driver: VllmDriver, runner: asyncio.Runner, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The server never sees them, or is started anew: it goes on with the next good one."""
+    """The server never reads them, or is restarted, and serves the next good directory."""
 
     def damaged(name: str) -> Path:
         return Path(shutil.copytree(models["v2"], tmp_path / name))
@@ -277,22 +278,22 @@ def test_directories_that_cannot_be_served(
     save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
     for directory, reason in (
         (missing, "has no \\*.safetensors"),
-        (short, "not whole safetensors"),
+        (short, "not a complete safetensors file"),
         (other, "vLLM does not start"),
     ):
         with pytest.raises(ModelLoadError, match=reason):
-            runner.run(host.load(directory, 5))
-    runner.run(host.load(models["v2"], 5))
+            runner.run(driver.load(directory, 5))
+    runner.run(driver.load(models["v2"], 5))
     asked = request(5)
-    check_logprobs(models["v2"], asked, runner.run(generate(host, asked)))
+    check_logprobs(models["v2"], asked, runner.run(generate(driver, asked)))
 
 
-def test_weights_that_the_trainer_would_send(
-    host: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
+def test_weights_broadcast_by_the_trainer_fail_without_a_gpu_and_are_given_up(
+    driver: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
 ) -> None:
-    """As far as a machine without GPUs goes: vLLM knows the route, reads what it is sent, finds no
-    GPU, and is given up."""
-    runner.run(host.load(models["v1"], 8))
+    """As far as a machine without GPUs allows: vLLM has the route, parses the request, and finds no
+    GPU; then the server is stopped."""
+    runner.run(driver.load(models["v1"], 8))
     offer = WeightOffer(
         policy_version=9,
         manifest_digest="",
@@ -309,34 +310,36 @@ def test_weights_that_the_trainer_would_send(
         asked_for.append(receivers)
         return len(asked_for) > 1
 
-    assert not runner.run(host.receive(other, accept)), "of another model"
+    assert not runner.run(driver.receive(other, accept)), "the tensors are those of another model"
     assert not asked_for
-    assert not runner.run(host.receive(offer, accept)), "gone in the meantime"
+    assert not runner.run(driver.receive(offer, accept)), "the offer has expired"
     asked = request(8)
-    check_logprobs(models["v1"], asked, runner.run(generate(host, asked)))
+    check_logprobs(models["v1"], asked, runner.run(generate(driver, asked)))
     with pytest.raises(EngineLost, match=r"did not arrive: .*accelerator device"):
-        runner.run(host.receive(offer, accept))
+        runner.run(driver.receive(offer, accept))
     assert asked_for == [1, 1]
-    # Whatever is loaded next starts it anew: the next test does.
-    with pytest.raises(EngineLost, match="vLLM has ended"):
-        runner.run(host.check())
+    # The next load, in the next test, starts it again.
+    with pytest.raises(EngineLost, match="vLLM does not run"):
+        runner.run(driver.check())
 
 
-def test_tied_embeddings(host: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]) -> None:
-    """On CPU the output layer keeps a packed copy, which a reload alone leaves as it was."""
-    runner.run(host.load(models["tied1"], 6))
-    pid = server_pid(host)
-    runner.run(host.load(models["tied2"], 7))
-    assert server_pid(host) == pid
+def test_tied_embeddings_are_replaced_in_place(
+    driver: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
+) -> None:
+    """On CPU the output layer has a packed copy of its weights, which a reload alone keeps."""
+    runner.run(driver.load(models["tied1"], 6))
+    pid = server_pid(driver)
+    runner.run(driver.load(models["tied2"], 7))
+    assert server_pid(driver) == pid
     asked = request(7)
-    check_logprobs(models["tied2"], asked, runner.run(generate(host, asked)))
+    check_logprobs(models["tied2"], asked, runner.run(generate(driver, asked)))
 
 
-def test_closing_leaves_nothing_behind(host: VllmDriver, runner: asyncio.Runner) -> None:
-    family = [psutil.Process(server_pid(host))]
+def test_closing_leaves_nothing_behind(driver: VllmDriver, runner: asyncio.Runner) -> None:
+    family = [psutil.Process(server_pid(driver))]
     family += family[0].children(recursive=True)
-    runner.run(host.close())
-    check_gone(family)
+    runner.run(driver.close())
+    check_ended(family)
 
 
 def test_other_versions_of_vllm_are_refused(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""What other packages may import of the rollout replicas: its client, wire models and formats."""
+"""The part of the rollout package that other packages may import: wire models."""

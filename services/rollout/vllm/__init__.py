@@ -1,1 +1,1 @@
-"""vLLM as a rollout engine: its process, its HTTP API, and how weights get into it."""
+"""vLLM as a rollout engine: its process, its HTTP API, and loading weights into it."""

@@ -1,4 +1,4 @@
-"""vLLM beside a replica: weights replaced in place, and a fresh server whenever there is doubt."""
+"""The driver of vLLM: replaces weights in place, and restarts the server when that is in doubt."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from pathlib import Path
 
 from services.rollout.api.offers import WeightOffer
 from services.rollout.api.wire import GeneratedGroup, GenerateRequest, PromptRequest, Sampling
-from services.rollout.driver import Accept, EngineLost
-from services.rollout.vllm.api import PromptRefused, VllmApi
+from services.rollout.driver import AcceptOffer
+from services.rollout.errors import EngineLost, PromptRefused
+from services.rollout.vllm.api import VllmApi
 from services.rollout.vllm.layout import Layout, read_layout
 from services.rollout.vllm.server import VllmOptions, VllmServer
 
 log = logging.getLogger(__name__)
 
-STALLED_S = 120.0
-"""Without a token while there is work, vLLM hangs."""
+STALL_TIMEOUT_S = 120.0
+"""vLLM counts as hung when it has work and generates no token for this long."""
 WARM_UP_TOKENS = 32
-"""A very short first prompt kills vLLM on some CPUs; a long one also finds out what is broken."""
+"""Prompt length of the warm-up request: a very short first prompt crashes vLLM on some CPUs."""
 RESET_TRIES = 20
 
 
@@ -28,26 +29,27 @@ class VllmDriver:
     """An `EngineDriver` for vLLM."""
 
     prompts_per_request = 1
-    """vLLM batches by itself: each prompt goes to whoever has least to do."""
+    """vLLM batches by itself, so that each prompt can go to the least busy replica."""
 
     def __init__(self, options: VllmOptions) -> None:
         self._options = options
         self._server: VllmServer | None = None
         self._layout: Layout | None = None
         self._version = ""
-        self._under_way = 0
+        self._requests = 0
+        """Requests in progress."""
         self._progress = (-1.0, 0.0)
-        """(tokens generated, when that number was first seen)."""
+        """(tokens generated so far, monotonic time when that number was first seen)."""
 
     # -- weights
 
     async def load(self, directory: Path, version: int) -> None:
         layout = await asyncio.to_thread(read_layout, directory)
-        if self._server is not None and self._server.alive() and layout == self._layout:
+        if self._server is not None and self._server.running() and layout == self._layout:
             try:
                 await self._load_in_place(self._server.api, directory, str(version))
             except (EngineLost, PromptRefused) as error:
-                log.warning("vLLM is started anew, its weights could not be replaced: %s", error)
+                log.warning("vLLM is restarted, because loading in place failed: %s", error)
             else:
                 self._version = str(version)
                 return
@@ -59,30 +61,37 @@ class VllmDriver:
         self._layout = layout
         server = self._server = VllmServer(self._options, directory)
         try:
-            await server.ready()
-            await self._name(server.api, version)
+            await server.wait_ready()
+            await self._tag(server.api, version)
             await self._warm_up(server.api, version)
         except BaseException:
             await self.close()
             raise
 
-    async def receive(self, offer: WeightOffer, accept: Accept) -> bool:
-        offered = {each.name: (each.dtype, tuple(each.shape)) for each in offer.parameters}
+    async def receive(self, offer: WeightOffer, accept: AcceptOffer) -> bool:
+        offered = {
+            parameter.name: (parameter.dtype, tuple(parameter.shape))
+            for parameter in offer.parameters
+        }
         if self._server is None or self._layout is None or offered != self._layout.torch_tensors():
-            log.warning("what is offered are not the weights of the model that vLLM runs")
+            log.warning(
+                "the offer of version %d is declined: its tensors are not those of the model that "
+                "vLLM runs",
+                offer.policy_version,
+            )
             return False
         api, version = self._server.api, str(offer.policy_version)
         try:
             workers = await api.workers()
             await api.pause()
-            # From here on the trainer waits in the group, and nothing but joining it is left to do.
+            # Accept last: from then on the trainer waits in the communicator for this engine.
             if not accept(workers):
                 await api.resume()
                 return False
             await api.receive(offer, workers)
-            await self._renew(api, version)
+            await self._finish_update(api, version)
         except (EngineLost, PromptRefused) as error:
-            await self.close()  # half of the weights may be others
+            await self.close()  # some of the weights may have been replaced
             raise EngineLost(f"the trainer's weights did not arrive: {error}") from error
         self._version = version
         return True
@@ -90,30 +99,30 @@ class VllmDriver:
     async def _load_in_place(self, api: VllmApi, directory: Path, version: str) -> None:
         await api.pause()
         await api.load(str(directory))
-        await self._renew(api, version)
+        await self._finish_update(api, version)
 
-    async def _renew(self, api: VllmApi, version: str) -> None:
-        """After other weights were put into a paused vLLM: nothing of the old ones is left."""
+    async def _finish_update(self, api: VllmApi, version: str) -> None:
+        """Drops the cache of the old weights, sets the version, resumes, and generates a token."""
         for _ in range(RESET_TRIES):
             if await api.reset_prefix_cache():
                 break
-            await asyncio.sleep(0.05)  # a request that was cut off may still hold some of it
+            await asyncio.sleep(0.05)  # a request that was cut off may still hold a part of it
         else:
-            raise EngineLost("the prefix cache still holds keys of other weights")
-        await self._name(api, version)
+            raise EngineLost("the prefix cache still holds keys and values of other weights")
+        await self._tag(api, version)
         await api.resume()
         await self._warm_up(api, version)
 
-    async def _name(self, api: VllmApi, version: str) -> None:
+    async def _tag(self, api: VllmApi, version: str) -> None:
         await api.tag(version)
-        said = await api.tagged()
-        if said != version:
-            raise EngineLost(f"vLLM says that it serves {said!r}, not {version!r}")
+        tag = await api.read_tag()
+        if tag != version:
+            raise EngineLost(f"vLLM reports version {tag!r} after it was set to {version!r}")
 
     async def _warm_up(self, api: VllmApi, version: str) -> None:
         assert self._layout is not None
         length = min(WARM_UP_TOKENS, self._options.longest_sequence - 1)
-        prompt = [token % self._layout.vocabulary for token in range(length)]
+        prompt = [token % self._layout.vocabulary_size for token in range(length)]
         sampling = Sampling(temperature=1.0, max_tokens=1, group_size=1)
         await api.generate(prompt, sampling, 0, self._layout.ends, version)
 
@@ -121,21 +130,21 @@ class VllmDriver:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedGroup]:
         tasks = [
-            asyncio.create_task(self._group(request, index, prompt))
+            asyncio.create_task(self._generate_group(request, index, prompt))
             for index, prompt in enumerate(request.prompts)
         ]
-        self._under_way += 1
+        self._requests += 1
         try:
-            for finished in asyncio.as_completed(tasks):
-                yield await finished
+            for done in asyncio.as_completed(tasks):
+                yield await done
         finally:
-            self._under_way -= 1
+            self._requests -= 1
             for task in tasks:
                 task.cancel()
-            # Their connections are closed, which ends their work in vLLM.
+            # Cancelling closes their connections, which ends their work in vLLM.
             await asyncio.wait(tasks)
 
-    async def _group(
+    async def _generate_group(
         self, request: GenerateRequest, index: int, prompt: PromptRequest
     ) -> GeneratedGroup:
         if self._server is None or self._layout is None:
@@ -155,42 +164,48 @@ class VllmDriver:
         return group
 
     def _check_prompt(self, prompt: PromptRequest, request: GenerateRequest) -> None:
-        """What would kill vLLM, or quietly shorten responses, does not reach it."""
+        """Raises `PromptRefused` for a prompt that would crash vLLM or shorten responses."""
         assert self._layout is not None
-        length, longest = len(prompt.prompt_token_ids), self._options.longest_sequence
-        if length + request.max_tokens > longest:
+        length, limit = len(prompt.prompt_token_ids), self._options.longest_sequence
+        if length + request.max_tokens > limit:
             raise PromptRefused(
                 f"{length} tokens of prompt and {request.max_tokens} of response are more than "
-                f"{longest}, for which vLLM was started; raise rollout.max_prompt_tokens"
+                f"the {limit} for which vLLM was started; raise rollout.max_prompt_tokens"
             )
-        largest = max(prompt.prompt_token_ids)
-        if largest >= self._layout.vocabulary or min(prompt.prompt_token_ids) < 0:
+        largest, vocabulary_size = max(prompt.prompt_token_ids), self._layout.vocabulary_size
+        if largest >= vocabulary_size or min(prompt.prompt_token_ids) < 0:
             raise PromptRefused(
-                f"token {largest} is not in the model's vocabulary of {self._layout.vocabulary}; "
-                "use the tokenizer that belongs to the model"
+                f"token {largest} is not in the model's vocabulary of {vocabulary_size}; use the "
+                "tokenizer that belongs to the model"
             )
 
-    # -- life
+    # -- health
 
     async def check(self) -> None:
-        """Raises `EngineLost` if vLLM has ended, does not answer, or makes no progress."""
-        if self._server is None or not self._server.alive():
-            words = "" if self._server is None else f": {self._server.last_words()}"
-            raise EngineLost(f"vLLM has ended{words}")
+        """Raises `EngineLost` if vLLM has exited, does not answer, or makes no progress."""
+        if self._server is None:
+            raise EngineLost("vLLM does not run")
+        if not self._server.running():
+            raise EngineLost(f"vLLM has exited: {self._server.last_error()}")
         api = self._server.api
-        if not self._under_way:
+        if not self._requests:
             try:
-                async with asyncio.timeout(STALLED_S):
+                async with asyncio.timeout(STALL_TIMEOUT_S):
                     await self._warm_up(api, self._version)
             except TimeoutError as error:
-                raise EngineLost(f"vLLM makes no token in {STALLED_S:.0f} s") from error
+                raise EngineLost(
+                    f"vLLM did not generate a token within {STALL_TIMEOUT_S:.0f} s"
+                ) from error
         tokens, now = await api.generated_tokens(), time.monotonic()
-        if tokens != self._progress[0] or not self._under_way:
+        if tokens != self._progress[0] or not self._requests:
             self._progress = (tokens, now)
-        elif now - self._progress[1] > STALLED_S:
-            raise EngineLost(f"vLLM has made no token in {STALLED_S:.0f} s and has work")
+        elif now - self._progress[1] > STALL_TIMEOUT_S:
+            raise EngineLost(
+                f"vLLM has requests and has generated no token for {STALL_TIMEOUT_S:.0f} s"
+            )
 
     async def close(self) -> None:
+        """Stops vLLM."""
         server, self._server = self._server, None
         if server is not None:
             await server.stop()

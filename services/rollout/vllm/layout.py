@@ -1,4 +1,8 @@
-"""What is in a model directory, read without loading it: a bad one would kill vLLM."""
+"""Checks a model directory without loading it, because a damaged one would crash vLLM.
+
+Safetensors headers are parsed here, not by `safetensors.safe_open`: a replica with vLLM runs in the
+service environment, which has neither safetensors nor torch (those are in vLLM's own environment).
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from services.rollout.engine import ModelLoadError
+from services.rollout.errors import ModelLoadError
 
-_LONGEST_HEADER = 100 << 20
-_TORCH = {
+_MAX_HEADER_BYTES = 100 << 20
+"""The limit of the safetensors format."""
+_TORCH_DTYPES = {
     **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
     **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"},
 }
@@ -19,59 +24,69 @@ _TORCH = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Two directories of equal layout differ in the weights' values alone."""
+    """The model in a directory, without its weights' values.
+
+    If two directories have equal layouts, the weights of one can be loaded in place of the other's.
+    """
 
     config: dict[str, Any]
+    """Content of config.json."""
     tensors: dict[str, tuple[str, tuple[int, ...]]]
-    """Name → (dtype, shape)."""
+    """Name → (data type by its name in safetensors, shape)."""
     ends: list[int]
-    """Tokens that end a response."""
+    """Ids of the tokens that end a response."""
 
     def torch_tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """`tensors`, with dtypes as torch calls them."""
-        return {name: (_TORCH[d], shape) for name, (d, shape) in self.tensors.items()}
+        """Returns `tensors` with data types by their names in torch."""
+        return {name: (_TORCH_DTYPES[d], shape) for name, (d, shape) in self.tensors.items()}
 
     @property
-    def vocabulary(self) -> int:
+    def vocabulary_size(self) -> int:
         text = self.config.get("text_config") or self.config
         return int(text["vocab_size"])
 
 
 def read_layout(directory: Path) -> Layout:
-    """Raises `ModelLoadError` for what is no model directory, or a damaged one."""
-    config = _json(directory / "config.json")
-    generation = _json(directory / "generation_config.json", optional=True)
+    """Reads the layout of a Hugging Face directory.
+
+    Raises `ModelLoadError` if it is not a model directory, or if a file is missing or truncated.
+    """
+    config = _read_json(directory / "config.json")
+    generation = _read_json(directory / "generation_config.json", optional=True)
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for file in sorted(directory.glob("*.safetensors")):
-        tensors |= _header(file)
+        tensors |= _read_header(file)
     if not tensors:
         raise ModelLoadError(f"{directory}: has no *.safetensors; publish the weights again")
-    index = _json(directory / "model.safetensors.index.json", optional=True)
+    index = _read_json(directory / "model.safetensors.index.json", optional=True)
     for name in sorted(index.get("weight_map", {}).keys() - tensors.keys()):
-        raise ModelLoadError(f"{directory}: {name} is in no file; publish the weights again")
-    return Layout(config, tensors, _ends(directory, config, generation))
+        raise ModelLoadError(
+            f"{directory}: no file has the tensor {name}; publish the weights again"
+        )
+    return Layout(config, tensors, _end_tokens(directory, config, generation))
 
 
-def _json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError as error:
         if optional:
             return {}
         raise ModelLoadError(
-            f"{path.parent}: not a model directory (it has no {path.name})"
+            f"{path.parent}: not a model directory (it has no {path.name}); give a Hugging Face "
+            "model directory"
         ) from error
     except ValueError as error:
         raise ModelLoadError(f"{path}: not JSON; publish the weights again") from error
     return dict(content)
 
 
-def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Of a safetensors file, which must be as long as its header says."""
-    damaged = ModelLoadError(f"{file}: not whole safetensors; publish the weights again")
+def _read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns the tensors of a safetensors file, after checking its length against its header."""
+    damaged = ModelLoadError(f"{file}: not a complete safetensors file; publish the weights again")
     with file.open("rb") as stream:
         prefix = stream.read(8)
-        if len(prefix) < 8 or (length := struct.unpack("<Q", prefix)[0]) > _LONGEST_HEADER:
+        if len(prefix) < 8 or (length := struct.unpack("<Q", prefix)[0]) > _MAX_HEADER_BYTES:
             raise damaged
         try:
             header = json.loads(stream.read(length))
@@ -84,7 +99,7 @@ def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
 
 
-def _ends(directory: Path, config: dict[str, Any], generation: dict[str, Any]) -> list[int]:
+def _end_tokens(directory: Path, config: dict[str, Any], generation: dict[str, Any]) -> list[int]:
     for source in (generation, config, config.get("text_config") or {}):
         ends = source.get("eos_token_id")
         if ends is not None:

@@ -1,9 +1,10 @@
-"""A vLLM server of our own: started on loopback, watched, ended with everything it started."""
+"""Starts a vLLM server on loopback, watches it, and stops it together with its workers."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,33 +16,54 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bapo_core.errors import BapoError
-from services.common.process import end_with_parent
-from services.rollout.driver import EngineLost
-from services.rollout.engine import ModelLoadError
+from services.common.process import ChildProcess
+from services.rollout.errors import EngineLost, ModelLoadError
+from services.rollout.vllm import worker
 from services.rollout.vllm.api import VllmApi
 
 SUPPORTED = ("0.32.",)
-"""Versions of vLLM whose routes and flags the contract tests have seen."""
+"""Prefixes of the vLLM versions whose routes and flags the contract tests have covered."""
 STOP_WITHIN_S = 10.0
-_ROOT = Path(__file__).resolve().parents[3]
+WORKER_MODULE = "bapo_vllm_worker"
+"""Name under which vLLM's workers import `services.rollout.vllm.worker`."""
 
 
 @dataclass(frozen=True)
 class VllmOptions:
-    """How to start vLLM. `python` is the interpreter of the environment that has it."""
+    """Everything needed to start vLLM."""
 
     python: str
+    """Interpreter of the environment that has vLLM."""
     longest_sequence: int
-    """Tokens of prompt and response together."""
+    """Maximum number of tokens of prompt and response together."""
     dtype: str
+    """Data type of the weights."""
     log: Path
+    """File that vLLM's output is appended to. The worker extension is put beside it."""
     start_within_s: float = 2700.0
     """Seconds that the server may take to start."""
     arguments: Sequence[str] = ()
-    """More of vLLM's own, after ours."""
+    """Further arguments of vLLM, after those of `command`."""
     environment: dict[str, str] = field(default_factory=dict)
+    """Further environment variables."""
+
+    @property
+    def module_directory(self) -> Path:
+        """Directory of modules for vLLM's import path; it has the worker extension only."""
+        return self.log.parent / "vllm-modules"
+
+    def install_worker(self) -> None:
+        """Copies the worker extension into `module_directory`.
+
+        vLLM's environment has packages of its own. With the directory of this project on its import
+        path, this environment's packages (where bapo is installed as a wheel: all of site-packages,
+        torch included) would shadow vLLM's.
+        """
+        self.module_directory.mkdir(exist_ok=True)
+        shutil.copyfile(worker.__file__, self.module_directory / f"{WORKER_MODULE}.py")
 
     def command(self, directory: Path, port: int) -> list[str]:
+        """Returns the command that serves the model in `directory`."""
         return [
             self.python,
             # The `vllm` script of the CPU wheel does not start.
@@ -52,26 +74,33 @@ class VllmOptions:
             *("--port", str(port)),
             *("--max-model-len", str(self.longest_sequence)),
             *("--dtype", self.dtype),
-            # Log-probs of what was sampled from: after the temperature.
+            # Log-probs of the distribution that is sampled from: after the temperature.
             *("--logprobs-mode", "processed_logprobs"),
             # A model's generation_config.json must not bring its own top-k and top-p.
             *("--generation-config", "vllm"),
-            # Tokens in, tokens out.
+            # Token ids in, token ids out.
             "--skip-tokenizer-init",
             "--enable-scale-out",
-            *("--worker-extension-cls", "services.rollout.vllm.worker.LoadsPolicies"),
+            *("--worker-extension-cls", f"{WORKER_MODULE}.{worker.LoadsPolicies.__name__}"),
             *self.arguments,
         ]
 
     def variables(self) -> dict[str, str]:
-        """Ours without BAPO_ variables, which hold secrets."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("BAPO_")}
-        path = [str(_ROOT), *filter(None, [kept.get("PYTHONPATH")])]
+        """Returns vLLM's environment.
+
+        It is this process's without `BAPO_` variables, which hold secrets, and without its import
+        path, which belongs to another environment.
+        """
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("BAPO_") and name != "PYTHONPATH"
+        }
         return {
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            **kept,
-            "PYTHONPATH": os.pathsep.join(path),
-            # The routes that load weights.
+            **inherited,
+            "PYTHONPATH": str(self.module_directory),
+            # Enables the routes that load weights.
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
@@ -92,17 +121,17 @@ def find_python(override: str | None = None) -> str:
 
 
 def installed(python: str) -> tuple[str, str]:
-    """(distribution, version) of the vLLM that `python` has.
+    """Returns (distribution, version) of the vLLM in the environment of `python`.
 
-    Raises `BapoError` if it has none, or one unknown to us.
+    Raises `BapoError` if it has none, or an unsupported version.
     """
     code = (
-        "from importlib.metadata import distributions as found\n"
+        "from importlib.metadata import distributions\n"
         "names = ('vllm', 'vllm-cpu')\n"
-        "print(*[f'{d.name} {d.version}' for d in found() if d.name in names][:1])"
+        "print(*[f'{d.name} {d.version}' for d in distributions() if d.name in names][:1])"
     )
-    found = subprocess.run([python, "-c", code], capture_output=True, text=True)
-    name, _, version = found.stdout.strip().partition(" ")
+    process = subprocess.run([python, "-c", code], capture_output=True, text=True)
+    name, _, version = process.stdout.strip().partition(" ")
     if not version:
         raise BapoError(
             f"{python} has no vLLM; run `make install-vllm`, or set BAPO_VLLM_PYTHON to an "
@@ -110,55 +139,55 @@ def installed(python: str) -> tuple[str, str]:
         )
     if not version.startswith(SUPPORTED):
         raise BapoError(
-            f"vLLM {version} ({python}) is not supported: its routes may differ from those of "
-            f"{', '.join(each + '*' for each in SUPPORTED)}; install one of these"
+            f"vLLM {version} ({python}) is not supported, because its routes may differ; install "
+            f"{' or '.join(prefix + '*' for prefix in SUPPORTED)}"
         )
     return name, version
 
 
 class VllmServer:
-    """One process and its API. Started once, and not used again after it was stopped."""
+    """A vLLM server process and its API. It is started once and not reused after `stop`."""
 
     def __init__(self, options: VllmOptions, directory: Path) -> None:
+        """Starts vLLM on the model in `directory`; call it from the main thread."""
         self._options = options
+        options.install_worker()
         port = _free_port()
         self.api = VllmApi(port)
-        with options.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                options.command(directory, port),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=options.variables(),
-                cwd=options.log.parent,
-                # With its workers it is one group, which can be killed as a whole.
-                start_new_session=True,
-                preexec_fn=end_with_parent,
-            )
+        self._process = ChildProcess(
+            options.command(directory, port),
+            environment=options.variables(),
+            log=options.log,
+            append_log=True,
+            working_directory=options.log.parent,
+        )
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
-    def alive(self) -> bool:
-        return self._process.poll() is None
+    def running(self) -> bool:
+        return self._process.exit_code is None
 
-    async def ready(self) -> None:
-        """Returns once it answers. Raises `ModelLoadError` if it ends before that."""
+    async def wait_ready(self) -> None:
+        """Waits until the server answers.
+
+        Raises `ModelLoadError` if it exits before that, and `EngineLost` after `start_within_s`.
+        """
         within_s = self._options.start_within_s
         deadline = time.monotonic() + within_s
         while not await self.api.healthy():
-            if not self.alive():
-                raise ModelLoadError(f"vLLM does not start: {self.last_words()}")
+            if not self.running():
+                raise ModelLoadError(f"vLLM does not start: {self.last_error()}")
             if time.monotonic() > deadline:
                 raise EngineLost(
-                    f"vLLM was not ready in {within_s:.0f} s (BAPO_VLLM_START_WITHIN_S); "
-                    f"see {self._options.log}"
+                    f"vLLM was not ready within {within_s:.0f} s; see {self._options.log}, or "
+                    "raise BAPO_VLLM_START_WITHIN_S"
                 )
             await asyncio.sleep(0.1)
 
     async def stop(self) -> None:
-        """Ends it and its workers, by force if need be."""
+        """Asks the server and its workers to stop, and kills them after `STOP_WITHIN_S`."""
         await self.api.close()
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGTERM)
@@ -169,12 +198,12 @@ class VllmServer:
             os.killpg(self.pid, signal.SIGKILL)
         await asyncio.to_thread(self._process.wait)
 
-    def last_words(self) -> str:
-        """The last error in its log that is not the consequence of another."""
+    def last_error(self) -> str:
+        """Returns the last error in the log that is not the consequence of another."""
         lines = self._options.log.read_text(errors="replace").splitlines()
         errors = [line for line in lines if "Error" in line and "See " not in line]
-        said = (errors or lines or ["it said nothing"])[-1].strip()
-        return f"{said[-300:]} (log: {self._options.log})"
+        line = (errors or lines or ["it wrote nothing"])[-1].strip()
+        return f"{line[-300:]} (log: {self._options.log})"
 
 
 def _free_port() -> int:

@@ -1,6 +1,7 @@
-"""What runs inside vLLM's workers (`--worker-extension-cls`), in vLLM's own environment.
+"""The extension of vLLM's worker class (`--worker-extension-cls`) that replaces a policy's weights.
 
-Imports nothing of ours: that environment has vLLM and what it needs, and no more.
+This file is copied alone into vLLM's environment (`services.rollout.vllm.server`), so it must
+import nothing but the standard library and what vLLM depends on.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any
 
 
 class LoadsPolicies:
-    """Mixed into vLLM's worker class."""
+    """Mix-in of vLLM's worker class; `/collective_rpc` calls `load_policy` on every worker."""
 
     model_runner: Any
 
@@ -20,10 +21,11 @@ class LoadsPolicies:
         self._repack_tied_head()
 
     def _repack_tied_head(self) -> None:
-        """On CPU, vLLM multiplies by a packed copy of the output layer.
+        """Repacks an output layer that is tied to the embedding.
 
-        A reload packs the layers anew whose weights it loads. An output layer that is tied to the
-        embedding has none of its own, so it would keep the copy of the old ones, silently.
+        On CPU, vLLM multiplies by packed copies of weights, and a reload repacks only the layers
+        whose weights it loads. A tied output layer has no weights of its own in the files, so it
+        would silently go on with the packed copy of the old ones.
         """
         model = self.model_runner.get_model()
         head = getattr(model, "lm_head", None)

@@ -1,1 +1,1 @@
-"""What other packages may import of the verifier service: its client, wire models and formats."""
+"""The part of the verifier that other packages may import: its client and wire models."""

@@ -16,18 +16,20 @@ from services.verifier.api.wire import (
 
 RESPONSES_AT_ONCE = 2_048
 CHARACTERS_AT_ONCE = 8_000_000
-"""A character takes at most 6 bytes as JSON, so this always fits in `LARGEST_BODY`."""
-ANSWER_WITHIN_S = 900.0
-"""Many responses that miss their deadline take a while; they must not be sent again meanwhile."""
+"""A character takes at most 6 bytes as JSON, so a request always fits in `LARGEST_BODY`."""
+REQUEST_TIMEOUT_S = 900.0
+"""Long enough for a request full of responses that miss their deadline: to repeat it earlier would
+only add to the load."""
 BUSY_GIVE_UP_S = 600.0
+"""Seconds for which a verifier may answer that its queue is full before the call fails."""
 
 
 class VerifierClient:
-    """Scores responses. Verification is pure, so a call may be repeated."""
+    """Scores responses. Verification has no side effects, so failed calls are repeated."""
 
     def __init__(self, url: str, token: str) -> None:
         self._http = HttpClient(
-            "verifier", url, token, timeout_s=ANSWER_WITHIN_S, busy_give_up_s=BUSY_GIVE_UP_S
+            "verifier", url, token, timeout_s=REQUEST_TIMEOUT_S, busy_give_up_s=BUSY_GIVE_UP_S
         )
 
     def close(self) -> None:
@@ -36,14 +38,20 @@ class VerifierClient:
     def verify(
         self, task: str, options: dict[str, Any], items: Sequence[VerifyItem]
     ) -> list[list[ItemVerdict]]:
-        """A verdict for every response of every item, in requests of a size that is accepted."""
+        """Returns the verdicts on each item's responses, in order.
+
+        Sends several requests when the responses do not fit in one.
+
+        Raises `ServiceError` if the verifier refuses the task, its options or an item, and
+        `ServiceUnavailable` if it does not answer for long.
+        """
         verdicts: list[list[ItemVerdict]] = [[] for _ in items]
-        for part in _parts(items):
+        for chunk in _split(items):
             answer = self._send(
-                VerifyRequest(task=task, options=options, items=[item for _, item in part])
+                VerifyRequest(task=task, options=options, items=[item for _, item in chunk])
             )
-            for (index, _), scored in zip(part, answer.verdicts, strict=True):
-                verdicts[index] += scored
+            for (index, _), item_verdicts in zip(chunk, answer.verdicts, strict=True):
+                verdicts[index] += item_verdicts
         return verdicts
 
     def _send(self, request: VerifyRequest) -> VerifyAnswer:
@@ -56,21 +64,24 @@ class VerifierClient:
         return VerifyAnswer.model_validate_json(answer.content)
 
 
-def _parts(items: Sequence[VerifyItem]) -> Iterator[list[tuple[int, VerifyItem]]]:
-    """(index, item) in parts of a sendable size; an item may be spread over several."""
-    part: list[tuple[int, VerifyItem]] = []
+def _split(items: Sequence[VerifyItem]) -> Iterator[list[tuple[int, VerifyItem]]]:
+    """Splits items into chunks of (index, item) that fit in a request.
+
+    The responses of one item may be spread over several chunks.
+    """
+    chunk: list[tuple[int, VerifyItem]] = []
     count = characters = 0
     for index, item in enumerate(items):
         for response in item.responses:
-            # One character more than is read shows as well that it is too long.
+            # One character above the limit is enough for the status `too_large`.
             response = response[: LONGEST_RESPONSE + 1]
             full = characters + len(response) > CHARACTERS_AT_ONCE or count == RESPONSES_AT_ONCE
-            if full and part:
-                yield part
-                part, count, characters = [], 0, 0
-            if not part or part[-1][0] != index:
-                part.append((index, VerifyItem(payload=item.payload, responses=[])))
-            part[-1][1].responses.append(response)
+            if full and chunk:
+                yield chunk
+                chunk, count, characters = [], 0, 0
+            if not chunk or chunk[-1][0] != index:
+                chunk.append((index, VerifyItem(payload=item.payload, responses=[])))
+            chunk[-1][1].responses.append(response)
             count, characters = count + 1, characters + len(response)
-    if part:
-        yield part
+    if chunk:
+        yield chunk

@@ -1,4 +1,4 @@
-"""The shapes and sizes that cross the wire of the verifier."""
+"""Wire models and size limits of the verifier."""
 
 from __future__ import annotations
 
@@ -7,41 +7,54 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 LONGEST_RESPONSE = 200_000
-"""Characters of a response; a longer one is refused unread, with status `too_large`."""
+"""Maximum characters of a response; a longer one is not read and gets the status `too_large`."""
 MOST_RESPONSES = 8_192
-"""Responses in one request, over all its items."""
+"""Maximum number of responses in one request, over all its items."""
 LARGEST_PAYLOAD = 100_000
-"""Bytes of a payload, or of the options, as JSON."""
+"""Maximum bytes of a payload, or of the options, as JSON."""
 LARGEST_BODY = 64 << 20
-"""Bytes of a request's body."""
+"""Maximum bytes of a request's body."""
 
 
 class Wire(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 
 class VerifyItem(Wire):
-    """All responses to one prompt."""
+    """One prompt and all its responses."""
 
     payload: dict[str, Any]
+    """The prompt's payload, as the task defines it."""
     responses: list[str] = Field(max_length=MOST_RESPONSES)
+    """Texts of the responses."""
 
 
 class VerifyRequest(Wire):
+    """Responses to score with one task."""
+
     task: str = Field(max_length=100)
+    """Name of the task."""
     options: dict[str, Any] = {}
+    """Options of the task (`task.options` of the run's configuration)."""
     items: list[VerifyItem] = Field(max_length=MOST_RESPONSES)
+    """Prompts with their responses."""
 
 
 class ItemVerdict(Wire):
-    """`status`: ok, timeout, too_large, parse_error, crashed, or one of the task's own."""
+    """The verdict on one response."""
 
     reward: float
+    """0 or 1; 1 only with the status `ok`."""
     status: str
+    """`ok`, `timeout`, `too_large`, `parse_error`, `crashed`, or a status of the task's own."""
     extracted: str | None = None
+    """The answer that the task found in the response, at most 1,000 characters; null if none."""
     detail: str | None = None
-    """What broke, for `crashed`."""
+    """The error for which a response has the status `crashed`; null otherwise."""
 
 
 class VerifyAnswer(Wire):
+    """The verdicts of a request."""
+
     verdicts: list[list[ItemVerdict]]
+    """For each item, the verdicts on its responses, in the request's order."""

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.model import tiny
-from services.rollout.engine import GenerationRequest, SamplingParams
+from services.rollout.api.wire import PromptRequest, Sampling
 from services.rollout.transformers_engine import TransformersEngine
 
 TEXT = "3 7 25=46:(3*7)+25-4/1"
@@ -69,8 +69,8 @@ def test_the_engine_serves_it(built: Path) -> None:
     engine = TransformersEngine()
     engine.load(built, 1)
     (group,) = engine.generate(
-        [GenerationRequest(tokenizer.encode("3 7 25=46:"), 0)],
-        SamplingParams(temperature=1.0, max_tokens=8, group_size=4),
+        [PromptRequest(prompt_token_ids=tokenizer.encode("3 7 25=46:"), seed=0)],
+        Sampling(temperature=1.0, max_tokens=8, group_size=4),
         policy_version=1,
     )
     assert len(group.responses) == 4

@@ -1,4 +1,4 @@
-"""The transformers engine: exact log-probs, reproducible samples, safe loading."""
+"""The transformers engine returns exact log-probs and reproducible samples, and loads safely."""
 
 from __future__ import annotations
 
@@ -10,17 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from services.rollout.engine import (
-    GeneratedGroup,
-    GenerationRequest,
-    ModelLoadError,
-    SamplingParams,
-    WrongVersion,
-)
+from services.rollout.api.wire import GeneratedGroup, PromptRequest, Sampling
+from services.rollout.errors import ModelLoadError, WrongVersion
 from services.rollout.transformers_engine import (
     NonFiniteLogprobs,
     TransformersEngine,
@@ -50,20 +46,20 @@ def engine(directory: Path) -> TransformersEngine:
     return engine
 
 
-def requests(prompts: Sequence[Sequence[int]] = RAGGED) -> list[GenerationRequest]:
-    return [GenerationRequest(prompt, 100 + i) for i, prompt in enumerate(prompts)]
+def requests(prompts: Sequence[list[int]] = RAGGED) -> list[PromptRequest]:
+    return [
+        PromptRequest(prompt_token_ids=prompt, seed=100 + i) for i, prompt in enumerate(prompts)
+    ]
 
 
-def sampling(
-    max_tokens: int = 12, *, group_size: int = 8, temperature: float = 1.0
-) -> SamplingParams:
-    return SamplingParams(temperature=temperature, max_tokens=max_tokens, group_size=group_size)
+def sampling(max_tokens: int = 12, *, group_size: int = 8, temperature: float = 1.0) -> Sampling:
+    return Sampling(temperature=temperature, max_tokens=max_tokens, group_size=group_size)
 
 
 def teacher_forced(
     model: Any, prompt: Sequence[int], response: Sequence[int], temperature: float
 ) -> Tensor:
-    """Log-probs (tokens,) by one forward pass over the whole sequence, without padding."""
+    """Returns log-probs (tokens,) of one forward pass over the whole sequence, without padding."""
     ids = torch.tensor([[*prompt, *response]])
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
@@ -113,10 +109,14 @@ class TestLogprobs:
         model = AutoModelForCausalLM.from_pretrained(path)
         assert worst_error(model, RAGGED, groups, 1.0) < 1e-5
 
-    def test_that_are_not_finite_are_refused(self, engine: TransformersEngine) -> None:
-        broken = {"lm_head.weight": torch.full((VOCABULARY, 32), float("nan"))}
-        state = {**engine._model.state_dict(), **broken}
-        engine.load_state_dict(state, 2)
+    def test_that_are_not_finite_are_refused(
+        self, engine: TransformersEngine, directory: Path, tmp_path: Path
+    ) -> None:
+        broken = shutil.copytree(directory, tmp_path / "broken")
+        weights = load_file(broken / "model.safetensors")
+        weights["lm_head.weight"] = torch.full((VOCABULARY, 32), float("nan"))
+        save_file(weights, broken / "model.safetensors", metadata={"format": "pt"})
+        engine.load(broken, 2)
         with pytest.raises(NonFiniteLogprobs, match="not finite"):
             engine.generate(requests(), sampling(), policy_version=2)
 
@@ -144,7 +144,7 @@ class TestSamples:
         assert tokens[0] == tokens[1]
 
     def test_of_a_group_and_of_other_seeds_differ(self, engine: TransformersEngine) -> None:
-        twice = [GenerationRequest([2, 3], 1), GenerationRequest([2, 3], 2)]
+        twice = [PromptRequest(prompt_token_ids=[2, 3], seed=seed) for seed in (1, 2)]
         a, b = engine.generate(twice, sampling(), policy_version=1)
         assert len({tuple(r.token_ids) for r in a.responses}) > 1
         assert [r.token_ids for r in a.responses] != [r.token_ids for r in b.responses]
@@ -152,7 +152,7 @@ class TestSamples:
     def test_follow_the_softmax(self, engine: TransformersEngine, directory: Path) -> None:
         draws, temperature = 20_000, 0.8
         (group,) = engine.generate(
-            [GenerationRequest([4, 9], 5)],
+            [PromptRequest(prompt_token_ids=[4, 9], seed=5)],
             sampling(1, group_size=draws, temperature=temperature),
             policy_version=1,
         )
@@ -205,8 +205,11 @@ class TestEnding:
         last = {r.token_ids[-1] for g in groups for r in g.responses if r.finish_reason == "stop"}
         assert last == {1, 7}
 
-    def test_groups_come_whole_and_in_order(self, engine: TransformersEngine) -> None:
+    def test_groups_come_complete_and_in_order(self, directory: Path) -> None:
+        engine = TransformersEngine(max_sequences=6)  # two prompts at a time
+        engine.load(directory, 1)
         groups = engine.generate(requests(), sampling(group_size=3), policy_version=1)
+        assert [group.index for group in groups] == [0, 1, 2, 3]
         assert [len(group.responses) for group in groups] == [3] * len(RAGGED)
         assert {group.policy_version for group in groups} == {1}
 
@@ -236,18 +239,6 @@ class TestVersions:
         new = engine.generate(requests(), sampling(), policy_version=2)
         assert new == fresh.generate(requests(), sampling(), policy_version=2)
         assert [g.responses for g in new] != [g.responses for g in old]
-
-    def test_a_state_dict_is_taken_without_files(
-        self, engine: TransformersEngine, tmp_path: Path
-    ) -> None:
-        other = save_model(tmp_path / "other", seed=1)
-        fresh = TransformersEngine()
-        fresh.load(other, 3)
-        engine.load_state_dict(load_file(other / "model.safetensors"), 3)
-        assert engine.version == 3
-        assert engine.generate(requests(), sampling(), policy_version=3) == fresh.generate(
-            requests(), sampling(), policy_version=3
-        )
 
     def test_tied_weights_are_reloaded_on_both_sides(self, tmp_path: Path) -> None:
         first = save_model(tmp_path / "first", tie_word_embeddings=True)
@@ -344,19 +335,11 @@ class TestBadDirectories:
         with pytest.raises(ModelLoadError, match="names no end token"):
             TransformersEngine().load(bad, 1)
 
-    def test_a_state_dict_of_another_model(
-        self, engine: TransformersEngine, tmp_path: Path
-    ) -> None:
-        wide = save_model(tmp_path / "wide", intermediate_size=64)
-        with pytest.raises(ModelLoadError, match=r"the state dict.*has the shape"):
-            engine.load_state_dict(load_file(wide / "model.safetensors"), 2)
-        assert engine.version == 1
-
 
 @pytest.mark.parametrize(
     "wrong", [{"temperature": 0.0}, {"max_tokens": 0}, {"group_size": 0}], ids=str
 )
 def test_sampling_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     options: dict[str, Any] = {"temperature": 1.0, "max_tokens": 1, "group_size": 1}
-    with pytest.raises(ValueError, match="must be positive"):
-        SamplingParams(**(options | wrong))
+    with pytest.raises(ValidationError, match=f"{next(iter(wrong))}\n.*greater than"):
+        Sampling(**(options | wrong))

@@ -1,4 +1,4 @@
-"""A verifier on a real port, and a distribution with a task that misbehaves on demand."""
+"""Fixtures: a verifier on a real port, and a plug-in task that misbehaves on demand."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Lacking:
 
 @pytest.fixture
 def odd_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A distribution as pip would leave it, on the path of this process and of the workers."""
+    """Puts a distribution, as pip installs it, on the path of this process and of the workers."""
     (tmp_path / "odd_task.py").write_text(ODD_TASK)
     info = tmp_path / "odd_task-1.0.dist-info"
     info.mkdir()
@@ -93,7 +93,7 @@ def odd_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def serving(settings: VerifierSettings) -> Iterator[tuple[FastAPI, httpx.Client]]:
-    """The verifier on a port of its own."""
+    """Runs a verifier on a free port; yields its app and a client."""
     app = create_app(TOKEN, settings)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -121,10 +121,10 @@ def _ready(client: httpx.Client) -> bool:
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 300.0) -> None:
-    """Until the condition holds; fails the test if it never does."""
+    """Waits until the condition holds; fails the test if it does not in time."""
     pause = threading.Event()
     for _ in range(int(seconds * 50)):
         if condition():
             return
         pause.wait(0.02)
-    raise AssertionError(f"not so within {seconds} s")
+    raise AssertionError(f"the condition did not hold within {seconds} s")

@@ -1,4 +1,4 @@
-"""The verifier over HTTP: limits, refusals, back-pressure, drain."""
+"""The verifier over HTTP: verdicts, limits, back-pressure and draining."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_verdict_for_every_response(client: httpx.Client) -> None:
     assert answer.json() == {"verdicts": [[ok], [], [ok]]}
 
 
-def test_a_token_is_needed_and_nothing_is_read_without(client: httpx.Client) -> None:
+def test_a_request_without_a_valid_token_is_refused_unread(client: httpx.Client) -> None:
     url = str(client.base_url.join("/v1/verify"))
     refused(httpx.post(url, content=b"{"), 401, "Authorization: Bearer")
     refused(httpx.post(url, content=b"{", headers={"Authorization": "Bearer no"}), 401, "not known")
@@ -91,7 +91,7 @@ def test_a_token_is_needed_and_nothing_is_read_without(client: httpx.Client) -> 
         ({"items": [{**ITEM, "responses": [1] * 1_000}]}, ["items.0.responses.0", "995 more"]),
     ],
 )
-def test_a_bad_request_says_which_field_and_what_would_be_right(
+def test_a_bad_request_is_answered_with_the_field_and_the_remedy(
     client: httpx.Client, request_: dict[str, Any], words: list[str]
 ) -> None:
     refused(ask(client, **request_), 422, *words)
@@ -104,7 +104,7 @@ def test_sizes_are_limited(client: httpx.Client) -> None:
     refused(ask(client, items=[too_many]), 422, "items.0.responses", str(MOST_RESPONSES))
 
 
-def test_a_body_too_large_is_not_held(client: httpx.Client) -> None:
+def test_a_body_that_is_too_large_is_not_held_in_memory(client: httpx.Client) -> None:
     url = client.base_url
     with socket.create_connection((url.host, url.port or 80), timeout=30) as connection:
         connection.sendall(
@@ -119,7 +119,7 @@ def test_a_body_too_large_is_not_held(client: httpx.Client) -> None:
             yield b" " * (1 << 20)
 
     answer = None
-    # It may hang up while we still send, which is to refuse as well.
+    # The server may close the connection while the body is being sent: a refusal, too.
     with suppress(httpx.TransportError):
         answer = client.post("/v1/verify", content=endless())
     assert answer is None or answer.status_code == 413
@@ -153,7 +153,7 @@ def test_the_api_documents_its_body(client: httpx.Client) -> None:
 # ---- the client ---------------------------------------------------------------------------------
 
 
-def test_the_client_cuts_what_is_too_much_and_joins_the_answers(
+def test_the_client_splits_large_calls_and_joins_the_answers(
     client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_module, "RESPONSES_AT_ONCE", 7)
@@ -177,14 +177,14 @@ def test_the_client_cuts_what_is_too_much_and_joins_the_answers(
     assert verdicts[-1][0].status == "too_large"
 
 
-def test_the_client_says_what_was_refused(client: httpx.Client) -> None:
+def test_the_client_reports_what_was_refused(client: httpx.Client) -> None:
     typed = VerifierClient(str(client.base_url), TOKEN)
     with pytest.raises(ServiceError, match="the verifier refused POST /v1/verify: task: 'x'"):
         typed.verify("x", {}, [VerifyItem(payload={}, responses=["1"])])
     typed.close()
 
 
-# ---- busy, gone, draining -----------------------------------------------------------------------
+# ---- busy, disconnected, draining ---------------------------------------------------------------
 
 
 def test_beyond_the_queue_comes_429_and_the_client_waits(odd_task: None) -> None:
@@ -198,7 +198,7 @@ def test_beyond_the_queue_comes_429_and_the_client_waits(odd_task: None) -> None
         answer = client.post("/v1/verify", json=hanging)
         refused(answer, 429, "BAPO_VERIFIER_QUEUE")
         assert answer.headers["retry-after"] == "1"
-        refused(ask(client, items=[ITEM] * 3), 413, "only 2 may wait")
+        refused(ask(client, items=[ITEM] * 3), 413, "BAPO_VERIFIER_QUEUE = 2")
         typed = VerifierClient(str(client.base_url), TOKEN)
         (verdicts,) = typed.verify("odd", {}, [VerifyItem(payload={"n": 1}, responses=["a"])])
         assert verdicts[0].status == "ok"
@@ -207,7 +207,7 @@ def test_beyond_the_queue_comes_429_and_the_client_waits(odd_task: None) -> None
         assert 'bapo_verifier_refused_total{why="busy"}' in client.get("/metrics").text
 
 
-def test_a_client_that_hangs_up_takes_its_batch_with_it(odd_task: None) -> None:
+def test_the_batch_of_a_client_that_disconnects_is_abandoned(odd_task: None) -> None:
     hanging = {"task": "odd", "items": [{"payload": {"n": 1}, "responses": ["hang"] * 50}]}
     with serving(VerifierSettings(workers=1, deadline_s=60.0)) as (app, client):
         with pytest.raises(httpx.ReadTimeout):
@@ -215,13 +215,13 @@ def test_a_client_that_hangs_up_takes_its_batch_with_it(odd_task: None) -> None:
         wait_until(lambda: app.state.pool.waiting() == 0)
 
 
-def test_while_draining_nothing_new_is_taken(odd_task: None) -> None:
+def test_while_draining_new_requests_are_refused(odd_task: None) -> None:
     work = {"task": "odd", "items": [{"payload": {"n": 1}, "responses": ["hang", "a"]}]}
     with (
         serving(VerifierSettings(workers=1, deadline_s=1.0)) as (app, client),
         ThreadPoolExecutor(1) as threads,
     ):
-        under_way = threads.submit(client.post, "/v1/verify", json=work)
+        in_progress = threads.submit(client.post, "/v1/verify", json=work)
         wait_until(lambda: app.state.pool.waiting() == 2)
         drain = threading.Thread(target=app.state.pool.drain, args=(30.0,))
         drain.start()
@@ -229,11 +229,11 @@ def test_while_draining_nothing_new_is_taken(odd_task: None) -> None:
         assert client.get("/health").status_code == 200
         refused(client.post("/v1/verify", json=work), 503, "shutting down")
         drain.join()
-        statuses = [verdict["status"] for verdict in under_way.result().json()["verdicts"][0]]
+        statuses = [verdict["status"] for verdict in in_progress.result().json()["verdicts"][0]]
         assert statuses == ["timeout", "ok"]
 
 
-def test_sigterm_finishes_what_is_under_way_and_ends(odd_task: None) -> None:
+def test_sigterm_finishes_requests_in_progress_and_exits(odd_task: None) -> None:
     (port,) = free_ports(1)
     environment = {
         **os.environ,
@@ -252,11 +252,11 @@ def test_sigterm_finishes_what_is_under_way_and_ends(odd_task: None) -> None:
     ):
         try:
             wait_until(lambda: _status(client, "/readyz") == 200)
-            under_way = threads.submit(client.post, "/v1/verify", json=work)
+            in_progress = threads.submit(client.post, "/v1/verify", json=work)
             wait_until(lambda: "bapo_verifier_waiting 2.0" in client.get("/metrics").text)
             process.send_signal(signal.SIGTERM)
             wait_until(lambda: _status(client, "/readyz") == 503)
-            answer = under_way.result()
+            answer = in_progress.result()
             assert [v["status"] for v in answer.json()["verdicts"][0]] == ["timeout", "ok"]
             process.wait(300)
         finally:

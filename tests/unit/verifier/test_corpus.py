@@ -1,5 +1,5 @@
 """Hundreds of hostile responses through the real service: none is rewarded wrongly, none stalls
-the pool, and what stands beside them gets the verdict that it deserves."""
+the pool, and ordinary responses beside them get the right verdict."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def client() -> Iterator[httpx.Client]:
 
 
 def score(client: httpx.Client, cases: list[Case]) -> tuple[list[str], list[str]]:
-    """(what came out wrong, statuses), each case between two right answers."""
+    """Returns (wrong verdicts, all statuses); each case stands between two right answers."""
     responses = [GOOD[cases[0].task]]
     for case in cases:
         responses += [case.response, GOOD[case.task]]
@@ -33,7 +33,7 @@ def score(client: httpx.Client, cases: list[Case]) -> tuple[list[str], list[str]
         {"payload": cases[min(n // 2, len(cases) - 1)].payload, "responses": [response]}
         for n, response in enumerate(responses)
     ]
-    # json, not httpx's: lone surrogates and NUL are escaped, as a foreign client may send them.
+    # `json` escapes lone surrogates and NUL, as a foreign client may; httpx's encoder does not.
     body = json.dumps({"task": cases[0].task, "items": items})
     answer = client.post("/v1/verify", content=body)
     assert answer.status_code == 200, answer.text
@@ -51,21 +51,21 @@ def score(client: httpx.Client, cases: list[Case]) -> tuple[list[str], list[str]
     return wrong, [verdict["status"] for verdict in verdicts]
 
 
-def test_there_are_enough_of_them() -> None:
+def test_the_corpus_has_hundreds_of_cases_with_both_rewards() -> None:
     assert len(CASES) >= 300
     for task in ("countdown", "math"):
         rewards = {case.reward for case in CASES if case.task == task}
         assert rewards == {0, 1}
 
 
-def chunks(task: str, batch: str, size: int) -> list[list[Case]]:
-    chosen = [case for case in CASES if case.task == task and case.batch == batch]
-    return [chosen[start : start + size] for start in range(0, len(chosen), size)]
+def split_cases(task: str, batch: str, size: int) -> list[list[Case]]:
+    selected = [case for case in CASES if case.task == task and case.batch == batch]
+    return [selected[start : start + size] for start in range(0, len(selected), size)]
 
 
 @pytest.mark.parametrize("task", ["countdown", "math"])
-def test_odd_responses_get_the_reward_that_they_deserve(client: httpx.Client, task: str) -> None:
-    for cases in chunks(task, "fast", 60):
+def test_odd_responses_get_the_right_reward(client: httpx.Client, task: str) -> None:
+    for cases in split_cases(task, "fast", 60):
         wrong, statuses = score(client, cases)
         assert wrong == []
         assert "crashed" not in statuses
@@ -77,7 +77,7 @@ def test_bombs_cost_their_deadline_and_nothing_else(client: httpx.Client) -> Non
     wrong, statuses = score(client, cases)
     assert wrong == []
     assert statuses.count("timeout") > len(cases) / 2
-    # As if they had waited in one line. There are two; a process that has to start costs too.
+    # The time of one worker; there are two, but starting processes takes time as well.
     assert time.monotonic() - started < len(cases) * (DEADLINE_S + 0.5)
 
 
@@ -87,7 +87,7 @@ def test_bombs_cost_their_deadline_and_nothing_else(client: httpx.Client) -> Non
     ids=ascii,
 )
 @pytest.mark.parametrize("task", ["countdown", "math"])
-def test_text_that_is_none_gets_a_verdict_or_a_clean_refusal(
+def test_text_that_is_not_unicode_gets_a_verdict_or_a_clean_refusal(
     client: httpx.Client, task: str, text: str
 ) -> None:
     payload = next(case.payload for case in CASES if case.task == task)
@@ -105,7 +105,7 @@ def test_text_that_is_none_gets_a_verdict_or_a_clean_refusal(
     [b"\xff", b"\xc3\x28", b"\xe2\x82", b"\xf0\x9f\x98", b"\xed\xa0\x80", b"\xc0\xaf", b"\x00"],
     ids=repr,
 )
-def test_bytes_that_are_no_utf8_are_refused(client: httpx.Client, response: bytes) -> None:
+def test_bytes_that_are_not_utf8_are_refused(client: httpx.Client, response: bytes) -> None:
     payload = b'{"nums": [3, 4, 7], "target": 84}'
     items = b'[{"payload": ' + payload + b', "responses": ["' + response + b'"]}]'
     answer = client.post("/v1/verify", content=b'{"task": "countdown", "items": ' + items + b"}")

@@ -1,4 +1,4 @@
-"""The pool scores whatever comes, and what hangs or crashes costs only itself."""
+"""The pool scores any response, and one that hangs or crashes costs only itself."""
 
 from __future__ import annotations
 
@@ -24,27 +24,32 @@ ODD = {"n": 7}
 
 
 def processes() -> list[psutil.Process]:
-    """The workers of this process's pools. The stack of other tests has its own."""
+    """Returns the workers of this process's pools; the stack of other tests has its own."""
     return [child for child in psutil.Process().children() if _is_worker(child)]
 
 
 def _is_worker(process: psutil.Process) -> bool:
     try:
         return "services.verifier.worker" in process.cmdline()
-    except psutil.NoSuchProcess:  # of zombies too
+    except psutil.NoSuchProcess:  # also raised for zombies
         return False
 
 
-def started(workers: int, deadline_s: float, **more: int) -> VerifierPool:
+def spare_ready(pool: VerifierPool) -> bool:
+    """Whether the pool's spare process has started and prepared the latest task."""
+    return pool._spare._ready is not None
+
+
+def start_pool(workers: int, deadline_s: float, **more: int) -> VerifierPool:
     pool = VerifierPool(workers, deadline_s, **more)
-    wait_until(lambda: pool.ready() and pool.spare_ready())
+    wait_until(lambda: pool.ready() and spare_ready(pool))
     return pool
 
 
 @pytest.fixture
 def pool(odd_task: None) -> Iterator[VerifierPool]:
-    """One worker, so that everything goes through the same one."""
-    pool = started(1, 2.0, memory_mb=256)
+    """A pool of one worker, so that every response goes through the same one."""
+    pool = start_pool(1, 2.0, memory_mb=256)
     yield pool
     pool.close()
     assert processes() == []
@@ -58,7 +63,7 @@ def statuses(pool: VerifierPool, responses: list[str]) -> list[str]:
 def odd(pool: VerifierPool, responses: list[str]) -> list[str]:
     verdicts = pool.verify("odd", {}, [({"n": n}, text) for n, text in enumerate(responses)])
     for n, verdict in enumerate(verdicts):
-        # What is right is right for its own payload: no verdict is another's.
+        # The extracted answer names the payload, so a verdict on another response would show.
         if verdict.status == "ok":
             assert (verdict.reward, verdict.extracted) == (1.0, str(n))
         else:
@@ -81,11 +86,11 @@ def test_verdicts_come_in_order(pool: VerifierPool) -> None:
     assert verdicts[0].extracted == "1+2+3"
 
 
-def test_nothing_to_do_is_no_error(pool: VerifierPool) -> None:
+def test_an_empty_batch_has_no_verdicts(pool: VerifierPool) -> None:
     assert statuses(pool, []) == []
 
 
-def test_an_endless_response_is_not_read(pool: VerifierPool) -> None:
+def test_a_response_that_is_too_long_is_not_read(pool: VerifierPool) -> None:
     endless = "9" * (LONGEST_RESPONSE + 1)
     assert statuses(pool, [endless]) == ["too_large"]
     assert statuses(pool, [endless, "1+2+3"]) == ["too_large", "ok"]
@@ -94,12 +99,12 @@ def test_an_endless_response_is_not_read(pool: VerifierPool) -> None:
 @pytest.mark.parametrize("how", ["hang", "spin"])
 def test_a_missed_deadline_costs_itself_and_half_a_second(pool: VerifierPool, how: str) -> None:
     assert odd(pool, ["fine"]) == ["ok"]
-    # The spare was made before there was a task; the next one knows it.
+    # The first spare started before there was a task; the next one has prepared it.
     assert odd(pool, ["exit"]) == ["crashed"]
     costs: list[float] = []
-    # On a busy machine a try may wait for a processor; that it need not cost more, the best shows.
+    # On a busy machine an attempt may wait for a core; the cheapest one shows what it must cost.
     while not costs or (min(costs) >= 2.5 and len(costs) < 5):
-        wait_until(pool.spare_ready)
+        wait_until(lambda: spare_ready(pool))
         begin = time.monotonic()
         assert odd(pool, ["a", "b", how, "c", "d"]) == ["ok", "ok", "timeout", "ok", "ok"]
         costs.append(time.monotonic() - begin)
@@ -107,7 +112,7 @@ def test_a_missed_deadline_costs_itself_and_half_a_second(pool: VerifierPool, ho
     assert pool.restarts["timeout"] == len(costs)
 
 
-def test_the_deadline_is_of_each_response_not_of_a_batch(pool: VerifierPool) -> None:
+def test_each_response_has_a_deadline_of_its_own(pool: VerifierPool) -> None:
     assert odd(pool, ["hang", "a", "hang", "b"]) == ["timeout", "ok", "timeout", "ok"]
 
 
@@ -126,7 +131,7 @@ def test_a_crash_costs_one_response(pool: VerifierPool, how: str) -> None:
         ("status", "lower-case letters"),
     ],
 )
-def test_a_task_that_breaks_its_promises_is_told_so(pool: VerifierPool, how: str, why: str) -> None:
+def test_the_error_of_a_task_is_in_the_verdict(pool: VerifierPool, how: str, why: str) -> None:
     before = processes()
     verdicts = pool.verify("odd", {}, [(ODD, "a"), (ODD, how), (ODD, "b")])
     assert [verdict.status for verdict in verdicts] == ["ok", "crashed", "ok"]
@@ -140,7 +145,7 @@ def test_too_much_memory_costs_one_response(pool: VerifierPool) -> None:
     assert pool.restarts == {"retired": 2}
 
 
-def test_a_worker_that_dies_between_batches_is_nobodys_fault(pool: VerifierPool) -> None:
+def test_a_worker_that_dies_between_batches_costs_no_response(pool: VerifierPool) -> None:
     assert statuses(pool, ["1+2+3"]) == ["ok"]
     for process in processes():
         process.kill()
@@ -148,7 +153,7 @@ def test_a_worker_that_dies_between_batches_is_nobodys_fault(pool: VerifierPool)
     assert statuses(pool, ["1+2+3", "3+2+1"]) == ["ok", "ok"]
 
 
-def test_a_worker_that_dies_before_it_begins_is_nobodys_fault(pool: VerifierPool) -> None:
+def test_a_worker_that_dies_before_it_begins_costs_no_response(pool: VerifierPool) -> None:
     assert statuses(pool, ["1+2+3"]) == ["ok"]
     workers = processes()
     for process in workers:
@@ -195,9 +200,9 @@ def test_a_task_may_have_statuses_of_its_own_and_long_answers_are_cut(pool: Veri
     assert long.extracted == "x" * 1_000
 
 
-def test_workers_know_no_secret(pool: VerifierPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_get_no_secret(pool: VerifierPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAPO_TOKEN", "secret")
-    with_secret = started(1, 5.0)
+    with_secret = start_pool(1, 5.0)
     (verdict,) = with_secret.verify("odd", {}, [(ODD, "secret")])
     with_secret.close()
     assert verdict.extracted == "[]"
@@ -212,7 +217,7 @@ def test_options_that_a_task_refuses_are_an_error(pool: VerifierPool) -> None:
 
 
 def test_one_batch_uses_all_workers(odd_task: None) -> None:
-    pool = started(2, 60.0)
+    pool = start_pool(2, 60.0)
     try:
         batch = pool.submit("odd", {}, [(ODD, "hang")] * 2 * SMALLEST_CHUNK)
         # A worker that hangs takes no second chunk, so each has one.
@@ -223,7 +228,7 @@ def test_one_batch_uses_all_workers(odd_task: None) -> None:
 
 
 def test_batches_take_turns(odd_task: None) -> None:
-    pool = started(1, 1.0)
+    pool = start_pool(1, 1.0)
     try:
         long = pool.submit("odd", {}, [(ODD, "hang")] * 40)
         short = pool.submit("odd", {}, [(ODD, "a")])
@@ -236,11 +241,11 @@ def test_batches_take_turns(odd_task: None) -> None:
         pool.close()
 
 
-def test_no_more_waits_than_may(odd_task: None) -> None:
-    pool = started(1, 60.0, queue=10)
+def test_a_batch_that_does_not_fit_in_the_queue_is_refused(odd_task: None) -> None:
+    pool = start_pool(1, 60.0, queue=10)
     try:
         batch = pool.submit("odd", {}, [(ODD, "hang")] * 8)
-        with pytest.raises(Busy, match="8 responses wait and 10 may"):
+        with pytest.raises(Busy, match="3 responses do not fit in the queue, which has 8 of 10"):
             pool.submit("odd", {}, [(ODD, "a")] * 3)
         pool.submit("odd", {}, [(ODD, "a")] * 2)
         pool.abandon(batch)
@@ -251,8 +256,8 @@ def test_no_more_waits_than_may(odd_task: None) -> None:
         pool.close()
 
 
-def test_a_drain_finishes_what_is_under_way_and_takes_nothing_new(odd_task: None) -> None:
-    pool = started(1, 1.0)
+def test_a_drain_finishes_batches_and_refuses_new_ones(odd_task: None) -> None:
+    pool = start_pool(1, 1.0)
     try:
         batch = pool.submit("odd", {}, [(ODD, "hang"), (ODD, "a")])
         drained: list[bool] = []
@@ -268,8 +273,8 @@ def test_a_drain_finishes_what_is_under_way_and_takes_nothing_new(odd_task: None
         pool.close()
 
 
-def test_a_drain_gives_up_in_time_and_what_is_left_is_told(odd_task: None) -> None:
-    pool = started(1, 60.0)
+def test_a_drain_that_times_out_fails_unfinished_batches(odd_task: None) -> None:
+    pool = start_pool(1, 60.0)
     batch = pool.submit("odd", {}, [(ODD, "hang")])
     assert not pool.drain(0.05)
     pool.close()

@@ -1,0 +1,25 @@
+"""Errors of rollout engines and replicas."""
+
+from __future__ import annotations
+
+from bapo_core.errors import BapoError, TransientError
+
+
+class WrongVersion(TransientError):
+    """An engine or replica was asked for a policy version that it does not serve."""
+
+
+class ModelLoadError(BapoError):
+    """A directory holds no model that this engine can load; the message says why."""
+
+
+class EngineLost(TransientError):
+    """The engine has exited, hangs or answers nonsense. The replica restarts it."""
+
+
+class PromptRefused(BapoError):
+    """The engine can never answer a prompt, for example because it is too long."""
+
+
+class ReplicaFailed(TransientError):
+    """A replica did not finish a request. Another replica may."""

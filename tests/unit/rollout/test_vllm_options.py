@@ -1,0 +1,88 @@
+"""vLLM is started with an import path and an environment that belong to it alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from services.rollout.server import compiler_environment
+from services.rollout.vllm.server import VllmOptions
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> VllmOptions:
+    return VllmOptions("python", 96, "float32", tmp_path / "vllm.log", arguments=["--seed", "1"])
+
+
+def test_without_a_compiler_vllm_compiles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert compiler_environment() == {"TORCHDYNAMO_DISABLE": "1"}
+    (tmp_path / "g++").touch(mode=0o755)
+    assert compiler_environment() == {}
+    monkeypatch.setenv("CXX", "clang++")
+    assert compiler_environment() == {"TORCHDYNAMO_DISABLE": "1"}
+
+
+def test_the_command_names_the_model_and_ends_with_the_users_arguments(
+    options: VllmOptions,
+) -> None:
+    command = options.command(Path("/weights/v3"), 8123)
+    assert command[:3] == ["python", "-m", "vllm.entrypoints.openai.api_server"]
+    for flag, value in (
+        ("--model", "/weights/v3"),
+        ("--host", "127.0.0.1"),
+        ("--port", "8123"),
+        ("--max-model-len", "96"),
+        ("--dtype", "float32"),
+        ("--worker-extension-cls", "bapo_vllm_worker.LoadsPolicies"),
+    ):
+        assert command[command.index(flag) + 1] == value
+    assert command[-2:] == ["--seed", "1"]
+
+
+def test_the_import_path_of_vllm_has_the_worker_extension_and_nothing_else(
+    options: VllmOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/app", "/site-packages"]))
+    options.install_worker()
+    (directory,) = options.variables()["PYTHONPATH"].split(os.pathsep)
+    assert [path.name for path in Path(directory).iterdir()] == ["bapo_vllm_worker.py"]
+
+
+def test_vllm_gets_no_secret_and_the_users_variables_come_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BAPO_TOKEN", "secret")
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    more = {"HF_HUB_OFFLINE": "0"}
+    variables = VllmOptions(
+        "python", 96, "float32", tmp_path / "vllm.log", environment=more
+    ).variables()
+    assert not [name for name in variables if name.startswith("BAPO_")]
+    assert variables["OMP_NUM_THREADS"] == "3"
+    assert variables["VLLM_SERVER_DEV_MODE"] == "1"
+    assert variables["HF_HUB_OFFLINE"] == "0"
+
+
+def test_the_worker_extension_is_importable_without_this_project(options: VllmOptions) -> None:
+    options.install_worker()
+    code = (
+        "import sys, bapo_vllm_worker\n"
+        "assert callable(bapo_vllm_worker.LoadsPolicies.load_policy)\n"
+        "assert not {'services', 'bapo_core', 'torch'} & set(sys.modules)\n"
+    )
+    # -S leaves site-packages off the path, where this project may be installed.
+    subprocess.run([sys.executable, "-S", "-P", "-c", code], env=options.variables(), check=True)
+
+
+def test_the_worker_extension_may_be_installed_again(options: VllmOptions) -> None:
+    options.install_worker()
+    options.install_worker()
+    assert len(list(options.module_directory.iterdir())) == 1
