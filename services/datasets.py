@@ -66,7 +66,9 @@ def _payloads(config: RunConfig, task: Task) -> tuple[list[Payload], list[Payloa
         return train, test
     if (train is None) != (test is None):
         missing = "test_path" if test is None else "train_path"
-        raise ValueError(f"task.{missing} is not set; set both files, or neither to generate the prompts")
+        raise ValueError(
+            f"task.{missing} is not set; set both files, or neither to generate the prompts"
+        )
     if not isinstance(task, SyntheticTask):
         raise ValueError(
             f"task {settings.name} cannot generate prompts; set task.train_path and task.test_path"

@@ -70,7 +70,9 @@ def _ensure_tiny_model(directory: Path, console: Console) -> Path:
         bar = progress.add_task(task, total=None)
 
         def show(done: int, total: int, loss: float) -> None:
-            progress.update(bar, completed=done, total=total, description=f"{task}, loss {loss:.3f}")
+            progress.update(
+                bar, completed=done, total=total, description=f"{task}, loss {loss:.3f}"
+            )
 
         build_tiny_model(directory, seed=0, progress=show)
     return directory

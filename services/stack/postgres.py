@@ -48,9 +48,7 @@ def start_postgres(supervisor: Supervisor, data: Path, sockets: Path) -> str:
         # SIGINT is Postgres's fast shutdown, which does not wait for clients to disconnect.
         stop_signal=signal.SIGINT,
     )
-    supervisor.wait_until(
-        lambda: _accepts_connections(sockets), "Postgres", seconds=READY_WITHIN_S
-    )
+    supervisor.wait_until(lambda: _accepts_connections(sockets), "Postgres", seconds=READY_WITHIN_S)
     return f"postgresql+psycopg://postgres@/postgres?host={sockets}"
 
 
