@@ -19,7 +19,7 @@ class ConfigArguments:
     """A configuration file and the keys that are changed, as given on the command line."""
 
     file: str | None
-    overrides: Sequence[str]
+    overrides: tuple[str, ...]
     """`key=value`, in the order given."""
 
     def load(self, *overrides: str) -> RunConfig:
@@ -32,8 +32,8 @@ class ConfigArguments:
 def split_config_arguments(arguments: Sequence[str]) -> ConfigArguments:
     """Takes the first argument for the file, unless it is a `key=value`."""
     if arguments and "=" not in arguments[0]:
-        return ConfigArguments(arguments[0], arguments[1:])
-    return ConfigArguments(None, arguments)
+        return ConfigArguments(arguments[0], tuple(arguments[1:]))
+    return ConfigArguments(None, tuple(arguments))
 
 
 def _split(_context: click.Context, _parameter: click.Parameter, value: Any) -> ConfigArguments:

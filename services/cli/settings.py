@@ -8,7 +8,10 @@ from services.common.settings import Settings
 
 
 class CommandLineSettings(Settings):
-    """Settings of `bapo`: which services it asks, where these are not the stack of this machine."""
+    """Settings of the command line.
+
+    They name the services to ask, where these are not the stack of this machine.
+    """
 
     buffer_url: str | None = None
     """Address of the buffer service to ask, `http://host:port`; takes effect with `BAPO_TOKEN`.

@@ -41,8 +41,13 @@ TUNED_PER_ALGORITHM = (
 
 @click.command
 @config_arguments
-@click.option("--algorithms", default="bapo,grpo,dapo", help="Algorithms, separated by commas.")
-@click.option("--seeds", default="1,2,3", help="Seeds, separated by commas.")
+@click.option(
+    "--algorithms",
+    default="bapo,grpo,dapo",
+    metavar="LIST",
+    help="Algorithms, separated by commas.",
+)
+@click.option("--seeds", default="1,2,3", metavar="LIST", help="Seeds, separated by commas.")
 @port_option
 def compare(config: ConfigArguments, algorithms: str, seeds: str, port: int) -> None:
     """Train several algorithms with several seeds.
