@@ -21,6 +21,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from bapo_core.errors import BapoError
+from services.common.process import python_command
 from services.verifier.worker import PROGRESS, Result, Work
 
 START_WITHIN_S = 60.0
@@ -60,7 +61,7 @@ class WorkerProcess:
             descriptors = (theirs.fileno(), progress.fileno())
             arguments = (*descriptors, os.getpid(), memory_bytes)
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "services.verifier.worker", *map(str, arguments)],
+                python_command("services.verifier.worker", *map(str, arguments)),
                 env=_environment(),
                 stdin=subprocess.DEVNULL,
                 pass_fds=descriptors,
