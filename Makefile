@@ -117,9 +117,11 @@ bench: $(STAMP) ## the benchmarks of benchmarks/
 	$(BIN)/python -m benchmarks.buffer
 	$(BIN)/python -m benchmarks.buffer_load
 
-docs: $(STAMP) ## regenerate what is made from the code: configuration, chart, pipeline
+docs: $(STAMP) ## regenerate what is made from the code: references, chart, pipeline
 	$(BIN)/python -m bapo_core.config.reference docs/configuration.md
 	$(BIN)/python -m bapo_core.config.reference --schema docs/config.schema.json
+	$(BIN)/python -m services.cli.reference docs/cli.md
+	$(BIN)/python -m services.cli.environment docs/environment.md
 	$(BIN)/python charts/readme.py
 	$(BIN)/bapo pipeline compile
 

@@ -33,7 +33,7 @@ from benchmarks.machine import machine
 from services.model.resolve import ensure_model
 from services.rollout.api.wire import GeneratedGroup, PromptRequest, Sampling
 from services.rollout.transformers_engine import TransformersEngine
-from services.stack.stack import default_home
+from services.stack.settings import default_home
 
 TEMPERATURE = 1.0
 TOLERANCE = 1e-5

@@ -151,7 +151,7 @@ class Run:
             served = [view.manifest_digest == digest for view in views]
             if len(served) == self.config.rollout.replicas and all(served):
                 return
-            self.supervisor.check_all_alive()
+            self.supervisor.check_all_running()
             time.sleep(0.01)
 
 

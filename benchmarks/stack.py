@@ -51,7 +51,8 @@ from services.model.resolve import ensure_model
 from services.rollout.api.wire import PromptRequest, Sampling
 from services.rollout.collector import tokenize_conversation
 from services.rollout.transformers_engine import TransformersEngine
-from services.stack.stack import default_home, running_stack
+from services.stack.settings import default_home
+from services.stack.stack import running_stack
 from services.trainer.data import collate, make_plan
 from services.trainer.phases import PhaseTimer
 from services.trainer.policy import load_policy

@@ -1,4 +1,4 @@
-"""The prompts of a run: loaded from files or generated, and named by their content."""
+"""Loads or generates the prompts of a run, and names them by their content."""
 
 from __future__ import annotations
 
@@ -16,20 +16,26 @@ from services.buffer.api.wire import PromptItem
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """Prompts in order. The same prompts have the same name on every machine."""
+    """Prompts in a fixed order, whose name contains a digest of them: the same on every machine."""
 
     name: str
     prompts: Sequence[PromptItem]
 
 
 def load_datasets(config: RunConfig) -> tuple[Dataset, Dataset]:
-    """(training, held-out) prompts. An error if they overlap, or are too few for the run."""
+    """Returns the training and the held-out prompts of a run.
+
+    Raises `BapoError` when a file cannot be read, when the two overlap, or when there are fewer
+    training prompts than a step may draw.
+    """
     settings = config.task
     try:
         task = get_task(settings.name, **settings.options)
         train, test = _payloads(config, task)
     except OSError as error:
-        raise BapoError(f"{error.filename}: {error.strerror}; set task.train_path") from error
+        raise BapoError(
+            f"{error.filename}: {error.strerror}; check task.train_path and task.test_path"
+        ) from error
     except ValueError as error:
         raise BapoError(str(error)) from error
     held_out = {task.uid(payload) for payload in test}
@@ -42,8 +48,8 @@ def load_datasets(config: RunConfig) -> tuple[Dataset, Dataset]:
     needed = config.rollout.prompts_per_step * config.rollout.max_generation_rounds
     if len(train) < needed:
         raise BapoError(
-            f"there are {len(train)} training prompts but one step may draw {needed}; lower "
-            "rollout.prompts_per_step or bring more prompts"
+            f"there are {len(train)} training prompts, but one step may draw {needed}; lower "
+            "rollout.prompts_per_step or rollout.max_generation_rounds, or provide more prompts"
         )
     return _dataset(task, "train", train), _dataset(task, "test", test)
 
@@ -60,10 +66,12 @@ def _payloads(config: RunConfig, task: Task) -> tuple[list[Payload], list[Payloa
         return train, test
     if (train is None) != (test is None):
         missing = "test_path" if test is None else "train_path"
-        raise ValueError(f"task.{missing} is not set; give both files, or neither to generate")
+        raise ValueError(
+            f"task.{missing} is not set; set both files, or neither to generate the prompts"
+        )
     if not isinstance(task, SyntheticTask):
         raise ValueError(
-            f"task {settings.name} cannot generate problems; set task.train_path and task.test_path"
+            f"task {settings.name} cannot generate prompts; set task.train_path and task.test_path"
         )
     return task.generate_split(
         settings.data_seed, train=settings.train_prompts, test=settings.test_prompts

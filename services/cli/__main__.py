@@ -1,4 +1,4 @@
-"""`python -m services.cli` is the command `bapo`."""
+"""Runs the command line: `python -m services.cli` is the same as `bapo`."""
 
 from services.cli.main import main
 

@@ -1,8 +1,8 @@
-"""Whether the rollout engine and the trainer mean the same by a log-prob.
+"""Measures how far the log-probs of the rollout engine and of the trainer differ.
 
 Generates with the engine of a configuration, scores the same tokens with the trainer's code, and
-compares. Whatever differs here biases every importance ratio of a run: another dtype or kernel a
-little, another temperature, a truncated distribution or stale weights a lot.
+compares. A difference biases every importance ratio of a run: that of another dtype or kernel a
+little, that of another temperature, a truncated distribution or stale weights a lot.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from services.rollout.settings import VllmSettings
 from services.trainer.data import collate, microbatches
 from services.trainer.policy import load_policy, response_logprobs
 
-TOKENS_AT_A_TIME = 4096
+MICROBATCH_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The most that may differ; `ess_fraction` is the least that may be left."""
+    """Upper limits of the metrics, and the lower limit of `ess_fraction`."""
 
     logprob_diff_mean: float
     logprob_diff_max: float
@@ -51,7 +51,7 @@ TOLERANCES = {
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """What was compared, and what came of it."""
+    """Metrics of the mismatch over a number of tokens, with their limits."""
 
     tokens: int
     responses: int
@@ -59,21 +59,24 @@ class Parity:
     tolerance: Tolerance
 
     def failures(self) -> list[str]:
-        """The metrics that are out of tolerance."""
+        """Returns the names of the metrics that are out of tolerance."""
         limits = self.tolerance
-        found = [
+        failures = [
             name
             for name in ("logprob_diff_mean", "logprob_diff_max", "mismatch_kl")
             if not self.metrics[name] <= getattr(limits, name)
         ]
         if not self.metrics["ess_fraction"] >= limits.ess_fraction:
-            found.append("ess_fraction")
-        return found
+            failures.append("ess_fraction")
+        return failures
 
 
 def measure_parity(config: RunConfig, model: Path, *, prompts: int) -> Parity:
-    """Generates for the first training prompts and scores what came."""
-    asked, groups = asyncio.run(_generate(config, model, prompts))
+    """Generates for the first `prompts` training prompts and scores the same tokens.
+
+    Raises `BapoError` when the engine refuses a prompt.
+    """
+    request, groups = asyncio.run(_generate(config, model, prompts))
     refused = [group.refused for group in groups if group.refused]
     if refused:
         raise BapoError(f"the engine refuses a prompt: {refused[0]}")
@@ -90,18 +93,18 @@ def measure_parity(config: RunConfig, model: Path, *, prompts: int) -> Parity:
                         for r in group.responses
                     ],
                 )
-                for prompt, group in zip(asked.prompts, groups, strict=True)
+                for prompt, group in zip(request.prompts, groups, strict=True)
             ]
         ),
     )
     network = load_policy(model)
-    scored = torch.zeros_like(batch.behavior_logprobs)
-    everything = torch.arange(len(batch.tokens))
+    trainer_logprobs = torch.zeros_like(batch.behavior_logprobs)
+    all_rows = torch.arange(len(batch.tokens))
     with torch.inference_mode():
-        for rows in microbatches(batch.lengths, everything, TOKENS_AT_A_TIME):
-            scored[rows] = response_logprobs(network, batch, rows, asked.temperature)[0]
+        for rows in microbatches(batch.lengths, all_rows, MICROBATCH_TOKENS):
+            trainer_logprobs[rows] = response_logprobs(network, batch, rows, request.temperature)[0]
     metrics = mismatch_metrics(
-        scored,
+        trainer_logprobs,
         batch.behavior_logprobs,
         batch.mask,
         cap=config.loss.weight_cap,
@@ -120,7 +123,7 @@ async def _generate(
     task = get_task(config.task.name, **config.task.options)
     train, _ = load_datasets(config)
     rollout = config.rollout
-    asked = GenerateRequest(
+    request = GenerateRequest(
         policy_version=1,
         manifest_digest="",
         temperature=rollout.temperature,
@@ -135,24 +138,24 @@ async def _generate(
         ],
     )
     with tempfile.TemporaryDirectory(prefix="bapo-doctor-") as scratch:
-        host = make_driver(config, Path(scratch), VllmSettings())
+        driver = make_driver(config, Path(scratch), VllmSettings())
         try:
-            await host.load(model, 1)
-            groups = [group async for group in host.generate(asked)]
+            await driver.load(model, 1)
+            groups = [group async for group in driver.generate(request)]
         finally:
-            await host.close()
-    return asked, sorted(groups, key=lambda group: group.index)
+            await driver.close()
+    return request, sorted(groups, key=lambda group: group.index)
 
 
 def show(console: Console, config: RunConfig, parity: Parity) -> None:
-    """The figures and their limits as a table."""
+    """Prints the metrics and their limits as a table."""
     title = (
         f"{config.rollout.engine} against the trainer: {parity.responses} responses, "
         f"{parity.tokens} tokens"
     )
     table = Table("", "measured", "tolerance", title=title, title_justify="left")
     failures = parity.failures()
-    for name, words in (
+    for name, label in (
         ("logprob_diff_mean", "|Δ log-prob|, mean"),
         ("logprob_diff_max", "|Δ log-prob|, largest"),
         ("mismatch_kl", "KL(engine || trainer), nats a token"),
@@ -161,5 +164,5 @@ def show(console: Console, config: RunConfig, parity: Parity) -> None:
         limit = getattr(parity.tolerance, name)
         sign = "≥" if name == "ess_fraction" else "≤"
         mark = "[red]✗[/red]" if name in failures else "✓"
-        table.add_row(words, f"{parity.metrics[name]:.3g}", f"{sign} {limit:g} {mark}")
+        table.add_row(label, f"{parity.metrics[name]:.3g}", f"{sign} {limit:g} {mark}")
     console.print(table)

@@ -1,4 +1,4 @@
-"""The accuracy of a model directory on held-out prompts, without any service."""
+"""Measures the accuracy of a model directory on held-out prompts, without any service."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ from services.verifier.pool import VerifierPool
 
 
 def evaluate_directory(config: RunConfig, directory: Path) -> dict[str, Any]:
-    """Samples every held-out prompt and scores the responses in killable processes."""
+    """Samples every held-out prompt and scores the responses in processes of their own.
+
+    Returns mean accuracy, pass@k, and the number of prompts by correct samples (`bins`). Raises
+    `BapoError` when `directory` holds no model.
+    """
     if not (directory / "config.json").is_file():
         raise BapoError(f"{directory} is not a model directory: it has no config.json")
     from transformers import AutoTokenizer
@@ -48,14 +52,14 @@ def evaluate_directory(config: RunConfig, directory: Path) -> dict[str, Any]:
         ),
         policy_version=1,
     )
-    work = [
+    responses = [
         (prompt.payload, str(tokenizer.decode(response.token_ids, skip_special_tokens=True)))
         for prompt, group in zip(held_out.prompts, generated, strict=True)
         for response in group.responses
     ]
     pool = VerifierPool(workers=1, deadline_s=5.0)
     try:
-        verdicts = pool.verify(config.task.name, config.task.options, work)
+        verdicts = pool.verify(config.task.name, config.task.options, responses)
     finally:
         pool.close()
     rewards = [verdict.reward for verdict in verdicts]
@@ -78,7 +82,7 @@ def evaluate_directory(config: RunConfig, directory: Path) -> dict[str, Any]:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    """The result as tables."""
+    """Prints the result as tables."""
     console.print(
         f"{result['model']}: {result['prompts']} prompts, {result['samples']} samples each, "
         f"mean accuracy {result['mean_accuracy']:.4f}",

@@ -1,4 +1,4 @@
-"""One run on this machine, from a configuration to a report."""
+"""Trains one run on this machine, from its configuration to its report."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ from services.report.summary import RunHistory, read_history, summarise
 from services.stack.stack import Endpoints
 from services.stack.supervisor import Supervisor, free_ports
 
-POLL_S = 0.5
-PATIENCE_S = 15.0
-"""The services are on this machine: nobody moves them to another."""
+POLL_INTERVAL_S = 0.5
+GIVE_UP_AFTER_S = 15.0
+"""Seconds of failing calls after which a service of this machine counts as lost. It is restarted
+by no one, so that waiting longer is of no use."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRun:
-    """A run of the local stack: what it is, and where its files go."""
+    """A run on the local stack, and where its files are written."""
 
     config: RunConfig
     endpoints: Endpoints
     home: Path
     directory: Path
-    """`runs/<name>`"""
+    """Summary and report are written here, `runs/<name>`."""
     console: Console
 
     @property
@@ -47,12 +48,12 @@ class LocalRun:
             self.endpoints.buffer_url,
             self.endpoints.token,
             run=self.config.name,
-            give_up_s=PATIENCE_S,
+            give_up_s=GIVE_UP_AFTER_S,
         )
 
 
-def create(run: LocalRun) -> None:
-    """Uploads the prompts and creates the run; an error if its name is taken."""
+def create_run(run: LocalRun) -> None:
+    """Uploads the prompts and creates the run. Raises `BapoError` when its name is taken."""
     train, test = load_datasets(run.config)
     client = run.client
     for dataset in (train, test):
@@ -73,22 +74,27 @@ def create(run: LocalRun) -> None:
 
 
 def execute(run: LocalRun, model: Path) -> RunHistory:
-    """Trains from the last checkpoint to the end; writes the summary and the report."""
+    """Trains from the last checkpoint to the end; writes the summary and the report.
+
+    model: directory of the initial model.
+
+    Raises `BapoError` when a process fails; the run is then marked as failed.
+    """
     started = time.monotonic()
     run.directory.mkdir(parents=True, exist_ok=True)
     config_text = yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False)
     (run.directory / "config.yaml").write_text(config_text)
     client = run.client
     state = client.begin_attempt()
-    scratch = Path(tempfile.mkdtemp(prefix=f"{run.config.name}-", dir=_scratch_home(run.home)))
+    scratch = Path(tempfile.mkdtemp(prefix=f"{run.config.name}-", dir=_scratch_directory(run.home)))
     try:
         with mirrored(run.config, client):
             with Supervisor(run.home / "logs" / run.config.name) as supervisor:
-                _start(run, supervisor, state, model, scratch)
-                _watch(run, supervisor, client, state)
+                _start_processes(run, supervisor, state, model, scratch)
+                _show_progress(run, supervisor, client, state)
             client.set_status("finished")
     except BaseException:
-        _note_failure(client)
+        _mark_failed(client)
         raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -97,16 +103,16 @@ def execute(run: LocalRun, model: Path) -> RunHistory:
     return history
 
 
-def _scratch_home(home: Path) -> Path:
+def _scratch_directory(home: Path) -> Path:
     directory = home / "scratch"
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 
 
-def _start(
+def _start_processes(
     run: LocalRun, supervisor: Supervisor, state: wire.RunState, model: Path, scratch: Path
 ) -> None:
-    """The engines, the trainer and the collector, with this attempt's number."""
+    """Starts the engines, the collector and the trainer of an attempt."""
     environment = {
         **run.endpoints.environment(),
         "BAPO_RUN": run.config.name,
@@ -119,17 +125,21 @@ def _start(
     }
     engines = _engines(run.config)
     for name, port in zip(engines, free_ports(len(engines)), strict=True):
-        own = {"BAPO_REPLICA": name, "BAPO_PORT": str(port), "BAPO_SCRATCH": str(scratch / name)}
-        own |= engine_threads(run.config.rollout)
-        supervisor.start_python(name, "services.rollout.server", {**environment, **own})
-    own = {"BAPO_SCRATCH": str(scratch / "collector")}
-    supervisor.start_python("collector", "services.rollout.collector", {**environment, **own})
-    own = {"BAPO_SCRATCH": str(scratch / "trainer")}
-    supervisor.start("trainer", _trainer(run.config), environment={**environment, **own})
+        replica = {
+            "BAPO_REPLICA": name,
+            "BAPO_PORT": str(port),
+            "BAPO_SCRATCH": str(scratch / name),
+            **engine_threads(run.config.rollout),
+        }
+        supervisor.start_python(name, "services.rollout.server", environment | replica)
+    collector = {"BAPO_SCRATCH": str(scratch / "collector")}
+    supervisor.start_python("collector", "services.rollout.collector", environment | collector)
+    trainer = {"BAPO_SCRATCH": str(scratch / "trainer")}
+    supervisor.start("trainer", _trainer_command(run.config), environment=environment | trainer)
 
 
-def _trainer(config: RunConfig) -> list[str]:
-    """The command of the trainer: what a PyTorchJob's workers run."""
+def _trainer_command(config: RunConfig) -> list[str]:
+    """Returns the command of the trainer, which is that of a PyTorchJob's workers."""
     processes = config.trainer.processes
     if processes == 1:
         return python_command("services.trainer.loop")
@@ -142,31 +152,37 @@ def _engines(config: RunConfig) -> list[str]:
 
 
 def _threads() -> dict[str, str]:
-    """Every process may use all cores, but must not spin on one while it waits.
+    """Returns variables that let every process use all cores, without spinning while it waits.
 
-    The engine and the trainer take turns more than they overlap; spinning threads of the one
-    would take the cores that the other needs (measured: a step then takes twice as long).
+    The engine and the trainer take turns more than they overlap, and spinning threads of one would
+    occupy the cores that the other needs: a step then took twice as long.
     """
     return {
         "OMP_NUM_THREADS": str(os.cpu_count() or 1),
         "OMP_WAIT_POLICY": "PASSIVE",
-        # vLLM would take cores for itself alone, and two of them the same ones.
+        # vLLM pins its threads to cores, two vLLMs theirs to the same ones.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
 
 
 def engine_threads(rollout: RolloutConfig) -> dict[str, str]:
-    """Engines at work at the same time share the cores: more threads than cores wait for each
-    other (measured: two vLLMs on two cores then make a quarter of the tokens)."""
+    """Returns variables that divide the cores of this machine among the replicas.
+
+    With more threads than cores, the threads wait for each other: two vLLMs on two cores then
+    generated a quarter of the tokens.
+    """
     if rollout.engine == "transformers":
-        return {}  # one works at a time
+        return {}  # Only one transformers engine generates at a time.
     return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // rollout.replicas))}
 
 
-def _watch(
+def _show_progress(
     run: LocalRun, supervisor: Supervisor, client: BufferClient, state: wire.RunState
 ) -> None:
-    """Shows progress until the trainer and the collector are done; an error if a process fails."""
+    """Returns when the trainer and the collector are done; shows progress until then.
+
+    Raises `BapoError` when a process fails.
+    """
     done = state.current_step
     display = RunDisplay(run.console, run.config.name, run.config.steps, done)
     evaluations: list[wire.Evaluation] = []
@@ -174,7 +190,9 @@ def _watch(
         while True:
             finished = supervisor.finished("trainer") and supervisor.finished("collector")
             if any(supervisor.finished(engine) for engine in _engines(run.config)):
-                raise BapoError("a rollout engine ended early; continue with --resume")
+                raise BapoError(
+                    "a rollout engine ended before the trainer; continue with `bapo run --resume`"
+                )
             steps = client.steps(after=done)
             if steps:
                 done = steps[-1].step
@@ -182,20 +200,20 @@ def _watch(
             display.update(steps, evaluations, client.replicas())
             if finished:
                 return
-            time.sleep(POLL_S)
+            time.sleep(POLL_INTERVAL_S)
 
 
-def _note_failure(client: BufferClient) -> None:
+def _mark_failed(client: BufferClient) -> None:
     try:
         client.set_status("failed")
     except BapoError:
-        # The service may be what failed; the error that led here is the one to show.
+        # The service may be what failed. The error to show is the one that led here.
         return
 
 
 def write_outputs(run: LocalRun, history: RunHistory, wall_seconds: float | None = None) -> None:
-    """`summary.json` and `report.html`."""
-    from services.report.html import write_report
+    """Writes `summary.json` and `report.html` to the run's directory."""
+    from services.report.html import write_report  # imports matplotlib
 
     run.directory.mkdir(parents=True, exist_ok=True)
     summary = summarise(history, wall_seconds)
@@ -204,7 +222,7 @@ def write_outputs(run: LocalRun, history: RunHistory, wall_seconds: float | None
 
 
 def next_free_name(client: BufferClient, name: str) -> str:
-    """`name`, or `name-2`, `name-3`, ... if it is taken."""
+    """Returns `name`, or the first of `name-2`, `name-3`, ... that is free."""
     taken = {state.name for state in client.runs()}
     number = 1
     candidate = name

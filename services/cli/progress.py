@@ -1,4 +1,4 @@
-"""The live display of a run: where it stands, how it learns, how long it still takes."""
+"""Shows the progress of a run: its step, its metrics, and the time that is left."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from rich.table import Table
 from services.buffer.api.wire import Evaluation, ReplicaView, StepView
 
 PLAIN_EVERY_S = 10.0
-"""Without a terminal, a line this often instead of a display."""
+"""Seconds between two lines of progress, where the output is not a terminal."""
 RECENT = 20
-"""Steps over which rates are taken."""
+"""Steps over which rates and the mean reward are taken."""
 
 
 class RunDisplay:
-    """Shows the steps and evaluations given to `update`."""
+    """Displays the steps, evaluations and replicas given to `update`.
+
+    On a terminal the display is redrawn in place; elsewhere it prints a line from time to time.
+    """
 
     def __init__(self, console: Console, name: str, total_steps: int, done: int) -> None:
         self._console, self._name, self._total, self._done = console, name, total_steps, done
@@ -30,10 +33,11 @@ class RunDisplay:
         self._started = self._last_line = time.monotonic()
         self._live: Live | None = None
         self._replicas: list[ReplicaView] = []
-        self._troubles: dict[str, str] = {}
+        self._errors: dict[str, str] = {}
 
     @contextmanager
     def shown(self) -> Iterator[None]:
+        """Displays the progress for as long as the context lasts."""
         if not self._console.is_terminal:
             yield
             return
@@ -52,31 +56,31 @@ class RunDisplay:
             self._recent.append((now, step))
             self._done = step.step
         self._evaluations = evaluations
-        self._tell_of(replicas)
+        self._update_replicas(replicas)
         if self._live is not None:
             self._live.update(self._render())
         elif steps and (now - self._last_line > PLAIN_EVERY_S or self._done == self._total):
             self._last_line = now
             self._console.print(self._line(steps[-1]), highlight=False)
 
-    def _tell_of(self, replicas: list[ReplicaView]) -> None:
-        """Without a live display, each trouble of a rollout engine gets one line."""
+    def _update_replicas(self, replicas: list[ReplicaView]) -> None:
+        """Notes the state of the engines; without a terminal, prints each new error on a line."""
         self._replicas = replicas
-        for each in replicas:
-            trouble = each.detail if each.state == "failing" else ""
-            if trouble and trouble != self._troubles.get(each.name) and self._live is None:
-                self._console.print(f"{each.name}: {trouble}", highlight=False)
-            self._troubles[each.name] = trouble
+        for replica in replicas:
+            error = replica.detail if replica.state == "failing" else ""
+            if error and error != self._errors.get(replica.name) and self._live is None:
+                self._console.print(f"{replica.name}: {error}", highlight=False)
+            self._errors[replica.name] = error
 
-    def _rollouts(self) -> str:
-        """How many engines generate, and what is wrong with the others."""
-        serving = [each for each in self._replicas if each.loaded_version]
-        versions = ", ".join(str(v) for v in sorted({each.loaded_version for each in serving}))
-        words = f"{len(serving)} of {len(self._replicas)} engines serve" + (
+    def _describe_engines(self) -> str:
+        """Returns how many engines serve which versions, and the errors of the others."""
+        loaded = [replica.loaded_version for replica in self._replicas if replica.loaded_version]
+        versions = ", ".join(str(version) for version in sorted(set(loaded)))
+        serving = f"{len(loaded)} of {len(self._replicas)} engines serve" + (
             f" version {versions}" if versions else ""
         )
-        troubles = [f"{name}: {trouble}" for name, trouble in self._troubles.items() if trouble]
-        return "\n".join([words, *troubles])
+        errors = [f"{name}: {error}" for name, error in self._errors.items() if error]
+        return "\n".join([serving, *errors])
 
     def _seconds_a_step(self) -> float | None:
         if len(self._recent) < 2 or self._recent[-1][1].step == self._recent[0][1].step:
@@ -88,8 +92,8 @@ class RunDisplay:
         seconds = self._seconds_a_step()
         if seconds is None:
             return "?"
-        left = int(seconds * (self._total - self._done))
-        return f"{left // 60}:{left % 60:02d}"
+        seconds_left = int(seconds * (self._total - self._done))
+        return f"{seconds_left // 60}:{seconds_left % 60:02d}"
 
     def _tokens_per_second(self) -> float:
         seconds = self._seconds_a_step()
@@ -122,19 +126,19 @@ class RunDisplay:
         table = Table.grid(padding=(0, 3))
         if self._recent:
             step = self._recent[-1][1]
-            mean = sum(each.r_tot for _, each in self._recent) / len(self._recent)
+            mean = sum(recent.r_tot for _, recent in self._recent) / len(self._recent)
             table.add_row("reward", f"{step.r_tot:.3f} (last {len(self._recent)}: {mean:.3f})")
             table.add_row("held-out accuracy", self._accuracy())
             table.add_row("batch", _composition(step))
-            table.add_row("window", f"[{step.c2:.3f}, {step.c3:.3f}]")
+            table.add_row("replay window", f"[{step.c2:.3f}, {step.c3:.3f}]")
             table.add_row("staleness", f"{step.metrics.get('staleness_mean', 0):.1f} steps")
-            table.add_row("rollouts", self._rollouts())
+            table.add_row("rollouts", self._describe_engines())
             table.add_row("entropy", f"{step.metrics.get('entropy', 0):.3f}")
             table.add_row("throughput", f"{self._tokens_per_second():.0f} tokens/s")
         else:
             waited = time.monotonic() - self._started
             table.add_row("starting the engine and the trainer", f"{waited:.0f} s")
-            table.add_row("rollouts", self._rollouts())
+            table.add_row("rollouts", self._describe_engines())
         return Group(bar, table)
 
 

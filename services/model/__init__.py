@@ -1,1 +1,1 @@
-"""Models that bapo can build itself."""
+"""Initial models: where a run's `model.path` is found, stored and fetched, and the tiny model."""

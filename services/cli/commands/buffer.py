@@ -1,0 +1,69 @@
+"""`bapo buffer`: what the hard and the high-quality buffer hold."""
+
+from __future__ import annotations
+
+import click
+
+from services.buffer.api import wire
+from services.cli.options import json_option, limit_option, run_argument
+from services.cli.service import connect
+from services.cli.tables import show
+
+
+@click.command
+@run_argument
+@click.argument(
+    "buffer", type=click.Choice(["hard", "high_quality"]), help="The hard or high-quality buffer."
+)
+@limit_option
+@json_option
+@click.option("--step", type=int, help="Show it as of this step; as it is now unless given.")
+@click.option("--events", is_flag=True, help="Show admissions and evictions instead.")
+@click.option(
+    "--after",
+    type=int,
+    default=0,
+    metavar="STEP",
+    help="With --events: only those after this step.",
+)
+def buffer(
+    run: str,
+    buffer: wire.BufferName,
+    limit: int,
+    as_json: bool,
+    step: int | None,
+    events: bool,
+    after: int,
+) -> None:
+    """Show the contents of a buffer.
+
+    \b
+    Examples:
+      bapo buffer countdown hard
+      bapo buffer countdown high_quality --step 40
+      bapo buffer countdown hard --events --after 30
+    """
+    client = connect(run)
+    if events:
+        page = client.buffer_events(buffer, after=after, limit=min(limit, 1000))
+        changes = [
+            (event.step, event.event, event.reason, event.prompt_uid, event.group_id)
+            for event in page.items
+        ]
+        columns = ["step", "event", "why", "prompt", "group"]
+        show(page.items, columns, changes, as_json=as_json)
+        return
+    items = client.buffer(buffer, step)[:limit]
+    rows = [
+        (
+            item.prompt_uid,
+            f"{item.mean_reward:.3f}",
+            item.inserted_step,
+            item.age,
+            item.staleness,
+            item.group_id,
+        )
+        for item in items
+    ]
+    columns = ["prompt", "mean reward", "inserted at", "age", "staleness", "group"]
+    show(items, columns, rows, as_json=as_json)

@@ -1,0 +1,54 @@
+"""`bapo doctor`: finds out why a run does not learn."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import click
+from rich.console import Console
+
+from bapo_core.errors import BapoError
+from services.cli.options import ConfigArguments, config_arguments, json_option
+from services.cli.service import open_local_object_store
+from services.model.resolve import ensure_model
+from services.stack.settings import default_home
+
+
+@click.group
+def doctor() -> None:
+    """Find out why a run does not learn."""
+
+
+@doctor.command
+@config_arguments
+@click.option(
+    "--prompts", type=click.IntRange(min=1), default=32, help="Training prompts to generate for."
+)
+@json_option
+def rollout(config: ConfigArguments, prompts: int, as_json: bool) -> None:
+    """Compare the engine's log-probs with the trainer's.
+
+    Generates with the rollout engine, scores the same tokens with the trainer, and exits with 1
+    when they differ by more than the tolerance. docs/rollout.md explains the causes.
+
+    \b
+    Example:
+      bapo doctor rollout examples/countdown-vllm.yaml
+    """
+    from services.cli.doctor import measure_parity, show  # imports torch
+
+    loaded = config.load()
+    console = Console()
+    model = ensure_model(loaded, default_home(), console, open_store=open_local_object_store)
+    parity = measure_parity(loaded, model, prompts=prompts)
+    failures = parity.failures()
+    if as_json:
+        click.echo(json.dumps(asdict(parity) | {"failures": failures}, indent=2))
+    else:
+        show(console, loaded, parity)
+    if failures:
+        raise BapoError(
+            f"out of tolerance: {', '.join(failures)}; the log-probs of engine and trainer "
+            "differ, see docs/rollout.md for the causes"
+        )

@@ -1,0 +1,46 @@
+"""`bapo eval`: the accuracy of a model directory, without any service."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from services.cli.options import ConfigArguments, config_arguments, json_option
+from services.cli.service import open_local_object_store
+from services.model.resolve import ensure_model
+from services.stack.settings import default_home
+
+
+@click.command("eval")
+@click.argument("model", help="A Hugging Face directory, or `tiny`.")
+@config_arguments
+@json_option
+def evaluate(model: str, config: ConfigArguments, as_json: bool) -> None:
+    """Measure the accuracy of a model directory.
+
+    Samples the held-out prompts of a configuration and prints the mean accuracy, pass@k and how
+    many prompts have how many correct samples.
+
+    \b
+    Examples:
+      bapo eval tiny examples/countdown.yaml
+      bapo eval exported/ examples/countdown.yaml evaluation.samples=16 --json
+    """
+    from services.cli.evaluate import evaluate_directory, show  # imports torch
+
+    loaded = config.load()
+    console = Console()
+    if model == "tiny":
+        directory = ensure_model(
+            loaded, default_home(), console, open_store=open_local_object_store
+        )
+    else:
+        directory = Path(model)
+    result = evaluate_directory(loaded, directory)
+    if as_json:
+        click.echo(json.dumps(result, indent=2))
+    else:
+        show(console, result)

@@ -1,0 +1,99 @@
+"""`bapo metrics`: the metrics of each step, as a table, for TensorBoard or for MLflow."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from services.buffer.api.client import BufferClient
+from services.cli.options import json_option, limit_option, run_argument
+from services.cli.service import connect
+from services.cli.tables import fitting_columns, show
+from services.exporters.metrics import curves, write_tensorboard
+from services.exporters.mlflow import MlflowRun
+
+COLUMNS = {
+    "reward": "reward",
+    "loss": "loss",
+    "kl": "KL",
+    "entropy": "entropy",
+    "gradient_norm": "gradient",
+    "clip_fraction": "clipped",
+    "staleness_mean": "staleness",
+    "trainer/tokens_per_second": "tokens/s",
+    "trainer/peak_memory_mib": "MiB",
+}
+"""Metrics of the table, with their headings; `--json` and the exports have all metrics."""
+MOST_IMPORTANT = ("step", "reward", "loss", "KL", "entropy", "staleness", "clipped", "gradient")
+"""Columns that are kept longest where the terminal is too narrow for all."""
+
+
+@click.command
+@run_argument
+@limit_option
+@json_option
+@click.option(
+    "--tensorboard",
+    type=click.Path(path_type=Path),
+    metavar="DIRECTORY",
+    help="Write all metrics below this directory as TensorBoard events.",
+)
+@click.option("--mlflow", metavar="URI", help="Write all metrics to the MLflow server at this URI.")
+@click.option("--experiment", default="bapo", metavar="NAME", help="Experiment of MLflow.")
+@click.option("--follow", is_flag=True, help="Keep exporting until the run has ended.")
+def metrics(
+    run: str,
+    limit: int,
+    as_json: bool,
+    tensorboard: Path | None,
+    mlflow: str | None,
+    experiment: str,
+    follow: bool,
+) -> None:
+    """Show or export the metrics of each step.
+
+    \b
+    Examples:
+      bapo metrics countdown --limit 10
+      bapo metrics countdown --tensorboard events --follow
+      bapo metrics countdown --mlflow http://127.0.0.1:5000
+    """
+    client = connect(run)
+    if tensorboard is not None:
+        write_tensorboard(client, tensorboard, follow=follow, say=click.echo)
+    elif mlflow is not None:
+        mlflow_run = MlflowRun(mlflow, experiment, client)
+        if follow:
+            mlflow_run.follow(threading.Event())
+        mlflow_run.write()
+        click.echo(f"run {client.run} is in experiment {experiment!r} of {mlflow}")
+    else:
+        _show_table(client, limit, as_json)
+
+
+def _show_table(client: BufferClient, limit: int, as_json: bool) -> None:
+    steps = client.steps(after=max(0, client.run_state().current_step - limit))
+    headings = ["step", *COLUMNS.values()]
+    rows = []
+    for step in steps:
+        values = curves(step)
+        rows.append([str(step.step), *(_short(values.get(name)) for name in COLUMNS)])
+    width = Console().width
+    fitting = fitting_columns(headings, rows, width, first=MOST_IMPORTANT)
+    shown = [headings[index] for index in fitting]
+    show(steps, shown, [[row[index] for index in fitting] for row in rows], as_json=as_json)
+    hidden = [heading for heading in headings if heading not in shown]
+    if hidden and not as_json:
+        click.echo(
+            f"{', '.join(hidden)}: not shown in {width} columns; see --json, or widen the terminal",
+            err=True,
+        )
+
+
+def _short(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.2g}"

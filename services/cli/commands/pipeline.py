@@ -1,0 +1,169 @@
+"""`bapo pipeline`: compiles, submits and runs the Kubeflow pipeline, and removes orphaned jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from bapo_core.errors import BapoError
+from services.cli import COMPILED, VERSION
+from services.cli.options import ConfigArguments, pipeline_arguments
+
+if TYPE_CHECKING:
+    from pipelines.backends import TrainerBackend
+
+# Imported within functions: kfp takes seconds, and most modules of `pipelines` import it.
+
+
+@click.group
+def pipeline() -> None:
+    """Compile, submit or try the Kubeflow pipeline.
+
+    docs/deploy.md explains what the pipeline does and how it is deployed.
+    """
+
+
+@pipeline.command("compile")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    default=COMPILED,
+    metavar="FILE",
+    help="File to write; its name ends with .yaml.",
+)
+@click.option(
+    "--service-image",
+    default=f"bapo/service:{VERSION}",
+    metavar="IMAGE",
+    help="The service image in your registry.",
+)
+@click.option(
+    "--trainer-image",
+    default=f"bapo/trainer:{VERSION}",
+    metavar="IMAGE",
+    help="The trainer image in your registry.",
+)
+def compile_pipeline(output: Path, service_image: str, trainer_image: str) -> None:
+    """Write the pipeline as a file for Kubeflow Pipelines.
+
+    \b
+    Example:
+      bapo pipeline compile --output bapo.yaml --service-image registry.example/bapo/service:0.2.0
+    """
+    from pipelines import submission
+
+    submission.compile_pipeline(output, service_image=service_image, trainer_image=trainer_image)
+    click.echo(output)
+
+
+@pipeline.command
+@pipeline_arguments
+@click.option("--host", metavar="URL", help="The KFP API; found as `kfp` finds it unless given.")
+@click.option("--namespace", metavar="NAME", help="The Kubeflow profile to run in.")
+@click.option("--experiment", default="bapo", metavar="NAME", help="Experiment of the run.")
+@click.option(
+    "--package",
+    type=click.Path(path_type=Path),
+    default=COMPILED,
+    metavar="FILE",
+    help="The compiled pipeline.",
+)
+def submit(
+    config: ConfigArguments, host: str | None, namespace: str | None, experiment: str, package: Path
+) -> None:
+    """Start the pipeline on Kubeflow and print the id of its run.
+
+    \b
+    Example:
+      bapo pipeline submit examples/countdown-vllm.yaml run=mine workers=2 --namespace team
+    """
+    from pipelines.parameters import parameters_of
+    from pipelines.submission import submit_pipeline
+
+    parameters = parameters_of(config.file, config.overrides)
+    run_id = submit_pipeline(
+        package, parameters, host=host, namespace=namespace, experiment=experiment
+    )
+    click.echo(run_id)
+
+
+@pipeline.command("run-local")
+@pipeline_arguments
+@click.option("--replicas", type=int, default=1, metavar="COUNT", help="Rollout replicas to start.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("runs/pipeline"),
+    metavar="DIRECTORY",
+    help="Directory for what the steps write.",
+)
+def run_local(config: ConfigArguments, replicas: int, output: Path) -> None:
+    """Run the pipeline on this machine, without a cluster.
+
+    Services, rollouts and the trainer under torchrun are real. The same command continues a run
+    that was interrupted.
+
+    \b
+    Example:
+      bapo pipeline run-local examples/countdown.yaml run=mine steps=50 steps_per_segment=20
+    """
+    from pipelines.parameters import parameters_of, run_of
+    from services.cli.pipeline_local import run_pipeline
+    from services.common.process import stop_on_signals
+    from services.stack.settings import default_home
+
+    if replicas < 1:
+        raise BapoError(f"--replicas is {replicas}; at least one replica is needed to generate")
+    stop_on_signals("stopping; the same command continues the run")
+    parameters = parameters_of(config.file, config.overrides)
+    written = run_pipeline(
+        parameters, home=default_home(), output=output.resolve(), replicas=replicas
+    )
+    pages = sorted(written.glob("**/report/page"), key=lambda path: path.stat().st_mtime)
+    click.echo(f"report   {pages[-1]}" if pages else f"no report in {written}")
+    click.echo(f"model    {written / 'export-model' / 'model'}")
+    click.echo(f"query    `bapo stack up`, then `bapo prompts {run_of(parameters)}`")
+
+
+@pipeline.command
+@click.option(
+    "--namespace", default="default", metavar="NAME", help="Kubernetes namespace of the jobs."
+)
+@click.option("--release", default="bapo", metavar="NAME", help="Release of the chart.")
+@click.option("--delete", is_flag=True, help="Delete the jobs, and stop their runs.")
+def reap(namespace: str, release: str, delete: bool) -> None:
+    """List jobs whose run is not at work, or whose pipeline has ended.
+
+    Needs `BAPO_BUFFER_URL` and `BAPO_TOKEN`.
+    """
+    from pipelines.steps import orphaned_jobs
+    from pipelines.steps import reap as delete_jobs
+    from services.buffer.api.client import BufferClient
+    from services.common.settings import BufferClientSettings
+
+    backend = _backend(namespace, release)
+    settings = BufferClientSettings.load()
+    buffer = BufferClient(settings.buffer_url, settings.token.get_secret_value())
+    orphans = orphaned_jobs(buffer, backend)
+    if delete:
+        delete_jobs(buffer, backend, orphans)
+    for name, run in sorted(orphans.items()):
+        click.echo(f"{'deleted' if delete else 'orphaned'}  {name}  of run {run}")
+    if not orphans:
+        click.echo("no job is orphaned")
+
+
+def _backend(namespace: str, release: str) -> TrainerBackend:
+    """Returns the backend of `bapo pipeline run-local` in one of its processes, else Kubernetes."""
+    from pipelines.settings import LocalJobsSettings
+
+    local_jobs = LocalJobsSettings.load().local_jobs
+    if local_jobs is not None:
+        from pipelines.localjobs import LocalBackend
+
+        return LocalBackend(local_jobs)
+    from pipelines.kubeflow import KubeflowBackend
+
+    return KubeflowBackend(namespace, release)

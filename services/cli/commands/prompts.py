@@ -1,0 +1,122 @@
+"""`bapo prompts` and `bapo prompt`: what a run has recorded about its training prompts."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import click
+
+from services.cli.options import json_option, limit_option, run_argument
+from services.cli.service import connect
+from services.cli.tables import show
+
+TRENDS = ("improving", "worsening", "steady", "forgotten", "never_solved")
+ORDERS = ("stored", "hardest", "most_improved", "unlocked")
+
+
+@click.command
+@run_argument
+@limit_option
+@json_option
+@click.option("--bin", type=int, help="Only prompts with this many correct at the last attempt.")
+@click.option(
+    "--trend",
+    type=click.Choice(TRENDS),
+    help="Only prompts that changed so since the first attempt.",
+)
+@click.option(
+    "--unlocked-after", type=int, metavar="STEP", help="Only prompts first solved after this step."
+)
+@click.option(
+    "--unlocked-until", type=int, metavar="STEP", help="Only prompts first solved by this step."
+)
+@click.option("--search", metavar="TEXT", help="Only prompts with this text in uid or payload.")
+@click.option(
+    "--order",
+    type=click.Choice(ORDERS),
+    help="Order of the prompts; `unlocked` with --unlocked-..., else `stored`, unless given.",
+)
+def prompts(
+    run: str,
+    limit: int,
+    as_json: bool,
+    bin: int | None,
+    trend: str | None,
+    unlocked_after: int | None,
+    unlocked_until: int | None,
+    search: str | None,
+    order: str | None,
+) -> None:
+    """List training prompts by difficulty.
+
+    \b
+    Examples:
+      bapo prompts countdown --order hardest
+      bapo prompts countdown --unlocked-after 100 --json
+      bapo prompts countdown --trend forgotten --limit 10
+    """
+    matching = connect(run).all_prompts(
+        bin=bin,
+        trend=trend,
+        unlocked_after=unlocked_after,
+        unlocked_until=unlocked_until,
+        search=search,
+        order=order,
+    )
+    listed = list(islice(matching, limit))
+    rows = [
+        (
+            prompt.uid,
+            prompt.attempts,
+            f"{prompt.first_mean:.3f}",
+            f"{prompt.last_mean:.3f}",
+            f"{prompt.best_mean:.3f}",
+            "-" if prompt.first_solved_step is None else prompt.first_solved_step,
+            prompt.last_step,
+        )
+        for prompt in listed
+    ]
+    columns = ["prompt", "attempts", "first", "last", "best", "first solved", "last step"]
+    show(listed, columns, rows, as_json=as_json)
+
+
+@click.command
+@run_argument
+@click.argument("uid", help="Name of the prompt, as `bapo prompts` shows it.")
+@limit_option
+@json_option
+@click.option("--step", type=int, help="Explain why it is, or is not, in the batch of this step.")
+def prompt(run: str, uid: str, limit: int, as_json: bool, step: int | None) -> None:
+    """Show the attempts at one prompt.
+
+    With --step, shows why each source (fresh, re-evaluated, replayed) did or did not put the
+    prompt into the batch of that step.
+
+    \b
+    Examples:
+      bapo prompt countdown UID
+      bapo prompt countdown UID --step 40
+    """
+    client = connect(run)
+    if step is not None:
+        decision = client.decision(step, uid)
+        decisions = [
+            (source.source, source.outcome.replace("_", " "), source.reason)
+            for source in decision.considered
+        ]
+        show(decision, ["source", "outcome", "why"], decisions, as_json=as_json)
+        return
+    history = client.prompt_history(uid)
+    rows = [
+        (
+            attempt.step,
+            attempt.kind,
+            attempt.policy_version,
+            f"{attempt.correct}/{attempt.size}",
+            ", ".join(map(str, attempt.batches)) or "-",
+            attempt.group_id,
+        )
+        for attempt in history.attempts[max(0, len(history.attempts) - limit) :]
+    ]
+    columns = ["step", "kind", "policy", "correct", "trained at steps", "group"]
+    show(history, columns, rows, as_json=as_json)

@@ -1,0 +1,102 @@
+"""`bapo run`: trains on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from bapo_core.config import RunConfig
+from bapo_core.errors import BapoError
+from services.buffer.api.client import BufferClient
+from services.cli.local_run import LocalRun, create_run, execute, next_free_name
+from services.cli.options import ConfigArguments, config_arguments, port_option
+from services.cli.service import open_local_object_store
+from services.common.errors import ServiceError
+from services.common.process import stop_on_signals
+from services.model.resolve import ensure_model
+from services.stack.settings import default_home
+from services.stack.stack import Endpoints, any_stack
+
+
+@click.command
+@config_arguments
+@click.option("--resume", is_flag=True, help="Continue the run from its last checkpoint.")
+@click.option("--new", is_flag=True, help="Take the next free name if the run's name is taken.")
+@click.option(
+    "--profile",
+    type=click.IntRange(min=0),
+    metavar="STEPS",
+    help="Trace this many steps of the trainer; `bapo profile` exports the traces.",
+)
+@port_option
+def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, port: int) -> None:
+    """Train on this machine.
+
+    The services of `bapo stack` are used, or started for as long as the run lasts. Summary and
+    report are written to `runs/NAME`.
+
+    \b
+    Examples:
+      bapo run examples/countdown.yaml
+      bapo run examples/countdown.yaml steps=50 sync.every=3 --new
+      bapo run examples/countdown.yaml --resume
+    """
+    if resume and new:
+        raise click.UsageError("--resume continues a run, --new starts one; give one of them.")
+    stop_on_signals(
+        "stopping; continue with `bapo run FILE --resume`, and name=NAME if --new chose the name"
+    )
+    console = Console()
+    home = default_home()
+    loaded = config.load(*([f"trainer.profile_steps={profile}"] if profile else []))
+    for warning in loaded.warnings():
+        console.print(f"note: {warning}", highlight=False)
+    model = ensure_model(loaded, home, console, open_store=open_local_object_store)
+    with any_stack(home, port) as endpoints:
+        client = BufferClient(endpoints.buffer_url, endpoints.token, run=loaded.name)
+        if new:
+            loaded = loaded.model_copy(update={"name": next_free_name(client, loaded.name)})
+        if resume:
+            stored = _stored_config(client)
+            # `trainer` may change on resume: it says how a step is computed, not what.
+            loaded = stored.model_copy(update={"trainer": loaded.trainer})
+        _print_addresses(console, endpoints, home)
+        local_run = LocalRun(loaded, endpoints, home, Path("runs") / loaded.name, console)
+        if not resume:
+            create_run(local_run)
+        history = execute(local_run, model)
+    initial, final = history.evaluations[0], history.evaluations[-1]
+    console.print(
+        f"\nheld-out accuracy {initial.mean_accuracy:.3f} -> {final.mean_accuracy:.3f}, "
+        f"prompts at 0 correct {initial.bins[0]} -> {final.bins[0]} of {final.prompts}\n"
+        f"report   {local_run.directory / 'report.html'}\n"
+        f"summary  {local_run.directory / 'summary.json'}\n"
+        "query    `bapo stack up` keeps the REST API running after this",
+        highlight=False,
+    )
+
+
+def _print_addresses(console: Console, endpoints: Endpoints, home: Path) -> None:
+    console.print(
+        f"REST API  {endpoints.buffer_url}/docs  (token: in {home / 'stack.json'})\n"
+        f"logs      {home / 'logs'}",
+        highlight=False,
+    )
+
+
+def _stored_config(client: BufferClient) -> RunConfig:
+    """Returns the configuration that the run was started with.
+
+    Raises `BapoError` when there is no such run, or when it is finished.
+    """
+    try:
+        state = client.run_state()
+    except ServiceError as error:
+        raise BapoError(
+            f"there is no run {client.run!r} to resume; start it without --resume"
+        ) from error
+    if state.status == "finished":
+        raise BapoError(f"run {client.run!r} is finished; `bapo report {client.run}` shows it")
+    return state.config

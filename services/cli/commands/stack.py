@@ -1,0 +1,34 @@
+"""`bapo stack`: the services of this machine."""
+
+from __future__ import annotations
+
+import click
+
+from services.cli.options import port_option
+from services.stack.settings import default_home
+from services.stack.stack import stack_down, stack_up
+
+
+@click.group
+def stack() -> None:
+    """Start or stop the services of this machine.
+
+    They are Postgres, an object store, the buffer service with the REST API and the dashboard, and
+    the verifier. Their data is in `BAPO_HOME`, which is `.bapo` unless set.
+    """
+
+
+@stack.command
+@port_option
+def up(port: int) -> None:
+    """Start the services, which run until `bapo stack down`."""
+    home = default_home()
+    endpoints = stack_up(home, port)
+    click.echo(f"REST API  {endpoints.buffer_url}/docs")
+    click.echo(f"token     {home / 'stack.json'}")
+
+
+@stack.command
+def down() -> None:
+    """Stop the services; their data stays."""
+    click.echo("stopped" if stack_down(default_home()) else "no stack is running")

@@ -1,0 +1,118 @@
+"""Writes the page of environment variables: `python -m services.cli.environment FILE`.
+
+Variables, defaults and meanings come from the settings classes of `services` and `pipelines`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from services.common.settings import Settings, variables
+
+MODULES = (
+    "services.cli.settings",
+    "services.stack.settings",
+    "services.buffer.settings",
+    "services.verifier.settings",
+    "services.rollout.settings",
+    "services.trainer.settings",
+    "pipelines.settings",
+)
+"""The modules with settings classes, in the order of the page. They are imported by name, because
+an import statement would make the command line depend on the insides of every service."""
+
+HEADER = """# Environment variables
+
+`bapo run` and the chart set the variables of the processes that they start. Set them yourself to
+start a process by hand, and to point `bapo` at services of another machine. Every process reports
+all variables that are missing or invalid in one error. An empty variable counts as one that is not
+set. This page is generated (`make docs`).
+"""
+RELEASE = {
+    "BAPO_RELEASE": "Name of the chart's release.",
+    "BAPO_CONNECTION": "Name of the connection ConfigMap, which trainer pods get, too.",
+    "BAPO_TOKEN_SECRET": "Name of the Secret with the token of the services.",
+    "BAPO_S3_SECRET": "Name of the Secret with the keys of the object store.",
+    "BAPO_TRAINER_IMAGE": "Image of the trainer's pods.",
+    "BAPO_TRAINER_SERVICE_ACCOUNT": "Service account of the trainer's pods.",
+    "BAPO_TRAINER_PULL_POLICY": "Pull policy of the image, `IfNotPresent` unless set.",
+    "BAPO_TRAINER_PULL_SECRETS": "Pull secrets of the image, separated by commas.",
+    "BAPO_TRAINER_QUEUE": "Local queue of Kueue for the trainer's job; none unless set.",
+    "BAPO_TRAINER_PRIORITY_CLASS": "Priority class of the trainer's pods; none unless set.",
+    "BAPO_TRAINER_NODE_SELECTOR": "Node selector of the trainer's pods, as JSON.",
+    "BAPO_TRAINER_TOLERATIONS": "Tolerations of the trainer's pods, as JSON.",
+}
+"""Variables that `pipelines.pytorchjob.Deployment` reads from the connection ConfigMap."""
+OTHERS = {
+    "HF_TOKEN": "Token of the Hugging Face hub, for `hf://` models behind a licence.",
+    "CXX": "C++ compiler for vLLM on CPUs, `g++` unless set; without one, vLLM runs without "
+    "`torch.compile`.",
+    "RANK, LOCAL_RANK, WORLD_SIZE, PET_*": "Rank of a trainer process and its rendezvous, set by "
+    "torchrun and the training operator.",
+}
+"""Variables that other programs define and our processes read."""
+
+
+def render() -> str:
+    """Returns the page."""
+    lines = [HEADER]
+    for settings in settings_classes():
+        lines += _section(settings)
+    lines += _table("The connection ConfigMap, in a step of the pipeline", RELEASE)
+    lines += _table("Variables of other programs", OTHERS)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def settings_classes() -> Iterator[type[Settings]]:
+    """Yields the settings class of every process."""
+    for name in MODULES:
+        module = importlib.import_module(name)
+        for _, member in inspect.getmembers(module, inspect.isclass):
+            if issubclass(member, Settings) and member.__module__ == name:
+                yield member
+
+
+def _section(settings: type[Settings]) -> Iterator[str]:
+    title, *details = inspect.cleandoc(settings.__doc__ or "").split("\n\n")
+    title = " ".join(title.split()).removeprefix("Settings of ").removesuffix(".")
+    yield from (f"## {title[0].upper()}{title[1:]}", "")
+    for paragraph in details:
+        yield from (paragraph, "")
+    rows = [_row(name, field) for name, field in variables(settings)]
+    yield from ("| variable | default | meaning |", "| --- | --- | --- |", *rows, "")
+
+
+def _table(title: str, meanings: Mapping[str, str]) -> Iterator[str]:
+    rows = [f"| `{name}` | {meaning} |" for name, meaning in meanings.items()]
+    yield from (f"## {title}", "", "| variable | meaning |", "| --- | --- |", *rows, "")
+
+
+def _row(name: str, field: FieldInfo) -> str:
+    meaning = " ".join((field.description or "").split()).replace("|", "\\|")
+    return f"| `{name}` | {_default(field)} | {meaning} |"
+
+
+def _default(field: FieldInfo) -> str:
+    """Returns the default; one that depends on the machine is explained in the meaning."""
+    if field.default_factory is not None:
+        return ""
+    default: Any = field.default
+    if default is PydanticUndefined:
+        return "required"
+    return "" if default is None or default == "" else f"`{default}`"
+
+
+def main() -> None:
+    Path(sys.argv[1]).write_text(render(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

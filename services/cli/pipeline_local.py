@@ -1,0 +1,131 @@
+"""Runs the pipeline on this machine.
+
+Only the cluster is replaced: the pipeline is the compiled one's source, its components run as
+processes, and the services, the rollouts and the trainer's command under torchrun are real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from bapo_core.config import RolloutConfig
+from bapo_core.errors import BapoError
+from pipelines.parameters import config_of, run_of
+from pipelines.steps import JOBS_HERE, LAST_ERROR, Surroundings, Trainers, cancel
+from services.cli.local_run import engine_threads
+from services.common.process import end_with_parent, python_command
+from services.stack.stack import Endpoints, any_stack
+from services.stack.supervisor import Supervisor, free_ports
+
+RELEASE = "bapo"
+STOP_ROLLOUTS_WITHIN_S = 40.0
+"""Seconds that a replica may take to stop: a run watcher stops vLLM first."""
+
+
+def run_pipeline(parameters: Mapping[str, Any], *, home: Path, output: Path, replicas: int) -> Path:
+    """Runs the pipeline to its end; returns the directory that its steps have written.
+
+    Raises `BapoError` when a step fails; run again, it continues the run.
+    """
+    rollout = config_of(parameters).rollout.model_copy(update={"replicas": replicas})
+    last_error = home / "jobs" / LAST_ERROR
+    last_error.unlink(missing_ok=True)
+    with any_stack(home) as endpoints, _rollouts(home, endpoints, rollout) as environment:
+        os.environ.update(environment)
+        print(
+            f"REST API  {endpoints.buffer_url}/docs  (token: in {home / 'stack.json'})", flush=True
+        )
+        resources = {"gpus_per_worker": 0, "cpu_per_worker": str(os.cpu_count())}
+        code = _execute({**resources, **parameters}, output)
+    if code:
+        reason = last_error.read_text() if last_error.is_file() else "see the output above"
+        raise BapoError(
+            f"the pipeline failed: {reason}; once that is corrected, the same command continues "
+            f"the run; logs are in {home / 'logs'}"
+        )
+    return max(output.glob("bapo-*"), key=lambda path: path.stat().st_mtime)
+
+
+def _execute(parameters: Mapping[str, Any], output: Path) -> int:
+    """Returns the exit code of the pipeline; cancels the pipeline when this process is stopped."""
+    # KFP leaves a temporary file for every step.
+    scratch = tempfile.mkdtemp(prefix="bapo-kfp-")
+    # Not a `ChildProcess`, because the parameters go through standard input.
+    process = subprocess.Popen(
+        python_command("pipelines.execute", str(output)),
+        # The steps' processes ignore the working directory, too.
+        env={**os.environ, "TMPDIR": scratch, "PYTHONSAFEPATH": "1"},
+        stdin=subprocess.PIPE,
+        text=True,
+        preexec_fn=end_with_parent,
+        start_new_session=True,
+    )
+    try:
+        process.communicate(json.dumps(parameters))
+    except (SystemExit, KeyboardInterrupt):
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        cancel(Surroundings.of(run_of(parameters)), Trainers.of_environment())
+        raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return process.returncode
+
+
+@contextmanager
+def _rollouts(
+    home: Path, endpoints: Endpoints, rollout: RolloutConfig
+) -> Iterator[Mapping[str, str]]:
+    """Runs replicas and a collector as the chart deploys them; yields their environment."""
+    environment = {
+        **connection_variables(endpoints, home),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    names = [f"rollout-{number}" for number in range(rollout.replicas)]
+    ports = free_ports(len(names) + 1)
+    with Supervisor(home / "logs") as supervisor:
+
+        def start(name: str, module: str, port: int, variables: Mapping[str, str]) -> None:
+            process = {
+                "BAPO_REPLICA": name,
+                "BAPO_PORT": str(port),
+                "BAPO_SCRATCH": str(home / "scratch" / name),
+            }
+            supervisor.start(
+                name,
+                python_command("services.rollout.run_watcher", module),
+                environment={**environment, **process, **variables},
+                stop_within_s=STOP_ROLLOUTS_WITHIN_S,
+            )
+
+        for name, port in zip(names, ports[1:], strict=True):
+            start(name, "services.rollout.server", port, engine_threads(rollout))
+        start("collector", "services.rollout.collector", ports[0], {})
+        yield environment
+
+
+def connection_variables(endpoints: Endpoints, home: Path) -> dict[str, str]:
+    """Returns what the chart's connection ConfigMap and Secrets hold, for the local stack."""
+    return {
+        **endpoints.environment(),
+        "BAPO_RELEASE": RELEASE,
+        "BAPO_CONNECTION": f"{RELEASE}-connection",
+        "BAPO_TOKEN_SECRET": f"{RELEASE}-token",
+        "BAPO_S3_SECRET": f"{RELEASE}-s3",
+        "BAPO_TRAINER_IMAGE": "none: processes of this machine",
+        "BAPO_TRAINER_SERVICE_ACCOUNT": f"{RELEASE}-trainer",
+        "BAPO_SCRATCH": str(home),
+        JOBS_HERE: str(home / "jobs"),
+    }

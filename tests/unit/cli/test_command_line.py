@@ -1,0 +1,191 @@
+"""The command line: what it imports, how it reads arguments, and how it shows errors."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import time
+from inspect import cleandoc
+from pathlib import Path
+
+import click
+import pytest
+
+from services.cli import VERSION
+from services.cli.main import SECTIONS, bapo, main
+from services.cli.options import ConfigArguments, split_config_arguments
+from services.cli.tables import fitting_columns
+
+ROOT = Path(__file__).parents[3]
+CONFIG = str(ROOT / "examples/countdown.yaml")
+PLACES = {name: place for section in SECTIONS.values() for name, place in section.items()}
+HEAVY = ("torch", "transformers", "matplotlib", "kfp", "mlflow")
+
+
+def imported(code: str, *modules: str) -> set[str]:
+    """Returns which of these modules a fresh interpreter has imported after `code`."""
+    program = f"import sys\n{code}\nprint([name for name in {modules!r} if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(eval(done.stdout.splitlines()[-1]))
+
+
+def every_command(group: click.Group, path: str = "bapo") -> dict[str, click.Command]:
+    commands = {}
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        commands[f"{path} {name}"] = command
+        if isinstance(command, click.Group):
+            commands |= every_command(command, f"{path} {name}")
+    return commands
+
+
+def test_help_imports_no_command_and_no_library_but_click() -> None:
+    code = "from services.cli.main import main; main(['--help'])"
+    heavy = (*HEAVY, "pydantic", "rich", "yaml", "httpx", "numpy")
+    assert (
+        imported(code, *heavy, *(place.target.split(":")[0] for place in PLACES.values())) == set()
+    )
+
+
+def test_checking_a_configuration_imports_no_service() -> None:
+    code = f"from services.cli.main import main; main(['config', 'check', {CONFIG!r}])"
+    assert imported(code, *HEAVY, "rich", "httpx", "numpy", "services.stack.stack") == set()
+
+
+def test_importing_a_command_imports_nothing_that_takes_seconds() -> None:
+    modules = sorted({place.target.split(":")[0] for place in PLACES.values()})
+    assert imported(f"import {', '.join(modules)}", *HEAVY) == set()
+
+
+def test_help_is_instant() -> None:
+    seconds = []
+    for _ in range(5):
+        started = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-m", "services.cli", "--help"],
+            cwd=ROOT,
+            capture_output=True,
+            check=True,
+        )
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 0.5
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_the_list_of_commands_agrees_with_the_commands(name: str) -> None:
+    module, _, function = PLACES[name].target.partition(":")
+    command = getattr(importlib.import_module(module), function)
+    assert command.name == name
+    assert cleandoc(command.help).splitlines()[0] == PLACES[name].summary
+
+
+def test_every_command_and_parameter_is_explained_in_sentences() -> None:
+    for path, command in every_command(bapo).items():
+        assert cleandoc(command.help or "").split("\n\n")[0].endswith("."), path
+        for parameter in command.params:
+            assert (parameter.help or "").endswith("."), f"{path}: {parameter.name}"
+
+
+@pytest.mark.parametrize("options", [["-h"], ["--help"]])
+def test_help_of_a_command(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    main(["run", *options])
+    shown = capsys.readouterr().out
+    assert "bapo run examples/countdown.yaml --resume" in shown
+    assert "8700" in shown
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--version"])
+    assert capsys.readouterr().out == f"bapo {VERSION}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], ConfigArguments(None, ())),
+        (["a.yaml"], ConfigArguments("a.yaml", ())),
+        (["a.yaml", "seed=1", "steps=2"], ConfigArguments("a.yaml", ("seed=1", "steps=2"))),
+        (["seed=1", "steps=2"], ConfigArguments(None, ("seed=1", "steps=2"))),
+    ],
+)
+def test_a_file_comes_first_and_may_be_missing(
+    arguments: list[str], expected: ConfigArguments
+) -> None:
+    assert split_config_arguments(arguments) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [CONFIG, "seed=7", "--algorithms", "bapo", "steps=9", "--seeds", "1", "lora.rank=4"],
+        ["--seeds", "1", CONFIG, "seed=7", "steps=9", "--algorithms", "bapo", "lora.rank=4"],
+    ],
+)
+def test_overrides_may_stand_anywhere(arguments: list[str]) -> None:
+    command = every_command(bapo)["bapo compare"]
+    parsed = command.make_context("compare", list(arguments)).params
+    assert parsed["config"] == ConfigArguments(CONFIG, ("seed=7", "steps=9", "lora.rank=4"))
+    assert (parsed["algorithms"], parsed["seeds"]) == ("bapo", "1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        ([], 2, "Usage: bapo"),
+        (["rnu"], 2, "Did you mean 'run'?"),
+        (["config"], 2, "Usage: bapo config"),
+        (["run", "--prot", "1"], 2, "--port"),
+        (["run", "--resume", "--new"], 2, "--resume continues a run, --new starts one"),
+        (["checkpoints", "r", "--step", "1", "--best"], 2, "--step and --best exclude each other"),
+        (["compare", "--seeds", "1,x"], 2, "'1,x' are not whole numbers"),
+        (["runs", "extra"], 2, "extra"),
+        (["config", "check", "missing.yaml"], 1, "error: missing.yaml: cannot be read"),
+        (
+            ["config", "check", CONFIG, "more.yaml"],
+            1,
+            "error: override 'more.yaml': write key=value",
+        ),
+        (["config", "check", "sync.evry=3"], 1, "did you mean every?"),
+    ],
+)
+def test_errors_are_told_from_wrong_usage(
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == code
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert code == 2 or len(shown.splitlines()) == 1
+
+
+def test_an_interruption_exits_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("services.cli.options.ConfigArguments.load", interrupt)
+    with pytest.raises(SystemExit) as caught:
+        main(["config", "check"])
+    assert caught.value.code == 130
+    assert capsys.readouterr().err.split() == ["error:", "interrupted"]
+
+
+def test_the_schema_knows_every_section(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["config", "schema"])
+    assert '"rollout"' in capsys.readouterr().out
+
+
+def test_a_narrow_table_keeps_the_most_important_columns() -> None:
+    columns, rows = ["step", "reward", "memory"], [["1", "0.5", "100000"]]
+    order = ["step", "memory"]
+    assert fitting_columns(columns, rows, 20, first=order) == [0, 1, 2]
+    assert fitting_columns(columns, rows, 19, first=order) == [0, 2]
+    assert fitting_columns(columns, rows, 11, first=order) == [0]
+    assert fitting_columns(columns, [], 12, first=order) == [0, 2]
