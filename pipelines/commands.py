@@ -21,16 +21,16 @@ from bapo_core.config import RunConfig, load_config
 from bapo_core.errors import BapoError
 from pipelines.bapo_pipeline import COUNTDOWN, SERVICE_IMAGE, TRAINER_IMAGE, bapo_pipeline
 from pipelines.pytorchjob import Resources
+from pipelines.settings import LOCAL_JOBS, LocalJobsSettings
 from pipelines.steps import (
-    JOBS_HERE,
     LAST_ERROR,
-    Surroundings,
-    Trainers,
+    PipelineContext,
+    TrainerJobs,
     cancel,
+    delete_orphaned_jobs,
     orphaned_jobs,
     read_config,
 )
-from pipelines.steps import reap as remove_lost
 from services.buffer.api.client import BufferClient
 from services.common.process import end_with_parent, stop_on_signals
 from services.common.settings import BufferClientSettings
@@ -197,8 +197,8 @@ def _execute(values: Mapping[str, Any], root: Path) -> int:
     except (SystemExit, KeyboardInterrupt):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        around = Surroundings.of(values.get("run", "countdown"))
-        cancel(around, Trainers.of_environment())
+        context = PipelineContext.from_environment(values.get("run", "countdown"))
+        cancel(context, TrainerJobs.from_environment())
         raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -248,17 +248,18 @@ def connection_of(endpoints: Endpoints, home: Path) -> dict[str, str]:
         "BAPO_TRAINER_IMAGE": "none: processes of this machine",
         "BAPO_TRAINER_SERVICE_ACCOUNT": f"{RELEASE}-trainer",
         "BAPO_SCRATCH": str(home),
-        JOBS_HERE: str(home / "jobs"),
+        LOCAL_JOBS: str(home / "jobs"),
     }
 
 
 def reap(arguments: argparse.Namespace) -> None:
     from pipelines.backends import TrainerBackend
-    from pipelines.localjobs import LocalBackend
+    from pipelines.local_jobs import LocalBackend
 
     backend: TrainerBackend
-    if JOBS_HERE in os.environ:
-        backend = LocalBackend(Path(os.environ[JOBS_HERE]))
+    local_jobs = LocalJobsSettings.load().local_jobs
+    if local_jobs is not None:
+        backend = LocalBackend(local_jobs)
     else:
         from pipelines.kubeflow import KubeflowBackend
 
@@ -267,7 +268,7 @@ def reap(arguments: argparse.Namespace) -> None:
     buffer = BufferClient(settings.buffer_url, settings.token.get_secret_value())
     lost = orphaned_jobs(buffer, backend)
     if arguments.delete:
-        remove_lost(buffer, backend, lost)
+        delete_orphaned_jobs(buffer, backend, lost)
     for name, run in sorted(lost.items()):
         print(f"{'deleted' if arguments.delete else 'lost'}  {name}  of run {run}")
     if not lost:

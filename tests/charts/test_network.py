@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from pipelines.pytorchjob import Deployment, Resources, build_job
+from pipelines.settings import DeploymentSettings
 from tests.charts.cases import CASES, FROM_INGRESS
 from tests.charts.helm import NAMESPACE, Case, Object, of_kind, one, pod_of, render
 from tests.charts.network import Address, End, Flow, Pod, allowed
@@ -18,15 +19,20 @@ PORTS = (22, 53, 443, 5432, 8080, 8333, 8700, 8701, 8702, 8703, 9333, 23456, 500
 TRAINER_PORTS = [port for port in PORTS if port >= 1024]
 
 
-def ours(component: str, objects: list[Object]) -> Pod:
-    """As the chart labels it, or the training job that reads the chart's ConfigMap."""
+def release_pod(component: str, objects: list[Object]) -> Pod:
+    """Returns a component's pod with the chart's labels, or the training job's pod with those that
+    the pipeline gives it."""
     for workload in of_kind(objects, "Deployment", "StatefulSet", "Job", "Pod"):
         labels = pod_of(workload)["metadata"]["labels"]
         if labels["app.kubernetes.io/component"] == component:
             return Pod(labels)
     assert component == "trainer"
     connection = one(objects, "ConfigMap", "bapo-connection")["data"]
-    job = build_job("countdown", Deployment.from_environment(connection, NAMESPACE), Resources())
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in connection.items():
+            environment.setenv(name, value)
+        deployment = Deployment.from_settings(DeploymentSettings.load(), NAMESPACE)
+    job = build_job("countdown", deployment, Resources())
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     return Pod(worker["template"]["metadata"]["labels"])
 
@@ -52,7 +58,7 @@ OTHERS: dict[str, End] = {
 
 def flows(objects: list[Object], components: tuple[str, ...]) -> Iterator[tuple[str, str, int]]:
     """Everything that is let through, if one of ours sends or receives it. DNS apart."""
-    own = {each: ours(each, objects) for each in components}
+    own = {each: release_pod(each, objects) for each in components}
     ends: dict[str, End] = {**own, **OTHERS}
     for source, destination in ((a, b) for a in ends for b in ends if a in own or b in own):
         for port in PORTS:
@@ -103,10 +109,10 @@ def test_air_gapped_reaches_named_namespaces_and_no_address() -> None:
     may = partial(allowed, objects)
     storage, databases = Pod({}, namespace="storage"), Pod({}, namespace="databases")
     assert {each for each in flows(objects, OURS) if each[1] == "internet"} == set()
-    assert may(Flow(ours("rollout", objects), storage, 9000))
-    assert may(Flow(ours("migrate", objects), databases, 5432))
-    assert not may(Flow(ours("rollout", objects), databases, 5432))
-    assert not may(Flow(ours("buffer", objects), storage, 5432))
+    assert may(Flow(release_pod("rollout", objects), storage, 9000))
+    assert may(Flow(release_pod("migrate", objects), databases, 5432))
+    assert not may(Flow(release_pod("rollout", objects), databases, 5432))
+    assert not may(Flow(release_pod("buffer", objects), storage, 5432))
 
 
 @pytest.mark.parametrize("protocol", ["UDP", "TCP"])
@@ -114,10 +120,10 @@ def test_names_are_looked_up_by_those_that_call_somebody(dev: list[Object], prot
     ask = {
         each
         for each in OURS + BUNDLED
-        if allowed(dev, Flow(ours(each, dev), OTHERS["dns"], 53, protocol))
+        if allowed(dev, Flow(release_pod(each, dev), OTHERS["dns"], 53, protocol))
     }
     assert ask == {"buffer", "migrate", "rollout", "collector", "trainer", "test"}
-    assert not allowed(dev, Flow(ours("buffer", dev), OTHERS["internet"], 53, protocol))
+    assert not allowed(dev, Flow(release_pod("buffer", dev), OTHERS["internet"], 53, protocol))
 
 
 def test_without_policies_everything_passes() -> None:
@@ -138,7 +144,7 @@ def test_peers_with_both_selectors_need_both() -> None:
         "podSelector": {"matchLabels": {"app": "controller"}},
     }
     objects = render(Case(("dev",), {"networkPolicy.ingressFrom": [peer]}))
-    buffer = ours("buffer", objects)
+    buffer = release_pod("buffer", objects)
     controller = Pod({"app": "controller"}, namespace="ingress")
     assert allowed(objects, Flow(controller, buffer, 8700))
     assert not allowed(objects, Flow(Pod({}, namespace="ingress"), buffer, 8700))

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 
-from pipelines.localjobs import MANIFEST, OPERATOR
+from pipelines.local_jobs import MANIFEST, OPERATOR
 from pipelines.pytorchjob import job_name
 from services.buffer.api.client import BufferClient
 from services.stack.stack import running_stack

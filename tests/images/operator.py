@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pipelines.localjobs import RETRIED_FROM, injected_variables
+from pipelines.local_jobs import RETRYABLE_FROM, injected_variables
 from pipelines.pytorchjob import RENDEZVOUS_PORT
 from tests.images.node import Node
 from tests.integration.fake_kubernetes import FakeKubernetes
@@ -57,7 +57,7 @@ def _look(kubernetes: FakeKubernetes, node: Node, name: str, workers: dict[str, 
     if job is None or job["status"]["conditions"][-1]["type"] != "Running":
         return
     codes = [code for each in workers[name] if (code := node.exit_code(each)) is not None]
-    if any(code >= RETRIED_FROM for code in codes):
+    if any(code >= RETRYABLE_FROM for code in codes):
         workers[name] = _start(node, name, job)
     elif any(codes):
         log = node.log(workers[name][0])
