@@ -25,7 +25,7 @@ from services.buffer.api import wire
 from services.buffer.api.client import BufferClient, none_if_missing
 from services.common.objectstore import ObjectStore
 from services.common.process import end_with_parent, stop_on_signals
-from services.exporters.mlflow import bring_up_to_date, mirrored
+from services.exporters.mlflow import mirror_to_mlflow, update_mlflow
 
 POLL_INTERVAL_S = 2.0
 HEARTBEAT_TIMEOUT_S = 30.0
@@ -272,7 +272,7 @@ def train(
         processes=config.trainer.processes,
         owner=jobs.owner,
     )
-    with mirrored(config, context.buffer):
+    with mirror_to_mlflow(config, context.buffer):
         ensure_job(jobs.backend, job)
         _log_until_trained(context, jobs.backend, jobs.job_name(run), config, until, start_within_s)
 
@@ -504,7 +504,7 @@ def clean_up(
     if evaluated and is_trained(buffer, config, config.steps):
         buffer.attempt = state.attempt
         buffer.set_status("finished")
-        bring_up_to_date(config, buffer)
+        update_mlflow(config, buffer)
         context.log(f"run {state.name} is finished")
         return "finished"
     cancel(context, jobs)

@@ -14,7 +14,7 @@ from bapo_core.config import PRESETS, ConfigError, RunConfig, config_from
 from bapo_core.errors import BapoError
 from services.cli.local_run import LocalRun, create, execute
 from services.model.resolve import ensure_model
-from services.report.comparison import Outcome, write_comparison
+from services.report.comparison import RunResult, write_comparison
 from services.stack.stack import Endpoints, any_stack
 
 TUNED_PER_ALGORITHM = (
@@ -71,12 +71,12 @@ def variant(config: RunConfig, algorithm: str, seed: int) -> RunConfig:
 
 def _outcome(
     config: RunConfig, endpoints: Endpoints, home: Path, model: Path, console: Console
-) -> Outcome:
+) -> RunResult:
     run = LocalRun(config, endpoints, home, Path("runs") / config.name, console)
     state = {state.name: state for state in run.client.runs()}.get(config.name)
     if state is not None and state.status == "finished":
         console.print(f"{config.name}: finished before", highlight=False)
-        return Outcome.read(run.client, _wall_seconds(run.directory))
+        return RunResult.read(run.client, _wall_seconds(run.directory))
     if state is None:
         create(run)
     elif RunConfig.model_validate(state.config) != config:
@@ -85,7 +85,7 @@ def _outcome(
         )
     started = time.monotonic()
     execute(run, model)
-    return Outcome.read(run.client, time.monotonic() - started)
+    return RunResult.read(run.client, time.monotonic() - started)
 
 
 def _wall_seconds(directory: Path) -> float:
@@ -96,7 +96,7 @@ def _wall_seconds(directory: Path) -> float:
     return float(summary["seconds"].get("wall", "nan"))
 
 
-def _print_table(outcomes: Sequence[Outcome], console: Console) -> None:
+def _print_table(outcomes: Sequence[RunResult], console: Console) -> None:
     for algorithm in dict.fromkeys(outcome.algorithm for outcome in outcomes):
         finals = [each.final.mean_accuracy for each in outcomes if each.algorithm == algorithm]
         console.print(

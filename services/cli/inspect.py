@@ -59,12 +59,13 @@ def change(arguments: argparse.Namespace) -> None:
 
 def metrics(arguments: argparse.Namespace) -> None:
     """The last steps, or all of them as TensorBoard reads them, or in MLflow."""
-    from services.exporters.metrics import curves, write_tensorboard
+    from services.exporters.curves import curves
     from services.exporters.mlflow import MlflowRun
+    from services.exporters.tensorboard import write_tensorboard
 
     client = service(arguments.run)
     if arguments.tensorboard is not None:
-        write_tensorboard(client, arguments.tensorboard, follow=arguments.follow, say=print)
+        write_tensorboard(client, arguments.tensorboard, follow=arguments.follow, log=print)
         return
     if arguments.mlflow is not None:
         run = MlflowRun(arguments.mlflow, arguments.experiment, client)
