@@ -178,7 +178,7 @@ def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
         ),
         figure(
             "Prompts unlocked",
-            "Of the held-out prompts with 0 correct responses at first, the share that has some now.",
+            "Share of the held-out prompts with 0 correct at first that have some correct now.",
             charts.lines(versions, {"unlocked": history.unlocked_over_time}),
         ),
         figure(
@@ -201,8 +201,7 @@ def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
         ),
         figure(
             "Off-policy mismatch",
-            "KL divergence between the behaviour policies and the trainer's policy before each "
-            "update, in nats per token.",
+            "KL(behaviour policy || trainer's policy before the update), in nats per token.",
             charts.lines(x, {"mismatch KL": metric("mismatch/mismatch_kl")}, raw=True),
         ),
         figure(

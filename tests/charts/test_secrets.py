@@ -87,11 +87,11 @@ def test_secrets_that_are_said_to_exist_must(tmp_path: Path, version: str) -> No
         render_on(kubeconfig, version, case)
     said = " ".join(str(caught.value).split())
     for words in (
-        "database.existingSecret: there is no Secret bapo-external-database in the namespace ml; "
+        "database.existingSecret: the namespace ml has no Secret bapo-external-database; "
         "create it with BAPO_DATABASE_URL",
         "s3.existingSecret: the Secret bapo-external-s3 has no key BAPO_S3_SECRET_KEY",
         "token.existingSecret: the Secret ours has no key BAPO_TOKEN",
-        "image.pullSecrets: there is no Secret pull in the namespace ml",
+        "image.pullSecrets: the namespace ml has no Secret pull",
     ):
         assert words in said
 

@@ -54,48 +54,51 @@ BY_SCHEMA = [
 BY_WORDS = [
     (
         {"database.existingSecret": ""},
-        "database: where is Postgres? Set database.existingSecret",
+        "database: no Postgres is configured. Set database.existingSecret",
     ),
-    ({"database.url": DATABASE_URL}, "database: give only one of"),
-    ({"database.bundled.enabled": True}, "database: give only one of"),
+    ({"database.url": DATABASE_URL}, "database: 2 of database.existingSecret, database.url"),
+    ({"database.bundled.enabled": True}, "database: 2 of database.existingSecret, database.url"),
     (
         {"database.existingSecret": "", "database.url": "postgres://a:b@c/d"},
-        "database.url: write it as postgresql+psycopg://user:password@host:port/database",
+        "database.url: it must have the form postgresql+psycopg://user:password@host:port/database",
     ),
-    ({"s3.endpoint": ""}, "s3: where is the object store? Set s3.endpoint"),
-    ({"s3.bundled.enabled": True}, "s3: with s3.bundled.enabled=true leave s3.endpoint"),
-    ({"s3.accessKey": "a", "s3.secretKey": "b"}, "s3: give either s3.existingSecret, or"),
-    ({"s3.existingSecret": ""}, "s3: which keys open https://s3.example.com?"),
-    ({"s3.existingSecret": "", "s3.accessKey": "a"}, "s3: which keys open"),
-    ({"image.tag": "latest"}, "image.tag: latest names another image every day"),
+    ({"s3.endpoint": ""}, "s3: no object store is configured. Set s3.endpoint"),
+    ({"s3.bundled.enabled": True}, "s3: s3.bundled.enabled is true, and the bundled server"),
+    ({"s3.accessKey": "a", "s3.secretKey": "b"}, "s3: both s3.existingSecret and s3.accessKey or"),
+    ({"s3.existingSecret": ""}, "s3: the keys of https://s3.example.com are missing"),
+    ({"s3.existingSecret": "", "s3.accessKey": "a"}, "s3: the keys of"),
+    ({"image.tag": "latest"}, "image.tag: latest is not a fixed version"),
     ({"s3.bundled.image": "chrislusf/seaweedfs"}, "s3.bundled.image: chrislusf/seaweedfs has no"),
     ({"database.bundled.image": "host:5000/postgres"}, "host:5000/postgres has no fixed version"),
     ({"database.bundled.image": "postgres:latest"}, "postgres:latest has no fixed version"),
     (
         {"rollout.tensorParallelSize": 4},
-        "rollout.tensorParallelSize is 4, and a pod has only 2 GPU(s): raise rollout.gpus",
+        "rollout.tensorParallelSize: it is 4, but a pod has 2 GPU(s) (rollout.gpus); raise",
     ),
     ({"rollout.vllmArgs": ["--tensor-parallel-size=2"]}, "use rollout.tensorParallelSize"),
     (
         {"rollout.extraEnv": [{"name": "BAPO_PORT", "value": "1"}]},
-        "rollout.extraEnv: BAPO_PORT is the chart's to set",
+        "rollout.extraEnv: the chart sets variables that begin with BAPO_ itself; remove BAPO_PORT",
     ),
     (
         {"verifier.autoscaling.maxReplicas": 2},
-        "verifier.autoscaling: minReplicas (3) is more than maxReplicas (2)",
+        "verifier.autoscaling: minReplicas is 3, and maxReplicas only 2; raise maxReplicas",
     ),
-    ({"ingress.enabled": True, "networkPolicy.ingressFrom": FROM_INGRESS}, "ingress.host: under"),
+    (
+        {"ingress.enabled": True, "networkPolicy.ingressFrom": FROM_INGRESS},
+        "ingress.host: it is empty",
+    ),
     (
         {"ingress.enabled": True, "ingress.host": "a.example.com"},
-        "networkPolicy.ingressFrom is empty, so nothing from outside",
+        "networkPolicy.ingressFrom: it is empty, so no request from outside",
     ),
     (
         {"httpRoute.enabled": True, "networkPolicy.ingressFrom": FROM_INGRESS},
-        "httpRoute: set httpRoute.parentRefs to your gateway",
+        "httpRoute: set both httpRoute.parentRefs (your gateway)",
     ),
     (
         {"networkPolicy.metricsFrom": []},
-        "networkPolicy.metricsFrom is empty, so Prometheus could not scrape",
+        "networkPolicy.metricsFrom: it is empty, so Prometheus could not scrape",
     ),
 ]
 
@@ -114,8 +117,8 @@ def test_combinations_are_refused_in_words(sets: dict[str, Any], words: str) -> 
 
 def test_the_bare_defaults_say_what_to_set(version: str) -> None:
     refusal = refused(Case(), version)
-    assert "database: where is Postgres? Set database.existingSecret" in refusal
-    assert "s3: where is the object store? Set s3.endpoint" in refusal
+    assert "database: no Postgres is configured. Set database.existingSecret" in refusal
+    assert "s3: no object store is configured. Set s3.endpoint" in refusal
 
 
 def test_a_password_is_not_repeated() -> None:
