@@ -42,6 +42,8 @@ class PipelineContext:
 
     buffer: BufferClient
     store: ObjectStore
+    scratch: Path
+    """Directory for models in transfer."""
     log: Callable[[str], None]
 
     @classmethod
@@ -54,6 +56,7 @@ class PipelineContext:
         return cls(
             BufferClient(settings.buffer_url, settings.token.get_secret_value(), run=run),
             ObjectStore(settings.s3),
+            settings.scratch,
             lambda line: print(line, flush=True),
         )
 
@@ -163,8 +166,8 @@ def prepare(context: PipelineContext, config_text: str, overrides: str) -> str:
         context.log(f"dataset {dataset.name}: {len(dataset.prompts)} prompts")
     path = stored_path or config.model.path
     if not path.startswith(MODEL_SCHEME):
-        scratch = StepSettings.load().scratch
-        path = store_model(context.store, ensure_model(config, scratch, Console()))
+        model = ensure_model(config, context.scratch, Console())
+        path = store_model(context.store, model)
     context.log(f"model {path}")
     request = wire.RunCreate(
         name=config.name,

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,9 +72,9 @@ def log_lines() -> list[str]:
 
 
 @pytest.fixture
-def context(stack: Endpoints, log_lines: list[str]) -> PipelineContext:
+def context(stack: Endpoints, log_lines: list[str], tmp_path: Path) -> PipelineContext:
     client = BufferClient(stack.buffer_url, stack.token, run=f"stepped-{next(_NUMBERS)}")
-    return PipelineContext(client, ObjectStore(stack.object_store), log_lines.append)
+    return PipelineContext(client, ObjectStore(stack.object_store), tmp_path, log_lines.append)
 
 
 CONFIG = f"""
