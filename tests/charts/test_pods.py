@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.common.settings import Settings, variables
 from services.rollout.run_watcher import MODULES
 from tests.charts.helm import (
     WORKLOADS,
@@ -195,10 +198,20 @@ def test_commands_are_modules_of_the_project(dev: list[Object]) -> None:
     assert all(importlib.util.find_spec(module) for module in modules)
 
 
-def test_the_code_reads_every_variable(everything: list[Object]) -> None:
-    code = "".join(path.read_text() for path in (ROOT / "services").rglob("*.py"))
-    variables = {name for _, container in containers(everything) for name in env(container)}
-    assert {name for name in variables if name.startswith("BAPO_") and name not in code} == set()
+def test_every_variable_is_one_of_the_settings(everything: list[Object]) -> None:
+    for folder in ("services", "pipelines"):
+        for path in (ROOT / folder).rglob("settings.py"):
+            importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    known = {name for settings in subclasses(Settings) for name, _ in variables(settings)}
+    used = {name for _, container in containers(everything) for name in env(container)}
+    used |= one(everything, "ConfigMap", "bapo-connection")["data"].keys()
+    assert {name for name in used if name.startswith("BAPO_")} - known == set()
+
+
+def subclasses(settings: type[Settings]) -> Iterator[type[Settings]]:
+    for subclass in settings.__subclasses__():
+        yield subclass
+        yield from subclasses(subclass)
 
 
 def test_service_links_are_off(objects: list[Object]) -> None:
