@@ -215,7 +215,7 @@ def _rollouts(home: Path, endpoints: Endpoints, replicas: int) -> Iterator[Mappi
     with Supervisor(home / "logs") as supervisor:
         ports = free_ports(replicas + 1)
         for name, module, port in [
-            *((f"rollout-{number}", "agent", ports[number]) for number in range(replicas)),
+            *((f"rollout-{number}", "server", ports[number]) for number in range(replicas)),
             ("collector", "collector", ports[replicas]),
         ]:
             own = {

@@ -86,7 +86,7 @@ class DeploymentSettings(Settings):
         except ConfigError as error:
             raise ConfigError(
                 f"{error}: the step did not get the connection ConfigMap of the release "
-                "(`<release>-connection`), or one with other values; see docs/deploy.md"
+                "(`<release>-connection`), or got one with invalid values; see docs/deploy.md"
             ) from error
 
 

@@ -77,7 +77,10 @@ class TrainerJobs:
 
     @classmethod
     def from_environment(cls) -> TrainerJobs:
-        """Raises `ConfigError` when the connection ConfigMap is missing or invalid."""
+        """Uses processes of this machine when `BAPO_LOCAL_JOBS` is set, and otherwise the cluster.
+
+        Raises `ConfigError` when the connection ConfigMap is missing or invalid.
+        """
         directory = LocalJobsSettings.load().local_jobs
         if directory is not None:
             from pipelines.local_jobs import LocalBackend
@@ -97,7 +100,7 @@ class TrainerJobs:
 
 @contextmanager
 def pipeline_step(run: str) -> Iterator[tuple[PipelineContext, TrainerJobs]]:
-    """Yields what a step works with, and ends the step in one line when it fails.
+    """Yields the context of a step, and ends the step with one line when it fails.
 
     A `BapoError` becomes the last line of the step's log. When the pipeline is cancelled, Kubeflow
     sends SIGTERM to the step, which then deletes the job and stops the run. The clients for that

@@ -202,10 +202,10 @@ def test_every_variable_is_one_of_the_settings(everything: list[Object]) -> None
     for folder in ("services", "pipelines"):
         for path in (ROOT / folder).rglob("settings.py"):
             importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
-    known = {name for settings in subclasses(Settings) for name, _ in variables(settings)}
+    defined = {name for settings in subclasses(Settings) for name, _ in variables(settings)}
     used = {name for _, container in containers(everything) for name in env(container)}
     used |= one(everything, "ConfigMap", "bapo-connection")["data"].keys()
-    assert {name for name in used if name.startswith("BAPO_")} - known == set()
+    assert {name for name in used if name.startswith("BAPO_")} - defined == set()
 
 
 def subclasses(settings: type[Settings]) -> Iterator[type[Settings]]:

@@ -56,7 +56,7 @@ def test_the_picture_shows_every_step() -> None:
 
 
 def test_images_can_come_from_another_registry(tmp_path: Path) -> None:
-    output = tmp_path / "own.yaml"
+    output = tmp_path / "images.yaml"
     images = ["--service-image", "r.example/s:1", "--trainer-image", "r.example/t:1"]
     main(["pipeline", "compile", "--output", str(output), *images])
     used = set(re.findall(r"image: (\S+)", output.read_text()))
