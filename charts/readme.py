@@ -1,6 +1,6 @@
-"""`python charts/readme.py`: writes the table of values into charts/bapo/README.md.
+"""Writes the table of values into charts/bapo/README.md: `python charts/readme.py`.
 
-Every value of `values.yaml` has a comment above it, which becomes its description.
+The comment above a value in `values.yaml` becomes its description.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEY = re.compile(r"^( *)([A-Za-z0-9]+):")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One that can be set, or a `section` of such."""
+    """A value that users can set, or a section of values."""
 
     path: str
     default: Any
@@ -34,14 +34,17 @@ class Value:
 
 
 def values(text: str) -> Iterator[Value]:
-    """Those of `values.yaml`, in its order. `ValueError` names one without a comment."""
+    """Yields the values of a `values.yaml` in its order.
+
+    Raises `ValueError` for a value without a comment.
+    """
     comments = comments_of(text)
     documented = [path.split(".") for path, comment in comments.items() if comment]
     sections = {".".join(path[:depth]) for path in documented for depth in range(1, len(path))}
 
-    def walk(node: dict[str, Any], above: str) -> Iterator[Value]:
+    def walk(node: dict[str, Any], prefix: str) -> Iterator[Value]:
         for key, default in node.items():
-            path = f"{above}{key}"
+            path = f"{prefix}{key}"
             section, comment = path in sections, comments.get(path, "")
             if comment:
                 yield Value(path, default, comment, section)
@@ -54,28 +57,29 @@ def values(text: str) -> Iterator[Value]:
 
 
 def comments_of(text: str) -> dict[str, str]:
-    """The comment right above each key, by the key's path; empty where there is none."""
-    found: dict[str, str] = {}
-    above: list[str] = []
+    """Returns the comment right above each key, or an empty string, by the key's path."""
+    comments: dict[str, str] = {}
+    path: list[str] = []
     comment: list[str] = []
     for line in text.splitlines():
         if line.lstrip().startswith("#"):
             comment.append(line.strip().removeprefix("#").strip())
             continue
         if match := _KEY.match(line):
-            above[len(match[1]) // 2 :] = [match[2]]
-            found[".".join(above)] = " ".join(comment)
+            path[len(match[1]) // 2 :] = [match[2]]
+            comments[".".join(path)] = " ".join(comment)
         comment = []
-    return found
+    return comments
 
 
 def table(text: str) -> str:
+    """Returns the values of a `values.yaml` as a Markdown table."""
     rows = [value.row() for value in values(text)]
     return "\n".join(["| value | default | meaning |", "| --- | --- | --- |", *rows]) + "\n"
 
 
 def readme(chart: Path = CHART) -> str:
-    """What README.md should be: as it is up to the heading, and the table of values after it."""
+    """Returns README.md with the current table of values below its heading."""
     head, heading, _ = (chart / "README.md").read_text().partition(HEADING)
     if not heading:
         raise ValueError(f"README.md has no line {HEADING.strip()!r}")

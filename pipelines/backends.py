@@ -1,4 +1,4 @@
-"""What the pipeline wants of whoever runs the trainer's job, whatever that is."""
+"""Interface to whatever runs the trainer's job: Kubernetes, or processes of this machine."""
 
 from __future__ import annotations
 
@@ -7,74 +7,87 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from bapo_core.errors import BapoError
-from pipelines.pytorchjob import MADE_FROM_LABEL
+from pipelines.pytorchjob import SPEC_HASH_LABEL
 
-Phase = Literal["waiting", "running", "restarting", "succeeded", "failed", "ending"]
-"""ending: deleted, and not yet gone."""
-GONE_WITHIN_S = 180.0
-LOOK_EVERY_S = 1.0
+Phase = Literal["waiting", "running", "restarting", "succeeded", "failed", "terminating"]
+"""`terminating`: the job was deleted, but its object or its pods still exist."""
+DELETE_TIMEOUT_S = 180.0
+POLL_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """How a job is, as its backend sees it."""
+    """State of a job as its backend sees it."""
 
     phase: Phase
     reason: str = ""
-    """Why it failed, or what it waits for; what to do about it, where that is known."""
+    """Why the job failed or what it waits for, and the remedy where one is known."""
     spec_hash: str = ""
-    """The job's label of that name."""
+    """Value of the job's label `SPEC_HASH_LABEL`."""
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         return self.phase in ("succeeded", "failed")
 
 
 class TrainerBackend(Protocol):
-    """Jobs by name. Every call may be repeated; errors are `BapoError`s that say what to do."""
+    """Creates, reads and deletes jobs by name.
+
+    Every method is idempotent. All raise `BapoError` with the remedy in its message.
+    """
 
     def create(self, job: dict[str, Any]) -> bool:
-        """Creates a job from its manifest; False if one of its name is there."""
+        """Creates a job from its manifest; returns False if one of this name exists."""
         ...
 
     def state(self, name: str) -> JobState | None:
-        """None if there is no such job."""
+        """Returns the state of a job, or None if it does not exist."""
         ...
 
     def delete(self, name: str) -> None:
-        """Ends the job and what it started; nothing if there is none."""
+        """Deletes a job and stops its processes; does nothing if the job does not exist."""
         ...
 
     def jobs(self) -> dict[str, str]:
-        """The runs of all jobs of the release, by the job's name."""
+        """Returns the run of every job of the release, keyed by the job's name."""
         ...
 
     def abandoned(self, name: str) -> bool:
-        """Whether the pipeline that began the job is over, or gone."""
+        """Whether the pipeline that created the job has finished or was deleted."""
         ...
 
 
-def ensure(backend: TrainerBackend, job: dict[str, Any]) -> None:
-    """The job is there and not over. One that was made from the same is taken over; one that is
-    over, or was made from something else, is replaced."""
+def ensure_job(backend: TrainerBackend, job: dict[str, Any]) -> None:
+    """Makes sure that the job exists and has not finished.
+
+    A job with the same spec hash is adopted. One that has finished, or that was built from another
+    spec, is replaced. Raises `BapoError`.
+    """
     name = job["metadata"]["name"]
     while not backend.create(job):
         state = backend.state(name)
-        same = state is not None and state.spec_hash == job["metadata"]["labels"][MADE_FROM_LABEL]
-        if state is not None and same and not state.over and state.phase != "ending":
+        if (
+            state is not None
+            and state.spec_hash == job["metadata"]["labels"][SPEC_HASH_LABEL]
+            and not state.finished
+            and state.phase != "terminating"
+        ):
             return
-        remove(backend, name)
+        remove_job(backend, name)
 
 
-def remove(backend: TrainerBackend, name: str) -> None:
-    """Deletes the job and returns when it is gone."""
-    deadline = time.monotonic() + GONE_WITHIN_S
+def remove_job(backend: TrainerBackend, name: str) -> None:
+    """Deletes the job and waits until it no longer exists.
+
+    Raises `BapoError` when it still exists after `DELETE_TIMEOUT_S`.
+    """
+    deadline = time.monotonic() + DELETE_TIMEOUT_S
     backend.delete(name)
     while backend.state(name) is not None:
         if time.monotonic() > deadline:
             raise BapoError(
-                f"job {name} was deleted but is still there after {GONE_WITHIN_S:.0f} s; look at "
-                f"`kubectl describe pytorchjob {name}` for what holds it (a finalizer, a node that "
-                "does not answer)"
+                f"job {name} was deleted but still exists after {DELETE_TIMEOUT_S:.0f} s; "
+                f"`kubectl describe pytorchjob {name}` shows what holds it (a finalizer, a node "
+                "that does not answer)"
             )
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_INTERVAL_S)

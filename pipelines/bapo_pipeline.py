@@ -1,19 +1,20 @@
-"""The Kubeflow pipeline. Its components only call `pipelines.steps`; they run on our own images.
+"""Defines the Kubeflow pipeline, which `bapo pipeline compile` compiles to `bapo_pipeline.yaml`.
 
-Compiled to `bapo_pipeline.yaml` by `bapo pipeline compile`. KFP takes each component's source from
-its function: everything that a component needs is imported within it.
+Its components only call `pipelines.steps`, on the project's own images. KFP takes each component's
+source from its function, so a component imports what it needs itself.
 """
-# No `from __future__ import annotations`: KFP reads the annotations themselves.
+# No `from __future__ import annotations`: KFP needs the annotations as objects.
 
 from typing import Any
 
 from kfp import dsl, kubernetes
 
 SERVICE_IMAGE, TRAINER_IMAGE = "bapo/service:0.2.0", "bapo/trainer:0.2.0"
-"""Part of the pipeline; `bapo pipeline compile` puts others in their place."""
+"""Images of the components; `bapo pipeline compile` can replace them."""
 ON_SERVICE = {"base_image": SERVICE_IMAGE, "install_kfp_package": False}
 ON_TRAINER = {"base_image": TRAINER_IMAGE, "install_kfp_package": False}
 RETRIES = 3
+"""Retries of each step."""
 
 COUNTDOWN = (
     "{steps: 200, model: {path: tiny}, "
@@ -23,25 +24,25 @@ COUNTDOWN = (
     "optimizer: {learning_rate: 1.0e-4, minibatch_prompts: 16, microbatch_tokens: 2048}, "
     "evaluation: {every: 20}}"
 )
-"""What `examples/countdown-vllm.yaml` says, on one line: KFP puts defaults into a comment."""
+"""`examples/countdown-vllm.yaml` on one line, because KFP writes defaults into a comment."""
 
 
 @dsl.component(**ON_TRAINER)
 def prepare_data(run: str, config: str, overrides: str) -> str:
-    """Stores the prompts and the initial model."""
+    """Stores the prompts and the initial model in the object store."""
     from pipelines import steps
 
-    with steps.step(run) as (around, _):
-        return steps.prepare(around, config, overrides)
+    with steps.pipeline_step(run) as (context, _):
+        return steps.prepare(context, config, overrides)
 
 
 @dsl.component(**ON_SERVICE)
 def create_or_resume_run(run: str, request: str, steps_per_segment: int) -> list[int]:
-    """Creates the run, or finds it as it was left; the segments to do."""
+    """Creates the run or continues it; returns the last steps of the segments that remain."""
     from pipelines import steps
 
-    with steps.step(run) as (around, _):
-        return steps.open_run(around, request, steps_per_segment)
+    with steps.pipeline_step(run) as (context, _):
+        return steps.open_run(context, request, steps_per_segment)
 
 
 @dsl.component(**ON_SERVICE)
@@ -54,14 +55,14 @@ def train(
     memory: str,
     start_within_minutes: int,
 ) -> int:
-    """Trains to step `until` with the run's PyTorchJob, which it creates if need be."""
+    """Waits until the run's PyTorchJob has trained step `until`; creates the job if necessary."""
     from pipelines import steps
     from pipelines.pytorchjob import Resources
 
-    with steps.step(run) as (around, trainers):
+    with steps.pipeline_step(run) as (context, jobs):
         steps.train(
-            around,
-            trainers,
+            context,
+            jobs,
             until,
             Resources(workers=workers, gpus=gpus_per_worker, cpu=cpu, memory=memory),
             start_within_s=60.0 * start_within_minutes,
@@ -71,11 +72,11 @@ def train(
 
 @dsl.component(**ON_SERVICE)
 def checkpoint_and_sync(run: str, until: int) -> int:
-    """Waits until every replica serves the weights published with the checkpoint."""
+    """Waits until every replica serves the weights published with the segment's checkpoint."""
     from pipelines import steps
 
-    with steps.step(run) as (around, _):
-        return steps.sync(around, until)
+    with steps.pipeline_step(run) as (context, _):
+        return steps.sync(context, until)
 
 
 @dsl.component(**ON_SERVICE)
@@ -86,55 +87,55 @@ def report(
     page: dsl.Output[dsl.HTML],
     summary: dsl.Output[dsl.Markdown],
 ) -> None:
-    """The run so far: metrics, pictures, a summary."""
+    """Reports the run so far: metrics, an HTML page with charts, and a summary."""
     from pathlib import Path
 
     from pipelines import steps
 
-    with steps.step(run) as (around, _):
-        found = steps.report(around)
+    with steps.pipeline_step(run) as (context, _):
+        run_report = steps.report(context)
     metrics.log_metric("policy_version", version)
-    for name, value in found.metrics.items():
+    for name, value in run_report.metrics.items():
         metrics.log_metric(name, value)
-    Path(page.path).write_text(found.page)
-    Path(summary.path).write_text(found.markdown)
+    Path(page.path).write_text(run_report.page)
+    Path(summary.path).write_text(run_report.markdown)
 
 
 @dsl.component(**ON_SERVICE)
 def evaluate(run: str, versions: list, metrics: dsl.Output[dsl.Metrics]) -> float:  # type: ignore[type-arg]
-    """The final weights on the held-out prompts, once all segments are done."""
+    """Waits for the evaluation of the final weights on the held-out prompts."""
     from pipelines import steps
 
-    with steps.step(run) as (around, _):
-        found = steps.evaluate(around)
-    for name, value in found.items():
+    with steps.pipeline_step(run) as (context, _):
+        evaluation = steps.evaluate(context)
+    for name, value in evaluation.items():
         metrics.log_metric(name, value)
-    return found["held_out_accuracy"]
+    return evaluation["held_out_accuracy"]
 
 
 @dsl.component(**ON_SERVICE)
 def export_model(run: str, accuracy: float, model: dsl.Output[dsl.Model]) -> None:
-    """The final weights as a Hugging Face directory."""
+    """Exports the final weights as a Hugging Face directory."""
     from pathlib import Path
 
     from pipelines import steps
 
-    with steps.step(run) as (around, _):
-        model.metadata.update(steps.export(around, Path(model.path)))
+    with steps.pipeline_step(run) as (context, _):
+        model.metadata.update(steps.export(context, Path(model.path)))
     model.metadata["held_out_accuracy"] = accuracy
 
 
 @dsl.component(**ON_SERVICE)
 def clean_up(run: str) -> str:
-    """Deletes the job, and says of the run how it ended."""
+    """Deletes the PyTorchJob, and marks the run as finished or stops it."""
     from pipelines import steps
 
-    with steps.step(run) as (around, trainers):
-        return steps.clean_up(around, trainers)
+    with steps.pipeline_step(run) as (context, jobs):
+        return steps.clean_up(context, jobs)
 
 
-def _connected(task: Any, connection: Any, token_secret: Any, s3_secret: Any) -> Any:
-    """The task knows the release of the chart, is never answered from a cache, and is repeated."""
+def _connect(task: Any, connection: Any, token_secret: Any, s3_secret: Any) -> Any:
+    """Gives a task the release's ConfigMap and Secrets, disables its cache and enables retries."""
     names = {name: name for name in CONNECTION}
     kubernetes.use_config_map_as_env(task, connection, names)
     kubernetes.use_secret_as_env(task, token_secret, {"BAPO_TOKEN": "BAPO_TOKEN"})
@@ -143,7 +144,7 @@ def _connected(task: Any, connection: Any, token_secret: Any, s3_secret: Any) ->
     kubernetes.use_field_path_as_env(
         task, "BAPO_WORKFLOW", "metadata.labels['workflows.argoproj.io/workflow']"
     )
-    # The services' network policies let these pods in.
+    # The services' network policies admit pods with this label.
     kubernetes.add_pod_label(task, "app.kubernetes.io/part-of", "bapo")
     task.set_caching_options(False)
     task.set_env_variable("HOME", "/tmp")
@@ -168,13 +169,13 @@ CONNECTION = (
     "BAPO_TRAINER_NODE_SELECTOR",
     "BAPO_TRAINER_TOLERATIONS",
 )
-"""Keys of the connection ConfigMap that the chart makes."""
+"""Keys of the chart's connection ConfigMap that every step gets as variables."""
 
 
 @dsl.pipeline(
     name="bapo",
     description="Off-policy reinforcement learning from verifiable rewards: trains a run of BAPO, "
-    "or continues it where it was left.",
+    "or continues it from its last checkpoint.",
 )
 def bapo_pipeline(
     run: str = "countdown",
@@ -193,34 +194,34 @@ def bapo_pipeline(
     """Trains a run with BAPO.
 
     Args:
-        run: Name of the run: lower-case letters, digits and hyphens. One that exists is continued.
-        config: The run's configuration as YAML (docs/configuration.md lists every key).
-        overrides: Changes to it, one `key=value` a line, for example `steps=400`.
-        steps_per_segment: After how many steps at least the pipeline waits for a checkpoint and
-            the replicas, and writes a report. Training goes on meanwhile.
-        workers: Pods of the PyTorchJob.
-        gpus_per_worker: GPUs of each; 0 trains on CPUs.
-        cpu_per_worker: Cores that each asks for.
-        memory_per_worker: Memory that each may take.
-        start_within_minutes: How long to wait for nodes before giving up.
-        connection: ConfigMap of the chart's release with its addresses.
-        token_secret: Secret of the release with the services' token.
-        s3_secret: Secret of the release with the object store's keys.
+        run: Name of the run: lower-case letters, digits and hyphens. An existing run is continued.
+        config: The run's configuration as YAML; docs/configuration.md describes every key.
+        overrides: Changes to the configuration, one `key=value` a line, for example `steps=400`.
+        steps_per_segment: Training steps of a segment, at least. At its end the pipeline waits for
+            a checkpoint and for the replicas, and writes a report. Training goes on meanwhile.
+        workers: Number of pods of the PyTorchJob.
+        gpus_per_worker: GPUs of each worker; 0 trains on CPUs.
+        cpu_per_worker: Cores that each worker requests, for example `4` or `500m`.
+        memory_per_worker: Memory request and limit of each worker, for example `32Gi`.
+        start_within_minutes: Minutes to wait for nodes before the step fails.
+        connection: Name of the ConfigMap with the addresses of the chart's release.
+        token_secret: Name of the release's Secret with the services' token.
+        s3_secret: Name of the release's Secret with the object store's keys.
     """
 
-    def connected(task: Any) -> Any:
-        return _connected(task, connection, token_secret, s3_secret)
+    def connect(task: Any) -> Any:
+        return _connect(task, connection, token_secret, s3_secret)
 
-    cleaning = connected(clean_up(run=run))
-    with dsl.ExitHandler(cleaning, name="training"):
-        prepared = connected(prepare_data(run=run, config=config, overrides=overrides))
-        opened = connected(
+    cleaned = connect(clean_up(run=run))
+    with dsl.ExitHandler(cleaned, name="training"):
+        prepared = connect(prepare_data(run=run, config=config, overrides=overrides))
+        opened = connect(
             create_or_resume_run(
                 run=run, request=prepared.output, steps_per_segment=steps_per_segment
             )
         )
         with dsl.ParallelFor(opened.output, parallelism=1, name="segments") as until:
-            trained = connected(
+            trained = connect(
                 train(
                     run=run,
                     until=until,
@@ -231,7 +232,7 @@ def bapo_pipeline(
                     start_within_minutes=start_within_minutes,
                 )
             )
-            synced = connected(checkpoint_and_sync(run=run, until=trained.output))
-            connected(report(run=run, version=synced.output))
-        evaluated = connected(evaluate(run=run, versions=dsl.Collected(synced.output)))
-        connected(export_model(run=run, accuracy=evaluated.outputs["Output"]))
+            synced = connect(checkpoint_and_sync(run=run, until=trained.output))
+            connect(report(run=run, version=synced.output))
+        evaluated = connect(evaluate(run=run, versions=dsl.Collected(synced.output)))
+        connect(export_model(run=run, accuracy=evaluated.outputs["Output"]))

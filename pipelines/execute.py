@@ -1,8 +1,7 @@
-"""`python -m pipelines.execute DIRECTORY`: the pipeline by `kfp.local`, its arguments on standard
-input as JSON.
+"""Runs the pipeline with `kfp.local`: `python -m pipelines.execute DIRECTORY`.
 
-A process of its own: KFP waits for its threads, whatever happens to it; this can be ended with all
-that it has started.
+Reads the pipeline's arguments from standard input as JSON. It is a process of its own because KFP
+waits for its threads even when it is interrupted; a process can be killed with all its children.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pipelines.bapo_pipeline import bapo_pipeline
 
 
 def main() -> None:
-    # Of every step: that its image is not one of Python's own.
+    # KFP warns for every step that a custom base image is used.
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="kfp.local")
     local.init(local.SubprocessRunner(use_venv=False), pipeline_root=sys.argv[1])
     try:

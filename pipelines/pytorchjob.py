@@ -1,8 +1,8 @@
-"""The PyTorchJob that trains a run (training-operator 1.9), built here and nowhere else.
+"""Builds the PyTorchJob that trains a run (training-operator 1.9).
 
-One job trains the whole run. Its workers are equal: torchrun's elastic rendezvous needs no master,
-whose init container restricted pod security would refuse. A failure is one of the whole job, which
-continues from the last checkpoint.
+One job trains the whole run. All of its workers are of the type Worker: torchrun's elastic
+rendezvous needs no Master, whose init container the restricted pod security standard would refuse.
+When one worker fails, the whole job restarts and continues from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bapo_core.errors import BapoError
+from pipelines.settings import DeploymentSettings
 
 GROUP, VERSION, PLURAL = "kubeflow.org", "v1", "pytorchjobs"
 RENDEZVOUS_PORT = 23456
-LONGEST_NAME = 50
-"""Pods and services are named after the job and the worker, within 63 letters."""
-RUN_LABEL, MADE_FROM_LABEL = "bapo/run", "bapo/made-from"
-"""Which run a job trains; a digest of all that it was made from."""
+MAX_NAME_LENGTH = 50
+"""Pods and services get the job's name and the worker's as theirs, in at most 63 characters."""
+RUN_LABEL = "bapo/run"
+"""Label with the run that a job trains."""
+SPEC_HASH_LABEL = "bapo/made-from"
+"""Label with a digest of everything that a job was built from."""
 LABELS = {"app.kubernetes.io/name": "bapo", "app.kubernetes.io/component": "trainer"}
-"""Of every job of ours and its pods; network policies select by them."""
-USER = 10001
-"""Of our images."""
+"""Labels of every training job and its pods; network policies select by them."""
+USER_ID = 10001
+"""User and group of the images."""
 
 
 _MEMORY = re.compile(r"[0-9]+(\.[0-9]+)?[KMGT]i?")
@@ -33,17 +36,24 @@ _MEMORY = re.compile(r"[0-9]+(\.[0-9]+)?[KMGT]i?")
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What the training takes."""
+    """Compute resources of a training job.
+
+    Raises `BapoError` for values that Kubernetes would refuse.
+    """
 
     workers: int = 1
-    """Pods."""
+    """Number of pods."""
     gpus: int = 1
-    """Of each; one process a GPU. With none, `trainer.processes` of the run's configuration."""
+    """GPUs of each pod, with one process for each. At 0, a pod runs `trainer.processes` of the
+    run's configuration on CPUs."""
     gpu_resource: str = "nvidia.com/gpu"
+    """Name of the extended resource that stands for a GPU."""
     cpu: str = "4"
+    """Cores that each pod requests, as Kubernetes writes them: `4` or `500m`."""
     memory: str = "32Gi"
+    """Memory request and limit of each pod."""
     scratch: str = "100Gi"
-    """Disk for the initial model and checkpoints on their way."""
+    """Limit of each pod's disk space for the initial model and for checkpoints in transfer."""
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.gpus < 0:
@@ -58,12 +68,12 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What the release of the chart says of itself, in its connection ConfigMap."""
+    """What a training job takes from the chart's release."""
 
     namespace: str
     release: str
     connection: str
-    """The ConfigMap with the services' addresses."""
+    """Name of the ConfigMap with the services' addresses."""
     token_secret: str
     s3_secret: str
     image: str
@@ -77,45 +87,27 @@ class Deployment:
     tolerations: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str], namespace: str) -> Deployment:
-        """Raises `BapoError` naming what the ConfigMap lacks."""
-
-        def of(name: str) -> str:
-            value = environment.get(name, "")
-            if not value:
-                raise BapoError(
-                    f"{name} is not set: the step did not get the connection ConfigMap of the "
-                    "release (`<release>-connection`); see docs/deploy.md"
-                )
-            return value
-
-        def parsed(name: str, otherwise: str) -> Any:
-            try:
-                return json.loads(environment.get(name) or otherwise)
-            except ValueError as error:
-                raise BapoError(f"{name} in the connection ConfigMap is not JSON") from error
-
-        secrets = environment.get("BAPO_TRAINER_PULL_SECRETS", "")
+    def from_settings(cls, settings: DeploymentSettings, namespace: str) -> Deployment:
         return cls(
             namespace=namespace,
-            release=of("BAPO_RELEASE"),
-            connection=of("BAPO_CONNECTION"),
-            token_secret=of("BAPO_TOKEN_SECRET"),
-            s3_secret=of("BAPO_S3_SECRET"),
-            image=of("BAPO_TRAINER_IMAGE"),
-            service_account=of("BAPO_TRAINER_SERVICE_ACCOUNT"),
-            pull_policy=environment.get("BAPO_TRAINER_PULL_POLICY") or "IfNotPresent",
-            pull_secrets=tuple(filter(None, secrets.split(","))),
-            queue=environment.get("BAPO_TRAINER_QUEUE", ""),
-            priority_class=environment.get("BAPO_TRAINER_PRIORITY_CLASS", ""),
-            node_selector=parsed("BAPO_TRAINER_NODE_SELECTOR", "{}"),
-            tolerations=tuple(parsed("BAPO_TRAINER_TOLERATIONS", "[]")),
+            release=settings.release,
+            connection=settings.connection,
+            token_secret=settings.token_secret,
+            s3_secret=settings.s3_secret,
+            image=settings.trainer_image,
+            service_account=settings.trainer_service_account,
+            pull_policy=settings.trainer_pull_policy,
+            pull_secrets=settings.trainer_pull_secrets,
+            queue=settings.trainer_queue,
+            priority_class=settings.trainer_priority_class,
+            node_selector=settings.trainer_node_selector,
+            tolerations=settings.trainer_tolerations,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """The workflow that a job belongs to: Kubernetes removes the job with it."""
+    """The Argo workflow that owns a job; Kubernetes deletes the job together with it."""
 
     name: str
     uid: str
@@ -130,14 +122,14 @@ class Owner:
 
 
 def job_name(release: str, run: str) -> str:
-    """Of the run's one job; whoever asks twice asks for the same."""
+    """Returns the name of the run's only job; it depends on nothing but its arguments."""
     name = f"{release}-{run}"
     if not name[0].isalpha():
         name = f"bapo-{name}"
-    if len(name) <= LONGEST_NAME and not name.endswith("-"):
+    if len(name) <= MAX_NAME_LENGTH and not name.endswith("-"):
         return name
     digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-    return f"{name[: LONGEST_NAME - 9].rstrip('-')}-{digest}"
+    return f"{name[: MAX_NAME_LENGTH - 9].rstrip('-')}-{digest}"
 
 
 def build_job(
@@ -148,7 +140,11 @@ def build_job(
     processes: int = 1,
     owner: Owner | None = None,
 ) -> dict[str, Any]:
-    """The manifest. `processes` per worker count only where there are no GPUs."""
+    """Builds the job's manifest.
+
+    processes: processes of each worker when it has no GPUs; otherwise there is one for each GPU.
+    owner: workflow that the job is deleted with.
+    """
     name = job_name(deployment.release, run)
     labels = {
         **LABELS,
@@ -166,10 +162,10 @@ def build_job(
         metadata["ownerReferences"] = [owner.reference()]
     worker = {
         "replicas": resources.workers,
-        # 1 to 127 end the job, 128 to 255 start the pod again: the trainer's exit codes say which.
+        # Exit codes 1 to 127 fail the job, 128 to 255 restart the pod (services/common/process.py).
         "restartPolicy": "ExitCode",
         "template": {
-            # A sidecar would outlive the training, and the job would never end.
+            # A sidecar would run on after the training, so that the job would never finish.
             "metadata": {"labels": labels, "annotations": {"sidecar.istio.io/inject": "false"}},
             "spec": _pod(run, name, deployment, resources, resources.gpus or processes),
         },
@@ -182,12 +178,12 @@ def build_job(
             "elasticPolicy": {
                 "rdzvBackend": "c10d",
                 "rdzvId": name,
-                # All or nothing: sharded state needs every worker.
+                # The sharded state needs every worker, so the number of workers never changes.
                 "minReplicas": resources.workers,
                 "maxReplicas": resources.workers,
-                # A worker that fails ends the pod with the trainer's own exit code.
+                # torchrun must not restart a worker itself: the pod ends with its exit code.
                 "maxRestarts": 0,
-                # A worker may wait long for its node, and so for its peers.
+                # A worker waits for its peers as long as these wait for their nodes.
                 "rdzvConf": [
                     {"key": "join_timeout", "value": "3600"},
                     {"key": "read_timeout", "value": "600"},
@@ -196,14 +192,14 @@ def build_job(
             "runPolicy": {
                 "backoffLimit": 20,
                 "cleanPodPolicy": "Running",
-                "suspend": bool(deployment.queue),  # Kueue starts what it admits
+                "suspend": bool(deployment.queue),  # Kueue resumes the job when it admits it
                 "ttlSecondsAfterFinished": 24 * 3600,
             },
             "pytorchReplicaSpecs": {"Worker": worker},
         },
     }
     content = json.dumps([job["spec"], metadata.get("ownerReferences")], sort_keys=True)
-    metadata["labels"][MADE_FROM_LABEL] = hashlib.sha256(content.encode()).hexdigest()[:16]
+    metadata["labels"][SPEC_HASH_LABEL] = hashlib.sha256(content.encode()).hexdigest()[:16]
     return job
 
 
@@ -214,25 +210,25 @@ def _pod(
         "serviceAccountName": deployment.service_account,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        # What is under way is finished, or not: the checkpoint holds either way.
+        # An upload that takes longer is lost; the run then continues from an earlier checkpoint.
         "terminationGracePeriodSeconds": 60,
         "securityContext": {
             "runAsNonRoot": True,
-            "runAsUser": USER,
-            "runAsGroup": USER,
-            "fsGroup": USER,
+            "runAsUser": USER_ID,
+            "runAsGroup": USER_ID,
+            "fsGroup": USER_ID,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [_container(run, deployment, resources, processes)],
         "volumes": [
             {"name": "scratch", "emptyDir": {"sizeLimit": resources.scratch}},
             {"name": "tmp", "emptyDir": {"sizeLimit": "10Gi"}},
-            # Between the GPUs of a pod; counts as its memory.
+            # NCCL exchanges tensors between the GPUs of a pod here. It counts as the pod's memory.
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}},
         ],
     }
     if resources.workers > 1:
-        # A node that is lost takes one worker; a node with two of them gains nothing.
+        # Two workers on one node gain nothing, and would both be lost with it.
         pod["topologySpreadConstraints"] = [
             {
                 "maxSkew": 1,
@@ -255,11 +251,11 @@ def _container(
 ) -> dict[str, Any]:
     gpus = {resources.gpu_resource: str(resources.gpus)} if resources.gpus else {}
     return {
-        "name": "pytorch",  # the operator looks for it
+        "name": "pytorch",  # the operator looks for a container of this name
         "image": deployment.image,
         "imagePullPolicy": deployment.pull_policy,
-        # The operator's name for the number of processes differs between versions; torchrun's
-        # option does not.
+        # The operator's variable for the number of processes has another name in other versions;
+        # torchrun's option has not.
         "command": ["python", "-m", "services.trainer.launch"],
         "args": ["--nproc-per-node", str(processes)],
         "ports": [{"name": "pytorchjob-port", "containerPort": RENDEZVOUS_PORT}],
@@ -293,7 +289,11 @@ def _container(
 
 
 def _threads(cpu: str, processes: int) -> str:
-    """Of each process: torch would take every core of the node for itself."""
+    """Returns OMP_NUM_THREADS: the pod's cores, shared by its processes.
+
+    Without it, torch starts a thread for every core of the node. Raises `BapoError` when `cpu` is
+    not a number of cores.
+    """
     try:
         cores = float(cpu[:-1]) / 1000 if cpu.endswith("m") else float(cpu)
     except ValueError as error:

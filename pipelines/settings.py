@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from pathlib import Path
+from typing import Annotated, Any, Self
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_settings import NoDecode
 
+from bapo_core.errors import ConfigError
 from services.common.settings import (
     BufferClientSettings,
     ObjectStoreClientSettings,
     Settings,
 )
+
+LOCAL_JOBS = "BAPO_LOCAL_JOBS"
+"""Variable of `LocalJobsSettings.local_jobs`."""
 
 
 class StepSettings(BufferClientSettings, ObjectStoreClientSettings):
@@ -21,6 +28,66 @@ class StepSettings(BufferClientSettings, ObjectStoreClientSettings):
     """Name of the Argo workflow that the step belongs to."""
     scratch: Path = Field(default_factory=lambda: Path(tempfile.gettempdir()))
     """Directory for models in transfer."""
+
+
+class DeploymentSettings(Settings):
+    """Settings of a step that creates the training job, from the connection ConfigMap.
+
+    They are no part of `StepSettings`, where `BAPO_S3_SECRET` would belong to the group `s3`.
+    """
+
+    release: str
+    """Name of the chart's release."""
+    connection: str
+    """Name of the ConfigMap with the services' addresses."""
+    token_secret: str
+    """Name of the Secret with the services' token."""
+    s3_secret: str
+    """Name of the Secret with the object store's keys."""
+    trainer_image: str
+    """Image of the training job."""
+    trainer_service_account: str
+    """Service account of the training job's pods."""
+    trainer_pull_policy: str = "IfNotPresent"
+    """When nodes pull the image: `Always`, `IfNotPresent` or `Never`."""
+    trainer_pull_secrets: Annotated[tuple[str, ...], NoDecode] = ()
+    """Names of the Secrets to pull the image with, separated by commas."""
+    trainer_queue: str = ""
+    """Kueue's local queue of the training job; none if empty."""
+    trainer_priority_class: str = ""
+    """PriorityClass of the training job's pods; the cluster's default if empty."""
+    # NoDecode: pydantic-settings would report wrong JSON with another error, and without its value.
+    trainer_node_selector: Annotated[dict[str, str], NoDecode] = Field(default_factory=dict)
+    """Labels of the nodes that the training job may run on, as a JSON object."""
+    trainer_tolerations: Annotated[tuple[dict[str, Any], ...], NoDecode] = ()
+    """Taints that the training job tolerates, as a JSON list of Kubernetes tolerations."""
+
+    @field_validator("trainer_pull_secrets", mode="before")
+    @classmethod
+    def _split_names(cls, names: Any) -> Any:
+        return tuple(filter(None, names.split(","))) if isinstance(names, str) else names
+
+    @field_validator("trainer_node_selector", "trainer_tolerations", mode="before")
+    @classmethod
+    def _parse_json(cls, value: Any) -> Any:
+        try:
+            return json.loads(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError(f"not valid JSON: {error}") from error
+
+    @classmethod
+    def load(cls) -> Self:
+        """Reads the settings from the environment.
+
+        Raises `ConfigError` that names every variable at fault and the ConfigMap to look at.
+        """
+        try:
+            return super().load()
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}: the step did not get the connection ConfigMap of the release "
+                "(`<release>-connection`), or got one with invalid values; see docs/deploy.md"
+            ) from error
 
 
 class LocalJobsSettings(Settings):

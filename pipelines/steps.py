@@ -1,11 +1,12 @@
-"""What the pipeline's steps do. Each may be repeated, at any time: what is done is the buffer
-service's to say, never the pipeline's.
+"""Bodies of the pipeline's components, one function for each.
+
+Each may be repeated at any time: the progress of a run is the buffer service's state alone, and no
+component passes it on.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,117 +18,126 @@ from typing import Literal, TypeVar
 
 from bapo_core.config import RunConfig, parse_config
 from bapo_core.errors import BapoError
-from pipelines.backends import TrainerBackend, ensure, remove
+from pipelines.backends import TrainerBackend, ensure_job, remove_job
 from pipelines.pytorchjob import Deployment, Owner, Resources, build_job, job_name
-from pipelines.settings import StepSettings
+from pipelines.settings import DeploymentSettings, LocalJobsSettings, StepSettings
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient, none_if_missing
 from services.common.objectstore import ObjectStore
 from services.common.process import end_with_parent, stop_on_signals
-from services.exporters.mlflow import bring_up_to_date, mirrored
+from services.exporters.mlflow import mirror_to_mlflow, update_mlflow
 
-LOOK_EVERY_S = 2.0
-SILENT_S = 30.0
-"""A replica that has said nothing for so long is not waited for."""
-JOBS_HERE = "BAPO_LOCAL_JOBS"
-"""The directory of the jobs, where they are processes of this machine."""
+POLL_INTERVAL_S = 2.0
+HEARTBEAT_TIMEOUT_S = 30.0
+"""Age of a replica's last heartbeat, in seconds, beyond which the pipeline does not wait for it."""
 LAST_ERROR = "last-error"
-"""In that directory: why the last step that failed did."""
+"""File in the directory of local jobs with the error of the last step that failed."""
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What the steps work with."""
+class PipelineContext:
+    """Services that a step of the pipeline works with."""
 
     buffer: BufferClient
     store: ObjectStore
-    say: Callable[[str], None]
+    scratch: Path
+    """Directory for models in transfer."""
+    log: Callable[[str], None]
 
     @classmethod
-    def of(cls, run: str) -> Surroundings:
-        """From the environment: the connection ConfigMap and the secrets."""
+    def from_environment(cls, run: str) -> PipelineContext:
+        """Connects to the services that the connection ConfigMap and the Secrets name.
+
+        Raises `ConfigError` when a variable is missing or invalid.
+        """
         settings = StepSettings.load()
         return cls(
             BufferClient(settings.buffer_url, settings.token.get_secret_value(), run=run),
             ObjectStore(settings.s3),
+            settings.scratch,
             lambda line: print(line, flush=True),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Trainers:
-    """Where the trainer's job runs, and as part of what."""
+class TrainerJobs:
+    """Where training jobs run, and the workflow that owns them."""
 
     backend: TrainerBackend
     deployment: Deployment
     owner: Owner | None = None
-    cancelled: Callable[[], bool] = lambda: True
-    """Whether a step that is ended from outside is part of a pipeline that was cancelled, and not
-    of one whose node is drained."""
+    is_cancelled: Callable[[], bool] = lambda: True
+    """Whether a step that gets SIGTERM belongs to a pipeline that was cancelled, rather than to one
+    whose node is drained."""
 
     def job_name(self, run: str) -> str:
         return job_name(self.deployment.release, run)
 
     @classmethod
-    def of_environment(cls) -> Trainers:
-        here = os.environ.get(JOBS_HERE)
-        if here is not None:
-            from pipelines.localjobs import LocalBackend
+    def from_environment(cls) -> TrainerJobs:
+        """Uses processes of this machine when `BAPO_LOCAL_JOBS` is set, and otherwise the cluster.
 
-            return cls(LocalBackend(Path(here)), Deployment.from_environment(os.environ, "local"))
+        Raises `ConfigError` when the connection ConfigMap is missing or invalid.
+        """
+        directory = LocalJobsSettings.load().local_jobs
+        if directory is not None:
+            from pipelines.local_jobs import LocalBackend
+
+            deployment = Deployment.from_settings(DeploymentSettings.load(), "local")
+            return cls(LocalBackend(directory), deployment)
         from pipelines.kubeflow import KubeflowBackend, current_namespace
 
         namespace = current_namespace()
-        deployment = Deployment.from_environment(os.environ, namespace)
+        deployment = Deployment.from_settings(DeploymentSettings.load(), namespace)
         backend = KubeflowBackend(namespace, deployment.release)
         workflow = StepSettings.load().workflow
         return cls(
-            backend, deployment, backend.owner(workflow), partial(backend.is_ending, workflow)
+            backend, deployment, backend.owner(workflow), partial(backend.is_terminating, workflow)
         )
 
 
 @contextmanager
-def step(run: str) -> Iterator[tuple[Surroundings, Trainers]]:
-    """A step of the pipeline. What goes wrong is one line at the end of its log; a pipeline that is
-    cancelled, which ends the step from outside, leaves nothing at work.
+def pipeline_step(run: str) -> Iterator[tuple[PipelineContext, TrainerJobs]]:
+    """Yields the context of a step, and ends the step with one line when it fails.
 
-    All that this takes is made first: Kubernetes gives a step that is ended little time.
+    A `BapoError` becomes the last line of the step's log. When the pipeline is cancelled, Kubeflow
+    sends SIGTERM to the step, which then deletes the job and stops the run. The clients for that
+    are made first, because Kubernetes kills the step soon afterwards.
     """
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    here = JOBS_HERE in os.environ
+    local_jobs = LocalJobsSettings.load().local_jobs
     try:
-        around, trainers = Surroundings.of(run), Trainers.of_environment()
-        if here:
-            end_with_parent()  # which cancels what there is to cancel
+        context, jobs = PipelineContext.from_environment(run), TrainerJobs.from_environment()
+        if local_jobs is not None:
+            end_with_parent()  # `bapo pipeline run-local` cancels the run itself
         else:
             stop_on_signals()
         try:
-            yield around, trainers
+            yield context, jobs
         except SystemExit:
-            if not here and trainers.cancelled():
-                cancel(around, trainers)
+            if local_jobs is None and jobs.is_cancelled():
+                cancel(context, jobs)
             raise
     except BapoError as error:
-        if here:
-            place = Path(os.environ[JOBS_HERE])
-            place.mkdir(parents=True, exist_ok=True)
-            (place / LAST_ERROR).write_text(str(error))
+        if local_jobs is not None:
+            local_jobs.mkdir(parents=True, exist_ok=True)
+            (local_jobs / LAST_ERROR).write_text(str(error))
         raise SystemExit(f"error: {error}") from None
 
 
-def cancel(around: Surroundings, trainers: Trainers) -> None:
-    """Deletes the job and turns the run's other processes away."""
-    trainers.backend.delete(trainers.job_name(around.buffer.run))
-    state = none_if_missing(around.buffer.stop)
+def cancel(context: PipelineContext, jobs: TrainerJobs) -> None:
+    """Deletes the job and stops the run, whose other processes then leave it."""
+    jobs.backend.delete(jobs.job_name(context.buffer.run))
+    state = none_if_missing(context.buffer.stop)
     if state is None:
-        around.say("cancelled before there was a run")
+        context.log("cancelled before the run was created")
         return
     if state.status == "finished":
-        around.say(f"run {state.name} is finished")
+        context.log(f"run {state.name} is finished")
         return
-    around.say(
+    context.log(
         f"run {state.name} is {state.status} at step {state.current_step}; start the pipeline with "
         "the same run and configuration to continue it"
     )
@@ -136,10 +146,11 @@ def cancel(around: Surroundings, trainers: Trainers) -> None:
 # ---- before the training ------------------------------------------------------------------------
 
 
-def prepare(around: Surroundings, config_text: str, overrides: str) -> str:
-    """Stores the prompts and the initial model; what `open_run` wants, a `RunCreate` as JSON.
+def prepare(context: PipelineContext, config_text: str, overrides: str) -> str:
+    """Stores the prompts and the initial model; returns the `RunCreate` for `open_run` as JSON.
 
-    As text: KFP makes every number of a parameter a float, and locally refuses nulls.
+    It is text, because KFP turns every number of a structured parameter into a float and refuses
+    nulls when it runs locally. Raises `BapoError` (`ConfigError` for the configuration).
     """
     from rich.console import Console
 
@@ -148,19 +159,19 @@ def prepare(around: Surroundings, config_text: str, overrides: str) -> str:
     from services.model.resolve import ensure_model
     from services.model.stored import store_model
 
-    config = read_config(config_text, overrides, around.buffer.run)
+    config = read_config(config_text, overrides, context.buffer.run)
     for warning in config.warnings():
-        around.say(f"note: {warning}")
-    stored = _stored_model(around.buffer)
+        context.log(f"note: {warning}")
+    stored_path = _stored_model(context.buffer)
     train, test = load_datasets(config)
     for dataset in (train, test):
-        around.buffer.upload_dataset(dataset.name, dataset.prompts)
-        around.say(f"dataset {dataset.name}: {len(dataset.prompts)} prompts")
-    path = stored or config.model.path
+        context.buffer.upload_dataset(dataset.name, dataset.prompts)
+        context.log(f"dataset {dataset.name}: {len(dataset.prompts)} prompts")
+    path = stored_path or config.model.path
     if not path.startswith(MODEL_SCHEME):
-        home = StepSettings.load().scratch
-        path = store_model(around.store, ensure_model(config, home, Console()))
-    around.say(f"model {path}")
+        model = ensure_model(config, context.scratch, Console())
+        path = store_model(context.store, model)
+    context.log(f"model {path}")
     request = wire.RunCreate(
         name=config.name,
         config=config.model_dump(mode="json") | {"model": {"path": path}},
@@ -171,63 +182,70 @@ def prepare(around: Surroundings, config_text: str, overrides: str) -> str:
 
 
 def _stored_model(buffer: BufferClient) -> str | None:
-    """The initial model of a run that is continued: what a name stands for may have changed."""
+    """Returns the initial model of a run that exists, whose `model.path` may now lead elsewhere."""
     state = none_if_missing(buffer.run_state)
     return None if state is None else state.config.model.path
 
 
 def read_config(text: str, overrides: str, run: str) -> RunConfig:
-    """A configuration as YAML, under overrides (`key=value`, one a line), under the run's name."""
+    """Parses a configuration (YAML), applies overrides (`key=value`, one a line) and sets its name.
+
+    Raises `ConfigError`.
+    """
     lines = [line.strip() for line in overrides.splitlines() if line.strip()]
     return parse_config(text, [*lines, f"name={run}"])
 
 
-def open_run(around: Surroundings, request: str, steps_per_segment: int) -> list[int]:
-    """Creates the run, or finds it as it was left; the last step of every segment still to do.
+def open_run(context: PipelineContext, request: str, steps_per_segment: int) -> list[int]:
+    """Creates the run, or begins a new attempt of one that was stopped or failed.
 
-    A `BapoError` if there is a run of this name with another configuration: its results would be a
-    mixture of two.
+    Returns the last training steps of the segments that remain. Raises `BapoError` when a run of
+    this name exists with another configuration, because its results would be a mixture of two.
     """
-    wanted = wire.RunCreate.model_validate_json(request)
-    buffer = around.buffer
+    desired = wire.RunCreate.model_validate_json(request)
+    buffer = context.buffer
     state = none_if_missing(buffer.run_state)
     if state is None:
-        state = buffer.create_run(wanted)
-        around.say(f"run {state.name} is created")
-    # With the keys that a newer version has added.
+        state = buffer.create_run(desired)
+        context.log(f"run {state.name} is created")
+    # Validation adds the keys that are newer than the stored configuration.
     config = state.config
-    held = config.model_dump(mode="json")
-    different = [key for key, value in wanted.config.items() if held.get(key) != value]
+    stored = config.model_dump(mode="json")
+    different = [key for key, value in desired.config.items() if stored.get(key) != value]
     if set(different) - {"trainer"}:
         raise BapoError(
             f"run {state.name!r} exists with another configuration ({', '.join(different)} "
-            "differ); continue it with the one it was begun with, or take another name"
+            "differ); continue it with its own configuration, or choose another name"
         )
     if state.status in ("stopped", "failed"):
         state = buffer.begin_attempt()  # even if only its last evaluation is missing
-    left = segments(config, state.current_step, steps_per_segment)
-    around.say(f"run {state.name} stands at step {state.current_step} of {config.steps}")
-    # The last one is repeated in any case: who knows whether its weights were published. And KFP
-    # may make of a loop's results no list if there is only one.
-    ends = left or [config.steps]
+    remaining = segment_ends(config, state.current_step, steps_per_segment)
+    context.log(f"run {state.name} is at step {state.current_step} of {config.steps}")
+    # The last segment is always repeated, because its weights may not be published yet. And KFP
+    # does not collect the results of a loop as a list if there is only one iteration.
+    ends = remaining or [config.steps]
     return ends if len(ends) > 1 else ends * 2
 
 
-def segments(config: RunConfig, done: int, steps_per_segment: int) -> list[int]:
-    """The last steps of the segments after step `done`, each with a checkpoint: the first one in
-    every `steps_per_segment` steps of the run, and the run's last. They do not depend on `done`."""
+def segment_ends(config: RunConfig, done: int, steps_per_segment: int) -> list[int]:
+    """Returns the last training steps of the segments after step `done`.
+
+    Each is followed by a checkpoint: the first checkpoint in every `steps_per_segment` steps of the
+    run, and its last step. Segments do not depend on `done`. Raises `BapoError` when
+    `steps_per_segment` is less than 1.
+    """
     if steps_per_segment < 1:
         raise BapoError(f"steps_per_segment is {steps_per_segment}; give at least 1")
     ends: list[int] = []
     last = 0
     for step in range(1, config.steps + 1):
-        # A window ends where the next step syncs.
-        further = (step + 1) // steps_per_segment > (last + 1) // steps_per_segment
-        if config.checkpoints_after(step) and (further or step == config.steps):
+        # A sync window ends where the next step syncs.
+        next_segment = (step + 1) // steps_per_segment > (last + 1) // steps_per_segment
+        if config.checkpoints_after(step) and (next_segment or step == config.steps):
             ends.append(step)
             last = step
     if len(ends) > 1 and 2 * (ends[-1] - ends[-2]) <= steps_per_segment:
-        del ends[-2]  # what is left at the end is no segment of its own
+        del ends[-2]  # a short rest of the run joins the segment before
     return [step for step in ends if step > done]
 
 
@@ -235,168 +253,185 @@ def segments(config: RunConfig, done: int, steps_per_segment: int) -> list[int]:
 
 
 def train(
-    around: Surroundings,
-    trainers: Trainers,
+    context: PipelineContext,
+    jobs: TrainerJobs,
     until: int,
     resources: Resources,
     *,
     start_within_s: float = 3600.0,
 ) -> None:
-    """Returns once step `until` is trained. The job goes on: it trains all segments."""
-    run = around.buffer.run
-    config = around.buffer.run_state().config
-    if trained(around.buffer, config, until):
-        around.say(f"step {until} is trained already")
+    """Runs the training job until step `until` is trained. The job itself trains all segments.
+
+    Raises `BapoError` when the job fails, is deleted, or has not started within `start_within_s`.
+    """
+    run = context.buffer.run
+    state = context.buffer.run_state()
+    config = state.config
+    if is_trained(context.buffer, config, until):
+        context.log(f"step {until} is trained already")
         return
-    around.say(f"from step {around.buffer.run_state().current_step + 1} to {until}")
+    context.log(f"training from step {state.current_step + 1} to {until}")
     job = build_job(
         run,
-        trainers.deployment,
+        jobs.deployment,
         resources,
         processes=config.trainer.processes,
-        owner=trainers.owner,
+        owner=jobs.owner,
     )
-    with mirrored(config, around.buffer):
-        ensure(trainers.backend, job)
-        _follow(around, trainers.backend, trainers.job_name(run), config, until, start_within_s)
+    with mirror_to_mlflow(config, context.buffer):
+        ensure_job(jobs.backend, job)
+        _log_until_trained(context, jobs.backend, jobs.job_name(run), config, until, start_within_s)
 
 
-def trained(buffer: BufferClient, config: RunConfig, until: int) -> bool:
-    """Whether step `until` is committed and in a checkpoint, and the weights that are wanted after
-    it are published: all that the trainer has to do with it."""
+def is_trained(buffer: BufferClient, config: RunConfig, until: int) -> bool:
+    """Whether step `until` is committed and in a checkpoint, and the weights after it published."""
     newest = buffer.target_weights().newest
     return (
         buffer.run_state().current_step >= until
-        and any(each.step >= until for each in buffer.checkpoints())
+        and any(checkpoint.step >= until for checkpoint in buffer.checkpoints())
         and newest is not None
-        and newest.number >= wanted_after(config, until)
+        and newest.number >= version_after(config, until)
     )
 
 
-def wanted_after(config: RunConfig, until: int) -> int:
-    """The version that makes the rollouts of the step after `until`, or is the final one."""
+def version_after(config: RunConfig, until: int) -> int:
+    """Returns the version that generates the rollouts of step `until + 1`, or the final version."""
     return config.schedule.policy_version(until + 1) if until < config.steps else until + 1
 
 
-def published(buffer: BufferClient, version: int) -> wire.StoredVersion | None:
+def find_version(buffer: BufferClient, version: int) -> wire.StoredVersion | None:
+    """Returns a published version of the weights, or None."""
     return none_if_missing(lambda: buffer.weights(version))
 
 
-def _follow(
-    around: Surroundings,
+def _log_until_trained(
+    context: PipelineContext,
     backend: TrainerBackend,
     name: str,
     config: RunConfig,
     until: int,
     start_within_s: float,
 ) -> None:
-    """Says what the run and its job do until the steps are trained."""
-    shown, said = around.buffer.run_state().current_step, ""
-    begun = time.monotonic()
-    while not trained(around.buffer, config, until):
+    """Logs each change of the job's state and each training step until step `until` is trained."""
+    logged_step, logged_state = context.buffer.run_state().current_step, ""
+    waiting_since = time.monotonic()
+    while not is_trained(context.buffer, config, until):
         state = backend.state(name)
         if state is None:
             raise BapoError(
-                f"job {name} was deleted while it trained; retry the step to begin it again"
+                f"job {name} was deleted while it trained; retry the step to create it again"
             )
         if state.phase == "failed":
             raise BapoError(f"job {name} failed: {state.reason}")
-        if state.phase == "succeeded" and not trained(around.buffer, config, until):
+        if state.phase == "succeeded" and not is_trained(context.buffer, config, until):
             raise BapoError(
-                f"job {name} succeeded, but run {config.name!r} stands at step "
-                f"{around.buffer.run_state().current_step}; was the run rewound meanwhile?"
+                f"job {name} succeeded, but run {config.name!r} is at step "
+                f"{context.buffer.run_state().current_step}; was the run rewound meanwhile?"
             )
-        words = f"job {name} is {state.phase}" + (f": {state.reason}" if state.reason else "")
-        if words != said:
-            around.say(words)
-            said = words
+        line = f"job {name} is {state.phase}" + (f": {state.reason}" if state.reason else "")
+        if line != logged_state:
+            context.log(line)
+            logged_state = line
         if state.phase != "waiting":
-            begun = time.monotonic()  # it may have to wait again: a queue took its nodes back
-        elif time.monotonic() - begun > start_within_s:
+            waiting_since = time.monotonic()  # a queue may take its nodes back
+        elif time.monotonic() - waiting_since > start_within_s:
             raise BapoError(
                 f"job {name} has not started within {start_within_s:.0f} s: "
-                f"{state.reason or 'nothing says why; does the training operator run?'}"
+                f"{state.reason or 'Kubernetes gives no reason; does the training operator run?'}"
             )
-        for step in around.buffer.steps(after=shown):
-            around.say(_line(step))
-            shown = step.step
-        time.sleep(LOOK_EVERY_S)
-    for step in around.buffer.steps(after=shown):
-        around.say(_line(step))
+        logged_step = _log_steps(context, logged_step)
+        time.sleep(POLL_INTERVAL_S)
+    _log_steps(context, logged_step)
 
 
-def _line(step: wire.StepView) -> str:
-    sources = ("fresh", "reevaluated", "replayed")
-    groups = " + ".join(f"{step.counts.get(source, 0)} {source}" for source in sources)
-    return f"step {step.step}: reward {step.r_tot:.3f}, groups {groups}"
+def _log_steps(context: PipelineContext, after: int) -> int:
+    """Logs the training steps after step `after`; returns the last one."""
+    for step in context.buffer.steps(after=after):
+        groups = [
+            f"{step.counts.get(key, 0)} {word}"
+            for key, word in (
+                ("fresh", "fresh"),
+                ("reevaluated", "re-evaluated"),
+                ("replayed", "replayed"),
+            )
+        ]
+        context.log(f"step {step.step}: reward {step.r_tot:.3f}, groups {' + '.join(groups)}")
+        after = step.step
+    return after
 
 
-def sync(around: Surroundings, until: int, *, within_s: float = 3600.0) -> int:
-    """Waits until every replica serves the weights that are wanted after step `until`, or later
-    ones; the least of their versions."""
-    buffer = around.buffer
+def sync(context: PipelineContext, until: int, *, within_s: float = 3600.0) -> int:
+    """Waits until every replica serves the weights published after step `until`, or later ones.
+
+    Returns the oldest version that a replica serves. Raises `BapoError` when the run is stopped, or
+    after `within_s`.
+    """
+    buffer = context.buffer
     config = buffer.run_state().config
-    after = wanted_after(config, until)
+    target = version_after(config, until)
 
-    def served() -> int | None:
+    def served_version() -> int | None:
         status = buffer.run_state().status
         if status == "finished":
-            return after  # the replicas have gone on to other runs
+            return target  # the replicas serve other runs by now
         if status == "stopped":
             raise BapoError(
                 f"run {config.name!r} was stopped meanwhile; start the pipeline again to continue"
             )
-        return _served(buffer, after)
+        return _oldest_served(buffer, target)
 
-    version = _until(
-        served,
-        f"every replica serving version {after} or a later one",
+    version = _wait_for(
+        served_version,
+        f"every replica serving version {target} or a later one",
         within_s,
-        f"GET /v1/runs/{config.name}/replicas shows how they are; is the chart's rollout "
-        "StatefulSet up?",
+        f"GET /v1/runs/{config.name}/replicas shows their state; do the pods of the chart's "
+        "rollout StatefulSet run?",
     )
-    around.say(f"step {until} is in a checkpoint, and every replica serves version {version}")
+    context.log(f"step {until} is in a checkpoint, and every replica serves version {version}")
     return version
 
 
-def _served(buffer: BufferClient, at_least: int) -> int | None:
-    """The least version of the replicas, once each has one of the run as it is now."""
-    replicas = [each for each in buffer.replicas() if each.silent_s < SILENT_S]
-    versions = {each.loaded_version: each.manifest_digest for each in replicas}
-    if not versions or min(versions) < at_least:
+def _oldest_served(buffer: BufferClient, at_least: int) -> int | None:
+    """Returns the oldest version among the replicas, or None while one serves an earlier version
+    than `at_least`, or weights that the run does not have."""
+    replicas = [replica for replica in buffer.replicas() if replica.silent_s < HEARTBEAT_TIMEOUT_S]
+    digests = {replica.loaded_version: replica.manifest_digest for replica in replicas}
+    if not digests or min(digests) < at_least:
         return None
-    for version, digest in versions.items():
-        stored = published(buffer, version)
-        # A run that was taken back may have had a later version before.
+    for version, digest in digests.items():
+        stored = find_version(buffer, version)
+        # A run that was rewound to a checkpoint makes the versions after it again.
         if stored is None or stored.manifest_digest != digest:
             return None
-    return min(versions)
+    return min(digests)
 
 
-def _until(look: Callable[[], Found | None], what: str, within_s: float, hint: str) -> Found:
+def _wait_for(result: Callable[[], Result | None], what: str, within_s: float, hint: str) -> Result:
+    """Calls `result` until it is not None. Raises `BapoError` after `within_s` seconds."""
     deadline = time.monotonic() + within_s
-    while (found := look()) is None:
+    while (value := result()) is None:
         if time.monotonic() > deadline:
-            raise BapoError(f"{what}: not within {within_s:.0f} s; {hint}")
-        time.sleep(LOOK_EVERY_S)
-    return found
+            raise BapoError(f"waited {within_s:.0f} s for {what}; {hint}")
+        time.sleep(POLL_INTERVAL_S)
+    return value
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """Of a run so far: a page with the pictures, and what is worth a table."""
+class RunReport:
+    """Artifacts that report a run so far: the HTML page, the metrics, and these as Markdown."""
 
     page: str
     metrics: dict[str, float]
     markdown: str
 
 
-def report(around: Surroundings) -> Report:
+def report(context: PipelineContext) -> RunReport:
+    """Reports the run so far, once its initial weights are evaluated."""
     from services.report.html import write_report
     from services.report.summary import read_history, summarise
 
-    _until(around.buffer.evaluations, "the first evaluation", 3600.0, "see the collector's log")
-    history = read_history(around.buffer)
+    _wait_for(context.buffer.evaluations, "the first evaluation", 3600.0, "see the collector's log")
+    history = read_history(context.buffer)
     summary = summarise(history)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "report.html"
@@ -412,73 +447,95 @@ def report(around: Surroundings) -> Report:
     }
     rows = "\n".join(f"| {name.replace('_', ' ')} | {value:g} |" for name, value in metrics.items())
     title = f"# {history.state.name}, step {history.state.current_step} of {history.config.steps}"
-    return Report(page, metrics, f"{title}\n\n| | |\n| --- | --- |\n{rows}\n")
+    return RunReport(page, metrics, f"{title}\n\n| | |\n| --- | --- |\n{rows}\n")
 
 
 # ---- after the training -------------------------------------------------------------------------
 
 
-def evaluate(around: Surroundings, *, within_s: float = 3600.0) -> dict[str, float]:
-    """Waits for the final weights on the held-out prompts; their accuracy, by k of G correct."""
-    config = around.buffer.run_state().config
+def evaluate(context: PipelineContext, *, within_s: float = 3600.0) -> dict[str, float]:
+    """Waits for the evaluation of the final weights.
 
-    def final() -> wire.Evaluation | None:
-        found = {each.version: each for each in around.buffer.evaluations()}
-        return found.get(config.steps + 1)
+    Returns their held-out accuracy, and the number of prompts for each number of correct responses.
+    """
+    config = context.buffer.run_state().config
 
-    evaluation = _until(final, "the evaluation of the final weights", within_s, "see the collector")
-    around.say(f"held-out accuracy {evaluation.mean_accuracy:.3f}")
+    def final_evaluation() -> wire.Evaluation | None:
+        evaluations = context.buffer.evaluations()
+        versions = {evaluation.version: evaluation for evaluation in evaluations}
+        return versions.get(config.steps + 1)
+
+    evaluation = _wait_for(
+        final_evaluation,
+        "the evaluation of the final weights",
+        within_s,
+        "see the collector's log",
+    )
+    context.log(f"held-out accuracy {evaluation.mean_accuracy:.3f}")
     size = len(evaluation.bins) - 1
     bins = {f"prompts_{k}_of_{size}": float(count) for k, count in enumerate(evaluation.bins)}
     return {"held_out_accuracy": evaluation.mean_accuracy, **bins}
 
 
-def export(around: Surroundings, directory: Path) -> dict[str, str]:
-    """The final weights as a Hugging Face directory; where they are in the object store."""
-    config = around.buffer.run_state().config
-    stored = published(around.buffer, config.steps + 1)
+def export(context: PipelineContext, directory: Path) -> dict[str, str]:
+    """Downloads the final weights as a Hugging Face directory; returns where they are stored.
+
+    Raises `BapoError` when the run is not finished.
+    """
+    config = context.buffer.run_state().config
+    stored = find_version(context.buffer, config.steps + 1)
     if stored is None:
         raise BapoError(f"run {config.name!r} has no final weights yet; it is not finished")
-    around.store.get_directory(stored.uri, stored.manifest_digest, directory)
-    around.say(f"model in {directory}, {stored.uri} in the object store")
+    context.store.get_directory(stored.uri, stored.manifest_digest, directory)
+    context.log(f"model in {directory}, {stored.uri} in the object store")
     return {"run": config.name, "version": str(stored.number), "uri": stored.uri}
 
 
-def clean_up(around: Surroundings, trainers: Trainers) -> Literal["finished", "stopped", "absent"]:
-    """Deletes the job; the run is finished if everything is there, else stopped: its processes are
-    turned away, and the same pipeline continues it."""
-    buffer = around.buffer
-    remove(trainers.backend, trainers.job_name(buffer.run))
+def clean_up(
+    context: PipelineContext, jobs: TrainerJobs
+) -> Literal["finished", "stopped", "absent"]:
+    """Deletes the job, and marks the run as finished or stops it; returns the run's status.
+
+    A run is finished when its final weights are trained and evaluated. One that is stopped can be
+    continued by the same pipeline.
+    """
+    buffer = context.buffer
+    remove_job(jobs.backend, jobs.job_name(buffer.run))
     state = none_if_missing(buffer.run_state)
     if state is None:
-        around.say("no run was created")
+        context.log("no run was created")
         return "absent"
     config = state.config
-    evaluated = any(each.version == config.steps + 1 for each in buffer.evaluations())
-    if evaluated and trained(buffer, config, config.steps):
+    evaluated = any(evaluation.version == config.steps + 1 for evaluation in buffer.evaluations())
+    if evaluated and is_trained(buffer, config, config.steps):
         buffer.attempt = state.attempt
         buffer.set_status("finished")
-        bring_up_to_date(config, buffer)
-        around.say(f"run {state.name} is finished")
+        update_mlflow(config, buffer)
+        context.log(f"run {state.name} is finished")
         return "finished"
-    cancel(around, trainers)
+    cancel(context, jobs)
     return "stopped"
 
 
 def orphaned_jobs(buffer: BufferClient, backend: TrainerBackend) -> dict[str, str]:
-    """Jobs (name → run) that nobody looks after: their run is not at work, or the pipeline that
-    began them is over or gone."""
-    at_work = {each.name for each in buffer.runs() if each.status in ("running", "paused")}
+    """Returns the jobs (name → run) that no pipeline looks after.
+
+    Their run is neither running nor paused, or the pipeline that created them has finished or was
+    deleted.
+    """
+    active = {run.name for run in buffer.runs() if run.status in ("running", "paused")}
     return {
         name: run
         for name, run in backend.jobs().items()
-        if run not in at_work or backend.abandoned(name)
+        if run not in active or backend.abandoned(name)
     }
 
 
-def reap(buffer: BufferClient, backend: TrainerBackend, lost: Mapping[str, str]) -> None:
-    """Deletes lost jobs; replicas and collectors turn to other runs."""
-    for name, run in lost.items():
-        remove(backend, name)
+def delete_orphaned_jobs(
+    buffer: BufferClient, backend: TrainerBackend, orphaned: Mapping[str, str]
+) -> None:
+    """Deletes orphaned jobs and stops their runs, so that replicas serve other runs."""
+    for name, run in orphaned.items():
+        remove_job(backend, name)
         buffer.run = run
         none_if_missing(buffer.stop)

@@ -20,7 +20,7 @@ from services.buffer.api.client import BufferClient
 from services.cli.progress import RunDisplay
 from services.common.process import python_command
 from services.datasets import load_datasets
-from services.exporters.mlflow import mirrored
+from services.exporters.mlflow import mirror_to_mlflow
 from services.report.summary import RunHistory, read_history, summarise
 from services.stack.stack import Endpoints
 from services.stack.supervisor import Supervisor, free_ports
@@ -88,7 +88,7 @@ def execute(run: LocalRun, model: Path) -> RunHistory:
     state = client.begin_attempt()
     scratch = Path(tempfile.mkdtemp(prefix=f"{run.config.name}-", dir=_scratch_directory(run.home)))
     try:
-        with mirrored(run.config, client):
+        with mirror_to_mlflow(run.config, client):
             with Supervisor(run.home / "logs" / run.config.name) as supervisor:
                 _start_processes(run, supervisor, state, model, scratch)
                 _show_progress(run, supervisor, client, state)

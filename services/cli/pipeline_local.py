@@ -20,7 +20,8 @@ from typing import Any
 from bapo_core.config import RolloutConfig
 from bapo_core.errors import BapoError
 from pipelines.parameters import config_of, run_of
-from pipelines.steps import JOBS_HERE, LAST_ERROR, Surroundings, Trainers, cancel
+from pipelines.settings import LOCAL_JOBS
+from pipelines.steps import LAST_ERROR, PipelineContext, TrainerJobs, cancel
 from services.cli.local_run import engine_threads
 from services.common.process import end_with_parent, python_command
 from services.stack.stack import Endpoints, any_stack
@@ -74,7 +75,7 @@ def _execute(parameters: Mapping[str, Any], output: Path) -> int:
     except (SystemExit, KeyboardInterrupt):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        cancel(Surroundings.of(run_of(parameters)), Trainers.of_environment())
+        cancel(PipelineContext.from_environment(run_of(parameters)), TrainerJobs.from_environment())
         raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -127,5 +128,5 @@ def connection_variables(endpoints: Endpoints, home: Path) -> dict[str, str]:
         "BAPO_TRAINER_IMAGE": "none: processes of this machine",
         "BAPO_TRAINER_SERVICE_ACCOUNT": f"{RELEASE}-trainer",
         "BAPO_SCRATCH": str(home),
-        JOBS_HERE: str(home / "jobs"),
+        LOCAL_JOBS: str(home / "jobs"),
     }

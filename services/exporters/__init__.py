@@ -1,1 +1,1 @@
-"""Copies of a run's metrics for TensorBoard and MLflow."""
+"""Exports a run's metrics to TensorBoard and MLflow."""

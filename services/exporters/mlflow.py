@@ -1,8 +1,7 @@
-"""The metrics of a run in MLflow, beside the runs of other tools.
+"""Writes a run's metrics to MLflow.
 
-Read from the buffer service like everything that shows a run. What is written of it stands in tags
-of the MLflow run, so whoever comes next goes on from there: another segment of a pipeline, a run
-that was resumed, or `bapo metrics --mlflow` after MLflow was away.
+Tags of the MLflow run hold the last step and version written, so any later writer continues there:
+the next segment of a pipeline, a resumed run, or `bapo metrics --mlflow` after an outage of MLflow.
 """
 
 from __future__ import annotations
@@ -18,25 +17,27 @@ from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import RunState
-from services.exporters.metrics import ENDED, LOOK_EVERY_S, Place, new_points
+from services.exporters.curves import FINAL_STATUSES, POLL_INTERVAL_S, Position, new_points
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 log = logging.getLogger(__name__)
 
-_RUN, _STEP, _VERSION = "bapo.run", "bapo.step", "bapo.version"
-_PARAMETERS_AT_ONCE = 100
-_LONGEST_PARAMETER = 500
+_RUN_TAG, _STEP_TAG, _VERSION_TAG = "bapo.run", "bapo.step", "bapo.version"
+# Limits of MLflow's API for one call of `log_batch`, and for the length of a parameter's value.
+_MAX_PARAMETERS = 100
+_MAX_METRICS = 1000
+_MAX_PARAMETER_LENGTH = 500
 
 
 class MlflowRun:
-    """One of our runs as one of MLflow's; made if it is not there."""
+    """The MLflow run with the metrics of a run; it is created when it does not exist."""
 
     def __init__(self, uri: str, experiment: str, buffer: BufferClient) -> None:
-        """Raises `BapoError` if MLflow is not installed, or cannot be had."""
+        """Raises `BapoError` when MLflow is not installed or does not answer."""
         self._buffer = buffer
-        # Nobody waits long for an MLflow that is away.
+        # MLflow's own defaults would block for minutes when the server does not answer.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         try:
@@ -47,75 +48,84 @@ class MlflowRun:
         self._errors: tuple[type[Exception], ...] = (MlflowException, OSError)
         try:
             self._client = MlflowClient(uri)
-            self._id, tags = self._found_or_made(self._client, experiment, buffer.run_state())
+            self._id, tags = self._find_or_create(self._client, experiment, buffer.run_state())
         except self._errors as error:
-            raise BapoError(f"MLflow at {uri}: {_line(error)}") from error
-        self._place = Place(int(tags.get(_STEP, 0)), int(tags.get(_VERSION, 0)))
+            raise BapoError(f"MLflow at {uri}: {_first_line(error)}") from error
+        self._position = Position(int(tags.get(_STEP_TAG, 0)), int(tags.get(_VERSION_TAG, 0)))
 
     @staticmethod
-    def _found_or_made(
+    def _find_or_create(
         client: MlflowClient, experiment: str, state: RunState
     ) -> tuple[str, Mapping[str, str]]:
-        """(MLflow's id of the run, its tags)."""
-        known = client.get_experiment_by_name(experiment)
-        place = client.create_experiment(experiment) if known is None else known.experiment_id
-        # A run that was deleted may have had the name before.
-        mark = f"{state.name} {state.created_at.isoformat()}"
-        found = client.search_runs([place], f"tags.`{_RUN}` = '{mark}'", max_results=1)
-        if found:
-            return found[0].info.run_id, found[0].data.tags
-        made = client.create_run(place, tags={_RUN: mark}, run_name=state.name)
-        _write_parameters(client, made.info.run_id, state.config.model_dump(mode="json"))
-        return made.info.run_id, {}
+        """Returns MLflow's id of the run, and its tags."""
+        existing = client.get_experiment_by_name(experiment)
+        if existing is not None:
+            experiment_id = existing.experiment_id
+        else:
+            experiment_id = client.create_experiment(experiment)
+        # The name alone is not unique: an earlier run of this name may have been deleted.
+        identity = f"{state.name} {state.created_at.isoformat()}"
+        matches = client.search_runs(
+            [experiment_id], f"tags.`{_RUN_TAG}` = '{identity}'", max_results=1
+        )
+        if matches:
+            return matches[0].info.run_id, matches[0].data.tags
+        run = client.create_run(experiment_id, tags={_RUN_TAG: identity}, run_name=state.name)
+        _write_parameters(client, run.info.run_id, state.config.model_dump(mode="json"))
+        return run.info.run_id, {}
 
     def write(self) -> str:
-        """What is new; the run's status. Raises `BapoError`."""
+        """Writes the points that are new; returns the run's status. Raises `BapoError`."""
         from mlflow.entities import Metric, RunTag
 
         state = self._buffer.run_state()
-        # A run that was taken back makes these steps again; MLflow keeps both.
-        place = Place(
-            min(self._place.step, state.current_step),
-            min(self._place.version, state.current_step + 1),
+        # A run that was rewound makes these steps again; MLflow keeps both values.
+        position = Position(
+            min(self._position.step, state.current_step),
+            min(self._position.version, state.current_step + 1),
         )
         metrics = [
-            Metric(name, value, int(when * 1000), step)
-            for step, when, values in new_points(self._buffer, place)
+            Metric(name, value, int(unix_time * 1000), step)
+            for step, unix_time, values in new_points(self._buffer, position)
             for name, value in values.items()
         ]
-        tags = [RunTag(_STEP, str(place.step)), RunTag(_VERSION, str(place.version))]
+        tags = [
+            RunTag(_STEP_TAG, str(position.step)),
+            RunTag(_VERSION_TAG, str(position.version)),
+        ]
         try:
-            for start in range(0, len(metrics), 1000):
-                self._client.log_batch(self._id, metrics[start : start + 1000])
+            for start in range(0, len(metrics), _MAX_METRICS):
+                self._client.log_batch(self._id, metrics[start : start + _MAX_METRICS])
             self._client.log_batch(self._id, tags=tags)
-            if state.status in _ENDED_AS:
-                self._client.set_terminated(self._id, _ENDED_AS[state.status])
+            if state.status in _MLFLOW_STATUSES:
+                self._client.set_terminated(self._id, _MLFLOW_STATUSES[state.status])
             else:
                 self._client.update_run(self._id, status="RUNNING")
         except self._errors as error:
-            raise BapoError(f"MLflow: {_line(error)}") from error
-        # Not before: what did not get there is sent again.
-        self._place = place
+            raise BapoError(f"MLflow: {_first_line(error)}") from error
+        # Only after the last call, so that points are sent again when one of them fails.
+        self._position = position
         return state.status
 
     def follow(self, stopped: threading.Event) -> None:
-        """Until the run has ended or `stopped` is set. What goes wrong is tried again."""
+        """Writes every few seconds until the run has ended or `stopped` is set; retries errors."""
         status = ""
-        while status not in ENDED and not stopped.wait(LOOK_EVERY_S):
+        while status not in FINAL_STATUSES and not stopped.wait(POLL_INTERVAL_S):
             try:
                 status = self.write()
             except BapoError as error:
-                log.warning("metrics are not in MLflow yet: %s", error)
+                log.warning("metrics could not be written to MLflow, retrying: %s", error)
 
 
-_ENDED_AS = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
+_MLFLOW_STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
 
 @contextmanager
-def mirrored(config: RunConfig, buffer: BufferClient) -> Iterator[None]:
-    """Writes to MLflow meanwhile, and once more at the end, if the configuration names one.
+def mirror_to_mlflow(config: RunConfig, buffer: BufferClient) -> Iterator[None]:
+    """Writes the run's metrics to the configuration's MLflow during the block and at its end.
 
-    Raises `BapoError` if that cannot be had at first; later it is only a warning.
+    Does nothing when `mlflow.tracking_uri` is empty. Raises `BapoError` when MLflow does not answer
+    at first; later errors are warnings.
     """
     if not config.mlflow.tracking_uri:
         yield
@@ -129,36 +139,41 @@ def mirrored(config: RunConfig, buffer: BufferClient) -> Iterator[None]:
     finally:
         stopped.set()
         thread.join()
-        bring_up_to_date(config, buffer)
+        update_mlflow(config, buffer)
 
 
-def bring_up_to_date(config: RunConfig, buffer: BufferClient) -> None:
-    """Writes what is new to the MLflow that the configuration names; at worst a warning."""
+def update_mlflow(config: RunConfig, buffer: BufferClient) -> None:
+    """Writes the new points to the configuration's MLflow; an error is only a warning."""
     settings = config.mlflow
     if not settings.tracking_uri:
         return
     try:
         MlflowRun(settings.tracking_uri, settings.experiment, buffer).write()
     except BapoError as error:
-        log.warning("`bapo metrics %s --mlflow` writes what is missing: %s", buffer.run, error)
+        log.warning(
+            "metrics could not be written to MLflow (%s); "
+            "`bapo metrics %s --mlflow` writes what is missing",
+            error,
+            buffer.run,
+        )
 
 
 def _write_parameters(client: MlflowClient, run_id: str, config: Mapping[str, Any]) -> None:
     from mlflow.entities import Param
 
-    flat = [Param(key, value[:_LONGEST_PARAMETER]) for key, value in _flat(config)]
-    for start in range(0, len(flat), _PARAMETERS_AT_ONCE):
-        client.log_batch(run_id, params=flat[start : start + _PARAMETERS_AT_ONCE])
+    parameters = [Param(key, value[:_MAX_PARAMETER_LENGTH]) for key, value in _flatten(config)]
+    for start in range(0, len(parameters), _MAX_PARAMETERS):
+        client.log_batch(run_id, params=parameters[start : start + _MAX_PARAMETERS])
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted name, text)."""
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yields (dotted key, value as text) of every entry."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
             yield prefix + name, str(value)
 
 
-def _line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).split("\n", 1)[0]

@@ -1,1 +1,1 @@
-"""What came of a run: its summary, its report, and the comparison of several."""
+"""Summary and report of a run, and the comparison of several runs."""

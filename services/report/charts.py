@@ -1,4 +1,4 @@
-"""The pictures of a report, each as one inline SVG. Colours read on light and dark pages."""
+"""Draws the charts of a report as inline SVG, in colours for light and dark pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 INK = "#7a8290"
 SERIES = ("#3b7dd8", "#e0743c", "#2f9e6e", "#b35fc4", "#c9a227", "#5aa9c7")
-"""Told apart by colour-blind readers too."""
+"""Colours of series, which colour-blind readers can tell apart."""
 
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
@@ -35,13 +35,13 @@ _STYLE: dict[str, Any] = {
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "savefig.facecolor": "none",
-    # The same report for the same run: no random ids.
+    # Ids are not random, so that the same run always gives the same report.
     "svg.hashsalt": "bapo",
 }
 
 
 class Chart:
-    """Axes to draw on, and the SVG once the drawing is done."""
+    """Axes to draw on; `svg` holds the chart once it is finished."""
 
     def __init__(self, figure: Figure, axes: Axes) -> None:
         self.figure, self.axes = figure, axes
@@ -52,7 +52,7 @@ class Chart:
 def chart(
     *, x: str = "training step", y: str = "", wide: bool = False, tall: bool = False
 ) -> Iterator[Chart]:
-    """A chart to draw on; `.svg` holds it after the block."""
+    """Yields a chart to draw on, whose `svg` is set after the block."""
     with mpl.rc_context(_STYLE):  # type: ignore[arg-type]
         figure = Figure(figsize=(11 if wide else 5.6, 4.6 if tall else 3.2), layout="constrained")
         axes = figure.add_subplot()
@@ -72,7 +72,7 @@ def chart(
 
 
 def smoothed(values: Sequence[float], window: int = 15) -> np.ndarray[Any, Any]:
-    """The centred moving mean; at the ends over what there is."""
+    """Returns the centred moving mean; at both ends it is taken over fewer values."""
     kernel = np.ones(min(window, len(values)))
     weights = np.convolve(np.ones(len(values)), kernel, mode="same")
     result: np.ndarray[Any, Any] = np.convolve(values, kernel, mode="same") / weights
@@ -82,7 +82,10 @@ def smoothed(values: Sequence[float], window: int = 15) -> np.ndarray[Any, Any]:
 def lines(
     x: Sequence[float], series: Mapping[str, Sequence[float]], *, y: str = "", raw: bool = False
 ) -> str:
-    """One line a series; with `raw`, its moving mean over a faint trace of the values."""
+    """Draws one line for each series.
+
+    raw: draws the values faintly and their moving mean over them.
+    """
     with chart(y=y) as drawn:
         for (name, values), colour in zip(series.items(), SERIES, strict=False):
             if raw:
@@ -105,7 +108,7 @@ def lines(
 def stacked(
     x: Sequence[float], series: Mapping[str, Sequence[float]], *, y: str, limit: float | None = None
 ) -> str:
-    """Areas on top of each other; `limit` draws a dashed line."""
+    """Draws stacked areas, and a dashed line at `limit`."""
     with chart(y=y) as drawn:
         drawn.axes.stackplot(
             x, list(series.values()), labels=list(series), colors=SERIES, alpha=0.85, linewidth=0
@@ -117,7 +120,7 @@ def stacked(
 
 
 def bins_over_time(x: Sequence[float], bins: Sequence[Sequence[int]]) -> str:
-    """Share of prompts with k of G correct, from dark (none) to light (all)."""
+    """Draws the share of prompts with k of G correct responses, from dark (0) to light (G)."""
     shares = np.array(bins, dtype=float).T
     shares /= shares.sum(axis=0, keepdims=True)
     colours = mpl.colormaps["viridis"](np.linspace(0.02, 0.95, len(shares)))
@@ -130,22 +133,27 @@ def bins_over_time(x: Sequence[float], bins: Sequence[Sequence[int]]) -> str:
     return drawn.svg
 
 
-def window(
+def replay_window(
     x: Sequence[float], c2: Sequence[float], c3: Sequence[float], r_tot: Sequence[float]
 ) -> str:
-    """The replay window [c2, c3] and the reward that moves it (Eq. 8)."""
+    """Draws the replay window [c2, c3] and the mean reward r_tot that moves it (Eq. 8)."""
     with chart(y="mean reward of a group") as drawn:
-        drawn.axes.fill_between(x, c2, c3, color=SERIES[2], alpha=0.35, label="window [c2, c3]")
+        drawn.axes.fill_between(
+            x, c2, c3, color=SERIES[2], alpha=0.35, label="replay window [c2, c3]"
+        )
         drawn.axes.plot(x, r_tot, color=SERIES[0], linewidth=1, label="r_tot")
         drawn.axes.set_ylim(0, 1)
     return drawn.svg
 
 
 def bands(curves: Mapping[str, Sequence[tuple[list[float], list[float]]]], *, x: str) -> str:
-    """For each name the mean of its curves, in a band from the lowest to the highest."""
+    """Draws the mean of each name's curves, in a band from their minimum to their maximum.
+
+    curves: (x values, y values) of every curve, by name.
+    """
     with chart(x=x, y="held-out accuracy", tall=True) as drawn:
         for (name, runs), colour in zip(curves.items(), SERIES, strict=False):
-            # Curves of one algorithm may differ in x (rollouts): onto the first one's.
+            # Seeds differ in the number of rollouts, so their curves are resampled at the same x.
             grid = np.array(runs[0][0])
             values = np.array([np.interp(grid, xs, ys) for xs, ys in runs])
             drawn.axes.fill_between(
@@ -156,7 +164,7 @@ def bands(curves: Mapping[str, Sequence[tuple[list[float], list[float]]]], *, x:
 
 
 def migration(matrix: Sequence[Sequence[int]], before: str, after: str) -> str:
-    """Prompts by bin before (row) and after (column); the number in each cell."""
+    """Draws the number of prompts that moved from one bin (row) to another (column)."""
     values = np.array(matrix)
     with chart(x=f"k correct, {after}", y=f"k correct, {before}", tall=True) as drawn:
         drawn.axes.grid(False)
@@ -184,14 +192,17 @@ SPAN_KINDS = {
     "checkpoint": ("checkpoint",),
     "waiting": ("wait", "await weights", "drain"),
 }
-"""Kinds of spans that share a colour, each with its names."""
-BAR = 0.8
+"""Names of the spans of each kind; a kind has one colour."""
+BAR_HEIGHT = 0.8
 
 
 def timeline(
     lanes: Mapping[str, Sequence[tuple[str, float, float]]], edges: Sequence[float]
 ) -> str:
-    """A row of bars (name of the span, start, end) for each lane; `edges` are dashed lines."""
+    """Draws a row of bars for each lane, and dashed lines at `edges`.
+
+    lanes: (name of the span, start, end) in seconds, by the lane's name.
+    """
     with chart(x="seconds", wide=True) as drawn:
         axes = drawn.axes
         colours = dict(zip(SPAN_KINDS, (*SERIES, "#a8554a", "#b9bec7"), strict=True))
@@ -204,7 +215,9 @@ def timeline(
             ]
             if bars:
                 rows, starts, lengths = zip(*bars, strict=True)
-                axes.barh(rows, lengths, BAR, starts, color=colours[kind], label=kind, linewidth=0)
+                axes.barh(
+                    rows, lengths, BAR_HEIGHT, starts, color=colours[kind], label=kind, linewidth=0
+                )
         for edge in edges:
             axes.axvline(edge, color=INK, linestyle="--", linewidth=1)
         axes.set_yticks(range(len(lanes)), list(lanes))
@@ -215,7 +228,7 @@ def timeline(
 
 
 def bars(values: Mapping[str, float], *, x: str) -> str:
-    """Horizontal bars, the longest on top."""
+    """Draws horizontal bars, the longest on top."""
     ordered = sorted(values.items(), key=lambda item: item[1])
     with chart(x=x) as drawn:
         drawn.axes.barh([name for name, _ in ordered], [v for _, v in ordered], color=SERIES[0])

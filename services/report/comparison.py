@@ -1,4 +1,4 @@
-"""One page that compares algorithms, at equal training steps and at equal rollouts."""
+"""Compares algorithms at equal training steps and at equal rollouts, on one HTML page."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from services.report.summary import RunHistory, read_history, summarise
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """A finished run and how long it took, in seconds."""
+class RunResult:
+    """A finished run and its wall time in seconds."""
 
     history: RunHistory
     wall_seconds: float
 
     @classmethod
-    def read(cls, buffer: BufferClient, wall_seconds: float) -> Outcome:
+    def read(cls, buffer: BufferClient, wall_seconds: float) -> RunResult:
         return cls(read_history(buffer), wall_seconds)
 
     @property
@@ -43,14 +43,14 @@ class Outcome:
 
     @property
     def rollouts_at(self) -> list[int]:
-        """Training responses generated before each evaluation."""
+        """Number of training responses generated before each evaluation."""
         return [
             sum(step.rollouts for step in self.history.steps if step.step < evaluation.version)
             for evaluation in self.history.evaluations
         ]
 
     def accuracy_at_rollouts(self, rollouts: int) -> float:
-        """Held-out accuracy after `rollouts` training responses, between evaluations by a line."""
+        """Held-out accuracy after `rollouts` training responses, interpolated linearly."""
         points = list(zip(self.rollouts_at, self.history.evaluations, strict=True))
         for (x0, before), (x1, after) in pairwise(points):
             if x0 <= rollouts <= x1:
@@ -59,36 +59,37 @@ class Outcome:
         return self.final.mean_accuracy
 
 
-def write_comparison(outcomes: Sequence[Outcome], directory: Path) -> Path:
-    """`comparison.html` and `comparison.json` in `directory`; returns the former."""
+def write_comparison(results: Sequence[RunResult], directory: Path) -> Path:
+    """Writes `comparison.html` and `comparison.json` to `directory`; returns the page's path."""
     directory.mkdir(parents=True, exist_ok=True)
-    table = comparison_table(outcomes)
+    table = comparison_table(results)
     data = {
         "table": table,
-        "runs": [summarise(each.history, each.wall_seconds) for each in outcomes],
+        "runs": [summarise(result.history, result.wall_seconds) for result in results],
     }
     (directory / "comparison.json").write_text(json.dumps(data, indent=2) + "\n")
     path = directory / "comparison.html"
-    path.write_text(_page(outcomes, table), encoding="utf-8")
+    path.write_text(_page(results, table), encoding="utf-8")
     return path
 
 
-def comparison_table(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
-    """For each algorithm and measure: mean, lowest and highest over the seeds."""
-    equal = min(outcome.rollouts_at[-1] for outcome in outcomes)
-    measures: dict[str, Callable[[Outcome], float]] = {
-        "accuracy at equal steps": lambda each: each.final.mean_accuracy,
-        f"accuracy at {equal:,} rollouts": lambda each: each.accuracy_at_rollouts(equal),
-        "held-out prompts at 0": lambda each: each.final.bins[0] / each.final.prompts,
-        "unlocked": lambda each: each.history.migration.unlocked_fraction,
-        "rollouts": lambda each: each.rollouts_at[-1],
-        "seconds": lambda each: each.wall_seconds,
+def comparison_table(results: Sequence[RunResult]) -> dict[str, dict[str, Any]]:
+    """Returns mean, standard deviation, minimum and maximum over the seeds, by algorithm and
+    measure."""
+    equal = min(result.rollouts_at[-1] for result in results)
+    measures: dict[str, Callable[[RunResult], float]] = {
+        "accuracy at equal steps": lambda result: result.final.mean_accuracy,
+        f"accuracy at {equal:,} rollouts": lambda result: result.accuracy_at_rollouts(equal),
+        "held-out prompts at 0": lambda result: result.final.bins[0] / result.final.prompts,
+        "unlocked": lambda result: result.history.migration.unlocked_fraction,
+        "rollouts": lambda result: result.rollouts_at[-1],
+        "seconds": lambda result: result.wall_seconds,
     }
     return {
         algorithm: {
-            name: _spread([measure(each) for each in runs]) for name, measure in measures.items()
+            name: _spread([measure(run) for run in runs]) for name, measure in measures.items()
         }
-        for algorithm, runs in _by_algorithm(outcomes).items()
+        for algorithm, runs in _by_algorithm(results).items()
     }
 
 
@@ -101,41 +102,42 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _by_algorithm(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
-    found: dict[str, list[Outcome]] = {}
-    for outcome in outcomes:
-        found.setdefault(outcome.algorithm, []).append(outcome)
-    return found
+def _by_algorithm(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
+    groups: dict[str, list[RunResult]] = {}
+    for result in results:
+        groups.setdefault(result.algorithm, []).append(result)
+    return groups
 
 
-def _page(outcomes: Sequence[Outcome], table: dict[str, dict[str, Any]]) -> str:
-    algorithms = _by_algorithm(outcomes)
-    first = outcomes[0].history
-    seeds = ", ".join(str(seed) for seed in dict.fromkeys(each.seed for each in outcomes))
-    base = statistics.mean(each.history.evaluations[0].mean_accuracy for each in outcomes)
+def _page(results: Sequence[RunResult], table: dict[str, dict[str, Any]]) -> str:
+    algorithms = _by_algorithm(results)
+    first = results[0].history
+    seeds = ", ".join(str(seed) for seed in dict.fromkeys(result.seed for result in results))
+    base = statistics.mean(result.history.evaluations[0].mean_accuracy for result in results)
     lead = (
         f"{first.config.steps} steps from the same base model (held-out accuracy {base:.3f}) on "
         f"the same {first.config.task.train_prompts} prompts. Seeds: {seeds}. Lines are means over "
-        "the seeds, bands span the lowest to the highest."
+        "the seeds; bands span the minimum to the maximum."
     )
     figures = [
         figure(
             "Held-out accuracy by training step",
-            "At an equal number of updates of the trainer's batches.",
+            "Algorithms at an equal number of training steps.",
             charts.bands(_curves(algorithms, by_rollouts=False), x="training step"),
         ),
         figure(
             "Held-out accuracy by rollouts",
-            "By training responses generated, discarded and re-evaluated ones included.",
+            "Algorithms at an equal number of generated training responses, including discarded "
+            "and re-evaluated ones.",
             charts.bands(_curves(algorithms, by_rollouts=True), x="training responses"),
         ),
         *(
             figure(
                 f"{algorithm}: accuracy bins, seed {runs[0].seed}",
-                "Held-out prompts by how many of their responses are correct.",
+                "Share of held-out prompts with k of their G responses correct.",
                 charts.bins_over_time(
-                    [each.version for each in runs[0].history.evaluations],
-                    [each.bins for each in runs[0].history.evaluations],
+                    [evaluation.version for evaluation in runs[0].history.evaluations],
+                    [evaluation.bins for evaluation in runs[0].history.evaluations],
                 ),
             )
             for algorithm, runs in algorithms.items()
@@ -149,18 +151,18 @@ def _page(outcomes: Sequence[Outcome], table: dict[str, dict[str, Any]]) -> str:
 
 
 def _curves(
-    algorithms: dict[str, list[Outcome]], *, by_rollouts: bool
+    algorithms: dict[str, list[RunResult]], *, by_rollouts: bool
 ) -> dict[str, list[tuple[list[float], list[float]]]]:
-    """For each algorithm, each seed's (x, accuracy)."""
+    """Returns (x values, accuracies) of every seed, by algorithm."""
     return {
         algorithm: [
             (
-                [float(x) for x in each.rollouts_at]
+                [float(x) for x in run.rollouts_at]
                 if by_rollouts
-                else [float(evaluation.version - 1) for evaluation in each.history.evaluations],
-                [evaluation.mean_accuracy for evaluation in each.history.evaluations],
+                else [float(evaluation.version - 1) for evaluation in run.history.evaluations],
+                [evaluation.mean_accuracy for evaluation in run.history.evaluations],
             )
-            for each in runs
+            for run in runs
         ]
         for algorithm, runs in algorithms.items()
     }

@@ -1,4 +1,4 @@
-"""`report.html`: one self-contained page about a run."""
+"""Writes `report.html`, one self-contained page about a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import yaml
 from bapo_core.types import Source
 from services.report import charts
 from services.report.summary import RunHistory
-from services.report.timeline import Window, lanes_of
+from services.report.timeline import SyncWindow, assign_lanes
 
 STYLE = """
 :root { color-scheme: light dark; --ink:#1d2733; --soft:#5b6675; --page:#fbfbfa; --card:#fff;
@@ -45,8 +45,15 @@ figure.wide { grid-column:1 / -1; }
 """
 
 
+SOURCE_LABELS = {
+    Source.FRESH: "fresh",
+    Source.REEVALUATED: "re-evaluated",
+    Source.REPLAYED: "replayed",
+}
+
+
 def page(title: str, body: str) -> str:
-    """A whole HTML document; nothing in it is fetched from elsewhere."""
+    """Returns an HTML document that loads nothing from elsewhere."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -91,19 +98,19 @@ def _lead(history: RunHistory) -> str:
     return (
         f"{config.algorithm} on {config.task.name}, seed {config.seed}: {len(history.steps)} steps "
         f"of {config.rollout.prompts_per_step} prompts x {config.rollout.group_size} responses, "
-        f"rollout policy refreshed every {config.sync.every} steps."
+        f"weights synced to the rollouts every {config.sync.every} steps."
     )
 
 
 def _headline(summary: dict[str, Any]) -> list[tuple[str, str]]:
     initial, final = summary["evaluation"]["initial"], summary["evaluation"]["final"]
     training = summary["unlocked_training_prompts"]
-    found = [
+    values = [
         ("held-out accuracy, base", f"{initial['mean_accuracy']:.3f}"),
         ("held-out accuracy, final", f"{final['mean_accuracy']:.3f}"),
-        ("held-out prompts at 0, base", f"{initial['bins'][0]} of {initial['prompts']}"),
-        ("held-out prompts at 0, final", f"{final['bins'][0]} of {final['prompts']}"),
-        ("of those at 0, since solved", f"{summary['unlocked_fraction']:.0%}"),
+        ("held-out prompts with 0 correct, base", f"{initial['bins'][0]} of {initial['prompts']}"),
+        ("held-out prompts with 0 correct, final", f"{final['bins'][0]} of {final['prompts']}"),
+        ("held-out prompts unlocked", f"{summary['unlocked_fraction']:.0%}"),
         (
             "training prompts unlocked",
             f"{training['unlocked']} of {training['initially_unsolved']}",
@@ -111,8 +118,8 @@ def _headline(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("training responses", f"{summary['rollouts']:,}"),
     ]
     if "wall" in summary["seconds"]:
-        found.append(("wall time", f"{summary['seconds']['wall']:.0f} s"))
-    return found
+        values.append(("wall time", f"{summary['seconds']['wall']:.0f} s"))
+    return values
 
 
 def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
@@ -124,40 +131,45 @@ def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
     def metric(name: str) -> list[float]:
         return [step.metrics.get(name, 0.0) for step in steps]
 
-    parts = {source.value: [step.counts[source.value] for step in steps] for source in Source}
+    groups = {
+        SOURCE_LABELS[source]: [step.counts[source.value] for step in steps] for source in Source
+    }
     phases = {name: value for name, value in summary["seconds"].items() if name != "wall"}
-    found = [
+    return [
         figure(
             "Reward",
-            "Mean reward of each step's unfiltered fresh rollouts.",
+            "Mean reward r_tot of each step's fresh rollouts, before any filter.",
             charts.lines(x, {"reward": [step.r_tot for step in steps]}, raw=True),
         ),
         figure(
             "Held-out accuracy",
-            "Mean over the held-out prompts, by policy version.",
+            "Mean accuracy on the held-out prompts, by policy version.",
             charts.lines(
                 versions, {"accuracy": [evaluation.mean_accuracy for evaluation in evaluations]}
             ),
         ),
         figure(
             "Accuracy bins over time",
-            "Held-out prompts by how many of their responses are correct.",
+            "Share of held-out prompts with k of their G responses correct.",
             charts.bins_over_time(versions, [evaluation.bins for evaluation in evaluations]),
         ),
         figure(
             "Migration of held-out prompts",
-            f"Rows: bin at version {first}. Columns: bin at version {last}.",
+            f"Number of prompts by bin at version {first} (row) and at version {last} (column).",
             charts.migration(history.migration.matrix, f"v{first}", f"v{last}"),
         ),
         figure(
             "Batch composition",
-            "Groups by source; the dashed line is the capacity. Batches are never padded.",
-            charts.stacked(x, parts, y="groups", limit=history.config.batch_capacity),
+            "Groups of the trainer's batch: fresh (X1), re-evaluated from the hard buffer (X2) and "
+            "replayed from the high-quality buffer (X3). The dashed line is the batch capacity; "
+            "batches are never padded.",
+            charts.stacked(x, groups, y="groups", limit=history.config.batch_capacity),
         ),
         figure(
-            "Thresholds",
-            "Groups with a mean reward in the window may be replayed.",
-            charts.window(
+            "Replay window",
+            "Groups of the high-quality buffer with a mean reward in [c2, c3] may be replayed; the "
+            "window follows the mean reward r_tot (Eq. 8).",
+            charts.replay_window(
                 x,
                 [step.c2 for step in steps],
                 [step.c3 for step in steps],
@@ -166,49 +178,48 @@ def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
         ),
         figure(
             "Prompts unlocked",
-            "Share of the held-out prompts at 0 correct at first that have some correct since.",
+            "Share of the held-out prompts with 0 correct at first that have some correct now.",
             charts.lines(versions, {"unlocked": history.unlocked_over_time}),
         ),
         figure(
             "Time by phase of the trainer",
-            "`wait` is for rollouts; the collector works beside the trainer.",
+            "In `wait` the trainer waits for rollouts. The collector works at the same time.",
             charts.bars(phases, x="seconds"),
         ),
-        *_timeline(history.windows, summary),
+        *_timeline(history.sync_windows, summary),
         figure(
             "Entropy",
-            "Of the policy on the tokens it trains on, in nats a token.",
+            "Entropy of the policy on the trained tokens, in nats per token.",
             charts.lines(x, {"entropy": metric("entropy")}, raw=True),
         ),
         figure(
             "Staleness",
-            "Trainer step minus policy version, over the groups of the batch.",
+            "Training step minus the behaviour policy's version, over the groups of the batch.",
             charts.lines(
                 x, {"mean": metric("staleness_mean"), "max": metric("staleness_max")}, y="steps"
             ),
         ),
         figure(
             "Off-policy mismatch",
-            "KL of the behaviour policies to the trainer's, in nats a token, before each update.",
+            "KL(behaviour policy || trainer's policy before the update), in nats per token.",
             charts.lines(x, {"mismatch KL": metric("mismatch/mismatch_kl")}, raw=True),
         ),
         figure(
             "Measured lower bound of Theorem 3.2",
-            "Sum over the sources of L - 2 K TV(new) - 2 TV(old), from sequence ratios.",
+            "Sum over the sources of L - 2 K TV(new) - 2 TV(old), estimated from sequence ratios.",
             charts.lines(x, {"bound": metric("theory/bound")}, raw=True),
         ),
     ]
-    return found
 
 
-DRAWN = 3
-"""Windows on the timeline."""
+TIMELINE_WINDOWS = 3
+"""Number of sync windows on the timeline."""
 
 
-def _timeline(windows: Sequence[Window], summary: dict[str, Any]) -> list[str]:
+def _timeline(windows: Sequence[SyncWindow], summary: dict[str, Any]) -> list[str]:
     if not windows:
         return []
-    drawn = windows[-DRAWN:]
+    drawn = windows[-TIMELINE_WINDOWS:]
     begin = drawn[0].begin
     edges = [(window.begin - begin).total_seconds() for window in drawn]
     edges.append(edges[-1] + drawn[-1].seconds)
@@ -216,11 +227,11 @@ def _timeline(windows: Sequence[Window], summary: dict[str, Any]) -> list[str]:
     return [
         figure(
             "Timeline",
-            f"The last {len(drawn)} windows of one rollout policy, between dashed lines. In the "
-            f"last {idle['windows']} windows the trainer waited {idle['waited_share']:.1%} of the "
-            f"time; the first rollouts of a window, which nobody can train before, took "
-            f"{idle['first_rollouts_share']:.1%}.",
-            charts.timeline(lanes_of(drawn), edges),
+            f"Spans of the components in the last {len(drawn)} sync windows, which dashed lines "
+            f"separate. In the last {idle['windows']} sync windows the trainer waited for rollouts "
+            f"{idle['waited_share']:.1%} of the time. The first rollouts of a window, which it "
+            f"cannot avoid waiting for, took {idle['first_rollouts_share']:.1%}.",
+            charts.timeline(assign_lanes(drawn), edges),
             wide=True,
         )
     ]

@@ -1,4 +1,4 @@
-"""Everything that the report of a run shows, gathered from the buffer service."""
+"""Reads a run's history from the buffer service, and summarises it."""
 
 from __future__ import annotations
 
@@ -10,37 +10,40 @@ from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import Evaluation, Migration, RunState, StepView
-from services.report.timeline import Window, read_windows
+from services.report.timeline import SyncWindow, read_sync_windows
 
 
 @dataclass(frozen=True, slots=True)
 class RunHistory:
-    """A run as the buffer service remembers it."""
+    """A run's steps, evaluations and difficulty, as the buffer service stores them."""
 
     state: RunState
     config: RunConfig
     steps: list[StepView]
     evaluations: list[Evaluation]
     migration: Migration
-    """From the first to the last evaluation."""
+    """Movement of held-out prompts between accuracy bins, first to last evaluation."""
     unlocked_over_time: list[float]
-    """For each evaluation: share of the prompts at 0 in the first one that have some correct."""
+    """At each evaluation, the share of the prompts with 0 correct responses in the first evaluation
+    that have at least one now."""
     difficulty_bins: list[int]
-    """Training prompts by k of G correct at their last attempt."""
+    """Number of training prompts with k of G responses correct at their last attempt."""
     unlocked_training_prompts: tuple[int, int]
-    """(unlocked, all that were 0 of G at first)."""
-
-    windows: list[Window]
-    """The last whole ones, with what all parts did."""
+    """(number unlocked since, number with 0 of G correct at their first attempt)."""
+    sync_windows: list[SyncWindow]
+    """The last complete sync windows, with the spans of all components."""
 
     @property
     def rollouts(self) -> int:
-        """Training responses generated, discarded and re-evaluated ones included."""
+        """Number of training responses generated, including discarded and re-evaluated ones."""
         return sum(step.rollouts for step in self.steps)
 
 
 def read_history(buffer: BufferClient) -> RunHistory:
-    """The history of the client's run. An error while there is nothing to show."""
+    """Reads the history of the client's run.
+
+    Raises `BapoError` when it has no step or no evaluation yet.
+    """
     state = buffer.run_state()
     evaluations = buffer.evaluations()
     steps = buffer.steps()
@@ -60,7 +63,7 @@ def read_history(buffer: BufferClient) -> RunHistory:
         unlocked_over_time=[migration.unlocked_fraction for migration in migrations],
         difficulty_bins=buffer.difficulty_bins().bins,
         unlocked_training_prompts=_unlocked(buffer),
-        windows=read_windows(buffer, state.config, steps[-1].step),
+        sync_windows=read_sync_windows(buffer, state.config, steps[-1].step),
     )
 
 
@@ -74,7 +77,10 @@ def _unlocked(buffer: BufferClient) -> tuple[int, int]:
 
 
 def summarise(history: RunHistory, wall_seconds: float | None = None) -> dict[str, Any]:
-    """`summary.json`."""
+    """Returns the contents of `summary.json`.
+
+    wall_seconds: wall time of the run, where it is known.
+    """
     unlocked, unsolved = history.unlocked_training_prompts
     seconds: dict[str, float] = {}
     for step in history.steps:
@@ -97,7 +103,7 @@ def summarise(history: RunHistory, wall_seconds: float | None = None) -> dict[st
         "unlocked_fraction": history.migration.unlocked_fraction,
         "unlocked_training_prompts": {"unlocked": unlocked, "initially_unsolved": unsolved},
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
-        "trainer_idle": _idle(history.windows),
+        "trainer_idle": _idle(history.sync_windows),
         "tokens": {
             "generated": sum(step.tokens for step in history.steps),
             "trained": int(sum(step.metrics.get("trained_tokens", 0) for step in history.steps)),
@@ -106,8 +112,9 @@ def summarise(history: RunHistory, wall_seconds: float | None = None) -> dict[st
     }
 
 
-def _idle(windows: Sequence[Window]) -> dict[str, float] | None:
-    """Of the time of these windows, how much the trainer waited, and how much it had to."""
+def _idle(windows: Sequence[SyncWindow]) -> dict[str, float] | None:
+    """Returns the share of the windows' wall time for which the trainer waited for rollouts, and
+    the share that it cannot avoid: the first rollouts after a sync. None without windows."""
     if not windows:
         return None
     total = sum(window.seconds for window in windows)

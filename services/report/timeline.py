@@ -1,4 +1,4 @@
-"""Who of a run did what when, and how long the trainer waited for rollouts."""
+"""Reads the spans of a run's components, and how long the trainer waited for rollouts."""
 
 from __future__ import annotations
 
@@ -11,104 +11,109 @@ from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import SpanView
 
 _SAME_TIME_S = 0.01
-_SEEN_S = 0.002
-"""Shorter ones are not drawn."""
-
-LONGEST_STRETCH = 60
-"""Steps that are looked at: the last ones."""
+"""Overlap of two spans up to which they share a lane."""
+_SHORTEST_SPAN_S = 0.002
+"""Shorter spans are not drawn."""
+MAX_STEPS = 60
+"""Number of last training steps whose windows are read."""
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """The steps that share a rollout policy, and what all parts did meanwhile."""
+class SyncWindow:
+    """The training steps between two syncs, and the spans of all components during them."""
 
     steps: range
     begin: datetime
     seconds: float
-    """From the trainer's first span of its first step to that of the next window."""
+    """Wall time from the trainer's first span of the window to its first span of the next one."""
     waited: float
-    """Seconds of it that the trainer had nothing to train on."""
+    """Seconds for which the trainer waited for rollouts."""
     first_rollouts: float
-    """Seconds that the rollouts of its first step took, re-evaluations included: nobody can train
-    before they are there."""
+    """Seconds that the rollouts of the window's first step took, re-evaluation included. The
+    trainer cannot avoid waiting for these."""
     spans: Sequence[SpanView]
 
 
-def read_windows(buffer: BufferClient, config: RunConfig, last_step: int) -> list[Window]:
-    """The last whole windows of a run that has come to `last_step`, but not the first of all,
-    in which everything starts."""
-    whole: list[range] = []
+def read_sync_windows(buffer: BufferClient, config: RunConfig, last_step: int) -> list[SyncWindow]:
+    """Reads the last complete sync windows of a run that has committed `last_step`.
+
+    The run's first window is left out, because it includes the start of all processes.
+    """
+    complete: list[range] = []
     step = last_step
-    while step > 0 and last_step - step < LONGEST_STRETCH:
+    while step > 0 and last_step - step < MAX_STEPS:
         steps = config.schedule.sync_window(step)
-        # What follows a window ends it.
+        # A window is complete once the step after it has begun.
         if steps.start > 1 and steps.stop <= last_step:
-            whole.insert(0, steps)
+            complete.insert(0, steps)
         step = steps.start - 1
-    if not whole:
+    if not complete:
         return []
-    found = buffer.spans(whole[0].start, whole[-1].stop)
-    windows = [_window(steps, found) for steps in whole]
+    spans = buffer.spans(complete[0].start, complete[-1].stop)
+    windows = [_window(steps, spans) for steps in complete]
     return [window for window in windows if window is not None]
 
 
-def _window(steps: range, spans: Sequence[SpanView]) -> Window | None:
-    """None for one that was interrupted, or trained before spans were recorded."""
-    trainer = [each for each in spans if each.component == "trainer"]
-    first = [each.started_at for each in trainer if each.step == steps.start]
-    following = [each.started_at for each in trainer if each.step == steps.stop]
+def _window(steps: range, spans: Sequence[SpanView]) -> SyncWindow | None:
+    """Returns None for a window that was interrupted or lacks spans."""
+    trainer = [span for span in spans if span.component == "trainer"]
+    starts = [span.started_at for span in trainer if span.step == steps.start]
+    next_starts = [span.started_at for span in trainer if span.step == steps.stop]
     rollouts = [
-        each
-        for each in spans
-        if each.component == "collector"
-        and each.step == steps.start
-        and each.name in ("fresh", "reevaluation")
+        span
+        for span in spans
+        if span.component == "collector"
+        and span.step == steps.start
+        and span.name in ("fresh", "reevaluation")
     ]
-    waits = [each for each in trainer if each.name == "wait" and each.step in steps]
-    if not (first and following and rollouts) or len(waits) != len(steps):
+    waits = [span for span in trainer if span.name == "wait" and span.step in steps]
+    if not (starts and next_starts and rollouts) or len(waits) != len(steps):
         return None
-    begin, end = min(first), min(following)
-    return Window(
+    begin, end = min(starts), min(next_starts)
+    return SyncWindow(
         steps=steps,
         begin=begin,
         seconds=(end - begin).total_seconds(),
-        waited=sum(_seconds(each) for each in waits),
+        waited=sum(_seconds(span) for span in waits),
         first_rollouts=(
-            max(each.ended_at for each in rollouts) - min(each.started_at for each in rollouts)
+            max(span.ended_at for span in rollouts) - min(span.started_at for span in rollouts)
         ).total_seconds(),
-        spans=[each for each in spans if each.ended_at >= begin and each.started_at <= end],
+        spans=[span for span in spans if span.ended_at >= begin and span.started_at <= end],
     )
 
 
-def lanes_of(windows: Sequence[Window]) -> dict[str, list[tuple[str, float, float]]]:
-    """(name, start, end) in seconds, by part; what a part does at the same time in lanes."""
-    # What began in one window and ended in the next is in both.
-    found = {
-        (each.component, each.name, each.started_at): each
+def assign_lanes(windows: Sequence[SyncWindow]) -> dict[str, list[tuple[str, float, float]]]:
+    """Returns (name, start, end) of the spans in seconds, by lane.
+
+    Every component has a lane, and more of them for spans that overlap.
+    """
+    # A span that crosses the end of a window belongs to both windows.
+    unique_spans = {
+        (span.component, span.name, span.started_at): span
         for window in windows
-        for each in window.spans
+        for span in window.spans
     }.values()
     lanes: dict[str, list[tuple[str, float, float]]] = {}
-    for each in sorted(found, key=lambda each: (_place(each), each.started_at)):
-        start = max(0.0, (each.started_at - windows[0].begin).total_seconds())
-        end = (each.ended_at - windows[0].begin).total_seconds()
-        if end - start < _SEEN_S:
+    for span in sorted(unique_spans, key=lambda span: (_order(span), span.started_at)):
+        start = max(0.0, (span.started_at - windows[0].begin).total_seconds())
+        end = (span.ended_at - windows[0].begin).total_seconds()
+        if end - start < _SHORTEST_SPAN_S:
             continue
-        whose = "scoring" if each.name in ("verify", "deliver") else each.component
-        lane, name = 1, whose
-        while lanes.get(name) and lanes[name][-1][2] > start + _SAME_TIME_S:
-            lane += 1
-            name = f"{whose} ({lane})"
-        lanes.setdefault(name, []).append((each.name, start, end))
+        owner = "scoring" if span.name in ("verify", "deliver") else span.component
+        number, lane = 1, owner
+        while lanes.get(lane) and lanes[lane][-1][2] > start + _SAME_TIME_S:
+            number += 1
+            lane = f"{owner} ({number})"
+        lanes.setdefault(lane, []).append((span.name, start, end))
     return lanes
 
 
-def _place(span: SpanView) -> tuple[int, str]:
-    """Trainer, collector, its scoring, replicas."""
-    known = ("trainer", "collector")
-    if span.component not in known:
-        return len(known), span.component
-    return known.index(span.component), "scoring" * (span.name in ("verify", "deliver"))
+def _order(span: SpanView) -> tuple[int, str]:
+    """Sort key: the trainer, the collector, the collector's scoring, then the replicas by name."""
+    first = ("trainer", "collector")
+    if span.component not in first:
+        return len(first), span.component
+    return first.index(span.component), "scoring" * (span.name in ("verify", "deliver"))
 
 
 def _seconds(span: SpanView) -> float:

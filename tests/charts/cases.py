@@ -1,4 +1,4 @@
-"""What the chart is tested with: the values files, and combinations of what can be switched."""
+"""The values that the chart is tested with: the values files, and combinations of options."""
 
 from __future__ import annotations
 

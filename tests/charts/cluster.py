@@ -1,4 +1,4 @@
-"""As much of a cluster as Helm asks for before it renders: kinds, the namespace, its Secrets."""
+"""Serves the part of the Kubernetes API that Helm queries: kinds, the namespace, its Secrets."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ KINDS = {
 
 
 def answers(secrets: dict[str, dict[str, str]]) -> dict[str, Any]:
-    """Body by path."""
-    found: dict[str, Any] = {
+    """Returns the response bodies, by path."""
+    bodies: dict[str, Any] = {
         "/version": {"major": "1", "minor": "33", "gitVersion": "v1.33.0"},
         "/api": {"kind": "APIVersions", "versions": ["v1"]},
         "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": _groups()},
     }
     for version, kinds in KINDS.items():
         root = "/api" if version == "v1" else "/apis"
-        found[f"{root}/{version}"] = {
+        bodies[f"{root}/{version}"] = {
             "kind": "APIResourceList",
             "groupVersion": version,
             "resources": [
@@ -55,23 +55,23 @@ def answers(secrets: dict[str, dict[str, str]]) -> dict[str, Any]:
                 for name, kind in kinds.items()
             ],
         }
-    found[f"/api/v1/namespaces/{NAMESPACE}"] = {
+    bodies[f"/api/v1/namespaces/{NAMESPACE}"] = {
         "apiVersion": "v1",
         "kind": "Namespace",
         "metadata": {"name": NAMESPACE},
     }
     for name, data in secrets.items():
-        found[f"/api/v1/namespaces/{NAMESPACE}/secrets/{name}"] = {
+        bodies[f"/api/v1/namespaces/{NAMESPACE}/secrets/{name}"] = {
             "apiVersion": "v1",
             "kind": "Secret",
             "metadata": _owned(name),
             "data": {key: base64.b64encode(value.encode()).decode() for key, value in data.items()},
         }
-    return found
+    return bodies
 
 
 def _owned(name: str) -> dict[str, Any]:
-    """Metadata of what a release "bapo" has made, and what it leaves behind: Helm adopts that."""
+    """Returns metadata of an object of the release "bapo", which Helm therefore adopts."""
     return {
         "name": name,
         "namespace": NAMESPACE,
@@ -84,20 +84,20 @@ def _owned(name: str) -> dict[str, Any]:
 
 
 def _groups() -> list[dict[str, Any]]:
-    versions = [each for each in KINDS if each != "v1"]
+    versions = [version for version in KINDS if version != "v1"]
     return [
         {
-            "name": each.partition("/")[0],
-            "versions": [{"groupVersion": each, "version": each.partition("/")[2]}],
-            "preferredVersion": {"groupVersion": each, "version": each.partition("/")[2]},
+            "name": version.partition("/")[0],
+            "versions": [{"groupVersion": version, "version": version.partition("/")[2]}],
+            "preferredVersion": {"groupVersion": version, "version": version.partition("/")[2]},
         }
-        for each in versions
+        for version in versions
     ]
 
 
 @contextmanager
 def cluster(directory: Path, secrets: dict[str, dict[str, str]]) -> Iterator[Path]:
-    """One that has `secrets`; the path of its kubeconfig."""
+    """Serves a cluster that has these Secrets; yields the path of its kubeconfig."""
     bodies = answers(secrets)
 
     class Handler(BaseHTTPRequestHandler):

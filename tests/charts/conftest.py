@@ -12,13 +12,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden",
         action="store_true",
-        help="write tests/charts/golden anew from what the chart renders now",
+        help="overwrite tests/charts/golden with what the chart renders",
     )
 
 
 @pytest.fixture
 def update_golden(request: pytest.FixtureRequest) -> bool:
-    # The option exists only if pytest was started on this folder.
+    # The option exists only when pytest is started on this folder.
     return bool(request.config.getoption("--update-golden", default=False))
 
 
@@ -30,7 +30,7 @@ def version(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=CASES)
 def objects(request: pytest.FixtureRequest) -> list[Object]:
-    """What each case renders."""
+    """The objects that each case renders."""
     return render(CASES[request.param])
 
 

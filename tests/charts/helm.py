@@ -1,4 +1,4 @@
-"""Helm, as tests use it: a render is made once."""
+"""Renders the chart with Helm, once for each combination of values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Object = dict[str, Any]
 
 
 class HelmError(Exception):
-    """What Helm said."""
+    """Helm failed; the message is its output."""
 
 
 def run(version: str, *arguments: str) -> str:
@@ -37,51 +37,53 @@ def run(version: str, *arguments: str) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """What a chart is rendered from: `values-<each file>.yaml`, and values set on top."""
+    """Values that the chart is rendered with: `values-<name>.yaml` for each file, then `sets`."""
 
     files: tuple[str, ...] = ()
     sets: dict[str, Any] = field(default_factory=dict)
     release: str = "bapo"
 
     def arguments(self) -> list[str]:
-        files = [f"--values={CHART}/values-{each}.yaml" for each in self.files]
+        files = [f"--values={CHART}/values-{name}.yaml" for name in self.files]
         sets = [f"--set-json={path}={json.dumps(value)}" for path, value in self.sets.items()]
         return [*files, *sets]
 
 
 def render(case: Case, version: str = VERSIONS[-1]) -> list[Object]:
-    """All objects, those of hooks included. Callers share them: do not change them."""
+    """Returns all objects, including hooks. Callers share them and must not change them."""
     return _render(tuple(case.arguments()), case.release, version)
 
 
 @cache
 def _render(arguments: tuple[str, ...], release: str, version: str) -> list[Object]:
     text = run(version, "template", release, str(CHART), f"--namespace={NAMESPACE}", *arguments)
-    return [each for each in yaml.load_all(text, Loader=_Loader) if each]
+    return [manifest for manifest in yaml.load_all(text, Loader=_Loader) if manifest]
 
 
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-# ---- looking at objects --------------------------------------------------------------------------
+# ---- queries on objects -------------------------------------------------------------------------
 
 
 def of_kind(objects: list[Object], *kinds: str) -> list[Object]:
-    return [each for each in objects if each["kind"] in kinds]
+    return [manifest for manifest in objects if manifest["kind"] in kinds]
 
 
 def one(objects: list[Object], kind: str, name: str) -> Object:
-    (found,) = (each for each in of_kind(objects, kind) if each["metadata"]["name"] == name)
-    return found
+    (match,) = (
+        manifest for manifest in of_kind(objects, kind) if manifest["metadata"]["name"] == name
+    )
+    return match
 
 
 def pod_of(workload: Object) -> Object:
-    """Metadata and spec of its pods."""
+    """Returns metadata and spec of a workload's pods."""
     return workload if workload["kind"] == "Pod" else workload["spec"]["template"]
 
 
 def containers(objects: list[Object]) -> Iterator[tuple[str, Object]]:
-    """Every container with `kind/name` of its workload."""
+    """Yields every container, after `kind/name` of its workload."""
     for workload in of_kind(objects, *WORKLOADS):
         spec = pod_of(workload)["spec"]
         for container in [*spec.get("initContainers", []), *spec["containers"]]:
@@ -94,5 +96,5 @@ def container_of(objects: list[Object], kind: str, name: str) -> Object:
 
 
 def env(container: Object) -> dict[str, str | None]:
-    """Its variables; None for those from elsewhere."""
-    return {each["name"]: each.get("value") for each in container.get("env", [])}
+    """Returns a container's variables; None for those from ConfigMaps, Secrets or fields."""
+    return {variable["name"]: variable.get("value") for variable in container.get("env", [])}

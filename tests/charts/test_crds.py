@@ -1,6 +1,6 @@
-"""Objects of kinds that are not Kubernetes' own, against the official definitions of their kinds.
+"""Tests the chart's custom resources against the official definitions of their kinds.
 
-`make test-crds` installs those, as npm packages that are made from them, and runs this.
+`make test-crds` installs these as npm packages that are generated from them, and runs the tests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ INSTALLED = Path(sys.prefix) / "crds"
 
 
 def errors(objects: list[Object], directory: Path) -> str:
-    """What is wrong with them; empty if nothing is."""
+    """Returns the validation errors of objects; empty if there are none."""
     if not (INSTALLED / "node_modules").exists():
         raise FileNotFoundError(f"{INSTALLED} is missing: run `make test-crds`")
     (directory / "objects.json").write_text(json.dumps(objects))
@@ -37,17 +37,17 @@ def errors(objects: list[Object], directory: Path) -> str:
 
 @pytest.fixture(scope="module")
 def custom() -> list[Object]:
-    found = [json.loads(each) for each in distinct_objects()]
-    return [each for each in found if each["kind"] in CUSTOM]
+    manifests = [json.loads(text) for text in distinct_objects()]
+    return [manifest for manifest in manifests if manifest["kind"] in CUSTOM]
 
 
-def test_they_are_as_their_definitions_say(custom: list[Object], tmp_path: Path) -> None:
-    assert {each["kind"] for each in custom} == CUSTOM
+def test_custom_resources_match_their_definitions(custom: list[Object], tmp_path: Path) -> None:
+    assert {manifest["kind"] for manifest in custom} == CUSTOM
     assert errors(custom, tmp_path) == ""
 
 
 @pytest.mark.parametrize(
-    ("kind", "path", "value", "words"),
+    ("kind", "path", "value", "message"),
     [
         ("ServiceMonitor", ["spec", "endpoints", 0, "interval"], "15x", "must match pattern"),
         ("ServiceMonitor", ["spec", "endpoints", 0, "portt"], "http", "'\"portt\"' does not exist"),
@@ -62,13 +62,13 @@ def test_they_are_as_their_definitions_say(custom: list[Object], tmp_path: Path)
         ("HTTPRoute", ["spec", "backends"], [], "'\"backends\"' does not exist"),
     ],
 )
-def test_what_they_do_not_say_is_found(
-    custom: list[Object], kind: str, path: list[str | int], value: Any, words: str, tmp_path: Path
+def test_a_deviation_from_the_definitions_is_found(
+    custom: list[Object], kind: str, path: list[str | int], value: Any, message: str, tmp_path: Path
 ) -> None:
-    broken = copy.deepcopy(next(each for each in custom if each["kind"] == kind))
-    *way, last = path
-    place = broken
-    for each in way:
-        place = place[each]
-    place[last] = value
-    assert words in errors([broken], tmp_path)
+    broken = copy.deepcopy(next(manifest for manifest in custom if manifest["kind"] == kind))
+    *parents, last = path
+    node = broken
+    for key in parents:
+        node = node[key]
+    node[last] = value
+    assert message in errors([broken], tmp_path)

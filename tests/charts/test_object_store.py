@@ -1,4 +1,4 @@
-"""The bundled object store, started with the chart's own command."""
+"""Tests the bundled object store, started with the chart's command."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ SERVERS = ("master", "volume", "filer", "s3")
 
 @pytest.fixture
 def settings(dev: list[Object], tmp_path: Path) -> Iterator[ObjectStoreSettings]:
-    """Of one that runs, with the keys of the Secret, on ports of this machine."""
+    """Runs the bundled object store with the keys of the Secret, on free ports."""
     data, identities = tmp_path / "data", tmp_path / "identities.json"
     data.mkdir()
     secret = one(dev, "Secret", "bapo-s3-identities")["data"]
     identities.write_bytes(base64.b64decode(secret["identities.json"]))
-    given = container_of(dev, "StatefulSet", "bapo-s3")["command"]
-    places = {"/identities/identities.json": str(identities), "/data": str(data)}
+    original = container_of(dev, "StatefulSet", "bapo-s3")["command"]
+    paths = {"/identities/identities.json": str(identities), "/data": str(data)}
     ports = free_ports(2 * len(SERVERS))
-    command = [_placed(each, places) for each in given]
-    # Of a flag that is given twice, the last one counts.
-    for each, port, grpc in zip(SERVERS, ports[:4], ports[4:], strict=True):
-        command += [f"-{each}.port={port}", f"-{each}.port.grpc={grpc}"]
+    command = [_replace_paths(argument, paths) for argument in original]
+    # The last one of repeated flags applies.
+    for server, port, grpc in zip(SERVERS, ports[:4], ports[4:], strict=True):
+        command += [f"-{server}.port={port}", f"-{server}.port.grpc={grpc}"]
     weed = shutil.which("weed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert weed is not None
     keys = {
@@ -44,7 +44,7 @@ def settings(dev: list[Object], tmp_path: Path) -> Iterator[ObjectStoreSettings]
         for key, value in one(dev, "Secret", "bapo-s3")["data"].items()
     }
     endpoint = f"http://127.0.0.1:{ports[3]}"
-    found = ObjectStoreSettings(
+    settings = ObjectStoreSettings(
         endpoint=endpoint,
         bucket="bapo",
         access_key=SecretStr(keys["BAPO_S3_ACCESS_KEY"]),
@@ -52,13 +52,13 @@ def settings(dev: list[Object], tmp_path: Path) -> Iterator[ObjectStoreSettings]
     )
     with Supervisor(tmp_path / "logs") as supervisor:
         supervisor.start("s3", [weed, *command[1:]], stop_within_s=1.0)
-        supervisor.wait_until(lambda: _usable(found), "the object store", seconds=60)
-        yield found
+        supervisor.wait_until(lambda: _usable(settings), "the object store", seconds=60)
+        yield settings
 
 
-def _placed(argument: str, places: dict[str, str]) -> str:
-    for inside, here in places.items():
-        argument = argument.replace(inside, here)
+def _replace_paths(argument: str, paths: dict[str, str]) -> str:
+    for inside, outside in paths.items():
+        argument = argument.replace(inside, outside)
     return argument
 
 
@@ -72,7 +72,7 @@ def _usable(settings: ObjectStoreSettings) -> bool:
     return True
 
 
-def test_it_serves_those_who_have_the_keys(settings: ObjectStoreSettings) -> None:
+def test_the_object_store_requires_its_keys(settings: ObjectStoreSettings) -> None:
     assert ObjectStore(settings).get("ready", DIGEST) == b"ready"
     stranger = ObjectStoreSettings(
         endpoint=settings.endpoint,
@@ -86,15 +86,15 @@ def test_it_serves_those_who_have_the_keys(settings: ObjectStoreSettings) -> Non
 
 def test_only_s3_listens_beyond_loopback(settings: ObjectStoreSettings) -> None:
     (weed,) = (
-        each
-        for each in psutil.Process().children(recursive=True)
-        if f"-s3.port={settings.endpoint.rpartition(':')[2]}" in each.cmdline()
+        process
+        for process in psutil.Process().children(recursive=True)
+        if f"-s3.port={settings.endpoint.rpartition(':')[2]}" in process.cmdline()
     )
     listening = {
-        each.laddr.port
-        for each in weed.net_connections()
-        if each.status == psutil.CONN_LISTEN and each.laddr.ip != "127.0.0.1"
+        process.laddr.port
+        for process in weed.net_connections()
+        if process.status == psutil.CONN_LISTEN and process.laddr.ip != "127.0.0.1"
     }
-    given = dict(each.partition("=")[::2] for each in weed.cmdline())
-    # The second is closed by the network policy, and no Service has it.
-    assert listening == {int(given["-s3.port"]), int(given["-s3.port.grpc"])}
+    flags = dict(process.partition("=")[::2] for process in weed.cmdline())
+    # The gRPC port is in no Service, and the network policy blocks it.
+    assert listening == {int(flags["-s3.port"]), int(flags["-s3.port.grpc"])}

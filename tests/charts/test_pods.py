@@ -1,14 +1,17 @@
-"""Every pod: what it may do, what it asks for, how it is watched."""
+"""Tests the pods of the chart: security, resources, probes, images and scheduling."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.common.settings import Settings, variables
 from services.rollout.run_watcher import MODULES
 from tests.charts.helm import (
     WORKLOADS,
@@ -28,7 +31,8 @@ ROOT = Path(__file__).parents[2]
 
 def pods(objects: list[Object]) -> list[tuple[str, Any]]:
     return [
-        (each["metadata"]["name"], pod_of(each)["spec"]) for each in of_kind(objects, *WORKLOADS)
+        (manifest["metadata"]["name"], pod_of(manifest)["spec"])
+        for manifest in of_kind(objects, *WORKLOADS)
     ]
 
 
@@ -44,25 +48,25 @@ def test_every_pod_is_restricted(objects: list[Object]) -> None:
 def test_root_file_systems_are_read_only(objects: list[Object]) -> None:
     for name, container in containers(objects):
         assert container["securityContext"]["readOnlyRootFilesystem"] is True, name
-        mounts = {each["mountPath"] for each in container["volumeMounts"]}
+        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
         assert "/tmp" in mounts, name
 
 
-def test_no_pod_speaks_to_kubernetes(objects: list[Object]) -> None:
+def test_no_pod_has_a_kubernetes_token(objects: list[Object]) -> None:
     for name, spec in pods(objects):
         assert spec["automountServiceAccountToken"] is False, name
     for account in of_kind(objects, "ServiceAccount"):
         assert account["automountServiceAccountToken"] is False
 
 
-def test_users(dev: list[Object]) -> None:
+def test_pods_run_as_the_users_of_their_images(dev: list[Object]) -> None:
     users = {name: spec["securityContext"]["runAsUser"] for name, spec in pods(dev)}
     assert users.pop("bapo-postgres") == 999
     assert set(users.values()) == {10001}
 
 
 @pytest.mark.parametrize(
-    ("where", "change", "word"),
+    ("level", "change", "problem"),
     [
         ("pod", {"hostNetwork": True}, "hostNetwork"),
         ("pod", {"volumes": [{"name": "a", "hostPath": {"path": "/"}}]}, "volume hostPath"),
@@ -73,30 +77,30 @@ def test_users(dev: list[Object]) -> None:
         ("container", {"capabilities": {}}, "capabilities not dropped"),
     ],
 )
-def test_a_pod_that_is_not_restricted_would_be_found(
-    dev: list[Object], where: str, change: dict[str, Any], word: str
+def test_violations_of_the_standard_are_found(
+    dev: list[Object], level: str, change: dict[str, Any], problem: str
 ) -> None:
-    good = pod_of(one(dev, "Deployment", "bapo-buffer"))["spec"]
-    (container,) = good["containers"]
-    if where == "pod":
-        spec = {**good, **change}
+    original = pod_of(one(dev, "Deployment", "bapo-buffer"))["spec"]
+    (container,) = original["containers"]
+    if level == "pod":
+        spec = {**original, **change}
     else:
         context = {**container["securityContext"], **change}
-        spec = {**good, "containers": [{**container, "securityContext": context}]}
-    assert [each for each in violations(spec) if word in each]
+        spec = {**original, "containers": [{**container, "securityContext": context}]}
+    assert [violation for violation in violations(spec) if problem in violation]
 
 
 # ---- resources and probes ------------------------------------------------------------------------
 
 
-def test_every_container_says_what_it_needs(objects: list[Object]) -> None:
+def test_every_container_has_requests_and_a_memory_limit(objects: list[Object]) -> None:
     for name, container in containers(objects):
         resources = container["resources"]
         assert {"cpu", "memory"} <= resources["requests"].keys(), name
         assert "memory" in resources["limits"], name
 
 
-def test_space_that_pods_write_to_is_limited(objects: list[Object]) -> None:
+def test_every_empty_dir_has_a_size_limit(objects: list[Object]) -> None:
     for name, spec in pods(objects):
         for volume in spec["volumes"]:
             assert volume.get("emptyDir", {"sizeLimit": 1}).get("sizeLimit"), (name, volume)
@@ -111,15 +115,15 @@ def test_long_running_pods_are_probed(objects: list[Object]) -> None:
             assert "initialDelaySeconds" not in container[probe], name
 
 
-def test_what_probes_ask(production: list[Object]) -> None:
-    asked = {
+def test_probes_use_these_routes(production: list[Object]) -> None:
+    routes = {
         name.rpartition("-")[2]: [
             container[probe]["httpGet"]["path"]
             for probe in ("startupProbe", "livenessProbe", "readinessProbe")
         ]
         for name, container in containers(of_kind(production, *LONG_RUNNING))
     }
-    assert asked == {
+    assert routes == {
         "buffer": ["/health", "/health", "/readyz"],
         "verifier": ["/health", "/health", "/readyz"],
         "rollout": ["/health", "/health", "/readyz"],
@@ -134,8 +138,8 @@ def test_large_models_may_load_for_45_minutes(production: list[Object]) -> None:
     assert env(rollout)["BAPO_VLLM_START_WITHIN_S"] == "2700"
 
 
-def test_pods_are_given_time_to_end(production: list[Object]) -> None:
-    """The verifier drains for 30 s, and nothing is sent to it any more by then."""
+def test_pods_have_time_to_drain(production: list[Object]) -> None:
+    """The verifier drains for 30 s after the preStop hook, when requests no longer arrive."""
     spec = pod_of(one(production, "Deployment", "bapo-verifier"))["spec"]
     waits = spec["containers"][0]["lifecycle"]["preStop"]["sleep"]["seconds"]
     assert spec["terminationGracePeriodSeconds"] >= 30 + waits
@@ -144,7 +148,7 @@ def test_pods_are_given_time_to_end(production: list[Object]) -> None:
 
 
 def test_the_memory_limit_of_verifiers_covers_their_workers(objects: list[Object]) -> None:
-    """As values.yaml says it should."""
+    """Checks the formula of values.yaml."""
     container = container_of(objects, "Deployment", verifier_name(objects))
     settings = env(container)
     workers, memory_mb = (
@@ -156,9 +160,9 @@ def test_the_memory_limit_of_verifiers_covers_their_workers(objects: list[Object
 
 def verifier_name(objects: list[Object]) -> str:
     (name,) = (
-        each["metadata"]["name"]
-        for each in of_kind(objects, "Deployment")
-        if each["metadata"]["labels"]["app.kubernetes.io/component"] == "verifier"
+        manifest["metadata"]["name"]
+        for manifest in of_kind(objects, "Deployment")
+        if manifest["metadata"]["labels"]["app.kubernetes.io/component"] == "verifier"
     )
     return str(name)
 
@@ -176,14 +180,14 @@ def test_images_have_versions(objects: list[Object]) -> None:
         assert not container["image"].endswith(":latest"), name
 
 
-def test_a_mirror_is_asked_for_every_image(everything: list[Object]) -> None:
+def test_a_mirror_serves_every_image(everything: list[Object]) -> None:
     for name, container in containers(everything):
         assert container["image"].startswith("registry.example.com/mirror/"), name
     for name, spec in pods(everything):
         assert spec["imagePullSecrets"] == [{"name": "mirror"}, {"name": "other"}], name
 
 
-def test_processes_exist(dev: list[Object]) -> None:
+def test_commands_are_modules_of_the_project(dev: list[Object]) -> None:
     modules = set()
     for _, container in containers(dev):
         match container.get("command", []):
@@ -191,16 +195,26 @@ def test_processes_exist(dev: list[Object]) -> None:
                 modules.add(module)
                 assert set(arguments) <= set(MODULES)
     assert len(modules) == 4
-    assert all(importlib.util.find_spec(each) for each in modules)
+    assert all(importlib.util.find_spec(module) for module in modules)
 
 
-def test_variables_are_ones_that_the_code_reads(everything: list[Object]) -> None:
-    code = "".join(path.read_text() for path in (ROOT / "services").rglob("*.py"))
-    given = {name for _, container in containers(everything) for name in env(container)}
-    assert {name for name in given if name.startswith("BAPO_") and name not in code} == set()
+def test_every_variable_is_one_of_the_settings(everything: list[Object]) -> None:
+    for folder in ("services", "pipelines"):
+        for path in (ROOT / folder).rglob("settings.py"):
+            importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    defined = {name for settings in subclasses(Settings) for name, _ in variables(settings)}
+    used = {name for _, container in containers(everything) for name in env(container)}
+    used |= one(everything, "ConfigMap", "bapo-connection")["data"].keys()
+    assert {name for name in used if name.startswith("BAPO_")} - defined == set()
 
 
-def test_services_links_make_no_variables(objects: list[Object]) -> None:
+def subclasses(settings: type[Settings]) -> Iterator[type[Settings]]:
+    for subclass in settings.__subclasses__():
+        yield subclass
+        yield from subclasses(subclass)
+
+
+def test_service_links_are_off(objects: list[Object]) -> None:
     """A Service "bapo" would set BAPO_PORT to something like tcp://10.0.0.1:80."""
     assert all(spec["enableServiceLinks"] is False for _, spec in pods(objects))
 
@@ -208,7 +222,7 @@ def test_services_links_make_no_variables(objects: list[Object]) -> None:
 # ---- rollouts ------------------------------------------------------------------------------------
 
 
-def test_gpus_are_asked_for_beside_the_rest(production: list[Object]) -> None:
+def test_gpus_are_added_to_requests_and_limits(production: list[Object]) -> None:
     resources = container_of(production, "StatefulSet", "bapo-rollout")["resources"]
     assert resources == {
         "requests": {"cpu": "8", "memory": "64Gi", "nvidia.com/gpu": 2},
@@ -216,7 +230,7 @@ def test_gpus_are_asked_for_beside_the_rest(production: list[Object]) -> None:
     }
 
 
-def test_without_gpus_none_is_asked_for(dev: list[Object]) -> None:
+def test_pods_without_gpus_request_none(dev: list[Object]) -> None:
     rollout = container_of(dev, "StatefulSet", "bapo-rollout")
     assert rollout["resources"]["limits"].keys() == {"memory"}
     assert "BAPO_VLLM_ARGS" not in env(rollout)
@@ -225,8 +239,8 @@ def test_without_gpus_none_is_asked_for(dev: list[Object]) -> None:
 def test_arguments_of_vllm_survive_the_shell(everything: list[Object]) -> None:
     import shlex
 
-    given = env(container_of(everything, "StatefulSet", "bapo-rollout"))["BAPO_VLLM_ARGS"]
-    assert shlex.split(given or "") == [
+    arguments = env(container_of(everything, "StatefulSet", "bapo-rollout"))["BAPO_VLLM_ARGS"]
+    assert shlex.split(arguments or "") == [
         "--tensor-parallel-size",
         "2",
         "--gpu-memory-utilization=0.85",
@@ -234,7 +248,7 @@ def test_arguments_of_vllm_survive_the_shell(everything: list[Object]) -> None:
     ]
 
 
-def test_a_replica_is_found_by_the_name_of_its_pod(dev: list[Object]) -> None:
+def test_a_replica_advertises_the_name_of_its_pod(dev: list[Object]) -> None:
     rollout = container_of(dev, "StatefulSet", "bapo-rollout")
     names = list(env(rollout))
     assert names.index("BAPO_REPLICA") < names.index("BAPO_ADVERTISE")
@@ -249,7 +263,7 @@ def test_a_replica_is_found_by_the_name_of_its_pod(dev: list[Object]) -> None:
 def test_scratch_is_a_volume_or_the_nodes_disk(dev: list[Object], production: list[Object]) -> None:
     def volumes(objects: list[Object]) -> set[str]:
         spec = pod_of(one(objects, "StatefulSet", "bapo-rollout"))["spec"]
-        return {each["name"] for each in spec["volumes"]}
+        return {manifest["name"] for manifest in spec["volumes"]}
 
     assert volumes(dev) == {"tmp", "shm", "scratch"}
     assert volumes(production) == {"tmp", "shm"}
@@ -260,9 +274,9 @@ def test_scratch_is_a_volume_or_the_nodes_disk(dev: list[Object], production: li
 
 def test_there_is_one_collector_at_a_time(objects: list[Object]) -> None:
     (collector,) = (
-        each
-        for each in of_kind(objects, "Deployment")
-        if each["metadata"]["labels"]["app.kubernetes.io/component"] == "collector"
+        manifest
+        for manifest in of_kind(objects, "Deployment")
+        if manifest["metadata"]["labels"]["app.kubernetes.io/component"] == "collector"
     )
     assert collector["spec"]["replicas"] == 1
     assert collector["spec"]["strategy"] == {"type": "Recreate"}
@@ -271,7 +285,9 @@ def test_there_is_one_collector_at_a_time(objects: list[Object]) -> None:
 # ---- where and how many --------------------------------------------------------------------------
 
 
-def test_kueue_holds_rollouts_back(dev: list[Object], everything: list[Object]) -> None:
+def test_kueue_admits_rollouts_and_training_jobs(
+    dev: list[Object], everything: list[Object]
+) -> None:
     label = "kueue.x-k8s.io/queue-name"
     labels = one(everything, "StatefulSet", "bapo-rollout")["metadata"]["labels"]
     assert labels[label] == "gpus"
@@ -289,10 +305,10 @@ def test_an_autoscaler_owns_the_number_of_replicas(
         assert target == {"apiVersion": "apps/v1", "kind": "Deployment", "name": name}
 
 
-def test_disruption_budgets_let_zero_through(everything: list[Object]) -> None:
+def test_disruption_budgets_may_be_zero(everything: list[Object]) -> None:
     budgets = {
-        each["metadata"]["name"]: each["spec"]["maxUnavailable"]
-        for each in of_kind(everything, "PodDisruptionBudget")
+        manifest["metadata"]["name"]: manifest["spec"]["maxUnavailable"]
+        for manifest in of_kind(everything, "PodDisruptionBudget")
     }
     assert budgets == {"bapo-buffer": "20%", "bapo-verifier": 0}
 
@@ -301,12 +317,12 @@ def test_replicas_spread_where_possible(production: list[Object]) -> None:
     for name in ("bapo-buffer", "bapo-verifier"):
         deployment = one(production, "Deployment", name)
         spread = pod_of(deployment)["spec"]["topologySpreadConstraints"]
-        assert [each["whenUnsatisfiable"] for each in spread] == ["ScheduleAnyway"] * 2
-        for each in spread:
-            assert each["labelSelector"] == deployment["spec"]["selector"]
+        assert [constraint["whenUnsatisfiable"] for constraint in spread] == ["ScheduleAnyway"] * 2
+        for constraint in spread:
+            assert constraint["labelSelector"] == deployment["spec"]["selector"]
 
 
-def test_pods_go_where_they_are_told(everything: list[Object]) -> None:
+def test_pods_follow_the_scheduling_values(everything: list[Object]) -> None:
     spec = pod_of(one(everything, "Deployment", "bapo-buffer"))["spec"]
     assert (spec["priorityClassName"], spec["nodeSelector"]) == ("high", {"pool": "cpu"})
     for kind, name in (("Job", "bapo-migrate"), ("Pod", "bapo-test")):
@@ -320,7 +336,7 @@ def test_no_sidecars_are_injected(objects: list[Object]) -> None:
         assert pod_of(workload)["metadata"]["labels"]["sidecar.istio.io/inject"] == "false"
 
 
-def test_labels_of_users_do_not_replace_ours(everything: list[Object]) -> None:
+def test_labels_of_users_do_not_replace_those_of_the_chart(everything: list[Object]) -> None:
     labels = pod_of(one(everything, "Deployment", "bapo-buffer"))["metadata"]["labels"]
     assert labels["team"] == "rl"
     assert labels["app.kubernetes.io/component"] == "buffer"

@@ -1,4 +1,4 @@
-"""The release as a whole: names, addresses, rights, hooks, and what others are told of it."""
+"""Tests the release as a whole: names, addresses, rights, hooks, and the connection ConfigMap."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ROOT = Path(__file__).parents[2]
 
 def test_names_of_the_longest_release_fit() -> None:
     assert len(LONG) == 53
-    for each in render(CASES["a long name"]):
-        name = each["metadata"]["name"]
+    for manifest in render(CASES["a long name"]):
+        name = manifest["metadata"]["name"]
         # A label of at most 63 characters holds a StatefulSet's name and a hash.
-        assert len(name) <= (52 if each["kind"] == "StatefulSet" else 63), name
-        labels = {**each["metadata"]["labels"], **pod_labels(each)}
+        assert len(name) <= (52 if manifest["kind"] == "StatefulSet" else 63), name
+        labels = {**manifest["metadata"]["labels"], **pod_labels(manifest)}
         assert all(len(value) <= 63 for value in labels.values())
 
 
@@ -36,9 +36,9 @@ def pod_labels(workload: Object) -> dict[str, str]:
     return labels
 
 
-def test_two_long_names_stay_two() -> None:
+def test_two_long_names_stay_different() -> None:
     names = [
-        {each["metadata"]["name"] for each in render(Case(("dev",), release=release))}
+        {manifest["metadata"]["name"] for manifest in render(Case(("dev",), release=release))}
         for release in (LONG, LONG[:-1] + "3")
     ]
     assert not names[0] & names[1]
@@ -53,24 +53,26 @@ def test_two_long_names_stay_two() -> None:
         ("maths", {"fullnameOverride": "rl"}, "rl"),
     ],
 )
-def test_fullname(release: str, sets: dict[str, str], name: str) -> None:
+def test_the_prefix_of_names_comes_from_the_release_or_the_override(
+    release: str, sets: dict[str, str], name: str
+) -> None:
     objects = render(Case(("dev",), sets, release))
     assert one(objects, "Deployment", f"{name}-buffer")
 
 
 def test_names_are_unique(objects: list[Object]) -> None:
     names = [
-        (each["kind"], each["metadata"]["name"])
-        for each in objects
-        if "helm.sh/hook" not in each["metadata"].get("annotations", {})
+        (manifest["kind"], manifest["metadata"]["name"])
+        for manifest in objects
+        if "helm.sh/hook" not in manifest["metadata"].get("annotations", {})
     ]
     assert len(names) == len(set(names))
 
 
 def test_everything_is_in_the_namespace_and_labelled(objects: list[Object]) -> None:
-    for each in objects:
-        assert each["metadata"]["namespace"] == "ml"
-        labels = each["metadata"]["labels"]
+    for manifest in objects:
+        assert manifest["metadata"]["namespace"] == "ml"
+        labels = manifest["metadata"]["labels"]
         assert labels["app.kubernetes.io/name"] == labels["app.kubernetes.io/part-of"] == "bapo"
 
 
@@ -81,10 +83,10 @@ def test_services_select_exactly_their_pods(objects: list[Object]) -> None:
     workloads = of_kind(objects, *RUNNING, "Job", "Pod")
     for service in of_kind(objects, "Service"):
         selected = [
-            each["metadata"]["name"]
-            for each in workloads
+            manifest["metadata"]["name"]
+            for manifest in workloads
             if selects(
-                {"matchLabels": service["spec"]["selector"]}, pod_of(each)["metadata"]["labels"]
+                {"matchLabels": service["spec"]["selector"]}, pod_of(manifest)["metadata"]["labels"]
             )
         ]
         assert selected == [service["metadata"]["name"]]
@@ -94,11 +96,11 @@ def test_ports_are_named_and_match(objects: list[Object]) -> None:
     for service in of_kind(objects, "Service"):
         name = service["metadata"]["name"]
         (workload,) = (
-            each for each in of_kind(objects, *RUNNING) if each["metadata"]["name"] == name
+            port for port in of_kind(objects, *RUNNING) if port["metadata"]["name"] == name
         )
         (container,) = pod_of(workload)["spec"]["containers"]
-        ports = {each["name"]: each["containerPort"] for each in container["ports"]}
-        assert {each["targetPort"]: each["port"] for each in service["spec"]["ports"]} == ports
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == ports
 
 
 def test_workloads_select_their_own_pods(objects: list[Object]) -> None:
@@ -107,10 +109,10 @@ def test_workloads_select_their_own_pods(objects: list[Object]) -> None:
         assert selects(workload["spec"]["selector"], labels)
 
 
-# ---- what others are told ------------------------------------------------------------------------
+# ---- the connection ConfigMap --------------------------------------------------------------------
 
 
-def test_the_connection_of_a_release(everything: list[Object]) -> None:
+def test_the_connection_has_these_settings(everything: list[Object]) -> None:
     assert one(everything, "ConfigMap", "bapo-connection")["data"] == {
         "BAPO_BUFFER_URL": "http://bapo-buffer.ml.svc:8700",
         "BAPO_VERIFIER_URL": "http://bapo-verifier.ml.svc:8701",
@@ -134,7 +136,7 @@ def test_the_connection_of_a_release(everything: list[Object]) -> None:
     }
 
 
-def test_the_connection_names_what_is_there(dev: list[Object]) -> None:
+def test_the_connection_names_objects_that_exist(dev: list[Object]) -> None:
     data = one(dev, "ConfigMap", "bapo-connection")["data"]
     assert data["BAPO_S3_ENDPOINT"] == "http://bapo-s3.ml.svc:8333"
     assert one(dev, "Secret", data["BAPO_TOKEN_SECRET"])
@@ -142,7 +144,7 @@ def test_the_connection_names_what_is_there(dev: list[Object]) -> None:
     assert one(dev, "ServiceAccount", data["BAPO_TRAINER_SERVICE_ACCOUNT"])
 
 
-def test_a_changed_address_restarts_its_readers_and_a_changed_queue_nobody() -> None:
+def test_a_changed_address_restarts_its_readers_and_a_changed_queue_none() -> None:
     def checksums(sets: dict[str, str]) -> set[str]:
         objects = render(Case(("production",), sets))
         workloads = [
@@ -150,10 +152,10 @@ def test_a_changed_address_restarts_its_readers_and_a_changed_queue_nobody() -> 
             one(objects, "Deployment", "bapo-collector"),
             one(objects, "StatefulSet", "bapo-rollout"),
         ]
-        (found,) = {
-            pod_of(each)["metadata"]["annotations"]["checksum/config"] for each in workloads
+        (checksum,) = {
+            pod_of(manifest)["metadata"]["annotations"]["checksum/config"] for manifest in workloads
         }
-        return {found}
+        return {checksum}
 
     before = checksums({})
     assert checksums({"s3.bucket": "another"}) != before
@@ -177,17 +179,21 @@ def test_rights_are_exactly_these(production: list[Object]) -> None:
     jobs = {"get", "list", "watch", "create", "patch", "delete"}
     assert granted == {
         *(("kubeflow.org", "pytorchjobs", verb) for verb in jobs),
-        *(("", each, verb) for each in ("pods", "pods/log", "events") for verb in ("get", "list")),
+        *(
+            ("", subject, verb)
+            for subject in ("pods", "pods/log", "events")
+            for verb in ("get", "list")
+        ),
         ("argoproj.io", "workflows", "get"),
     }
     assert binding["roleRef"]["name"] == role["metadata"]["name"] == "bapo-pipeline"
-    assert [(each["namespace"], each["name"]) for each in binding["subjects"]] == [
+    assert [(subject["namespace"], subject["name"]) for subject in binding["subjects"]] == [
         ("ml", "default-editor"),
         ("ml", "pipeline-runner"),
     ]
 
 
-def test_rights_for_nobody_are_not_made(everything: list[Object]) -> None:
+def test_no_service_account_means_no_role(everything: list[Object]) -> None:
     assert not of_kind(render(CASES["least"]), "Role", "RoleBinding")
     (binding,) = of_kind(everything, "RoleBinding")
     assert binding["subjects"][0]["namespace"] == "pipelines"
@@ -204,42 +210,45 @@ def test_rights_for_nobody_are_not_made(everything: list[Object]) -> None:
         ("own keys", "pre-install,pre-upgrade", "bapo-migrate"),
     ],
 )
-def test_migrations_run_when_their_database_is_there(case: str, hook: str, secret: str) -> None:
+def test_migrations_run_when_their_database_exists(case: str, hook: str, secret: str) -> None:
     objects = render(CASES[case])
     job = one(objects, "Job", "bapo-migrate")
     annotations = job["metadata"]["annotations"]
     assert annotations["helm.sh/hook"] == hook
     assert annotations["helm.sh/hook-delete-policy"] == "before-hook-creation,hook-succeeded"
     spec = pod_of(job)["spec"]
-    given = {each["name"]: each for each in spec["containers"][0]["env"]}
-    assert given["BAPO_DATABASE_URL"]["valueFrom"]["secretKeyRef"]["name"] == secret
+    variables = {variable["name"]: variable for variable in spec["containers"][0]["env"]}
+    assert variables["BAPO_DATABASE_URL"]["valueFrom"]["secretKeyRef"]["name"] == secret
     # Objects of the release may not exist yet.
     assert "serviceAccountName" not in spec
     assert "envFrom" not in spec["containers"][0]
 
 
-def test_a_secret_of_the_migrations_comes_before_them() -> None:
+def test_the_secret_of_the_migrations_is_created_before_them() -> None:
     objects = render(CASES["own keys"])
     secret = one(objects, "Secret", "bapo-migrate")
     job = one(objects, "Job", "bapo-migrate")
     weights = [
-        int(each["metadata"]["annotations"]["helm.sh/hook-weight"]) for each in (secret, job)
+        int(manifest["metadata"]["annotations"]["helm.sh/hook-weight"])
+        for manifest in (secret, job)
     ]
     assert weights[0] < weights[1]
     assert secret["data"] == one(objects, "Secret", "bapo-database")["data"]
 
 
-def test_migrations_end_by_themselves(production: list[Object]) -> None:
+def test_migrations_are_limited_in_time_and_retries(production: list[Object]) -> None:
     spec = one(production, "Job", "bapo-migrate")["spec"]
     assert spec["activeDeadlineSeconds"] > 300
     assert spec["backoffLimit"] == 3
     assert spec["ttlSecondsAfterFinished"]
 
 
-# ---- from outside, and watching ------------------------------------------------------------------
+# ---- ingress and monitoring ----------------------------------------------------------------------
 
 
-def test_ways_in_lead_to_the_buffer_service(dev: list[Object], everything: list[Object]) -> None:
+def test_ingress_and_route_lead_to_the_buffer_service(
+    dev: list[Object], everything: list[Object]
+) -> None:
     assert not of_kind(dev, "Ingress", "HTTPRoute", "ServiceMonitor")
     (ingress,) = of_kind(everything, "Ingress")
     (rule,) = ingress["spec"]["rules"]
@@ -250,12 +259,12 @@ def test_ways_in_lead_to_the_buffer_service(dev: list[Object], everything: list[
     assert route["spec"]["rules"][0]["backendRefs"] == [{"name": "bapo-buffer", "port": 8700}]
 
 
-def test_what_is_scraped_serves_metrics(production: list[Object]) -> None:
+def test_prometheus_scrapes_the_services_with_metrics(production: list[Object]) -> None:
     (monitor,) = of_kind(production, "ServiceMonitor")
     scraped = {
-        each["metadata"]["name"]
-        for each in of_kind(production, "Service")
-        if selects(monitor["spec"]["selector"], each["metadata"]["labels"])
+        manifest["metadata"]["name"]
+        for manifest in of_kind(production, "Service")
+        if selects(monitor["spec"]["selector"], manifest["metadata"]["labels"])
     }
     assert scraped == {"bapo-buffer", "bapo-verifier", "bapo-rollout"}
 

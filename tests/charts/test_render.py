@@ -1,4 +1,4 @@
-"""The chart renders, the same under each version of Helm, into objects that Kubernetes accepts."""
+"""Tests that both versions of Helm render the same objects, and that Kubernetes accepts them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from tests.charts.helm import CHART, Object, render, run
 
 GOLDEN = Path(__file__).parent / "golden"
 CUSTOM = {"ServiceMonitor", "HTTPRoute"}
-"""Kinds that are not Kubernetes' own: test_crds.py has the definitions."""
+"""Kinds that are custom resources, which test_crds.py validates."""
 KUBERNETES = ("1.31", "1.32", "1.33", "1.34", "1.35", "1.36")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _schemas_are_read_once() -> Any:
-    """They are large, and would be read for every object."""
+def _cached_schemas() -> Any:
+    """Reads each schema once, because they are large."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(utils, "schema_contents", cache(utils.schema_contents))
         yield
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_lints(name: str, version: str) -> None:
+def test_the_chart_passes_lint(name: str, version: str) -> None:
     assert "0 chart(s) failed" in run(
         version, "lint", "--strict", str(CHART), *FILES[name].arguments()
     )
@@ -38,43 +38,45 @@ def test_lints(name: str, version: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_versions_of_helm_render_the_same(name: str) -> None:
-    first, second = (masked(render(CASES[name], each)) for each in ("3.18", "4.1"))
+    first, second = (masked(render(CASES[name], version)) for version in ("3.18", "4.1"))
     assert first == second
 
 
 @pytest.mark.parametrize("kubernetes", KUBERNETES)
 def test_kubernetes_accepts_every_object(kubernetes: str) -> None:
     for text in distinct_objects():
-        found = json.loads(text)
-        if found["kind"] not in CUSTOM:
-            kubernetes_validate.validate(found, kubernetes, strict=True)
+        manifest = json.loads(text)
+        if manifest["kind"] not in CUSTOM:
+            kubernetes_validate.validate(manifest, kubernetes, strict=True)
 
 
-def test_an_unknown_field_would_be_found() -> None:
+def test_validation_finds_an_unknown_field() -> None:
     service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "a"}, "spek": {}}
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(service, KUBERNETES[0], strict=True)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_looks_as_it_did(name: str, update_golden: bool) -> None:
-    """`pytest tests/charts --update-golden` writes it anew; read the difference then."""
-    now = yaml.safe_dump_all(masked(render(FILES[name])), sort_keys=False, width=100)
+def test_the_rendered_objects_are_the_golden_ones(name: str, update_golden: bool) -> None:
+    """`pytest tests/charts --update-golden` overwrites the file; review its diff."""
+    rendered = yaml.safe_dump_all(masked(render(FILES[name])), sort_keys=False, width=100)
     path = GOLDEN / f"{name}.yaml"
     if update_golden:
-        path.write_text(now)
-    assert path.read_text() == now
+        path.write_text(rendered)
+    assert path.read_text() == rendered
 
 
 def masked(objects: list[Object]) -> list[Object]:
-    """In a fixed order, without what is generated."""
+    """Returns copies in a fixed order, with the generated data of Secrets masked."""
     copies: list[Object] = json.loads(json.dumps(objects))
-    for each in copies:
-        if each["kind"] == "Secret":
-            each["data"] = dict.fromkeys(each["data"], "<masked>")
-    return sorted(copies, key=lambda each: (each["kind"], each["metadata"]["name"]))
+    for manifest in copies:
+        if manifest["kind"] == "Secret":
+            manifest["data"] = dict.fromkeys(manifest["data"], "<masked>")
+    return sorted(copies, key=lambda manifest: (manifest["kind"], manifest["metadata"]["name"]))
 
 
 def distinct_objects() -> set[str]:
-    """Of all cases, as JSON."""
-    return {json.dumps(each, sort_keys=True) for case in CASES.values() for each in render(case)}
+    """Returns the distinct objects of all cases as JSON."""
+    return {
+        json.dumps(manifest, sort_keys=True) for case in CASES.values() for manifest in render(case)
+    }

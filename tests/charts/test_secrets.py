@@ -1,4 +1,4 @@
-"""Secrets: generated once, kept, and nowhere else."""
+"""Tests that secrets are generated once, kept, and contained in Secrets only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def decoded(secret: Object) -> dict[str, str]:
     return {key: base64.b64decode(value).decode() for key, value in secret["data"].items()}
 
 
-def test_generated_secrets_fit_together(dev: list[Object]) -> None:
+def test_generated_secrets_agree(dev: list[Object]) -> None:
     token = decoded(one(dev, "Secret", "bapo-token"))["BAPO_TOKEN"]
     database = decoded(one(dev, "Secret", "bapo-database"))
     keys = decoded(one(dev, "Secret", "bapo-s3"))
@@ -58,7 +58,7 @@ def test_generated_secrets_fit_together(dev: list[Object]) -> None:
 
 
 def render_on(kubeconfig: Path, version: str, case: Case) -> str:
-    """As an installation would, looking at what is there."""
+    """Renders as an installation does, which looks up objects in the cluster."""
     return run(
         version,
         "template",
@@ -72,39 +72,39 @@ def render_on(kubeconfig: Path, version: str, case: Case) -> str:
     )
 
 
-def test_secrets_that_are_said_to_exist_must(tmp_path: Path, version: str) -> None:
+def test_named_secrets_must_exist_with_their_keys(tmp_path: Path, version: str) -> None:
     case = Case(("production",), {"image.pullSecrets": ["pull"], "token.existingSecret": "ours"})
-    there = {
+    existing = {
         "bapo-external-database": {"BAPO_DATABASE_URL": DATABASE_URL},
         "bapo-external-s3": {"BAPO_S3_ACCESS_KEY": "a", "BAPO_S3_SECRET_KEY": "s"},
         "pull": {".dockerconfigjson": "{}"},
         "ours": {"BAPO_TOKEN": "t"},
     }
-    with cluster(tmp_path, there) as kubeconfig:
+    with cluster(tmp_path, existing) as kubeconfig:
         assert "kind: StatefulSet" in render_on(kubeconfig, version, case)
-    torn = {"bapo-external-s3": {"BAPO_S3_ACCESS_KEY": "a"}, "ours": {"token": "t"}}
-    with cluster(tmp_path, torn) as kubeconfig, pytest.raises(HelmError) as caught:
+    incomplete = {"bapo-external-s3": {"BAPO_S3_ACCESS_KEY": "a"}, "ours": {"token": "t"}}
+    with cluster(tmp_path, incomplete) as kubeconfig, pytest.raises(HelmError) as caught:
         render_on(kubeconfig, version, case)
-    said = " ".join(str(caught.value).split())
-    for words in (
-        "database.existingSecret: there is no Secret bapo-external-database in the namespace ml; "
+    message = " ".join(str(caught.value).split())
+    for problem in (
+        "database.existingSecret: the namespace ml has no Secret bapo-external-database; "
         "create it with BAPO_DATABASE_URL",
         "s3.existingSecret: the Secret bapo-external-s3 has no key BAPO_S3_SECRET_KEY",
         "token.existingSecret: the Secret ours has no key BAPO_TOKEN",
-        "image.pullSecrets: there is no Secret pull in the namespace ml",
+        "image.pullSecrets: the namespace ml has no Secret pull",
     ):
-        assert words in said
+        assert problem in message
 
 
-def test_an_upgrade_keeps_what_was_generated(tmp_path: Path, version: str) -> None:
+def test_an_upgrade_keeps_generated_secrets(tmp_path: Path, version: str) -> None:
     with cluster(tmp_path, EXISTING) as kubeconfig:
         text = render_on(kubeconfig, version, DEV)
-    objects = [each for each in yaml.safe_load_all(text) if each]
+    objects = [manifest for manifest in yaml.safe_load_all(text) if manifest]
     assert decoded(one(objects, "Secret", "bapo-token")) == EXISTING["bapo-token"]
     assert decoded(one(objects, "Secret", "bapo-s3")) == EXISTING["bapo-s3"]
     database = decoded(one(objects, "Secret", "bapo-database"))
     assert database["POSTGRES_PASSWORD"] == "kept-password"
-    # Made anew from the password that is kept.
+    # The URL is derived from the password that is kept.
     assert ":kept-password@bapo-postgres.ml.svc" in database["BAPO_DATABASE_URL"]
     assert "kept-secret" in decoded(one(objects, "Secret", "bapo-s3-identities"))["identities.json"]
 
@@ -117,15 +117,15 @@ def test_generated_secrets_and_volumes_outlive_the_release(dev: list[Object]) ->
         assert policy == {"whenDeleted": "Retain", "whenScaled": "Retain"}
 
 
-def test_unless_they_are_not_to() -> None:
+def test_secrets_and_volumes_can_be_deleted_with_the_release() -> None:
     objects = render(CASES["least"])
-    assert not any("annotations" in each["metadata"] for each in of_kind(objects, "Secret"))
+    assert not any("annotations" in manifest["metadata"] for manifest in of_kind(objects, "Secret"))
     for name in ("bapo-postgres", "bapo-s3", "bapo-rollout"):
         policy = one(objects, "StatefulSet", name)["spec"]["persistentVolumeClaimRetentionPolicy"]
         assert policy["whenDeleted"] == "Delete"
 
 
-def test_secrets_are_in_secrets_alone() -> None:
+def test_secret_values_are_in_secrets_only() -> None:
     for case in ("own keys", "dev"):
         objects = render(CASES[case])
         values = {
@@ -135,43 +135,43 @@ def test_secrets_are_in_secrets_alone() -> None:
             if value != DATABASE_URL.partition("@")[0]
         }
         assert values
-        elsewhere = json.dumps([each for each in objects if each["kind"] != "Secret"])
+        elsewhere = json.dumps([manifest for manifest in objects if manifest["kind"] != "Secret"])
         assert not [value for value in values if value in elsewhere]
 
 
-def test_nothing_is_generated_beside_secrets_of_yours(everything: list[Object]) -> None:
+def test_nothing_is_generated_for_secrets_that_exist(everything: list[Object]) -> None:
     assert not of_kind(everything, "Secret")
     buffer = container_of(everything, "Deployment", "bapo-buffer")
-    assert [each["secretRef"]["name"] for each in buffer["envFrom"] if "secretRef" in each] == [
+    assert [
+        source["secretRef"]["name"] for source in buffer["envFrom"] if "secretRef" in source
+    ] == [
         "our-token",
         "bapo-external-s3",
     ]
 
 
-def test_every_reference_leads_somewhere(dev: list[Object]) -> None:
-    """With everything bundled there is nothing to bring along."""
-    there = {(each["kind"], each["metadata"]["name"]): each for each in dev}
+def test_every_reference_is_to_an_object_of_the_release(dev: list[Object]) -> None:
+    """With everything bundled, no object has to exist before."""
+    release = {(manifest["kind"], manifest["metadata"]["name"]): manifest for manifest in dev}
     for name, container in containers(dev):
-        for each in container.get("envFrom", []):
-            ((kind, reference),) = each.items()
-            found = ("ConfigMap" if kind == "configMapRef" else "Secret", reference["name"])
-            assert found in there, name
-        for each in container.get("env", []):
-            reference = each.get("valueFrom", {}).get("secretKeyRef")
-            assert (
-                reference is None
-                or reference["key"] in (there["Secret", reference["name"]]["data"])
-            ), name
+        for source in container.get("envFrom", []):
+            ((field, reference),) = source.items()
+            kind = "ConfigMap" if field == "configMapRef" else "Secret"
+            assert (kind, reference["name"]) in release, name
+        for variable in container.get("env", []):
+            reference = variable.get("valueFrom", {}).get("secretKeyRef")
+            if reference is not None:
+                assert reference["key"] in release["Secret", reference["name"]]["data"], name
 
 
-def test_the_verifier_knows_the_token_and_nothing_else(dev: list[Object]) -> None:
+def test_the_verifier_gets_the_token_and_no_other_secret(dev: list[Object]) -> None:
     verifier = container_of(dev, "Deployment", "bapo-verifier")
     assert "envFrom" not in verifier
-    references = [each for each in verifier["env"] if "valueFrom" in each]
-    assert [each["name"] for each in references] == ["BAPO_TOKEN"]
+    references = [variable for variable in verifier["env"] if "valueFrom" in variable]
+    assert [variable["name"] for variable in references] == ["BAPO_TOKEN"]
 
 
-def test_only_the_database_and_its_clients_know_its_password(dev: list[Object]) -> None:
+def test_only_the_database_and_its_clients_get_its_password(dev: list[Object]) -> None:
     knowing = {
         workload["metadata"]["name"]
         for workload in of_kind(dev, "Deployment", "StatefulSet", "Job", "Pod")
@@ -180,8 +180,8 @@ def test_only_the_database_and_its_clients_know_its_password(dev: list[Object]) 
     assert knowing == {"bapo-buffer", "bapo-migrate", "bapo-postgres"}
 
 
-def test_the_object_store_lets_nobody_in_without_keys(dev: list[Object]) -> None:
+def test_the_object_store_requires_keys(dev: list[Object]) -> None:
     command = container_of(dev, "StatefulSet", "bapo-s3")["command"]
     assert "-s3.config=/identities/identities.json" in command
-    # Its other parts ask for no password.
+    # Its other processes require no password.
     assert "-ip.bind=127.0.0.1" in command

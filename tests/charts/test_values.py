@@ -1,4 +1,4 @@
-"""Values that cannot work are refused, in words; all values are documented."""
+"""Tests that invalid values are refused with the remedy, and that all values are documented."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.charts.helm import CHART, Case, HelmError, render, run
 
 ROOT = CHART.parents[1]
 
-# (values, path or words of what is wrong)
+# (values, part of the message)
 BY_SCHEMA = [
     ({"verifier.workers": 0}, "workers"),
     ({"verifier.workers": "two"}, "workers"),
@@ -51,74 +51,81 @@ BY_SCHEMA = [
     ({"monitoring.serviceMonitor.interval": "often"}, "interval"),
     ({"nonsense": True}, "nonsense"),
 ]
-BY_WORDS = [
+BY_TEMPLATE = [
     (
         {"database.existingSecret": ""},
-        "database: where is Postgres? Set database.existingSecret",
+        "database: no Postgres is configured. Set database.existingSecret",
     ),
-    ({"database.url": DATABASE_URL}, "database: give only one of"),
-    ({"database.bundled.enabled": True}, "database: give only one of"),
+    ({"database.url": DATABASE_URL}, "database: 2 of database.existingSecret, database.url"),
+    ({"database.bundled.enabled": True}, "database: 2 of database.existingSecret, database.url"),
     (
         {"database.existingSecret": "", "database.url": "postgres://a:b@c/d"},
-        "database.url: write it as postgresql+psycopg://user:password@host:port/database",
+        "database.url: it must have the form postgresql+psycopg://user:password@host:port/database",
     ),
-    ({"s3.endpoint": ""}, "s3: where is the object store? Set s3.endpoint"),
-    ({"s3.bundled.enabled": True}, "s3: with s3.bundled.enabled=true leave s3.endpoint"),
-    ({"s3.accessKey": "a", "s3.secretKey": "b"}, "s3: give either s3.existingSecret, or"),
-    ({"s3.existingSecret": ""}, "s3: which keys open https://s3.example.com?"),
-    ({"s3.existingSecret": "", "s3.accessKey": "a"}, "s3: which keys open"),
-    ({"image.tag": "latest"}, "image.tag: latest names another image every day"),
+    ({"s3.endpoint": ""}, "s3: no object store is configured. Set s3.endpoint"),
+    ({"s3.bundled.enabled": True}, "s3: s3.bundled.enabled is true, and the bundled server"),
+    ({"s3.accessKey": "a", "s3.secretKey": "b"}, "s3: both s3.existingSecret and s3.accessKey or"),
+    ({"s3.existingSecret": ""}, "s3: the keys of https://s3.example.com are missing"),
+    ({"s3.existingSecret": "", "s3.accessKey": "a"}, "s3: the keys of"),
+    ({"image.tag": "latest"}, "image.tag: latest is not a fixed version"),
     ({"s3.bundled.image": "chrislusf/seaweedfs"}, "s3.bundled.image: chrislusf/seaweedfs has no"),
     ({"database.bundled.image": "host:5000/postgres"}, "host:5000/postgres has no fixed version"),
     ({"database.bundled.image": "postgres:latest"}, "postgres:latest has no fixed version"),
     (
         {"rollout.tensorParallelSize": 4},
-        "rollout.tensorParallelSize is 4, and a pod has only 2 GPU(s): raise rollout.gpus",
+        "rollout.tensorParallelSize: it is 4, but a pod has 2 GPU(s) (rollout.gpus); raise",
     ),
     ({"rollout.vllmArgs": ["--tensor-parallel-size=2"]}, "use rollout.tensorParallelSize"),
     (
         {"rollout.extraEnv": [{"name": "BAPO_PORT", "value": "1"}]},
-        "rollout.extraEnv: BAPO_PORT is the chart's to set",
+        "rollout.extraEnv: the chart sets variables that begin with BAPO_ itself; remove BAPO_PORT",
     ),
     (
         {"verifier.autoscaling.maxReplicas": 2},
-        "verifier.autoscaling: minReplicas (3) is more than maxReplicas (2)",
+        "verifier.autoscaling: minReplicas is 3, and maxReplicas only 2; raise maxReplicas",
     ),
-    ({"ingress.enabled": True, "networkPolicy.ingressFrom": FROM_INGRESS}, "ingress.host: under"),
+    (
+        {"ingress.enabled": True, "networkPolicy.ingressFrom": FROM_INGRESS},
+        "ingress.host: it is empty",
+    ),
     (
         {"ingress.enabled": True, "ingress.host": "a.example.com"},
-        "networkPolicy.ingressFrom is empty, so nothing from outside",
+        "networkPolicy.ingressFrom: it is empty, so no request from outside",
     ),
     (
         {"httpRoute.enabled": True, "networkPolicy.ingressFrom": FROM_INGRESS},
-        "httpRoute: set httpRoute.parentRefs to your gateway",
+        "httpRoute: set both httpRoute.parentRefs (your gateway)",
     ),
     (
         {"networkPolicy.metricsFrom": []},
-        "networkPolicy.metricsFrom is empty, so Prometheus could not scrape",
+        "networkPolicy.metricsFrom: it is empty, so Prometheus could not scrape",
     ),
 ]
 
 
-@pytest.mark.parametrize(("sets", "words"), BY_SCHEMA, ids=str)
-def test_the_schema_names_the_value(sets: dict[str, Any], words: str, version: str) -> None:
+@pytest.mark.parametrize(("sets", "message"), BY_SCHEMA, ids=str)
+def test_the_schema_names_the_value_that_it_refuses(
+    sets: dict[str, Any], message: str, version: str
+) -> None:
     refusal = refused(Case(("production",), sets), version)
     assert "the specifications of the schema" in refusal
-    assert words in refusal
+    assert message in refusal
 
 
-@pytest.mark.parametrize(("sets", "words"), BY_WORDS, ids=str)
-def test_combinations_are_refused_in_words(sets: dict[str, Any], words: str) -> None:
-    assert words in refused(Case(("production",), sets))
+@pytest.mark.parametrize(("sets", "message"), BY_TEMPLATE, ids=str)
+def test_the_template_refuses_combinations_with_the_remedy(
+    sets: dict[str, Any], message: str
+) -> None:
+    assert message in refused(Case(("production",), sets))
 
 
-def test_the_bare_defaults_say_what_to_set(version: str) -> None:
+def test_the_defaults_alone_are_refused_with_what_to_set(version: str) -> None:
     refusal = refused(Case(), version)
-    assert "database: where is Postgres? Set database.existingSecret" in refusal
-    assert "s3: where is the object store? Set s3.endpoint" in refusal
+    assert "database: no Postgres is configured. Set database.existingSecret" in refusal
+    assert "s3: no object store is configured. Set s3.endpoint" in refusal
 
 
-def test_a_password_is_not_repeated() -> None:
+def test_messages_contain_no_password() -> None:
     sets = {"database.existingSecret": "", "database.url": "postgres://a:pass-word-1@c/d"}
     assert "pass-word-1" not in refused(Case(("production",), sets))
 
@@ -132,11 +139,11 @@ def refused(case: Case, version: str = "4.1") -> str:
 # ---- documentation -------------------------------------------------------------------------------
 
 
-def leaves(node: dict[str, Any], above: str = "") -> set[str]:
-    found = set()
+def leaves(node: dict[str, Any], prefix: str = "") -> set[str]:
+    paths = set()
     for key, value in node.items():
-        found |= leaves(value, f"{above}{key}.") if isinstance(value, dict) else {f"{above}{key}"}
-    return found
+        paths |= leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}"}
+    return paths
 
 
 def test_the_schema_knows_every_value() -> None:
@@ -148,20 +155,20 @@ def test_the_schema_knows_every_value() -> None:
     def compare(values: dict[str, Any], schema: dict[str, Any], path: str) -> None:
         reference = schema.get("$ref", "").removeprefix("#/definitions/")
         schema = definitions[reference] if reference else schema
-        known = schema.get("properties", {})
-        if not known or reference == "resources":
-            return  # for users to fill
+        properties = schema.get("properties", {})
+        if not properties or reference == "resources":
+            return  # users add keys of their own
         assert schema["additionalProperties"] is False, path
-        assert set(values) == set(known) - {"global"}, path
+        assert set(values) == set(properties) - {"global"}, path
         for key, value in values.items():
             if isinstance(value, dict):
-                compare(value, known[key], f"{path}.{key}")
+                compare(value, properties[key], f"{path}.{key}")
 
     compare(values, schema, "values")
 
 
 def test_the_readme_is_current() -> None:
-    """`python charts/readme.py` writes it."""
+    """`python charts/readme.py` updates it."""
     module = runpy.run_path(str(ROOT / "charts" / "readme.py"))
     assert (CHART / "README.md").read_text() == module["readme"]()
 
@@ -172,32 +179,35 @@ def test_every_value_is_in_the_readme() -> None:
     missing = {
         path
         for path in leaves(values)
-        if not any(path == each or path.startswith(f"{each}.") for each in documented)
+        if not any(
+            path == documented_path or path.startswith(f"{documented_path}.")
+            for documented_path in documented
+        )
     }
     assert missing == set()
 
 
 @pytest.mark.parametrize("release", ["bapo", "maths"])
-def test_notes_say_what_to_do_next(release: str, version: str, tmp_path: Path) -> None:
-    said = notes(version, release, Case(("dev",)), tmp_path)
+def test_the_notes_contain_the_next_commands(release: str, version: str, tmp_path: Path) -> None:
+    text = notes(version, release, Case(("dev",)), tmp_path)
     name = "bapo" if release == "bapo" else "maths-bapo"
-    assert f"helm test {release} --namespace ml" in said
-    assert f"service/{name}-buffer 8700" in said
-    assert f"get secret {name}-token" in said
-    assert f"{name}-connection" in said
-    assert "for development" in said
+    assert f"helm test {release} --namespace ml" in text
+    assert f"service/{name}-buffer 8700" in text
+    assert f"get secret {name}-token" in text
+    assert f"{name}-connection" in text
+    assert "for development" in text
 
 
-def test_notes_name_the_address_from_outside(version: str, tmp_path: Path) -> None:
+def test_the_notes_contain_the_address_of_the_ingress(version: str, tmp_path: Path) -> None:
     sets = {
         "ingress.enabled": True,
         "ingress.host": "bapo.example.com",
         "ingress.tls.secretName": "tls",
         "networkPolicy.ingressFrom": FROM_INGRESS,
     }
-    said = notes(version, "bapo", Case(("production",), sets), tmp_path)
-    assert "https://bapo.example.com/" in said
-    assert "port-forward" not in said
+    text = notes(version, "bapo", Case(("production",), sets), tmp_path)
+    assert "https://bapo.example.com/" in text
+    assert "port-forward" not in text
 
 
 def notes(version: str, release: str, case: Case, directory: Path) -> str:

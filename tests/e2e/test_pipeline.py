@@ -1,4 +1,4 @@
-"""The whole pipeline on this machine, by the real command: broken, cancelled, continued."""
+"""Runs the whole pipeline on this machine: its job fails, it is cancelled, and it continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 
-from pipelines.localjobs import MANIFEST, OPERATOR
+from pipelines.local_jobs import MANIFEST, OPERATOR
 from pipelines.pytorchjob import job_name
 from services.buffer.api.client import BufferClient
 from services.stack.stack import running_stack
@@ -27,8 +27,8 @@ NAME = "piped"
 
 
 @pytest.fixture
-def own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Its own stack: replicas serve the oldest run there is, and other tests leave some."""
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A stack of its own, because replicas serve the oldest run, and other tests leave runs."""
     import shutil
     import tempfile
 
@@ -45,18 +45,18 @@ def wait_for(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
         time.sleep(0.1)
 
 
-def test_a_pipeline_that_breaks_and_is_cancelled_ends_as_if_nothing_had_happened(
-    own_home: Path, tmp_path: Path, small_model: Path
+def test_a_pipeline_that_fails_and_is_cancelled_trains_every_step_once(
+    home: Path, tmp_path: Path, small_model: Path
 ) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump(configuration(NAME, small_model) | {"steps": STEPS}))
     output = tmp_path / "output"
     command = [sys.executable, "-m", "services.cli", "pipeline", "run-local", str(config)]
     command += ["steps_per_segment=9", "--output", str(output)]
-    environment = {**os.environ, "BAPO_HOME": str(own_home)}
-    job = own_home / "jobs" / job_name("bapo", NAME)
+    environment = {**os.environ, "BAPO_HOME": str(home)}
+    job = home / "jobs" / job_name("bapo", NAME)
 
-    with running_stack(own_home, 0) as endpoints:
+    with running_stack(home, 0) as endpoints:
         client = BufferClient(endpoints.buffer_url, endpoints.token, run=NAME)
 
         def start(log: Path) -> subprocess.Popen[str]:
@@ -75,7 +75,7 @@ def test_a_pipeline_that_breaks_and_is_cancelled_ends_as_if_nothing_had_happened
 
         first = start(tmp_path / "first.log")
         wait_for(lambda: committed() >= 3, first)
-        # The job fails for good: the segment's step is repeated, and begins the job anew.
+        # The job fails, so the segment's step is retried and creates the job again.
         os.kill(int((job / OPERATOR).read_text()), signal.SIGKILL)
         wait_for(lambda: client.run_state().attempt >= 2, first)
         first.send_signal(signal.SIGTERM)
@@ -98,13 +98,13 @@ def test_a_pipeline_that_breaks_and_is_cancelled_ends_as_if_nothing_had_happened
         final = client.evaluations()[-1]
         assert final.version == STEPS + 1
 
-        # Again: everything is done, nothing is done twice.
+        # A third start finds everything done, and does nothing twice.
         attempt = state.attempt
         third = start(tmp_path / "third.log")
         assert third.wait(PATIENCE_S) == 0, (tmp_path / "third.log").read_text()[-3000:]
         assert client.run_state().attempt == attempt
 
-        # A step that cannot succeed: the last line says why.
+        # When a step cannot succeed, the last line has the reason.
         mistaken = subprocess.run(
             [*command, "seed=99"], cwd=tmp_path, env=environment, capture_output=True, text=True
         )
@@ -114,16 +114,16 @@ def test_a_pipeline_that_breaks_and_is_cancelled_ends_as_if_nothing_had_happened
     log = (tmp_path / "second.log").read_text()
     assert "report   " in log
     assert "every replica serves version" in log
-    assert not (own_home / "jobs" / job_name("bapo", NAME) / MANIFEST).exists()
-    written = sorted(output.glob("bapo-*"))[1]
-    model = written / "export-model" / "model"
+    assert not (home / "jobs" / job_name("bapo", NAME) / MANIFEST).exists()
+    artifacts = sorted(output.glob("bapo-*"))[1]
+    model = artifacts / "export-model" / "model"
     assert (model / "model.safetensors").is_file()
     assert json.loads((model / "config.json").read_text())["model_type"]
-    pages = list(written.glob("**/report/page"))
+    pages = list(artifacts.glob("**/report/page"))
     assert len(pages) >= 2, "one for every segment"
     assert all("<svg" in page.read_text() for page in pages)
     metrics: dict[str, Any] = json.loads(
-        (written / "evaluate" / "executor_output.json").read_text()
+        (artifacts / "evaluate" / "executor_output.json").read_text()
     )
-    found = metrics["artifacts"]["metrics"]["artifacts"][0]["metadata"]
-    assert found["held_out_accuracy"] == pytest.approx(final.mean_accuracy)
+    metadata = metrics["artifacts"]["metrics"]["artifacts"][0]["metadata"]
+    assert metadata["held_out_accuracy"] == pytest.approx(final.mean_accuracy)

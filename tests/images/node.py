@@ -1,9 +1,9 @@
-"""Pods in real containers, as a kubelet would start them: the chart's, and those of training jobs.
+"""Runs pods of the chart and of training jobs in containers, as a kubelet would.
 
-podman runs them: their own user, a read-only root, no capabilities, their memory limit, variables
-from ConfigMaps and Secrets, `emptyDir` volumes. What a cluster has besides (a network for each pod,
-a scheduler, restarts) is not here: pods share the network of this machine, and the names of
-services and pods lead back to it.
+podman gives them their user, a read-only root, no capabilities, their memory limit, variables from
+ConfigMaps and Secrets, and `emptyDir` volumes. It does not give them a network for each pod, a
+scheduler or restarts: pods share the network of this machine, to which the names of services and
+pods resolve.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ STOP_WITHIN_S = 20
 
 @dataclass
 class Node:
-    """Where pods run. Everything below `directory` is theirs."""
+    """A machine that runs pods, with their volumes below `directory`."""
 
     objects: list[Object]
-    """Of a release: its ConfigMaps and Secrets are what pods refer to."""
+    """Objects of a release, to whose ConfigMaps and Secrets pods refer."""
     directory: Path
     names: list[str]
-    """Of services and pods, as pods call them."""
+    """Host names of services and pods."""
     shared: list[Path]
-    """Directories of this machine that every pod sees, in the same place."""
+    """Directories of this machine that are mounted into every pod at the same path."""
     _pods: list[str] = field(default_factory=list)
 
     def start(self, name: str, pod: Object, injected: Mapping[str, str] | None = None) -> str:
-        """Starts a pod of one container; the container's name."""
+        """Starts a pod of one container; returns the container's name."""
         podman("rm", "--force", "--ignore", name)
         self._pods.append(name)
         podman("run", "--detach", f"--name={name}", *self._options(name, pod, injected or {}))
         return name
 
     def finish(self, name: str, pod: Object) -> tuple[int, str]:
-        """Runs a pod to its end: (exit code, log)."""
+        """Runs a pod until it ends; returns its exit code and its log."""
         self.start(name, pod)
         return self.wait(name), self.log(name)
 
@@ -63,7 +63,7 @@ class Node:
         return done.stdout
 
     def exit_code(self, name: str) -> int | None:
-        """None while it runs."""
+        """Returns the exit code of a pod; None while it runs."""
         state = json.loads(podman("inspect", name))[0]["State"]
         return None if state["Running"] else int(state["ExitCode"])
 
@@ -71,17 +71,17 @@ class Node:
         podman("stop", f"--time={STOP_WITHIN_S}", name)
 
     def data(self, kind: str, name: str) -> dict[str, str]:
-        """What a ConfigMap or Secret says."""
-        (found,) = (
-            each
-            for each in self.objects
-            if each["kind"] == kind and each["metadata"]["name"] == name
+        """Returns the decoded data of a ConfigMap or Secret."""
+        (match,) = (
+            manifest
+            for manifest in self.objects
+            if manifest["kind"] == kind and manifest["metadata"]["name"] == name
         )
-        coded = {
+        decoded = {
             key: base64.b64decode(value).decode() if kind == "Secret" else value
-            for key, value in found.get("data", {}).items()
+            for key, value in match.get("data", {}).items()
         }
-        return coded | found.get("stringData", {})
+        return decoded | match.get("stringData", {})
 
     def close(self) -> None:
         for name in self._pods:
@@ -93,12 +93,12 @@ class Node:
         (container,) = pod["containers"]
         yield "--network=host"
         yield f"--hostname={name}"
-        yield from (f"--add-host={each}:127.0.0.1" for each in self.names)
+        yield from (f"--add-host={host}:127.0.0.1" for host in self.names)
         yield from self._security(pod["securityContext"], container["securityContext"])
         yield f"--memory={_bytes(container['resources']['limits']['memory'])}"
         for key, value in {**self.variables(name, container), **injected}.items():
             yield f"--env={key}={value}"
-        volumes = {each["name"]: each for each in pod.get("volumes", [])}
+        volumes = {host["name"]: host for host in pod.get("volumes", [])}
         for mount in container.get("volumeMounts", []):
             yield self._mount(name, mount, volumes[mount["name"]], pod["securityContext"])
         yield from (f"--volume={path}:{path}:ro" for path in self.shared)
@@ -111,21 +111,21 @@ class Node:
         yield f"--group-add={pod['fsGroup']}"
         if container["readOnlyRootFilesystem"]:
             yield from ("--read-only", "--read-only-tmpfs=false")
-        yield from (f"--cap-drop={each}" for each in container["capabilities"]["drop"])
+        yield from (f"--cap-drop={name}" for name in container["capabilities"]["drop"])
         if not container["allowPrivilegeEscalation"]:
             yield "--security-opt=no-new-privileges"
 
     def variables(self, name: str, container: Object) -> dict[str, str]:
-        found: dict[str, str] = {}
+        variables: dict[str, str] = {}
         for source in container.get("envFrom", []):
             for reference, kind in (("configMapRef", "ConfigMap"), ("secretRef", "Secret")):
                 if reference in source:
-                    found |= self.data(kind, source[reference]["name"])
-        for each in container.get("env", []):
-            found[each["name"]] = self._value(name, each, found)
-        return found
+                    variables |= self.data(kind, source[reference]["name"])
+        for variable in container.get("env", []):
+            variables[variable["name"]] = self._value(name, variable, variables)
+        return variables
 
-    def _value(self, name: str, variable: Object, known: Mapping[str, str]) -> str:
+    def _value(self, name: str, variable: Object, earlier: Mapping[str, str]) -> str:
         origin = variable.get("valueFrom", {})
         if "secretKeyRef" in origin:
             reference = origin["secretKeyRef"]
@@ -133,36 +133,36 @@ class Node:
         if "fieldRef" in origin:
             assert origin["fieldRef"]["fieldPath"] == "metadata.name", origin
             return name
-        assert not origin, f"{variable}: nobody has needed this yet"
+        assert not origin, f"{variable}: this source is not supported"
         text: str = variable["value"]
-        return re.sub(r"\$\((\w+)\)", lambda found: known[found[1]], text)
+        return re.sub(r"\$\((\w+)\)", lambda match: earlier[match[1]], text)
 
     def _mount(self, name: str, mount: Object, volume: Object, security: Object) -> str:
-        place = self.directory / name / volume["name"]
-        place.mkdir(parents=True, exist_ok=True)
+        directory = self.directory / name / volume["name"]
+        directory.mkdir(parents=True, exist_ok=True)
         if "configMap" in volume:
             for file, text in self.data("ConfigMap", volume["configMap"]["name"]).items():
-                (place / file).write_text(text)
-            return f"--volume={place}:{mount['mountPath']}:ro"
+                (directory / file).write_text(text)
+            return f"--volume={directory}:{mount['mountPath']}:ro"
         if volume["emptyDir"].get("medium") == "Memory":
             size = _bytes(volume["emptyDir"]["sizeLimit"])
             options = f"type=tmpfs,destination={mount['mountPath']},tmpfs-mode=1777"
             return f"--mount={options},tmpfs-size={size}"
-        # As the kubelet makes it: the group's, and open.
-        subprocess.run(["chgrp", str(security["fsGroup"]), place], check=True)
-        place.chmod(0o2777)
-        return f"--volume={place}:{mount['mountPath']}"
+        # The kubelet gives the volume to the pod's group, and lets every user write.
+        subprocess.run(["chgrp", str(security["fsGroup"]), directory], check=True)
+        directory.chmod(0o2777)
+        return f"--volume={directory}:{mount['mountPath']}"
 
 
 @contextmanager
 def node(
     objects: list[Object], directory: Path, names: list[str], shared: list[Path]
 ) -> Iterator[Node]:
-    made = Node(objects, directory, names, shared)
+    running = Node(objects, directory, names, shared)
     try:
-        yield made
+        yield running
     finally:
-        made.close()
+        running.close()
 
 
 def podman(*arguments: str) -> str:
@@ -172,6 +172,6 @@ def podman(*arguments: str) -> str:
 
 
 def _bytes(quantity: str) -> int:
-    found = re.fullmatch(r"(\d+)(\w*)", quantity)
-    assert found is not None, quantity
-    return int(found[1]) * _UNITS[found[2]]
+    match = re.fullmatch(r"(\d+)(\w*)", quantity)
+    assert match is not None, quantity
+    return int(match[1]) * _UNITS[match[2]]

@@ -1,6 +1,6 @@
-"""`python -m tests.images.pipeline FILE`: a compiled pipeline by KFP's runner of containers.
+"""Runs a compiled pipeline with KFP's runner of containers: `python -m tests.images.pipeline FILE`.
 
-A process of its own, because KFP keeps how it runs things for good.
+It is a process of its own because KFP's choice of a runner is global.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from kfp import components, local
 
 
 def main() -> None:
-    asked = json.loads(Path(sys.argv[1]).read_text())
-    mounts = [Mount(**each) for each in asked["mounts"]]
-    local.init(local.DockerRunner(**asked["container"], mounts=mounts), pipeline_root=asked["root"])
+    request = json.loads(Path(sys.argv[1]).read_text())
+    mounts = [Mount(**mount) for mount in request["mounts"]]
+    local.init(
+        local.DockerRunner(**request["container"], mounts=mounts), pipeline_root=request["root"]
+    )
     try:
-        components.load_component_from_file(asked["package"])(**asked["arguments"])
+        components.load_component_from_file(request["package"])(**request["arguments"])
     except RuntimeError as error:
         sys.exit(str(error))
 

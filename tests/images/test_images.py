@@ -1,5 +1,4 @@
-"""The images, the chart and the pipeline together, in real containers: as near to a cluster as one
-gets without one.
+"""Tests the images, the chart and the pipeline together in containers, without a cluster.
 
 Needs podman, OpenSSL, and the images for machines without GPUs (`make images VARIANT=cpu`). Ports
 8700 to 8703 and 23456 must be free.
@@ -33,25 +32,25 @@ from tests.integration.fake_kubernetes import fake_kubernetes
 pytestmark = [pytest.mark.images, pytest.mark.timeout(3600)]
 
 ROOT = Path(__file__).parents[2]
-IMAGES = {each: f"localhost/bapo/{each}:0.2.0" for each in ("service", "trainer", "rollout")}
+IMAGES = {target: f"localhost/bapo/{target}:0.2.0" for target in ("service", "trainer", "rollout")}
 NAMESPACE = "ml"
 ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
-TOKEN = "of-the-pod"
+TOKEN = "pod-token"
 READY_WITHIN_S = 180.0
 RUN, STEPS = "images", 6
 
 
 @pytest.fixture(scope="session")
 def release(stack: Endpoints) -> list[Object]:
-    """The chart with a database and a bucket of its own in the tests' Postgres and S3."""
+    """The objects of the chart, with a database and a bucket in the tests' Postgres and S3."""
     url = make_url(stack.database_url)
     with create_engine(url, isolation_level="AUTOCOMMIT").connect() as connection:
         connection.execute(text("CREATE DATABASE images"))
-    own = url.set(database="images").render_as_string(hide_password=False)
+    database_url = url.set(database="images").render_as_string(hide_password=False)
     sets = {
         "image.registry": "localhost",
         "database.bundled.enabled": False,
-        "database.url": own,
+        "database.url": database_url,
         "s3.bundled.enabled": False,
         "s3.endpoint": stack.s3_endpoint,
         "s3.bucket": "images",
@@ -63,7 +62,7 @@ def release(stack: Endpoints) -> list[Object]:
 
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Of the Kubernetes API."""
+    """Creates a certificate for the Kubernetes API; returns the files of it and of its key."""
     directory = tmp_path_factory.mktemp("certificate")
     files = directory / "ca.crt", directory / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
@@ -77,32 +76,34 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def machine(
     stack: Endpoints, release: list[Object], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Node]:
-    """The release, running and ready."""
+    """Runs the release until it is ready."""
     sockets = Path(str(make_url(stack.database_url).query["host"]))
     sockets.chmod(0o711)  # the tests' Postgres has no port
-    services = [each["metadata"]["name"] for each in of_kind(release, "Service")]
+    services = [manifest["metadata"]["name"] for manifest in of_kind(release, "Service")]
     names = [f"{name}.{NAMESPACE}.svc" for name in services]
     names += [f"bapo-rollout-0.bapo-rollout.{NAMESPACE}.svc", f"bapo-{RUN}-worker-0"]
-    with node(release, tmp_path_factory.mktemp("node"), names, [sockets]) as made:
-        code, log = made.finish("bapo-migrate", pod_of(one(release, "Job", "bapo-migrate"))["spec"])
+    with node(release, tmp_path_factory.mktemp("node"), names, [sockets]) as running:
+        code, log = running.finish(
+            "bapo-migrate", pod_of(one(release, "Job", "bapo-migrate"))["spec"]
+        )
         assert code == 0, log
         for workload in of_kind(release, "Deployment", "StatefulSet"):
-            made.start(pod_name(workload), pod_of(workload)["spec"])
+            running.start(pod_name(workload), pod_of(workload)["spec"])
         for workload in of_kind(release, "Deployment", "StatefulSet"):
-            await_probe(made, workload, "startupProbe")
-        yield made
+            await_probe(running, workload, "startupProbe")
+        yield running
 
 
 def pod_name(workload: Object) -> str:
-    """A StatefulSet's first pod has a number."""
+    """Returns the name of a workload's first pod, which has a number in a StatefulSet."""
     name: str = workload["metadata"]["name"]
     return f"{name}-0" if workload["kind"] == "StatefulSet" else name
 
 
 def await_probe(machine: Node, workload: Object, probe: str) -> None:
-    """Until a pod answers as the kubelet asks."""
+    """Waits until a pod's probe succeeds."""
     (container,) = pod_of(workload)["spec"]["containers"]
-    (port,) = (each["containerPort"] for each in container["ports"])
+    (port,) = (port["containerPort"] for port in container["ports"])
     url = f"http://127.0.0.1:{port}{container[probe]['httpGet']['path']}"
     deadline = time.monotonic() + READY_WITHIN_S
     while True:
@@ -110,7 +111,7 @@ def await_probe(machine: Node, workload: Object, probe: str) -> None:
             if httpx.get(url, timeout=5).is_success:
                 return
         except httpx.TransportError:
-            pass  # not there yet
+            pass  # it does not listen yet
         name = pod_name(workload)
         assert time.monotonic() < deadline, f"{name} does not answer: {machine.log(name)[-2000:]}"
         time.sleep(0.5)
@@ -124,12 +125,12 @@ def test_the_release_passes_its_own_test(release: list[Object], machine: Node) -
 
 
 @pytest.mark.parametrize("target", IMAGES)
-def test_an_image_has_what_its_programs_need_and_no_more(target: str) -> None:
+def test_an_image_has_its_requirements_and_no_build_tools(target: str) -> None:
     (image,) = json.loads(podman("image", "inspect", IMAGES[target]))
     assert image["Config"]["User"] == "10001:10001"
     run = ["run", "--rm", "--read-only", "--network=none", "--tmpfs=/tmp", IMAGES[target]]
     assert podman(*run, "python", "-m", "pip", "check") == "No broken requirements found."
-    tools = "for each in cc gcc g++ make; do command -v $each; done; echo none"
+    tools = "for tool in cc gcc g++ make; do command -v $tool; done; echo none"
     assert podman(*run, "sh", "-c", tools) == "none"
     has_torch = podman(
         *run, "python", "-c", "import importlib.util as u; print(u.find_spec('torch'))"
@@ -139,7 +140,7 @@ def test_an_image_has_what_its_programs_need_and_no_more(target: str) -> None:
 
 @pytest.fixture
 def account(certificate: tuple[Path, Path], tmp_path: Path) -> Path:
-    """What Kubernetes mounts into a pod that may call it."""
+    """The files that Kubernetes mounts into a pod with a token of its service account."""
     directory = tmp_path / "account"
     directory.mkdir()
     (directory / "token").write_text(TOKEN)
@@ -150,7 +151,7 @@ def account(certificate: tuple[Path, Path], tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def containers() -> Iterator[str]:
-    """Podman as Docker's API, which KFP's runner calls."""
+    """Serves podman as Docker's API, which KFP's runner calls."""
     with tempfile.TemporaryDirectory(prefix="bapo-podman-") as directory:
         url = f"unix://{directory}/socket"
         process = subprocess.Popen(["podman", "system", "service", "--time=0", url])
@@ -175,8 +176,8 @@ def test_the_pipeline_trains_a_run_in_containers(
     containers: str,
     tmp_path: Path,
 ) -> None:
-    """As compiled: every step in its image, the job's pod as the operator starts it, weights from
-    the trainer's container to vLLM's, and groups back."""
+    """Runs every step in its image and the job's pod as the operator starts it, while weights go
+    from the trainer's container to vLLM's, and groups back."""
     package, root = tmp_path / "bapo.yaml", tmp_path / "outputs"
     command = [sys.executable, "-m", "services.cli", "pipeline", "compile", "--output", package]
     command += ["--service-image", IMAGES["service"], "--trainer-image", IMAGES["trainer"]]
@@ -188,7 +189,7 @@ def test_the_pipeline_trains_a_run_in_containers(
         operator(kubernetes, machine),
     ):
         api = urlsplit(kubernetes.url)
-        asked = {
+        request = {
             "package": str(package),
             "root": str(root),
             "mounts": [
@@ -204,7 +205,7 @@ def test_the_pipeline_trains_a_run_in_containers(
                 },
                 "network_mode": "host",
                 "extra_hosts": dict.fromkeys(machine.names, "127.0.0.1"),
-                # As the image's user; KFP leaves the root writable.
+                # It runs as the image's user; KFP leaves the root file system writable.
                 "cap_drop": ["ALL"],
             },
             "arguments": {
@@ -216,22 +217,22 @@ def test_the_pipeline_trains_a_run_in_containers(
                 "memory_per_worker": "4Gi",
             },
         }
-        (tmp_path / "asked.json").write_text(json.dumps(asked))
+        (tmp_path / "request.json").write_text(json.dumps(request))
         done = subprocess.run(
-            [sys.executable, "-m", "tests.images.pipeline", tmp_path / "asked.json"],
+            [sys.executable, "-m", "tests.images.pipeline", tmp_path / "request.json"],
             cwd=ROOT,
             env={**os.environ, "DOCKER_HOST": containers},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        assert not kubernetes.objects["pytorchjobs"], "the job was left"
+        assert not kubernetes.objects["pytorchjobs"], "the job was not deleted"
     assert done.returncode == 0, done.stdout[-6000:]
     token = machine.data("Secret", "bapo-token")["BAPO_TOKEN"]
     client = BufferClient("http://127.0.0.1:8700", token, run=RUN)
     state = client.run_state()
     assert (state.status, state.current_step) == ("finished", STEPS)
-    assert [each.name for each in client.replicas()] == ["bapo-rollout-0"]
+    assert [replica.name for replica in client.replicas()] == ["bapo-rollout-0"]
     assert client.evaluations()[-1].version == STEPS + 1
     (model,) = root.glob("*/export-model/model")
     assert (model / "model.safetensors").stat().st_size > 0

@@ -1,5 +1,4 @@
-"""The Dockerfile as its instructions, by stage, and what builds an image's environment without an
-engine for containers."""
+"""Parses the Dockerfile, and builds an image's environment without a container engine."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 class Stage:
     name: str
     base: str
-    """Another stage, or an image."""
+    """Name of the stage or image that it is built on."""
     instructions: list[tuple[str, str]] = field(default_factory=list)
 
     def all(self, instruction: str) -> list[str]:
@@ -26,37 +25,37 @@ class Stage:
 
 
 def stages(text: str) -> tuple[dict[str, str], dict[str, Stage]]:
-    """(arguments before the first stage, stages by name)."""
+    """Returns the arguments before the first stage, and the stages by name."""
     lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     arguments: dict[str, str] = {}
-    found: dict[str, Stage] = {}
+    by_name: dict[str, Stage] = {}
     current: Stage | None = None
     for line in joined.splitlines():
         word, _, rest = line.partition(" ")
         if word == "FROM":
             base, _, name = rest.partition(" AS ")
-            current = found[name] = Stage(name, base)
+            current = by_name[name] = Stage(name, base)
         elif current is None:
             assert word == "ARG", line
             name, _, default = rest.partition("=")
             arguments[name] = default
         else:
             current.instructions.append((word, rest))
-    return arguments, found
+    return arguments, by_name
 
 
-def chain(found: dict[str, Stage], name: str, arguments: dict[str, str]) -> list[Stage]:
-    """A stage and what it builds on, the first one first."""
+def chain(by_name: dict[str, Stage], name: str, arguments: dict[str, str]) -> list[Stage]:
+    """Returns a stage after the stages that it is built on."""
     for argument, value in arguments.items():
         name = name.replace(f"${{{argument}}}", value)
-    if name not in found:
+    if name not in by_name:
         return []
-    return [*chain(found, found[name].base, arguments), found[name]]
+    return [*chain(by_name, by_name[name].base, arguments), by_name[name]]
 
 
 def context() -> list[Path]:
-    """The files that `.dockerignore` lets through."""
+    """Returns the files of the build context, which `.dockerignore` restricts."""
     patterns = [
         line
         for line in (ROOT / ".dockerignore").read_text().splitlines()
@@ -67,10 +66,8 @@ def context() -> list[Path]:
     assert dropped[0] == "*"
     files = []
     for name in kept:
-        place = ROOT / name
-        files += (
-            [place] if place.is_file() else [path for path in place.rglob("*") if path.is_file()]
-        )
+        path = ROOT / name
+        files += [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
     return [
         path
         for path in files
@@ -83,30 +80,34 @@ def context() -> list[Path]:
 
 
 def build(stage: str, arguments: dict[str, str], directory: Path) -> Path:
-    """Runs a stage's commands with `directory` for the root; that of its files."""
-    defaults, found = stages((ROOT / "Dockerfile").read_text())
+    """Runs a stage's commands with `directory` as the root; returns it."""
+    defaults, by_name = stages((ROOT / "Dockerfile").read_text())
     values = defaults | arguments
-    here = directory / "here"
-    here.mkdir(parents=True)
-    for each in chain(found, stage, values):
-        for copied in each.all("COPY"):
+    working_directory = directory / "build"
+    working_directory.mkdir(parents=True)
+    for ancestor in chain(by_name, stage, values):
+        for copied in ancestor.all("COPY"):
             *sources, target = copied.split()
             assert target == "./"
             for source in sources:
-                shutil.copy(ROOT / source, here)
-        for command in each.all("RUN"):
+                shutil.copy(ROOT / source, working_directory)
+        for command in ancestor.all("RUN"):
             local = command.replace("/opt/", f"{directory}/opt/")
             environment = {"PATH": os.environ["PATH"], "HOME": str(directory), **arguments}
             environment |= {k: v for k, v in os.environ.items() if k.startswith("PIP_")}
             done = subprocess.run(
-                ["/bin/sh", "-ec", local], cwd=here, env=environment, capture_output=True, text=True
+                ["/bin/sh", "-ec", local],
+                cwd=working_directory,
+                env=environment,
+                capture_output=True,
+                text=True,
             )
             assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}{done.stderr[-2000:]}"
     return directory
 
 
 def app(directory: Path) -> Path:
-    """The project's code as images have it: the context's files alone."""
+    """Copies the project's code as images have it, and returns its directory."""
     for path in context():
         target = directory / "app" / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""As much of the Kubernetes API as the pipeline uses, on a port: it checks what it is asked.
+"""Serves the part of the Kubernetes API that the pipeline uses, and checks every request.
 
-A cluster cannot be had here. Objects are kept as they were sent; selectors select; whatever is not
-known gets 404, and a request that a real server would refuse fails the test.
+It stands in for a cluster. Objects are stored as they were sent; selectors select; what does not
+exist is a 404, and a request that a real server would refuse fails the test.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Object = dict[str, Any]
 
 @dataclass
 class Refusal:
-    """An answer instead of the real one. `silent_s`: the server takes the call and says nothing."""
+    """A response in place of the real one, sent after `delay_s` seconds."""
 
     status: int
     message: str = ""
-    silent_s: float = 0.0
+    delay_s: float = 0.0
 
 
 @dataclass
@@ -41,30 +41,30 @@ class FakeKubernetes:
     objects: dict[str, dict[str, Object]] = field(default_factory=lambda: defaultdict(dict))
     logs: dict[str, str] = field(default_factory=dict)
     refusals: list[Refusal] = field(default_factory=list)
-    """The next answers."""
+    """Responses to the next requests, in place of the real ones."""
     operator: bool = True
-    """Whether the training operator's types are known."""
+    """Whether the training operator, and so its resource types, are installed."""
     finalizer: bool = False
-    """Whether what is deleted stays until somebody lets it go."""
+    """Whether deleted objects stay, as an object with a finalizer does."""
     requests: list[str] = field(default_factory=list)
 
     def configuration(self) -> client.Configuration:
-        found = client.Configuration(host=self.url)
-        found.retries = False  # whoever retries is to be seen doing it
-        return found
+        configuration = client.Configuration(host=self.url)
+        configuration.retries = False  # urllib3's retries would hide those of the backend
+        return configuration
 
     url: str = ""
     token: str = ""
-    """What callers must show; none if empty."""
+    """Bearer token that requests must carry; none if empty."""
 
     def answer(self, method: str, target: str, body: Object | None) -> tuple[int, Any]:
         url = urlsplit(target)
         self.requests.append(f"{method} {url.path}")
         if self.refusals:
             refusal = self.refusals.pop(0)
-            time.sleep(refusal.silent_s)
+            time.sleep(refusal.delay_s)
             return refusal.status, status(refusal.status, refusal.message)
-        group, plural, name, rest = self._place(url.path)
+        group, plural, name, rest = self._parse(url.path)
         if group == "kubeflow.org" and not self.operator:
             return 404, "404 page not found\n"
         if method == "POST":
@@ -80,12 +80,12 @@ class FakeKubernetes:
             return 200, self.logs.get(name, "")
         return 200, self.objects[plural][name]
 
-    def _place(self, path: str) -> tuple[str, str, str | None, str | None]:
-        parts = path.strip("/").split("/")
-        skip = 2 if parts[0] == "api" else 3
-        group = "" if parts[0] == "api" else parts[1]
-        assert parts[skip : skip + 2] == ["namespaces", self.namespace], path
-        tail = [*parts[skip + 2 :], None, None]
+    def _parse(self, path: str) -> tuple[str, str, str | None, str | None]:
+        segments = path.strip("/").split("/")
+        skip = 2 if segments[0] == "api" else 3
+        group = "" if segments[0] == "api" else segments[1]
+        assert segments[skip : skip + 2] == ["namespaces", self.namespace], path
+        tail = [*segments[skip + 2 :], None, None]
         assert tail[0] is not None
         return group, tail[0], tail[1], tail[2]
 
@@ -98,7 +98,7 @@ class FakeKubernetes:
         return 201, body
 
     def _delete(self, plural: str, name: str, options: Object | None) -> tuple[int, Any]:
-        assert (options or {}).get("propagationPolicy") == "Foreground", "pods would be left"
+        assert (options or {}).get("propagationPolicy") == "Foreground", "pods would be orphaned"
         if not self.finalizer:
             del self.objects[plural][name]
         return 200, status(200, "")
@@ -108,23 +108,23 @@ class FakeKubernetes:
         for term in ",".join(query.get("labelSelector", [])).split(","):
             if term:
                 key, _, value = term.partition("=")
-                items = [each for each in items if each["metadata"]["labels"].get(key) == value]
+                items = [item for item in items if item["metadata"]["labels"].get(key) == value]
         for term in ",".join(query.get("fieldSelector", [])).split(","):
             if term:
                 key, _, value = term.partition("=")
-                owner, part = key.split(".")
-                items = [each for each in items if each[owner].get(part) == value]
+                section, field_name = key.split(".")
+                items = [item for item in items if item[section].get(field_name) == value]
         return {"apiVersion": "v1", "kind": "List", "metadata": {}, "items": items}
 
-    # -- what an operator and a kubelet would say
+    # -- what an operator and a kubelet write
 
     def condition(self, name: str, kind: str, reason: str = "", message: str = "") -> None:
-        found = self.objects["pytorchjobs"][name].setdefault("status", {"conditions": []})
-        for each in found["conditions"]:
-            if each["type"] in ("Running", "Restarting"):
-                each["status"] = "False"
+        job_status = self.objects["pytorchjobs"][name].setdefault("status", {"conditions": []})
+        for earlier in job_status["conditions"]:
+            if earlier["type"] in ("Running", "Restarting"):
+                earlier["status"] = "False"
         condition = {"type": kind, "status": "True", "reason": reason, "message": message}
-        found["conditions"].append(condition)
+        job_status["conditions"].append(condition)
 
     def pod(self, job: str, number: int = 0, **status: Any) -> str:
         name = f"{job}-worker-{number}"
@@ -152,7 +152,7 @@ def status(code: int, message: str) -> Object:
 def fake_kubernetes(
     certificate: tuple[Path, Path] | None = None, **options: Any
 ) -> Iterator[FakeKubernetes]:
-    """`certificate`: (its file, its key's), for TLS, which pods insist on."""
+    """Serves a `FakeKubernetes`. `certificate`: files of the certificate and its key, for TLS."""
     fake = FakeKubernetes(**options)
 
     class Handler(BaseHTTPRequestHandler):
@@ -164,10 +164,10 @@ def fake_kubernetes(
                 code, answer = 401, status(401, "Unauthorized")
             else:
                 code, answer = fake.answer(self.command, self.path, body)
-            text = isinstance(answer, str)
-            data = answer.encode() if text else json.dumps(answer).encode()
+            is_text = isinstance(answer, str)
+            data = answer.encode() if is_text else json.dumps(answer).encode()
             self.send_response(code)
-            self.send_header("Content-Type", "text/plain" if text else "application/json")
+            self.send_header("Content-Type", "text/plain" if is_text else "application/json")
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
@@ -175,7 +175,7 @@ def fake_kubernetes(
         do_GET = do_POST = do_DELETE = _serve
 
         def log_message(self, format: str, *args: object) -> None:
-            """Quiet."""
+            """Silences the access log."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

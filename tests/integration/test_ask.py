@@ -15,8 +15,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from bapo_core.config import MlflowConfig
 from bapo_core.errors import BapoError
 from services.cli import main as cli
-from services.exporters.metrics import curves
-from services.exporters.mlflow import MlflowRun, bring_up_to_date, mirrored
+from services.exporters.curves import curves
+from services.exporters.mlflow import MlflowRun, mirror_to_mlflow, update_mlflow
 from services.stack.stack import Endpoints, running_stack
 from services.stack.supervisor import free_ports
 from tests.integration.driver import Driver, small_config
@@ -115,10 +115,10 @@ def test_metrics_in_mlflow_go_on_where_they_ended(
     assert [(each.step, each.value) for each in rewards] == [(s.step, s.r_tot) for s in steps]
     # As a run does it: what is new when it ends, and never at the cost of the run.
     other = Driver(driver.stack, small_config("mirrored", mlflow={"tracking_uri": uri}))
-    with mirrored(other.config, other.client):
+    with mirror_to_mlflow(other.config, other.client):
         other.run_step(1)
     other.client.set_status("failed")
-    bring_up_to_date(other.config, other.client)
+    update_mlflow(other.config, other.client)
     (run,) = (
         found
         for found in mlflow.search_runs([run.info.experiment_id])
@@ -129,9 +129,9 @@ def test_metrics_in_mlflow_go_on_where_they_ended(
     away = other.config.model_copy(
         update={"mlflow": MlflowConfig(tracking_uri=f"http://127.0.0.1:{free_ports(1)[0]}")}
     )
-    bring_up_to_date(away, other.client)
+    update_mlflow(away, other.client)
     assert "`bapo metrics mirrored --mlflow` writes what is missing" in caplog.text
-    with pytest.raises(BapoError, match="MLflow at http"), mirrored(away, other.client):
+    with pytest.raises(BapoError, match="MLflow at http"), mirror_to_mlflow(away, other.client):
         pass
 
 

@@ -1,6 +1,6 @@
-"""The images: what must hold for a cluster to take them, and that their commands build them.
+"""Tests that images meet a cluster's requirements, and that their build commands work.
 
-There is no engine for containers here, so commands run in an empty directory instead of an image.
+The tests need no container engine: commands run in an empty directory instead of an image.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ IMAGES = ("service", "trainer", "rollout")
 @pytest.mark.parametrize("image", IMAGES)
 def test_images_run_as_a_user_with_a_number(image: str) -> None:
     users = [user for stage in chain(STAGES, image, ARGUMENTS) for user in stage.all("USER")]
-    assert users[-1] == "10001:10001", "Kubernetes cannot tell whether a name is root"
+    assert users[-1] == "10001:10001", "Kubernetes cannot check whether a user name is root"
 
 
 @pytest.mark.parametrize("image", IMAGES)
 def test_images_have_no_build_tools_and_no_health_checks(image: str) -> None:
     for stage in chain(STAGES, image, ARGUMENTS):
         assert not any("pip " in command or "apt" in command for command in stage.all("RUN"))
-        assert not stage.all("HEALTHCHECK"), "probes do that"
+        assert not stage.all("HEALTHCHECK"), "Kubernetes uses probes"
         assert not stage.all("ADD")
 
 
-def test_what_is_copied_is_there_and_let_through() -> None:
-    let_through = {path.relative_to(ROOT) for path in context()}
+def test_copied_files_exist_in_the_build_context() -> None:
+    in_context = {path.relative_to(ROOT) for path in context()}
     for stage in STAGES.values():
         for copied in stage.all("COPY"):
-            words = copied.split()
-            if words[0].startswith("--from="):
-                assert words[0].removeprefix("--from=") in STAGES
+            *sources, _ = copied.split()
+            if sources[0].startswith("--from="):
+                assert sources[0].removeprefix("--from=") in STAGES
                 continue
-            for source in words[:-1]:
-                assert any(path.is_relative_to(source) for path in let_through), source
-    assert not [path for path in let_through if path.suffix == ".pyc"]
-    assert not [path for path in let_through if path.parts[0] in ("tests", ".bapo", "runs")]
+            for source in sources:
+                assert any(path.is_relative_to(source) for path in in_context), source
+    assert not [path for path in in_context if path.suffix == ".pyc"]
+    assert not [path for path in in_context if path.parts[0] in ("tests", ".bapo", "runs")]
 
 
 def test_every_version_is_pinned() -> None:
@@ -87,7 +87,7 @@ def test_the_versions_agree() -> None:
 
 
 def imports(directory: Path, modules: str, *, without: str) -> None:
-    """In the image's environment, with nothing of ours around."""
+    """Imports modules in the image's environment, with only the project's copied code."""
     program = f"import sys, {modules}\nassert not {{*{without.split()}}} & {{*sys.modules}}"
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(app(directory)), "HOME": "/tmp"}
     done = subprocess.run(
@@ -100,8 +100,8 @@ def imports(directory: Path, modules: str, *, without: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_service_environment_builds_and_has_what_its_processes_need(tmp_path: Path) -> None:
-    """No torch in it: neither services nor the steps of a pipeline need one."""
+def test_the_service_environment_builds_and_its_processes_import(tmp_path: Path) -> None:
+    """It has no torch, which neither the services nor the steps of a pipeline need."""
     directory = build("service-environment", {}, tmp_path)
     imports(
         directory,

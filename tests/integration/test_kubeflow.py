@@ -1,4 +1,4 @@
-"""The trainer's jobs on Kubernetes, against an API that checks what it is sent and misbehaves."""
+"""Tests `KubeflowBackend` against a Kubernetes API that checks requests and can misbehave."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from bapo_core.errors import BapoError
 from pipelines import backends
-from pipelines.backends import JobState, ensure, remove
+from pipelines.backends import JobState, ensure_job, remove_job
 from pipelines.kubeflow import ApiUnavailable, KubeflowBackend
 from pipelines.pytorchjob import Owner, Resources, build_job, job_name
 from tests.integration.fake_kubernetes import FakeKubernetes, Refusal, fake_kubernetes
@@ -28,13 +28,13 @@ def cluster() -> Iterator[FakeKubernetes]:
 
 @pytest.fixture
 def backend(cluster: FakeKubernetes) -> KubeflowBackend:
-    return KubeflowBackend("team", "bapo", cluster.configuration(), give_up_s=1.0)
+    return KubeflowBackend("team", "bapo", cluster.configuration(), retry_for_s=1.0)
 
 
 @pytest.fixture(autouse=True)
-def _no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(backends, "GONE_WITHIN_S", 0.2)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "POLL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(backends, "DELETE_TIMEOUT_S", 0.2)
 
 
 def job(run: str = "countdown", **resources: Any) -> dict[str, Any]:
@@ -50,12 +50,10 @@ def test_a_job_arrives_as_it_was_built(cluster: FakeKubernetes, backend: Kubeflo
     assert state.phase == "waiting"
 
 
-def test_a_job_that_is_there_is_taken_over(
-    cluster: FakeKubernetes, backend: KubeflowBackend
-) -> None:
-    ensure(backend, job())
+def test_a_job_that_exists_is_adopted(cluster: FakeKubernetes, backend: KubeflowBackend) -> None:
+    ensure_job(backend, job())
     cluster.condition(NAME, "Running")
-    ensure(backend, job())
+    ensure_job(backend, job())
     assert cluster.objects["pytorchjobs"][NAME]["spec"] == job()["spec"]
     assert not [request for request in cluster.requests if request.startswith("DELETE")]
 
@@ -63,42 +61,42 @@ def test_a_job_that_is_there_is_taken_over(
 def test_a_job_of_other_resources_or_another_workflow_is_replaced(
     cluster: FakeKubernetes, backend: KubeflowBackend
 ) -> None:
-    """The old workflow would take it along when it is deleted."""
+    """Deleting the old workflow would delete the job with it."""
     old = build_job("countdown", DEPLOYMENT, Resources(), owner=Owner("bapo-1", "u-1"))
-    ensure(backend, old)
+    ensure_job(backend, old)
     cluster.condition(NAME, "Running")
     new = build_job("countdown", DEPLOYMENT, Resources(), owner=Owner("bapo-2", "u-2"))
-    ensure(backend, new)
+    ensure_job(backend, new)
     assert cluster.objects["pytorchjobs"][NAME] == new
-    ensure(backend, job(workers=3))
+    ensure_job(backend, job(workers=3))
     assert cluster.objects["pytorchjobs"][NAME] == job(workers=3)
 
 
-def test_a_job_that_is_being_deleted_is_waited_for(
+def test_a_new_job_waits_until_the_old_one_of_its_name_is_deleted(
     cluster: FakeKubernetes, backend: KubeflowBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ensure(backend, job())
+    ensure_job(backend, job())
     cluster.objects["pytorchjobs"][NAME]["metadata"]["deletionTimestamp"] = "2026-11-21T18:00:00Z"
     state = backend.state(NAME)
     assert state is not None
-    assert state.phase == "ending"
+    assert state.phase == "terminating"
     cluster.finalizer = True
 
-    def gone(_: float) -> None:
+    def finish_deletion(_: float) -> None:
         cluster.objects["pytorchjobs"].pop(NAME, None)
 
-    monkeypatch.setattr(backends.time, "sleep", gone)
-    ensure(backend, job())
+    monkeypatch.setattr(backends.time, "sleep", finish_deletion)
+    ensure_job(backend, job())
     assert "deletionTimestamp" not in cluster.objects["pytorchjobs"][NAME]["metadata"]
 
 
 @pytest.mark.parametrize("end", ["Failed", "Succeeded"])
-def test_a_job_that_is_over_is_replaced(
+def test_a_job_that_has_finished_is_replaced(
     cluster: FakeKubernetes, backend: KubeflowBackend, end: str
 ) -> None:
-    ensure(backend, job())
+    ensure_job(backend, job())
     cluster.condition(NAME, end)
-    ensure(backend, job(workers=2))
+    ensure_job(backend, job(workers=2))
     assert cluster.objects["pytorchjobs"][NAME] == job(workers=2)
 
 
@@ -112,20 +110,22 @@ def test_a_job_that_is_over_is_replaced(
         ("Failed", "failed"),
     ],
 )
-def test_how_a_job_is(
+def test_conditions_of_a_job_become_its_phase(
     cluster: FakeKubernetes, backend: KubeflowBackend, kind: str, phase: str
 ) -> None:
     backend.create(job())
     cluster.condition(NAME, "Created")
     if kind != "Created":
         cluster.condition(NAME, "Running")
-        cluster.condition(NAME, kind, "Because", "of something")
+        cluster.condition(NAME, kind, "SomeReason", "some message")
     state = backend.state(NAME)
     assert state is not None
     assert state.phase == phase
 
 
-def test_why_a_job_waits(cluster: FakeKubernetes, backend: KubeflowBackend) -> None:
+def test_the_reason_of_a_waiting_job_is_the_most_specific_one(
+    cluster: FakeKubernetes, backend: KubeflowBackend
+) -> None:
     backend.create(job())
     cluster.event(NAME, "FailedCreatePod", "exceeded quota: gpus, requested: nvidia.com/gpu=8")
     assert _reason(backend) == (
@@ -139,20 +139,22 @@ def test_why_a_job_waits(cluster: FakeKubernetes, backend: KubeflowBackend) -> N
         "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
     }
     cluster.pod(NAME, conditions=[unscheduled])
-    assert "finds no node: 0/3 nodes are available: 3 Insufficient" in _reason(backend)
+    assert "has no node: 0/3 nodes are available: 3 Insufficient" in _reason(backend)
 
 
-def test_why_a_job_failed(cluster: FakeKubernetes, backend: KubeflowBackend) -> None:
+def test_the_reason_of_a_failed_job_has_the_last_line_of_its_log(
+    cluster: FakeKubernetes, backend: KubeflowBackend
+) -> None:
     backend.create(job())
     cluster.condition(NAME, "Failed", "PyTorchJobFailed", "PyTorchJob countdown is failed")
     assert _reason(backend) == (
-        "PyTorchJobFailed: PyTorchJob countdown is failed; its pods are gone"
+        "PyTorchJobFailed: PyTorchJob countdown is failed; its pods were deleted"
     )
     ended = {"state": {"terminated": {"exitCode": 1, "reason": "Error"}}}
     pod = cluster.pod(NAME, phase="Failed", containerStatuses=[_container(ended)])
     cluster.logs[pod] = '{"level": "error", "message": "model.path: no such model"}\n'
     reason = _reason(backend)
-    assert reason.startswith(f"{NAME}-worker-0 ended with 1 (Error)")
+    assert reason.startswith(f"{NAME}-worker-0 exited with 1 (Error)")
     assert "no such model" in reason
     cluster.pod(NAME, phase="Failed", reason="Evicted", message="low on memory")
     assert _reason(backend) == f"{NAME}-worker-0: Evicted: low on memory"
@@ -169,25 +171,27 @@ def _container(status: dict[str, Any]) -> dict[str, Any]:
     return {"name": "pytorch", **counts, **status}
 
 
-def test_deleting_is_waited_for(cluster: FakeKubernetes, backend: KubeflowBackend) -> None:
+def test_removing_a_job_waits_for_its_end(
+    cluster: FakeKubernetes, backend: KubeflowBackend
+) -> None:
     backend.create(job())
-    remove(backend, NAME)
+    remove_job(backend, NAME)
     assert backend.state(NAME) is None
-    remove(backend, NAME)  # nothing there is nothing wrong
+    remove_job(backend, NAME)  # a job that does not exist counts as removed
     backend.create(job())
     cluster.finalizer = True
-    with pytest.raises(BapoError, match=f"{NAME} was deleted but is still there"):
-        remove(backend, NAME)
+    with pytest.raises(BapoError, match=f"{NAME} was deleted but still exists"):
+        remove_job(backend, NAME)
 
 
 def test_only_our_own_jobs_are_listed(cluster: FakeKubernetes, backend: KubeflowBackend) -> None:
     backend.create(job())
     backend.create(job("other"))
     stranger = job("stranger")
-    stranger["metadata"]["labels"] = {"app.kubernetes.io/name": "somebody-elses"}
+    stranger["metadata"]["labels"] = {"app.kubernetes.io/name": "another-project"}
     cluster.objects["pytorchjobs"]["stranger"] = stranger
     cousin = build_job("countdown", replace(DEPLOYMENT, release="other-release"), Resources())
-    assert backend.create(cousin), "it has another name"
+    assert backend.create(cousin), "the release is part of its name"
     assert backend.jobs() == {NAME: "countdown", "bapo-other": "other"}
 
 
@@ -202,7 +206,7 @@ def test_a_job_belongs_to_its_workflow(cluster: FakeKubernetes, backend: Kubeflo
     assert backend.owner("bapo-x7") is None
 
 
-def test_a_job_whose_pipeline_is_over_or_gone_is_abandoned(
+def test_a_job_whose_workflow_has_finished_or_was_deleted_is_abandoned(
     cluster: FakeKubernetes, backend: KubeflowBackend
 ) -> None:
     backend.create(build_job("countdown", DEPLOYMENT, Resources(), owner=Owner("bapo-1", "u-1")))
@@ -216,7 +220,7 @@ def test_a_job_whose_pipeline_is_over_or_gone_is_abandoned(
 
 
 @pytest.mark.parametrize(
-    ("changes", "ending"),
+    ("changes", "terminating"),
     [
         ({"status": {"phase": "Running"}}, False),
         ({"spec": {"activeDeadlineSeconds": 0}}, True),
@@ -225,15 +229,15 @@ def test_a_job_whose_pipeline_is_over_or_gone_is_abandoned(
     ],
 )
 def test_a_drained_node_is_no_cancellation(
-    cluster: FakeKubernetes, backend: KubeflowBackend, changes: dict[str, Any], ending: bool
+    cluster: FakeKubernetes, backend: KubeflowBackend, changes: dict[str, Any], terminating: bool
 ) -> None:
     cluster.objects["workflows"]["w"] = {"metadata": {"name": "w", "uid": "u"}, **changes}
-    assert backend.is_ending("w") is ending
-    assert backend.is_ending("not-there")
+    assert backend.is_terminating("w") is terminating
+    assert backend.is_terminating("not-there")
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
-def test_what_may_pass_is_repeated(
+def test_transient_errors_are_retried(
     cluster: FakeKubernetes, backend: KubeflowBackend, status: int
 ) -> None:
     cluster.refusals = [Refusal(status, "later"), Refusal(status, "later")]
@@ -241,16 +245,16 @@ def test_what_may_pass_is_repeated(
     assert NAME in cluster.objects["pytorchjobs"]
 
 
-def test_a_creation_whose_answer_was_lost_is_taken_over(
+def test_a_job_whose_creation_was_reported_as_an_error_is_adopted(
     cluster: FakeKubernetes, backend: KubeflowBackend
 ) -> None:
-    """The server has done it and then failed: the second try finds the job there."""
+    """The server creates the job and then fails, so the retry finds that the job exists."""
     cluster.objects["pytorchjobs"][NAME] = job()
     cluster.refusals = [Refusal(500, "connection to etcd lost")]
-    ensure(backend, job())
+    ensure_job(backend, job())
 
 
-def test_an_api_that_stays_away_is_given_up(
+def test_an_api_that_stays_unavailable_fails_the_call(
     cluster: FakeKubernetes, backend: KubeflowBackend
 ) -> None:
     cluster.refusals = [Refusal(503, "no leader")] * 100
@@ -258,31 +262,34 @@ def test_an_api_that_stays_away_is_given_up(
         backend.create(job())
 
 
-@pytest.mark.timeout(50)
-def test_an_api_that_says_nothing_is_given_up(
+@pytest.mark.timeout(20)
+def test_an_api_that_never_answers_fails_the_call(
     cluster: FakeKubernetes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.kubeflow.REQUEST_S", 0.2)
-    backend = KubeflowBackend("team", "bapo", cluster.configuration(), give_up_s=0.3)
-    cluster.refusals = [Refusal(500, "", silent_s=60)] * 100
-    with pytest.raises(ApiUnavailable, match="see whether the control plane is well"):
-        backend.create(job())  # the test's own time limit is far below a minute's silence
+    monkeypatch.setattr("pipelines.kubeflow.REQUEST_TIMEOUT_S", 0.2)
+    backend = KubeflowBackend("team", "bapo", cluster.configuration(), retry_for_s=0.3)
+    cluster.refusals = [Refusal(500, "", delay_s=60)] * 100
+    with pytest.raises(ApiUnavailable, match="check that the control plane is healthy"):
+        backend.create(job())  # the test's time-out is far below the server's delay
 
 
 @pytest.mark.parametrize(
-    ("refusal", "words"),
+    ("refusal", "remedy"),
     [
         (Refusal(403, "pods is forbidden"), "bind the chart's pipeline role"),
-        (Refusal(403, "exceeded quota: team"), "a quota is used up: free some of it"),
+        (
+            Refusal(403, "exceeded quota: team"),
+            "a quota is used up: free some of it, or request less",
+        ),
         (Refusal(401, "Unauthorized"), "token is not accepted"),
         (Refusal(422, "spec.elasticPolicy: unknown"), "is the training operator 1.9"),
     ],
 )
-def test_a_refusal_says_what_to_do(
-    cluster: FakeKubernetes, backend: KubeflowBackend, refusal: Refusal, words: str
+def test_a_refusal_names_the_remedy(
+    cluster: FakeKubernetes, backend: KubeflowBackend, refusal: Refusal, remedy: str
 ) -> None:
     cluster.refusals = [refusal]
-    with pytest.raises(BapoError, match=words) as caught:
+    with pytest.raises(BapoError, match=remedy) as caught:
         backend.create(job())
     assert refusal.message in str(caught.value)
 
@@ -293,7 +300,7 @@ def test_a_missing_operator_is_named(cluster: FakeKubernetes, backend: KubeflowB
         backend.create(job())
 
 
-def test_a_mistake_of_ours_is_not_taken_for_an_outage(
+def test_a_programming_error_is_not_retried(
     backend: KubeflowBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object, **__: object) -> None:
@@ -304,5 +311,10 @@ def test_a_mistake_of_ours_is_not_taken_for_an_outage(
         backend.create(job())
 
 
-def test_nothing_is_over_while_it_lasts() -> None:
-    assert [JobState(phase).over for phase in ("waiting", "running", "restarting")] == [False] * 3  # type: ignore[arg-type]
+def test_only_jobs_that_succeeded_or_failed_have_finished() -> None:
+    assert not JobState("waiting").finished
+    assert not JobState("running").finished
+    assert not JobState("restarting").finished
+    assert not JobState("terminating").finished
+    assert JobState("succeeded").finished
+    assert JobState("failed").finished

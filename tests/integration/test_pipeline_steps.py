@@ -1,4 +1,4 @@
-"""The pipeline's steps on the real buffer service, with a backend that says what a test wants."""
+"""Tests the pipeline's steps on the real buffer service, with a scripted backend for the job."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from bapo_core.errors import BapoError
 from pipelines import steps
 from pipelines.backends import JobState
 from pipelines.pytorchjob import Resources, job_name
-from pipelines.steps import Surroundings, Trainers
+from pipelines.settings import LOCAL_JOBS
+from pipelines.steps import PipelineContext, TrainerJobs
 from services.buffer.api.client import BufferClient
 from services.common.objectstore import ObjectStore
 from services.stack.stack import Endpoints
@@ -25,13 +27,13 @@ _NUMBERS = count()
 
 
 @dataclass
-class Scripted:
-    """Its job is in one state after another; the last one stays."""
+class ScriptedBackend:
+    """Reports one state of its job after another, and then the last one for ever."""
 
     script: list[JobState | None] = field(default_factory=list)
     created: list[dict[str, Any]] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
-    left_behind: list[str] = field(default_factory=list)
+    without_pipeline: list[str] = field(default_factory=list)
 
     def create(self, job: dict[str, Any]) -> bool:
         self.created.append(job)
@@ -47,32 +49,32 @@ class Scripted:
 
     def jobs(self) -> dict[str, str]:
         return {
-            each["metadata"]["name"]: each["metadata"]["labels"]["bapo/run"]
-            for each in self.created
+            job["metadata"]["name"]: job["metadata"]["labels"]["bapo/run"] for job in self.created
         }
 
     def abandoned(self, name: str) -> bool:
-        return name in self.left_behind
+        return name in self.without_pipeline
 
 
 @pytest.fixture(autouse=True)
-def _no_patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(steps, "LOOK_EVERY_S", 0.01)
-    kept = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(steps, "POLL_INTERVAL_S", 0.01)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     yield
-    for each, handler in kept.items():
-        signal.signal(each, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
-def said() -> list[str]:
+def log_lines() -> list[str]:
     return []
 
 
 @pytest.fixture
-def around(stack: Endpoints, said: list[str]) -> Surroundings:
+def context(stack: Endpoints, log_lines: list[str], tmp_path: Path) -> PipelineContext:
     client = BufferClient(stack.buffer_url, stack.token, run=f"stepped-{next(_NUMBERS)}")
-    return Surroundings(client, ObjectStore(stack.object_store), said.append)
+    return PipelineContext(client, ObjectStore(stack.object_store), tmp_path, log_lines.append)
 
 
 CONFIG = f"""
@@ -84,178 +86,185 @@ checkpoint: {{every: 3}}
 """
 
 
-def opened(around: Surroundings, small_model: Any, *overrides: str) -> list[int]:
+def open_run(context: PipelineContext, small_model: Any, *overrides: str) -> list[int]:
     lines = "\n".join([f"model.path={small_model}", *overrides])
-    return steps.open_run(around, steps.prepare(around, CONFIG, lines), 3)
+    return steps.open_run(context, steps.prepare(context, CONFIG, lines), 3)
 
 
-def train(around: Surroundings, backend: Scripted, **options: Any) -> None:
-    steps.train(around, Trainers(backend, DEPLOYMENT), 2, Resources(gpus=0), **options)
+def train(context: PipelineContext, backend: ScriptedBackend, **options: Any) -> None:
+    steps.train(context, TrainerJobs(backend, DEPLOYMENT), 2, Resources(gpus=0), **options)
 
 
-def test_a_run_is_opened_once_and_only_as_it_is(around: Surroundings, small_model: Any) -> None:
-    assert opened(around, small_model) == [2, 6]
-    created = around.buffer.run_state()
-    assert created.config.model.path.startswith("store://models/")
-    assert opened(around, small_model) == [2, 6]
-    assert opened(around, small_model, "trainer.processes=2") == [2, 6], "where, not what"
-    alone = steps.open_run(around, steps.prepare(around, CONFIG, f"model.path={small_model}"), 100)
-    assert alone == [6, 6], "a list of one is none to KFP"
+def test_a_run_is_created_once_and_refuses_another_configuration(
+    context: PipelineContext, small_model: Any
+) -> None:
+    assert open_run(context, small_model) == [2, 6]
+    created = context.buffer.run_state()
+    assert created.config["model"]["path"].startswith("store://models/")
+    assert open_run(context, small_model) == [2, 6]
+    assert open_run(context, small_model, "trainer.processes=2") == [2, 6], (
+        "trainer.* does not change the results"
+    )
+    request = steps.prepare(context, CONFIG, f"model.path={small_model}")
+    assert steps.open_run(context, request, 100) == [6, 6], "KFP makes no list of one result"
     with pytest.raises(BapoError, match=r"another configuration \(seed differ\)"):
-        opened(around, small_model, "seed=9")
-    assert around.buffer.run_state() == created
+        open_run(context, small_model, "seed=9")
+    assert context.buffer.run_state() == created
 
 
 @pytest.mark.parametrize(
-    ("script", "words"),
+    ("script", "message"),
     [
         ([JobState("running"), JobState("failed", "no such model")], "failed: no such model"),
         ([JobState("running"), None], "was deleted while it trained"),
-        ([JobState("running"), JobState("succeeded")], "succeeded, but run .* stands at step 0"),
+        ([JobState("running"), JobState("succeeded")], "succeeded, but run .* is at step 0"),
         ([JobState("waiting", "Insufficient gpu")], "has not started within 0 s: Insufficient gpu"),
         ([JobState("waiting")], "does the training operator run"),
     ],
 )
-def test_a_job_that_does_not_train_fails_the_step_with_words(
-    around: Surroundings,
+def test_a_job_that_does_not_train_fails_the_step_with_its_reason(
+    context: PipelineContext,
     small_model: Any,
     script: list[JobState | None],
-    words: str,
+    message: str,
 ) -> None:
-    opened(around, small_model)
-    with pytest.raises(BapoError, match=words):
-        train(around, Scripted(script), start_within_s=0.05)
+    open_run(context, small_model)
+    with pytest.raises(BapoError, match=message):
+        train(context, ScriptedBackend(script), start_within_s=0.05)
 
 
-def test_the_log_says_what_the_job_does_once_each_time_it_changes(
-    around: Surroundings, small_model: Any, said: list[str]
+def test_the_log_has_a_line_for_each_change_of_the_job(
+    context: PipelineContext, small_model: Any, log_lines: list[str]
 ) -> None:
-    opened(around, small_model)
-    said.clear()
+    open_run(context, small_model)
+    log_lines.clear()
     waiting = JobState("waiting", "no node")
     script: list[JobState | None] = [waiting, waiting, JobState("running"), JobState("failed", "x")]
     with pytest.raises(BapoError):
-        train(around, Scripted(script))
-    name = job_name("bapo", around.buffer.run)
+        train(context, ScriptedBackend(script))
+    name = job_name("bapo", context.buffer.run)
     waits, runs = f"job {name} is waiting: no node", f"job {name} is running"
-    assert said == ["from step 1 to 2", waits, runs]
+    assert log_lines == ["training from step 1 to 2", waits, runs]
 
 
-def test_replicas_that_never_serve_fail_the_step_with_words(
-    around: Surroundings, small_model: Any
+def test_replicas_that_never_serve_the_weights_fail_the_step(
+    context: PipelineContext, small_model: Any
 ) -> None:
-    opened(around, small_model)
+    open_run(context, small_model)
     with pytest.raises(BapoError, match=r"every replica serving version 1 .* rollout StatefulSet"):
-        steps.sync(around, 2, within_s=0.05)
-    around.buffer.stop()
+        steps.sync(context, 2, within_s=0.05)
+    context.buffer.stop()
     with pytest.raises(BapoError, match="was stopped meanwhile"):
-        steps.sync(around, 2)
+        steps.sync(context, 2)
 
 
 def test_an_export_of_an_unfinished_run_is_refused(
-    around: Surroundings, small_model: Any, tmp_path: Any
+    context: PipelineContext, small_model: Any, tmp_path: Any
 ) -> None:
-    opened(around, small_model)
+    open_run(context, small_model)
     with pytest.raises(BapoError, match="has no final weights yet"):
-        steps.export(around, tmp_path)
+        steps.export(context, tmp_path)
 
 
-def test_a_step_whose_node_is_drained_leaves_the_job_at_work(
-    around: Surroundings, small_model: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_step_whose_node_is_drained_leaves_the_job_running(
+    context: PipelineContext, small_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened(around, small_model)
-    around.buffer.begin_attempt()
-    backend = Scripted([JobState("running")])
-    trainers = Trainers(backend, DEPLOYMENT, cancelled=lambda: False)
-    monkeypatch.delenv(steps.JOBS_HERE, raising=False)
-    monkeypatch.setattr(Surroundings, "of", lambda _: around)
-    monkeypatch.setattr(Trainers, "of_environment", lambda: trainers)
-    with pytest.raises(SystemExit), steps.step(around.buffer.run):
+    open_run(context, small_model)
+    context.buffer.begin_attempt()
+    backend = ScriptedBackend([JobState("running")])
+    jobs = TrainerJobs(backend, DEPLOYMENT, is_cancelled=lambda: False)
+    monkeypatch.delenv(LOCAL_JOBS, raising=False)
+    monkeypatch.setattr(PipelineContext, "from_environment", lambda _: context)
+    monkeypatch.setattr(TrainerJobs, "from_environment", lambda: jobs)
+    with pytest.raises(SystemExit), steps.pipeline_step(context.buffer.run):
         signal.raise_signal(signal.SIGTERM)
     assert not backend.deleted
-    assert around.buffer.run_state().status == "running"
+    assert context.buffer.run_state().status == "running"
 
 
-def test_a_run_goes_on_with_the_model_that_it_began_with(
-    around: Surroundings, small_model: Any, tmp_path: Any
+def test_a_run_keeps_the_model_that_it_was_created_with(
+    context: PipelineContext, small_model: Any, tmp_path: Any
 ) -> None:
-    """What a name stands for may be something else by now."""
-    opened(around, small_model)
-    model = around.buffer.run_state().config.model.path
-    assert opened(around, tmp_path / "another") == [2, 6]
-    assert around.buffer.run_state().config.model.path == model
+    """The same `model.path` may lead to another model later."""
+    open_run(context, small_model)
+    model = context.buffer.run_state().config["model"]["path"]
+    assert open_run(context, tmp_path / "another") == [2, 6]
+    assert context.buffer.run_state().config["model"]["path"] == model
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_a_step_that_is_cancelled_leaves_nothing_at_work(
-    around: Surroundings,
+@pytest.mark.parametrize("created", [True, False])
+def test_a_cancelled_step_deletes_the_job_and_stops_the_run(
+    context: PipelineContext,
     small_model: Any,
     monkeypatch: pytest.MonkeyPatch,
-    said: list[str],
-    there: bool,
+    log_lines: list[str],
+    created: bool,
 ) -> None:
-    """Kubeflow ends the step's pod, whichever step it is; also before there is a run."""
-    if there:
-        opened(around, small_model)
-        around.buffer.begin_attempt()
-    backend = Scripted([JobState("running")])
-    monkeypatch.delenv(steps.JOBS_HERE, raising=False)
-    monkeypatch.setattr(Surroundings, "of", lambda _: around)
-    monkeypatch.setattr(Trainers, "of_environment", lambda: Trainers(backend, DEPLOYMENT))
-    with pytest.raises(SystemExit) as ended, steps.step(around.buffer.run):
+    """Kubeflow may end the pod of any step, also before the run is created."""
+    if created:
+        open_run(context, small_model)
+        context.buffer.begin_attempt()
+    backend = ScriptedBackend([JobState("running")])
+    monkeypatch.delenv(LOCAL_JOBS, raising=False)
+    monkeypatch.setattr(PipelineContext, "from_environment", lambda _: context)
+    monkeypatch.setattr(TrainerJobs, "from_environment", lambda: TrainerJobs(backend, DEPLOYMENT))
+    with pytest.raises(SystemExit) as ended, steps.pipeline_step(context.buffer.run):
         signal.raise_signal(signal.SIGTERM)
     assert ended.value.code == 128 + signal.SIGTERM
-    assert backend.deleted == [job_name("bapo", around.buffer.run)]
-    if there:
-        assert around.buffer.run_state().status == "stopped"
-        assert "start the pipeline with the same run" in said[-1]
+    assert backend.deleted == [job_name("bapo", context.buffer.run)]
+    if created:
+        assert context.buffer.run_state().status == "stopped"
+        assert "start the pipeline with the same run" in log_lines[-1]
     else:
-        assert said == ["cancelled before there was a run"]
+        assert log_lines == ["cancelled before the run was created"]
 
 
-def test_what_goes_wrong_is_one_line(
-    around: Surroundings, monkeypatch: pytest.MonkeyPatch, small_model: Any
+def test_an_error_is_one_line(
+    context: PipelineContext, monkeypatch: pytest.MonkeyPatch, small_model: Any
 ) -> None:
-    backend = Scripted()
-    monkeypatch.setattr(Surroundings, "of", lambda _: around)
-    monkeypatch.setattr(Trainers, "of_environment", lambda: Trainers(backend, DEPLOYMENT))
-    monkeypatch.delenv(steps.JOBS_HERE, raising=False)
-    with pytest.raises(SystemExit) as ended, steps.step(around.buffer.run) as (found, _):
-        steps.prepare(found, "steps: many", "")
+    backend = ScriptedBackend()
+    monkeypatch.setattr(PipelineContext, "from_environment", lambda _: context)
+    monkeypatch.setattr(TrainerJobs, "from_environment", lambda: TrainerJobs(backend, DEPLOYMENT))
+    monkeypatch.delenv(LOCAL_JOBS, raising=False)
+    with (
+        pytest.raises(SystemExit) as ended,
+        steps.pipeline_step(context.buffer.run) as (step_context, _),
+    ):
+        steps.prepare(step_context, "steps: many", "")
     assert str(ended.value.code).startswith("error: config: steps: input should be a valid integer")
-    assert not backend.deleted, "an error is no cancellation: the step is repeated"
+    assert not backend.deleted, "an error is no cancellation: Kubeflow retries the step"
 
 
-def test_cleaning_up_stops_a_run_that_is_not_finished_and_starting_again_resumes_it(
-    around: Surroundings, small_model: Any
+def test_cleaning_up_stops_an_unfinished_run_which_can_then_be_continued(
+    context: PipelineContext, small_model: Any
 ) -> None:
-    backend = Scripted([JobState("running")])
-    trainers = Trainers(backend, DEPLOYMENT)
-    assert steps.clean_up(around, trainers) == "absent"
-    opened(around, small_model)
-    around.buffer.begin_attempt()
-    assert steps.clean_up(around, trainers) == "stopped"
-    assert around.buffer.run_state().status == "stopped"
-    opened(around, small_model)
-    assert around.buffer.run_state().status == "running"
+    backend = ScriptedBackend([JobState("running")])
+    jobs = TrainerJobs(backend, DEPLOYMENT)
+    assert steps.clean_up(context, jobs) == "absent"
+    open_run(context, small_model)
+    context.buffer.begin_attempt()
+    assert steps.clean_up(context, jobs) == "stopped"
+    assert context.buffer.run_state().status == "stopped"
+    open_run(context, small_model)
+    assert context.buffer.run_state().status == "running"
 
 
-def test_lost_jobs_are_those_whose_run_is_not_at_work(
-    around: Surroundings, small_model: Any
+def test_orphaned_jobs_are_those_without_an_active_run_or_a_pipeline(
+    context: PipelineContext, small_model: Any
 ) -> None:
-    backend = Scripted([JobState("running")])
-    opened(around, small_model)
-    around.buffer.begin_attempt()
+    backend = ScriptedBackend([JobState("running")])
+    open_run(context, small_model)
+    context.buffer.begin_attempt()
     with pytest.raises(BapoError):
-        train(around, Scripted([JobState("failed")]))
-    backend.create({"metadata": {"name": "ours", "labels": {"bapo/run": around.buffer.run}}})
+        train(context, ScriptedBackend([JobState("failed")]))
+    backend.create({"metadata": {"name": "ours", "labels": {"bapo/run": context.buffer.run}}})
     backend.create({"metadata": {"name": "old", "labels": {"bapo/run": "deleted-long-ago"}}})
-    lost = {"old": "deleted-long-ago"}
-    assert steps.orphaned_jobs(around.buffer, backend) == lost
-    # Killed with its node, a pipeline leaves a run that looks as if it were at work.
-    backend.left_behind.append("ours")
-    lost["ours"] = around.buffer.run
-    assert steps.orphaned_jobs(around.buffer, backend) == lost
-    steps.reap(around.buffer, backend, lost)
+    orphaned = {"old": "deleted-long-ago"}
+    assert steps.orphaned_jobs(context.buffer, backend) == orphaned
+    # A pipeline that was killed with its node leaves a run whose status is still `running`.
+    backend.without_pipeline.append("ours")
+    orphaned["ours"] = context.buffer.run
+    assert steps.orphaned_jobs(context.buffer, backend) == orphaned
+    steps.delete_orphaned_jobs(context.buffer, backend, orphaned)
     assert sorted(backend.deleted) == ["old", "ours"]
-    assert around.buffer.run_state().status == "stopped"
+    assert context.buffer.run_state().status == "stopped"

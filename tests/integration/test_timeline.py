@@ -11,7 +11,7 @@ import pytest
 
 from services.buffer.api.spans import SpanRecorder
 from services.report.charts import timeline as draw
-from services.report.timeline import lanes_of, read_windows
+from services.report.timeline import assign_lanes, read_sync_windows
 from services.stack.stack import Endpoints
 from tests.integration.driver import Driver, small_config
 
@@ -53,14 +53,14 @@ def test_the_trainers_idle_share_by_sync_window(driver: Driver) -> None:
     for recorder in (trainer, collector, engine):
         recorder.flush()
         recorder.flush()
-    windows = read_windows(driver.client, CONFIG, 9)
+    windows = read_sync_windows(driver.client, CONFIG, 9)
     # The first has no rollouts of its own, and the last is incomplete: neither is reported.
     assert [window.steps for window in windows] == [range(4, 8)]
     (window,) = windows
     assert window.seconds == pytest.approx(40.0, abs=0.05)
     assert window.waited / window.seconds == pytest.approx((3 + 1 + 1 + 1) / 40, abs=0.01)
     assert window.first_rollouts / window.seconds == pytest.approx(2.4 / 40, abs=0.01)
-    lanes = lanes_of(windows)
+    lanes = assign_lanes(windows)
     assert list(lanes) == ["trainer", "collector", "collector (2)", "engine-0"]
     assert len(lanes["trainer"]) in (9, 10)  # two of them only touch the window's edges
     assert [name for name, _, _ in lanes["collector"]] == ["fresh", "fresh"]
@@ -95,4 +95,4 @@ def test_an_invalid_span_is_refused(driver: Driver, field: str, value: object) -
 
 
 def test_a_run_without_complete_windows_has_no_timeline(driver: Driver) -> None:
-    assert read_windows(driver.client, CONFIG, 0) == []
+    assert read_sync_windows(driver.client, CONFIG, 0) == []

@@ -5,8 +5,8 @@ matchLabels:
   {{- include "bapo.selector" . | nindent 2 }}
 {{- end -}}
 
-{{/* Steps of a pipeline have only this label for certain. Our own pods have it too; those that have no
-business with the services are left out. */}}
+{{/* Selects the steps of a pipeline, which are sure to have only this label. The release's own pods have
+it too, so those that do not connect to the services are excluded. */}}
 {{- define "bapo.pipelinePods" -}}
 matchLabels:
   app.kubernetes.io/part-of: bapo

@@ -1,6 +1,6 @@
-{{/* The longest name made from this one is a StatefulSet's, "-postgres", of at most 52 characters: the
-controllers put a hash of 11 after it into a label of at most 63. Cut names end in a hash, or two
-releases of long names could share one. */}}
+{{/* Prefix of all names, at most 40 characters. The longest name is that of the StatefulSet "-postgres"; its
+controller appends a hash of 11 characters in a label of at most 63. A truncated name ends in a hash, so
+that two releases with long names differ. */}}
 {{- define "bapo.fullname" -}}
 {{- $name := .Release.Name -}}
 {{- if .Values.fullnameOverride -}}
@@ -14,7 +14,7 @@ releases of long names could share one. */}}
 {{- $name -}}
 {{- end -}}
 
-{{/* Of the pods of one part. */}}
+{{/* Selector of the pods of a component. */}}
 {{- define "bapo.selector" -}}
 app.kubernetes.io/name: bapo
 app.kubernetes.io/instance: {{ .root.Release.Name }}
@@ -29,16 +29,16 @@ app.kubernetes.io/managed-by: {{ .root.Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name (.root.Chart.Version | replace "+" "_") }}
 {{- end -}}
 
-{{/* Labels of a pod: without versions, so that a new chart alone restarts nothing. Namespaces of Kubeflow
-give every pod a sidecar of Istio, which is not restricted, keeps Jobs from ending, and is cut off by the
-network policies; who wants it overrides the label. */}}
+{{/* Labels of a pod. They contain no version, so that a new version of the chart alone restarts nothing. In
+Kubeflow's namespaces Istio adds a sidecar to every pod, which violates the restricted standard, keeps Jobs
+from finishing, and is cut off by the network policies. `podLabels` can override the label. */}}
 {{- define "bapo.podLabels" -}}
 {{- $own := include "bapo.selector" . | fromYaml -}}
 {{- $_ := set $own "app.kubernetes.io/part-of" "bapo" -}}
 {{- toYaml (merge $own .settings.podLabels (dict "sidecar.istio.io/inject" "false")) -}}
 {{- end -}}
 
-{{/* Name, namespace and labels of an object. `suffix` if it is called otherwise than its part. */}}
+{{/* Name, namespace and labels of an object. `suffix`: end of its name, where that is not the component. */}}
 {{- define "bapo.metadata" -}}
 name: {{ include "bapo.fullname" .root }}-{{ .suffix | default .component }}
 namespace: {{ .root.Release.Namespace }}
@@ -48,19 +48,19 @@ labels:
 
 {{/* ---- images ---- */}}
 
-{{/* Of what is bundled. */}}
+{{/* Image of the bundled Postgres or S3. */}}
 {{- define "bapo.mirrored" -}}
 {{- with .root.Values.image.mirror }}{{ trimSuffix "/" . }}/{{ end }}{{ .image -}}
 {{- end -}}
 
-{{/* `which`: service, trainer or rollout. */}}
+{{/* Image of the project; `which` is service, trainer or rollout. */}}
 {{- define "bapo.image" -}}
 {{- $image := .root.Values.image -}}
 {{- with $image.registry }}{{ trimSuffix "/" . }}/{{ end -}}
 {{- get $image .which }}:{{ $image.tag | default .root.Chart.AppVersion -}}
 {{- end -}}
 
-{{/* ---- names of what others are told of ---- */}}
+{{/* ---- names of Secrets, and addresses ---- */}}
 
 {{- define "bapo.tokenSecret" -}}
 {{ .Values.token.existingSecret | default (printf "%s-token" (include "bapo.fullname" .)) }}
@@ -78,7 +78,7 @@ labels:
 {{ include "bapo.fullname" .root }}-{{ .component }}.{{ .root.Release.Namespace }}.svc
 {{- end -}}
 
-{{/* Where the services are. */}}
+{{/* Addresses of the services. */}}
 {{- define "bapo.endpoints" -}}
 BAPO_BUFFER_URL: http://{{ include "bapo.host" (dict "root" . "component" "buffer") }}:8700
 BAPO_VERIFIER_URL: http://{{ include "bapo.host" (dict "root" . "component" "verifier") }}:8701
@@ -92,8 +92,8 @@ BAPO_S3_BUCKET: {{ .Values.s3.bucket }}
 
 {{/* ---- Secrets ---- */}}
 
-{{/* In base64: what the Secret `name` of the cluster has under `key`, or something new. So an upgrade
-changes no password. */}}
+{{/* A generated password in base64: that of the cluster's Secret `name` under `key`, or else a new one. So
+an upgrade changes no password. */}}
 {{- define "bapo.generated" -}}
 {{- $secret := lookup "v1" "Secret" .root.Release.Namespace .name | default dict -}}
 {{- get ($secret.data | default dict) .key | default (randAlphaNum .length | b64enc) -}}
@@ -108,7 +108,8 @@ annotations:
 
 {{/* ---- pods ---- */}}
 
-{{/* What a pod reads when it starts: another value, another pod. Generated Secrets never change. */}}
+{{/* Annotations of a pod. The checksum restarts it when a setting changes that it reads at its start.
+Generated Secrets never change. */}}
 {{- define "bapo.podAnnotations" -}}
 {{- $values := .root.Values -}}
 {{- $read := list (include "bapo.endpoints" .root) $values.database.url $values.s3.accessKey $values.s3.secretKey -}}
@@ -116,8 +117,8 @@ annotations:
 {{- toYaml (merge $own .settings.podAnnotations) -}}
 {{- end -}}
 
-{{/* `user` of the image, if not ours. Service links are off: the variables that Kubernetes makes of
-Services would collide with ours, such as BAPO_PORT. */}}
+{{/* Security settings of a pod. `user`: user id of an image that is not the project's. Service links are off,
+because Kubernetes' variables for Services would collide with settings such as BAPO_PORT. */}}
 {{- define "bapo.podSecurity" -}}
 automountServiceAccountToken: false
 enableServiceLinks: false
@@ -175,7 +176,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* Environment of a process of ours that listens. */}}
+{{/* Environment of a server process. */}}
 {{- define "bapo.listenEnv" -}}
 - name: BAPO_HOST
   value: 0.0.0.0
@@ -185,7 +186,7 @@ topologySpreadConstraints:
   value: /tmp
 {{- end -}}
 
-{{/* ConfigMap and Secrets of a client of the services. */}}
+{{/* ConfigMap and Secrets with the environment of a client of the services. */}}
 {{- define "bapo.clientEnvFrom" -}}
 - configMapRef:
     name: {{ include "bapo.fullname" . }}-connection
@@ -195,7 +196,7 @@ topologySpreadConstraints:
     name: {{ include "bapo.s3Secret" . }}
 {{- end -}}
 
-{{/* A list as one line that a shell would split into the same list. */}}
+{{/* Quotes a list as one line, which a shell splits into the same list. */}}
 {{- define "bapo.shellWords" -}}
 {{- $words := list -}}
 {{- range . -}}
@@ -236,7 +237,7 @@ metadata:
   {{- include "bapo.metadata" . | nindent 2 }}
 spec:
   maxUnavailable: {{ .settings.podDisruptionBudget.maxUnavailable }}
-  # A pod that is not ready helps nobody, and must not block the draining of its node.
+  # A pod that is not ready must not block the draining of its node.
   unhealthyPodEvictionPolicy: AlwaysAllow
   selector:
     matchLabels:
@@ -258,7 +259,7 @@ spec:
       protocol: TCP
 {{- end -}}
 
-{{/* How far a volume outlives its StatefulSet. */}}
+{{/* Whether volumes are kept when their StatefulSet is deleted or scaled down. */}}
 {{- define "bapo.claimRetention" -}}
 persistentVolumeClaimRetentionPolicy:
   whenDeleted: {{ ternary "Retain" "Delete" .Values.keepOnUninstall }}

@@ -23,7 +23,7 @@ from services.stack.settings import default_home
 from services.stack.stack import Endpoints, any_stack
 
 if TYPE_CHECKING:
-    from services.report.comparison import Outcome
+    from services.report.comparison import RunResult
 
 TUNED_PER_ALGORITHM = (
     "sync",
@@ -118,15 +118,15 @@ def variant(config: RunConfig, algorithm: str, seed: int) -> RunConfig:
 
 def _train(
     config: RunConfig, endpoints: Endpoints, home: Path, model: Path, console: Console
-) -> Outcome:
+) -> RunResult:
     """Trains one run, or continues it, or reads its results when it is finished."""
-    from services.report.comparison import Outcome  # imports matplotlib
+    from services.report.comparison import RunResult  # imports matplotlib
 
     run = LocalRun(config, endpoints, home, Path("runs") / config.name, console)
     state = {state.name: state for state in run.client.runs()}.get(config.name)
     if state is not None and state.status == "finished":
         console.print(f"{config.name}: finished already", highlight=False)
-        return Outcome.read(run.client, _wall_seconds(run.directory))
+        return RunResult.read(run.client, _wall_seconds(run.directory))
     if state is None:
         create_run(run)
     elif state.config != config:
@@ -136,7 +136,7 @@ def _train(
         )
     started = time.monotonic()
     execute(run, model)
-    return Outcome.read(run.client, time.monotonic() - started)
+    return RunResult.read(run.client, time.monotonic() - started)
 
 
 def _wall_seconds(directory: Path) -> float:
@@ -147,7 +147,7 @@ def _wall_seconds(directory: Path) -> float:
     return float(summary["seconds"].get("wall", "nan"))
 
 
-def _print_table(outcomes: Sequence[Outcome], console: Console) -> None:
+def _print_table(outcomes: Sequence[RunResult], console: Console) -> None:
     for algorithm in dict.fromkeys(outcome.algorithm for outcome in outcomes):
         finals = [
             outcome.final.mean_accuracy for outcome in outcomes if outcome.algorithm == algorithm

@@ -12,8 +12,9 @@ from services.buffer.api.client import BufferClient
 from services.cli.options import json_option, limit_option, run_argument
 from services.cli.service import connect
 from services.cli.tables import fitting_columns, show
-from services.exporters.metrics import curves, write_tensorboard
+from services.exporters.curves import curves
 from services.exporters.mlflow import MlflowRun
+from services.exporters.tensorboard import write_tensorboard
 
 COLUMNS = {
     "reward": "reward",
@@ -63,7 +64,7 @@ def metrics(
     """
     client = connect(run)
     if tensorboard is not None:
-        write_tensorboard(client, tensorboard, follow=follow, say=click.echo)
+        write_tensorboard(client, tensorboard, follow=follow, log=click.echo)
     elif mlflow is not None:
         mlflow_run = MlflowRun(mlflow, experiment, client)
         if follow:

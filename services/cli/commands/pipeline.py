@@ -138,8 +138,7 @@ def reap(namespace: str, release: str, delete: bool) -> None:
 
     Needs `BAPO_BUFFER_URL` and `BAPO_TOKEN`.
     """
-    from pipelines.steps import orphaned_jobs
-    from pipelines.steps import reap as delete_jobs
+    from pipelines.steps import delete_orphaned_jobs, orphaned_jobs
     from services.buffer.api.client import BufferClient
     from services.common.settings import BufferClientSettings
 
@@ -148,7 +147,7 @@ def reap(namespace: str, release: str, delete: bool) -> None:
     buffer = BufferClient(settings.buffer_url, settings.token.get_secret_value())
     orphans = orphaned_jobs(buffer, backend)
     if delete:
-        delete_jobs(buffer, backend, orphans)
+        delete_orphaned_jobs(buffer, backend, orphans)
     for name, run in sorted(orphans.items()):
         click.echo(f"{'deleted' if delete else 'orphaned'}  {name}  of run {run}")
     if not orphans:
@@ -161,7 +160,7 @@ def _backend(namespace: str, release: str) -> TrainerBackend:
 
     local_jobs = LocalJobsSettings.load().local_jobs
     if local_jobs is not None:
-        from pipelines.localjobs import LocalBackend
+        from pipelines.local_jobs import LocalBackend
 
         return LocalBackend(local_jobs)
     from pipelines.kubeflow import KubeflowBackend

@@ -1,4 +1,4 @@
-"""The manifest of the trainer's job: what the operator, Kubernetes and torchrun want of it."""
+"""Tests the training job's manifest against the operator, Kubernetes and torchrun."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from kubeflow.training.api_client import ApiClient
 from torch.distributed.run import parse_args
 
-from bapo_core.errors import BapoError
-from pipelines.localjobs import injected_variables
-from pipelines.pytorchjob import LONGEST_NAME, Deployment, Owner, Resources, build_job, job_name
+from bapo_core.errors import BapoError, ConfigError
+from pipelines.local_jobs import injected_variables
+from pipelines.pytorchjob import MAX_NAME_LENGTH, Deployment, Owner, Resources, build_job, job_name
+from pipelines.settings import DeploymentSettings
 
 DEPLOYMENT = Deployment(
     namespace="team",
@@ -50,8 +51,8 @@ def pod_of(job: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_the_operators_own_types_have_every_key(name: str) -> None:
-    """What a type does not know is lost on the way through it."""
+def test_the_operators_types_have_every_key_of_the_manifest(name: str) -> None:
+    """Deserialization drops a key that the type does not have, without an error."""
     client = ApiClient()
     model = client.deserialize(
         SimpleNamespace(data=json.dumps(JOBS[name])), "KubeflowOrgV1PyTorchJob"
@@ -61,7 +62,7 @@ def test_the_operators_own_types_have_every_key(name: str) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("name", JOBS)
-def test_kubernetes_takes_the_pods(name: str, version: str) -> None:
+def test_the_schemas_of_kubernetes_accept_the_pods(name: str, version: str) -> None:
     template = pod_of(JOBS[name])
     pod = {
         "apiVersion": "v1",
@@ -74,7 +75,7 @@ def test_kubernetes_takes_the_pods(name: str, version: str) -> None:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_pods_are_restricted(name: str) -> None:
-    """Pod Security Standards, profile "restricted"."""
+    """Checks the profile "restricted" of the Pod Security Standards."""
     spec = pod_of(JOBS[name])["spec"]
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["runAsUser"] > 0
@@ -92,7 +93,7 @@ def test_pods_are_restricted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_torchrun_understands_the_command_under_the_operators_variables(
+def test_torchrun_parses_the_command_with_the_operators_variables(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = JOBS[name]
@@ -109,7 +110,7 @@ def test_torchrun_understands_the_command_under_the_operators_variables(
     assert int(arguments.nproc_per_node) == {"cpu": 2, "gpus": 8, "full": 1}[name]
 
 
-def test_what_the_operator_looks_for() -> None:
+def test_the_job_has_what_the_operator_looks_for() -> None:
     job = JOBS["gpus"]
     assert list(job["spec"]["pytorchReplicaSpecs"]) == ["Worker"], (
         "a Master needs an init container"
@@ -125,14 +126,14 @@ def test_what_the_operator_looks_for() -> None:
     assert job["spec"]["runPolicy"]["cleanPodPolicy"] == "Running"
 
 
-def test_secrets_are_named_never_told() -> None:
+def test_the_job_refers_to_secrets_and_contains_none() -> None:
     container = pod_of(JOBS["full"])["spec"]["containers"][0]
     assert container["envFrom"] == [
         {"configMapRef": {"name": "bapo-connection"}},
         {"secretRef": {"name": "bapo-token"}},
         {"secretRef": {"name": "bapo-s3"}},
     ]
-    assert {each["name"] for each in container["env"]} == {
+    assert {variable["name"] for variable in container["env"]} == {
         "BAPO_RUN",
         "BAPO_SCRATCH",
         "HOME",
@@ -140,7 +141,7 @@ def test_secrets_are_named_never_told() -> None:
     }
 
 
-def test_what_the_release_asks_for_is_in_the_job() -> None:
+def test_the_job_follows_the_settings_of_the_release() -> None:
     job, spec = JOBS["full"], pod_of(JOBS["full"])["spec"]
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
     assert job["spec"]["runPolicy"]["suspend"] is True
@@ -149,21 +150,21 @@ def test_what_the_release_asks_for_is_in_the_job() -> None:
     assert spec["nodeSelector"] == {"gpu": "h200"}
     assert spec["tolerations"][0]["key"] == "nvidia.com/gpu"
     assert spec["imagePullSecrets"] == [{"name": "pull"}]
-    bare = pod_of(JOBS["cpu"])["spec"]
-    assert not {"nodeSelector", "tolerations", "imagePullSecrets", "priorityClassName"} & set(bare)
+    default = pod_of(JOBS["cpu"])["spec"]
+    optional = {"nodeSelector", "tolerations", "imagePullSecrets", "priorityClassName"}
+    assert not optional & set(default)
 
 
-def test_gpus_are_asked_for_and_limited() -> None:
+def test_gpus_are_requested_and_limited() -> None:
     resources = pod_of(JOBS["gpus"])["spec"]["containers"][0]["resources"]
     assert resources["requests"]["nvidia.com/gpu"] == resources["limits"]["nvidia.com/gpu"] == "8"
     assert "nvidia.com/gpu" not in str(JOBS["cpu"])
 
 
-def test_threads_share_the_cores() -> None:
-    threads = {
-        each["name"]: each["value"] for each in pod_of(JOBS["gpus"])["spec"]["containers"][0]["env"]
-    }
-    assert threads["OMP_NUM_THREADS"] == "8", "64 cores, 8 processes"
+def test_the_processes_of_a_pod_share_its_cores() -> None:
+    (container,) = pod_of(JOBS["gpus"])["spec"]["containers"]
+    variables = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert variables["OMP_NUM_THREADS"] == "8", "64 cores, 8 processes"
 
 
 @given(
@@ -172,7 +173,7 @@ def test_threads_share_the_cores() -> None:
 )
 def test_names_are_short_and_dns_labels(release: str, run: str) -> None:
     name = job_name(release, run)
-    assert len(name) <= LONGEST_NAME
+    assert len(name) <= MAX_NAME_LENGTH
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name)
     assert name == job_name(release, run)
 
@@ -183,32 +184,80 @@ def test_long_names_stay_different() -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "words"),
+    ("build", "message"),
     [
         (lambda: Resources(workers=0), "at least one worker"),
         (lambda: Resources(gpus=-1), "0 GPUs for a run on CPUs"),
+        (lambda: Resources(cpu="many"), "give 4 or 500m"),
         (lambda: build_job("x", DEPLOYMENT, Resources(cpu="many")), "give 4 or 500m"),
-        (lambda: Deployment.from_environment({}, "team"), "BAPO_RELEASE is not set"),
-        (
-            lambda: Deployment.from_environment(
-                dict.fromkeys(
-                    (
-                        "BAPO_RELEASE",
-                        "BAPO_CONNECTION",
-                        "BAPO_TOKEN_SECRET",
-                        "BAPO_S3_SECRET",
-                        "BAPO_TRAINER_IMAGE",
-                        "BAPO_TRAINER_SERVICE_ACCOUNT",
-                    ),
-                    "x",
-                )
-                | {"BAPO_TRAINER_TOLERATIONS": "["},
-                "team",
-            ),
-            "BAPO_TRAINER_TOLERATIONS in the connection ConfigMap is not JSON",
-        ),
+        (lambda: Resources(memory="8gb"), "'8gb' is no amount of memory"),
     ],
 )
-def test_what_cannot_be_is_refused_with_words(build: Any, words: str) -> None:
-    with pytest.raises(BapoError, match=words):
+def test_impossible_resources_are_refused(build: Any, message: str) -> None:
+    with pytest.raises(BapoError, match=message):
         build()
+
+
+CONNECTION = {
+    "BAPO_RELEASE": "bapo",
+    "BAPO_CONNECTION": "bapo-connection",
+    "BAPO_TOKEN_SECRET": "bapo-token",
+    "BAPO_S3_SECRET": "bapo-s3",
+    "BAPO_TRAINER_IMAGE": "registry.example/bapo/trainer:0.2.0",
+    "BAPO_TRAINER_SERVICE_ACCOUNT": "bapo-trainer",
+}
+
+
+@pytest.fixture
+def connection(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Sets the variables that the connection ConfigMap must have."""
+    for name, value in CONNECTION.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_a_deployment_has_defaults_for_what_the_chart_leaves_empty(
+    connection: pytest.MonkeyPatch,
+) -> None:
+    assert Deployment.from_settings(DeploymentSettings.load(), "team") == DEPLOYMENT
+    for name in ("PULL_SECRETS", "PULL_POLICY", "QUEUE", "NODE_SELECTOR", "TOLERATIONS"):
+        connection.setenv(f"BAPO_TRAINER_{name}", "")
+    assert Deployment.from_settings(DeploymentSettings.load(), "team") == DEPLOYMENT
+
+
+def test_a_deployment_is_read_from_the_connection_configmap(
+    connection: pytest.MonkeyPatch,
+) -> None:
+    connection.setenv("BAPO_TRAINER_PULL_SECRETS", "pull")
+    connection.setenv("BAPO_TRAINER_QUEUE", "gpus")
+    connection.setenv("BAPO_TRAINER_PRIORITY_CLASS", "batch")
+    connection.setenv("BAPO_TRAINER_NODE_SELECTOR", json.dumps(dict(FULL.node_selector)))
+    connection.setenv("BAPO_TRAINER_TOLERATIONS", json.dumps(FULL.tolerations))
+    assert Deployment.from_settings(DeploymentSettings.load(), "team") == FULL
+    connection.setenv("BAPO_TRAINER_PULL_SECRETS", "pull,other")
+    assert DeploymentSettings.load().trainer_pull_secrets == ("pull", "other")
+
+
+@pytest.mark.parametrize("name", CONNECTION)
+def test_a_missing_variable_names_the_connection_configmap(
+    connection: pytest.MonkeyPatch, name: str
+) -> None:
+    connection.delenv(name)
+    with pytest.raises(ConfigError, match=f"{name} is not set: .*<release>-connection"):
+        DeploymentSettings.load()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("BAPO_TRAINER_TOLERATIONS", "["),
+        ("BAPO_TRAINER_TOLERATIONS", "{}"),
+        ("BAPO_TRAINER_NODE_SELECTOR", "gpu=h200"),
+    ],
+)
+def test_an_invalid_variable_names_the_connection_configmap(
+    connection: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    connection.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{name}.*: .*<release>-connection"):
+        DeploymentSettings.load()

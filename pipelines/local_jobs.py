@@ -1,0 +1,271 @@
+"""A small training operator for processes of this machine.
+
+It stands in for the Kubeflow training operator where there is no cluster. A job is a directory with
+`job.json` (its manifest), `state.json` and the logs. An operator for each job
+(`python -m pipelines.local_jobs DIRECTORY`) runs the containers' commands with the variables that
+the training operator injects, and restarts them as `restartPolicy: ExitCode` demands.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bapo_core.errors import BapoError
+from pipelines.backends import JobState
+from pipelines.pytorchjob import RUN_LABEL, SPEC_HASH_LABEL
+from services.common.process import ChildProcess, python_command, stop_on_signals
+from services.stack.supervisor import free_ports
+
+POLL_INTERVAL_S = 0.2
+STOP_WITHIN_S = 20.0
+RETRYABLE_FROM = 128
+"""Smallest exit code after which the training operator restarts a worker."""
+MANIFEST, STATE, OPERATOR = "job.json", "state.json", "operator.pid"
+"""Files of a job. The operator holds a lock on the last one while it runs."""
+
+
+class LocalBackend:
+    """Runs training jobs as processes of this machine, one directory for each job."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def create(self, job: dict[str, Any]) -> bool:
+        directory = self._directory / job["metadata"]["name"]
+        new = Path(tempfile.mkdtemp(prefix=".", dir=self._directory))
+        (new / MANIFEST).write_text(json.dumps(job, indent=2))
+        _write_state(new, JobState("waiting"))
+        try:
+            new.rename(directory)
+        except OSError as error:
+            shutil.rmtree(new)
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+            return False
+        with (
+            (directory / "operator.log").open("wb") as log,
+            (directory / OPERATOR).open("w") as lock,
+        ):
+            # The operator inherits the open file, and so holds the lock until it ends.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # No `ChildProcess`: it outlives the step that created it, as a job of a cluster would.
+            process = subprocess.Popen(
+                python_command("pipelines.local_jobs", str(directory)),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[lock.fileno()],
+                start_new_session=True,
+            )
+            lock.write(str(process.pid))
+        return True
+
+    def state(self, name: str) -> JobState | None:
+        directory = self._directory / name
+        try:
+            state = _read_state(directory)
+            if not state.finished and not _is_running(directory):
+                state = _read_state(directory)  # it may have finished since the first read
+                if not state.finished:
+                    state = JobState("failed", f"its operator was killed; see {directory}")
+            labels = json.loads((directory / MANIFEST).read_text())["metadata"]["labels"]
+        except FileNotFoundError:
+            return None
+        return replace(state, spec_hash=labels[SPEC_HASH_LABEL])
+
+    def delete(self, name: str) -> None:
+        directory = self._directory / name
+        if (directory / OPERATOR).exists():
+            _stop_operator(directory)
+        shutil.rmtree(directory, ignore_errors=True)
+
+    def jobs(self) -> dict[str, str]:
+        runs = {}
+        for manifest in self._directory.glob(f"[!.]*/{MANIFEST}"):
+            labels = json.loads(manifest.read_text())["metadata"]["labels"]
+            runs[manifest.parent.name] = labels[RUN_LABEL]
+        return runs
+
+    def abandoned(self, name: str) -> bool:  # noqa: ARG002
+        """Always returns False: locally, an abandoned job is detected through its run's status."""
+        return False
+
+
+def _is_running(directory: Path) -> bool:
+    """Whether the job's operator runs, and so holds its lock."""
+    if not (directory / OPERATOR).exists():
+        return False  # the process that created the job ended before it started the operator
+    with (directory / OPERATOR).open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _stop_operator(directory: Path) -> None:
+    """Stops the operator, which stops its workers."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if not _is_running(directory):
+            return
+        os.kill(int((directory / OPERATOR).read_text()), number)
+        deadline = time.monotonic() + STOP_WITHIN_S
+        while _is_running(directory) and time.monotonic() < deadline:
+            time.sleep(POLL_INTERVAL_S)
+
+
+def _read_state(directory: Path) -> JobState:
+    return JobState(**json.loads((directory / STATE).read_text()))
+
+
+def _write_state(directory: Path, state: JobState) -> None:
+    new = directory / f"{STATE}.new"
+    new.write_text(json.dumps(asdict(state)))
+    new.rename(directory / STATE)
+
+
+# ---- the operator of one job --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """How the first worker of a job ended."""
+
+    code: int
+    """Exit code, 128 and the signal's number when a signal killed the worker."""
+    reason: str
+
+
+def operate(directory: Path) -> JobState:
+    """Runs a job until it has finished. Raises `BapoError` for a manifest that cannot run here."""
+    job = json.loads((directory / MANIFEST).read_text())
+    limit = job["spec"]["runPolicy"]["backoffLimit"]
+    restarts = 0
+    while True:
+        _write_state(directory, JobState("running", f"{restarts} restarts" if restarts else ""))
+        worker = _run_workers(job, directory)
+        if worker.code == 0:
+            return JobState("succeeded")
+        if worker.code < RETRYABLE_FROM:
+            return JobState("failed", worker.reason)
+        if restarts == limit:
+            return JobState("failed", f"{worker.reason}; {restarts} restarts did not mend it")
+        restarts += 1
+        _write_state(directory, JobState("restarting", worker.reason))
+
+
+def _run_workers(job: Mapping[str, Any], directory: Path) -> WorkerExit:
+    """Runs the workers until the first one ends, and stops the others.
+
+    With an elastic policy, the job succeeds as soon as one worker does.
+    """
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    container = worker["template"]["spec"]["containers"][0]
+    injected = injected_variables(job, f"127.0.0.1:{free_ports(1)[0]}")
+    processes: list[ChildProcess] = []
+    try:
+        for number in range(worker["replicas"]):
+            processes.append(
+                ChildProcess(
+                    [*container["command"], *container["args"]],
+                    environment=_variables(container, directory / f"volumes-{number}", injected),
+                    log=directory / f"worker-{number}.log",
+                    append_log=True,
+                )
+            )
+        while True:
+            ended = [process for process in processes if process.exit_code is not None]
+            if ended:
+                process = max(ended, key=lambda process: process.exit_code != 0)
+                number, code = processes.index(process), process.wait()
+                code = code if code >= 0 else 128 - code
+                reason = f"worker-{number} exited with {code}: {process.last_error()}"
+                return WorkerExit(code, reason)
+            time.sleep(POLL_INTERVAL_S)
+    finally:
+        _stop_workers(processes)
+
+
+def injected_variables(job: Mapping[str, Any], endpoint: str) -> dict[str, str]:
+    """Returns the variables that the training operator gives the workers of an elastic job.
+
+    endpoint: `host:port` of the rendezvous; in a cluster, the name of the first worker.
+    """
+    policy = job["spec"]["elasticPolicy"]
+    settings = [f"{setting['key']}={setting['value']}" for setting in policy["rdzvConf"]]
+    return {
+        "PYTHONUNBUFFERED": "1",
+        "PET_RDZV_ENDPOINT": endpoint,
+        "PET_RDZV_BACKEND": policy["rdzvBackend"],
+        "PET_RDZV_ID": policy["rdzvId"],
+        "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}",
+        "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
+        "PET_RDZV_CONF": ",".join(settings),
+    }
+
+
+def _variables(
+    container: Mapping[str, Any], volumes: Path, injected: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns the container's environment, with its volumes as directories below `volumes`.
+
+    The contents of the ConfigMap and the Secrets are in this process's environment, as they are in
+    that of the step that created the job. Raises `BapoError` when the job refers to others.
+    """
+    inherited = dict(os.environ)
+    available = {
+        inherited.get(f"BAPO_{kind}") for kind in ("CONNECTION", "TOKEN_SECRET", "S3_SECRET")
+    }
+    for source in container["envFrom"]:
+        reference = source.get("configMapRef") or source["secretRef"]
+        if reference["name"] not in available:
+            raise BapoError(f"the job refers to {reference['name']!r}, which does not exist")
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    variables = {variable["name"]: variable["value"] for variable in container["env"]}
+    for name, value in variables.items():
+        if value in mounts:
+            volume = volumes / mounts[value]
+            volume.mkdir(parents=True, exist_ok=True)
+            variables[name] = str(volume)
+    # `python` of the command is this interpreter.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{inherited.get('PATH', '')}"
+    return {**inherited, **variables, **injected, "PATH": path}
+
+
+def _stop_workers(workers: list[ChildProcess]) -> None:
+    """Stops all workers at the same time, in less time than the operator itself is given."""
+    for worker in workers:
+        worker.send_signal(signal.SIGTERM)
+    for worker in workers:
+        try:
+            worker.wait(STOP_WITHIN_S / 2)
+        except subprocess.TimeoutExpired:
+            worker.kill_group()
+
+
+def main() -> None:
+    stop_on_signals()
+    directory = Path(sys.argv[1])
+    try:
+        state = operate(directory)
+    except BapoError as error:
+        state = JobState("failed", str(error))
+    _write_state(directory, state)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Reads a run's metrics from the buffer service as points of named curves, for other tools."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from services.buffer.api.client import BufferClient
+from services.buffer.api.wire import Evaluation, StepView
+
+POLL_INTERVAL_S = 5.0
+FINAL_STATUSES = ("finished", "failed", "stopped", "deleting")
+
+
+@dataclass
+class Position:
+    """How far a run has been read: the last step, and the last version whose evaluation is read."""
+
+    step: int = 0
+    version: int = 0
+
+
+def curves(step: StepView) -> dict[str, float]:
+    """Returns the value of every curve at a training step, by the curve's name."""
+    counts = {f"groups/{source}": float(count) for source, count in step.counts.items()}
+    rewards = {"reward": step.r_tot, "window/c2": step.c2, "window/c3": step.c3}
+    return rewards | counts | {"rollout_tokens": float(step.tokens)} | step.metrics
+
+
+def evaluation_curves(evaluation: Evaluation) -> dict[str, float]:
+    """Returns the curves' values of an evaluation.
+
+    They belong to step `version - 1`, whose update made the version.
+    """
+    return {
+        "evaluation/accuracy": evaluation.mean_accuracy,
+        "evaluation/prompts_at_0": float(evaluation.bins[0]),
+    }
+
+
+def new_points(
+    buffer: BufferClient, position: Position
+) -> Iterator[tuple[int, float, dict[str, float]]]:
+    """Yields (step, Unix time, values) of the steps and evaluations after `position`, and moves it.
+
+    Evaluations have no time of their own; they get that of the last step.
+    """
+    unix_time = 0.0
+    for step in buffer.steps(after=position.step):
+        position.step, unix_time = step.step, step.committed_at.timestamp()
+        yield step.step, unix_time, curves(step)
+    for evaluation in buffer.evaluations():
+        if evaluation.version > position.version:
+            position.version = evaluation.version
+            yield position.version - 1, unix_time or time.time(), evaluation_curves(evaluation)
