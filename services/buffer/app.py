@@ -48,7 +48,8 @@ def create_app(database_url: str, store: ObjectStore, admin_token: str) -> FastA
         store.ensure_bucket()
         _accept_token(engine, admin_token)
         service.use_loop(asyncio.get_running_loop())
-        # Imported modules never become garbage; keep the garbage collector from scanning them.
+        # `gc.freeze()`: imported modules never become garbage; keep the garbage collector from
+        # scanning them.
         gc.collect()
         gc.freeze()
         yield

@@ -226,7 +226,7 @@ class ObjectStore:
             raise self._failure("write", key, error) from error
 
     def get(self, key: str, digest: str) -> bytes:
-        """Returns the bytes of `key`. Raises `ObjectStoreError` if they do not have `digest`."""
+        """Returns the bytes of `key`. Raises `ObjectStoreError` if they do not have the digest."""
         data = self._repeat(lambda: self._get(key))
         if digest_of(data) != digest:
             raise _damaged(f"{self.settings.bucket}/{key}", digest)

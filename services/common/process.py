@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 STOP_WITHIN_S = 15.0
 """Seconds after which a child that was asked to stop is killed, unless its owner says otherwise."""
 EXIT_RETRYABLE = 138
-"""Exit code of a process that a restart may mend.
+"""Exit code of a process that a restart may fix.
 
 Kubernetes' operators restart what exits with 128 to 255, and give up on 1 to 127.
 """
@@ -166,9 +166,9 @@ def as_user(user: str | None) -> dict[str, Any]:
 
 
 def run_until_error(work: Callable[[], None]) -> None:
-    """Runs a process's work; an error becomes a log line that its supervisor shows.
+    """Runs a process's work, and logs the error that ends it, for its supervisor to show.
 
-    Exits with 1 for a `BapoError`, which a restart does not mend (a wrong configuration, an unknown
+    Exits with 1 for a `BapoError`, which a restart does not fix (a wrong configuration, an unknown
     task), and with `EXIT_RETRYABLE` for a `TransientError` and for any unforeseen exception.
     """
     try:

@@ -26,8 +26,7 @@ PROMPTS_PER_UPLOAD = 5_000
 class BufferClient:
     """Calls of one process to the buffer service, on behalf of an attempt of a run.
 
-    Every call is idempotent and is repeated while the service does not answer. Every call may
-    raise:
+    Every call is repeated while the service does not answer. Every call may raise:
 
     - `ServiceUnavailable` when the service has not answered for `give_up_s` seconds;
     - `Superseded` when a newer attempt has taken over or the run was stopped: end the process;

@@ -1,4 +1,4 @@
-"""Trajectory files: what goes in comes out, and what is not whole groups stays out."""
+"""Trajectory files: decoding inverts encoding, and anything but whole groups is refused."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ groups = st.builds(
 
 
 @given(st.lists(groups, max_size=4))
-def test_what_goes_in_comes_out(written: list[TrajectoryGroup]) -> None:
+def test_decoding_inverts_encoding(written: list[TrajectoryGroup]) -> None:
     assert decode_groups(encode_groups(written)) == written
 
 
 def rows() -> list[dict[str, Any]]:
-    """Two groups of two responses."""
+    """Rows of two groups of two responses."""
     return [
         {
             "group": group,
@@ -85,7 +85,7 @@ def rows() -> list[dict[str, Any]]:
         (0, {"text": None}, "must not hold nulls"),
     ],
 )
-def test_what_is_not_whole_groups_is_refused(
+def test_anything_but_whole_groups_is_refused(
     row: int, change: dict[str, Any], message: str
 ) -> None:
     wrong = rows()
