@@ -111,9 +111,9 @@ class Watch(TrainerCallback):
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """Builds a tokenizer of one word, because the trainer requires one."""
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "word": 2}, unk_token="word"))
+    backend = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1, "word": 2}, unk_token="word"))
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"
+        tokenizer_object=backend, pad_token="<pad>", eos_token="<eos>"
     )
 
 

@@ -37,7 +37,7 @@ class StepResults:
     """Whether the clip then cut the token's gradient off."""
     mask: Tensor
     advantages: Tensor
-    """(N,) of each response."""
+    """(N,) advantage of each response."""
     sources: list[str]
     """(N,) source of each response's group."""
     positions: Tensor

@@ -20,8 +20,7 @@ from services.common.dtypes import SAFETENSORS_DTYPES
 from services.common.objectstore import BinarySource, BytesContent, Content
 
 LARGEST_SHARD = "256MB"
-"""Largest file of weights. Several are transferred at a time, and one that breaks off starts anew.
-"""
+"""Largest size of a file of weights: a transfer that breaks off loses at most one file."""
 INDEX = "model.safetensors.index.json"
 DESCRIPTIONS = (".json", ".jinja", ".model", ".txt")
 """Suffixes of the files of a model directory that are copied: configuration and tokenizer."""

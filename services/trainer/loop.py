@@ -275,7 +275,7 @@ def explain_out_of_memory() -> Iterator[None]:
         raise BapoError(
             f"out of memory ({reason}): lower optimizer.microbatch_tokens, set "
             "trainer.gradient_checkpointing or trainer.offload, or train with more processes; "
-            "docs/scaling.md has the memory that each part takes"
+            "docs/scaling.md lists how much memory each part takes"
         ) from error
 
 

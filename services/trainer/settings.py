@@ -20,5 +20,5 @@ class TrainerSettings(BufferClientSettings, ObjectStoreClientSettings):
     """Directory of the initial model on this machine, where the run's `model.path` is not."""
     # Not a `TrainerConfig`: BAPO_TRAINER_IMAGE and its like would be taken for keys of it.
     trainer: str | None = None
-    """The configuration's `trainer` section as JSON, in place of the stored one: it says how a
-    step is computed here, not what is computed."""
+    """The configuration's `trainer` section as JSON, in place of the stored one: it affects how a
+    step is computed here, and not its result."""

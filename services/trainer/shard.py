@@ -54,7 +54,7 @@ def shard(policy: Sharded, ranks: Ranks, *, offload: bool = False) -> Sharded:
     offload_policy = CPUOffloadPolicy(pin_memory=cuda) if offload else OffloadPolicy()
     modules: list[nn.Module] = [*_layers(policy.model), policy]
     for module in modules:
-        # Moves the module to the device as a whole before sharding it: one layer at a time.
+        # Moves the module to the device before sharding it: one full layer at a time is there.
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload_policy)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)

@@ -1,4 +1,4 @@
-"""What the loss of a step compares each token with, and what became of each token."""
+"""Targets of a step's loss, and the results of each token that was trained on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Targets:
     current_logprobs: Tensor
     """Log-probs under theta_t, the policy before this step's first update."""
     values: ValueTargets | None = None
-    """What the critic learns from; None without a critic."""
+    """Targets of the critic; None without one."""
 
 
 @dataclass(frozen=True, slots=True)
