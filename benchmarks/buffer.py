@@ -1,17 +1,17 @@
-"""The buffer service at size: 1,000,000 prompts and 10,000,000 groups.
+"""Measures the buffer service with 1,000,000 prompts and 10,000,000 groups.
 
     python -m benchmarks.buffer [--prompts 1000000] [--steps 39000]
                                 [--out benchmarks/results/buffer.json]
 
-Fills a database directly (COPY), then asks the real service over HTTP, one call at a time:
+Fills a database directly (COPY), then calls the real service over HTTP, one call at a time:
 
-- building a batch of 256 groups, and committing it;
-- every statistics route, with parameters drawn anew for each call;
-- ingest of a step (256 groups x 8 responses x 512 tokens), against a bare S3 PUT of the same bytes
-  plus COPY of the same rows.
+- builds batches of 256 groups and commits them;
+- calls every statistics route, with parameters drawn at random for each call;
+- ingests steps (256 groups x 8 responses x 512 tokens), and compares that with a bare S3 PUT of the
+  same bytes plus COPY of the same rows.
 
-Each figure stands beside that of a run of 2,000 prompts in the same service: how much of it is
-size, and how much is the machine.
+The same is measured for a run of 2,000 prompts in the same service, which tells the effect of size
+from that of the machine.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BATCH, SIZE, TOKENS = 256, 8, 512
 SNAPSHOT_EVERY = 32
 SMALL_PROMPTS, SMALL_STEPS = 2_000, 200
 CALLS = 60
-"""Of each kind; p95 is then the fourth largest."""
+"""Measured calls of each route; p95 is then the fourth largest."""
 BUILDS = 120
 
 
@@ -57,7 +57,7 @@ BUILDS = 120
 
 @dataclass(frozen=True)
 class Filled:
-    """A run that is in the database."""
+    """The name and size of a run that is filled into the database."""
 
     name: str
     prompts: int
@@ -76,22 +76,22 @@ class Filled:
 
 
 def fill(url: str, run: Filled, console: Console) -> None:
-    """Every table as the service would have written it after `run.steps` commits."""
+    """Fills every table as the service would have after `run.steps` commits."""
     rng = np.random.default_rng(run.prompts)
     correct = rng.integers(0, SIZE + 1, (run.steps, BATCH), dtype=np.uint8)
-    # Some prompts never succeed: a listing of the hardest has something to list.
+    # Some prompts never succeed, so that the listing of the hardest prompts is not empty.
     position = (np.arange(run.steps)[:, None] * BATCH + np.arange(BATCH)) % run.prompts
     correct[position % 10 == 0] = 0
     with psycopg.connect(url, autocommit=True) as connection:
-        # The rows are right by construction: checking ten million foreign keys takes minutes.
+        # The rows are right by construction, and checking ten million foreign keys takes minutes.
         connection.execute("set session_replication_role = replica")
         run_id, first_prompt = _fill_run(connection, run)
-        console.print(f"{run.name}: prompts are in")
+        console.print(f"{run.name}: prompts filled")
         first_group = _fill_groups(connection, run, run_id, first_prompt, position, correct)
-        console.print(f"{run.name}: groups are in")
+        console.print(f"{run.name}: groups filled")
         _fill_derived(connection, run, run_id, first_prompt, position, correct)
         _fill_members(connection, run, run_id, first_group)
-        # What autovacuum and the checkpointer would do in the hours that this took in truth.
+        # Autovacuum and the checkpointer would have done this in the hours that such a run takes.
         connection.execute("vacuum analyze")
         connection.execute("checkpoint")
 
@@ -171,7 +171,7 @@ def _fill_derived(
     position: NDArray[Any],
     correct: NDArray[Any],
 ) -> None:
-    """Difficulty, snapshots and step records, computed as arrays."""
+    """Fills difficulty, snapshots and step records, computed as arrays."""
     n = run.prompts
     attempts = np.zeros(n, np.int64)
     first, last, best = np.zeros(n), np.zeros(n), np.zeros(n)
@@ -181,16 +181,17 @@ def _fill_derived(
     metrics = json.dumps({f"metric/{k}": 0.123456789 * k for k in range(30)})
     records, snapshots = io.StringIO(), []
     for index in range(run.steps):
-        step, at, now = index + 1, position[index], correct[index]
-        before = bins[at]
+        step, prompts, successes = index + 1, position[index], correct[index]
+        before = bins[prompts]
         counts -= np.bincount(before[before != 255], minlength=SIZE + 1)
-        counts += np.bincount(now, minlength=SIZE + 1)
-        mean = now / SIZE
-        first[at] = np.where(attempts[at] == 0, mean, first[at])
-        solved[at] = np.where((solved[at] < 0) & (now > 0), step, solved[at])
-        best[at] = np.maximum(best[at], mean)
-        last[at], seen[at], bins[at] = mean, step, now
-        attempts[at] += 1
+        counts += np.bincount(successes, minlength=SIZE + 1)
+        mean = successes / SIZE
+        first[prompts] = np.where(attempts[prompts] == 0, mean, first[prompts])
+        newly_solved = (solved[prompts] < 0) & (successes > 0)
+        solved[prompts] = np.where(newly_solved, step, solved[prompts])
+        best[prompts] = np.maximum(best[prompts], mean)
+        last[prompts], seen[prompts], bins[prompts] = mean, step, successes
+        attempts[prompts] += 1
         composition = json.dumps(
             {
                 "rolled_out": BATCH,
@@ -200,16 +201,16 @@ def _fill_derived(
                 "replayed": 64,
             }
         )
-        own = np.bincount(now, minlength=SIZE + 1).tolist()
+        step_bins = np.bincount(successes, minlength=SIZE + 1).tolist()
         records.write(
             f"{run_id}\t{step}\t0.5\t0.3\t0.45\t{composition}\t{BATCH * SIZE}\t{BATCH * SIZE * 100}"
-            f"\t{own}\t{counts.tolist()}\t{metrics}\t2026-01-01\n"
+            f"\t{step_bins}\t{counts.tolist()}\t{metrics}\t2026-01-01\n"
         )
         if step % SNAPSHOT_EVERY == 0:
             snapshots.append((step, bins.tobytes()))
-    for step, taken in snapshots:
+    for step, snapshot in snapshots:
         connection.execute(
-            "insert into difficulty_snapshot values (%s, %s, %s)", [run_id, step, taken]
+            "insert into difficulty_snapshot values (%s, %s, %s)", [run_id, step, snapshot]
         )
     _copy(
         connection,
@@ -243,7 +244,11 @@ def _fill_members(
     run_id: int,
     first_group: int,
 ) -> None:
-    """128 fresh groups a batch; 64 in the high-quality buffer for 3 steps, 16 in the other."""
+    """Fills batches and buffers.
+
+    Each step has 128 fresh groups in its batch, puts 64 into the high-quality buffer for 3 steps,
+    and 16 into the hard buffer for 16 steps.
+    """
 
     def members() -> Iterator[str]:
         for index in range(run.steps):
@@ -253,18 +258,18 @@ def _fill_members(
     def entries() -> Iterator[str]:
         for index in range(run.steps):
             start, step = first_group + index * BATCH, index + 1
-            parts = []
-            for buffer, offset, count, stay, why in (
+            lines = []
+            for buffer, offset, count, stay, reason in (
                 ("high_quality", 0, 64, 3, "expired"),
                 ("hard", 64, 16, 16, "capacity"),
             ):
-                gone = step + stay
-                end = f"{gone}\t{why}" if gone <= run.steps else "\\N\t\\N"
-                parts += [
+                evicted = step + stay
+                end = f"{evicted}\t{reason}" if evicted <= run.steps else "\\N\t\\N"
+                lines += [
                     f"{run_id}\t{buffer}\t{start + offset + n}\t0.375\t{step}\t{end}\n"
                     for n in range(count)
                 ]
-            yield "".join(parts)
+            yield "".join(lines)
 
     _copy(connection, "batch_member", "run_id, step, position, group_id, source", members())
     _copy(
@@ -275,11 +280,11 @@ def _fill_members(
     )
 
 
-# ---- asking -------------------------------------------------------------------------------------
+# ---- reading ------------------------------------------------------------------------------------
 
 
-def questions(run: Filled, rng: random.Random) -> dict[str, Callable[[], str]]:
-    """A path for each statistics route, with parameters that are drawn at every call."""
+def route_paths(run: Filled, rng: random.Random) -> dict[str, Callable[[], str]]:
+    """Returns for each statistics route a function that draws a path with random parameters."""
 
     def step() -> int:
         return rng.randint(1, run.steps)
@@ -322,27 +327,27 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, round(share * (len(values) - 1)))]
 
 
-def ask_all(stack: Endpoints, run: Filled) -> dict[str, dict[str, float]]:
-    """p50 and p95 in ms of each route."""
-    found = {}
+def measure_routes(stack: Endpoints, run: Filled) -> dict[str, dict[str, float]]:
+    """Returns p50 and p95 of each route in ms."""
+    latencies = {}
     headers = {"Authorization": f"Bearer {stack.token}"}
     with httpx.Client(base_url=stack.buffer_url, headers=headers, timeout=120) as client:
-        for name, path in questions(run, random.Random(1)).items():
+        for name, path in route_paths(run, random.Random(1)).items():
             times = []
             for call in range(CALLS + 3):
                 started = time.perf_counter()
                 client.get(f"/v1/runs/{run.name}/{path()}".rstrip("/")).raise_for_status()
                 if call >= 3:
                     times.append((time.perf_counter() - started) * 1e3)
-            found[name] = {"p50_ms": percentile(times, 0.5), "p95_ms": percentile(times, 0.95)}
-    return found
+            latencies[name] = {"p50_ms": percentile(times, 0.5), "p95_ms": percentile(times, 0.95)}
+    return latencies
 
 
 # ---- writing ------------------------------------------------------------------------------------
 
 
 def trajectories(uids: list[str], version: int, tokens: int, rng: np.random.Generator) -> bytes:
-    """A step's groups as Arrow, made as columns."""
+    """Returns the groups of a step with random tokens and rewards, encoded as Arrow."""
     rows = len(uids) * SIZE
     offsets = np.arange(rows + 1, dtype=np.int32) * tokens
 
@@ -369,7 +374,7 @@ def trajectories(uids: list[str], version: int, tokens: int, rng: np.random.Gene
 
 
 def build_batches(stack: Endpoints, run: Filled) -> dict[str, float]:
-    """Building and committing the batches of the next steps: ms."""
+    """Returns the latencies of building and committing the batches of the next steps, in ms."""
     client = BufferClient(stack.buffer_url, stack.token, run=run.name, attempt=1)
     rng = np.random.default_rng(2)
     built, committed = [], []
@@ -395,7 +400,7 @@ def build_batches(stack: Endpoints, run: Filled) -> dict[str, float]:
 
 
 def ingest(stack: Endpoints, run: Filled, url: str) -> dict[str, float]:
-    """Seconds to take in a step, and to PUT and COPY the same bytes and rows without a service."""
+    """Returns the seconds to ingest a step, and to PUT and COPY the same without the service."""
     client = BufferClient(stack.buffer_url, stack.token, run=run.name, attempt=1)
     store = ObjectStore(stack.object_store)
     rng = np.random.default_rng(3)
@@ -444,7 +449,7 @@ def _bare_rows(run: Filled, number: int, digest: str) -> Iterator[str]:
 
 
 def serving(stack: Endpoints, run: Filled) -> dict[str, dict[str, float]]:
-    """MiB by which the service's peak memory rises while it serves one group, and a whole batch."""
+    """Returns the rise of the service's peak memory in MiB while it serves a group and a batch."""
     client = BufferClient(stack.buffer_url, stack.token, run=run.name, attempt=1)
     step = client.run_state().current_step + 1
     if run.config.schedule.reevaluates_at(step):
@@ -454,7 +459,7 @@ def serving(stack: Endpoints, run: Filled) -> dict[str, dict[str, float]]:
         client.post_groups(step, "reevaluation", body)
     members = client.batch(step).members
     large = [member for member in members if member.step == step]
-    found = {}
+    memory = {}
     for name, path, groups in (
         ("one group", f"groups/{large[0].group_id}/arrow", 1),
         ("batch", f"batches/{step}/arrow", len(members)),
@@ -464,21 +469,21 @@ def serving(stack: Endpoints, run: Filled) -> dict[str, dict[str, float]]:
         rises = []
         for _ in range(5):
             before = process.memory_info().rss
-            # Starts the kernel's high-water mark anew.
+            # Resets the kernel's high-water mark (VmHWM).
             Path(f"/proc/{process.pid}/clear_refs").write_text("5")
             size = 0
             headers = {"Authorization": f"Bearer {stack.token}"}
             with httpx.stream("GET", url, headers=headers, timeout=60) as answer:
                 answer.raise_for_status()
-                for part in answer.iter_bytes():
-                    size += len(part)
+                for chunk in answer.iter_bytes():
+                    size += len(chunk)
             rises.append((_peak(process.pid) - before) / 2**20)
-        found[name] = {
+        memory[name] = {
             "groups": groups,
             "mib_served": size / 2**20,
             "peak_rise_mib": statistics.median(rises),
         }
-    return found
+    return memory
 
 
 def _peak(pid: int) -> int:
@@ -492,7 +497,7 @@ def _peak(pid: int) -> int:
 
 
 def service_memory(stack: Endpoints) -> float:
-    """MiB resident in the buffer service's process."""
+    """Returns the resident memory of the buffer service's process in MiB."""
     return float(service_process(stack).memory_info().rss / 2**20)
 
 
@@ -501,7 +506,7 @@ def service_process(stack: Endpoints) -> psutil.Process:
     for connection in psutil.net_connections("tcp"):
         if connection.laddr.port == port and connection.status == psutil.CONN_LISTEN:
             return psutil.Process(connection.pid)
-    raise RuntimeError(f"nobody listens on port {port}")
+    raise RuntimeError(f"no process listens on port {port}")
 
 
 def measure(prompts: int, steps: int, console: Console) -> dict[str, Any]:
@@ -522,8 +527,8 @@ def measure(prompts: int, steps: int, console: Console) -> dict[str, Any]:
             console.print(f"{run.name}: filled in {time.perf_counter() - started:.0f} s")
         result["memory_before_mib"] = service_memory(stack)
         for run in runs:
-            result[run.name] = {"routes": ask_all(stack, run)}
-            console.print(f"{run.name}: routes asked")
+            result[run.name] = {"routes": measure_routes(stack, run)}
+            console.print(f"{run.name}: routes measured")
         result["memory_after_routes_mib"] = service_memory(stack)
         for run in runs:
             result[run.name] |= build_batches(stack, run)
@@ -539,7 +544,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/buffer.json"))
     parser.add_argument("--prompts", type=int, default=1_000_000)
-    parser.add_argument("--steps", type=int, default=39_063, help="of 256 groups each")
+    parser.add_argument("--steps", type=int, default=39_063, help="steps of 256 groups each")
     arguments = parser.parse_args()
     result = measure(arguments.prompts, arguments.steps, Console())
     arguments.out.parent.mkdir(parents=True, exist_ok=True)

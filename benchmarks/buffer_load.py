@@ -1,11 +1,12 @@
-"""The buffer service under load: 64 runs and 8 dashboards at once, for ten minutes.
+"""Loads the buffer service with 64 runs and 8 dashboards at once, for ten minutes.
 
     python -m benchmarks.buffer_load [--runs 64] [--dashboards 8] [--minutes 10] [--pace 10]
 
-Each run has a collector and a trainer, which make a step of 64 groups x 8 responses x 128 tokens
-every `pace` seconds: prompts, groups, batch, commit, a checkpoint every fifth step. A dashboard
-asks for a run's state, steps, bins, prompts and buffers every two seconds, with If-None-Match. The
-same first with one run and no dashboard, to tell the load from the machine. Any error fails it.
+Each run plays a collector and a trainer, which make a step of 64 groups x 8 responses x 128 tokens
+every `pace` seconds: prompts, groups, batch, commit, and a checkpoint every fifth step. A dashboard
+asks for a run's state, steps, bins, prompts and buffers every two seconds, with If-None-Match. One
+run without dashboards is measured first, which tells the effect of the load from that of the
+machine. Any error fails the benchmark.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from services.datasets import load_datasets
 from services.stack.stack import Endpoints, running_stack
 
 GROUPS, TOKENS = 64, 128
-T = TypeVar("T")
-Given = ParamSpec("Given")
+Result = TypeVar("Result")
+Parameters = ParamSpec("Parameters")
 
 
-class Clock:
-    """Milliseconds of every call, by its name; and what went wrong."""
+class CallTimer:
+    """Collects the latencies of calls by name, in milliseconds, and their errors."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -48,10 +49,15 @@ class Clock:
         self.errors: list[str] = []
 
     def time(
-        self, name: str, call: Callable[Given, T], *given: Given.args, **more: Given.kwargs
-    ) -> T:
+        self,
+        name: str,
+        call: Callable[Parameters, Result],
+        *arguments: Parameters.args,
+        **options: Parameters.kwargs,
+    ) -> Result:
+        """Calls `call` and records its latency."""
         started = time.perf_counter()
-        result = call(*given, **more)
+        result = call(*arguments, **options)
         with self._lock:
             self.times[name].append((time.perf_counter() - started) * 1e3)
         return result
@@ -95,46 +101,46 @@ def create(stack: Endpoints, name: str) -> BufferClient:
     return client
 
 
-def train(client: BufferClient, clock: Clock, until: float, pace: float, seed: int) -> None:
-    """A collector and a trainer, step after step."""
+def train(client: BufferClient, timer: CallTimer, until: float, pace: float, seed: int) -> None:
+    """Plays the collector and the trainer of one run, step after step."""
     rng = np.random.default_rng(seed)
     begins = time.monotonic() + pace * random.Random(seed).random()
     step = 0
     while (begins := begins + pace) < until:
         time.sleep(max(0.0, begins - time.monotonic()))
         step += 1
-        make_step(client, clock, step, rng)
+        make_step(client, timer, step, rng)
 
 
-def make_step(client: BufferClient, clock: Clock, step: int, rng: np.random.Generator) -> None:
+def make_step(client: BufferClient, timer: CallTimer, step: int, rng: np.random.Generator) -> None:
     kinds: list[wire.Kind] = ["fresh"]
     if config(client.run).schedule.reevaluates_at(step):
         kinds.append("reevaluation")
     for kind in kinds:
-        prompts = clock.time("prompts", client.step_prompts, step, kind)
+        prompts = timer.time("prompts", client.step_prompts, step, kind)
         uids = [prompt.uid for prompt in prompts.prompts]
         if uids:
             body = trajectories(uids, prompts.policy_version, TOKENS, rng)
-            clock.time("groups", client.post_groups, step, kind, body)
-    clock.time("batch", client.batch, step)
-    clock.time("commit", client.commit, step, {"loss": 0.5, "entropy": 1.0})
+            timer.time("groups", client.post_groups, step, kind, body)
+    timer.time("batch", client.batch, step)
+    timer.time("commit", client.commit, step, {"loss": 0.5, "entropy": 1.0})
     if step % 5 == 0:
-        clock.time("checkpoint", client.record_checkpoint, step, "c" * 64)
+        timer.time("checkpoint", client.record_checkpoint, step, "c" * 64)
 
 
-def watch(stack: Endpoints, name: str, clock: Clock, until: float) -> None:
-    """A dashboard on one run."""
+def watch(stack: Endpoints, name: str, timer: CallTimer, until: float) -> None:
+    """Plays a dashboard that shows one run."""
     tags: dict[str, str] = {}
     paths = ("", "/steps?points=500", "/difficulty/bins", "/prompts?order=hardest", "/buffers/hard")
     headers = {"Authorization": f"Bearer {stack.token}"}
     with httpx.Client(base_url=stack.buffer_url, headers=headers, timeout=30) as client:
         while time.monotonic() < until:
             for path in paths:
-                known = {"If-None-Match": tags[path]} if path in tags else {}
+                condition = {"If-None-Match": tags[path]} if path in tags else {}
                 url = f"/v1/runs/{name}{path}"
-                answer = clock.time("dashboard", client.get, url, headers=known)
+                answer = timer.time("dashboard", client.get, url, headers=condition)
                 if answer.status_code not in (200, 304):
-                    clock.errors.append(f"{url}: {answer.status_code}")
+                    timer.errors.append(f"{url}: {answer.status_code}")
                 tags[path] = answer.headers.get("etag", "")
             time.sleep(2)
 
@@ -142,23 +148,23 @@ def watch(stack: Endpoints, name: str, clock: Clock, until: float) -> None:
 def load(
     stack: Endpoints, prefix: str, runs: int, dashboards: int, minutes: float, pace: float
 ) -> Any:
-    """What every call took while so many runs and dashboards were at work."""
+    """Returns the latencies of all calls with so many runs and dashboards at the same time."""
     clients = [create(stack, f"{prefix}-{n}") for n in range(runs)]
-    clock = Clock()
+    timer = CallTimer()
     until = time.monotonic() + 60 * minutes
     with ThreadPoolExecutor(runs + dashboards) as pool:
         jobs = [
-            pool.submit(train, client, clock, until, pace, n) for n, client in enumerate(clients)
+            pool.submit(train, client, timer, until, pace, n) for n, client in enumerate(clients)
         ]
         jobs += [
-            pool.submit(watch, stack, f"{prefix}-{n % runs}", clock, until)
+            pool.submit(watch, stack, f"{prefix}-{n % runs}", timer, until)
             for n in range(dashboards)
         ]
         for job in jobs:
             job.result()
-    if clock.errors:
-        raise RuntimeError(f"{len(clock.errors)} errors, the first: {clock.errors[0]}")
-    return {"runs": runs, "dashboards": dashboards, "calls": clock.summary()}
+    if timer.errors:
+        raise RuntimeError(f"{len(timer.errors)} errors, the first: {timer.errors[0]}")
+    return {"runs": runs, "dashboards": dashboards, "calls": timer.summary()}
 
 
 def main() -> None:
@@ -167,7 +173,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=64)
     parser.add_argument("--dashboards", type=int, default=8)
     parser.add_argument("--minutes", type=float, default=10)
-    parser.add_argument("--pace", type=float, default=10, help="seconds from step to step of a run")
+    parser.add_argument("--pace", type=float, default=10, help="seconds between the steps of a run")
     arguments = parser.parse_args()
     result: dict[str, Any] = {
         "machine": machine("sqlalchemy", "psycopg"),

@@ -157,14 +157,16 @@ def compete(contest: Contest, repeats: int, console: Console, name: str) -> dict
     engine: list[Timing] = []
     generate: list[Timing] = []
 
-    def ours(seed: int) -> None:
+    def time_engine(seed: int) -> None:
         engine.append(contest.run_engine(seed)[0])
 
-    def theirs(seed: int) -> None:
+    def time_generate(seed: int) -> None:
         generate.append(contest.run_generate(seed))
 
     for seed in range(1, repeats + 1):
-        order: list[Callable[[int], None]] = [ours, theirs] if seed % 2 else [theirs, ours]
+        order: list[Callable[[int], None]] = [time_engine, time_generate]
+        if seed % 2 == 0:
+            order.reverse()
         for run in order:
             run(seed)
         console.print(
@@ -179,15 +181,15 @@ def compete(contest: Contest, repeats: int, console: Console, name: str) -> dict
 def _summary(
     contest: Contest, engine: list[Timing], generate: list[Timing], errors: dict[str, float]
 ) -> dict[str, Any]:
-    ours = statistics.median(timing.speed for timing in engine)
-    theirs = statistics.median(timing.speed for timing in generate)
+    engine_speed = statistics.median(timing.speed for timing in engine)
+    generate_speed = statistics.median(timing.speed for timing in generate)
     responses = len(contest.prompts) * contest.sampling.group_size
     return {
         "responses": responses,
         "mean_length": statistics.mean(timing.tokens for timing in engine) / responses,
-        "engine_tokens_per_s": ours,
-        "generate_tokens_per_s": theirs,
-        "ratio_of_medians": ours / theirs,
+        "engine_tokens_per_s": engine_speed,
+        "generate_tokens_per_s": generate_speed,
+        "ratio_of_medians": engine_speed / generate_speed,
         "ratios_of_pairs": [a.speed / b.speed for a, b in zip(engine, generate, strict=True)],
         "engine_median_s": statistics.median(timing.seconds for timing in engine),
         "generate_median_s": statistics.median(timing.seconds for timing in generate),

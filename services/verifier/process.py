@@ -52,15 +52,15 @@ class WorkerProcess:
     def __init__(self, memory_bytes: int) -> None:
         self.fate: str | None = None
         self.prepared: TaskKey | None = None
-        ours, theirs = socket.socketpair()
+        pool_end, worker_end = socket.socketpair()
         limit = struct.pack("ll", _MESSAGE_TIMEOUT_S, 0)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        self._connection = Connection(ours.detach())
-        with tempfile.TemporaryFile() as progress, theirs:
+        pool_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        pool_end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        self._connection = Connection(pool_end.detach())
+        with tempfile.TemporaryFile() as progress, worker_end:
             progress.truncate(PROGRESS.size)
             self._progress = mmap.mmap(progress.fileno(), PROGRESS.size)
-            descriptors = (theirs.fileno(), progress.fileno())
+            descriptors = (worker_end.fileno(), progress.fileno())
             arguments = map(str, (*descriptors, os.getpid(), memory_bytes))
             self._process = ChildProcess(
                 python_command("services.verifier.worker", *arguments),

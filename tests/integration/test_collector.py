@@ -18,7 +18,7 @@ from tests.integration.driver import Driver, small_config
 
 def test_a_collector_that_waits_for_weights_is_superseded(stack: Endpoints) -> None:
     driver = Driver(stack, small_config("waits-for-weights"))
-    no_tokenizer: Any = None  # nothing comes so far
+    no_tokenizer: Any = None  # never used before there are weights
     collector = Collector(
         driver.config,
         driver.client,
@@ -30,7 +30,7 @@ def test_a_collector_that_waits_for_weights_is_superseded(stack: Endpoints) -> N
     async def work() -> None:
         collecting = asyncio.create_task(collector.collect(1))
         async with asyncio.timeout(300):
-            # It has its prompts, and waits for a version that nobody publishes.
+            # It has its prompts, and waits for a version that is never published.
             while not collector._running:
                 await asyncio.sleep(0.05)
             other = BufferClient(stack.buffer_url, stack.token, run=driver.client.run)

@@ -251,7 +251,7 @@ class TestVersions:
             requests(), sampling(), policy_version=2
         )
 
-    def test_another_architecture_is_built_anew(
+    def test_another_architecture_is_built(
         self, engine: TransformersEngine, tmp_path: Path
     ) -> None:
         engine.load(save_model(tmp_path / "deep", num_hidden_layers=3), 2)

@@ -1,6 +1,7 @@
 r"""Hostile and odd responses for both tasks, each with the reward it must get.
 
-Built, not stored: a megabyte of brackets is a line of code. Deterministic, names unique.
+The cases are built by code, because a megabyte of brackets is one line of it. They are
+deterministic, and their names are unique.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class Case:
     response: str
     reward: float
     batch: str = "fast"
-    """`slow`: may take all of its deadline, or a process."""
+    """`slow` for a response that may miss its deadline or end its process; `fast` otherwise."""
 
 
 COUNTDOWN = {"nums": [3, 4, 7], "target": 84}
@@ -27,7 +28,7 @@ GOOD = {
     "countdown": "<think>easy</think><answer>3 * 4 * 7</answer>",
     "math": r"<think>easy</think> so it is \boxed{41 + 1}",
 }
-"""Right answers, to stand between the others."""
+"""Right answers, which are put between the hostile ones."""
 
 
 def corpus() -> list[Case]:
@@ -39,7 +40,7 @@ def corpus() -> list[Case]:
 # ---- countdown ----------------------------------------------------------------------------------
 
 _WRONG_EXPRESSIONS = {
-    # Python that is not arithmetic here.
+    # Python that is outside the grammar.
     "power": "3**4 * 7",
     "power-of-right": "3*4*7**1",
     "tower": "9**9**9**9",
