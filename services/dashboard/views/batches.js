@@ -190,7 +190,12 @@ export function showBatches(visit) {
             by: (member) => batch.step - member.policy_version,
             cell: (member) => format.count(batch.step - member.policy_version),
           },
-          { title: "Group", number: true, by: (member) => member.group_id, cell: (member) => member.group_id },
+          {
+            title: "Group",
+            number: true,
+            by: (member) => member.group_id,
+            cell: (member) => member.group_id,
+          },
           {
             title: "Why",
             cell: (member) =>

@@ -76,10 +76,12 @@ export function showBuffers(visit) {
   });
   const facts = h("div");
 
-  const step = stepControls("As of step", selection.step ?? run.current_step, 0, run.current_step, (chosen) => {
+  const showStep = (chosen) => {
     selection.step = chosen === visit.run.current_step ? null : chosen;
     changed({ step: selection.step });
-  });
+  };
+  const last = run.current_step;
+  const step = stepControls("As of step", selection.step ?? last, 0, last, showStep);
   const now = h(
     "button",
     {
@@ -244,7 +246,9 @@ export function showBuffers(visit) {
             number: true,
             by: (entry) => entry.evicted_step ?? Infinity,
             cell: (entry) =>
-              entry.evicted_step ? `${format.count(entry.evicted_step)} (${entry.eviction_reason})` : "in the buffer",
+              entry.evicted_step
+                ? `${format.count(entry.evicted_step)} (${entry.eviction_reason})`
+                : "in the buffer",
           },
         ],
       }),

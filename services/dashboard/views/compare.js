@@ -93,7 +93,12 @@ function comparisonView(comparison, steps) {
   });
   evaluation.update({
     x: versions,
-    series: accuracy.map((values, i) => ({ name: comparison.runs[i], color: COLORS[i], values, joined: true })),
+    series: accuracy.map((values, i) => ({
+      name: comparison.runs[i],
+      color: COLORS[i],
+      values,
+      joined: true,
+    })),
   });
   const rewards = chart({
     title: "Reward",

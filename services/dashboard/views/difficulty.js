@@ -118,7 +118,11 @@ function currentBins({ name }, newest, run) {
           cell: ({ k }) => h("a", { href: href(["runs", name, "prompts"], { bin: k }) }, binChip(k, size)),
         },
         { title: "Prompts", number: true, cell: ({ prompts }) => format.count(prompts) },
-        { title: "Share", number: true, cell: ({ prompts }) => format.percent(attempted ? prompts / attempted : null) },
+        {
+          title: "Share",
+          number: true,
+          cell: ({ prompts }) => format.percent(attempted ? prompts / attempted : null),
+        },
         {
           title: "",
           cell: ({ prompts, k }) =>
@@ -130,7 +134,11 @@ function currentBins({ name }, newest, run) {
         },
       ],
     }),
-    h("p", { class: "note" }, `${format.count(attempted)} attempted, ${format.count(newest.unseen)} not yet.`),
+    h(
+      "p",
+      { class: "note" },
+      `${format.count(attempted)} attempted, ${format.count(newest.unseen)} not yet.`,
+    ),
   ];
 }
 
@@ -228,7 +236,11 @@ function showMigration(visit, root) {
           ),
           field(
             "After",
-            select(options, String(after), (value) => ((after = Number(value)), setQuery({ after }), update())),
+            select(
+              options,
+              String(after),
+              (value) => ((after = Number(value)), setQuery({ after }), update()),
+            ),
           ),
         );
         update();

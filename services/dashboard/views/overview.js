@@ -136,7 +136,11 @@ export function showOverview(visit) {
     charts.evaluation.update({
       x: evaluations.map(({ version }) => version),
       series: [
-        { name: "accuracy", color: "var(--blue)", values: evaluations.map(({ mean_accuracy }) => mean_accuracy) },
+        {
+          name: "accuracy",
+          color: "var(--blue)",
+          values: evaluations.map((evaluation) => evaluation.mean_accuracy),
+        },
       ],
     });
     drawFacts();
@@ -154,7 +158,9 @@ export function showOverview(visit) {
         [
           "Reward",
           format.score(mean(recent.map(reward))),
-          last ? `mean of the last ${format.plural(recent.length, "step")}; last ${format.score(reward(last))}` : NO_STEP,
+          last
+            ? `mean of the last ${format.plural(recent.length, "step")}; last ${format.score(reward(last))}`
+            : NO_STEP,
         ],
         [
           "Held-out accuracy",

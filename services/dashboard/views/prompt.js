@@ -43,7 +43,8 @@ export function showPrompt(visit) {
     ),
     uid && [historyChart.element, sides, attempts],
   );
-  if (!uid) return facts.refuse({ title: "Not found", message: "The address has no uid of a prompt (?uid=…)." });
+  if (!uid)
+    return facts.refuse({ title: "Not found", message: "The address has no uid of a prompt (?uid=…)." });
 
   visit.changed((run) =>
     keepHistory({
@@ -120,7 +121,9 @@ function historyData(history, run, size) {
         kind: "points",
         color: KINDS[kind],
         marker: MARKERS[kind],
-        values: attempts.map((attempt) => (attempt.kind === kind ? (attempt.correct / attempt.size) * size : null)),
+        values: attempts.map((attempt) =>
+          attempt.kind === kind ? (attempt.correct / attempt.size) * size : null,
+        ),
         ringed: attempts.map((attempt) => attempt.batches.length > 0),
       })),
     ],
@@ -137,8 +140,8 @@ function attemptTable(name, { attempts, stays }, compare) {
     stays
       .filter((residency) => residency.group_id === attempt.group_id)
       .map(
-        (residency) =>
-          `${format.term(residency.buffer)} ${format.count(residency.inserted_step)} to ${residency.evicted_step ? `${format.count(residency.evicted_step)} (${residency.eviction_reason})` : "now"}`,
+        ({ buffer, inserted_step: from, evicted_step: to, eviction_reason: reason }) =>
+          `${format.term(buffer)} ${format.count(from)} to ${to ? `${format.count(to)} (${reason})` : "now"}`,
       )
       .join(", ");
   return [
@@ -148,7 +151,12 @@ function attemptTable(name, { attempts, stays }, compare) {
       rows: attempts,
       empty: "This prompt has not been attempted yet.",
       columns: [
-        { title: "Step", number: true, by: (attempt) => attempt.step, cell: (attempt) => format.count(attempt.step) },
+        {
+          title: "Step",
+          number: true,
+          by: (attempt) => attempt.step,
+          cell: (attempt) => format.count(attempt.step),
+        },
         { title: "Kind", by: (attempt) => attempt.kind, cell: (attempt) => format.term(attempt.kind) },
         {
           title: "Policy version",
@@ -156,7 +164,11 @@ function attemptTable(name, { attempts, stays }, compare) {
           by: (attempt) => attempt.policy_version,
           cell: (attempt) => format.count(attempt.policy_version),
         },
-        { title: "Correct", by: (attempt) => attempt.correct, cell: (attempt) => binChip(attempt.correct, attempt.size) },
+        {
+          title: "Correct",
+          by: (attempt) => attempt.correct,
+          cell: (attempt) => binChip(attempt.correct, attempt.size),
+        },
         {
           title: "Tokens",
           number: true,

@@ -155,7 +155,11 @@ export function showPrompts(visit) {
           cell: (prompt) => change(prompt.last_mean - prompt.first_mean),
         },
         { title: "Attempts", number: true, cell: (prompt) => format.count(prompt.attempts) },
-        { title: "First solved at step", number: true, cell: (prompt) => format.count(prompt.first_solved_step) },
+        {
+          title: "First solved at step",
+          number: true,
+          cell: (prompt) => format.count(prompt.first_solved_step),
+        },
         { title: "Last attempt at step", number: true, cell: (prompt) => format.count(prompt.last_step) },
       ],
     });

@@ -23,7 +23,8 @@ import { showSystem } from "./system.js";
  * @property {HTMLElement} root element that the page fills
  * @property {AbortSignal} signal aborted when the reader leaves the page
  * @property {Record<string, string>} query
- * @property {(listener: (run: any) => void) => void} changed calls the listener now and after every commit or change of status
+ * @property {(listener: (run: any) => void) => void} changed calls the listener now, and after every
+ *   commit or change of status
  */
 
 /** @type {Record<string, {title: string, show: (visit: Visit) => void, tab?: string}>} */

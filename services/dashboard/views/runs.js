@@ -151,9 +151,8 @@ export function showRuns(root, signal, query) {
       "aria-label": `Compare ${name}`,
       checked: selected.includes(name),
       onchange: (event) => {
-        selected = [...selected.filter((other) => other !== name), ...(event.target.checked ? [name] : [])].slice(
-          -2,
-        );
+        const others = selected.filter((other) => other !== name);
+        selected = [...others, ...(event.target.checked ? [name] : [])].slice(-2);
         for (const box of results.element.querySelectorAll("input[type=checkbox]")) {
           box.checked = selected.some((other) => box.getAttribute("aria-label") === `Compare ${other}`);
         }

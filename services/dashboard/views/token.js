@@ -24,7 +24,8 @@ export function askForToken(root, problem, entered) {
       "section",
       { class: "card ask" },
       h("h1", {}, "Access token"),
-      problem && h("p", { class: "problem", role: "alert" }, `The token was not accepted: ${problem.message}.`),
+      problem &&
+        h("p", { class: "problem", role: "alert" }, `The token was not accepted: ${problem.message}.`),
       h(
         "form",
         { onsubmit: submit },
