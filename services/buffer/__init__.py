@@ -1,1 +1,1 @@
-"""The buffer service, which owns all state of a run. Other packages import its `api` folder only."""
+"""The buffer service, which owns all state of a run. Others import its `api` folder only."""
