@@ -1,1 +1,1 @@
-"""The buffer service: owns all state of a run. Others import `client` and nothing else."""
+"""The buffer service, which owns all state of a run. Others import its `api` folder only."""

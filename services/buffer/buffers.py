@@ -215,5 +215,5 @@ def list_events(
 
 _ADMISSION_REASON: dict[wire.BufferName, str] = {
     "hard": "mean reward at most c1",
-    "high_quality": "mean reward in [c2, c3] of its step",
+    "high_quality": "mean reward in the replay window [c2, c3] of its step",
 }

@@ -1,1 +1,1 @@
-"""The dashboard: static files that the buffer service serves."""
+"""The dashboard: static files, which the buffer service serves."""

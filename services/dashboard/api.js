@@ -1,10 +1,10 @@
-// The buffer service: every call carries the token, every repeated GET its ETag.
+// Calls to the buffer service: each carries the token, a repeated GET the ETag of its last answer.
 
-const STORED = "bapo-token";
-const REMEMBERED = 60;
-const LONGEST_MS = 30_000;
+const TOKEN_KEY = "bapo-token";
+const MAX_CACHED = 60;
+const TIMEOUT_MS = 30_000;
 
-/** An answer that is not a success. `status` is 0 when there was none at all. */
+/** An answer that is not a success. `status` is 0 if the service did not answer. */
 export class Problem extends Error {
   constructor(status, title, detail, retryAfter = 0) {
     super(detail || title);
@@ -14,28 +14,31 @@ export class Problem extends Error {
   }
 
   /** Whether the same call may succeed later. */
-  get away() {
+  get transient() {
     return [0, 429, 502, 503, 504].includes(this.status);
   }
 }
 
-// For this tab only: a token must not outlive the visit.
-export const token = () => sessionStorage.getItem(STORED) ?? "";
-export const setToken = (value) => sessionStorage.setItem(STORED, value);
+// Session storage is for this tab only: a token must not outlive the visit.
+export const token = () => sessionStorage.getItem(TOKEN_KEY) ?? "";
+export const setToken = (value) => sessionStorage.setItem(TOKEN_KEY, value);
 export function forgetToken() {
-  sessionStorage.removeItem(STORED);
+  sessionStorage.removeItem(TOKEN_KEY);
   answers.clear();
 }
 
-/** The last answers by address: {tag, data}. The same data comes back as the same object. */
+/** The last answers by URL: {tag, data}. Unchanged data is returned as the same object. */
 const answers = new Map();
 
-/** @param {string} path below /v1 @param {Record<string, any>} query what is null is left out */
+/**
+ * @param {string} path below /v1
+ * @param {Record<string, any>} query null, undefined and empty values are left out
+ */
 export async function get(path, query = {}, signal = undefined) {
   const url = address(path, query);
-  const known = answers.get(url);
-  const response = await send(url, { signal, headers: known ? { "If-None-Match": known.tag } : {} });
-  if (response.status === 304) return known.data;
+  const cached = answers.get(url);
+  const response = await send(url, { signal, headers: cached ? { "If-None-Match": cached.tag } : {} });
+  if (response.status === 304) return cached.data;
   const data = await body(response);
   const tag = response.headers.get("etag");
   if (tag) remember(url, { tag, data });
@@ -57,23 +60,23 @@ function address(path, query) {
 function remember(url, answer) {
   answers.delete(url);
   answers.set(url, answer);
-  if (answers.size > REMEMBERED) answers.delete(answers.keys().next().value);
+  if (answers.size > MAX_CACHED) answers.delete(answers.keys().next().value);
 }
 
 async function send(url, options) {
   const headers = { Accept: "application/json", Authorization: `Bearer ${token()}`, ...options.headers };
-  const late = AbortSignal.timeout(LONGEST_MS);
-  const signal = options.signal ? AbortSignal.any([options.signal, late]) : late;
-  const response = await answered(fetch(url, { ...options, headers, signal }));
+  const timeout = AbortSignal.timeout(TIMEOUT_MS);
+  const signal = options.signal ? AbortSignal.any([options.signal, timeout]) : timeout;
+  const response = await answeredOrProblem(fetch(url, { ...options, headers, signal }));
   if (response.ok || response.status === 304) return response;
   throw await problem(response);
 }
 
 /** The JSON of an answer. */
-const body = (response) => answered(response.json());
+const body = (response) => answeredOrProblem(response.json());
 
-/** An answer that does not come, or not whole, is a problem like any other; a visit's end is not. */
-async function answered(promise) {
+/** Turns a missing or incomplete answer into a Problem; an aborted visit stays an AbortError. */
+async function answeredOrProblem(promise) {
   try {
     return await promise;
   } catch (error) {
@@ -97,6 +100,6 @@ async function problem(response) {
   }
 }
 
-/** A path of segments that may hold any character: path`/runs/${name}` */
+/** Encodes the values in a path, which may contain any character: path`/runs/${name}` */
 export const path = (parts, ...values) =>
-  parts.reduce((all, part, i) => all + encodeURIComponent(String(values[i - 1])) + part);
+  parts.reduce((joined, part, i) => joined + encodeURIComponent(String(values[i - 1])) + part);

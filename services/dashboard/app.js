@@ -1,4 +1,4 @@
-// The frame around the views: token, colours, routes, focus.
+// The frame of the views: token, colours, routes, focus.
 
 import { forgetToken, get, setToken, token } from "./api.js";
 import { fill, h } from "./dom.js";
@@ -15,7 +15,7 @@ const crumbs = document.getElementById("crumbs");
 const leave = document.getElementById("leave");
 const theme = /** @type {HTMLSelectElement} */ (document.getElementById("theme"));
 
-/** Ends everything that the view before had under way. */
+/** Aborting it ends all requests and listeners of the current view. */
 let visit = new AbortController();
 let shownPath = "";
 
@@ -40,32 +40,34 @@ function navigate() {
   visit.abort();
   visit = new AbortController();
   if (!token()) return prompt();
-  const found = viewOf(current());
+  const [names, show] = viewOf(current()) ?? [["Runs"], showNotFound];
   leave.hidden = false;
-  showCrumbs(found?.[0] ?? ["Runs"]);
+  showCrumbs(names);
   fill(main);
-  if (found) found[1](main, visit.signal);
-  else
-    fill(
-      main,
-      h("h1", {}, "Nothing here"),
-      refusal({ title: "Not found", message: "There is no such page." }),
-    );
-  settle();
+  show(main, visit.signal);
+  focusHeading();
 }
 
-/** After navigation to another page the focus is on its heading, as after loading a document. */
-function settle() {
+function showNotFound(root) {
+  fill(
+    root,
+    h("h1", {}, "Page not found"),
+    refusal({ title: "Not found", message: "The dashboard has no page at this address." }),
+  );
+}
+
+/** Moves the focus to the heading of a new page, as after loading a document. */
+function focusHeading() {
   const heading = main.querySelector("h1");
   document.title = `${heading?.textContent ?? "Runs"} – bapo`;
   const path = current().path.join("/");
-  const elsewhere = path !== shownPath;
+  const isNewPage = path !== shownPath;
   heading?.setAttribute("tabindex", "-1");
-  if (elsewhere) {
+  if (isNewPage) {
     window.scrollTo(0, 0);
     announce(document.title);
   }
-  if (shownPath && (elsewhere || document.activeElement === document.body)) {
+  if (shownPath && (isNewPage || document.activeElement === document.body)) {
     heading?.focus({ preventScroll: true });
   }
   shownPath = path || "runs";
@@ -91,7 +93,7 @@ function showCrumbs(names) {
 
 // ---- token --------------------------------------------------------------------------------------
 
-/** `#token=…`, as a link may carry it, is kept and taken out of the address (and the history). */
+/** Stores the token of a link with `#token=…` and removes it from the address and the history. */
 function takeTokenFromAddress() {
   const match = /^#token=([^&]*)(?:&(\/.*))?$/.exec(location.hash);
   if (!match) return false;
@@ -115,13 +117,13 @@ function prompt(problem) {
   });
 }
 
-/** Learns what the token may do, then shows what was asked for. */
+/** Reads the scope of the token, then shows the requested page. */
 async function enter() {
   try {
     session.scope = (await get("/token")).scope;
   } catch (problem) {
     if (problem.status === 401 || problem.status === 429) return prompt(problem);
-    // Away, or an older service: the views say what they cannot do.
+    // Unavailable, or an older service: the views show their own errors.
   }
   navigate();
 }
@@ -151,7 +153,7 @@ theme.addEventListener("change", () => {
 // ---- start --------------------------------------------------------------------------------------
 
 document.getElementById("skip").addEventListener("click", (event) => {
-  // The part after # is the route: the link must not change it.
+  // The part after # is the route, which the link must not change.
   event.preventDefault();
   main.focus();
 });

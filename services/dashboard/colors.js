@@ -1,5 +1,5 @@
-// Colours that colour-blind readers tell apart: Okabe and Ito for kinds, viridis for an order.
-// Where a colour differs between light and dark it is a variable of the style sheet.
+// Colours that colour-blind readers can distinguish: Okabe and Ito for kinds, viridis for an order.
+// A colour that differs between light and dark is a variable of the style sheet.
 
 export const SOURCES = {
   fresh: "var(--blue)",
@@ -30,7 +30,7 @@ const VIRIDIS = [
   [253, 231, 37],
 ];
 
-/** viridis at 0…1 */
+/** The viridis colour of a share in [0, 1]. */
 function viridis(share) {
   const at = Math.min(1, Math.max(0, share)) * (VIRIDIS.length - 1);
   const low = VIRIDIS[Math.floor(at)];
@@ -39,6 +39,6 @@ function viridis(share) {
   return `rgb(${mixed.join(" ")})`;
 }
 
-/** k of G correct: dark is none, bright is all. The ends stay visible on either background. */
+/** The colour of k of G correct: dark is none, bright is all; visible on both backgrounds. */
 export const bin = (k, size) =>
   `light-dark(${viridis((0.94 * k) / size)}, ${viridis(0.14 + (0.86 * k) / size)})`;

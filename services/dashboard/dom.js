@@ -1,11 +1,11 @@
-// Elements from values. Data becomes text nodes and attributes, never markup.
+// Builds elements from values. Data becomes text nodes and attributes, never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
 /** @typedef {Node | string | number | null | undefined | false | Child[]} Child */
 
 /**
- * An HTML element. `on…` keys are listeners, `style` is an object of properties, `true` makes a
+ * Builds an HTML element. `on…` keys are listeners, `style` is an object of properties, `true` makes a
  * bare attribute, and null or false none.
  * @param {string} tag
  * @param {Record<string, any>} attributes
@@ -16,7 +16,7 @@ export function h(tag, attributes = {}, ...children) {
   return build(document.createElement(tag), attributes, children);
 }
 
-/** The same for SVG. @returns {any} */
+/** Builds an SVG element, with arguments as for `h`. @returns {any} */
 export function s(tag, attributes = {}, ...children) {
   return build(document.createElementNS(SVG, tag), attributes, children);
 }
@@ -33,7 +33,7 @@ function build(element, attributes, children) {
 }
 
 function setStyle(element, style) {
-  // Through the object model: the content security policy forbids style attributes.
+  // The content security policy forbids style attributes, but not the object model.
   for (const [name, value] of Object.entries(style)) element.style.setProperty(name, value);
 }
 
@@ -46,16 +46,17 @@ function nodes(children) {
 }
 
 /**
- * Replaces what is in `element`. If the focus was inside, what took the place of the focused
- * element gets it, so that an update does not throw a keyboard user back to the top.
+ * Replaces the children of `element`. If the focus was inside, the element that replaces the focused
+ * one gets it, so that an update does not send a keyboard user back to the top of the page.
  */
 export function fill(element, ...children) {
   const focused = document.activeElement;
-  const lost = focused && focused !== element && element.contains(focused) ? focused : null;
+  const replaced = focused && focused !== element && element.contains(focused) ? focused : null;
   element.replaceChildren(...nodes(children));
-  if (!lost) return;
-  const same = [...element.querySelectorAll(lost.tagName)].find((each) => key(each) === key(lost));
-  same?.focus({ preventScroll: true });
+  if (!replaced) return;
+  const candidates = [...element.querySelectorAll(replaced.tagName)];
+  const replacement = candidates.find((candidate) => key(candidate) === key(replaced));
+  replacement?.focus({ preventScroll: true });
 }
 
 const key = (element) =>
@@ -63,10 +64,10 @@ const key = (element) =>
 
 let counter = 0;
 
-/** An id that no other element has. */
+/** Returns an id that no other element has. */
 export const uniqueId = (prefix) => `${prefix}-${++counter}`;
 
-/** A labelled control: the label above, the control below. */
+/** Builds a labelled control, with the label above the control. */
 export function field(label, control, hint) {
   control.id ||= uniqueId("field");
   return h(
@@ -78,18 +79,18 @@ export function field(label, control, hint) {
   );
 }
 
-/** A <select>. @param {[string, string][]} options value and words */
+/** Builds a <select>. @param {[string, string][]} options value and label */
 export function select(options, value, onchange, attributes = {}) {
   return h(
     "select",
     { ...attributes, onchange: (event) => onchange(event.target.value) },
-    options.map(([each, words]) => h("option", { value: each, selected: each === value }, words)),
+    options.map(([option, label]) => h("option", { value: option, selected: option === value }, label)),
   );
 }
 
 /**
- * Asks before something is done. Resolves to whether it was confirmed; leaving the page, which ends
- * `signal`, is a no.
+ * Asks for confirmation. Resolves to whether the reader confirmed; leaving the page, which aborts
+ * `signal`, counts as no.
  */
 export function confirmed(title, text, action, signal) {
   return new Promise((resolve) => {

@@ -1,4 +1,4 @@
-// Numbers and times as people read them. Digits line up: see `tabular-nums` in the style sheet.
+// Formats numbers and times for readers. Digits are aligned by `tabular-nums` in the style sheet.
 
 const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
@@ -21,7 +21,7 @@ export const score = (value) => (isNumber(value) ? value.toFixed(3) : NONE);
 export const percent = (value) =>
   isNumber(value) ? `${(100 * value).toFixed(value !== 0 && Math.abs(value) < 0.1 ? 1 : 0)} %` : NONE;
 
-/** Any number, in about three digits that matter. */
+/** Any number, with about three significant digits. */
 export function number(value) {
   if (!isNumber(value)) return NONE;
   const size = Math.abs(value);
@@ -78,8 +78,8 @@ export function ago(iso) {
 export const time = (iso) =>
   new Date(iso).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "medium" });
 
-/** Words of the API as words of a page: high_quality → high-quality. */
-const WORDS = {
+/** Terms of the API as they are written on a page: high_quality → high-quality. */
+const TERMS = {
   high_quality: "high-quality",
   reevaluated: "re-evaluated",
   reevaluation: "re-evaluation",
@@ -87,4 +87,4 @@ const WORDS = {
   not_considered: "not considered",
   never_solved: "never solved",
 };
-export const words = (value) => WORDS[value] ?? String(value);
+export const term = (value) => TERMS[value] ?? String(value);

@@ -1,23 +1,23 @@
-// Data that stays fresh: polled while the page is visible, tried again while the service is away.
+// Data that is kept up to date: polled while the page is visible, retried during an outage.
 
 import { Problem } from "./api.js";
 import { h, fill } from "./dom.js";
 
-export const EVERY_MS = 3000;
-const LONGEST_WAIT_MS = 30_000;
-const ANNOUNCE_EVERY_MS = 15_000;
+export const POLL_INTERVAL_MS = 3000;
+const MAX_RETRY_DELAY_MS = 30_000;
+const MIN_ANNOUNCE_INTERVAL_MS = 15_000;
 
 let unauthorized = (_problem) => {};
-/** Who is told when the token is not accepted. */
+/** Sets the listener for a token that is not accepted. */
 export const onUnauthorized = (listener) => (unauthorized = listener);
 
 /**
- * Loads, shows, and (with `every`) loads again for as long as `signal` lasts.
+ * Loads and shows data; with `every` (milliseconds), repeats until `signal` is aborted.
  *
- * `show` is called only when something has changed. While the service is away what was shown
- * stays, a banner says so, and the call is repeated; other errors go to `refuse` and end it.
+ * `show` is called only with changed data. During an outage the shown data stays, a banner reports
+ * the outage, and the call is repeated; other errors are passed to `refuse` and end the loop.
  * @typedef {{signal: AbortSignal, load: (signal: AbortSignal) => Promise<any>,
- *   show: (found: any) => void, refuse: (problem: Problem) => void, every?: number}} Keeping
+ *   show: (data: any) => void, refuse: (problem: Problem) => void, every?: number}} Keeping
  * @param {Keeping} options
  */
 export async function keep({ signal, load, show, refuse, every = 0 }) {
@@ -25,28 +25,29 @@ export async function keep({ signal, load, show, refuse, every = 0 }) {
   let failures = 0;
   while (!signal.aborted) {
     try {
-      const found = await load(signal);
+      const data = await load(signal);
       if (signal.aborted) return;
       failures = 0;
       connected();
-      if (!same(found, shown)) show(found);
-      shown = found;
+      if (!same(data, shown)) show(data);
+      shown = data;
       if (!every) return;
       await pause(every, signal);
     } catch (error) {
       if (signal.aborted || error.name === "AbortError") return;
       if (!(error instanceof Problem)) throw error;
       if (error.status === 401) return unauthorized(error);
-      if (!error.away) return refuse(error);
-      const wait = Math.min(LONGEST_WAIT_MS, Math.max(1000 * 2 ** failures++, 1000 * error.retryAfter));
-      disconnected(error, wait);
-      await pause(wait, signal);
+      if (!error.transient) return refuse(error);
+      const backoff = Math.max(1000 * 2 ** failures++, 1000 * error.retryAfter);
+      const delay = Math.min(MAX_RETRY_DELAY_MS, backoff);
+      disconnected(error, delay);
+      await pause(delay, signal);
     }
   }
 }
 
 /**
- * `keep` for one place of a page, where each call ends the one before it.
+ * Returns a `keep` for one region of a page: each call ends the one before it.
  * @returns {(options: Omit<Keeping, "signal">) => Promise<void>}
  */
 export function keeper(signal) {
@@ -60,26 +61,27 @@ export function keeper(signal) {
 
 const same = (a, b) =>
   a === b ||
-  (Array.isArray(a) && Array.isArray(b) && a.length === b.length && a.every((each, i) => each === b[i]));
+  (Array.isArray(a) && Array.isArray(b) && a.length === b.length && a.every((item, i) => item === b[i]));
 
-/** Ends all pauses: whatever is kept fresh is loaded again now. */
+/** Ends all pauses, so that all data is loaded again now. */
 export const refresh = () => window.dispatchEvent(new Event("bapo-refresh"));
 
-/** Until the time is over and the page is visible, or `refresh` is called. */
+/** Resolves once the time has passed and the page is visible, or when `refresh` is called. */
 function pause(milliseconds, signal) {
   return new Promise((resolve) => {
-    const own = new AbortController();
-    const done = () => (own.abort(), clearTimeout(timer), resolve());
-    const look = () => over && !document.hidden && done();
-    let over = false;
-    const timer = setTimeout(() => ((over = true), look()), milliseconds);
-    document.addEventListener("visibilitychange", look, { signal: own.signal });
-    window.addEventListener("bapo-refresh", done, { signal: own.signal });
-    signal.addEventListener("abort", done, { signal: own.signal });
+    const listeners = new AbortController();
+    const options = { signal: listeners.signal };
+    const end = () => (listeners.abort(), clearTimeout(timer), resolve());
+    const endIfVisible = () => elapsed && !document.hidden && end();
+    let elapsed = false;
+    const timer = setTimeout(() => ((elapsed = true), endIfVisible()), milliseconds);
+    document.addEventListener("visibilitychange", endIfVisible, options);
+    window.addEventListener("bapo-refresh", end, options);
+    signal.addEventListener("abort", end, options);
   });
 }
 
-// ---- what the reader is told ------------------------------------------------------------------
+// ---- connection, announcements, regions ------------------------------------------------------
 
 const byId = (id) => document.getElementById(id);
 
@@ -89,29 +91,29 @@ function connected() {
   byId("connection").textContent = "Connected";
 }
 
-function disconnected(problem, wait) {
-  byId("connection").dataset.state = "away";
-  byId("connection").textContent = "Away";
+function disconnected(problem, delay) {
+  byId("connection").dataset.state = "unavailable";
+  byId("connection").textContent = "Unavailable";
   const banner = byId("banner");
   banner.hidden = false;
   fill(
     banner,
-    h("strong", {}, "The service is away: "),
-    `${problem.message}. What you see may be old; trying again in ${Math.round(wait / 1000)} s. `,
+    h("strong", {}, "The service is unavailable: "),
+    `${problem.message}. This page may be out of date; next attempt in ${Math.round(delay / 1000)} s. `,
     h("button", { type: "button", class: "quiet", onclick: refresh }, "Try now"),
   );
 }
 
 let lastAnnounced = 0;
 
-/** For screen readers. With `seldom`, at most every 15 s: a run may commit steps faster. */
+/** Announces a text to screen readers; with `seldom`, at most every 15 s. */
 export function announce(text, { seldom = false } = {}) {
-  if (seldom && Date.now() - lastAnnounced < ANNOUNCE_EVERY_MS) return;
+  if (seldom && Date.now() - lastAnnounced < MIN_ANNOUNCE_INTERVAL_MS) return;
   lastAnnounced = Date.now();
   byId("announcer").textContent = text;
 }
 
-/** A region for data that is still on its way; `refuse` shows why it will not come. */
+/** Builds a region that shows data once it is loaded, or the problem that prevents it. */
 export function region(attributes = {}) {
   const element = h(
     "div",

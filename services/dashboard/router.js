@@ -1,4 +1,4 @@
-// Addresses: #/runs/countdown/prompts?bin=0. Everything a page shows is in its address.
+// Addresses such as #/runs/countdown/prompts?bin=0, which hold everything that a page shows.
 
 /** @returns {{path: string[], query: Record<string, string>}} */
 export function current() {
@@ -9,7 +9,7 @@ export function current() {
   };
 }
 
-/** Without its %-escapes; as it is where they are none. */
+/** Decodes %-escapes; returns the segment unchanged if they are invalid. */
 export function decoded(segment) {
   try {
     return decodeURIComponent(segment);
@@ -18,25 +18,25 @@ export function decoded(segment) {
   }
 }
 
-/** @param {string[]} path @param {Record<string, any>} query what is empty is left out */
+/** @param {string[]} path @param {Record<string, any>} query empty values are left out */
 export function href(path, query = {}) {
   const kept = Object.entries(query).filter(
     ([, value]) => value !== null && value !== undefined && value !== "",
   );
   const tail = new URLSearchParams(kept.map(([name, value]) => [name, String(value)])).toString();
-  return `#/${path.map((each) => encodeURIComponent(each)).join("/")}${tail ? `?${tail}` : ""}`;
+  return `#/${path.map((segment) => encodeURIComponent(segment)).join("/")}${tail ? `?${tail}` : ""}`;
 }
 
 /** Changes part of the query in the address without leaving the page (and without `hashchange`). */
 export function setQuery(changes) {
   const { path, query } = current();
-  const wanted = href(path, { ...query, ...changes });
-  if (wanted !== location.hash) history.pushState(null, "", wanted);
+  const address = href(path, { ...query, ...changes });
+  if (address !== location.hash) history.pushState(null, "", address);
 }
 
 export const go = (address) => (location.hash = address);
 
-/** A step from an address; null if it is not a whole number. */
+/** Reads a step from an address; null if it is not a whole number. */
 export function whole(text) {
   return /^\d{1,15}$/.test(text ?? "") ? Number(text) : null;
 }

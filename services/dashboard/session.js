@@ -1,7 +1,7 @@
-// What is known of the one who looks.
+// The rights of the reader.
 
-/** `scope` of the token: read, run or admin; empty while it is not known. */
+/** `scope` of the token: read, run or admin; empty while it is unknown. */
 export const session = { scope: "" };
 
-/** Whether runs may be paused and stopped; tried anyway where the scope is not known. */
+/** Whether to offer pause and stop. With an unknown scope they are offered; the service decides. */
 export const mayChange = () => session.scope !== "read";

@@ -1,9 +1,11 @@
-// The committed steps of a run in a few hundred points, kept up to date by their new end alone.
+// The committed steps of a run as a few hundred points; an update loads only the new steps.
 
 import { get, path } from "./api.js";
 
 const POINTS = 400;
-const MOST = 1000;
+/** Above this number of points the steps are sampled anew. */
+const MAX_POINTS = 1000;
+/** The last steps that are never thinned out. */
 const EXACT = 20;
 
 export class Steps {
@@ -11,21 +13,21 @@ export class Steps {
     this.name = name;
     this.signal = signal;
     this.attempt = -1;
-    /** @type {any[]} a sample of all steps; the last 20 are all there */
+    /** @type {any[]} a sample of all steps, with all of the last 20 */
     this.steps = [];
-    this.under = Promise.resolve();
+    this.pending = Promise.resolve();
   }
 
-  /** Brings the steps up to the run's current one; one call after the other. */
-  bring(run) {
-    this.under = this.under.catch(() => {}).then(() => this.#bring(run));
-    return this.under;
+  /** Loads the steps up to the run's current one; concurrent calls run one after the other. */
+  load(run) {
+    this.pending = this.pending.catch(() => {}).then(() => this.#load(run));
+    return this.pending;
   }
 
-  async #bring(run) {
+  async #load(run) {
     const last = this.steps.at(-1)?.step ?? 0;
     const rewound = run.attempt !== this.attempt || run.current_step < last;
-    if (rewound || run.current_step - last > POINTS || this.steps.length > MOST)
+    if (rewound || run.current_step - last > POINTS || this.steps.length > MAX_POINTS)
       this.steps = await this.#sample(run);
     else if (run.current_step > last) this.steps = [...this.steps, ...(await this.#after(last))];
     this.attempt = run.attempt;
@@ -46,13 +48,14 @@ export class Steps {
   }
 }
 
-/** The mean reward of the step's fresh rollouts, before any filter. */
+/** Returns the mean reward of the step's fresh rollouts, before any filter. */
 export function reward({ bins }) {
-  const groups = bins.reduce((sum, each) => sum + each, 0);
-  return groups ? bins.reduce((sum, each, k) => sum + each * k, 0) / (groups * (bins.length - 1)) : null;
+  const total = bins.reduce((sum, groups) => sum + groups, 0);
+  if (!total) return null;
+  return bins.reduce((sum, groups, k) => sum + groups * k, 0) / (total * (bins.length - 1));
 }
 
-/** The seconds of a step by phase of the trainer. */
+/** Returns the seconds of a step by phase of the trainer. */
 export function phases({ metrics }) {
   return Object.fromEntries(
     Object.entries(metrics)
@@ -61,18 +64,19 @@ export function phases({ metrics }) {
   );
 }
 
-/** The seconds of a step. */
-export const duration = (step) => Object.values(phases(step)).reduce((sum, each) => sum + each, 0) || null;
+/** Returns the seconds of a step, or null if the trainer reported none. */
+export const duration = (step) =>
+  Object.values(phases(step)).reduce((sum, seconds) => sum + seconds, 0) || null;
 
-/** Tokens generated for a step, by the second of that step. */
+/** Returns the tokens generated for a step, divided by the seconds of that step. */
 export function throughput(step) {
-  const spent = duration(step);
-  return spent ? step.tokens / spent : null;
+  const seconds = duration(step);
+  return seconds ? step.tokens / seconds : null;
 }
 
 export const metric = (step, name) => step.metrics[name] ?? null;
 
 export function mean(values) {
-  const known = values.filter((value) => value !== null && value !== undefined);
-  return known.length ? known.reduce((sum, each) => sum + each, 0) / known.length : null;
+  const present = values.filter((value) => value !== null && value !== undefined);
+  return present.length ? present.reduce((sum, value) => sum + value, 0) / present.length : null;
 }

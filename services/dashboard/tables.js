@@ -1,4 +1,4 @@
-// Tables: captioned, sortable where all rows are there, paged by cursor where they are not.
+// Tables with a caption, sortable if all rows are loaded, and paged by cursor otherwise.
 
 import { fill, h } from "./dom.js";
 import { count } from "./format.js";
@@ -6,24 +6,31 @@ import { count } from "./format.js";
 /**
  * @typedef {object} Column
  * @property {string} title
- * @property {(row: any) => any} cell what the cell shows
- * @property {(row: any) => number | string} [by] what the column sorts by; without, it does not
+ * @property {(row: any) => any} cell content of a cell
+ * @property {(row: any) => number | string} [by] sort key; a column without one cannot be sorted
  * @property {boolean} [number] aligned to the right
- * @property {"ascending" | "descending"} [sorted] by the server
- * @property {() => void} [onsort] the server sorts: what a click on the title does
+ * @property {"ascending" | "descending"} [sorted] order in which the server sorted by it
+ * @property {() => void} [onsort] asks the server to sort, at a click on the title
  * @property {string} [hint]
  */
 
 /**
  * @param {{caption: string, columns: Column[], rows: any[], empty?: string, hideCaption?: boolean,
- *   most?: number}} options most: rows shown until the reader asks for the others
+ *   maxRows?: number}} options maxRows: rows shown until the reader asks for all of them
  */
-export function table({ caption, columns, rows, empty = "Nothing here.", hideCaption = false, most = 200 }) {
+export function table({
+  caption,
+  columns,
+  rows,
+  empty = "No entries.",
+  hideCaption = false,
+  maxRows = 200,
+}) {
   if (rows.length === 0) return h("p", { class: "empty" }, empty);
   const body = h("tbody");
-  const others = h(
+  const showAllButton = h(
     "p",
-    { hidden: rows.length <= most },
+    { hidden: rows.length <= maxRows },
     h("button", { type: "button", onclick: showAll }, `Show all ${count(rows.length)} rows`),
   );
   const heads = columns.map((column) => headOf(column, () => sort(column)));
@@ -31,11 +38,11 @@ export function table({ caption, columns, rows, empty = "Nothing here.", hideCap
 
   function sort(column) {
     order = { column, direction: order.column === column ? -order.direction : 1 };
-    columns.forEach((each, i) => {
-      if (each.by)
+    columns.forEach((other, i) => {
+      if (other.by)
         heads[i].setAttribute(
           "aria-sort",
-          each !== column ? "none" : order.direction > 0 ? "ascending" : "descending",
+          other !== column ? "none" : order.direction > 0 ? "ascending" : "descending",
         );
     });
     show();
@@ -47,7 +54,7 @@ export function table({ caption, columns, rows, empty = "Nothing here.", hideCap
       : rows;
     fill(
       body,
-      sorted.slice(0, most).map((row) =>
+      sorted.slice(0, maxRows).map((row) =>
         h(
           "tr",
           {},
@@ -58,8 +65,8 @@ export function table({ caption, columns, rows, empty = "Nothing here.", hideCap
   }
 
   function showAll() {
-    most = Infinity;
-    others.hidden = true;
+    maxRows = Infinity;
+    showAllButton.hidden = true;
     show();
   }
 
@@ -78,22 +85,22 @@ export function table({ caption, columns, rows, empty = "Nothing here.", hideCap
         body,
       ),
     ),
-    others,
+    showAllButton,
   );
 }
 
-function headOf(column, sortHere) {
-  const sorts = column.by || column.onsort;
+function headOf(column, sortLoadedRows) {
+  const sortable = column.by || column.onsort;
   return h(
     "th",
     {
       scope: "col",
       class: column.number ? "number" : null,
-      "aria-sort": sorts ? (column.sorted ?? "none") : null,
+      "aria-sort": sortable ? (column.sorted ?? "none") : null,
       title: column.hint,
     },
-    sorts
-      ? h("button", { type: "button", class: "sort", onclick: column.onsort ?? sortHere }, column.title)
+    sortable
+      ? h("button", { type: "button", class: "sort", onclick: column.onsort ?? sortLoadedRows }, column.title)
       : column.title,
   );
 }
@@ -111,7 +118,7 @@ function compare(a, b) {
 }
 
 /**
- * Pages by cursor go forward only; the cursors passed are kept, so that one can go back.
+ * Goes through pages by cursor. Cursors lead forward only, so those passed are kept to go back.
  * @param {(cursor: string | null) => void} show
  */
 export class Pager {
@@ -132,7 +139,7 @@ export class Pager {
     this.show(cursor);
   }
 
-  /** The buttons, for a page whose `next` this is. */
+  /** Returns the buttons of a page; `next` is the cursor of the page after it. */
   controls(next) {
     if (!next && !this.cursor) return null;
     return h(

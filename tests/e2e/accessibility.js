@@ -1,39 +1,39 @@
-// What is wrong with the page for those who do not see it, or see it less well. Run in the page.
+// Returns the accessibility errors of the page, as texts. It is evaluated in the page.
 (() => {
-  const wrong = [];
-  const say = (rule, element) => wrong.push(`${rule}: ${element.outerHTML.slice(0, 160)}`);
-  const shown = (element) => element.checkVisibility({ visibilityProperty: true });
-  const all = (selector) => [...document.querySelectorAll(selector)].filter(shown);
-  const named = (element) =>
+  const errors = [];
+  const report = (rule, element) => errors.push(`${rule}: ${element.outerHTML.slice(0, 160)}`);
+  const isShown = (element) => element.checkVisibility({ visibilityProperty: true });
+  const all = (selector) => [...document.querySelectorAll(selector)].filter(isShown);
+  const nameOf = (element) =>
     element.getAttribute("aria-label") || element.getAttribute("aria-labelledby") || element.textContent.trim();
 
-  for (const each of all("input, select, textarea")) {
-    if (!each.labels.length && !each.getAttribute("aria-label")) say("no label", each);
+  for (const element of all("input, select, textarea")) {
+    if (!element.labels.length && !element.getAttribute("aria-label")) report("no label", element);
   }
-  for (const each of all("button, a, [role=region], [role=slider], nav, dialog, section")) {
-    if (!named(each)) say("no name", each);
+  for (const element of all("button, a, [role=region], [role=slider], nav, dialog, section")) {
+    if (!nameOf(element)) report("no name", element);
   }
-  for (const each of all("svg, img")) {
-    if (!each.closest("[aria-hidden=true]") && !each.getAttribute("aria-label")) say("no name", each);
+  for (const element of all("svg, img")) {
+    if (!element.closest("[aria-hidden=true]") && !element.getAttribute("aria-label")) report("no name", element);
   }
-  for (const each of all("table")) if (!each.caption) say("no caption", each);
-  for (const each of all("[tabindex]")) if (each.tabIndex > 0) say("tabindex", each);
-  for (const each of all(".scroll")) if (each.tabIndex !== 0) say("not scrollable by keyboard", each);
-  const ids = [...document.querySelectorAll("[id]")].map((each) => each.id);
-  for (const id of new Set(ids)) if (ids.filter((each) => each === id).length > 1) wrong.push(`twice: ${id}`);
+  for (const element of all("table")) if (!element.caption) report("no caption", element);
+  for (const element of all("[tabindex]")) if (element.tabIndex > 0) report("tabindex", element);
+  for (const element of all(".scroll")) if (element.tabIndex !== 0) report("not scrollable by keyboard", element);
+  const ids = [...document.querySelectorAll("[id]")].map((element) => element.id);
+  for (const id of new Set(ids)) if (ids.filter((other) => other === id).length > 1) errors.push(`twice: ${id}`);
   for (const tag of ["main", "header", "h1"]) {
-    if (all(tag).length !== 1) wrong.push(`${all(tag).length} of ${tag}`);
+    if (all(tag).length !== 1) errors.push(`${all(tag).length} of ${tag}`);
   }
   let level = 0;
   for (const heading of all("h1, h2, h3, h4")) {
-    const own = Number(heading.tagName[1]);
-    if (own > level + 1) say("a heading level is left out", heading);
-    level = own;
+    const headingLevel = Number(heading.tagName[1]);
+    if (headingLevel > level + 1) report("a heading level is skipped", heading);
+    level = headingLevel;
   }
 
-  // Contrast of text (WCAG AA), each pair of colours once. A canvas reads any notation of a colour.
+  // Contrast of text (WCAG AA), once for each pair of colours. A canvas parses every notation of a colour.
   const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
-  const over = (colors) => {
+  const blend = (colors) => {
     canvas.clearRect(0, 0, 1, 1);
     for (const color of colors) {
       canvas.fillStyle = color;
@@ -50,18 +50,20 @@
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
     const element = walker.currentNode.parentElement;
-    if (!walker.currentNode.data.trim() || !shown(element)) continue;
+    if (!walker.currentNode.data.trim() || !isShown(element)) continue;
     if (element.closest(":disabled, .unseen, .skip, option")) continue;
-    const behind = [];
-    for (let each = element; each; each = each.parentElement) behind.unshift(getComputedStyle(each).backgroundColor);
+    const backgrounds = [];
+    for (let ancestor = element; ancestor; ancestor = ancestor.parentElement) {
+      backgrounds.unshift(getComputedStyle(ancestor).backgroundColor);
+    }
     const style = getComputedStyle(element);
     const ink = element instanceof SVGElement ? style.fill : style.color;
-    pairs.set(`${ink} on ${behind.join()}`, [ink, behind, element]);
+    pairs.set(`${ink} on ${backgrounds.join()}`, [ink, backgrounds, element]);
   }
-  for (const [ink, behind, element] of pairs.values()) {
-    const [a, b] = [luminance(over([...behind, ink])), luminance(over(behind))].sort((x, y) => y - x);
+  for (const [ink, backgrounds, element] of pairs.values()) {
+    const [a, b] = [luminance(blend([...backgrounds, ink])), luminance(blend(backgrounds))].sort((x, y) => y - x);
     const contrast = (a + 0.05) / (b + 0.05);
-    if (contrast < 4.5) say(`contrast ${contrast.toFixed(2)}`, element);
+    if (contrast < 4.5) report(`contrast ${contrast.toFixed(2)}`, element);
   }
-  return wrong;
+  return errors;
 })();

@@ -1,4 +1,4 @@
-"""The dashboard in a real browser, on the real service, with a run whose rewards are made up."""
+"""The dashboard in a real browser, on the real service, with a run of synthetic rewards."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ HOSTILE = (
     '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
     '<a href="javascript:window.hacked=1">x</a> שלום عالم 🧮\u202e 👩‍👩‍👧 ' + "W" * 3000
 )
-"""What a model might write: markup, both directions of text, emoji, no place to break a line."""
+"""Text that a model might write: markup, both text directions, emoji, a word of 3,000 letters."""
 
 
-# ---- a run to look at ---------------------------------------------------------------------------
+# ---- a run to show -----------------------------------------------------------------------------
 
 
-class Play(Driver):
-    """A run whose policy gets better: hard prompts stay unsolved for long, easy ones do not."""
+class ImprovingRun(Driver):
+    """A run whose policy improves: easy prompts are solved early, hard ones late."""
 
     hostile: str = ""
     """Text of every response, instead of an arithmetic expression."""
@@ -110,7 +110,7 @@ class Play(Driver):
 
 
 def _answer(payload: dict[str, Any], rng: random.Random, right: bool) -> str:
-    """An expression that the verifier would score so."""
+    """Returns an expression that the verifier scores as right or wrong."""
     if right:
         return _solution(tuple(payload["nums"]), payload["target"])
     while True:
@@ -121,13 +121,13 @@ def _answer(payload: dict[str, Any], rng: random.Random, right: bool) -> str:
 
 @cache
 def _solution(numbers: tuple[int, ...], target: int) -> str:
-    found = _reach([(Fraction(number), str(number)) for number in numbers], target)
-    assert found is not None, "generated problems have a solution"
-    return found
+    expression = _reach([(Fraction(number), str(number)) for number in numbers], target)
+    assert expression is not None, "generated problems have a solution"
+    return expression
 
 
 def _reach(terms: list[tuple[Fraction, str]], target: int) -> str | None:
-    """Joins two of the terms, in every way, until one is left that has the value."""
+    """Combines terms (value, expression) in every way; returns an expression of value `target`."""
     if len(terms) == 1:
         return terms[0][1] if terms[0][0] == target else None
     for i, j in itertools.permutations(range(len(terms)), 2):
@@ -136,9 +136,9 @@ def _reach(terms: list[tuple[Fraction, str]], target: int) -> str | None:
         joined = {"+": a + b, "-": a - b, "*": a * b, **({"/": a / b} if b else {})}
         for operator, value in joined.items():
             text = f"{left}{operator}{right}"
-            found = _reach([*others, (value, f"({text})" if others else text)], target)
-            if found is not None:
-                return found
+            expression = _reach([*others, (value, f"({text})" if others else text)], target)
+            if expression is not None:
+                return expression
     return None
 
 
@@ -153,23 +153,23 @@ def _expression(numbers: list[int], rng: random.Random) -> str:
 
 
 @pytest.fixture(scope="module")
-def play(stack: Endpoints) -> Play:
-    """A run of 14 committed steps of 40."""
-    made = Play(stack, small_config("dashboard", steps=40, seed=1))
+def play(stack: Endpoints) -> ImprovingRun:
+    """Creates a run with 14 of its 40 steps committed."""
+    run = ImprovingRun(stack, small_config("dashboard", steps=40, seed=1))
     for step in range(1, STEPS + 1):
-        made.run_step(step)
-    return made
+        run.run_step(step)
+    return run
 
 
 @pytest.fixture(scope="module")
-def hostile(stack: Endpoints) -> Play:
-    """A run of 2 steps, at rest, whose model writes what a page must not obey."""
-    made = Play(stack, small_config("dashboard-hostile", seed=2))
-    made.hostile = HOSTILE
+def hostile(stack: Endpoints) -> ImprovingRun:
+    """Creates a stopped run of 2 steps whose responses contain markup."""
+    run = ImprovingRun(stack, small_config("dashboard-hostile", seed=2))
+    run.hostile = HOSTILE
     for step in (1, 2):
-        made.run_step(step)
-    made.client.stop()
-    return made
+        run.run_step(step)
+    run.client.stop()
+    return run
 
 
 # ---- a browser ----------------------------------------------------------------------------------
@@ -187,60 +187,63 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def complaints() -> list[str]:
-    """What the browser's console says is wrong. A test that provokes it clears it."""
+def console_errors() -> list[str]:
+    """Collects errors of the browser's console; a test that provokes some clears the list."""
     return []
 
 
 @pytest.fixture
-def page(browser: Browser, complaints: list[str]) -> Iterator[Page]:
+def page(browser: Browser, console_errors: list[str]) -> Iterator[Page]:
     context = browser.new_context(viewport={"width": 1400, "height": 900}, color_scheme="light")
     page = context.new_page()
     page.set_default_timeout(EXPECT_MS)
-    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("pageerror", lambda error: console_errors.append(str(error)))
     page.on(
         "console",
-        lambda message: complaints.append(message.text) if message.type == "error" else None,
+        lambda message: console_errors.append(message.text) if message.type == "error" else None,
     )
     yield page
     context.close()
-    assert complaints == []
+    assert console_errors == []
 
 
 def visit(page: Page, stack: Endpoints, address: str, token: str | None = None) -> None:
-    """Opens a page of the dashboard as a link with a token does."""
+    """Opens a page of the dashboard through a link with a token."""
     page.goto(f"{stack.buffer_url}/#token={token or stack.token}&{address}")
 
 
 EXPECT_MS = 60_000
 expect.set_options(timeout=EXPECT_MS)
 
-WRONG = Path(__file__).with_name("accessibility.js").read_text()
+ACCESSIBILITY_ERRORS = Path(__file__).with_name("accessibility.js").read_text()
 
 
-def uid_of(play: Play) -> str:
+def uid_of(play: ImprovingRun) -> str:
     return play.client.prompts(limit=1).items[0].uid
 
 
 # ---- every view ---------------------------------------------------------------------------------
 
 
-def addresses(play: Play) -> dict[str, tuple[str, str]]:
-    """Of each view its address, and words that it shows once its data is there."""
+def addresses(play: ImprovingRun) -> dict[str, tuple[str, str]]:
+    """Returns the address of each view, and a text that it shows once its data is loaded."""
     run = "/runs/dashboard"
     return {
         "runs": ("/runs", "dashboard-hostile"),
         "overview": (run, "Values as a table"),
         "difficulty": (f"{run}/difficulty?before=6", "easier"),
         "held out": (f"{run}/difficulty?set=held-out&unit=prompts", "Held-out prompts by bin"),
-        "buffers": (f"{run}/buffers?buffer=high_quality", "mean reward in [c2, c3]"),
-        "batches": (f"{run}/batches?step=4&uid={uid_of(play)}", "What each source made of it"),
+        "buffers": (
+            f"{run}/buffers?buffer=high_quality",
+            "mean reward in the replay window [c2, c3]",
+        ),
+        "batches": (f"{run}/batches?step=4&uid={uid_of(play)}", "Decision of each source"),
         "prompts": (f"{run}/prompts?order=hardest", "Hardest first"),
         "prompt": (f"{run}/prompt?uid={uid_of(play)}", "mean log-prob"),
         "system": (f"{run}/system", "engine-0"),
         "compare": (
             "/compare?first=dashboard&second=dashboard-hostile",
-            "What is set differently",
+            "Configuration differences",
         ),
     }
 
@@ -260,21 +263,23 @@ VIEWS = [
 
 
 @pytest.mark.parametrize("view", VIEWS)
-def test_every_view(stack: Endpoints, play: Play, hostile: Play, page: Page, view: str) -> None:
-    """It loads with data, no console error, nothing wrong for assistive technology, in light and
-    dark, and fits a narrow screen."""
-    address, words = addresses(play)[view]
+def test_every_view(
+    stack: Endpoints, play: ImprovingRun, hostile: ImprovingRun, page: Page, view: str
+) -> None:
+    """Every view loads without console errors, is accessible in light and dark, and fits a narrow
+    screen."""
+    address, text = addresses(play)[view]
     visit(page, stack, address)
-    expect(page.locator("main")).to_contain_text(words)
+    expect(page.locator("main")).to_contain_text(text)
     expect(page.locator("[aria-busy]")).to_have_count(0)
-    assert page.evaluate(WRONG) == []
+    assert page.evaluate(ACCESSIBILITY_ERRORS) == []
     page.emulate_media(color_scheme="dark")
-    assert page.evaluate(WRONG) == []
+    assert page.evaluate(ACCESSIBILITY_ERRORS) == []
     page.set_viewport_size({"width": 380, "height": 800})
     assert page.evaluate("document.documentElement.scrollWidth") <= 380
 
 
-def test_charts_show_the_committed_steps(stack: Endpoints, play: Play, page: Page) -> None:
+def test_charts_show_the_committed_steps(stack: Endpoints, play: ImprovingRun, page: Page) -> None:
     visit(page, stack, "/runs/dashboard")
     reward = page.get_by_role("slider", name="Reward")
     expect(reward).to_have_attribute("aria-valuemax", str(STEPS))
@@ -293,8 +298,8 @@ def test_charts_show_the_committed_steps(stack: Endpoints, play: Play, page: Pag
 
 
 def test_a_run_without_steps_says_so(stack: Endpoints, page: Page) -> None:
-    Play(stack, small_config("dashboard-empty"))
-    for section, words in {
+    ImprovingRun(stack, small_config("dashboard-empty"))
+    for section, text in {
         "": "No evaluation yet",
         "/difficulty": "No step is committed yet",
         "/buffers": "The buffer is empty",
@@ -303,19 +308,19 @@ def test_a_run_without_steps_says_so(stack: Endpoints, page: Page) -> None:
         "/system": "No checkpoint yet",
     }.items():
         visit(page, stack, f"/runs/dashboard-empty{section}")
-        expect(page.locator("main")).to_contain_text(words)
+        expect(page.locator("main")).to_contain_text(text)
 
 
-# ---- finding things -----------------------------------------------------------------------------
+# ---- prompts, batches, buffers -------------------------------------------------------------------
 
 
-def test_filters_of_prompts(stack: Endpoints, play: Play, page: Page) -> None:
-    """The rows are those that the service finds, and the address leads back to them."""
+def test_filters_of_prompts(stack: Endpoints, play: ImprovingRun, page: Page) -> None:
+    """The rows are those that the service returns, and the address leads back to them."""
     visit(page, stack, "/runs/dashboard/prompts")
     rows = page.locator("tbody tr")
     everything = list(play.client.all_prompts())
     expect(rows).to_have_count(len(everything))
-    solved = [each for each in everything if each.bin == 4]
+    solved = [prompt for prompt in everything if prompt.bin == 4]
     page.get_by_label("Now correct").select_option("4")
     expect(rows).to_have_count(len(solved))
     page.get_by_label("Search").fill(solved[0].uid)
@@ -328,20 +333,20 @@ def test_filters_of_prompts(stack: Endpoints, play: Play, page: Page) -> None:
     expect(rows).to_have_count(len(everything))
     page.get_by_role("button", name="Change").click()
     expect(page.locator("th[aria-sort=descending]")).to_have_text("Change")
-    hardest = next(play.client.all_prompts(order="most_improved")).uid
-    expect(rows.first.get_by_role("link")).to_have_text(hardest)
+    most_improved = next(play.client.all_prompts(order="most_improved")).uid
+    expect(rows.first.get_by_role("link")).to_have_text(most_improved)
 
 
-def test_pages_of_prompts(stack: Endpoints, play: Play, page: Page) -> None:
-    """A cursor is followed, and left again."""
+def test_pages_of_prompts(stack: Endpoints, play: ImprovingRun, page: Page) -> None:
+    """The reader goes to the next page and back."""
 
-    def smaller(route: Route) -> None:
+    def request_smaller_pages(route: Route) -> None:
         route.continue_(url=route.request.url.replace("limit=50", "limit=10"))
 
-    page.route("**/prompts?*", smaller)
+    page.route("**/prompts?*", request_smaller_pages)
     visit(page, stack, "/runs/dashboard/prompts")
     rows = page.locator("tbody tr th")
-    uids = [each.uid for each in play.client.all_prompts()]
+    uids = [prompt.uid for prompt in play.client.all_prompts()]
     expect(rows).to_have_text(uids[:10])
     page.get_by_role("button", name="Next").click()
     expect(rows).to_have_text(uids[10:20])
@@ -349,8 +354,10 @@ def test_pages_of_prompts(stack: Endpoints, play: Play, page: Page) -> None:
     expect(rows).to_have_text(uids[:10])
 
 
-def test_a_prompt_opens_with_its_trajectories(stack: Endpoints, play: Play, page: Page) -> None:
-    prompt = max(play.client.all_prompts(), key=lambda each: each.attempts)
+def test_a_prompt_opens_with_its_trajectories(
+    stack: Endpoints, play: ImprovingRun, page: Page
+) -> None:
+    prompt = max(play.client.all_prompts(), key=lambda prompt: prompt.attempts)
     attempts = play.client.prompt_history(prompt.uid).attempts
     visit(page, stack, "/runs/dashboard/prompts")
     page.get_by_role("link", name=prompt.uid).click()
@@ -371,12 +378,12 @@ def test_a_prompt_opens_with_its_trajectories(stack: Endpoints, play: Play, page
     expect(page).to_have_url(re.compile(f"first={other.group_id}"))
 
 
-def test_why_a_prompt_is_in_a_batch(stack: Endpoints, play: Play, page: Page) -> None:
+def test_why_a_prompt_is_in_a_batch(stack: Endpoints, play: ImprovingRun, page: Page) -> None:
     member = play.client.recorded_batch(4).members[-1]
     visit(page, stack, "/runs/dashboard/batches?step=4")
     page.get_by_role("button", name=f"Why {member.prompt_uid}").click()
-    for each in play.client.decision(4, member.prompt_uid).considered:
-        expect(page.locator("#why")).to_contain_text(each.reason)
+    for decided in play.client.decision(4, member.prompt_uid).considered:
+        expect(page.locator("#why")).to_contain_text(decided.reason)
     page.get_by_role("button", name="Next").click()
     expect(page.get_by_text("in the batch of step 5", exact=True)).to_be_visible()
     expect(page).to_have_url(re.compile("step=5"))
@@ -384,23 +391,23 @@ def test_why_a_prompt_is_in_a_batch(stack: Endpoints, play: Play, page: Page) ->
 
 @pytest.mark.parametrize("buffer", ["hard", "high_quality"])
 def test_a_buffer_as_of_a_step(
-    stack: Endpoints, play: Play, page: Page, buffer: wire.BufferName
+    stack: Endpoints, play: ImprovingRun, page: Page, buffer: wire.BufferName
 ) -> None:
     visit(page, stack, f"/runs/dashboard/buffers?buffer={buffer}")
     contents = page.locator("section", has_text="in the order of admission")
     page.get_by_label("As of step", exact=True).fill("9")
     page.get_by_label("As of step", exact=True).press("Enter")
-    then = play.client.buffer(buffer, 9)
-    expect(contents.locator("tbody th")).to_have_text([each.prompt_uid for each in then])
+    entries = play.client.buffer(buffer, 9)
+    expect(contents.locator("tbody th")).to_have_text([entry.prompt_uid for entry in entries])
     contents.get_by_role("button", name="Staleness").click()
     expect(contents.locator("th[aria-sort=ascending]")).to_have_text("Staleness")
 
 
-def test_migration_between_two_steps(stack: Endpoints, play: Play, page: Page) -> None:
+def test_migration_between_two_steps(stack: Endpoints, play: ImprovingRun, page: Page) -> None:
     visit(page, stack, "/runs/dashboard/difficulty?before=5&after=12")
-    wanted = play.client.difficulty_migration(5, 12)
+    migration = play.client.difficulty_migration(5, 12)
     rows = page.locator(".heatmap tbody tr")
-    for row, values in enumerate([*wanted.matrix, wanted.newly_attempted]):
+    for row, values in enumerate([*migration.matrix, migration.newly_attempted]):
         expect(rows.nth(row).locator("td")).to_have_text([*map(str, values), str(sum(values))])
     page.get_by_label("Before: step", exact=True).fill("2")
     page.get_by_label("Before: step", exact=True).press("Enter")
@@ -411,24 +418,24 @@ def test_migration_between_two_steps(stack: Endpoints, play: Play, page: Page) -
     expect(page).to_have_url(re.compile(r"before=2&after=12"))
 
 
-# ---- as it happens ------------------------------------------------------------------------------
+# ---- live updates and actions --------------------------------------------------------------------
 
 
 def test_a_step_shows_up_while_the_page_is_open(stack: Endpoints, page: Page) -> None:
-    play = Play(stack, small_config("dashboard-live", steps=40, seed=5))
+    play = ImprovingRun(stack, small_config("dashboard-live", steps=40, seed=5))
     play.run_step(1)
     visit(page, stack, "/runs/dashboard-live")
     reward = page.get_by_role("slider", name="Reward")
     expect(reward).to_have_attribute("aria-valuemax", "1")
-    # A poll while nothing has changed costs no body.
+    # A poll without changes has no body.
     page.wait_for_event("response", lambda response: response.status == 304)
     play.run_step(2)
     expect(reward).to_have_attribute("aria-valuemax", "2")
     expect(page.get_by_text("2 / 40")).to_be_visible()
 
 
-def test_pause_and_resume(stack: Endpoints, page: Page, complaints: list[str]) -> None:
-    play = Play(stack, small_config("dashboard-pause"))
+def test_pause_and_resume(stack: Endpoints, page: Page, console_errors: list[str]) -> None:
+    play = ImprovingRun(stack, small_config("dashboard-pause"))
     visit(page, stack, "/runs/dashboard-pause")
     page.get_by_role("button", name="Pause").click()
     dialog = page.get_by_role("dialog", name="Pause dashboard-pause?")
@@ -441,43 +448,43 @@ def test_pause_and_resume(stack: Endpoints, page: Page, complaints: list[str]) -
     dialog.get_by_role("button", name="Pause").click()
     expect(page.locator(".pill")).to_have_text("paused")
     assert play.client.run_state().status == "paused"
-    # Somebody else ends the run while the dialog is open: the answer is a conflict, and is shown.
+    # The run is stopped while the dialog is open: the page shows the conflict.
     page.get_by_role("button", name="Resume").click()
     play.client.stop()
     page.get_by_role("dialog").get_by_role("button", name="Resume").click()
     expect(page.get_by_role("alert").filter(has_text="is stopped, not paused")).to_be_visible()
-    assert all("409" in complaint for complaint in complaints)
-    complaints.clear()
+    assert all("409" in error for error in console_errors)
+    console_errors.clear()
 
 
-def test_a_token_that_may_only_read(stack: Endpoints, play: Play, page: Page) -> None:
+def test_a_token_that_may_only_read(stack: Endpoints, play: ImprovingRun, page: Page) -> None:
     token = play.client.create_token("dashboard reader", "read").token
     visit(page, stack, "/runs/dashboard", token)
     expect(page.locator(".pill")).to_have_text("running")
     expect(page.get_by_role("button", name="Stop")).to_have_count(0)
 
 
-# ---- when something is wrong --------------------------------------------------------------------
+# ---- errors and outages --------------------------------------------------------------------------
 
 
 def test_a_bad_token_and_a_good_one(
-    stack: Endpoints, play: Play, page: Page, complaints: list[str]
+    stack: Endpoints, play: ImprovingRun, page: Page, console_errors: list[str]
 ) -> None:
     page.goto(f"{stack.buffer_url}/#/runs/dashboard/difficulty")
     field = page.get_by_label("Token", exact=True)
     expect(field).to_be_focused()
-    field.fill("nobody")
+    field.fill("unknown")
     field.press("Enter")
     expect(page.get_by_role("alert")).to_contain_text("this token is not known here")
-    assert all("401" in complaint for complaint in complaints)
-    complaints.clear()
+    assert all("401" in error for error in console_errors)
+    console_errors.clear()
     field.fill(stack.token)
     field.press("Enter")
     expect(page.locator("h1")).to_contain_text("dashboard")
-    assert page.url.endswith("/#/runs/dashboard/difficulty"), "what was asked for is shown"
+    assert page.url.endswith("/#/runs/dashboard/difficulty"), "the requested page is shown"
 
 
-def test_a_token_leaves_the_address(stack: Endpoints, play: Play, page: Page) -> None:
+def test_a_token_leaves_the_address(stack: Endpoints, play: ImprovingRun, page: Page) -> None:
     visit(page, stack, "/runs/dashboard")
     expect(page.locator("h1")).to_contain_text("dashboard")
     assert stack.token not in page.url
@@ -489,24 +496,29 @@ def test_a_token_leaves_the_address(stack: Endpoints, play: Play, page: Page) ->
 
 
 @pytest.mark.parametrize(
-    ("address", "words"),
+    ("address", "text"),
     [
-        ("/runs/nobody", "there is no run 'nobody'"),
-        ("/runs/dashboard/prompt?uid=nobody", "there is no prompt 'nobody'"),
+        ("/runs/unknown", "there is no run 'unknown'"),
+        ("/runs/dashboard/prompt?uid=unknown", "there is no prompt 'unknown'"),
         ("/runs/dashboard/batches?step=999", "there is no batch of step 999"),
     ],
 )
-def test_what_is_not_there(
-    stack: Endpoints, play: Play, page: Page, complaints: list[str], address: str, words: str
+def test_a_missing_resource_is_reported(
+    stack: Endpoints,
+    play: ImprovingRun,
+    page: Page,
+    console_errors: list[str],
+    address: str,
+    text: str,
 ) -> None:
     visit(page, stack, address)
-    expect(page.get_by_role("alert").filter(has_text=words)).to_be_visible()
-    assert all("404" in complaint for complaint in complaints)
-    complaints.clear()
+    expect(page.get_by_role("alert").filter(has_text=text)).to_be_visible()
+    assert all("404" in error for error in console_errors)
+    console_errors.clear()
 
 
-def test_an_outage_and_its_end(
-    stack: Endpoints, play: Play, page: Page, complaints: list[str]
+def test_the_page_survives_an_outage(
+    stack: Endpoints, play: ImprovingRun, page: Page, console_errors: list[str]
 ) -> None:
     visit(page, stack, "/runs/dashboard")
     reward = page.get_by_role("slider", name="Reward")
@@ -520,10 +532,10 @@ def test_an_outage_and_its_end(
     banner.get_by_role("button", name="Try now").click()
     expect(banner).to_be_hidden()
     expect(page.get_by_text("Connected")).to_be_visible()
-    complaints.clear()
+    console_errors.clear()
 
 
-def test_hostile_text_is_text(stack: Endpoints, hostile: Play, page: Page) -> None:
+def test_hostile_text_is_text(stack: Endpoints, hostile: ImprovingRun, page: Page) -> None:
     visit(page, stack, f"/runs/dashboard-hostile/prompt?uid={uid_of(hostile)}")
     response = page.locator("pre").first
     expect(response).to_have_text(HOSTILE)
@@ -534,36 +546,36 @@ def test_hostile_text_is_text(stack: Endpoints, hostile: Play, page: Page) -> No
     assert page.evaluate("document.documentElement.scrollWidth") <= 1400
 
 
-def test_nothing_inline_would_run(stack: Endpoints, page: Page, complaints: list[str]) -> None:
-    """If markup did get in, the content security policy would stop it."""
+def test_inline_code_does_not_run(stack: Endpoints, page: Page, console_errors: list[str]) -> None:
+    """The content security policy stops code even if markup got into a page."""
     visit(page, stack, "/runs")
     page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=hacked=1>')")
     page.wait_for_function("document.images[0].complete")
     assert page.evaluate("window.hacked") is None
-    assert any("Content Security Policy" in complaint for complaint in complaints)
-    complaints.clear()
+    assert any("Content Security Policy" in error for error in console_errors)
+    console_errors.clear()
 
 
 def test_the_files(stack: Endpoints) -> None:
-    """They want no token, and nothing else is served."""
+    """The files of the dashboard are served without a token, and no other files are."""
     index = httpx.get(f"{stack.buffer_url}/")
     assert index.status_code == 200
     assert index.headers["content-security-policy"].startswith("default-src 'self';")
     assert index.headers["x-content-type-options"] == "nosniff"
     assert "<script>" not in index.text
-    for name in ("app.js", "style.css", "views/run.js", "icon.svg"):
+    for name in ("app.js", "style.css", "views/run.js", "charts/chart.js", "icon.svg"):
         answer = httpx.get(f"{stack.buffer_url}/dashboard/{name}")
         assert answer.status_code == 200
-        known = {"If-None-Match": answer.headers["etag"]}
-        assert httpx.get(f"{stack.buffer_url}/dashboard/{name}", headers=known).status_code == 304
-    for name in ("nobody.js", "../app.py", "%2e%2e/app.py", "views", ""):
+        cached = {"If-None-Match": answer.headers["etag"]}
+        assert httpx.get(f"{stack.buffer_url}/dashboard/{name}", headers=cached).status_code == 304
+    for name in ("unknown.js", "../app.py", "%2e%2e/app.py", "views", ""):
         assert httpx.get(f"{stack.buffer_url}/dashboard/{name}").status_code == 404
 
 
-# ---- for everybody ------------------------------------------------------------------------------
+# ---- accessibility -------------------------------------------------------------------------------
 
 
-def test_dark_and_light(stack: Endpoints, play: Play, page: Page) -> None:
+def test_dark_and_light(stack: Endpoints, play: ImprovingRun, page: Page) -> None:
     def brightness() -> float:
         channels = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
         return sum(map(float, re.findall(r"[\d.]+", channels)[:3])) / 3
@@ -580,7 +592,9 @@ def test_dark_and_light(stack: Endpoints, play: Play, page: Page) -> None:
     assert brightness() < 60
 
 
-def test_by_keyboard_alone(stack: Endpoints, play: Play, page: Page) -> None:
+def test_the_dashboard_works_by_keyboard_alone(
+    stack: Endpoints, play: ImprovingRun, page: Page
+) -> None:
     visit(page, stack, "/runs?search=dashboard")
     link = page.get_by_role("link", name="dashboard", exact=True)
     expect(link).to_be_visible()
@@ -615,21 +629,21 @@ def test_by_keyboard_alone(stack: Endpoints, play: Play, page: Page) -> None:
 
 
 class Large:
-    """Answers like those of a run of 10,000 steps with 1,000,000 prompts."""
+    """Fakes the answers of a run with 10,000 steps and 1,000,000 prompts."""
 
     SIZE = 16
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.requested_urls: list[str] = []
 
     def answer(self, route: Route) -> None:
         url = route.request.url
-        self.asked.append(url)
+        self.requested_urls.append(url)
         path = url.split("/v1", 1)[1].partition("?")[0]
-        found = self._found(path.removeprefix("/runs/large"), url)
-        route.fulfill(json=found, headers={"ETag": '"1"'})
+        answer = self._answer_of(path.removeprefix("/runs/large"), url)
+        route.fulfill(json=answer, headers={"ETag": '"1"'})
 
-    def _found(self, path: str, url: str) -> Any:
+    def _answer_of(self, path: str, url: str) -> Any:
         match path:
             case "/token":
                 return {"scope": "read"}
@@ -727,17 +741,17 @@ class Large:
 
 @pytest.mark.parametrize("width", [1400, 380])
 def test_ten_thousand_steps_and_a_million_prompts(stack: Endpoints, page: Page, width: int) -> None:
-    """Nothing is asked for whole, nothing overflows, and drawing takes no time to speak of."""
+    """Lists are requested in parts, nothing overflows, and drawing is fast."""
     large = Large()
     page.route("**/v1/**", large.answer)
     page.set_viewport_size({"width": width, "height": 800})
-    for address, words in {
+    for address, text in {
         "/runs/large": "10,000 / 1,000,000",
         "/runs/large/difficulty": "988K",
         "/runs/large/prompts": "9,999,999",
     }.items():
         visit(page, stack, address)
-        expect(page.get_by_text(words).first).to_be_attached()
+        expect(page.get_by_text(text).first).to_be_attached()
         expect(page.locator("[aria-busy]")).to_have_count(0)
         assert page.evaluate("document.documentElement.scrollWidth") <= width, address
     visit(page, stack, "/runs/large")
@@ -750,20 +764,20 @@ def test_ten_thousand_steps_and_a_million_prompts(stack: Endpoints, page: Page, 
         page.set_viewport_size({"width": changed, "height": 800})
         page.evaluate(drawn)
         times.append(page.evaluate("performance.now()") - start)
-    # The shortest: the others wait for a processor, too, where others work on this machine.
+    # The shortest time counts, because on a busy machine the others include waits for a core.
     assert min(times) < 500, f"{min(times):.0f} ms to draw all charts once"
-    lists = [url for url in large.asked if re.search(r"/(steps|prompts|history)\b", url)]
+    lists = [url for url in large.requested_urls if re.search(r"/(steps|prompts|history)\b", url)]
     assert lists
     assert all(re.search(r"(points|limit)=\d+", url) for url in lists)
 
 
 def test_the_scale_test_answers_as_the_service_does() -> None:
-    """Else it would prove nothing."""
+    """The faked answers are valid answers of the service."""
     large = Large()
     wire.RunState.model_validate(large._run())
     wire.StepView.model_validate(large._step(1))
     wire.Evaluation.model_validate(large._evaluation(1))
     wire.DifficultyBins.model_validate(large._bins(1))
     wire.DifficultyView.model_validate(large._prompt(1))
-    wire.DifficultyMigration.model_validate(large._found("/difficulty/migration", ""))
-    json.dumps(large._found("/steps", "points=400"))
+    wire.DifficultyMigration.model_validate(large._answer_of("/difficulty/migration", ""))
+    json.dumps(large._answer_of("/steps", "points=400"))

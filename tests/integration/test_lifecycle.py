@@ -98,9 +98,9 @@ def test_a_dataset_in_use_does_not_change(driver: Driver, stack: Endpoints) -> N
         (24, "is used"),
     ]:
         upload = {"first_position": position, "prompts": [extra]}
-        answer = request(stack, "POST", f"/v1/datasets/{dataset}", json=upload)
+        answer = send(stack, "POST", f"/v1/datasets/{dataset}", json=upload)
         assert (answer.status_code, detail in answer.json()["detail"]) == (409, True), answer.text
-    assert request(stack, "GET", f"/v1/datasets/{dataset}").json()["prompts"] == 24
+    assert send(stack, "GET", f"/v1/datasets/{dataset}").json()["prompts"] == 24
 
 
 # ---- garbage ------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_runs_are_listed_newest_first_page_by_page(stack: Endpoints) -> None:
         Driver(stack, small_config(name))
     pages, cursor = [], ""
     while cursor is not None:
-        page = request(stack, "GET", f"/v1/runs?search=listed-&limit=2{cursor}").json()
+        page = send(stack, "GET", f"/v1/runs?search=listed-&limit=2{cursor}").json()
         pages.append([run["name"] for run in page["items"]])
         cursor = None if page["next"] is None else f"&cursor={page['next']}"
     assert pages == [["listed-2", "listed-1"], ["listed-0"]]
@@ -203,7 +203,7 @@ def test_runs_are_listed_newest_first_page_by_page(stack: Endpoints) -> None:
 # ---- limits and errors --------------------------------------------------------------------------
 
 
-def request(stack: Endpoints, method: str, path: str, **arguments: object) -> httpx.Response:
+def send(stack: Endpoints, method: str, path: str, **arguments: object) -> httpx.Response:
     headers = {"Authorization": f"Bearer {stack.token}", "X-Bapo-Attempt": "1"}
     answer = httpx.request(
         method, f"{stack.buffer_url}{path}", headers=headers, timeout=300, **arguments
@@ -246,13 +246,13 @@ def request(stack: Endpoints, method: str, path: str, **arguments: object) -> ht
 def test_bad_requests_name_the_field(
     stack: Endpoints, method: str, path: str, body: object, status: int, detail: str
 ) -> None:
-    answer = request(stack, method, path, json=body)
+    answer = send(stack, method, path, json=body)
     assert answer.status_code == status, answer.text
     assert detail in answer.json()["detail"]
 
 
 def test_a_body_that_is_too_large_is_not_read(stack: Endpoints) -> None:
-    answer = request(stack, "POST", "/v1/tokens", content=b" " * (17 << 20))
+    answer = send(stack, "POST", "/v1/tokens", content=b" " * (17 << 20))
     assert answer.status_code == 413
     assert "larger than 16777216 bytes" in answer.json()["detail"]
 
@@ -260,7 +260,7 @@ def test_a_body_that_is_too_large_is_not_read(stack: Endpoints) -> None:
         for _ in range(20):
             yield b" " * (1 << 20)
 
-    streamed = request(stack, "POST", "/v1/tokens", content=endless())
+    streamed = send(stack, "POST", "/v1/tokens", content=endless())
     assert streamed.status_code == 413
 
 
@@ -279,10 +279,10 @@ def test_refused_groups_leave_no_trace(driver: Driver, stack: Endpoints) -> None
         (encode_groups(stale), "made by policy version 7"),
         (encode_groups([groups[0], groups[0]]), "more than one group"),
     ]:
-        answer = request(stack, "POST", path, content=body)
+        answer = send(stack, "POST", path, content=body)
         assert answer.status_code == 400, answer.text
         assert detail in answer.json()["detail"]
-    answer = request(stack, "POST", f"/v1/runs/{name}/steps/13/groups", content=good)
+    answer = send(stack, "POST", f"/v1/runs/{name}/steps/13/groups", content=good)
     assert (answer.status_code, "not in 1..12" in answer.text) == (400, True)
     assert not ObjectStore(stack.object_store).keys(f"runs/{name}/")
     assert driver.client.post_groups(1, "fresh", good).accepted == 8

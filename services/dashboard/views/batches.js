@@ -1,7 +1,7 @@
-// The training batch of a step: where its groups came from, and why a prompt is in it or not.
+// The training batch of a step: the sources of its groups, and why a prompt is in it or not.
 
 import { get, path } from "../api.js";
-import { chart } from "../charts.js";
+import { chart } from "../charts/chart.js";
 import { SOURCES } from "../colors.js";
 import { field, fill, h } from "../dom.js";
 import * as format from "../format.js";
@@ -9,7 +9,7 @@ import { announce, empty, keeper, region } from "../live.js";
 import { setQuery, whole } from "../router.js";
 import { Steps } from "../steps.js";
 import { table } from "../tables.js";
-import { batchLink, binChip, promptLink, source, tiles } from "./parts.js";
+import { batchLink, binChip, promptLink, source, tiles } from "./pieces.js";
 
 /** @param {import("./run.js").Visit} visit */
 export function showBatches(visit) {
@@ -21,16 +21,16 @@ export function showBatches(visit) {
   const answer = h("div", { "aria-live": "polite" });
   const keepSteps = keeper(signal);
   const keepMembers = keeper(signal);
-  const keepAnswer = keeper(signal);
+  const keepDecision = keeper(signal);
 
-  const over = chart({
+  const composition = chart({
     title: "Composition over time",
-    note: "Groups by source. A click or Enter opens the step.",
+    note: "Groups by source. Click or press Enter to open a step.",
     y: "groups",
     integers: true,
     height: 170,
     empty: "No step is committed yet.",
-    pick: { words: "open this step's batch", act: (chosen) => open(chosen) },
+    pick: { label: "open this step's batch", act: (chosen) => open(chosen) },
   });
   const number = h("input", {
     type: "number",
@@ -38,7 +38,7 @@ export function showBatches(visit) {
     inputmode: "numeric",
     onchange: () => open(whole(number.value)),
   });
-  const button = (words, to) => h("button", { type: "button", onclick: () => open(to()) }, words);
+  const button = (label, target) => h("button", { type: "button", onclick: () => open(target()) }, label);
   const previous = button("Previous", () => shown() - 1);
   const next = button("Next", () => shown() + 1);
   const newest = button("Newest", () => null);
@@ -49,15 +49,15 @@ export function showBatches(visit) {
     autocomplete: "off",
     spellcheck: "false",
   });
-  const ask = (event) => {
+  const submit = (event) => {
     event.preventDefault();
     setQuery({ uid: uid.value });
-    decide();
+    loadDecision();
   };
 
   fill(
     root,
-    over.element,
+    composition.element,
     h(
       "section",
       { class: "card" },
@@ -71,7 +71,7 @@ export function showBatches(visit) {
       h("h2", { tabindex: -1 }, "Why is a prompt in this batch, or not?"),
       h(
         "form",
-        { class: "controls", onsubmit: ask },
+        { class: "controls", onsubmit: submit },
         field("Prompt uid", uid),
         h("button", { type: "submit" }, "Explain"),
       ),
@@ -82,7 +82,7 @@ export function showBatches(visit) {
 
   let opened = false;
   visit.changed((run) => {
-    keepSteps({ load: () => store.bring(run), show: drawOver, refuse: () => {} });
+    keepSteps({ load: () => store.load(run), show: drawComposition, refuse: () => {} });
     // Without a step in the address the page follows the run.
     if (step === null || !opened) load();
     opened = true;
@@ -98,15 +98,15 @@ export function showBatches(visit) {
     load();
   }
 
-  function drawOver(steps) {
-    over.update({
-      x: steps.map((each) => each.step),
+  function drawComposition(steps) {
+    composition.update({
+      x: steps.map((record) => record.step),
       series: Object.entries(SOURCES).map(([key, color]) => ({
-        name: format.words(key),
+        name: format.term(key),
         kind: "area",
         stepped: true,
         color,
-        values: steps.map((each) => each.counts[key] ?? 0),
+        values: steps.map((record) => record.counts[key] ?? 0),
       })),
     });
   }
@@ -123,19 +123,19 @@ export function showBatches(visit) {
       return members.show(empty("No step is committed yet."));
     }
     keepMembers({
-      load: (ours) => get(path`/runs/${name}/batches/${at}`, {}, ours),
+      load: (signal) => get(path`/runs/${name}/batches/${at}`, {}, signal),
       show: (batch) => {
         showBatch(batch);
         announce(`Batch of step ${at}: ${format.plural(batch.members.length, "group")}`, { seldom: true });
       },
       refuse: (problem) => (fill(facts), members.refuse(problem)),
     });
-    decide();
+    loadDecision();
   }
 
   function showBatch(batch) {
     const size = batch.members.length;
-    const stale = batch.members.map((each) => batch.step - each.policy_version);
+    const staleness = batch.members.map((member) => batch.step - member.policy_version);
     const share = (key) => (size ? `${format.percent((batch.counts[key] ?? 0) / size)} of the batch` : "");
     fill(
       facts,
@@ -143,64 +143,69 @@ export function showBatches(visit) {
         ["Groups", format.count(size), `in the batch of step ${format.count(batch.step)}`],
         ...Object.keys(SOURCES).map((key) => [source(key), format.count(batch.counts[key] ?? 0), share(key)]),
         [
-          "Window",
+          "Replay window",
           `${format.score(batch.c2)} to ${format.score(batch.c3)}`,
-          `c2 to c3; r_tot ${format.score(batch.r_tot)}`,
+          `[c2, c3]; r_tot ${format.score(batch.r_tot)}`,
         ],
         [
           "Staleness",
-          format.number(size ? stale.reduce((sum, each) => sum + each, 0) / size : null),
-          size ? `steps on average; at most ${Math.max(...stale)}` : "",
+          format.number(size ? staleness.reduce((sum, steps) => sum + steps, 0) / size : null),
+          size ? `steps on average; at most ${Math.max(...staleness)}` : "",
         ],
       ]),
     );
     members.show(
       table({
         caption: `Groups in the batch of step ${format.count(batch.step)}`,
-        rows: batch.members.map((each, i) => ({ ...each, position: i + 1 })),
-        empty: "The batch is empty: no group had mixed rewards, and nothing could be replayed.",
-        most: 100,
+        rows: batch.members.map((member, i) => ({ ...member, position: i + 1 })),
+        empty: "The batch is empty: no fresh group passed the filter, and no group was promoted or replayed.",
+        maxRows: 100,
         columns: [
           {
             title: "Prompt",
-            by: (each) => each.prompt_uid,
-            cell: (each) => promptLink(name, each.prompt_uid, { first: each.group_id }),
+            by: (member) => member.prompt_uid,
+            cell: (member) => promptLink(name, member.prompt_uid, { first: member.group_id }),
           },
-          { title: "Source", by: (each) => each.source, cell: (each) => source(each.source) },
+          { title: "Source", by: (member) => member.source, cell: (member) => source(member.source) },
           {
             title: "Correct",
-            by: (each) => each.correct / each.size,
-            cell: (each) => binChip(each.correct, each.size),
+            by: (member) => member.correct / member.size,
+            cell: (member) => binChip(member.correct, member.size),
           },
           {
-            title: "Made at step",
+            title: "Generated at step",
             number: true,
-            by: (each) => each.step,
-            cell: (each) => batchLink(name, each.step),
+            by: (member) => member.step,
+            cell: (member) => batchLink(name, member.step),
           },
           {
-            title: "Version",
+            title: "Policy version",
             number: true,
-            by: (each) => each.policy_version,
-            cell: (each) => format.count(each.policy_version),
+            by: (member) => member.policy_version,
+            cell: (member) => format.count(member.policy_version),
           },
           {
             title: "Staleness",
             number: true,
-            by: (each) => batch.step - each.policy_version,
-            cell: (each) => format.count(batch.step - each.policy_version),
+            by: (member) => batch.step - member.policy_version,
+            cell: (member) => format.count(batch.step - member.policy_version),
           },
-          { title: "Group", number: true, by: (each) => each.group_id, cell: (each) => each.group_id },
+          {
+            title: "Group",
+            number: true,
+            by: (member) => member.group_id,
+            cell: (member) => member.group_id,
+          },
           {
             title: "Why",
-            cell: (each) =>
+            cell: (member) =>
               h(
                 "button",
                 {
                   type: "button",
                   class: "quiet",
-                  "aria-label": `Why ${each.prompt_uid}`,
-                  onclick: () => explain(each.prompt_uid),
+                  "aria-label": `Why ${member.prompt_uid}`,
+                  onclick: () => explain(member.prompt_uid),
                 },
                 "Why",
               ),
@@ -210,24 +215,24 @@ export function showBatches(visit) {
     );
   }
 
-  function explain(wanted) {
-    uid.value = wanted;
-    setQuery({ uid: wanted });
-    decide();
+  function explain(promptUid) {
+    uid.value = promptUid;
+    setQuery({ uid: promptUid });
+    loadDecision();
     root.querySelector("#why h2").focus();
   }
 
-  function decide() {
-    const wanted = uid.value.trim();
-    if (!wanted || shown() === 0)
-      return fill(answer, empty("Enter a uid, or choose Why at one of the groups below."));
+  function loadDecision() {
+    const promptUid = uid.value.trim();
+    if (!promptUid || shown() === 0)
+      return fill(answer, empty("Enter a uid, or press Why beside one of the groups below."));
     const at = shown();
-    const shownAnswer = region();
-    fill(answer, shownAnswer.element);
-    keepAnswer({
-      load: (ours) => get(path`/runs/${name}/steps/${at}/decision`, { uid: wanted }, ours),
-      show: (decision) => shownAnswer.show(decisionView(name, decision)),
-      refuse: shownAnswer.refuse,
+    const result = region();
+    fill(answer, result.element);
+    keepDecision({
+      load: (signal) => get(path`/runs/${name}/steps/${at}/decision`, { uid: promptUid }, signal),
+      show: (decision) => result.show(decisionView(name, decision)),
+      refuse: result.refuse,
     });
   }
 }
@@ -247,16 +252,16 @@ function decisionView(name, decision) {
       ".",
     ),
     table({
-      caption: `What each source made of it (capacity ${decision.capacity}, c1 ${format.number(decision.c1)}, window ${format.score(decision.c2)} to ${format.score(decision.c3)})`,
+      caption: `Decision of each source (batch capacity ${decision.capacity}, c1 ${format.number(decision.c1)}, replay window ${format.score(decision.c2)} to ${format.score(decision.c3)})`,
       rows: decision.considered,
       columns: [
-        { title: "Source", cell: (each) => source(each.source) },
+        { title: "Source", cell: (decided) => source(decided.source) },
         {
           title: "Outcome",
-          cell: (each) => h("span", { class: `outcome ${each.outcome}` }, format.words(each.outcome)),
+          cell: (decided) => h("span", { class: `outcome ${decided.outcome}` }, format.term(decided.outcome)),
         },
-        { title: "Reason", cell: (each) => h("span", { class: "reason" }, each.reason) },
-        { title: "Mean reward", number: true, cell: (each) => format.score(each.mean_reward) },
+        { title: "Reason", cell: (decided) => h("span", { class: "reason" }, decided.reason) },
+        { title: "Mean reward", number: true, cell: (decided) => format.score(decided.mean_reward) },
       ],
     }),
   ];

@@ -1,38 +1,41 @@
-// What the buffers hold, now or as of a step, and what came and went, with reasons.
+// Contents of the buffers, now or as of a step, and their admissions and evictions with reasons.
 
 import { get, path } from "../api.js";
-import { chart, histogram } from "../charts.js";
+import { chart } from "../charts/chart.js";
+import { histogram } from "../charts/histogram.js";
 import { field, fill, h, select } from "../dom.js";
 import * as format from "../format.js";
 import { keeper, region } from "../live.js";
 import { setQuery, whole } from "../router.js";
 import { mean } from "../steps.js";
 import { Pager, table } from "../tables.js";
-import { batchLink, binChip, groupSize, promptLink, stepControls, tiles } from "./parts.js";
+import { batchLink, binChip, groupSize, promptLink, stepControls, tiles } from "./pieces.js";
 
 const BUFFERS = [
   ["hard", "Hard"],
   ["high_quality", "High-quality"],
 ];
 const ABOUT = {
-  hard: "Groups with a mean reward of at most c1, generated again every m steps (X2).",
-  high_quality: "Recent groups with a mean reward in [c2, c3], replayed where a batch has room (X3).",
+  hard: "Groups with a mean reward of at most c1. Their prompts are re-evaluated every m steps (X2).",
+  high_quality:
+    "Recent groups with a mean reward in the replay window [c2, c3], replayed if the batch has room (X3).",
 };
 const REASONS = {
-  capacity: "the buffer was full and this was its oldest entry",
+  capacity: "the buffer was full, and this was its oldest entry",
   expired: "older than high_quality_buffer.max_age steps",
-  replaced: "a newer group of the same prompt came",
-  solved: "the prompt was above c1 when generated again",
+  replaced: "a newer group of the same prompt was admitted",
+  solved: "the mean reward was above c1 when re-evaluated",
 };
-const EVENTS = 25;
-const LARGEST_PAGE = 1000;
+const EVENTS_PER_PAGE = 25;
+const MAX_PAGE = 1000;
+const MAX_PAGES = 5;
 
 /** @param {import("./run.js").Visit} visit */
 export function showBuffers(visit) {
   const { name, signal, root, query, run } = visit;
-  const wanted = {
+  const selection = {
     buffer: query.buffer === "high_quality" ? "high_quality" : "hard",
-    // Of no step: now, and live.
+    // null: now, and updated as the run goes on.
     step: whole(query.step),
     events: whole(query.events),
   };
@@ -43,7 +46,7 @@ export function showBuffers(visit) {
   const keepEvents = keeper(signal);
   const age = chart({
     title: "Age",
-    note: "Steps since the group was made.",
+    note: "Steps since the group was generated.",
     y: "entries",
     x: "steps",
     integers: true,
@@ -53,7 +56,7 @@ export function showBuffers(visit) {
   });
   const staleness = chart({
     title: "Staleness",
-    note: "Steps since the policy that made it.",
+    note: "Trainer step minus policy version.",
     y: "entries",
     x: "steps",
     integers: true,
@@ -63,7 +66,7 @@ export function showBuffers(visit) {
   });
   const rewards = chart({
     title: "Correct responses",
-    note: "k of G in the stored group.",
+    note: "k of G correct in the stored group.",
     y: "entries",
     x: "k",
     integers: true,
@@ -73,15 +76,17 @@ export function showBuffers(visit) {
   });
   const facts = h("div");
 
-  const step = stepControls("As of step", wanted.step ?? run.current_step, 0, run.current_step, (chosen) => {
-    wanted.step = chosen === visit.run.current_step ? null : chosen;
-    changed({ step: wanted.step });
-  });
+  const showStep = (chosen) => {
+    selection.step = chosen === visit.run.current_step ? null : chosen;
+    changed({ step: selection.step });
+  };
+  const last = run.current_step;
+  const step = stepControls("As of step", selection.step ?? last, 0, last, showStep);
   const now = h(
     "button",
     {
       type: "button",
-      onclick: () => ((wanted.step = null), step.set(visit.run.current_step), changed({ step: null })),
+      onclick: () => ((selection.step = null), step.set(visit.run.current_step), changed({ step: null })),
     },
     "Now",
   );
@@ -90,8 +95,8 @@ export function showBuffers(visit) {
     min: 0,
     inputmode: "numeric",
     onchange: () => (
-      (wanted.events = whole(after.value)),
-      setQuery({ events: wanted.events }),
+      (selection.events = whole(after.value)),
+      setQuery({ events: selection.events }),
       restartEvents()
     ),
   });
@@ -110,8 +115,8 @@ export function showBuffers(visit) {
           "Buffer",
           select(
             BUFFERS,
-            wanted.buffer,
-            (buffer) => ((wanted.buffer = buffer), changed({ buffer }), restartEvents()),
+            selection.buffer,
+            (buffer) => ((selection.buffer = buffer), changed({ buffer }), restartEvents()),
           ),
         ),
         step.element,
@@ -131,13 +136,13 @@ export function showBuffers(visit) {
     ),
   );
 
-  let seen = -1;
+  let seenStep = -1;
   visit.changed((newest) => {
-    step.set(wanted.step ?? newest.current_step, newest.current_step);
-    if (wanted.step === null || seen < 0) loadContents();
-    // The events on show stay where the reader is, until they ask for later ones.
-    if (seen < 0) restartEvents();
-    seen = newest.current_step;
+    step.set(selection.step ?? newest.current_step, newest.current_step);
+    if (selection.step === null || seenStep < 0) loadContents();
+    // The shown events stay until the reader asks for later ones.
+    if (seenStep < 0) restartEvents();
+    seenStep = newest.current_step;
   });
 
   function changed(change) {
@@ -146,22 +151,22 @@ export function showBuffers(visit) {
   }
 
   function loadContents() {
-    about.textContent = ABOUT[wanted.buffer];
-    now.disabled = wanted.step === null;
+    about.textContent = ABOUT[selection.buffer];
+    now.disabled = selection.step === null;
     keepContents({
-      load: async (ours) => {
-        const found = [];
+      load: async (signal) => {
+        const items = [];
         let cursor = null;
         do {
           const page = await get(
-            path`/runs/${name}/buffers/${wanted.buffer}`,
-            { step: wanted.step, cursor, limit: LARGEST_PAGE },
-            ours,
+            path`/runs/${name}/buffers/${selection.buffer}`,
+            { step: selection.step, cursor, limit: MAX_PAGE },
+            signal,
           );
-          found.push(...page.items);
+          items.push(...page.items);
           cursor = page.next;
-        } while (cursor && found.length < 5 * LARGEST_PAGE);
-        return found;
+        } while (cursor && items.length < MAX_PAGES * MAX_PAGE);
+        return items;
       },
       show: showContents,
       refuse: contents.refuse,
@@ -170,78 +175,80 @@ export function showBuffers(visit) {
 
   function showContents(items) {
     const size = groupSize(run);
-    const at = wanted.step === null ? "now" : `after step ${format.count(wanted.step)}`;
+    const at = selection.step === null ? "now" : `after step ${format.count(selection.step)}`;
     const average = (measure) => format.number(mean(items.map(measure)));
     fill(
       facts,
       tiles([
         ["Entries", format.count(items.length), at],
-        ["Mean reward", format.score(mean(items.map((each) => each.mean_reward))), "of the stored groups"],
-        ["Age", average((each) => each.age), "steps on average"],
-        ["Staleness", average((each) => each.staleness), "steps on average"],
+        ["Mean reward", format.score(mean(items.map((entry) => entry.mean_reward))), "of the stored groups"],
+        ["Age", average((entry) => entry.age), "steps on average"],
+        ["Staleness", average((entry) => entry.staleness), "steps on average"],
       ]),
     );
     drawBars(
       age,
-      items.map((each) => each.age),
+      items.map((entry) => entry.age),
     );
     drawBars(
       staleness,
-      items.map((each) => each.staleness),
+      items.map((entry) => entry.staleness),
     );
     drawBars(
       rewards,
-      items.map((each) => Math.round(each.mean_reward * size)),
+      items.map((entry) => Math.round(entry.mean_reward * size)),
       [0, size],
     );
     contents.show(
       table({
-        caption: `${BUFFERS.find(([key]) => key === wanted.buffer)[1]} buffer ${at}, in the order of admission`,
+        caption: `${BUFFERS.find(([key]) => key === selection.buffer)[1]} buffer ${at}, in the order of admission`,
         rows: items,
         empty: `The buffer is empty ${at}.`,
-        most: 50,
+        maxRows: 50,
         columns: [
           {
             title: "Prompt",
-            by: (each) => each.prompt_uid,
-            cell: (each) => promptLink(name, each.prompt_uid, { first: each.group_id }),
+            by: (entry) => entry.prompt_uid,
+            cell: (entry) => promptLink(name, entry.prompt_uid, { first: entry.group_id }),
           },
           {
             title: "Correct",
-            by: (each) => each.mean_reward,
-            cell: (each) => binChip(Math.round(each.mean_reward * size), size),
+            by: (entry) => entry.mean_reward,
+            cell: (entry) => binChip(Math.round(entry.mean_reward * size), size),
           },
           {
-            title: "Made at step",
+            title: "Generated at step",
             number: true,
-            by: (each) => each.step,
-            cell: (each) => format.count(each.step),
+            by: (entry) => entry.step,
+            cell: (entry) => format.count(entry.step),
           },
           {
-            title: "Version",
+            title: "Policy version",
             number: true,
-            by: (each) => each.policy_version,
-            cell: (each) => format.count(each.policy_version),
+            by: (entry) => entry.policy_version,
+            cell: (entry) => format.count(entry.policy_version),
           },
-          { title: "Age", number: true, by: (each) => each.age, cell: (each) => format.count(each.age) },
+          { title: "Age", number: true, by: (entry) => entry.age, cell: (entry) => format.count(entry.age) },
           {
             title: "Staleness",
             number: true,
-            by: (each) => each.staleness,
-            cell: (each) => format.count(each.staleness),
+            by: (entry) => entry.staleness,
+            cell: (entry) => format.count(entry.staleness),
           },
           {
-            title: "Admitted at",
+            title: "Admitted at step",
             number: true,
-            by: (each) => each.inserted_step,
-            cell: (each) => format.count(each.inserted_step),
+            by: (entry) => entry.inserted_step,
+            cell: (entry) => format.count(entry.inserted_step),
           },
           {
-            title: "Left at",
+            title: "Evicted at step",
             number: true,
-            by: (each) => each.evicted_step ?? Infinity,
-            cell: (each) =>
-              each.evicted_step ? `${format.count(each.evicted_step)} (${each.eviction_reason})` : "still in",
+            by: (entry) => entry.evicted_step ?? Infinity,
+            cell: (entry) =>
+              entry.evicted_step
+                ? `${format.count(entry.evicted_step)} (${entry.eviction_reason})`
+                : "in the buffer",
           },
         ],
       }),
@@ -250,17 +257,17 @@ export function showBuffers(visit) {
 
   function restartEvents() {
     pager.reset();
-    after.value = String(wanted.events ?? Math.max(0, visit.run.current_step - 10));
+    after.value = String(selection.events ?? Math.max(0, visit.run.current_step - 10));
     loadEvents();
   }
 
   function loadEvents() {
     keepEvents({
-      load: (ours) =>
+      load: (signal) =>
         get(
-          path`/runs/${name}/buffers/${wanted.buffer}/events`,
-          { after: after.value, cursor: pager.cursor, limit: EVENTS },
-          ours,
+          path`/runs/${name}/buffers/${selection.buffer}/events`,
+          { after: after.value, cursor: pager.cursor, limit: EVENTS_PER_PAGE },
+          signal,
         ),
       show: (page) => events.show(eventTable(page.items), pager.controls(page.next)),
       refuse: events.refuse,
@@ -272,19 +279,19 @@ export function showBuffers(visit) {
     return table({
       caption: `Events after step ${format.count(Number(after.value))}, in order`,
       rows: items,
-      empty: "Nothing came or went after this step.",
+      empty: "No admission or eviction after this step.",
       columns: [
-        { title: "Step", number: true, cell: (each) => batchLink(name, each.step) },
-        { title: "Event", cell: (each) => h("span", { class: `event ${each.event}` }, each.event) },
-        { title: "Prompt", cell: (each) => promptLink(name, each.prompt_uid, { first: each.group_id }) },
-        { title: "Correct", cell: (each) => binChip(Math.round(each.mean_reward * size), size) },
+        { title: "Step", number: true, cell: (event) => batchLink(name, event.step) },
+        { title: "Event", cell: (event) => h("span", { class: `event ${event.event}` }, event.event) },
+        { title: "Prompt", cell: (event) => promptLink(name, event.prompt_uid, { first: event.group_id }) },
+        { title: "Correct", cell: (event) => binChip(Math.round(event.mean_reward * size), size) },
         {
           title: "Reason",
-          cell: (each) =>
+          cell: (event) =>
             h(
               "span",
               { class: "reason" },
-              each.event === "evicted" ? `${each.reason}: ${REASONS[each.reason] ?? ""}` : each.reason,
+              event.event === "evicted" ? `${event.reason}: ${REASONS[event.reason] ?? ""}` : event.reason,
             ),
         },
       ],
@@ -296,7 +303,7 @@ function drawBars(drawing, values, domain = null) {
   const { x, counts, width } = domain
     ? {
         x: range(...domain),
-        counts: range(...domain).map((k) => values.filter((each) => each === k).length),
+        counts: range(...domain).map((k) => values.filter((value) => value === k).length),
         width: 1,
       }
     : histogram(values);
@@ -304,7 +311,7 @@ function drawBars(drawing, values, domain = null) {
     x: values.length ? x : [],
     series: [
       {
-        name: width > 1 ? `entries in ${width} steps` : "entries",
+        name: width > 1 ? `entries per ${width} steps` : "entries",
         kind: "bar",
         color: "var(--blue)",
         values: values.length ? counts : [],

@@ -1,7 +1,7 @@
 // Two runs side by side.
 
 import { get, path } from "../api.js";
-import { chart } from "../charts.js";
+import { chart } from "../charts/chart.js";
 import { bin } from "../colors.js";
 import { field, fill, h, uniqueId } from "../dom.js";
 import * as format from "../format.js";
@@ -52,7 +52,7 @@ export function showCompare(root, signal, query) {
 
   function suggest(part) {
     keepNames({
-      load: (ours) => get("/runs", { search: part.slice(0, 63), limit: 20 }, ours),
+      load: (signal) => get("/runs", { search: part.slice(0, 63), limit: 20 }, signal),
       show: (page) =>
         fill(
           names,
@@ -64,12 +64,12 @@ export function showCompare(root, signal, query) {
 
   function load() {
     const pair = [first.value.trim(), second.value.trim()];
-    if (!pair[0] || !pair[1]) return results.show(empty("Name two runs."));
+    if (!pair[0] || !pair[1]) return results.show(empty("Enter the names of two runs."));
     keepResults({
-      load: (ours) =>
+      load: (signal) =>
         Promise.all([
-          get("/comparisons", { first: pair[0], second: pair[1] }, ours),
-          ...pair.map((name) => get(path`/runs/${name}/steps`, { points: 300 }, ours)),
+          get("/comparisons", { first: pair[0], second: pair[1] }, signal),
+          ...pair.map((name) => get(path`/runs/${name}/steps`, { points: 300 }, signal)),
         ]),
       show: ([comparison, ...steps]) => results.show(comparisonView(comparison, steps)),
       refuse: results.refuse,
@@ -77,11 +77,11 @@ export function showCompare(root, signal, query) {
   }
 }
 
-function comparisonView(found, steps) {
-  const [a, b] = found.runs;
+function comparisonView(comparison, steps) {
+  const [a, b] = comparison.runs;
   const link = (name) => h("a", { href: href(["runs", name]) }, name);
-  const versions = found.evaluations.map(([version]) => version);
-  const accuracy = [1, 2].map((i) => found.evaluations.map((each) => each[i]));
+  const versions = comparison.evaluations.map(([version]) => version);
+  const accuracy = [1, 2].map((i) => comparison.evaluations.map((evaluation) => evaluation[i]));
   const evaluation = chart({
     title: "Held-out evaluation",
     note: "Mean accuracy on the held-out prompts.",
@@ -93,25 +93,30 @@ function comparisonView(found, steps) {
   });
   evaluation.update({
     x: versions,
-    series: accuracy.map((values, i) => ({ name: found.runs[i], color: COLORS[i], values, joined: true })),
+    series: accuracy.map((values, i) => ({
+      name: comparison.runs[i],
+      color: COLORS[i],
+      values,
+      joined: true,
+    })),
   });
   const rewards = chart({
     title: "Reward",
-    note: "Mean of each step's fresh rollouts; moving mean.",
+    note: "Moving mean of the mean reward of each step's fresh rollouts.",
     y: "mean reward",
     format: format.score,
     height: 260,
     empty: "Neither run has committed a step yet.",
   });
-  rewards.update(aligned(steps, found.runs));
-  const known = accuracy.map((values) => values.filter((value) => value !== null));
+  rewards.update(aligned(steps, comparison.runs));
+  const measured = accuracy.map((values) => values.filter((value) => value !== null));
   const totals = [
-    ["Committed steps", found.steps.map(format.count)],
-    ["Training responses", found.rollouts.map(format.count)],
-    ["Training tokens", found.tokens.map(format.compact)],
-    ["First accuracy", known.map((values) => format.score(values[0]))],
-    ["Last accuracy", known.map((values) => format.score(values.at(-1)))],
-    ["Best accuracy", known.map((values) => format.score(values.length ? Math.max(...values) : null))],
+    ["Committed steps", comparison.steps.map(format.count)],
+    ["Training responses", comparison.rollouts.map(format.count)],
+    ["Training tokens", comparison.tokens.map(format.compact)],
+    ["First accuracy", measured.map((values) => format.score(values[0]))],
+    ["Last accuracy", measured.map((values) => format.score(values.at(-1)))],
+    ["Best accuracy", measured.map((values) => format.score(values.length ? Math.max(...values) : null))],
   ];
   return [
     h("div", { class: "charts wide" }, evaluation.element, rewards.element),
@@ -137,18 +142,18 @@ function comparisonView(found, steps) {
         "section",
         { class: "card" },
         h("h2", {}, "Training prompts by accuracy bin"),
-        found.difficulty.map((bins, i) => binBar(found.runs[i], bins)),
+        comparison.difficulty.map((bins, i) => binBar(comparison.runs[i], bins)),
       ),
     ),
     h(
       "section",
       { class: "card" },
-      h("h2", {}, "What is set differently"),
+      h("h2", {}, "Configuration differences"),
       table({
         caption: "Keys of the configuration that differ",
         hideCaption: true,
-        rows: Object.entries(found.differing_config),
-        empty: "Nothing: the configurations are the same.",
+        rows: Object.entries(comparison.differing_config),
+        empty: "The configurations are equal.",
         columns: [
           { title: "Key", cell: ([key]) => h("code", {}, key) },
           { title: a, cell: ([, values]) => h("code", {}, JSON.stringify(values[0])) },
@@ -159,42 +164,42 @@ function comparisonView(found, steps) {
   ];
 }
 
-/** Both runs over the union of their steps; where one has no point, its line goes on. */
+/** Puts both runs on the union of their steps, interpolating where a run has no point. */
 function aligned(steps, names) {
-  const x = [...new Set(steps.flat().map((each) => each.step))].sort((a, b) => a - b);
+  const x = [...new Set(steps.flat().map((record) => record.step))].sort((a, b) => a - b);
   return {
     x,
-    series: steps.map((own, i) => {
-      const values = new Map(own.map((each, j) => [each.step, j]));
-      const means = smoothed(own.map(reward));
-      const last = own.at(-1)?.step ?? 0;
+    series: steps.map((records, i) => {
+      const indices = new Map(records.map((record, j) => [record.step, j]));
+      const means = smoothed(records.map(reward));
+      const last = records.at(-1)?.step ?? 0;
       return {
         name: names[i],
         color: COLORS[i],
-        values: x.map((step) => (step > last ? null : between(own, means, values, step))),
+        values: x.map((step) => (step > last ? null : interpolated(records, means, indices, step))),
       };
     }),
   };
 }
 
-/** The value at a step, on a straight line between the points around it. */
-function between(own, means, places, step) {
-  if (places.has(step)) return means[places.get(step)];
-  const after = own.findIndex((each) => each.step > step);
+/** Returns the value at a step, on a straight line between the neighbouring points. */
+function interpolated(records, means, indices, step) {
+  if (indices.has(step)) return means[indices.get(step)];
+  const after = records.findIndex((record) => record.step > step);
   if (after <= 0) return null;
-  const [low, high] = [own[after - 1].step, own[after].step];
+  const [low, high] = [records[after - 1].step, records[after].step];
   if (means[after - 1] === null || means[after] === null) return null;
   return means[after - 1] + ((means[after] - means[after - 1]) * (step - low)) / (high - low);
 }
 
 function binBar(name, { bins, step, unseen }) {
   const size = bins.length - 1;
-  const seen = bins.reduce((sum, each) => sum + each, 0);
+  const attempted = bins.reduce((sum, prompts) => sum + prompts, 0);
   return h(
     "div",
     { class: "bin-bar" },
     h("h3", {}, name),
-    seen === 0
+    attempted === 0
       ? empty("No prompt was attempted yet.")
       : [
           h(

@@ -1,7 +1,7 @@
-// How hard the prompts are, and how that changes.
+// Difficulty of the prompts over time, and their migration between accuracy bins.
 
 import { get, path } from "../api.js";
-import { chart } from "../charts.js";
+import { chart } from "../charts/chart.js";
 import { bin } from "../colors.js";
 import { field, fill, h, select } from "../dom.js";
 import * as format from "../format.js";
@@ -9,16 +9,16 @@ import { empty, keep, keeper, refusal, region } from "../live.js";
 import { href, setQuery, whole } from "../router.js";
 import { table } from "../tables.js";
 import { heatmap } from "./heatmap.js";
-import { binChip, groupSize, stepControls } from "./parts.js";
+import { binChip, groupSize, stepControls } from "./pieces.js";
 
 /** @param {import("./run.js").Visit} visit */
 export function showDifficulty(visit) {
   const now = region();
   const migration = h("section", { class: "card" });
-  const over = binsOverTime(visit, now);
+  const history = binsOverTime(visit, now);
   fill(
     visit.root,
-    h("div", { class: "split" }, over, h("section", { class: "card" }, h("h2", {}, "Now"), now.element)),
+    h("div", { class: "split" }, history, h("section", { class: "card" }, h("h2", {}, "Now"), now.element)),
     migration,
   );
   showMigration(visit, migration);
@@ -33,8 +33,8 @@ function binsOverTime(visit, now) {
   let history = [];
   const options = {
     title: "Training prompts by accuracy bin",
-    note: `k of ${size} correct at each prompt's last attempt: dark is none, bright is all.`,
-    // As high as the table beside it.
+    note: `k of ${size} correct at each prompt's last attempt; dark: none, bright: all.`,
+    // The height of the table beside it.
     height: Math.min(600, Math.max(330, 110 + 27 * (size + 1))),
     empty: "No step is committed yet.",
   };
@@ -44,9 +44,9 @@ function binsOverTime(visit, now) {
   const keepBins = keeper(signal);
   visit.changed((run) =>
     keepBins({
-      load: (ours) => get(path`/runs/${name}/difficulty/bins/history`, { points: 200 }, ours),
-      show: (found) => {
-        history = found;
+      load: (signal) => get(path`/runs/${name}/difficulty/bins/history`, { points: 200 }, signal),
+      show: (bins) => {
+        history = bins;
         draw();
         now.show(currentBins(visit, history.at(-1), run));
       },
@@ -56,13 +56,13 @@ function binsOverTime(visit, now) {
   return box;
 
   function make() {
-    const made = chart({
+    const figure = chart({
       ...options,
       y: unit === "share" ? "share of the attempted prompts" : "prompts",
       format: unit === "share" ? format.percent : format.count,
       axisFormat: unit === "share" ? format.percent : undefined,
     });
-    made.element.querySelector(".chart-head").append(
+    figure.element.querySelector(".chart-head").append(
       field(
         "Show",
         select(
@@ -80,12 +80,12 @@ function binsOverTime(visit, now) {
         ),
       ),
     );
-    fill(box, made.element);
-    return made;
+    fill(box, figure.element);
+    return figure;
   }
 
   function draw() {
-    const seen = history.map(({ bins }) => bins.reduce((sum, each) => sum + each, 0));
+    const attempted = history.map(({ bins }) => total(bins));
     drawing.update({
       x: history.map(({ step }) => step),
       yDomain: unit === "share" ? [0, 1] : undefined,
@@ -94,18 +94,20 @@ function binsOverTime(visit, now) {
         kind: "area",
         color: bin(k, size),
         values: history.map(({ bins }, i) =>
-          unit === "share" ? (seen[i] ? bins[k] / seen[i] : 0) : bins[k],
+          unit === "share" ? (attempted[i] ? bins[k] / attempted[i] : 0) : bins[k],
         ),
       })),
     });
   }
 }
 
+const total = (bins) => bins.reduce((sum, prompts) => sum + prompts, 0);
+
 function currentBins({ name }, newest, run) {
   if (!newest) return empty("No step is committed yet.");
   const size = groupSize(run);
   const most = Math.max(...newest.bins, 1);
-  const seen = newest.bins.reduce((sum, each) => sum + each, 0);
+  const attempted = total(newest.bins);
   return [
     table({
       caption: `Training prompts by bin after step ${format.count(newest.step)}`,
@@ -116,7 +118,11 @@ function currentBins({ name }, newest, run) {
           cell: ({ k }) => h("a", { href: href(["runs", name, "prompts"], { bin: k }) }, binChip(k, size)),
         },
         { title: "Prompts", number: true, cell: ({ prompts }) => format.count(prompts) },
-        { title: "Share", number: true, cell: ({ prompts }) => format.percent(seen ? prompts / seen : null) },
+        {
+          title: "Share",
+          number: true,
+          cell: ({ prompts }) => format.percent(attempted ? prompts / attempted : null),
+        },
         {
           title: "",
           cell: ({ prompts, k }) =>
@@ -128,7 +134,11 @@ function currentBins({ name }, newest, run) {
         },
       ],
     }),
-    h("p", { class: "note" }, `${format.count(seen)} attempted, ${format.count(newest.unseen)} not yet.`),
+    h(
+      "p",
+      { class: "note" },
+      `${format.count(attempted)} attempted, ${format.count(newest.unseen)} not yet.`,
+    ),
   ];
 }
 
@@ -158,7 +168,7 @@ function showMigration(visit, root) {
     h(
       "p",
       { class: "note" },
-      "Each prompt is in the row of its bin before and in the column of its bin after: to the right of the outlined diagonal it became easier.",
+      "A prompt is counted in the row of its bin before and the column of its bin after. Prompts to the right of the outlined diagonal became easier.",
     ),
     h("div", { class: "controls" }, field("Prompts", choose), controls),
     results.element,
@@ -168,13 +178,13 @@ function showMigration(visit, root) {
 
   function trainingMigration() {
     const last = visit.run.current_step;
-    const inside = (step) => step !== null && step <= last;
-    let before = inside(whole(query.before)) ? whole(query.before) : Math.ceil(last / 2);
-    let after = inside(whole(query.after)) ? whole(query.after) : null;
-    const ask = () => {
+    const isCommitted = (step) => step !== null && step <= last;
+    let before = isCommitted(whole(query.before)) ? whole(query.before) : Math.ceil(last / 2);
+    let after = isCommitted(whole(query.after)) ? whole(query.after) : null;
+    const update = () => {
       const shownAfter = after ?? visit.run.current_step;
-      load(path`/runs/${name}/difficulty/migration`, before, shownAfter, (found) =>
-        trainingResult(visit, found),
+      load(path`/runs/${name}/difficulty/migration`, before, shownAfter, (migration) =>
+        trainingResult(visit, migration),
       );
     };
     const first = stepControls(
@@ -182,21 +192,21 @@ function showMigration(visit, root) {
       before,
       0,
       last,
-      (step) => ((before = step), setQuery({ before: step }), ask()),
+      (step) => ((before = step), setQuery({ before: step }), update()),
     );
     const second = stepControls(
       "After: step",
       after ?? last,
       0,
       last,
-      (step) => ((after = step), setQuery({ after: step }), ask()),
+      (step) => ((after = step), setQuery({ after: step }), update()),
     );
     fill(controls, first.element, second.element);
     visit.changed((run) => {
       if (!controls.contains(first.element)) return;
       first.set(before, run.current_step);
       second.set(after ?? run.current_step, run.current_step);
-      ask();
+      update();
     });
   }
 
@@ -205,15 +215,15 @@ function showMigration(visit, root) {
       signal,
       load: () => get(path`/runs/${name}/evaluations`, {}, signal),
       show: (evaluations) => {
-        const versions = evaluations.map((each) => each.version);
+        const versions = evaluations.map((evaluation) => evaluation.version);
         if (versions.length < 2)
           return results.show(
             empty(versions.length ? "One evaluation so far; a migration needs two." : "No evaluation yet."),
           );
         let before = versions.includes(whole(query.before)) ? whole(query.before) : versions[0];
         let after = versions.includes(whole(query.after)) ? whole(query.after) : versions.at(-1);
-        const options = versions.map((each) => [String(each), `version ${format.count(each)}`]);
-        const ask = () => load(path`/runs/${name}/evaluations/migration`, before, after, heldOutResult);
+        const options = versions.map((version) => [String(version), `version ${format.count(version)}`]);
+        const update = () => load(path`/runs/${name}/evaluations/migration`, before, after, heldOutResult);
         fill(
           controls,
           field(
@@ -221,15 +231,19 @@ function showMigration(visit, root) {
             select(
               options,
               String(before),
-              (value) => ((before = Number(value)), setQuery({ before }), ask()),
+              (value) => ((before = Number(value)), setQuery({ before }), update()),
             ),
           ),
           field(
             "After",
-            select(options, String(after), (value) => ((after = Number(value)), setQuery({ after }), ask())),
+            select(
+              options,
+              String(after),
+              (value) => ((after = Number(value)), setQuery({ after }), update()),
+            ),
           ),
         );
-        ask();
+        update();
       },
       refuse: results.refuse,
     });
@@ -237,75 +251,75 @@ function showMigration(visit, root) {
 
   function load(address, before, after, result) {
     keepMatrix({
-      load: (ours) => get(address, { before, after }, ours),
-      show: (found) => results.show(result(found)),
+      load: (signal) => get(address, { before, after }, signal),
+      show: (migration) => results.show(result(migration)),
       refuse: (problem) => results.show(refusal(problem)),
     });
   }
 }
 
-function trainingResult({ name }, found) {
-  const unsolved = found.matrix[0].reduce((sum, each) => sum + each, 0);
-  const inSteps = `after step ${format.count(found.before)} and after step ${format.count(found.after)}`;
+function trainingResult({ name }, migration) {
+  const unsolved = total(migration.matrix[0]);
+  const steps = `after step ${format.count(migration.before)} and after step ${format.count(migration.after)}`;
   return [
-    movement(found.matrix),
+    movement(migration.matrix),
     h(
       "p",
       {},
       `Of the ${format.plural(unsolved, "prompt")} at 0 before, `,
-      h("b", {}, `${format.count(found.unlocked)} (${format.percent(found.unlocked_fraction)})`),
+      h("b", {}, `${format.count(migration.unlocked)} (${format.percent(migration.unlocked_fraction)})`),
       " are above it after. ",
-      found.after > found.before &&
+      migration.after > migration.before &&
         h(
           "a",
           {
             href: href(["runs", name, "prompts"], {
-              unlocked_after: found.before,
-              unlocked_until: found.after,
+              unlocked_after: migration.before,
+              unlocked_until: migration.after,
             }),
           },
           "Prompts first solved in between",
         ),
     ),
     heatmap({
-      caption: `Training prompts by bin ${inSteps}`,
-      matrix: found.matrix,
-      extra: { title: "first attempted in between", values: found.newly_attempted },
+      caption: `Training prompts by bin ${steps}`,
+      matrix: migration.matrix,
+      extra: { title: "first attempted in between", values: migration.newly_attempted },
     }),
   ];
 }
 
-function heldOutResult(found) {
+function heldOutResult(migration) {
   return [
-    movement(found.matrix),
+    movement(migration.matrix),
     h(
       "p",
       {},
-      h("b", {}, format.percent(found.unlocked_fraction)),
+      h("b", {}, format.percent(migration.unlocked_fraction)),
       " of the prompts at 0 before are above it after.",
     ),
     heatmap({
-      caption: `Held-out prompts by bin at version ${format.count(found.before)} and at version ${format.count(found.after)}`,
-      matrix: found.matrix,
+      caption: `Held-out prompts by bin at version ${format.count(migration.before)} and at version ${format.count(migration.after)}`,
+      matrix: migration.matrix,
     }),
   ];
 }
 
-/** Easier, the same, harder: the sums of the triangles and the diagonal. */
+/** Counts easier, unchanged and harder prompts: the triangles and the diagonal of the matrix. */
 function movement(matrix) {
   const sums = { easier: 0, same: 0, harder: 0 };
   matrix.forEach((row, i) =>
     row.forEach((value, j) => (sums[j > i ? "easier" : j < i ? "harder" : "same"] += value)),
   );
-  const all = sums.easier + sums.same + sums.harder;
-  if (!all) return empty("No prompt was attempted by the first of the two steps.");
-  const words = (value, text) =>
-    h("span", {}, h("b", {}, format.count(value)), ` ${text} (${format.percent(value / all)})`);
+  const count = sums.easier + sums.same + sums.harder;
+  if (!count) return empty("No prompt was attempted before the first of the two steps.");
+  const fact = (value, text) =>
+    h("span", {}, h("b", {}, format.count(value)), ` ${text} (${format.percent(value / count)})`);
   return h(
     "p",
     { class: "facts" },
-    words(sums.easier, "easier"),
-    words(sums.same, "unchanged"),
-    words(sums.harder, "harder"),
+    fact(sums.easier, "easier"),
+    fact(sums.same, "unchanged"),
+    fact(sums.harder, "harder"),
   );
 }

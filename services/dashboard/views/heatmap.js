@@ -1,4 +1,4 @@
-// A matrix of counts as a table whose cells are shaded: one form for the eye and for the ear.
+// A matrix of counts as a table with shaded cells, which screen readers can read too.
 
 import { h } from "../dom.js";
 import * as format from "../format.js";
@@ -6,8 +6,8 @@ import * as format from "../format.js";
 /** @param {{caption: string, matrix: number[][], extra?: {title: string, values: number[]}}} options */
 export function heatmap({ caption, matrix, extra }) {
   const size = matrix.length - 1;
-  const most = Math.max(1, ...matrix.flat(), ...(extra?.values ?? []));
-  const total = (values) => values.reduce((sum, each) => sum + each, 0);
+  const largest = Math.max(1, ...matrix.flat(), ...(extra?.values ?? []));
+  const total = (values) => values.reduce((sum, value) => sum + value, 0);
   return h(
     "div",
     { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
@@ -41,7 +41,7 @@ export function heatmap({ caption, matrix, extra }) {
             "tr",
             {},
             h("th", { scope: "row" }, `${i} of ${size}`),
-            row.map((value, j) => cell(value, most, i === j)),
+            row.map((value, j) => cell(value, largest, i === j)),
             h("td", { class: "total" }, format.count(total(row))),
           ),
         ),
@@ -50,7 +50,7 @@ export function heatmap({ caption, matrix, extra }) {
             "tr",
             { class: "extra" },
             h("th", { scope: "row" }, extra.title),
-            extra.values.map((value) => cell(value, most, false)),
+            extra.values.map((value) => cell(value, largest, false)),
             h("td", { class: "total" }, format.count(total(extra.values))),
           ),
       ),
@@ -58,9 +58,9 @@ export function heatmap({ caption, matrix, extra }) {
   );
 }
 
-function cell(value, most, diagonal) {
-  // The root: a few prompts among thousands still show.
-  const share = Math.sqrt(value / most);
+function cell(value, largest, diagonal) {
+  // The square root keeps a few prompts among thousands visible.
+  const share = Math.sqrt(value / largest);
   const classes = [diagonal && "diagonal", share > 0.6 && "strong", value === 0 && "none"]
     .filter(Boolean)
     .join(" ");

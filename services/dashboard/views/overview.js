@@ -1,15 +1,15 @@
-// A run as it goes: reward, evaluation, off-policyness, speed.
+// The progress of a run: reward, evaluation, staleness, throughput.
 
 import { get, path } from "../api.js";
-import { chart } from "../charts.js";
+import { chart } from "../charts/chart.js";
 import { SOURCES, series } from "../colors.js";
 import { field, fill, h } from "../dom.js";
 import * as format from "../format.js";
-import { EVERY_MS, keep, keeper, refusal } from "../live.js";
+import { POLL_INTERVAL_MS, keep, keeper, refusal } from "../live.js";
 import { go, href, setQuery } from "../router.js";
 import { smoothed } from "../scales.js";
 import { duration, mean, metric, phases, reward, Steps, throughput } from "../steps.js";
-import { tiles } from "./parts.js";
+import { tiles } from "./pieces.js";
 
 const NO_STEP = "No step is committed yet.";
 const PHASES = ["wait", "read", "proximal", "update", "publish", "checkpoint", "commit"];
@@ -27,39 +27,39 @@ export function showOverview(visit) {
   const picker = h("select", {
     onchange: () => ((metricName = picker.value), setQuery({ metric: metricName }), drawMetric()),
   });
-  const all = Object.values(charts).map((each) => each.element);
+  const figures = Object.values(charts).map(({ element }) => element);
   charts.metric.element.querySelector(".chart-head").append(field("Metric", picker));
-  fill(root, facts, h("div", { class: "charts" }, all));
+  fill(root, facts, h("div", { class: "charts" }, figures));
 
   const keepSteps = keeper(signal);
   visit.changed((run) =>
     keepSteps({
-      load: () => store.bring(run),
-      show: (found) => ((steps = found), drawSteps()),
+      load: () => store.load(run),
+      show: (loaded) => ((steps = loaded), drawSteps()),
       refuse: (problem) => fill(facts, refusal(problem)),
     }),
   );
-  // An evaluation may be complete long after the step that it belongs to.
+  // An evaluation may be complete long after its step was committed.
   keep({
     signal,
-    every: 2 * EVERY_MS,
+    every: 2 * POLL_INTERVAL_MS,
     load: () => get(path`/runs/${name}/evaluations`, {}, signal),
-    show: (found) => ((evaluations = found), drawEvaluations()),
+    show: (loaded) => ((evaluations = loaded), drawEvaluations()),
     refuse: (problem) => fill(facts, refusal(problem)),
   });
 
   function drawSteps() {
-    const x = steps.map((each) => each.step);
-    const of = (measure) => steps.map((each) => measure(each));
-    charts.reward.update({ x, series: smoothLine("reward", of(reward), "var(--blue)") });
+    const x = steps.map((step) => step.step);
+    const valuesOf = (measure) => steps.map((step) => measure(step));
+    charts.reward.update({ x, series: smoothLine("reward", valuesOf(reward), "var(--blue)") });
     charts.batch.update({
       x,
       series: Object.entries(SOURCES).map(([source, color]) => ({
-        name: format.words(source),
+        name: format.term(source),
         kind: "area",
         stepped: true,
         color,
-        values: of((each) => each.counts[source] ?? 0),
+        values: valuesOf((step) => step.counts[source] ?? 0),
       })),
       limit: capacity(visit.run),
     });
@@ -68,34 +68,34 @@ export function showOverview(visit) {
       yDomain: [0, 1],
       series: [
         {
-          name: "window [c2, c3]",
+          name: "replay window [c2, c3]",
           kind: "band",
           color: "var(--green)",
-          low: of((each) => each.c2),
-          values: of((each) => each.c3),
+          low: valuesOf((step) => step.c2),
+          values: valuesOf((step) => step.c3),
         },
-        { name: "r_tot", color: "var(--blue)", values: of((each) => each.r_tot) },
+        { name: "r_tot", color: "var(--blue)", values: valuesOf((step) => step.r_tot) },
       ],
     });
     charts.entropy.update({
       x,
       series: smoothLine(
         "entropy",
-        of((each) => metric(each, "entropy")),
+        valuesOf((step) => metric(step, "entropy")),
         "var(--blue)",
       ),
     });
     charts.staleness.update({
       x,
       series: [
-        { name: "mean", color: "var(--blue)", values: of((each) => metric(each, "staleness_mean")) },
-        { name: "max", color: "var(--orange)", values: of((each) => metric(each, "staleness_max")) },
+        { name: "mean", color: "var(--blue)", values: valuesOf((step) => metric(step, "staleness_mean")) },
+        { name: "max", color: "var(--orange)", values: valuesOf((step) => metric(step, "staleness_max")) },
       ],
     });
-    charts.throughput.update({ x, series: smoothLine("generated", of(throughput), "var(--blue)") });
-    const byPhase = of(phases);
+    charts.throughput.update({ x, series: smoothLine("generated", valuesOf(throughput), "var(--blue)") });
+    const byPhase = valuesOf(phases);
     const named = [...new Set([...PHASES, ...byPhase.flatMap(Object.keys)])].filter((phase) =>
-      byPhase.some((each) => phase in each),
+      byPhase.some((seconds) => phase in seconds),
     );
     charts.phases.update({
       x,
@@ -104,7 +104,7 @@ export function showOverview(visit) {
         kind: "area",
         stepped: true,
         color: series(i),
-        values: byPhase.map((each) => each[phase] ?? 0),
+        values: byPhase.map((seconds) => seconds[phase] ?? 0),
       })),
     });
     drawMetric();
@@ -112,21 +112,21 @@ export function showOverview(visit) {
   }
 
   function drawMetric() {
-    const names = [...new Set(steps.flatMap((each) => Object.keys(each.metrics)))].sort();
+    const names = [...new Set(steps.flatMap((step) => Object.keys(step.metrics)))].sort();
     if (names.length && !names.includes(metricName)) metricName = names[0];
-    const shown = [...picker.options].map((each) => each.value);
+    const shown = [...picker.options].map((option) => option.value);
     if (shown.join() !== names.join())
       fill(
         picker,
-        names.map((each) => h("option", { value: each }, each)),
+        names.map((name) => h("option", { value: name }, name)),
       );
     picker.value = metricName;
     picker.parentElement.hidden = names.length === 0;
     charts.metric.update({
-      x: steps.map((each) => each.step),
+      x: steps.map((step) => step.step),
       series: smoothLine(
         metricName,
-        steps.map((each) => metric(each, metricName)),
+        steps.map((step) => metric(step, metricName)),
         "var(--blue)",
       ),
     });
@@ -134,9 +134,13 @@ export function showOverview(visit) {
 
   function drawEvaluations() {
     charts.evaluation.update({
-      x: evaluations.map((each) => each.version),
+      x: evaluations.map(({ version }) => version),
       series: [
-        { name: "accuracy", color: "var(--blue)", values: evaluations.map((each) => each.mean_accuracy) },
+        {
+          name: "accuracy",
+          color: "var(--blue)",
+          values: evaluations.map((evaluation) => evaluation.mean_accuracy),
+        },
       ],
     });
     drawFacts();
@@ -154,16 +158,18 @@ export function showOverview(visit) {
         [
           "Reward",
           format.score(mean(recent.map(reward))),
-          last ? `mean of the last ${recent.length}; now ${format.score(reward(last))}` : NO_STEP,
+          last
+            ? `mean of the last ${format.plural(recent.length, "step")}; last ${format.score(reward(last))}`
+            : NO_STEP,
         ],
         [
           "Held-out accuracy",
           format.score(newest),
           evaluations.length
-            ? `version ${format.count(evaluations.at(-1).version)}; base ${format.score(base)}`
+            ? `version ${format.count(evaluations.at(-1).version)}; base model ${format.score(base)}`
             : "no evaluation yet",
         ],
-        ["Entropy", format.number(last ? metric(last, "entropy") : null), "nats a token"],
+        ["Entropy", format.number(last ? metric(last, "entropy") : null), "nats per token"],
         [
           "Staleness",
           format.number(last ? metric(last, "staleness_mean") : null),
@@ -174,19 +180,19 @@ export function showOverview(visit) {
           format.compact(
             mean(recent.map(throughput)) === null ? null : Math.round(mean(recent.map(throughput))),
           ),
-          pace ? `tokens/s; ${format.seconds(pace)} a step` : "tokens/s",
+          pace ? `tokens/s; ${format.seconds(pace)} per step` : "tokens/s",
         ],
         [
           "Time left",
           visit.run.status === "running" && pace ? format.seconds(left * pace) : format.NONE,
-          `${format.plural(Math.max(0, left), "step")} to go`,
+          `${format.plural(Math.max(0, left), "step")} left`,
         ],
       ]),
     );
   }
 }
 
-/** The values, faint, and their moving mean. */
+/** Returns the values as a faint line and their moving mean; of few values, one line. */
 function smoothLine(name, values, color) {
   if (values.length < 30) return [{ name, values, color }];
   return [
@@ -202,7 +208,7 @@ function capacity(run) {
 
 function makeCharts({ name }) {
   const openBatch = {
-    words: "open this step's batch",
+    label: "open this step's batch",
     act: (step) => go(href(["runs", name, "batches"], { step })),
   };
   return {
@@ -231,34 +237,34 @@ function makeCharts({ name }) {
     }),
     window: chart({
       title: "Replay window",
-      note: "Groups within [c2, c3] may be replayed; r_tot moves it (Eq. 8).",
+      note: "Groups with a mean reward in [c2, c3] may be replayed; r_tot moves the window (Eq. 8).",
       y: "mean reward",
       format: format.score,
       empty: NO_STEP,
     }),
     entropy: chart({
       title: "Entropy",
-      note: "Of the policy on the tokens it trains on.",
-      y: "nats a token",
-      empty: "No entropy is reported yet.",
+      note: "Mean entropy of the policy over the trained tokens.",
+      y: "nats per token",
+      empty: "No entropy has been reported yet.",
     }),
     staleness: chart({
       title: "Staleness",
-      note: "Trainer step minus policy version, over the batch.",
+      note: "Trainer step minus policy version, over the groups of the batch.",
       y: "steps",
-      empty: "No staleness is reported yet.",
+      empty: "No staleness has been reported yet.",
     }),
     throughput: chart({
       title: "Throughput",
-      note: "Tokens generated for a step, by the time it took.",
+      note: "Tokens generated for a step, divided by its duration.",
       y: "tokens/s",
-      empty: "No times are reported yet.",
+      empty: "No times have been reported yet.",
     }),
     phases: chart({
       title: "Time by phase",
-      note: "Of the trainer; wait is for rollouts.",
-      y: "seconds a step",
-      empty: "No times are reported yet.",
+      note: "Trainer time by phase; `wait` is the time until the batch is ready.",
+      y: "seconds per step",
+      empty: "No times have been reported yet.",
     }),
     metric: chart({ title: "Any metric", y: "value", empty: "The trainer has reported no metrics." }),
   };

@@ -1,14 +1,14 @@
-// One prompt: every attempt at it, and its trajectories side by side.
+// A prompt: every attempt at it, and the trajectories of two groups side by side.
 
 import { get, path } from "../api.js";
-import { chart } from "../charts.js";
+import { chart } from "../charts/chart.js";
 import { KINDS } from "../colors.js";
 import { field, fill, h, select } from "../dom.js";
 import * as format from "../format.js";
 import { empty, keeper, refusal, region } from "../live.js";
 import { href, setQuery, whole } from "../router.js";
 import { table } from "../tables.js";
-import { batchLink, binChip, groupSize, tiles } from "./parts.js";
+import { batchLink, binChip, groupSize, tiles } from "./pieces.js";
 import { responses } from "./responses.js";
 
 const MARKERS = { fresh: "circle", reevaluation: "triangle", evaluation: "diamond" };
@@ -20,13 +20,13 @@ export function showPrompt(visit) {
   const facts = region();
   const keepHistory = keeper(signal);
   const size = groupSize(visit.run);
-  const over = chart({
+  const historyChart = chart({
     title: "History",
-    note: "Correct responses at each attempt; a ring marks a group that was in a batch.",
+    note: "Correct responses of each attempt; a ring marks a group that was in a batch.",
     y: `correct of ${size}`,
     integers: true,
     height: 190,
-    empty: "This prompt was not attempted yet.",
+    empty: "This prompt has not been attempted yet.",
   });
   const attempts = h("section", { class: "card" });
   const sides = h("section", { class: "card" });
@@ -41,22 +41,23 @@ export function showPrompt(visit) {
       h("h2", { class: "uid" }, h("bdi", {}, uid || "No uid given")),
       facts.element,
     ),
-    uid && [over.element, sides, attempts],
+    uid && [historyChart.element, sides, attempts],
   );
-  if (!uid) return facts.refuse({ title: "Not found", message: "The address needs ?uid=…" });
+  if (!uid)
+    return facts.refuse({ title: "Not found", message: "The address has no uid of a prompt (?uid=…)." });
 
   visit.changed((run) =>
     keepHistory({
-      load: (ours) => get(path`/runs/${name}/prompts/history`, { uid }, ours),
+      load: (signal) => get(path`/runs/${name}/prompts/history`, { uid }, signal),
       show: (history) => {
         facts.show(summary(history, size));
-        over.update(historyData(history, run, size));
+        historyChart.update(historyData(history, run, size));
         fill(attempts, attemptTable(name, history, compared.compare));
         compared.offer(history.attempts);
       },
       refuse: (problem) => {
         facts.refuse(problem);
-        for (const part of [over.element, sides, attempts]) part.remove();
+        for (const element of [historyChart.element, sides, attempts]) element.remove();
       },
     }),
   );
@@ -82,27 +83,27 @@ function summary(history, size) {
           [
             "First solved",
             difficulty.first_solved_step ? `step ${format.count(difficulty.first_solved_step)}` : format.NONE,
-            difficulty.first_solved_step ? "first with a correct response" : "never solved",
+            difficulty.first_solved_step ? "first correct response" : "not solved yet",
           ],
         ])
-      : empty("A held-out prompt, or one that training has not drawn yet."),
+      : empty("A held-out prompt, or a training prompt that was not drawn yet."),
   ];
 }
 
 function historyData(history, run, size) {
   const { attempts, stays } = history;
-  const kinds = Object.keys(KINDS).filter((kind) => attempts.some((each) => each.kind === kind));
-  const spans = (buffer) =>
+  const kinds = Object.keys(KINDS).filter((kind) => attempts.some((attempt) => attempt.kind === kind));
+  const residencies = (buffer) =>
     stays
-      .filter((each) => each.buffer === buffer)
-      .map((each) => [
-        each.inserted_step,
-        each.evicted_step ?? Math.max(run.current_step, each.inserted_step),
+      .filter((residency) => residency.buffer === buffer)
+      .map((residency) => [
+        residency.inserted_step,
+        residency.evicted_step ?? Math.max(run.current_step, residency.inserted_step),
       ]);
-  const batches = attempts.flatMap((each) => each.batches.map((step) => [step, step]));
-  const last = Math.max(run.current_step, ...attempts.map((each) => each.step), 1);
+  const batches = attempts.flatMap((attempt) => attempt.batches.map((step) => [step, step]));
+  const last = Math.max(run.current_step, ...attempts.map((attempt) => attempt.step), 1);
   return {
-    x: attempts.map((each) => each.step),
+    x: attempts.map((attempt) => attempt.step),
     xDomain: [Math.min(1, last - 1), last],
     yDomain: [-0.4, size + 0.4],
     series: [
@@ -111,34 +112,36 @@ function historyData(history, run, size) {
         kind: "line",
         hidden: true,
         color: "var(--faint)",
-        values: attempts.map((each) =>
-          each.kind === "evaluation" ? null : (each.correct / each.size) * size,
+        values: attempts.map((attempt) =>
+          attempt.kind === "evaluation" ? null : (attempt.correct / attempt.size) * size,
         ),
       },
       ...kinds.map((kind) => ({
-        name: format.words(kind),
+        name: format.term(kind),
         kind: "points",
         color: KINDS[kind],
         marker: MARKERS[kind],
-        values: attempts.map((each) => (each.kind === kind ? (each.correct / each.size) * size : null)),
-        ringed: attempts.map((each) => each.batches.length > 0),
+        values: attempts.map((attempt) =>
+          attempt.kind === kind ? (attempt.correct / attempt.size) * size : null,
+        ),
+        ringed: attempts.map((attempt) => attempt.batches.length > 0),
       })),
     ],
     lanes: [
       { name: "in a batch", color: "var(--ink)", spans: batches },
-      { name: "hard", color: "var(--red)", spans: spans("hard") },
-      { name: "high-quality", color: "var(--green)", spans: spans("high_quality") },
+      { name: "hard", color: "var(--red)", spans: residencies("hard") },
+      { name: "high-quality", color: "var(--green)", spans: residencies("high_quality") },
     ],
   };
 }
 
 function attemptTable(name, { attempts, stays }, compare) {
-  const staysOf = (each) =>
+  const residenciesOf = (attempt) =>
     stays
-      .filter((stay) => stay.group_id === each.group_id)
+      .filter((residency) => residency.group_id === attempt.group_id)
       .map(
-        (stay) =>
-          `${format.words(stay.buffer)} ${format.count(stay.inserted_step)} to ${stay.evicted_step ? `${format.count(stay.evicted_step)} (${stay.eviction_reason})` : "now"}`,
+        ({ buffer, inserted_step: from, evicted_step: to, eviction_reason: reason }) =>
+          `${format.term(buffer)} ${format.count(from)} to ${to ? `${format.count(to)} (${reason})` : "now"}`,
       )
       .join(", ");
   return [
@@ -146,39 +149,48 @@ function attemptTable(name, { attempts, stays }, compare) {
     table({
       caption: "Every attempt, oldest first",
       rows: attempts,
-      empty: "This prompt was not attempted yet.",
+      empty: "This prompt has not been attempted yet.",
       columns: [
-        { title: "Step", number: true, by: (each) => each.step, cell: (each) => format.count(each.step) },
-        { title: "Kind", by: (each) => each.kind, cell: (each) => format.words(each.kind) },
         {
-          title: "Version",
+          title: "Step",
           number: true,
-          by: (each) => each.policy_version,
-          cell: (each) => format.count(each.policy_version),
+          by: (attempt) => attempt.step,
+          cell: (attempt) => format.count(attempt.step),
         },
-        { title: "Correct", by: (each) => each.correct, cell: (each) => binChip(each.correct, each.size) },
+        { title: "Kind", by: (attempt) => attempt.kind, cell: (attempt) => format.term(attempt.kind) },
+        {
+          title: "Policy version",
+          number: true,
+          by: (attempt) => attempt.policy_version,
+          cell: (attempt) => format.count(attempt.policy_version),
+        },
+        {
+          title: "Correct",
+          by: (attempt) => attempt.correct,
+          cell: (attempt) => binChip(attempt.correct, attempt.size),
+        },
         {
           title: "Tokens",
           number: true,
-          by: (each) => each.tokens,
-          cell: (each) => format.count(each.tokens),
+          by: (attempt) => attempt.tokens,
+          cell: (attempt) => format.count(attempt.tokens),
         },
         {
-          title: "In the batch of",
-          cell: (each) => each.batches.map((step, i) => [i > 0 && ", ", batchLink(name, step)]),
+          title: "In the batch of step",
+          cell: (attempt) => attempt.batches.map((step, i) => [i > 0 && ", ", batchLink(name, step)]),
         },
-        { title: "Stays in buffers", cell: staysOf },
+        { title: "In buffers, by step", cell: residenciesOf },
         {
           title: "Compare",
-          cell: (each) =>
+          cell: (attempt) =>
             ["first", "second"].map((side) =>
               h(
                 "button",
                 {
                   type: "button",
                   class: "quiet",
-                  "aria-label": `Show step ${each.step} as the ${side} group (group ${each.group_id})`,
-                  onclick: () => compare(side, each.group_id),
+                  "aria-label": `Show step ${attempt.step} as the ${side} group (group ${attempt.group_id})`,
+                  onclick: () => compare(side, attempt.group_id),
                 },
                 side === "first" ? "left" : "right",
               ),
@@ -220,25 +232,25 @@ function trajectories(visit, root) {
       h("section", { "aria-label": "Second group" }, panels.second.pick, panels.second.area.element),
     ),
   );
-  let known = [];
+  let attempts = [];
 
-  function offer(attempts) {
-    known = attempts;
-    const ids = attempts.map((each) => each.group_id);
+  function offer(newest) {
+    attempts = newest;
+    const ids = attempts.map((attempt) => attempt.group_id);
     if (ids.length === 0)
       return Object.values(panels).forEach((panel) => panel.area.show(empty("No attempt yet.")));
     if (!ids.includes(chosen.first)) chosen.first = ids[0];
     if (!ids.includes(chosen.second)) chosen.second = ids.findLast((id) => id !== chosen.first) ?? ids[0];
     load("first");
     if (ids.length > 1) load("second");
-    else panels.second.area.show(empty("Only one attempt so far: nothing to compare it with."));
+    else panels.second.area.show(empty("There is only one attempt to show."));
   }
 
   function load(side) {
     const panel = panels[side];
-    const options = known.map((each) => [
-      String(each.group_id),
-      `step ${each.step}, ${format.words(each.kind)}, version ${each.policy_version}: ${each.correct} of ${each.size}`,
+    const options = attempts.map((attempt) => [
+      String(attempt.group_id),
+      `step ${attempt.step}, ${format.term(attempt.kind)}, version ${attempt.policy_version}: ${attempt.correct} of ${attempt.size}`,
     ]);
     fill(
       panel.pick,
@@ -249,7 +261,7 @@ function trajectories(visit, root) {
     );
     if (panel.group?.group_id === chosen[side]) return;
     panel.keep({
-      load: (ours) => get(path`/runs/${name}/groups/${chosen[side]}`, {}, ours),
+      load: (signal) => get(path`/runs/${name}/groups/${chosen[side]}`, {}, signal),
       show: (group) => ((panel.group = group), draw(side)),
       refuse: (problem) => panel.area.show(refusal(problem)),
     });

@@ -1,4 +1,4 @@
-// Training prompts by what is known of them. Filtered, ordered and paged by the service.
+// Training prompts, filtered, ordered and paged by the service.
 
 import { get, path } from "../api.js";
 import { field, fill, h, select } from "../dom.js";
@@ -6,53 +6,53 @@ import * as format from "../format.js";
 import { announce, keeper, region } from "../live.js";
 import { setQuery } from "../router.js";
 import { Pager, table } from "../tables.js";
-import { binChip, groupSize, payloadText, promptLink } from "./parts.js";
+import { binChip, groupSize, payloadText, promptLink } from "./pieces.js";
 
-const PAGE = 50;
-const TYPING_MS = 250;
+const PAGE_SIZE = 50;
+const SEARCH_DELAY_MS = 250;
 const FILTERS = ["search", "bin", "trend", "unlocked_after", "unlocked_until", "order"];
 const TRENDS = [
   ["", "Any"],
   ["improving", "Improving"],
   ["worsening", "Worsening"],
   ["steady", "Steady"],
-  ["forgotten", "Forgotten (solved once, 0 now)"],
+  ["forgotten", "Forgotten (solved before, 0 now)"],
   ["never_solved", "Never solved"],
 ];
 const ORDERS = [
   ["", "As stored"],
   ["hardest", "Hardest first"],
   ["most_improved", "Most improved first"],
-  ["unlocked", "First unlocked first"],
+  ["unlocked", "Earliest unlocked first"],
 ];
 
 /** @param {import("./run.js").Visit} visit */
 export function showPrompts(visit) {
   const { name, signal, root, query, run } = visit;
   const size = groupSize(run);
-  const wanted = Object.fromEntries(FILTERS.map((key) => [key, query[key] ?? ""]));
+  const filters = Object.fromEntries(FILTERS.map((key) => [key, query[key] ?? ""]));
   const results = region();
   const keepResults = keeper(signal);
-  const pager = new Pager(again, query.cursor ?? null);
+  const pager = new Pager(load, query.cursor ?? null);
   let typing = 0;
 
   const step = (key) =>
     h("input", {
       type: "number",
       min: 0,
-      value: wanted[key],
+      value: filters[key],
       inputmode: "numeric",
       onchange: (event) => filter({ [key]: event.target.value }),
     });
   const search = h("input", {
     type: "search",
-    value: wanted.search,
+    value: filters.search,
     maxlength: 200,
     placeholder: "Part of the uid or payload",
     oninput: typed,
   });
   const bins = [["", "Any"], ...Array.from({ length: size + 1 }, (_, k) => [String(k), `${k} of ${size}`])];
-  const order = select(ORDERS, wanted.order, (value) => filter({ order: value }));
+  const order = select(ORDERS, filters.order, (value) => filter({ order: value }));
   fill(
     root,
     h(
@@ -65,11 +65,11 @@ export function showPrompts(visit) {
         field("Search", search),
         field(
           "Now correct",
-          select(bins, wanted.bin, (bin) => filter({ bin })),
+          select(bins, filters.bin, (bin) => filter({ bin })),
         ),
         field(
           "Trend",
-          select(TRENDS, wanted.trend, (trend) => filter({ trend })),
+          select(TRENDS, filters.trend, (trend) => filter({ trend })),
         ),
         field("Unlocked after step", step("unlocked_after")),
         field("Up to step", step("unlocked_until")),
@@ -79,15 +79,15 @@ export function showPrompts(visit) {
       results.element,
     ),
   );
-  again();
+  load();
 
   function typed() {
     clearTimeout(typing);
-    typing = setTimeout(() => filter({ search: search.value }), TYPING_MS);
+    typing = setTimeout(() => filter({ search: search.value }), SEARCH_DELAY_MS);
   }
 
   function clear() {
-    // The form says what is asked for: a new page of it is the simplest way to clear it.
+    // Building the page again is the simplest way to clear the form.
     setQuery({ ...Object.fromEntries(FILTERS.map((key) => [key, ""])), cursor: "" });
     visit.query = {};
     showPrompts(visit);
@@ -96,18 +96,18 @@ export function showPrompts(visit) {
 
   function filter(change) {
     if (signal.aborted) return;
-    Object.assign(wanted, change);
+    Object.assign(filters, change);
     pager.reset();
-    order.value = wanted.order;
+    order.value = filters.order;
     setQuery({ ...change, cursor: "" });
-    again();
+    load();
   }
 
-  function again() {
+  function load() {
     setQuery({ cursor: pager.cursor });
     keepResults({
-      load: (ours) =>
-        get(path`/runs/${name}/prompts`, { ...wanted, cursor: pager.cursor, limit: PAGE }, ours),
+      load: (signal) =>
+        get(path`/runs/${name}/prompts`, { ...filters, cursor: pager.cursor, limit: PAGE_SIZE }, signal),
       show: (page) => {
         results.show(listing(page.items), pager.controls(page.next));
         announce(
@@ -119,50 +119,54 @@ export function showPrompts(visit) {
   }
 
   function listing(items) {
-    const filtered = FILTERS.some((key) => key !== "order" && wanted[key]);
-    const toggle = (key) => () => filter({ order: wanted.order === key ? "" : key });
+    const filtered = FILTERS.some((key) => key !== "order" && filters[key]);
+    const toggle = (key) => () => filter({ order: filters.order === key ? "" : key });
     return table({
-      caption: `Attempted training prompts, ${(ORDERS.find(([key]) => key === wanted.order) ?? ORDERS[0])[1].toLowerCase()}`,
+      caption: `Attempted training prompts, ${(ORDERS.find(([key]) => key === filters.order) ?? ORDERS[0])[1].toLowerCase()}`,
       rows: items,
-      empty: filtered ? "No prompt matches." : "No prompt was attempted yet.",
+      empty: filtered ? "No prompt matches the filters." : "No prompt was attempted yet.",
       columns: [
-        { title: "Prompt", cell: (each) => promptLink(name, each.uid) },
+        { title: "Prompt", cell: (prompt) => promptLink(name, prompt.uid) },
         {
           title: "Payload",
-          cell: (each) =>
+          cell: (prompt) =>
             h(
               "span",
-              { class: "payload", title: payloadText(each.payload, 1000) },
-              h("bdi", {}, payloadText(each.payload, 80)),
+              { class: "payload", title: payloadText(prompt.payload, 1000) },
+              h("bdi", {}, payloadText(prompt.payload, 80)),
             ),
         },
-        { title: "Now", cell: (each) => binChip(each.bin, size) },
-        { title: "First", number: true, cell: (each) => format.score(each.first_mean) },
+        { title: "Now", cell: (prompt) => binChip(prompt.bin, size) },
+        { title: "First", number: true, cell: (prompt) => format.score(prompt.first_mean) },
         {
           title: "Best",
           number: true,
-          sorted: wanted.order === "hardest" ? "ascending" : undefined,
+          sorted: filters.order === "hardest" ? "ascending" : undefined,
           onsort: toggle("hardest"),
           hint: "Sort: hardest first",
-          cell: (each) => format.score(each.best_mean),
+          cell: (prompt) => format.score(prompt.best_mean),
         },
         {
           title: "Change",
           number: true,
-          sorted: wanted.order === "most_improved" ? "descending" : undefined,
+          sorted: filters.order === "most_improved" ? "descending" : undefined,
           onsort: toggle("most_improved"),
           hint: "Sort: most improved first",
-          cell: (each) => change(each.last_mean - each.first_mean),
+          cell: (prompt) => change(prompt.last_mean - prompt.first_mean),
         },
-        { title: "Attempts", number: true, cell: (each) => format.count(each.attempts) },
-        { title: "First solved at", number: true, cell: (each) => format.count(each.first_solved_step) },
-        { title: "Last attempt at", number: true, cell: (each) => format.count(each.last_step) },
+        { title: "Attempts", number: true, cell: (prompt) => format.count(prompt.attempts) },
+        {
+          title: "First solved at step",
+          number: true,
+          cell: (prompt) => format.count(prompt.first_solved_step),
+        },
+        { title: "Last attempt at step", number: true, cell: (prompt) => format.count(prompt.last_step) },
       ],
     });
   }
 }
 
-/** With its sign: the colour only repeats it. */
+/** A change with its sign; the colour only repeats the sign. */
 function change(value) {
   const text = value === 0 ? "0.000" : `${value > 0 ? "+" : "−"}${format.score(Math.abs(value))}`;
   return h("span", { class: value > 0 ? "better" : value < 0 ? "worse" : "muted" }, text);

@@ -1,11 +1,11 @@
-// The responses of a group: text, reward, and on demand each token shaded by its log-prob.
+// The responses of a group: text, reward, and optionally the tokens, shaded by log-prob.
 
 import { h } from "../dom.js";
 import * as format from "../format.js";
 
 const FIRST_TOKENS = 600;
-/** At and below this log-prob the shade is full. */
-const LOWEST = -5;
+/** Log-prob at and below which a token has the full shade. */
+const DARKEST_LOGPROB = -5;
 
 export function responses(group, withTokens) {
   const characters = withTokens ? charactersOf(group.responses) : null;
@@ -26,7 +26,7 @@ export function responses(group, withTokens) {
 function head(response, i) {
   const right = response.reward > 0;
   const mean = response.logprobs.length
-    ? response.logprobs.reduce((sum, each) => sum + each, 0) / response.logprobs.length
+    ? response.logprobs.reduce((sum, logprob) => sum + logprob, 0) / response.logprobs.length
     : null;
   return h(
     "div",
@@ -40,7 +40,7 @@ function head(response, i) {
     h(
       "span",
       { class: "note" },
-      `${format.plural(response.token_ids.length, "token")}, ended by ${response.finish_reason}, mean log-prob ${format.number(mean)}`,
+      `${format.plural(response.token_ids.length, "token")}, finish reason ${response.finish_reason}, mean log-prob ${format.number(mean)}`,
     ),
     h("span", { class: "note index" }, `#${i + 1}`),
   );
@@ -49,7 +49,7 @@ function head(response, i) {
 const text = (response) =>
   response.text === ""
     ? h("p", { class: "empty" }, "The response is empty.")
-    : // What a model wrote: shown as it is, in its own direction, and never as markup.
+    : // Text of a model is shown unchanged, in its own direction, and never as markup.
       h(
         "pre",
         { dir: "auto", tabindex: 0, role: "region", "aria-label": "Text of the response" },
@@ -58,9 +58,9 @@ const text = (response) =>
 
 function tokens(response, characters) {
   const box = h("div", { class: "tokens" });
-  const one = (i) => {
+  const tokenAt = (i) => {
     const [id, logprob] = [response.token_ids[i], response.logprobs[i]];
-    const share = Math.round(100 * Math.min(1, logprob / LOWEST));
+    const share = Math.round(100 * Math.min(1, logprob / DARKEST_LOGPROB));
     const probability = format.percent(Math.exp(logprob));
     return h(
       "span",
@@ -72,8 +72,8 @@ function tokens(response, characters) {
       characters?.get(id) ?? String(id),
     );
   };
-  const show = (most) => {
-    const shown = response.token_ids.slice(0, most).map((_, i) => one(i));
+  const show = (count) => {
+    const shown = response.token_ids.slice(0, count).map((_, i) => tokenAt(i));
     const left = response.token_ids.length - shown.length;
     box.replaceChildren(
       ...shown,
@@ -82,7 +82,7 @@ function tokens(response, characters) {
             h(
               "button",
               { type: "button", class: "quiet", onclick: () => show(Infinity) },
-              `Show the other ${format.count(left)}`,
+              `Show ${format.count(left)} more tokens`,
             ),
           ]
         : []),
@@ -93,21 +93,22 @@ function tokens(response, characters) {
 }
 
 /**
- * The service knows token ids, not their text. With a character tokenizer the text tells: its n-th
- * character is the n-th token. Null unless that holds for every response, with one meaning an id.
+ * Maps token ids to characters, from the text of responses: the service does not know the tokenizer,
+ * but with a character tokenizer the n-th character is the n-th token. Null unless that holds for
+ * every response, with one character per id.
  * @returns {Map<number, string> | null}
  */
-function charactersOf(all) {
-  const found = new Map();
-  for (const { text, token_ids: ids } of all) {
+function charactersOf(responses) {
+  const characterById = new Map();
+  for (const { text, token_ids: ids } of responses) {
     const characters = [...text];
-    // Where the response ended by itself, the last token is the end of sequence, which has no text.
+    // The last token of a finished response is the end of sequence, which has no text.
     if (ids.length - characters.length > 1 || ids.length < characters.length) return null;
     for (const [i, id] of ids.entries()) {
       const character = characters[i] ?? "⏎";
-      if (found.has(id) && found.get(id) !== character) return null;
-      found.set(id, character);
+      if (characterById.has(id) && characterById.get(id) !== character) return null;
+      characterById.set(id, character);
     }
   }
-  return found;
+  return characterById;
 }

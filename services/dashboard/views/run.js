@@ -1,29 +1,30 @@
-// One run: its head, its pages, and the one poll that tells all of them that something has changed.
+// A run: its header, its pages, and the poll that notifies them of changes.
 
 import { get, path, post, Problem } from "../api.js";
 import { confirmed, fill, h } from "../dom.js";
 import * as format from "../format.js";
-import { announce, EVERY_MS, keep, refresh, refusal } from "../live.js";
+import { announce, POLL_INTERVAL_MS, keep, refresh, refusal } from "../live.js";
 import { href } from "../router.js";
 import { mayChange } from "../session.js";
 import { showBatches } from "./batches.js";
 import { showBuffers } from "./buffers.js";
 import { showDifficulty } from "./difficulty.js";
 import { showOverview } from "./overview.js";
-import { progress, statusPill } from "./parts.js";
+import { progress, statusPill } from "./pieces.js";
 import { showPrompt } from "./prompt.js";
 import { showPrompts } from "./prompts.js";
 import { showSystem } from "./system.js";
 
 /**
- * What a page of a run works with.
+ * The context of a page of a run.
  * @typedef {object} Visit
  * @property {string} name of the run
- * @property {any} run its state, the newest known
- * @property {HTMLElement} root where the page goes
- * @property {AbortSignal} signal ends with the page
+ * @property {any} run its newest state
+ * @property {HTMLElement} root element that the page fills
+ * @property {AbortSignal} signal aborted when the reader leaves the page
  * @property {Record<string, string>} query
- * @property {(listener: (run: any) => void) => void} changed calls now and at each commit
+ * @property {(listener: (run: any) => void) => void} changed calls the listener now, and after every
+ *   commit or change of status
  */
 
 /** @type {Record<string, {title: string, show: (visit: Visit) => void, tab?: string}>} */
@@ -38,12 +39,12 @@ const SECTIONS = {
 };
 
 export function showRun(root, signal, { name, section, query }) {
-  const found = Object.hasOwn(SECTIONS, section) ? SECTIONS[section] : null;
+  const page = Object.hasOwn(SECTIONS, section) ? SECTIONS[section] : null;
   const status = h("span");
   const steps = h("span");
   const about = h("span", { class: "note" });
   const actions = h("div", { class: "actions" });
-  const trouble = h("div", { class: "run-trouble" });
+  const failure = h("div", { class: "run-failure" });
   const body = h("div", { class: "page" }, h("p", { class: "empty" }, "Loading…"));
   const listeners = [];
   let visit = null;
@@ -53,23 +54,23 @@ export function showRun(root, signal, { name, section, query }) {
     h(
       "div",
       { class: "run-head" },
-      h("h1", {}, h("bdi", {}, name), h("span", { class: "unseen" }, `: ${found?.title ?? "not found"}`)),
+      h("h1", {}, h("bdi", {}, name), h("span", { class: "unseen" }, `: ${page?.title ?? "not found"}`)),
       status,
       steps,
       about,
       actions,
     ),
-    trouble,
+    failure,
     tabs(name, section),
     body,
   );
   root.querySelector(".tabs [aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" });
-  if (!found) return fill(body, refusal(new Problem(404, "Not found", `A run has no page ${section}.`)));
+  if (!page) return fill(body, refusal(new Problem(404, "Not found", `A run has no page "${section}".`)));
 
   keep({
     signal,
-    every: EVERY_MS,
-    load: (ours) => get(path`/runs/${name}`, {}, ours),
+    every: POLL_INTERVAL_MS,
+    load: (signal) => get(path`/runs/${name}`, {}, signal),
     show: (run) => {
       head(run);
       if (visit) {
@@ -94,7 +95,7 @@ export function showRun(root, signal, { name, section, query }) {
           query,
           changed: (listener) => (listeners.push(listener), listener(visit.run)),
         };
-        found.show(visit);
+        page.show(visit);
       }
     },
     refuse: (problem) => fill(body, refusal(problem)),
@@ -126,16 +127,16 @@ export function showRun(root, signal, { name, section, query }) {
   }
 
   async function change(action) {
-    const { title, ask } = ACTIONS[action];
-    if (!(await confirmed(`${title} ${name}?`, ask, title, signal))) return;
-    fill(trouble);
+    const { title, question } = ACTIONS[action];
+    if (!(await confirmed(`${title} ${name}?`, question, title, signal))) return;
+    fill(failure);
     try {
       head(await post(path`/runs/${name}` + `/${action}`));
-      announce(`${name}: ${action} is done`);
+      announce(`${name}: ${action} succeeded`);
       refresh();
     } catch (problem) {
       if (!(problem instanceof Problem)) throw problem;
-      fill(trouble, refusal(problem));
+      fill(failure, refusal(problem));
     }
   }
 }
@@ -143,12 +144,14 @@ export function showRun(root, signal, { name, section, query }) {
 const ACTIONS = {
   pause: {
     title: "Pause",
-    ask: "It gets no new prompts and batches until it is resumed. What is under way finishes.",
+    question:
+      "The service withholds prompts and batches until the run is resumed. Requests under way finish.",
   },
-  resume: { title: "Resume", ask: "Its processes go on where they wait." },
+  resume: { title: "Resume", question: "Its processes get prompts and batches again." },
   stop: {
     title: "Stop",
-    ask: "Its processes are turned away. A new attempt (bapo run --resume) continues from the last checkpoint; steps after it are lost.",
+    question:
+      "Requests of its processes are refused, so they end. A new attempt (bapo run --resume) continues from the last checkpoint; later steps are lost.",
   },
 };
 
@@ -158,15 +161,15 @@ function tabs(name, section) {
     "nav",
     { class: "tabs", "aria-label": `Pages of ${name}` },
     Object.entries(SECTIONS)
-      .filter(([, each]) => !each.tab)
-      .map(([key, each]) =>
+      .filter(([, page]) => !page.tab)
+      .map(([key, page]) =>
         h(
           "a",
           {
             href: href(key === "overview" ? ["runs", name] : ["runs", name, key]),
             "aria-current": key === active ? "page" : null,
           },
-          each.title,
+          page.title,
         ),
       ),
   );

@@ -1,42 +1,42 @@
-// All runs: found by name and status, each with its progress and its held-out accuracy.
+// The list of runs, by name and status, with progress and held-out accuracy.
 
 import { get, path } from "../api.js";
-import { sparkline } from "../charts.js";
+import { sparkline } from "../charts/sparkline.js";
 import { field, fill, h, select } from "../dom.js";
 import * as format from "../format.js";
-import { announce, EVERY_MS, keeper, region } from "../live.js";
+import { announce, POLL_INTERVAL_MS, keeper, region } from "../live.js";
 import { go, href, setQuery } from "../router.js";
 import { Pager, table } from "../tables.js";
-import { progress, statusPill } from "./parts.js";
+import { progress, statusPill } from "./pieces.js";
 
 const STATUSES = ["created", "running", "paused", "stopped", "finished", "failed", "deleting"];
-const PAGE = 25;
+const PAGE_SIZE = 25;
 const NO_EVALUATIONS = [];
 
 export function showRuns(root, signal, query) {
-  const wanted = { search: query.search ?? "", status: query.status ?? "" };
+  const filters = { search: query.search ?? "", status: query.status ?? "" };
   const results = region();
-  /** Names ticked for comparison, oldest tick first. */
-  let ticked = [];
+  /** Names of the runs to compare, in the order of selection. */
+  let selected = [];
   const keepResults = keeper(signal);
-  /** Evaluations of runs that are not at work: they need no second look. */
-  const atRest = new Map();
-  const pager = new Pager(again);
+  /** Evaluations of runs that are not running, by their state: they are loaded once. */
+  const cachedEvaluations = new Map();
+  const pager = new Pager(load);
 
   const compareButton = h("button", {
     type: "button",
-    onclick: () => go(href(["compare"], { first: ticked[0], second: ticked[1] })),
+    onclick: () => go(href(["compare"], { first: selected[0], second: selected[1] })),
   });
   const search = h("input", {
     type: "search",
-    value: wanted.search,
+    value: filters.search,
     placeholder: "Part of a name",
     maxlength: 63,
     oninput: () => filter({ search: search.value }),
   });
   const status = select(
-    [["", "Any status"], ...STATUSES.map((each) => [each, each])],
-    wanted.status,
+    [["", "Any status"], ...STATUSES.map((name) => [name, name])],
+    filters.status,
     (value) => filter({ status: value }),
   );
 
@@ -52,22 +52,22 @@ export function showRuns(root, signal, query) {
     ),
     h("section", { class: "card", "aria-label": "List of runs" }, results.element),
   );
-  tick();
-  again();
+  updateCompareButton();
+  load();
 
   function filter(change) {
-    Object.assign(wanted, change);
+    Object.assign(filters, change);
     setQuery(change);
     pager.reset();
-    again();
+    load();
   }
 
-  function again() {
+  function load() {
     keepResults({
-      every: EVERY_MS,
-      load: async (ours) => {
-        const page = await get("/runs", { ...wanted, cursor: pager.cursor, limit: PAGE }, ours);
-        return [page, ...(await Promise.all(page.items.map((run) => evaluationsOf(run, ours))))];
+      every: POLL_INTERVAL_MS,
+      load: async (signal) => {
+        const page = await get("/runs", { ...filters, cursor: pager.cursor, limit: PAGE_SIZE }, signal);
+        return [page, ...(await Promise.all(page.items.map((run) => evaluationsOf(run, signal))))];
       },
       show: ([page, ...evaluations]) => {
         results.show(listing(page.items, evaluations), pager.controls(page.next));
@@ -79,14 +79,14 @@ export function showRuns(root, signal, query) {
     });
   }
 
-  /** None for a run that was deleted after the list was made. */
-  async function evaluationsOf({ name, status, attempt, current_step: step }, ours) {
+  /** Returns no evaluations for a run that was deleted after it was listed. */
+  async function evaluationsOf({ name, status, attempt, current_step: step }, signal) {
     const state = [name, status, attempt, step].join();
-    if (atRest.has(state)) return atRest.get(state);
+    if (cachedEvaluations.has(state)) return cachedEvaluations.get(state);
     try {
-      const found = await get(path`/runs/${name}/evaluations`, {}, ours);
-      if (status !== "running") atRest.set(state, found);
-      return found;
+      const evaluations = await get(path`/runs/${name}/evaluations`, {}, signal);
+      if (status !== "running") cachedEvaluations.set(state, evaluations);
+      return evaluations;
     } catch (problem) {
       if (problem.status === 404) return NO_EVALUATIONS;
       throw problem;
@@ -95,17 +95,17 @@ export function showRuns(root, signal, query) {
 
   function listing(runs, evaluations) {
     if (runs.length === 0) {
-      const filtered = wanted.search || wanted.status;
+      const filtered = filters.search || filters.status;
       return h(
         "p",
         { class: "empty" },
-        filtered ? "No run matches." : "No runs yet. Start one with ",
+        filtered ? "No run matches the filters." : "No runs yet. Start one with ",
         !filtered && h("code", {}, "bapo run examples/countdown.yaml"),
       );
     }
     const rows = runs.map((run, i) => ({ run, evaluations: evaluations[i] }));
     return table({
-      caption: "Runs, oldest first",
+      caption: "Runs, newest first",
       rows,
       columns: [
         {
@@ -126,14 +126,14 @@ export function showRuns(root, signal, query) {
               format.ago(run.created_at),
             ),
         },
-        { title: "Compare", cell: ({ run }) => tickBox(run.name) },
+        { title: "Compare", cell: ({ run }) => selectBox(run.name) },
       ],
     });
   }
 
   function accuracy({ run, evaluations }) {
     if (evaluations.length === 0) return h("span", { class: "muted" }, "no evaluation yet");
-    const values = evaluations.map((each) => each.mean_accuracy);
+    const values = evaluations.map((evaluation) => evaluation.mean_accuracy);
     return h(
       "span",
       { class: "spark" },
@@ -145,26 +145,25 @@ export function showRuns(root, signal, query) {
     );
   }
 
-  function tickBox(name) {
+  function selectBox(name) {
     return h("input", {
       type: "checkbox",
       "aria-label": `Compare ${name}`,
-      checked: ticked.includes(name),
+      checked: selected.includes(name),
       onchange: (event) => {
-        ticked = [...ticked.filter((each) => each !== name), ...(event.target.checked ? [name] : [])].slice(
-          -2,
-        );
+        const others = selected.filter((other) => other !== name);
+        selected = [...others, ...(event.target.checked ? [name] : [])].slice(-2);
         for (const box of results.element.querySelectorAll("input[type=checkbox]")) {
-          box.checked = ticked.some((each) => box.getAttribute("aria-label") === `Compare ${each}`);
+          box.checked = selected.some((other) => box.getAttribute("aria-label") === `Compare ${other}`);
         }
-        tick();
+        updateCompareButton();
       },
     });
   }
 
-  function tick() {
-    compareButton.disabled = ticked.length !== 2;
+  function updateCompareButton() {
+    compareButton.disabled = selected.length !== 2;
     compareButton.textContent =
-      ticked.length === 2 ? `Compare ${ticked.join(" and ")}` : "Tick two runs to compare";
+      selected.length === 2 ? `Compare ${selected.join(" and ")}` : "Select two runs to compare";
   }
 }

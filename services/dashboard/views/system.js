@@ -1,41 +1,41 @@
-// The parts of a run outside the training loop, and its configuration.
+// Replicas, checkpoints and weights of a run, and its configuration.
 
 import { get, path } from "../api.js";
 import { field, fill, h } from "../dom.js";
 import * as format from "../format.js";
-import { EVERY_MS, keep, region } from "../live.js";
+import { POLL_INTERVAL_MS, keep, region } from "../live.js";
 import { table } from "../tables.js";
 
 const when = (iso) => h("time", { datetime: iso, title: format.time(iso) }, format.ago(iso));
-const digest = (each) => h("code", { title: each.manifest_digest }, each.manifest_digest.slice(0, 12));
+const digest = (row) => h("code", { title: row.manifest_digest }, row.manifest_digest.slice(0, 12));
 
 /** @param {import("./run.js").Visit} visit */
 export function showSystem(visit) {
   const { name, signal, root, run } = visit;
-  const parts = { replicas: region(), checkpoints: region(), weights: region() };
+  const regions = { replicas: region(), checkpoints: region(), weights: region() };
   fill(
     root,
     h(
       "div",
       { class: "split even" },
-      h("section", { class: "card" }, h("h2", {}, "Rollout replicas"), parts.replicas.element),
-      h("section", { class: "card" }, h("h2", {}, "Checkpoints"), parts.checkpoints.element),
+      h("section", { class: "card" }, h("h2", {}, "Rollout replicas"), regions.replicas.element),
+      h("section", { class: "card" }, h("h2", {}, "Checkpoints"), regions.checkpoints.element),
     ),
-    h("section", { class: "card" }, h("h2", {}, "Weights"), parts.weights.element),
+    h("section", { class: "card" }, h("h2", {}, "Weights"), regions.weights.element),
     configuration(run),
   );
-  const shown = {
+  const tables = {
     replicas: (rows) =>
       table({
-        caption: "Engines, and what each has loaded",
+        caption: "Rollout replicas and the policy version that each has loaded",
         hideCaption: true,
         rows,
-        empty: "No engine has reported yet.",
+        empty: "No replica has sent a heartbeat yet.",
         columns: [
-          { title: "Replica", cell: (each) => each.name },
-          { title: "State", cell: (each) => (each.detail ? `${each.state}: ${each.detail}` : each.state) },
-          { title: "Loaded version", number: true, cell: (each) => format.count(each.loaded_version) },
-          { title: "Last seen", cell: (each) => when(each.last_seen) },
+          { title: "Replica", cell: (row) => row.name },
+          { title: "State", cell: (row) => (row.detail ? `${row.state}: ${row.detail}` : row.state) },
+          { title: "Loaded version", number: true, cell: (row) => format.count(row.loaded_version) },
+          { title: "Last heartbeat", cell: (row) => when(row.last_seen) },
         ],
       }),
     checkpoints: (rows) =>
@@ -45,8 +45,8 @@ export function showSystem(visit) {
         rows,
         empty: "No checkpoint yet.",
         columns: [
-          { title: "Step", number: true, cell: (each) => format.count(each.step) },
-          { title: "Made", cell: (each) => when(each.created_at) },
+          { title: "Step", number: true, cell: (row) => format.count(row.step) },
+          { title: "Created", cell: (row) => when(row.created_at) },
           { title: "Manifest", cell: digest },
         ],
       }),
@@ -56,23 +56,23 @@ export function showSystem(visit) {
         hideCaption: true,
         rows,
         empty: "No weights are published yet.",
-        most: 20,
+        maxRows: 20,
         columns: [
-          { title: "Version", number: true, cell: (each) => format.count(each.version) },
-          { title: "Status", cell: (each) => each.status },
-          { title: "Made", cell: (each) => when(each.created_at) },
-          { title: "Where", cell: (each) => h("code", {}, each.uri) },
+          { title: "Version", number: true, cell: (row) => format.count(row.version) },
+          { title: "Status", cell: (row) => row.status },
+          { title: "Created", cell: (row) => when(row.created_at) },
+          { title: "Prefix", cell: (row) => h("code", {}, row.uri) },
           { title: "Manifest", cell: digest },
         ],
       }),
   };
-  for (const [what, part] of Object.entries(parts)) {
+  for (const [kind, target] of Object.entries(regions)) {
     keep({
       signal,
-      every: 2 * EVERY_MS,
-      load: () => get(path`/runs/${name}/${what}`, {}, signal),
-      show: (rows) => part.show(shown[what](rows)),
-      refuse: part.refuse,
+      every: 2 * POLL_INTERVAL_MS,
+      load: () => get(path`/runs/${name}/${kind}`, {}, signal),
+      show: (rows) => target.show(tables[kind](rows)),
+      refuse: target.refuse,
     });
   }
 }
@@ -82,19 +82,19 @@ function configuration(run) {
   const results = h("div");
   const search = h("input", { type: "search", placeholder: "Part of a key or value", oninput: () => show() });
   const show = () => {
-    const wanted = search.value.toLowerCase();
-    const found = rows.filter((each) => `${each.key} ${each.value}`.toLowerCase().includes(wanted));
+    const text = search.value.toLowerCase();
+    const matches = rows.filter((row) => `${row.key} ${row.value}`.toLowerCase().includes(text));
     fill(
       results,
       table({
         caption: "Configuration",
         hideCaption: true,
-        rows: found,
-        empty: "No key matches.",
-        most: 500,
+        rows: matches,
+        empty: "No key or value matches.",
+        maxRows: 500,
         columns: [
-          { title: "Key", cell: (each) => h("code", {}, each.key) },
-          { title: "Value", cell: (each) => h("code", {}, each.value) },
+          { title: "Key", cell: (row) => h("code", {}, row.key) },
+          { title: "Value", cell: (row) => h("code", {}, row.value) },
         ],
       }),
     );

@@ -1,4 +1,4 @@
-// Asks for the token.
+// The form that asks for the access token.
 
 import { fill, h } from "../dom.js";
 
@@ -24,7 +24,8 @@ export function askForToken(root, problem, entered) {
       "section",
       { class: "card ask" },
       h("h1", {}, "Access token"),
-      problem && h("p", { class: "problem", role: "alert" }, `Not accepted: ${problem.message}.`),
+      problem &&
+        h("p", { class: "problem", role: "alert" }, `The token was not accepted: ${problem.message}.`),
       h(
         "form",
         { onsubmit: submit },
@@ -35,7 +36,7 @@ export function askForToken(root, problem, entered) {
           { class: "note", id: "token-hint" },
           "A local stack writes its token to ",
           h("code", {}, ".bapo/stack.json"),
-          ". It stays in this tab and is forgotten when the tab closes.",
+          ". The token is kept in this tab until the tab is closed.",
         ),
         h("button", { type: "submit", class: "primary" }, "Open"),
       ),

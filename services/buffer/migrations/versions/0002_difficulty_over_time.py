@@ -1,4 +1,4 @@
-"""difficulty over time, evaluations, named tokens, and the indexes of every listing"""
+"""Adds difficulty over time, evaluations, names of tokens, and the indexes of all listings."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _create_indexes() -> None:
     )
 
 
-# ---- what older rows say ------------------------------------------------------------------------
+# ---- values derived from older rows -------------------------------------------------------------
 
 
 def _fill_in() -> None:
@@ -190,11 +190,11 @@ def _fill_in_evaluations(connection: sa.Connection, run: sa.RowMapping, samples:
     for step, count, token_count in rows:
         correct[step].append(count)
         tokens[step] += token_count
-    wanted = connection.execute(
+    prompts = connection.execute(
         sa.text("select size from dataset where name = :name"), {"name": run["test_dataset"]}
     ).scalar()
     for step, counts in correct.items():
-        if len(counts) != wanted:
+        if len(counts) != prompts:
             continue
         bins = [0] * (samples + 1)
         for count in counts:
@@ -221,7 +221,7 @@ def downgrade() -> None:
     op.create_check_constraint(
         op.f("ck_run_status"), "run", "status in ('created','running','finished','failed')"
     )
-    # Without the column, a revoked token would be a good one again.
+    # Without the column, a revoked token would be valid again.
     op.execute("delete from api_token where revoked_at is not null")
     for name in ("inserted", "evicted", "group_id", "stay"):
         op.drop_index(f"ix_buffer_entry_{name}", table_name="buffer_entry")

@@ -1,4 +1,4 @@
-"""where a rollout replica is and how it is; the version that replicas should serve"""
+"""Adds address and state of rollout replicas, and the version that they should serve."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def upgrade() -> None:
     op.add_column(
         "run", sa.Column("wanted_version", sa.BigInteger(), nullable=False, server_default="0")
     )
-    # Replicas say anew what they are every few seconds.
+    # Replicas send their heartbeats again within seconds.
     op.execute("delete from replica")
     for name in ("url", "state", "detail", "manifest_digest"):
         op.add_column("replica", sa.Column(name, sa.String(), nullable=False))

@@ -1,4 +1,4 @@
-// Small pieces that several views show.
+// Small elements that several views share.
 
 import { h } from "../dom.js";
 import { bin } from "../colors.js";
@@ -7,7 +7,7 @@ import { href } from "../router.js";
 
 export const statusPill = (status) => h("span", { class: `pill ${status}` }, status);
 
-/** 57 / 200, with a bar. */
+/** Progress of a run: 57 / 200, with a bar. */
 export function progress(run) {
   const steps = run.config.steps ?? run.current_step;
   return h(
@@ -18,18 +18,18 @@ export function progress(run) {
   );
 }
 
-/** Name and number side by side: [name, value, further words][] */
+/** Names with their values: [name, value, note][] */
 export function tiles(items) {
   return h(
     "dl",
     { class: "tiles" },
-    items.map(([name, value, more]) =>
-      h("div", {}, h("dt", {}, name), h("dd", {}, value), more && h("dd", { class: "note" }, more)),
+    items.map(([name, value, note]) =>
+      h("div", {}, h("dt", {}, name), h("dd", {}, value), note && h("dd", { class: "note" }, note)),
     ),
   );
 }
 
-/** k of G, on its colour. */
+/** k of G, with the colour of its bin. */
 export const binChip = (k, size) =>
   h("span", { class: "bin" }, h("i", { style: { background: bin(k, size) } }), `${k} of ${size}`);
 
@@ -39,20 +39,20 @@ export const promptLink = (run, uid, query = {}) =>
 export const batchLink = (run, step) =>
   h("a", { href: href(["runs", run, "batches"], { step }) }, format.count(step));
 
-export const source = (name) => h("span", { class: `source ${name}` }, format.words(name));
+export const source = (name) => h("span", { class: `source ${name}` }, format.term(name));
 
-/** A payload on one line. */
-export function payloadText(payload, longest = 120) {
+/** A payload on one line of at most `maxLength` characters. */
+export function payloadText(payload, maxLength = 120) {
   const text = Object.entries(payload)
     .map(([name, value]) => `${name} ${format.any(value)}`)
     .join(", ");
-  return text.length > longest ? `${text.slice(0, longest)}…` : text;
+  return text.length > maxLength ? `${text.slice(0, maxLength)}…` : text;
 }
 
 export const groupSize = (run) => run.config.rollout?.group_size ?? 8;
 
-/** A number field with a slider: a step in [low, high]. `chosen` is called when it is settled. */
-export function stepControls(name, value, low, high, chosen) {
+/** A number field with a slider for a step in [low, high]; calls `onchosen` with each choice. */
+export function stepControls(name, value, low, high, onchosen) {
   const slider = h("input", { type: "range", min: low, max: high, value, "aria-label": `${name}, slider` });
   const number = h("input", {
     type: "number",
@@ -63,19 +63,17 @@ export function stepControls(name, value, low, high, chosen) {
     "aria-label": name,
   });
   const settle = (input) => {
-    const wanted = Math.round(Number(input.value));
-    const step = Math.min(
-      Number(slider.max),
-      Math.max(Number(slider.min), Number.isFinite(wanted) ? wanted : low),
-    );
+    const rounded = Math.round(Number(input.value));
+    const finite = Number.isFinite(rounded) ? rounded : low;
+    const step = Math.min(Number(slider.max), Math.max(Number(slider.min), finite));
     set(step);
-    chosen(step);
+    onchosen(step);
   };
   slider.addEventListener("input", () => (number.value = slider.value));
   slider.addEventListener("change", () => settle(slider));
   number.addEventListener("change", () => settle(number));
-  const set = (step, most = null) => {
-    if (most !== null) slider.max = number.max = String(most);
+  const set = (step, max = null) => {
+    if (max !== null) slider.max = number.max = String(max);
     slider.value = number.value = String(step);
   };
   return {
