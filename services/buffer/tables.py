@@ -292,12 +292,13 @@ class StepRecord(Base):
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"), primary_key=True)
     step: Mapped[int] = mapped_column(primary_key=True)
     r_tot: Mapped[float]
-    """Running mean reward, in [0, 1], that moves the replay window (Eq. 8; `replay_window.r_tot`
-    says over what)."""
+    """Running mean reward, in [0, 1], that moves the replay window (Eq. 8); the setting
+    `replay_window.r_tot` chooses the groups that it averages."""
     c2: Mapped[float]
-    """Lower end of the replay window of this step: c2 = low + r_tot (high - low) (Eq. 8)."""
+    """Lower end of the replay window of this step: Eq. 8 applied to `replay_window.c2_range`."""
     c3: Mapped[float]
-    """Upper end of the replay window; groups with c2 <= mu <= c3 may be replayed (Eq. 7)."""
+    """Upper end of the replay window of this step: Eq. 8 applied to `replay_window.c3_range`.
+    Groups with c2 <= mu <= c3 may be replayed (Eq. 7)."""
     counts: Mapped[dict[str, Any]]
     """Groups in the batch by source (`fresh`, `reevaluated`, `replayed`), and groups generated:
     `rolled_out` (fresh, before the filter) and `reevaluated_total` (before promotion)."""

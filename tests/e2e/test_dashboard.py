@@ -411,9 +411,9 @@ def test_migration_between_two_steps(stack: Endpoints, play: ImprovingRun, page:
         expect(rows.nth(row).locator("td")).to_have_text([*map(str, values), str(sum(values))])
     page.get_by_label("Before: step", exact=True).fill("2")
     page.get_by_label("Before: step", exact=True).press("Enter")
-    again = play.client.difficulty_migration(2, 12)
+    earlier = play.client.difficulty_migration(2, 12)
     expect(rows.first.locator("td")).to_have_text(
-        [*map(str, again.matrix[0]), str(sum(again.matrix[0]))]
+        [*map(str, earlier.matrix[0]), str(sum(earlier.matrix[0]))]
     )
     expect(page).to_have_url(re.compile(r"before=2&after=12"))
 

@@ -85,9 +85,9 @@ def test_deleting_a_run_deletes_its_rows_and_objects(driver: Driver, stack: Endp
     assert store.keys(f"runs/{name}/") == []
     with pytest.raises(ServiceError, match="there is no run"):
         driver.client.run_state()
-    again = Driver(stack, driver.config)
-    assert again.client.run_state().current_step == 0
-    again.run_step(1)
+    recreated = Driver(stack, driver.config)
+    assert recreated.client.run_state().current_step == 0
+    recreated.run_step(1)
 
 
 def test_a_dataset_in_use_does_not_change(driver: Driver, stack: Endpoints) -> None:

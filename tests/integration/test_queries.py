@@ -380,9 +380,9 @@ def test_an_unchanged_answer_is_not_sent_again(account: Account) -> None:
     headers = {"Authorization": f"Bearer {account.driver.stack.token}"}
     first = httpx.get(url, headers=headers)
     tag = first.headers["etag"]
-    again = httpx.get(url, headers={**headers, "If-None-Match": f'"other", W/{tag}'})
-    assert (again.status_code, again.content) == (304, b"")
-    assert again.headers["etag"] == tag
+    repeated = httpx.get(url, headers={**headers, "If-None-Match": f'"other", W/{tag}'})
+    assert (repeated.status_code, repeated.content) == (304, b"")
+    assert repeated.headers["etag"] == tag
     other = httpx.get(url, params={"step": 1}, headers={**headers, "If-None-Match": tag})
     assert other.status_code == 200
 

@@ -36,8 +36,8 @@ def test_every_call_repeated_gives_the_first_answer(drive: Callable[..., Driver]
     body = encode_groups(driver.groups(1))
     accepted = driver.client.post_groups(1, "fresh", body)
     assert (accepted.accepted, accepted.duplicates, accepted.complete) == (8, 0, True)
-    again = driver.client.post_groups(1, "fresh", body)
-    assert (again.accepted, again.duplicates, again.complete) == (0, 8, True)
+    repeated = driver.client.post_groups(1, "fresh", body)
+    assert (repeated.accepted, repeated.duplicates, repeated.complete) == (0, 8, True)
     manifest = driver.client.batch(1)
     assert driver.client.batch(1) == manifest
     driver.client.commit(1, {"loss": 1.0})
@@ -153,8 +153,8 @@ def test_a_rewind_undoes_everything_after_a_step_exactly(drive: Callable[..., Dr
     assert snapshot(driver) != before
     driver.client.rewind(5)
     assert snapshot(driver) == before
-    again = [driver.run_step(step) for step in range(6, 10)]
-    assert list(map(_composition, again)) == list(map(_composition, manifests))
+    repeated = [driver.run_step(step) for step in range(6, 10)]
+    assert list(map(_composition, repeated)) == list(map(_composition, manifests))
 
 
 def test_a_new_attempt_starts_from_the_last_checkpoint(drive: Callable[..., Driver]) -> None:
