@@ -359,7 +359,7 @@ class CheckpointConfig(Section):
 
 
 class TrainerConfig(Section):
-    """How the trainer computes, not what; these keys may differ when a run is resumed."""
+    """Parallelism and memory of the trainer; these keys may differ when a run is resumed."""
 
     processes: int = Field(1, ge=1)
     """Trainer processes that a local run starts, each with a shard of the model; a cluster's job
@@ -529,7 +529,7 @@ class RunConfig(Section):
         return self
 
     def warnings(self) -> list[str]:
-        """Returns what is valid but slower than it looks, one sentence each."""
+        """Returns warnings about settings that are valid but slower than they look."""
         warnings = []
         if self.reevaluate.enabled and not self.schedule.one_load_serves_both:
             warnings.append(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bapo_core.errors import BapoError, ConfigError, TaskError
+from bapo_core.tasks import get_task
 from services.common.errors import ServiceCallError, ServiceError, ServiceUnavailable
 from services.common.objectstore import ObjectStoreError, ObjectStoreUnavailable
 from services.common.process import (
@@ -49,6 +50,12 @@ def test_exit_codes(error: Exception, code: int) -> None:
     with pytest.raises(SystemExit) as caught:
         run_until_error(work)
     assert caught.value.code == code
+
+
+def test_a_process_that_meets_an_unknown_task_is_not_restarted() -> None:
+    with pytest.raises(SystemExit) as caught:
+        run_until_error(lambda: get_task("countup") and None)
+    assert caught.value.code == 1
 
 
 def test_the_launcher_ends_as_the_first_process_that_failed() -> None:

@@ -1,3 +1,5 @@
+"""Advantages agree with worked examples (T1) and are exactly 0 where rewards are equal."""
+
 import pytest
 import torch
 
@@ -27,15 +29,15 @@ def rewards(k, size):
 )
 def test_t1_advantages(std, size, k, correct, wrong):
     expected = [[correct] * k + [wrong] * (size - k)]
-    found = group_relative(rewards(k, size).double(), std=std, eps=1e-6)
-    assert found.tolist() == [pytest.approx(expected[0], abs=1e-6)]
+    advantages = group_relative(rewards(k, size).double(), std=std, eps=1e-6)
+    assert advantages.tolist() == [pytest.approx(expected[0], abs=1e-6)]
 
 
 @pytest.mark.parametrize("std", ["population", "sample"])
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1])
 def test_a_group_without_variance_gets_exactly_zero(std, value):
-    found = group_relative(torch.full((1, 7), value), std=std)
-    assert found.tolist() == [[0.0] * 7]
+    advantages = group_relative(torch.full((1, 7), value), std=std)
+    assert advantages.tolist() == [[0.0] * 7]
 
 
 def test_groups_do_not_influence_each_other():

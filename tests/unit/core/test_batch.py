@@ -1,3 +1,5 @@
+"""A training batch is composed of X1, X2 and X3 by the rules (T2), for any groups."""
+
 import random
 
 import pytest

@@ -1,3 +1,5 @@
+"""The buffers admit, evict and select groups by the rules (T2), for any history."""
+
 import random
 
 import pytest
@@ -104,7 +106,7 @@ def test_of_two_incoming_groups_of_a_prompt_the_last_is_admitted():
     assert ids(admit([], incoming, capacity=5, dedup="rollout").admitted) == [1, 2, 3]
 
 
-def test_only_the_last_steps_are_eligible_and_never_the_own():
+def test_only_groups_of_the_last_steps_are_eligible_and_never_those_of_the_step_itself():
     entries = [group(step, step=step) for step in range(1, 8)]
     assert ids(eligible(entries, step=6, max_age=3)) == [3, 4, 5]
 
@@ -143,12 +145,12 @@ T2_HARD = {"a": (0, 0), "b": (0, 3), "c": (1, 8), "d": (0, 1)}
     ],
 )
 def test_t2_promotion(rule, c1, expected):
-    found = {
+    promoted_uids = {
         uid
         for uid, (old, new) in T2_HARD.items()
         if promoted(group(1, old), group(2, new), rule=rule, c1=c1)
     }
-    assert found == expected
+    assert promoted_uids == expected
 
 
 def test_t2_solved_prompts_leave_the_hard_buffer():
@@ -191,8 +193,8 @@ T2_HIGH = {"e": (19, 3), "f": (17, 3), "g": (16, 3), "h": (18, 2), "i": (18, 5)}
 
 def test_t2_candidates():
     entries = [group(i, k, step=s, uid=u) for i, (u, (s, k)) in enumerate(T2_HIGH.items())]
-    found = eligible_high(entries, step=20, window=(0.34375, 0.46875), max_age=3)
-    assert [g.prompt_uid for g in found] == ["e", "f"]
+    candidates = eligible_high(entries, step=20, window=(0.34375, 0.46875), max_age=3)
+    assert [g.prompt_uid for g in candidates] == ["e", "f"]
 
 
 def test_t2_no_fresh_group_is_of_high_quality():

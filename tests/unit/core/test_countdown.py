@@ -1,3 +1,5 @@
+"""The Countdown task renders, verifies, generates and loads problems."""
+
 import json
 import random
 from fractions import Fraction
@@ -22,15 +24,15 @@ def reachable(numbers):
     """Every value over all `numbers`: replace any two by one, in every way, until one is left."""
     if len(numbers) == 1:
         return {numbers[0]}
-    found = set()
+    values = set()
     for i, j in combinations(range(len(numbers)), 2):
         a, b = numbers[i], numbers[j]
         rest = [n for k, n in enumerate(numbers) if k not in (i, j)]
         results = {a + b, a - b, b - a, a * b}
         results |= ({a / b} if b else set()) | ({b / a} if a else set())
         for result in results:
-            found |= reachable([*rest, result])
-    return found
+            values |= reachable([*rest, result])
+    return values
 
 
 def values_of(numbers):
@@ -158,8 +160,8 @@ def test_only_reachable_targets_are_rewarded(numbers, seed):
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=4))
 def test_solvable_is_what_brute_force_reaches(numbers):
-    found = {t for t in range(1, 101) if is_solvable(numbers, t)}
-    assert found == {int(v) for v in values_of(numbers) if v.denominator == 1 and 1 <= v <= 100}
+    solvable = {t for t in range(1, 101) if is_solvable(numbers, t)}
+    assert solvable == {int(v) for v in values_of(numbers) if v.denominator == 1 and 1 <= v <= 100}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The Countdown verifier against another one, written on Python's own parser."""
+"""The Countdown verifier agrees with a second one, which is written on Python's parser."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""Expressions parse as in Python, evaluate exactly, and refuse everything else."""
+
 import random
 from fractions import Fraction
 

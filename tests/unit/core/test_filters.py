@@ -1,3 +1,5 @@
+"""The online filters keep the groups that A.3 says, whole and in order."""
+
 import random
 from collections import Counter
 

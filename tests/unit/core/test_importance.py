@@ -1,3 +1,5 @@
+"""Importance weights and mismatch metrics agree with worked examples (T6)."""
+
 import math
 
 import pytest
@@ -64,10 +66,10 @@ def test_metrics_of_identical_policies():
 
 
 def test_metrics_of_t6():
-    found = mismatch_metrics(PROX, BEHAVIOR, MASK)
+    metrics = mismatch_metrics(PROX, BEHAVIOR, MASK)
     differences = [0.1, 0.5, -0.1, 2.0]
     weights = [math.exp(0.1), math.exp(0.5), math.exp(-0.1), 3.0]
-    assert found == pytest.approx(
+    assert metrics == pytest.approx(
         {
             "logprob_diff_mean": 0.675,
             "logprob_diff_max": 2.0,
@@ -83,6 +85,6 @@ def test_a_weight_at_the_cap_is_not_truncated():
 
 
 def test_metrics_without_tokens_are_neutral():
-    found = mismatch_metrics(PROX, BEHAVIOR, torch.zeros_like(MASK))
-    assert found["ess_fraction"] == 1.0
-    assert sum(found.values()) == 1.0
+    metrics = mismatch_metrics(PROX, BEHAVIOR, torch.zeros_like(MASK))
+    assert metrics["ess_fraction"] == 1.0
+    assert sum(metrics.values()) == 1.0

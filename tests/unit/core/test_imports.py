@@ -1,3 +1,5 @@
+"""The rules import without the libraries that only some processes have."""
+
 import subprocess
 import sys
 

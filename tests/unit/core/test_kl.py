@@ -1,3 +1,5 @@
+"""The KL estimators agree with worked examples (T6) and with the exact divergence."""
+
 import math
 
 import pytest
@@ -13,8 +15,8 @@ ESTIMATORS = ["k1", "k2", "k3", "iw"]
 
 @pytest.mark.parametrize(("estimator", "mean"), [("k3", 0.355485), ("iw", 2.997505)])
 def test_t6_kl(estimator, mean):
-    found = kl_penalty(THETA, ALPHA, MASK, estimator=estimator)
-    assert found.mean().item() == pytest.approx(mean, abs=1e-6)
+    penalty = kl_penalty(THETA, ALPHA, MASK, estimator=estimator)
+    assert penalty.mean().item() == pytest.approx(mean, abs=1e-6)
 
 
 def test_k1_and_k2():
@@ -44,8 +46,8 @@ def test_k3_is_biased_for_samples_of_the_reference():
 
 
 def test_k3_is_at_most_ten():
-    found = kl_penalty(torch.tensor([-40.0]), torch.tensor([0.0]), torch.ones(1), estimator="k3")
-    assert found.tolist() == [10.0]
+    penalty = kl_penalty(torch.tensor([-40.0]), torch.tensor([0.0]), torch.ones(1), estimator="k3")
+    assert penalty.tolist() == [10.0]
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

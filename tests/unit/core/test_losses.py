@@ -1,3 +1,5 @@
+"""Losses, clipping and aggregation agree with worked examples (T5, T6)."""
+
 import math
 
 import pytest

@@ -1,4 +1,4 @@
-"""The math task: where the answer stands, what equals it, and reading files."""
+"""The math task extracts answers, compares them, and reads files."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TASK = MathTask()
 
 
 def verdict(gold: str, response: str, task: MathTask = TASK) -> tuple[float, str]:
-    found = task.verify({"problem": "?", "answer": gold}, response)
-    return found.reward, str(found.status)
+    verdict = task.verify({"problem": "?", "answer": gold}, response)
+    return verdict.reward, str(verdict.status)
 
 
 RIGHT = [

@@ -1,3 +1,5 @@
+"""Bins, migration matrix, pass@k and unlocked prompts are counted correctly."""
+
 from itertools import combinations
 
 import pytest

@@ -1,4 +1,4 @@
-"""Tasks of other distributions, by entry point; and the example of the docs, which must work."""
+"""Tasks of other distributions are found by entry point, and the example of the docs works."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "adding-a-task.md"
 
 
 def distribution(directory: Path, name: str, entry_points: str, code: str) -> None:
-    """What pip leaves behind."""
+    """Writes what pip installs for a distribution."""
     module = name.replace("-", "_")
     (directory / f"{module}.py").write_text(code)
     info = directory / f"{module}-1.0.dist-info"
@@ -36,9 +36,9 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def blocks() -> dict[str, str]:
-    """The docs' code blocks by the file that their first line names."""
-    found = re.findall(r"```\w+\n# (\S+)\n(.*?)```", DOCS.read_text(), re.DOTALL)
-    return dict(found)
+    """Returns the docs' code blocks by the file that their first line names."""
+    pairs = re.findall(r"```\w+\n# (\S+)\n(.*?)```", DOCS.read_text(), re.DOTALL)
+    return dict(pairs)
 
 
 def test_the_example_of_the_docs_works_in_the_verifier(place: Path) -> None:
@@ -62,7 +62,7 @@ def test_the_example_of_the_docs_works_in_the_verifier(place: Path) -> None:
 
 
 def test_a_distribution_that_pip_installs_is_found(tmp_path: Path) -> None:
-    """The same through pip and pyproject.toml, as the docs say."""
+    """The example also works when pip installs it from its pyproject.toml."""
     pytest.importorskip("setuptools", reason="needs setuptools: run `make install`")
     project, target = tmp_path / "project", tmp_path / "target"
     project.mkdir()

@@ -1,4 +1,4 @@
-"""When to sync, and which prompts to draw: properties of the schedule and the sampler."""
+"""Properties of the schedule of syncs and of the draw of prompts."""
 
 from __future__ import annotations
 

@@ -1,3 +1,5 @@
+"""The constants and the bound of Theorem 3.2 agree with worked examples."""
+
 import math
 
 import pytest

@@ -1,3 +1,5 @@
+"""The replay window and r_tot follow Eq. 8 and its variants (T3)."""
+
 import math
 
 import pytest
