@@ -49,7 +49,7 @@ def fetched(driver: Driver, version: int, target: Path) -> Path:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_published_version_is_the_model_at_that_moment(
+def test_a_version_is_the_model_at_that_moment(
     driver: Driver,
     publishing: Publishing,
     tmp_path: Path,
