@@ -16,8 +16,9 @@ _EXAMPLES = "\b\n"
 
 HEADER = """# Command line
 
-`bapo COMMAND --help` shows what stands here. A configuration is given as a YAML file, which may
-be left out, and any number of `key=value`, which may stand anywhere and win over the file.
+Every command of `bapo`; `bapo COMMAND --help` shows the same in the terminal. A configuration is
+given as a YAML file, which may be left out, and any number of `key=value`, which may stand anywhere
+and win over the file.
 
 An error is one line on standard error, and the exit code is 1. Wrong usage exits with 2, an
 interruption with 130. `eval "$(_BAPO_COMPLETE=bash_source bapo)"` completes commands and options in

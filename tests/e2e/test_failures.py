@@ -1,4 +1,4 @@
-"""What goes wrong from outside: one line that names the thing and the remedy, and nothing left."""
+"""Failures from outside end in one line with cause and remedy, and leave no process behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def own_home() -> Iterator[Path]:
-    """A home without a stack."""
+    """Returns a home without a stack."""
     directory = Path(tempfile.mkdtemp(prefix="bapo-own-"))
     yield directory
     shutil.rmtree(directory)
@@ -54,7 +54,7 @@ def command(tmp_path: Path, own_home: Path) -> Command:
 
 
 def refused(done: subprocess.CompletedProcess[str]) -> str:
-    """The one line of a command that was refused."""
+    """Returns the one line of a command that has failed."""
     assert done.returncode == 1, done.stdout + done.stderr
     lines = done.stderr.strip().splitlines()
     assert len(lines) == 1, done.stderr
@@ -66,7 +66,7 @@ def test_help_is_instant_and_teaches(command: Command) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = command("--help")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    # The processor's time, which does not grow because others work, too.
+    # CPU time does not grow when other processes compete for the cores.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
     assert "bapo run examples/countdown.yaml" in done.stdout
 
@@ -99,9 +99,9 @@ def test_a_dataset_with_a_bad_row(
     config = configuration("bad-data", small_model)
     config["task"] = {"options": EASY, "train_path": str(data), "test_path": str(data)}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    said = refused(command("eval", str(small_model), "run.yaml"))
-    assert f"{data}, row 2" in said
-    assert message in said
+    error = refused(command("eval", str(small_model), "run.yaml"))
+    assert f"{data}, row 2" in error
+    assert message in error
 
 
 def test_held_out_prompts_in_the_training_data(
@@ -112,8 +112,8 @@ def test_held_out_prompts_in_the_training_data(
     config = configuration("overlap", small_model)
     config["task"] = {"options": EASY, "train_path": str(data), "test_path": str(data)}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    said = refused(command("eval", str(small_model), "run.yaml"))
-    assert "1 training prompts are held-out prompts too" in said
+    error = refused(command("eval", str(small_model), "run.yaml"))
+    assert "1 training prompts are held-out prompts too" in error
 
 
 def test_a_busy_port(command: Command, own_home: Path) -> None:
@@ -152,17 +152,17 @@ def test_a_killed_supervisor_takes_the_stack_with_it(command: Command, own_home:
     assert command("stack", "down").returncode == 0
 
 
-def test_the_file_of_a_dead_stack_whose_port_is_anothers(
+def test_a_stale_file_of_a_stack_is_told_by_its_token(
     command: Command, own_home: Path, stack: Endpoints
 ) -> None:
     assert command("stack", "up", "--port", "0").returncode == 0
     state = own_home / "stack.json"
-    known = json.loads(state.read_text())
+    stale = json.loads(state.read_text())
     assert command("stack", "down").returncode == 0
     assert find_stack(own_home) is None
-    state.write_text(json.dumps(known | {"buffer_url": stack.buffer_url}))
+    state.write_text(json.dumps(stale | {"buffer_url": stack.buffer_url}))
     assert find_stack(own_home) is None
-    state.write_text(json.dumps(known | {"buffer_url": stack.buffer_url, "token": stack.token}))
+    state.write_text(json.dumps(stale | {"buffer_url": stack.buffer_url, "token": stack.token}))
     assert find_stack(own_home) is not None
 
 
@@ -202,34 +202,34 @@ def test_a_lost_buffer_service_ends_the_run_and_loses_nothing(
     assert json.loads((tmp_path / "runs/lost/summary.json").read_text())["steps"] == 9
 
 
-def test_a_stack_stays_as_long_as_anybody_uses_it(own_home: Path) -> None:
-    """Of two commands the first has started it, and ends first; the third comes meanwhile."""
+def test_a_stack_stays_until_its_last_user_ends(own_home: Path) -> None:
+    """The first command starts the stack and ends first; a second uses it; a third follows."""
     up, leave = threading.Event(), threading.Event()
-    said: list[str] = []
+    events: list[str] = []
 
     def first() -> None:
         with any_stack(own_home, 0) as endpoints:
-            said.append(endpoints.token)
+            events.append(endpoints.token)
             up.set()
             leave.wait()
-        said.append("first is down")
+        events.append("first is down")
 
     thread = threading.Thread(target=first)
     thread.start()
     assert up.wait(PATIENCE_S)
     with any_stack(own_home, 0) as joined:
-        assert joined.token == said[0]
+        assert joined.token == events[0]
         leave.set()
         thread.join(2)
-        assert thread.is_alive(), "it waits for us"
+        assert thread.is_alive(), "the first command waits for the second"
         assert find_stack(own_home) == joined
     with any_stack(own_home, 0) as third:
-        # It was in time to keep the first one, or has waited for its end.
+        # It either joined the first stack, or waited for its end and started the next.
         assert find_stack(own_home) == third
         answer = httpx.get(f"{third.buffer_url}/readyz", timeout=10)
         assert answer.is_success
     thread.join(PATIENCE_S)
-    assert said == [joined.token, "first is down"]
+    assert events == [joined.token, "first is down"]
     assert processes_of(own_home) == []
 
 
@@ -275,16 +275,16 @@ def test_secrets_stay_out_of_logs(stack: Endpoints, home: Path) -> None:
 
 
 def processes_of(home: Path) -> list[psutil.Process]:
-    """Running processes that were started for this home."""
-    found = []
+    """Returns the running processes that were started for this home."""
+    processes = []
     for process in psutil.process_iter():
         try:
             environment = process.environ()
-            mine = environment.get("BAPO_HOME") == str(home) or str(home) in " ".join(
+            belongs = environment.get("BAPO_HOME") == str(home) or str(home) in " ".join(
                 process.cmdline()
             )
-            if mine and process.pid != os.getpid() and process.status() != "zombie":
-                found.append(process)
+            if belongs and process.pid != os.getpid() and process.status() != "zombie":
+                processes.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-    return found
+    return processes

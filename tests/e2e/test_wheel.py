@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from a copy, because setuptools leaves files beside the sources."""
+    """Builds the wheel from a copy, because setuptools leaves files beside the sources."""
     sources = tmp_path_factory.mktemp("sources")
     for package in PACKAGES:
         shutil.copytree(
@@ -35,7 +35,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, sources)
     output = tmp_path_factory.mktemp("wheel")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
-    # Without the variables of the tests: the sources must not be found elsewhere.
     subprocess.run([*pip, "--wheel-dir", output, "."], cwd=sources, check=True)
     (built,) = output.glob("bapo-*.whl")
     return built
@@ -116,4 +115,4 @@ def test_a_run_works_from_a_directory_with_packages_of_our_names(
     assert "held-out accuracy" in shown
     (summary,) = hostile.glob("runs/*/summary.json")
     assert summary.is_file()
-    assert "mean accuracy" in run(bapo, hostile, "eval", str(model), "run.yaml", home=home)
+    assert "pass@k" in run(bapo, hostile, "eval", str(model), "run.yaml", home=home)

@@ -1,4 +1,4 @@
-"""The command line asks the service: as a person reads it, and as a program does."""
+"""Commands that query a running service print tables for people and JSON for programs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def ask(driver: Driver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     return run
 
 
-def test_prompts_and_their_histories(ask: Ask, driver: Driver) -> None:
+def test_prompts_and_their_attempts_are_listed(ask: Ask, driver: Driver) -> None:
     listed = json.loads(ask("prompts", "asked", "--order", "hardest", "--limit", "5", "--json"))
     assert listed == [
         p.model_dump(mode="json") for p in driver.client.prompts(order="hardest", limit=5).items
@@ -57,15 +57,15 @@ def test_prompts_and_their_histories(ask: Ask, driver: Driver) -> None:
     history = json.loads(ask("prompt", "asked", uid, "--json"))
     assert len(history["attempts"]) == listed[0]["attempts"]
     assert f"{history['attempts'][0]['correct']}/4" in ask("prompt", "asked", uid)
-    why = ask("prompt", "asked", uid, "--step", "3")
-    assert "fresh" in why
-    assert "replayed" in why
+    decision = ask("prompt", "asked", uid, "--step", "3")
+    assert "fresh" in decision
+    assert "replayed" in decision
     assert ask("prompts", "asked", "--search", "no such words").strip() == "nothing"
 
 
-def test_buffers_and_batches(ask: Ask, driver: Driver) -> None:
-    held = json.loads(ask("buffer", "asked", "hard", "--step", "3", "--json"))
-    assert [i["group_id"] for i in held] == [i.group_id for i in driver.client.buffer("hard", 3)]
+def test_buffers_and_batches_are_listed(ask: Ask, driver: Driver) -> None:
+    items = json.loads(ask("buffer", "asked", "hard", "--step", "3", "--json"))
+    assert [i["group_id"] for i in items] == [i.group_id for i in driver.client.buffer("hard", 3)]
     assert "admitted" in ask("buffer", "asked", "hard", "--events")
     assert len(json.loads(ask("batches", "asked", "--json"))) == 4
     members = json.loads(ask("batches", "asked", "--step", "2", "--json"))["members"]
@@ -73,21 +73,35 @@ def test_buffers_and_batches(ask: Ask, driver: Driver) -> None:
     assert "replayed" in ask("batches", "asked")
 
 
-def test_metrics_as_a_table_and_for_tensorboard(ask: Ask, driver: Driver, tmp_path: Path) -> None:
+def test_metrics_are_a_table_and_tensorboard_events(
+    ask: Ask, driver: Driver, tmp_path: Path
+) -> None:
     shown = ask("metrics", "asked", "--limit", "2").strip().splitlines()
     assert [line.split()[0] for line in shown] == ["step", "3", "4"]
     steps = driver.client.steps()
     assert json.loads(ask("metrics", "asked", "--json")) == [
         step.model_dump(mode="json") for step in steps
     ]
-    for _ in range(2):  # again: nothing is there twice
+    for _ in range(2):  # The second export writes no point twice.
         assert "tensorboard --logdir" in ask("metrics", "asked", "--tensorboard", str(tmp_path))
     events = EventAccumulator(str(tmp_path / "asked"))
     events.Reload()
     for name, value in curves(steps[-1]).items():
         last = events.Scalars(name)[-1]
         assert (last.step, last.value) == (4, pytest.approx(value, rel=1e-6))
-    assert [each.step for each in events.Scalars("reward")] == [1, 2, 3, 4]
+    assert [point.step for point in events.Scalars("reward")] == [1, 2, 3, 4]
+
+
+def test_metrics_in_narrow_terminals_have_fewer_columns(
+    ask: Ask, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    table = ask("metrics", "asked").strip().splitlines()
+    assert all(len(line) <= 40 for line in table)
+    assert table[0].split()[:3] == ["step", "reward", "loss"]
+    assert "MiB" not in table[0]
+    monkeypatch.setenv("COLUMNS", "200")
+    assert "MiB" in ask("metrics", "asked").splitlines()[0]
 
 
 def test_metrics_in_mlflow_go_on_where_they_ended(
@@ -112,30 +126,33 @@ def test_metrics_in_mlflow_go_on_where_they_ended(
     assert run.data.params["rollout.group_size"] == "4"
     rewards = mlflow.get_metric_history(run.info.run_id, "reward")
     steps = driver.client.steps()
-    assert [(each.step, each.value) for each in rewards] == [(s.step, s.r_tot) for s in steps]
-    # As a run does it: what is new when it ends, and never at the cost of the run.
+    assert [(m.step, m.value) for m in rewards] == [(s.step, s.r_tot) for s in steps]
+    # A run exports what is new when it ends, and a failing export does not fail the run.
     other = Driver(driver.stack, small_config("mirrored", mlflow={"tracking_uri": uri}))
     with mirror_to_mlflow(other.config, other.client):
         other.run_step(1)
     other.client.set_status("failed")
     update_mlflow(other.config, other.client)
     (run,) = (
-        found
-        for found in mlflow.search_runs([run.info.experiment_id])
-        if found.info.run_name == "mirrored"
+        candidate
+        for candidate in mlflow.search_runs([run.info.experiment_id])
+        if candidate.info.run_name == "mirrored"
     )
     assert run.info.status == "FAILED"
-    assert [each.step for each in mlflow.get_metric_history(run.info.run_id, "reward")] == [1]
-    away = other.config.model_copy(
+    assert [m.step for m in mlflow.get_metric_history(run.info.run_id, "reward")] == [1]
+    unreachable = other.config.model_copy(
         update={"mlflow": MlflowConfig(tracking_uri=f"http://127.0.0.1:{free_ports(1)[0]}")}
     )
-    update_mlflow(away, other.client)
+    update_mlflow(unreachable, other.client)
     assert "`bapo metrics mirrored --mlflow` writes what is missing" in caplog.text
-    with pytest.raises(BapoError, match="MLflow at http"), mirror_to_mlflow(away, other.client):
+    with (
+        pytest.raises(BapoError, match="MLflow at http"),
+        mirror_to_mlflow(unreachable, other.client),
+    ):
         pass
 
 
-def test_runs_and_their_changes(ask: Ask, stack: Endpoints) -> None:
+def test_runs_are_listed_paused_stopped_and_deleted(ask: Ask, stack: Endpoints) -> None:
     Driver(stack, small_config("changed"))
     assert {run["name"] for run in json.loads(ask("runs", "--json"))} >= {"asked", "changed"}
     assert ask("pause", "changed") == "changed is paused after step 0\n"
@@ -145,7 +162,7 @@ def test_runs_and_their_changes(ask: Ask, stack: Endpoints) -> None:
     assert "changed" not in ask("runs")
 
 
-def test_tokens(ask: Ask, driver: Driver) -> None:
+def test_tokens_are_created_listed_and_revoked(ask: Ask, driver: Driver) -> None:
     made = json.loads(ask("token", "create", "for a test", "--scope", "read", "--json"))
     assert "for a test" in ask("token", "list")
     assert (
@@ -154,15 +171,15 @@ def test_tokens(ask: Ask, driver: Driver) -> None:
     assert "it is not shown again" in ask("token", "create", "another")
 
 
-def test_garbage(ask: Ask, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
-    # A stack of its own: other tests leave rows without objects behind.
+def test_garbage_is_counted(ask: Ask, monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    # This needs a stack of its own, because other tests leave rows without objects.
     with running_stack(home / "garbage", 0) as endpoints:
         monkeypatch.setenv("BAPO_BUFFER_URL", endpoints.buffer_url)
         monkeypatch.setenv("BAPO_TOKEN", endpoints.token)
         assert ask("gc", "--dry-run").startswith("0 of 0 objects have no row")
 
 
-def test_without_a_service_the_error_says_how_to_get_one(
+def test_without_a_service_the_error_names_the_remedy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("BAPO_BUFFER_URL", raising=False)
@@ -173,7 +190,9 @@ def test_without_a_service_the_error_says_how_to_get_one(
     assert "start it with `bapo stack up`" in capsys.readouterr().err
 
 
-def test_an_unknown_run_is_one_line(ask: Ask, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_run_is_an_error_of_one_line(
+    ask: Ask, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         ask("prompts", "nobody")
     error = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`bapo pipeline submit` against an API that keeps what it is sent."""
+"""`bapo pipeline submit` sends a run to an API, which here records what it is sent."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ROOT = Path(__file__).parents[2]
 
 
 class Pipelines(BaseHTTPRequestHandler):
-    """As much of the Kubeflow Pipelines API as it takes to start a run."""
+    """Serves the part of the Kubeflow Pipelines API that starting a run needs."""
 
     sent: dict[str, Any]
 
     def do_GET(self) -> None:
-        known = {"/apis/v2beta1/healthz": {"multi_user": True}, "/apis/v2beta1/experiments": {}}
-        self._answer(known.get(self.path.partition("?")[0]))
+        responses = {"/apis/v2beta1/healthz": {"multi_user": True}, "/apis/v2beta1/experiments": {}}
+        self._answer(responses.get(self.path.partition("?")[0]))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -32,16 +32,16 @@ class Pipelines(BaseHTTPRequestHandler):
         self.sent[path] = body
         self._answer({"run_id": "r-1", "experiment_id": "e-1", **body})
 
-    def _answer(self, found: dict[str, Any] | None) -> None:
-        data = json.dumps(found or {}).encode()
-        self.send_response(404 if found is None else 200)
+    def _answer(self, content: dict[str, Any] | None) -> None:
+        data = json.dumps(content or {}).encode()
+        self.send_response(404 if content is None else 200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        """Logs nothing."""
 
 
 @pytest.fixture
@@ -70,24 +70,24 @@ def test_a_run_is_sent_with_its_parameters(
     assert sent["/apis/v2beta1/experiments"]["namespace"] == "team"
     run = sent["/apis/v2beta1/runs"]
     assert run["experiment_id"] == "e-1"
-    given = run["runtime_config"]["parameters"]
-    assert given["run"] == "mine"
-    assert given["workers"] == 2
-    assert given["overrides"] == "steps=40"
-    assert given["config"] == (ROOT / "examples/countdown-vllm.yaml").read_text()
+    parameters = run["runtime_config"]["parameters"]
+    assert parameters["run"] == "mine"
+    assert parameters["workers"] == 2
+    assert parameters["overrides"] == "steps=40"
+    assert parameters["config"] == (ROOT / "examples/countdown-vllm.yaml").read_text()
     assert run["pipeline_spec"]["pipeline_spec"]["pipelineInfo"]["name"] == "bapo"
 
 
-def test_an_api_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreachable_api_is_an_error_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         submit("http://127.0.0.1:1")
-    words = capsys.readouterr().err
-    assert words.startswith("error: Kubeflow Pipelines did not take the run")
-    assert "kubectl port-forward" in words
+    message = capsys.readouterr().err
+    assert message.startswith("error: Kubeflow Pipelines did not take the run")
+    assert "kubectl port-forward" in message
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("arguments", "message"),
     [
         (["rollout.engine=transformers"], "the chart's rollouts are vLLM"),
         (["workers=0"], "give at least one worker"),
@@ -98,11 +98,14 @@ def test_an_api_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -
     ],
 )
 def test_what_would_fail_in_a_pod_is_not_sent(
-    api: tuple[str, dict[str, Any]], capsys: pytest.CaptureFixture[str], more: list[str], words: str
+    api: tuple[str, dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
 ) -> None:
     host, sent = api
     config = str(ROOT / "examples/countdown-vllm.yaml")
     with pytest.raises(SystemExit):
-        main(["pipeline", "submit", config, *more, "--host", host])
-    assert words in capsys.readouterr().err
+        main(["pipeline", "submit", config, *arguments, "--host", host])
+    assert message in capsys.readouterr().err
     assert not sent

@@ -16,6 +16,7 @@ from services.cli.service import open_local_object_store
 from services.common.errors import ServiceError
 from services.common.process import stop_on_signals
 from services.model.resolve import ensure_model
+from services.report.summary import RunHistory
 from services.stack.settings import default_home
 from services.stack.stack import Endpoints, any_stack
 
@@ -67,15 +68,7 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
         if not resume:
             create_run(local_run)
         history = execute(local_run, model)
-    initial, final = history.evaluations[0], history.evaluations[-1]
-    console.print(
-        f"\nheld-out accuracy {initial.mean_accuracy:.3f} -> {final.mean_accuracy:.3f}, "
-        f"prompts at 0 correct {initial.bins[0]} -> {final.bins[0]} of {final.prompts}\n"
-        f"report   {local_run.directory / 'report.html'}\n"
-        f"summary  {local_run.directory / 'summary.json'}\n"
-        "query    `bapo stack up` keeps the REST API running after this",
-        highlight=False,
-    )
+        _print_results(console, local_run, history)
 
 
 def _print_addresses(console: Console, endpoints: Endpoints, home: Path) -> None:
@@ -100,3 +93,15 @@ def _stored_config(client: BufferClient) -> RunConfig:
     if state.status == "finished":
         raise BapoError(f"run {client.run!r} is finished; `bapo report {client.run}` shows it")
     return state.config
+
+
+def _print_results(console: Console, local_run: LocalRun, history: RunHistory) -> None:
+    initial, final = history.evaluations[0], history.evaluations[-1]
+    console.print(
+        f"\nheld-out accuracy {initial.mean_accuracy:.3f} -> {final.mean_accuracy:.3f}, "
+        f"prompts at 0 correct {initial.bins[0]} -> {final.bins[0]} of {final.prompts}\n"
+        f"report   {local_run.directory / 'report.html'}\n"
+        f"summary  {local_run.directory / 'summary.json'}\n"
+        "query    `bapo stack up` keeps the REST API running after this",
+        highlight=False,
+    )
