@@ -18,7 +18,6 @@ from bapo_core.errors import BapoError
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.cli.progress import RunDisplay
-from services.common.errors import ServiceError
 from services.common.process import python_command
 from services.datasets import load_datasets
 from services.exporters.mlflow import mirrored
@@ -28,8 +27,8 @@ from services.stack.supervisor import Supervisor, free_ports
 
 POLL_INTERVAL_S = 0.5
 GIVE_UP_AFTER_S = 15.0
-"""Seconds of failing calls after which a service of this machine counts as lost. It is restarted
-by no one, so that waiting longer is of no use."""
+"""Seconds of failing calls after which a service of this machine counts as lost: nothing restarts
+it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +206,7 @@ def _show_progress(
 def _mark_failed(client: BufferClient) -> None:
     try:
         client.set_status("failed")
-    except (BapoError, ServiceError):
+    except BapoError:
         # The service may be what failed. The error to show is the one that led here.
         return
 
