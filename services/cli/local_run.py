@@ -27,8 +27,8 @@ from services.stack.supervisor import Supervisor, free_ports
 
 POLL_INTERVAL_S = 0.5
 GIVE_UP_AFTER_S = 15.0
-"""Seconds of failing calls after which a service of this machine counts as lost. It is restarted
-by no one, so that waiting longer is of no use."""
+"""Seconds of failing calls after which a service of this machine counts as lost: nothing restarts
+it."""
 
 
 @dataclass(frozen=True, slots=True)
