@@ -75,34 +75,34 @@ def arrow_of(store: ObjectStore, members: Sequence[ManifestMember]) -> Iterator[
 
 def _rows_of(store: ObjectStore, members: Sequence[ManifestMember]) -> Iterator[pa.Table]:
     """Yields the rows of each group. Groups that follow each other in an object share one pass."""
-    for run in _runs_in_one_object(members):
-        with store.stream(run[0].object_key, run[0].object_digest) as stream:
+    for chunk in _split_by_object(members):
+        with store.stream(chunk[0].object_key, chunk[0].object_digest) as stream:
             reader = pa.ipc.open_stream(pa.PythonFile(stream, mode="r"))
-            window, first = SCHEMA.empty_table(), 0  # rows read, and the index of their first
-            for member in run:
+            buffered, first = SCHEMA.empty_table(), 0  # rows that were read, index of the first
+            for member in chunk:
                 end = member.row_start + member.row_count
-                while first + window.num_rows < end:
+                while first + buffered.num_rows < end:
                     # Rows before this group are not needed any more.
-                    passed = min(max(member.row_start - first, 0), window.num_rows)
-                    window, first = window.slice(passed), first + passed
-                    window = pa.concat_tables(
-                        [window, pa.Table.from_batches([reader.read_next_batch()])]
+                    passed = min(max(member.row_start - first, 0), buffered.num_rows)
+                    buffered, first = buffered.slice(passed), first + passed
+                    buffered = pa.concat_tables(
+                        [buffered, pa.Table.from_batches([reader.read_next_batch()])]
                     )
-                yield window.slice(member.row_start - first, member.row_count)
+                yield buffered.slice(member.row_start - first, member.row_count)
             stream.check()
 
 
-def _runs_in_one_object(members: Sequence[ManifestMember]) -> Iterator[list[ManifestMember]]:
-    """Splits members into runs whose rows are in one object, in ascending order."""
-    run: list[ManifestMember] = []
+def _split_by_object(members: Sequence[ManifestMember]) -> Iterator[list[ManifestMember]]:
+    """Splits members into chunks whose rows are in one object, in ascending order."""
+    chunk: list[ManifestMember] = []
     for member in members:
-        last = run[-1] if run else member
+        last = chunk[-1] if chunk else member
         if member.object_key != last.object_key or member.row_start < last.row_start:
-            yield run
-            run = []
-        run.append(member)
-    if run:
-        yield run
+            yield chunk
+            chunk = []
+        chunk.append(member)
+    if chunk:
+        yield chunk
 
 
 def difficulty_parquet(sessions: sessionmaker[Session], run: Run) -> Iterator[bytes]:

@@ -218,7 +218,7 @@ def send(stack: Endpoints, method: str, path: str, **arguments: object) -> httpx
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "detail"),
     [
-        ("GET", "/v1/nothing", None, 404, "there is no /v1/nothing here"),
+        ("GET", "/v1/nothing", None, 404, "there is no route /v1/nothing"),
         ("PUT", "/v1/runs", None, 405, ""),
         ("GET", "/v1/runs/UPPER", None, 422, "path.name"),
         ("GET", "/v1/runs?limit=0", None, 422, "query.limit"),
