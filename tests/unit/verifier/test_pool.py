@@ -41,6 +41,15 @@ def started(workers: int, deadline_s: float, **more: int) -> VerifierPool:
     return pool
 
 
+def has_begun(pool: VerifierPool) -> bool:
+    """Whether the one worker has turned to the first response."""
+    process = pool._slots[0]._process
+    if process is None:
+        return False
+    index, since = process.position()
+    return index == 0 and since > 0  # both are 0 before any response is handed out
+
+
 @pytest.fixture
 def pool(odd_task: None) -> Iterator[VerifierPool]:
     """One worker, so that everything goes through the same one."""
@@ -271,6 +280,7 @@ def test_a_drain_finishes_what_is_under_way_and_takes_nothing_new(odd_task: None
 def test_a_drain_gives_up_in_time_and_what_is_left_is_told(odd_task: None) -> None:
     pool = started(1, 60.0)
     batch = pool.submit("odd", {}, [(ODD, "hang")])
+    wait_until(lambda: has_begun(pool))
     assert not pool.drain(0.05)
     pool.close()
     with pytest.raises(Draining):
