@@ -87,7 +87,8 @@ def test_a_pipeline_that_fails_and_is_cancelled_trains_every_step_once(
             process
             for process in psutil.process_iter(["cmdline", "environ"])
             if "services.trainer.loop" in (process.info["cmdline"] or [])
-            and (process.info["environ"] or {}).get("BAPO_RUN") == NAME
+            # Not those of the same test of somebody else on this machine.
+            and (process.info["environ"] or {}).get("BAPO_BUFFER_URL") == endpoints.buffer_url
         ]
 
         second = start(tmp_path / "second.log")

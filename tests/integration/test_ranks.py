@@ -27,7 +27,7 @@ def torchrun(processes: int, *arguments: str) -> None:
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=True,
-        timeout=200,
+        timeout=800,
     )
 
 

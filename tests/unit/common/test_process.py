@@ -68,7 +68,7 @@ def test_the_launcher_ends_as_the_first_process_that_failed() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=800,
         check=False,
         env={"PATH": "/usr/bin:/bin", "HOME": "/tmp"},
     )
@@ -85,7 +85,7 @@ def test_workers_that_do_not_find_each_other_are_started_again(endpoint: str) ->
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=800,
         check=False,
         env={
             "PATH": "/usr/bin:/bin",

@@ -104,7 +104,7 @@ def serving(settings: VerifierSettings) -> Iterator[tuple[FastAPI, httpx.Client]
         headers = {"Authorization": f"Bearer {TOKEN}"}
         try:
             with httpx.Client(
-                base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=120
+                base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=300
             ) as client:
                 wait_until(lambda: _ready(client))
                 yield app, client

@@ -106,7 +106,7 @@ def test_sizes_are_limited(client: httpx.Client) -> None:
 
 def test_a_body_that_is_too_large_is_not_held_in_memory(client: httpx.Client) -> None:
     url = client.base_url
-    with socket.create_connection((url.host, url.port or 80), timeout=30) as connection:
+    with socket.create_connection((url.host, url.port or 80), timeout=300) as connection:
         connection.sendall(
             f"POST /v1/verify HTTP/1.1\r\nHost: {url.host}\r\nAuthorization: Bearer {TOKEN}\r\n"
             f"Content-Length: {LARGEST_BODY + 1}\r\n\r\n".encode()
@@ -247,7 +247,7 @@ def test_sigterm_finishes_requests_in_progress_and_exits(odd_task: None) -> None
     work = {"task": "odd", "items": [{"payload": {"n": 1}, "responses": ["hang", "a"]}]}
     headers = {"Authorization": f"Bearer {TOKEN}"}
     with (
-        httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60) as client,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=300) as client,
         ThreadPoolExecutor(1) as threads,
     ):
         try:

@@ -46,6 +46,15 @@ def start_pool(workers: int, deadline_s: float, **more: int) -> VerifierPool:
     return pool
 
 
+def has_begun(pool: VerifierPool) -> bool:
+    """Whether the one worker has turned to the first response."""
+    process = pool._slots[0]._process
+    if process is None:
+        return False
+    index, since = process.position()
+    return index == 0 and since > 0  # both are 0 before any response is handed out
+
+
 @pytest.fixture
 def pool(odd_task: None) -> Iterator[VerifierPool]:
     """A pool of one worker, so that every response goes through the same one."""
@@ -276,6 +285,7 @@ def test_a_drain_finishes_batches_and_refuses_new_ones(odd_task: None) -> None:
 def test_a_drain_that_times_out_fails_unfinished_batches(odd_task: None) -> None:
     pool = start_pool(1, 60.0)
     batch = pool.submit("odd", {}, [(ODD, "hang")])
+    wait_until(lambda: has_begun(pool))
     assert not pool.drain(0.05)
     pool.close()
     with pytest.raises(Draining):
