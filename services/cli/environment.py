@@ -36,21 +36,6 @@ start a process by hand, and to point `bapo` at services of another machine. Eve
 all variables that are missing or invalid in one error. An empty variable counts as one that is not
 set. This page is generated (`make docs`).
 """
-RELEASE = {
-    "BAPO_RELEASE": "Name of the chart's release.",
-    "BAPO_CONNECTION": "Name of the connection ConfigMap, which trainer pods get, too.",
-    "BAPO_TOKEN_SECRET": "Name of the Secret with the token of the services.",
-    "BAPO_S3_SECRET": "Name of the Secret with the keys of the object store.",
-    "BAPO_TRAINER_IMAGE": "Image of the trainer's pods.",
-    "BAPO_TRAINER_SERVICE_ACCOUNT": "Service account of the trainer's pods.",
-    "BAPO_TRAINER_PULL_POLICY": "Pull policy of the image, `IfNotPresent` unless set.",
-    "BAPO_TRAINER_PULL_SECRETS": "Pull secrets of the image, separated by commas.",
-    "BAPO_TRAINER_QUEUE": "Local queue of Kueue for the trainer's job; none unless set.",
-    "BAPO_TRAINER_PRIORITY_CLASS": "Priority class of the trainer's pods; none unless set.",
-    "BAPO_TRAINER_NODE_SELECTOR": "Node selector of the trainer's pods, as JSON.",
-    "BAPO_TRAINER_TOLERATIONS": "Tolerations of the trainer's pods, as JSON.",
-}
-"""Variables that `pipelines.pytorchjob.Deployment` reads from the connection ConfigMap."""
 OTHERS = {
     "HF_TOKEN": "Token of the Hugging Face hub, for `hf://` models behind a licence.",
     "CXX": "C++ compiler for vLLM on CPUs, `g++` unless set; without one, vLLM runs without "
@@ -66,7 +51,6 @@ def render() -> str:
     lines = [HEADER]
     for settings in settings_classes():
         lines += _section(settings)
-    lines += _table("The connection ConfigMap, in a step of the pipeline", RELEASE)
     lines += _table("Variables of other programs", OTHERS)
     return "\n".join(lines).rstrip() + "\n"
 

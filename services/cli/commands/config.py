@@ -7,7 +7,7 @@ import json
 import click
 import yaml
 
-from bapo_core.config import RunConfig
+from bapo_core.config import json_schema
 from services.cli.options import ConfigArguments, config_arguments
 
 
@@ -51,4 +51,4 @@ def schema() -> None:
     Example:
       bapo config schema > bapo.schema.json
     """
-    click.echo(json.dumps(RunConfig.model_json_schema(), indent=2))
+    click.echo(json.dumps(json_schema(), indent=2))
