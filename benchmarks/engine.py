@@ -30,10 +30,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from bapo_core.tasks.countdown import CountdownTask
 from benchmarks.machine import machine
-from services.model.resolve import ensure_model
+from services.model.resolve import TINY_MODEL
 from services.rollout.api.wire import GeneratedGroup, PromptRequest, Sampling
 from services.rollout.transformers_engine import TransformersEngine
-from services.stack.settings import default_home
 
 TEMPERATURE = 1.0
 TOLERANCE = 1e-5
@@ -216,7 +215,7 @@ def find_end_bias(model: Any, contest: Contest, share: float) -> float:
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    directory = arguments.model or _tiny_model(console)
+    directory = arguments.model or TINY_MODEL
     model: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="sdpa"
     )
@@ -242,13 +241,6 @@ def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     model.lm_head.bias = NEVER
     result["equal"] = compete(contest, arguments.repeats, console, "equal")
     return result
-
-
-def _tiny_model(console: Console) -> Path:
-    """Returns the local stack's tiny model, which is built on first use."""
-    from bapo_core.config import load_config
-
-    return ensure_model(load_config("examples/countdown.yaml", []), default_home(), console)
 
 
 def _left_padded(prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:

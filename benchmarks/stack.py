@@ -179,7 +179,7 @@ def whole(config: RunConfig, home: Path, client: BufferClient) -> tuple[float, l
 
 def measure(repeats: int, steps: int, console: Console) -> dict[str, Any]:
     config = load_config("examples/countdown.yaml", [f"steps={steps}", "evaluation.every=100000"])
-    model = ensure_model(config, default_home(), console)
+    model = ensure_model(config, default_home())
     config = config.model_copy(
         update={"model": config.model.model_copy(update={"path": str(model)})}
     )

@@ -152,7 +152,6 @@ def prepare(context: PipelineContext, config_text: str, overrides: str) -> str:
     It is text, because KFP turns every number of a structured parameter into a float and refuses
     nulls when it runs locally. Raises `BapoError` (`ConfigError` for the configuration).
     """
-    from rich.console import Console
 
     from services.common.layout import MODEL_SCHEME
     from services.datasets import load_datasets
@@ -169,7 +168,7 @@ def prepare(context: PipelineContext, config_text: str, overrides: str) -> str:
         context.log(f"dataset {dataset.name}: {len(dataset.prompts)} prompts")
     path = stored_path or config.model.path
     if not path.startswith(MODEL_SCHEME):
-        model = ensure_model(config, context.scratch, Console())
+        model = ensure_model(config, context.scratch)
         path = store_model(context.store, model)
     context.log(f"model {path}")
     request = wire.RunCreate(

@@ -23,7 +23,7 @@ SECTIONS = {
     },
     "Prepare": {
         "config": Lazy(f"{_IN}.config:config", "Show, check or describe a configuration."),
-        "model": Lazy(f"{_IN}.model:model", "Build models that come with bapo."),
+        "model": Lazy(f"{_IN}.model:model", "Show or rebuild models that come with bapo."),
         "doctor": Lazy(f"{_IN}.doctor:doctor", "Find out why a run does not learn."),
     },
     "Ask about a run": {

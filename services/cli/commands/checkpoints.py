@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
@@ -119,7 +118,7 @@ def _export(config: RunConfig, checkpoint: wire.CheckpointView, target: Path) ->
 
     if target.exists() and any(target.iterdir()):
         raise BapoError(f"{target} is not empty; name a new directory")
-    source = ensure_model(config, default_home(), Console(), open_store=open_object_store)
+    source = ensure_model(config, default_home(), open_store=open_object_store)
     model: Any = load_policy(source).model
     add_adapters(model, config.lora, config.seed)
     with tempfile.TemporaryDirectory() as scratch:

@@ -95,7 +95,7 @@ def train_and_compare(
     unknown = [name for name in algorithms if name not in PRESETS]
     if unknown:
         raise ConfigError(f"algorithm {unknown[0]!r} is not one of {', '.join(sorted(PRESETS))}")
-    model = ensure_model(config, home, console, open_store=open_local_object_store)
+    model = ensure_model(config, home, open_store=open_local_object_store)
     directory = Path("runs") / f"{config.name}-comparison"
     outcomes = []
     with any_stack(home, port) as endpoints:

@@ -40,7 +40,7 @@ def rollout(config: ConfigArguments, prompts: int, as_json: bool) -> None:
 
     loaded = config.load()
     console = Console()
-    model = ensure_model(loaded, default_home(), console, open_store=open_local_object_store)
+    model = ensure_model(loaded, default_home(), open_store=open_local_object_store)
     parity = measure_parity(loaded, model, prompts=prompts)
     failures = parity.failures()
     if as_json:

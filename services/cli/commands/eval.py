@@ -9,9 +9,7 @@ import click
 from rich.console import Console
 
 from services.cli.options import ConfigArguments, config_arguments, json_option
-from services.cli.service import open_local_object_store
-from services.model.resolve import ensure_model
-from services.stack.settings import default_home
+from services.model.resolve import TINY_MODEL
 
 
 @click.command("eval")
@@ -33,12 +31,7 @@ def evaluate(model: str, config: ConfigArguments, as_json: bool) -> None:
 
     loaded = config.load()
     console = Console()
-    if model == "tiny":
-        directory = ensure_model(
-            loaded, default_home(), console, open_store=open_local_object_store
-        )
-    else:
-        directory = Path(model)
+    directory = TINY_MODEL if model == "tiny" else Path(model)
     result = evaluate_directory(loaded, directory)
     if as_json:
         click.echo(json.dumps(result, indent=2))

@@ -54,7 +54,7 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
     loaded = config.load(*([f"trainer.profile_steps={profile}"] if profile else []))
     for warning in loaded.warnings():
         console.print(f"note: {warning}", highlight=False)
-    model = ensure_model(loaded, home, console, open_store=open_local_object_store)
+    model = ensure_model(loaded, home, open_store=open_local_object_store)
     with any_stack(home, port) as endpoints:
         client = BufferClient(endpoints.buffer_url, endpoints.token, run=loaded.name)
         if new:
