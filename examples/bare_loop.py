@@ -10,6 +10,7 @@ the short ones below they do until a difference in rounding changes a sampled to
 
 import sys
 from operator import attrgetter
+from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -189,8 +190,8 @@ def main():
     for key in DEFAULTS_ONLY.split():
         if attrgetter(key)(config) != attrgetter(key)(defaults):
             sys.exit(f"{key}: only {attrgetter(key)(defaults)} is implemented; use `bapo run`")
-    # `bapo run` builds the tiny model once.
-    path = ".bapo/models/tiny" if config.model.path == "tiny" else config.model.path
+    tiny = Path(__file__).parents[1] / "services/model/tiny_model"
+    path = tiny if config.model.path == "tiny" else config.model.path
     for _ in train(config, path):
         pass
 

@@ -43,7 +43,7 @@ class ModelConfig(Section):
 
     path: str = "tiny"
     """The initial model: a Hugging Face model directory; `hf://organisation/name`, fetched from the
-    hub; or `tiny`, a small character-level model that is built on first use."""
+    hub; or `tiny`, a small character-level model that comes with bapo."""
 
 
 class TaskConfig(Section):
