@@ -191,8 +191,7 @@ def main():
         if attrgetter(key)(config) != attrgetter(key)(defaults):
             sys.exit(f"{key}: only {attrgetter(key)(defaults)} is implemented; use `bapo run`")
     tiny = Path(__file__).parents[1] / "services/model/tiny_model"
-    path = tiny if config.model.path == "tiny" else config.model.path
-    for _ in train(config, path):
+    for _ in train(config, tiny if config.model.path == "tiny" else config.model.path):
         pass
 
 

@@ -682,6 +682,7 @@ class Large:
                 "algorithm": "bapo",
                 "seed": 1,
                 "steps": 1_000_000,
+                "task": {"train_prompts": 4096},
                 "rollout": {"group_size": self.SIZE, "prompts_per_step": 4096},
             },
             "train_dataset": "t",

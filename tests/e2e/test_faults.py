@@ -97,16 +97,15 @@ class Cluster:
         codes = {}
         for part in (*REPLICAS, "trainer", "collector"):
             child = self.breakable._child(part)
-            codes[part] = child.process.poll()
+            codes[part] = child.process.exit_code
             if codes[part] not in (None, 0):
                 # An operator gives up on what says that starting it again is of no use.
-                assert not 0 < codes[part] < 128, child.log.read_text()[-2000:]
+                assert not 0 < codes[part] < 128, child.process.log.read_text()[-2000:]
                 self.restart(part)
         return codes["trainer"] == 0 and codes["collector"] == 0
 
     def restart(self, part: str) -> None:
         child = self.breakable._child(part)
-        child.output.close()
         self.breakable._children.remove(child)
         arguments, options = self.breakable._started[part]
         self.breakable.start(part, *arguments, **options)
@@ -140,21 +139,21 @@ class Cluster:
         """Killed, as by a lack of memory, or told to end, as by a node that is drained."""
         number = rng.choice((signal.SIGKILL, signal.SIGTERM))
         process = self.breakable._child("trainer").process
-        if process.poll() is None:
+        if process.exit_code is None:
             process.send_signal(number)
             process.wait()
         return number.name
 
     def _kill(self, part: str) -> None:
         child = self.breakable._child(part)
-        if child.process.poll() is None:
-            child.process.kill()
+        if child.process.exit_code is None:
+            child.process.send_signal(signal.SIGKILL)
             child.process.wait()
 
     def _stall(self, part: str, seconds: float) -> None:
         """Alive, connected, and silent."""
         process = self.breakable._child(part).process
-        if process.poll() is None:
+        if process.exit_code is None:
             os.kill(process.pid, signal.SIGSTOP)
             time.sleep(seconds)
             os.kill(process.pid, signal.SIGCONT)
@@ -281,7 +280,7 @@ def test_a_killed_replica_takes_its_vllm_along_and_comes_back(
         process = each.breakable._child(REPLICAS[len(killed)]).process
         engines = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
         assert engines
-        process.kill()
+        process.send_signal(signal.SIGKILL)
         process.wait()
         deadline = time.monotonic() + 120
         while any(alive(engine) for engine in engines):

@@ -322,7 +322,7 @@ def test_two_processes_killed_are_continued_by_one(bapo: Bapo, tmp_path: Path) -
     So all responses are by version 1 here: without syncs and re-evaluations not a verdict may
     differ, however the sums are rounded.
     """
-    options = [f"sync.every={STEPS + 1}", "x2.enabled=false"]
+    options = [f"sync.every={STEPS + 1}", "reevaluate.enabled=false"]
     name = "two-processes"
     process = bapo.start(name, *options, "trainer.processes=2")
     client = bapo.client(name)

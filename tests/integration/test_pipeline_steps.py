@@ -100,7 +100,7 @@ def test_a_run_is_created_once_and_refuses_another_configuration(
 ) -> None:
     assert open_run(context, small_model) == [2, 6]
     created = context.buffer.run_state()
-    assert created.config["model"]["path"].startswith("store://models/")
+    assert created.config.model.path.startswith("store://models/")
     assert open_run(context, small_model) == [2, 6]
     assert open_run(context, small_model, "trainer.processes=2") == [2, 6], (
         "trainer.* does not change the results"
@@ -187,9 +187,9 @@ def test_a_run_keeps_the_model_that_it_was_created_with(
 ) -> None:
     """The same `model.path` may lead to another model later."""
     open_run(context, small_model)
-    model = context.buffer.run_state().config["model"]["path"]
+    model = context.buffer.run_state().config.model.path
     assert open_run(context, tmp_path / "another") == [2, 6]
-    assert context.buffer.run_state().config["model"]["path"] == model
+    assert context.buffer.run_state().config.model.path == model
 
 
 @pytest.mark.parametrize("created", [True, False])

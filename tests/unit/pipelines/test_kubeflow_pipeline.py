@@ -11,13 +11,14 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from pipelines.commands import parameters_of
 
 from bapo_core.config import RunConfig, load_config
 from bapo_core.errors import BapoError
 from pipelines.bapo_pipeline import CONNECTION, COUNTDOWN
+from pipelines.parameters import parameters_of
 from pipelines.steps import read_config, segment_ends
-from services.cli.main import COMPILED, main
+from services.cli import COMPILED
+from services.cli.main import main
 
 ROOT = Path(__file__).parents[3]
 PIPELINE, PLATFORM = yaml.safe_load_all((ROOT / COMPILED).read_text())
