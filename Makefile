@@ -107,7 +107,7 @@ lint: $(STAMP) ## style, types, import contracts, Dockerfile
 	$(BIN)/hadolint Dockerfile
 
 compare: $(STAMP) ## BAPO, GRPO and DAPO, 3 seeds each (an hour; QUICK=1: ten minutes)
-	$(BIN)/bapo compare examples/countdown.yaml $(if $(QUICK),steps=25 evaluation.every=10)
+	$(BIN)/bapo compare examples/countdown.yaml $(if $(QUICK),steps=25 evaluation.every=10,steps=200)
 
 bench: $(STAMP) ## the benchmarks of benchmarks/
 	$(BIN)/python -m benchmarks.engine
