@@ -40,12 +40,12 @@ class VllmOptions:
     """Data type of the weights."""
     log: Path
     """File that vLLM's output is appended to. The worker extension is put beside it."""
-    start_within_s: float = 2700.0
-    """Seconds that the server may take to start."""
     arguments: Sequence[str] = ()
     """Further arguments of vLLM, after those of `command`."""
     environment: dict[str, str] = field(default_factory=dict)
     """Further environment variables."""
+    start_within_s: float = 2700.0
+    """Seconds that the server may take to start."""
 
     @property
     def module_directory(self) -> Path:
