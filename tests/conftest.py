@@ -1,4 +1,4 @@
-"""What tests share: one real stack, one small model, and a task whose verdicts are drawn by lot."""
+"""Fixtures for all tests: a real stack, a small model, and a task with pseudo-random verdicts."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from hypothesis import settings
 
 from services.stack.stack import Endpoints, running_stack
 
-# Property tests are limited by examples, not by the clock of a shared machine.
+# The number of examples limits property tests: a deadline would fail on a busy machine.
 settings.register_profile("bapo", deadline=None, max_examples=100)
 settings.load_profile("bapo")
 
 EASY = {"template": "short", "numbers": [2, 3], "max_number": 9, "min_target": 1, "max_target": 30}
-"""Options of a Countdown with small numbers."""
+"""Options of the Countdown task for small numbers."""
 
 CHANCE = {"name": "chance", "train_prompts": 48, "test_prompts": 12}
-"""The task `chance` of tests/plug_in/, with prompts for 16 at each of 3 steps in an epoch."""
+"""Options of the task `chance` of tests/plug_in/: an epoch is 3 steps of 16 prompts."""
 
-# A plug-in is an installed distribution. This one is on the path of every process that a test
-# starts, and of the test's own.
+# Task plug-ins are discovered among the installed distributions, so the plug-in's directory must be
+# on the import path of this process and of every process that a test starts.
 PLUG_IN = str(Path(__file__).with_name("plug_in"))
 if PLUG_IN not in sys.path:
     sys.path.append(PLUG_IN)
@@ -35,38 +35,41 @@ if PLUG_IN not in _paths:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*_paths, PLUG_IN]))
 
 
-# The models of tests are too small to share between cores, and threads that spin while they wait
-# take the cores of other processes: on a busy machine the tests of the trainer took ten times as
-# long. What a test starts as `bapo run` sets its own number.
+# The tests' models are too small to gain from several threads, and threads that spin while they
+# wait take the cores of other processes: on a busy machine the tests of the trainer took ten times
+# as long. `bapo run` sets the number of threads of the processes that it starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test that skips fails where the variable CI is set: what it needs is missing there."""
+    """Fails a test that skips itself if CI is set, because CI must provide every dependency."""
     report = yield
-    return _failed_in_ci(report)
+    return _fail_skips_in_ci(report)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """A module that skips itself fails in the same way."""
+    """Fails a module that skips itself if CI is set."""
     report = yield
-    return _failed_in_ci(report)
+    return _fail_skips_in_ci(report)
 
 
-def _failed_in_ci(report: Any) -> Any:
+def _fail_skips_in_ci(report: Any) -> Any:
     if report.skipped and os.environ.get("CI") and not hasattr(report, "wasxfail"):
         _, _, reason = report.longrepr
         report.outcome = "failed"
-        report.longrepr = f"must not skip where CI is set: {reason}"
+        report.longrepr = f"tests must not skip when CI is set: {reason}"
     return report
 
 
 @pytest.fixture(scope="session")
 def home() -> Iterator[Path]:
-    """Not under pytest's own directory, which it closes to the user that Postgres runs as."""
+    """Yields a home directory for `bapo` that the user of Postgres can read.
+
+    pytest's temporary directories are closed to other users.
+    """
     directory = Path(tempfile.mkdtemp(prefix="bapo-home-"))
     yield directory
     shutil.rmtree(directory)
@@ -74,18 +77,18 @@ def home() -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def stack(home: Path) -> Iterator[Endpoints]:
-    """A real Postgres, a real S3, the buffer service and the verifier."""
+    """Yields the endpoints of a real Postgres, a real S3, the buffer service and the verifier."""
     with running_stack(home, 0) as endpoints:
         yield endpoints
 
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the directory of a model of the tiny architecture with random weights.
+    """Returns the directory of a tiny model with random weights.
 
-    No test needs a model that knows anything: what the answers are worth is up to the task. Random
-    weights take a tenth of a second, so that there is nothing to share between processes or to
-    keep between runs; a trained model took up to minutes and was another one on every processor.
+    No test needs a trained model, because the task decides which responses are right. Random
+    weights take a tenth of a second, so nothing is cached between processes or runs. Training took
+    up to minutes, and its result differed between processors.
     """
     import torch
     from transformers import Qwen3ForCausalLM
@@ -95,7 +98,8 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("small-model")
     tokenizer = build_tokenizer()
     config = model_config(len(tokenizer))
-    # Spread enough that the distributions of the 21 tokens are uneven: 2.5 nats instead of 3.0.
+    # This standard deviation makes the distributions over the 21 tokens uneven: their entropy is
+    # 2.5 nats instead of 3.0.
     config.initializer_range = 0.1
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -107,5 +111,5 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def environment(home: Path) -> dict[str, str]:
-    """For `bapo` in a process of its own, using the tests' stack."""
+    """Returns the environment variables of `bapo` subprocesses that use the tests' stack."""
     return {**os.environ, "BAPO_HOME": str(home), "COLUMNS": "200"}

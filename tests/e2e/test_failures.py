@@ -25,7 +25,7 @@ from services.buffer.api.client import BufferClient
 from services.common.objectstore import ObjectStore, ObjectStoreError, digest_of
 from services.stack.stack import Endpoints, any_stack, find_stack, running_stack
 from tests.conftest import EASY
-from tests.e2e.test_run import PATIENCE_S, configuration
+from tests.e2e.test_run import TIMEOUT_S, configuration
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -47,7 +47,7 @@ def command(tmp_path: Path, own_home: Path) -> Command:
             env={**os.environ, "BAPO_HOME": str(own_home)},
             capture_output=True,
             text=True,
-            timeout=PATIENCE_S,
+            timeout=TIMEOUT_S,
         )
 
     return run
@@ -144,7 +144,7 @@ def test_a_killed_supervisor_takes_the_stack_with_it(command: Command, own_home:
     endpoints = find_stack(own_home)
     assert endpoints is not None
     os.kill(endpoints.pid, signal.SIGKILL)
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while processes_of(own_home):
         assert time.monotonic() < deadline, processes_of(own_home)
         time.sleep(0.1)
@@ -180,7 +180,7 @@ def test_a_lost_buffer_service_ends_the_run_and_loses_nothing(
         text=True,
     )
     committed = 0
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while committed < 4:
         assert process.poll() is None
         assert time.monotonic() < deadline
@@ -191,7 +191,7 @@ def test_a_lost_buffer_service_ends_the_run_and_loses_nothing(
         time.sleep(0.05)
     (buffer,) = [p for p in processes_of(own_home) if "services.buffer.main" in p.cmdline()]
     buffer.kill()
-    _, errors = process.communicate(timeout=PATIENCE_S)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
     assert len(errors.strip().splitlines()) == 1
     assert "buffer" in errors
@@ -216,7 +216,7 @@ def test_a_stack_stays_until_its_last_user_ends(own_home: Path) -> None:
 
     thread = threading.Thread(target=first)
     thread.start()
-    assert up.wait(PATIENCE_S)
+    assert up.wait(TIMEOUT_S)
     with any_stack(own_home, 0) as joined:
         assert joined.token == events[0]
         leave.set()
@@ -228,7 +228,7 @@ def test_a_stack_stays_until_its_last_user_ends(own_home: Path) -> None:
         assert find_stack(own_home) == third
         answer = httpx.get(f"{third.buffer_url}/readyz", timeout=10)
         assert answer.is_success
-    thread.join(PATIENCE_S)
+    thread.join(TIMEOUT_S)
     assert events == [joined.token, "first is down"]
     assert processes_of(own_home) == []
 

@@ -1,7 +1,7 @@
-"""A run under fire: whatever dies, stalls or is damaged, its result is the same.
+"""Tests that killed, stalled and damaged components do not change the result of a run.
 
-As in a cluster, what has died is started again by somebody who knows nothing of the run. The engine
-is the deterministic one, so that not a bit of the result may change.
+Processes that fail are restarted with the same arguments, as an operator in a cluster would do. The
+rollout engine is deterministic, so results must be bitwise identical.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STEPS = 9
 REPLICAS = ("engine-0", "engine-1")
 SERVICES = ("buffer", "postgres", "s3")
 LONGEST_CLOCK_JUMP_S = 600
-"""S3 refuses requests by clocks that are off by a quarter of an hour."""
+"""Stays below 15 minutes: S3 refuses requests of clients whose clocks are off by more."""
 
 
 @pytest.fixture(scope="module")
@@ -43,15 +43,16 @@ def breakable() -> Iterator[Breakable]:
 
 
 class Cluster:
-    """A run's processes on the breakable stack; those that end with an error are started again."""
+    """Runs the processes of one run on the breakable stack and restarts those that fail."""
 
     def __init__(
         self, breakable: Breakable, name: str, model: Path, scratch: Path, **rollout: Any
     ) -> None:
-        """rollout: of the configuration."""
+        """Creates the run and starts its processes. `rollout` overrides keys of that section."""
         self.breakable, self.name = breakable, name
         endpoints = breakable.endpoints
-        # Re-evaluations between syncs: the replicas change weights for them, and back.
+        # Step 3 re-evaluates between two syncs: the replicas load its weights, then those of the
+        # last sync again.
         sync = {"every": 2, "reevaluate_every": 3}
         values = configuration(name, model) | {"steps": STEPS, "sync": sync}
         self.config = config_from(values | {"rollout": values["rollout"] | rollout})
@@ -64,21 +65,21 @@ class Cluster:
             "BAPO_MODEL": str(model),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
-            **self._jumping_clock(scratch / f"{name}.clock"),
+            **self._fake_clock(scratch / f"{name}.clock"),
         }
         for replica, port in zip(REPLICAS, free_ports(len(REPLICAS)), strict=True):
-            own = {"BAPO_REPLICA": replica, "BAPO_PORT": str(port)}
-            own["BAPO_SCRATCH"] = str(scratch / name / replica)
-            breakable.start_python(replica, "services.rollout.server", {**environment, **own})
-        for part, module in (
+            variables = {"BAPO_REPLICA": replica, "BAPO_PORT": str(port)}
+            variables["BAPO_SCRATCH"] = str(scratch / name / replica)
+            breakable.start_python(replica, "services.rollout.server", {**environment, **variables})
+        for process, module in (
             ("trainer", "services.trainer.loop"),
             ("collector", "services.rollout.collector"),
         ):
-            own = {"BAPO_SCRATCH": str(scratch / name / part)}
-            breakable.start_python(part, module, {**environment, **own})
+            variables = {"BAPO_SCRATCH": str(scratch / name / process)}
+            breakable.start_python(process, module, {**environment, **variables})
 
-    def _jumping_clock(self, offset: Path) -> dict[str, str]:
-        """The variables for processes whose wall clock is off by what the file `offset` says."""
+    def _fake_clock(self, offset: Path) -> dict[str, str]:
+        """Returns variables that shift a process's clock by the seconds in the file `offset`."""
         self._clock = offset
         offset.write_text("+0")
         spec = importlib.util.find_spec("libfaketime")
@@ -93,39 +94,42 @@ class Cluster:
         }
 
     def finished(self) -> bool:
-        """Whether trainer and collector are done; starts again what has failed."""
+        """Returns whether trainer and collector have finished, and restarts failed processes."""
         codes = {}
-        for part in (*REPLICAS, "trainer", "collector"):
-            child = self.breakable._child(part)
-            codes[part] = child.process.exit_code
-            if codes[part] not in (None, 0):
-                # An operator gives up on what says that starting it again is of no use.
-                assert not 0 < codes[part] < 128, child.process.log.read_text()[-2000:]
-                self.restart(part)
+        for name in (*REPLICAS, "trainer", "collector"):
+            child = self.breakable._child(name)
+            codes[name] = child.process.exit_code
+            if codes[name] not in (None, 0):
+                # An operator does not restart processes that exit with a permanent error.
+                assert not 0 < codes[name] < 128, child.process.log.read_text()[-2000:]
+                self.restart(name)
         return codes["trainer"] == 0 and codes["collector"] == 0
 
-    def restart(self, part: str) -> None:
-        child = self.breakable._child(part)
+    def restart(self, name: str) -> None:
+        child = self.breakable._child(name)
         self.breakable._children.remove(child)
-        arguments, options = self.breakable._started[part]
-        self.breakable.start(part, *arguments, **options)
+        arguments, options = self.breakable._started[name]
+        self.breakable.start(name, *arguments, **options)
 
     def stop(self) -> None:
         self.breakable.stop(*REPLICAS, "trainer", "collector")
 
     # -- faults
 
-    def strike(self, rng: random.Random) -> str:
-        """One fault, with what ends it; says which."""
+    def inject_fault(self, rng: random.Random) -> str:
+        """Injects a fault chosen at random, ends it, and returns its kind.
+
+        `finished` restarts killed processes of the run. A shifted clock stays until the next shift.
+        """
         fault = rng.choice(("kill", "kill", "kill", "stall", "service", "damage", "clock"))
         if fault == "kill":
             self._kill(rng.choice((*REPLICAS, "collector", "trainer")))
         elif fault == "stall":
             self._stall(rng.choice(REPLICAS), rng.choice((0.5, 3.0, 12.0)))
         elif fault == "service":
-            part = rng.choice(SERVICES)
-            self.breakable.kill(part)
-            self.breakable.revive(part)
+            service = rng.choice(SERVICES)
+            self.breakable.kill(service)
+            self.breakable.revive(service)
         elif fault == "clock":
             offset = rng.randint(-LONGEST_CLOCK_JUMP_S, LONGEST_CLOCK_JUMP_S)
             new = self._clock.with_suffix(".new")
@@ -136,42 +140,42 @@ class Cluster:
         return fault
 
     def end_trainer(self, rng: random.Random) -> str:
-        """Killed, as by a lack of memory, or told to end, as by a node that is drained."""
-        number = rng.choice((signal.SIGKILL, signal.SIGTERM))
+        """Sends the trainer SIGKILL, as a lack of memory does, or SIGTERM, as a node drain does."""
+        signal_number = rng.choice((signal.SIGKILL, signal.SIGTERM))
         process = self.breakable._child("trainer").process
         if process.exit_code is None:
-            process.send_signal(number)
+            process.send_signal(signal_number)
             process.wait()
-        return number.name
+        return signal_number.name
 
-    def _kill(self, part: str) -> None:
-        child = self.breakable._child(part)
+    def _kill(self, name: str) -> None:
+        child = self.breakable._child(name)
         if child.process.exit_code is None:
             child.process.send_signal(signal.SIGKILL)
             child.process.wait()
 
-    def _stall(self, part: str, seconds: float) -> None:
-        """Alive, connected, and silent."""
-        process = self.breakable._child(part).process
+    def _stall(self, name: str, seconds: float) -> None:
+        """Stops a process for some seconds, during which its connections stay open."""
+        process = self.breakable._child(name).process
         if process.exit_code is None:
             os.kill(process.pid, signal.SIGSTOP)
             time.sleep(seconds)
             os.kill(process.pid, signal.SIGCONT)
 
     def _damage(self, rng: random.Random) -> None:
-        """The newest weights are cut short or changed for a moment."""
+        """Truncates or alters the newest weights for up to a second, then restores them."""
         keys = [key for key in self.store.keys(f"runs/{self.name}/weights/") if "safetens" in key]
         if not keys:
             return
-        key = max(keys, key=lambda each: int(each.split("/v")[1].split("/")[0]))
+        key = max(keys, key=lambda key: int(key.split("/v")[1].split("/")[0]))
         response = self.store._client.get_object(
             bucket_name=self.store.settings.bucket, object_name=key
         )
-        whole = response.read()
+        data = response.read()
         response.release_conn()
-        self.store.put(key, rng.choice((whole[: len(whole) // 2], b"x" + whole[1:])))
+        self.store.put(key, rng.choice((data[: len(data) // 2], b"x" + data[1:])))
         time.sleep(rng.uniform(0.1, 1.0))
-        self.store.put(key, whole)
+        self.store.put(key, data)
 
 
 def create(client: BufferClient, config: RunConfig) -> None:
@@ -188,34 +192,34 @@ def create(client: BufferClient, config: RunConfig) -> None:
     )
 
 
-Strike = Callable[[Cluster, random.Random], str]
+FaultInjector = Callable[[Cluster, random.Random], str]
 
 
-def run_through(
+def run_to_end(
     cluster: Cluster,
     *,
     faults: int,
     rng: random.Random,
-    strike: Strike = Cluster.strike,
-    longest_calm_s: float = 2.0,
+    inject_fault: FaultInjector = Cluster.inject_fault,
+    longest_pause_s: float = 2.0,
 ) -> int:
-    """Runs to the end under at most so many faults; how many there were."""
-    struck = 0
-    calm = threading.Event()
+    """Runs to the end with at most `faults` faults, and returns the number of injected faults."""
+    injected = 0
+    pause = threading.Event()
     deadline = time.monotonic() + 1200
     try:
         while not cluster.finished():
-            assert time.monotonic() < deadline, "the run does not come to its end"
-            calm.wait(rng.uniform(0.3, longest_calm_s))
-            if struck < faults:
+            assert time.monotonic() < deadline, "the run has not finished within 1200 s"
+            pause.wait(rng.uniform(0.3, longest_pause_s))
+            if injected < faults:
                 try:
-                    strike(cluster, rng)
+                    inject_fault(cluster, rng)
                 except (ServiceCallError, ObjectStoreError):
-                    continue  # this one found nothing to strike
-                struck += 1
+                    continue  # a fault that could not be injected does not count
+                injected += 1
     finally:
         cluster.stop()
-    return struck
+    return injected
 
 
 def results(breakable: Breakable, name: str) -> Any:
@@ -223,48 +227,53 @@ def results(breakable: Breakable, name: str) -> Any:
 
 
 def check_versions(config: RunConfig, compositions: Any) -> None:
-    """Every group is by the policy that its step asks for, also between two syncs."""
-    between = 0
+    """Asserts that the scheduled policy version sampled every group, also between two syncs."""
+    between_syncs = 0
     for members in compositions:
         for source, _, step, _, version in members:
             kind = "reevaluation" if source == "reevaluated" else "fresh"
             assert version == config.rollout_version(step, kind)
-            between += kind == "reevaluation" and not config.schedule.syncs_at(step)
-    assert between > 0
+            between_syncs += kind == "reevaluation" and not config.schedule.syncs_at(step)
+    assert between_syncs > 0
 
 
-def under_fire(
-    breakable: Breakable, model: Path, scratch: Path, *, faults: int, seed: int, **how: Any
+def check_runs_with_faults(
+    breakable: Breakable, model: Path, scratch: Path, *, faults: int, seed: int, **options: Any
 ) -> None:
-    calm = Cluster(breakable, f"calm-{seed}", model, scratch)
-    run_through(calm, faults=0, rng=random.Random(0))
+    """Asserts that runs with this many faults in total have the result of a run without faults."""
+    undisturbed = Cluster(breakable, f"calm-{seed}", model, scratch)
+    run_to_end(undisturbed, faults=0, rng=random.Random(0))
     expected = results(breakable, f"calm-{seed}")
-    check_versions(calm.config, expected["compositions"])
+    check_versions(undisturbed.config, expected["compositions"])
     rng = random.Random(seed)
     total = number = 0
     while total < faults:
         name = f"fire-{seed}-{number}"
         cluster = Cluster(breakable, name, model, scratch)
-        total += run_through(cluster, faults=faults - total, rng=rng, **how)
+        total += run_to_end(cluster, faults=faults - total, rng=rng, **options)
         assert results(breakable, name) == expected, f"{name} after {total} faults"
         number += 1
 
 
 @pytest.mark.timeout(1800)
-def test_a_run_under_fire(breakable: Breakable, small_model: Path, tmp_path: Path) -> None:
-    under_fire(breakable, small_model, tmp_path, faults=5, seed=1)
+def test_faults_do_not_change_the_result(
+    breakable: Breakable, small_model: Path, tmp_path: Path
+) -> None:
+    check_runs_with_faults(breakable, small_model, tmp_path, faults=5, seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
-def test_two_hundred_faults(breakable: Breakable, small_model: Path, tmp_path: Path) -> None:
-    under_fire(breakable, small_model, tmp_path, faults=200, seed=2)
+def test_two_hundred_faults_do_not_change_the_result(
+    breakable: Breakable, small_model: Path, tmp_path: Path
+) -> None:
+    check_runs_with_faults(breakable, small_model, tmp_path, faults=200, seed=2)
 
 
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
-def test_a_killed_replica_takes_its_vllm_along_and_comes_back(
+def test_a_killed_replica_ends_its_vllm_and_is_restarted(
     breakable: Breakable, small_model: Path, tmp_path: Path
 ) -> None:
     arguments = ["--enforce-eager", "--max-num-seqs", "64"]
@@ -273,29 +282,29 @@ def test_a_killed_replica_takes_its_vllm_along_and_comes_back(
     )
     killed: list[int] = []
 
-    def kill(each: Cluster, _: random.Random) -> str:
-        """Both replicas, in turn, when the run has come a step further."""
-        if each.client.run_state().current_step <= 3 * len(killed):
-            raise ServiceUnavailable("not yet")
-        process = each.breakable._child(REPLICAS[len(killed)]).process
+    def kill(cluster: Cluster, _: random.Random) -> str:
+        """Kills the next replica once the run has reached step 1 or step 4."""
+        if cluster.client.run_state().current_step <= 3 * len(killed):
+            raise ServiceUnavailable("the run has not reached the step of this fault")
+        process = cluster.breakable._child(REPLICAS[len(killed)]).process
         engines = [child.pid for child in psutil.Process(process.pid).children(recursive=True)]
         assert engines
         process.send_signal(signal.SIGKILL)
         process.wait()
         deadline = time.monotonic() + 120
-        while any(alive(engine) for engine in engines):
-            assert time.monotonic() < deadline, "vLLM outlived its replica"
+        while any(is_running(engine) for engine in engines):
+            assert time.monotonic() < deadline, "vLLM still runs 120 s after its replica was killed"
             time.sleep(0.1)
         killed.append(process.pid)
         return "kill"
 
-    run_through(cluster, faults=2, rng=random.Random(0), strike=kill)
+    run_to_end(cluster, faults=2, rng=random.Random(0), inject_fault=kill)
     assert len(killed) == 2
-    found = results(breakable, "on-vllm")
-    check_versions(cluster.config, found["compositions"])
+    outcome = results(breakable, "on-vllm")
+    check_versions(cluster.config, outcome["compositions"])
 
 
-def alive(pid: int) -> bool:
+def is_running(pid: int) -> bool:
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -304,7 +313,9 @@ def alive(pid: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_fifty_ends_of_the_trainer(breakable: Breakable, small_model: Path, tmp_path: Path) -> None:
-    """It takes seconds to start, so that some come while it loads and some while it trains."""
-    how = {"strike": Cluster.end_trainer, "longest_calm_s": 12.0}
-    under_fire(breakable, small_model, tmp_path, faults=50, seed=3, **how)
+def test_fifty_ends_of_the_trainer_do_not_change_the_result(
+    breakable: Breakable, small_model: Path, tmp_path: Path
+) -> None:
+    """Ends the trainer while it loads or trains: its start takes seconds, and pauses vary."""
+    options = {"inject_fault": Cluster.end_trainer, "longest_pause_s": 12.0}
+    check_runs_with_faults(breakable, small_model, tmp_path, faults=50, seed=3, **options)

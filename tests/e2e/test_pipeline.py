@@ -1,4 +1,4 @@
-"""Runs the whole pipeline on this machine: its job fails, it is cancelled, and it continues."""
+"""Runs the whole pipeline locally: its job fails, it is cancelled, and a new start resumes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipelines.local_jobs import MANIFEST, OPERATOR
 from pipelines.pytorchjob import job_name
 from services.buffer.api.client import BufferClient
 from services.stack.stack import running_stack
-from tests.e2e.test_run import PATIENCE_S, configuration
+from tests.e2e.test_run import TIMEOUT_S, configuration
 
 STEPS = 29
 NAME = "piped"
@@ -28,7 +28,10 @@ NAME = "piped"
 
 @pytest.fixture
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A stack of its own, because replicas serve the oldest run, and other tests leave runs."""
+    """Yields a home for a separate stack, because replicas serve the stack's oldest run.
+
+    The stack that other tests share holds the runs of those tests.
+    """
     import shutil
     import tempfile
 
@@ -37,11 +40,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(directory)
 
 
-def wait_for(ready: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not ready():
-        assert process.poll() is None, "the pipeline ended early"
-        assert time.monotonic() < deadline
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert process.poll() is None, "the pipeline ended before the condition was met"
+        assert time.monotonic() < deadline, f"the condition was not met within {TIMEOUT_S} s"
         time.sleep(0.1)
 
 
@@ -74,12 +77,12 @@ def test_a_pipeline_that_fails_and_is_cancelled_trains_every_step_once(
             return client.run_state().current_step if client.runs() else 0
 
         first = start(tmp_path / "first.log")
-        wait_for(lambda: committed() >= 3, first)
-        # The job fails, so the segment's step is retried and creates the job again.
+        wait_until(lambda: committed() >= 3, first)
+        # When the job fails, the pipeline retries the segment's step, which creates the job again.
         os.kill(int((job / OPERATOR).read_text()), signal.SIGKILL)
-        wait_for(lambda: client.run_state().attempt >= 2, first)
+        wait_until(lambda: client.run_state().attempt >= 2, first)
         first.send_signal(signal.SIGTERM)
-        assert first.wait(PATIENCE_S) == 128 + signal.SIGTERM
+        assert first.wait(TIMEOUT_S) == 128 + signal.SIGTERM
         state = client.run_state()
         assert state.status == "stopped", (tmp_path / "first.log").read_text()[-3000:]
         assert not job.exists()
@@ -87,30 +90,30 @@ def test_a_pipeline_that_fails_and_is_cancelled_trains_every_step_once(
             process
             for process in psutil.process_iter(["cmdline", "environ"])
             if "services.trainer.loop" in (process.info["cmdline"] or [])
-            # Not those of the same test of somebody else on this machine.
+            # Other users of this machine may run the same test with another stack.
             and (process.info["environ"] or {}).get("BAPO_BUFFER_URL") == endpoints.buffer_url
         ]
 
         second = start(tmp_path / "second.log")
-        assert second.wait(PATIENCE_S) == 0, (tmp_path / "second.log").read_text()[-3000:]
+        assert second.wait(TIMEOUT_S) == 0, (tmp_path / "second.log").read_text()[-3000:]
         state = client.run_state()
         assert (state.status, state.current_step) == ("finished", STEPS)
         assert [step.step for step in client.steps()] == list(range(1, STEPS + 1))
         final = client.evaluations()[-1]
         assert final.version == STEPS + 1
 
-        # A third start finds everything done, and does nothing twice.
+        # A start after the last step repeats no work: it begins no attempt.
         attempt = state.attempt
         third = start(tmp_path / "third.log")
-        assert third.wait(PATIENCE_S) == 0, (tmp_path / "third.log").read_text()[-3000:]
+        assert third.wait(TIMEOUT_S) == 0, (tmp_path / "third.log").read_text()[-3000:]
         assert client.run_state().attempt == attempt
 
-        # When a step cannot succeed, the last line has the reason.
-        mistaken = subprocess.run(
+        # When a step fails for good, the last line gives the reason.
+        failed = subprocess.run(
             [*command, "seed=99"], cwd=tmp_path, env=environment, capture_output=True, text=True
         )
-        assert mistaken.returncode == 1
-        assert "with another configuration (seed differ)" in mistaken.stderr.splitlines()[-1]
+        assert failed.returncode == 1
+        assert "with another configuration (seed differ)" in failed.stderr.splitlines()[-1]
 
     log = (tmp_path / "second.log").read_text()
     assert "report   " in log
@@ -121,7 +124,7 @@ def test_a_pipeline_that_fails_and_is_cancelled_trains_every_step_once(
     assert (model / "model.safetensors").is_file()
     assert json.loads((model / "config.json").read_text())["model_type"]
     pages = list(artifacts.glob("**/report/page"))
-    assert len(pages) >= 2, "one for every segment"
+    assert len(pages) >= 2, "every segment must write a report"
     assert all("<svg" in page.read_text() for page in pages)
     metrics: dict[str, Any] = json.loads(
         (artifacts / "evaluate" / "executor_output.json").read_text()

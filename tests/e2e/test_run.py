@@ -1,7 +1,7 @@
-"""Whole runs through the real command: what they leave, and that an interruption leaves no trace.
+"""Tests whole runs of `bapo run`: their results, and that interrupted runs resume exactly.
 
-The undisturbed run is checked against an independent recomputation of its buffers and batches;
-the disturbed ones, killed in mid-run and resumed, against the undisturbed one.
+The uninterrupted run is compared with an independent recomputation of its buffers and batches.
+Runs that are killed or interrupted and then resumed are compared with the uninterrupted run.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from services.stack.stack import Endpoints
 from tests.conftest import CHANCE
 
 G, B, STEPS = 4, 16, 9
-PATIENCE_S = 600.0
-"""For what takes seconds on an idle machine: a deadline costs time only where a test fails."""
+TIMEOUT_S = 600.0
+"""Limit for operations that take seconds on an idle machine: only failing tests wait so long."""
 C1, C2_RANGE, C3_RANGE = 0.25, (0.25, 0.5), (0.5, 0.75)
 LEARNING_RATE = 1e-4
-"""Low enough that the policy stays as varied as it is at first (2.5 nats a token at the end, too):
-the responses of a group differ, and with them the verdicts."""
+"""Keeps the entropy of the policy at its initial value (2.5 nats per token, also after the last
+step), so that the responses of a group differ, and with them the verdicts."""
 
 
 def configuration(name: str, model: Path) -> dict[str, Any]:
-    """Returns a run whose batches show every source, on every processor.
+    """Returns the config of a run whose batches contain groups of every source.
 
-    Verdicts are drawn by lot (tests/plug_in/), so how many groups are mixed, hard or medium does
-    not depend on the model. In a simulation of 300,000 such runs the fewest re-evaluated groups in
-    batches were 5, the fewest replayed ones 13; with the schedule of `test_faults.py` one run had a
-    single re-evaluated group between two syncs, and none had none.
+    Verdicts are pseudo-random (tests/plug_in/), so the numbers of mixed, hard and medium groups do
+    not depend on the model or the processor. In a simulation of 300,000 such runs, every run had at
+    least 5 re-evaluated and 13 replayed groups in its batches. With the schedule of
+    `test_faults.py`, every run had at least one re-evaluated group between two syncs.
     """
     return {
         "name": name,
@@ -73,7 +73,7 @@ def configuration(name: str, model: Path) -> dict[str, Any]:
 
 @dataclass
 class Bapo:
-    """`bapo run` in a directory of its own, on the tests' stack."""
+    """Starts `bapo` commands in one directory, on the tests' stack."""
 
     directory: Path
     environment: dict[str, str]
@@ -94,12 +94,12 @@ class Bapo:
 
     def run(self, name: str, *options: str) -> None:
         process = self.start(name, *options)
-        output, errors = process.communicate(timeout=PATIENCE_S)
+        output, errors = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 0, output + errors
 
-    def ask(self, *arguments: str, status: int = 0) -> str:
-        """What a command prints that only looks."""
-        done = subprocess.run(
+    def inspect(self, *arguments: str, status: int = 0) -> str:
+        """Returns the output of a read-only command that must exit with the given status."""
+        completed = subprocess.run(
             [sys.executable, "-m", "services.cli", *arguments],
             cwd=self.directory,
             env={**self.environment, **self.stack.environment()},
@@ -107,8 +107,8 @@ class Bapo:
             text=True,
             check=False,
         )
-        assert done.returncode == status, done.stderr
-        return done.stdout + done.stderr
+        assert completed.returncode == status, completed.stderr
+        return completed.stdout + completed.stderr
 
     def client(self, name: str) -> BufferClient:
         return BufferClient(self.stack.buffer_url, self.stack.token, run=name)
@@ -139,8 +139,8 @@ def test_the_summary_and_the_report_are_there(bapo: Bapo, undisturbed: str) -> N
     assert summary["steps"] == STEPS
     rolled_out = sum(step.rollouts for step in bapo.client(undisturbed).steps())
     assert summary["rollouts"] == rolled_out >= STEPS * B * G
-    for when in ("initial", "final"):
-        evaluation = summary["evaluation"][when]
+    for stage in ("initial", "final"):
+        evaluation = summary["evaluation"][stage]
         assert len(evaluation["bins"]) == G + 1
         assert sum(evaluation["bins"]) == evaluation["prompts"] == 12
         correct = sum(k * count for k, count in enumerate(evaluation["bins"]))
@@ -169,26 +169,27 @@ def test_rollouts_used_the_scheduled_weights(bapo: Bapo, undisturbed: str) -> No
             "where r.name = %s",
             (undisturbed,),
         ).fetchall()
-    alpha = {1: 1, 2: 1, 3: 3, 4: 3, 5: 3, 6: 6, 7: 6, 8: 6, 9: 9}
-    assert {(s, v) for s, kind, v in rows if kind == "fresh"} == set(alpha.items())
+    versions = {1: 1, 2: 1, 3: 3, 4: 3, 5: 3, 6: 6, 7: 6, 8: 6, 9: 9}
+    fresh = {(step, version) for step, kind, version in rows if kind == "fresh"}
+    assert fresh == set(versions.items())
     assert all(step == version for step, kind, version in rows if kind != "fresh")
 
 
 def test_batches_equal_an_independent_recomputation(bapo: Bapo, undisturbed: str) -> None:
-    """The paper's algorithm over again, in plain lists, from nothing but the recorded rewards."""
+    """Recomputes X1, X2, X3, B_bad and B_high in plain lists from the recorded rewards alone."""
     client = bapo.client(undisturbed)
-    hard: list[tuple[int, str]] = []  # (step, uid), oldest first
-    high: list[tuple[int, str, float]] = []  # (step, uid, mean)
-    seen = {"reevaluated": 0, "replayed": 0}
+    hard: list[tuple[int, str]] = []  # B_bad: (step, uid), oldest first
+    high: list[tuple[int, str, float]] = []  # B_high: (step, uid, mean reward)
+    counts = {"reevaluated": 0, "replayed": 0}
     for step in range(1, STEPS + 1):
-        fresh, again = _means(bapo, undisturbed, step)
+        fresh, reevaluated = _means(bapo, undisturbed, step)
         r_tot = sum(fresh.values()) / len(fresh)
-        c2, c3 = (r_tot * (top - low) + low for low, top in (C2_RANGE, C3_RANGE))
+        c2, c3 = (r_tot * (upper - lower) + lower for lower, upper in (C2_RANGE, C3_RANGE))
         batch = client.recorded_batch(step)
         assert (batch.c2, batch.c3) == (pytest.approx(c2), pytest.approx(c3))
         x1 = [uid for uid, mean in fresh.items() if 0 < mean < 1]
-        assert set(again) == ({uid for _, uid in hard} if step % 3 == 0 else set())
-        x2 = [uid for uid, mean in again.items() if C1 < mean < 1 and uid not in x1]
+        assert set(reevaluated) == ({uid for _, uid in hard} if step % 3 == 0 else set())
+        x2 = [uid for uid, mean in reevaluated.items() if C1 < mean < 1 and uid not in x1]
         x2 = x2[: B - len(x1)]
         eligible = {
             (s, uid)
@@ -198,15 +199,15 @@ def test_batches_equal_an_independent_recomputation(bapo: Bapo, undisturbed: str
             and uid not in x1
             and uid not in x2
         }
-        chosen = {source: _uids(batch, source) for source in ("fresh", "reevaluated", "replayed")}
-        assert chosen["fresh"] == x1
-        assert sorted(chosen["reevaluated"]) == sorted(x2)
+        uids = {source: _uids(batch, source) for source in ("fresh", "reevaluated", "replayed")}
+        assert uids["fresh"] == x1
+        assert sorted(uids["reevaluated"]) == sorted(x2)
         replayed = {(m.step, m.prompt_uid) for m in batch.members if m.source == "replayed"}
         assert replayed <= eligible
         assert len(replayed) == min(len(eligible), B - len(x1) - len(x2))
-        for source in seen:
-            seen[source] += len(chosen[source])
-        solved = {uid for uid, mean in again.items() if mean > C1}
+        for source in counts:
+            counts[source] += len(uids[source])
+        solved = {uid for uid, mean in reevaluated.items() if mean > C1}
         incoming = [uid for uid, mean in fresh.items() if mean <= C1]
         hard = [(s, uid) for s, uid in hard if uid not in solved and uid not in incoming]
         hard = [*hard, *((step, uid) for uid in incoming)][-B:]
@@ -217,12 +218,12 @@ def test_batches_equal_an_independent_recomputation(bapo: Bapo, undisturbed: str
         assert sorted((item.step, item.prompt_uid) for item in stored) == sorted(hard)
         stored = client.buffer("high_quality", step)
         assert sorted((i.step, i.prompt_uid) for i in stored) == sorted(h[:2] for h in high)
-    assert min(seen.values()) > 0, f"the run is too short to show every source: {seen}"
+    assert min(counts.values()) > 0, f"the run is too short for groups of every source: {counts}"
 
 
-def test_objects_hold_what_the_rows_say(bapo: Bapo, undisturbed: str) -> None:
+def test_stored_objects_agree_with_the_manifests(bapo: Bapo, undisturbed: str) -> None:
     store = ObjectStore(bapo.stack.object_store)
-    checked = 0
+    members_checked = 0
     for step in range(1, STEPS + 1):
         for member in bapo.client(undisturbed).recorded_batch(step).members:
             groups = decode_groups(store.get(member.object_key, member.object_digest))
@@ -230,12 +231,12 @@ def test_objects_hold_what_the_rows_say(bapo: Bapo, undisturbed: str) -> None:
             assert group.prompt_uid == member.prompt_uid
             assert group.policy_version == member.policy_version
             assert (group.correct, len(group.responses)) == (member.correct, member.size)
-            checked += 1
-    assert checked > 0
+            members_checked += 1
+    assert members_checked > 0
 
 
 def test_the_trainer_scores_as_the_engine_sampled(bapo: Bapo, undisturbed: str) -> None:
-    """Parity: where the batch is on-policy, the trainer's log-probs are the behaviour's."""
+    """Compares the trainer's log-probs with the behaviour log-probs of an on-policy batch."""
     first = bapo.client(undisturbed).steps()[0]
     assert first.metrics["mismatch/logprob_diff_max"] < 1e-4
     assert first.metrics["staleness_max"] == 0
@@ -245,25 +246,25 @@ def test_checkpoints_are_listed_verified_and_exported(
     bapo: Bapo, undisturbed: str, tmp_path: Path
 ) -> None:
     def command(*arguments: str, status: int = 0) -> str:
-        return bapo.ask("checkpoints", undisturbed, *arguments, status=status)
+        return bapo.inspect("checkpoints", undisturbed, *arguments, status=status)
 
-    listed = json.loads(command("--json"))
-    assert [each["step"] for each in listed] == [9, 8]
+    checkpoints = json.loads(command("--json"))
+    assert [checkpoint["step"] for checkpoint in checkpoints] == [9, 8]
     assert "all as recorded" in command("--verify", "--step", "8")
     target = tmp_path / "exported"
     command("--export", str(target))
-    # The weights after the last step are the last version that was published.
-    stored = bapo.client(undisturbed).weights(STEPS + 1)
+    # The weights after the last step are the last published version.
+    published = bapo.client(undisturbed).weights(STEPS + 1)
     store = ObjectStore(bapo.stack.object_store)
-    store.get_directory(stored.uri, stored.manifest_digest, tmp_path / "published")
+    store.get_directory(published.uri, published.manifest_digest, tmp_path / "published")
     for name in ("model.safetensors", "config.json", "tokenizer.json"):
         assert (target / name).read_bytes() == (tmp_path / "published" / name).read_bytes(), name
     assert "is not empty" in command("--export", str(target), status=1)
-    assert listed[0]["accuracy"] is not None
+    assert checkpoints[0]["accuracy"] is not None
     assert '"step": 9' in command("--export", str(tmp_path / "best"), "--best")
     assert "keeps no checkpoint of step 3" in command("--verify", "--step", "3", status=1)
-    # A damaged one is told.
-    key = next(key for key in store.keys(f"{listed[1]['uri']}/") if key.endswith(".distcp"))
+    # --verify reports a damaged checkpoint.
+    key = next(key for key in store.keys(f"{checkpoints[1]['uri']}/") if key.endswith(".distcp"))
     data = store._get(key)
     store.put(key, b"x" + data[1:])
     assert "do not have the digest" in command("--verify", "--step", "8", status=1)
@@ -271,15 +272,15 @@ def test_checkpoints_are_listed_verified_and_exported(
 
 
 @pytest.mark.parametrize("victim", ["trainer", "collector"])
-def test_a_killed_run_resumes_as_if_nothing_had_happened(
+def test_a_killed_run_resumes_with_the_result_of_an_uninterrupted_run(
     bapo: Bapo, undisturbed: str, victim: str
 ) -> None:
     name = f"killed-{victim}"
     process = bapo.start(name)
     client = bapo.client(name)
-    _until(lambda: _committed(client) >= 4, process)
+    _wait_until(lambda: _committed(client) >= 4, process)
     os.kill(_child(process.pid, victim), signal.SIGKILL)
-    output, errors = process.communicate(timeout=PATIENCE_S)
+    output, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1, output
     assert errors.strip().startswith(f"error: {victim} was killed by SIGKILL")
     assert len(errors.strip().splitlines()) == 1
@@ -295,9 +296,9 @@ def test_an_interrupted_run_stops_cleanly_and_resumes_with_a_trace(
     uri = f"sqlite:///{tmp_path}/mlflow.db"
     process = bapo.start("interrupted", f"mlflow.tracking_uri={uri}")
     client = bapo.client("interrupted")
-    _until(lambda: _committed(client) >= 2, process)
+    _wait_until(lambda: _committed(client) >= 2, process)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=PATIENCE_S)
+    process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 128 + signal.SIGINT
     assert _children(process.pid) == []
     bapo.run("interrupted", "--resume", "--profile", "2")
@@ -308,56 +309,58 @@ def test_an_interrupted_run_stops_cleanly_and_resumes_with_a_trace(
     assert rewards == {step.step: step.r_tot for step in client.steps()}
     assert run.data.metrics["evaluation/accuracy"] == client.evaluations()[-1].mean_accuracy
     assert _outcome(bapo, "interrupted") == _outcome(bapo, undisturbed)
-    bapo.ask("profile", "interrupted", "--export", str(tmp_path / "traces"))
+    bapo.inspect("profile", "interrupted", "--export", str(tmp_path / "traces"))
     (trace,) = (tmp_path / "traces").iterdir()
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     names = [event["name"] for event in events]
     assert "aten::mm" in names
-    assert names.count("commit") == 2, "two steps, and their phases by name"
+    assert names.count("commit") == 2, "the trace must show the phases of two steps by name"
 
 
-def test_two_processes_killed_are_continued_by_one(bapo: Bapo, tmp_path: Path) -> None:
-    """Two processes compute what one does but for rounding, which must not decide what is sampled.
+def test_one_process_resumes_a_killed_run_of_two(bapo: Bapo, tmp_path: Path) -> None:
+    """Compares the run with one of a single process, from which it differs only by rounding.
 
-    So all responses are by version 1 here: without syncs and re-evaluations not a verdict may
-    differ, however the sums are rounded.
+    Rounding must not change what is sampled, so version 1 samples all responses: without syncs and
+    re-evaluations no verdict can differ.
     """
     options = [f"sync.every={STEPS + 1}", "reevaluate.enabled=false"]
     name = "two-processes"
     process = bapo.start(name, *options, "trainer.processes=2")
     client = bapo.client(name)
-    _until(lambda: _committed(client) >= 4, process)
+    _wait_until(lambda: _committed(client) >= 4, process)
     torchrun = psutil.Process(_child(process.pid, "trainer"))
     victim = torchrun.children()[-1]
     victim.kill()
-    # Noticed at once: by itself the other process would wait for half an hour.
+    # torchrun stops the other process at once, which would otherwise wait for half an hour.
     output, errors = process.communicate(timeout=180)
     assert process.returncode == 1, output
     assert errors.startswith("error: trainer ")
     assert _children(process.pid) == []
     bapo.run(name, "--resume")
     bapo.run("one-process", *options)
-    one, two = (_outcome(bapo, run) for run in ("one-process", name))
+    expected, actual = (_outcome(bapo, run) for run in ("one-process", name))
     store = ObjectStore(bapo.stack.object_store)
     weights = []
     for run in ("one-process", name):
-        stored = bapo.client(run).weights(STEPS + 1)
-        store.get_directory(stored.uri, stored.manifest_digest, tmp_path / run)
+        published = bapo.client(run).weights(STEPS + 1)
+        store.get_directory(published.uri, published.manifest_digest, tmp_path / run)
         weights.append(load_file(tmp_path / run / "model.safetensors"))
     for tensor, weight in weights[0].items():
-        # A hundredth of one update of this learning rate: Adam divides by gradients that are
-        # nearly 0, of which rounding is a large part.
+        # The tolerance is a hundredth of one update at this learning rate: where gradients are
+        # nearly 0, rounding is a large part of them, and Adam divides by their magnitude.
         torch.testing.assert_close(weights[1][tensor], weight, atol=LEARNING_RATE / 100, rtol=0)
-    for outcome in (one, two):
+    for outcome in (expected, actual):
         del outcome["weights"]
-        # The others are of versions that differ in the last bits.
+        # The weights of later evaluations differ in the last bits.
         outcome["evaluations"] = outcome["evaluations"][:1]
-    assert two == one
+    assert actual == expected
 
 
-def test_a_taken_name_is_refused_with_the_way_out(bapo: Bapo, undisturbed: str) -> None:
+def test_the_name_of_an_existing_run_is_refused_with_the_remedy(
+    bapo: Bapo, undisturbed: str
+) -> None:
     process = bapo.start(undisturbed)
-    _, errors = process.communicate(timeout=PATIENCE_S)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
     assert errors.startswith(f"error: run '{undisturbed}' exists")
     assert "--resume" in errors
@@ -371,7 +374,7 @@ def _url(bapo: Bapo) -> str:
 
 
 def _means(bapo: Bapo, name: str, step: int) -> tuple[dict[str, float], dict[str, float]]:
-    """(fresh, re-evaluated) mean rewards by uid, in the order the prompts were drawn."""
+    """Returns the mean rewards (fresh, re-evaluated) by uid, in the order of the prompts."""
     with psycopg.connect(_url(bapo)) as connection:
         rows = connection.execute(
             "select g.kind, p.uid, g.correct::float / g.size from rollout_group g "
@@ -388,7 +391,7 @@ def _uids(batch: wire.BatchManifest, source: str) -> list[str]:
 
 
 def _outcome(bapo: Bapo, name: str, steps: int = STEPS) -> dict[str, Any]:
-    """Consumed prompts, compositions, rewards, evaluations and the bytes of the final weights."""
+    """Returns what a resumed run must reproduce: rewards, batches, evaluations, final weights."""
     client = bapo.client(name)
     compositions = [
         [(m.source, m.prompt_uid, m.step, m.correct, m.policy_version) for m in batch.members]
@@ -409,17 +412,17 @@ def _committed(client: BufferClient) -> int:
     return states.get(client.run, 0)
 
 
-def _until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+def _wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
-        assert process.poll() is None, "the run ended too early"
-        assert time.monotonic() < deadline, "the run is stuck"
+        assert process.poll() is None, "the run ended before the condition was met"
+        assert time.monotonic() < deadline, f"the condition was not met within {TIMEOUT_S} s"
         time.sleep(0.02)
 
 
 def _children(pid: int) -> list[int]:
-    """The children of a process that still run."""
-    found = []
+    """Returns the pids of the running children of a process."""
+    children = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -427,8 +430,8 @@ def _children(pid: int) -> list[int]:
             except OSError:
                 continue
             if int(fields[1]) == pid and fields[0] != "Z":
-                found.append(int(entry.name))
-    return found
+                children.append(int(entry.name))
+    return children
 
 
 def _child(pid: int, name: str) -> int:
@@ -436,4 +439,4 @@ def _child(pid: int, name: str) -> int:
     for child in _children(pid):
         if modules[name] in Path(f"/proc/{child}/cmdline").read_text():
             return child
-    raise AssertionError(f"no {name} among the children of {pid}")
+    raise AssertionError(f"process {pid} has no child {name}")

@@ -1,4 +1,4 @@
-"""A whole run with two replicas of the real vLLM, through the real command."""
+"""Runs `bapo run` with two rollout replicas that use the real vLLM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.e2e.test_run import configuration
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
-def test_a_run_on_two_replicas(
+def test_two_vllm_replicas_serve_a_whole_run(
     tmp_path: Path, environment: dict[str, str], stack: Endpoints, small_model: Path
 ) -> None:
     config = configuration("on-vllm", small_model) | {"steps": 6}
@@ -30,8 +30,8 @@ def test_a_run_on_two_replicas(
     }
     path = tmp_path / "on-vllm.yaml"
     path.write_text(yaml.safe_dump(config))
-    before = {process.pid for process in psutil.process_iter()}
-    done = subprocess.run(
+    pids_before = {process.pid for process in psutil.process_iter()}
+    completed = subprocess.run(
         [sys.executable, "-m", "services.cli", "run", str(path)],
         cwd=tmp_path,
         env=environment,
@@ -39,7 +39,7 @@ def test_a_run_on_two_replicas(
         text=True,
         timeout=800,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     client = BufferClient(stack.buffer_url, stack.token, run="on-vllm")
     steps = client.steps()
     assert [step.step for step in steps] == [1, 2, 3, 4, 5, 6]
@@ -51,26 +51,26 @@ def test_a_run_on_two_replicas(
             for member in manifest.members
             if member.source != "reevaluated"
         )
-    # Where the weights that generated are those that score, both mean the same by a log-prob.
-    fresh = [step for step in steps if step.counts["fresh"] and schedule.syncs_at(step.step)]
-    assert fresh
-    for step in fresh:
+    # In on-policy batches the trainer's log-probs equal those of the engine.
+    on_policy = [step for step in steps if step.counts["fresh"] and schedule.syncs_at(step.step)]
+    assert on_policy
+    for step in on_policy:
         if not step.counts["replayed"]:
             assert step.metrics["mismatch/logprob_diff_max"] < 1e-4
     replicas = client.replicas()
     assert [replica.name for replica in replicas] == ["engine-0", "engine-1"]
-    # The last evaluation may be over before both have loaded its version.
+    # One replica may finish the last evaluation before the other has loaded version 7.
     versions = {replica.loaded_version for replica in replicas}
     assert versions <= {6, 7}
     assert 7 in versions
-    assert not [name for name in new_processes(before) if "vllm" in name.lower()]
+    assert not [name for name in describe_new_processes(pids_before) if "vllm" in name.lower()]
 
 
-def new_processes(before: set[int]) -> list[str]:
-    """Names and commands of living processes that were not there before."""
-    found = []
+def describe_new_processes(pids_before: set[int]) -> list[str]:
+    """Returns the names and command lines of the running processes that are not in pids_before."""
+    descriptions = []
     for process in psutil.process_iter():
-        with suppress(psutil.NoSuchProcess):  # a zombie is one of these
-            if process.pid not in before:
-                found.append(" ".join([process.name(), *process.cmdline()]))
-    return found
+        with suppress(psutil.NoSuchProcess):  # psutil raises it for zombies, too
+            if process.pid not in pids_before:
+                descriptions.append(" ".join([process.name(), *process.cmdline()]))
+    return descriptions

@@ -1,4 +1,4 @@
-"""A local stack whose processes can be killed and restarted, as a cluster would do."""
+"""Runs a local stack whose processes tests can kill and restart, as a cluster would."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROCESSES = ("buffer", "postgres", "s3")
 
 
 class Breakable(Supervisor):
-    """A supervisor that remembers the arguments of each process, to restart it."""
+    """Supervises processes and keeps their arguments, so that tests can restart them."""
 
     endpoints: Endpoints
 
@@ -33,16 +33,16 @@ class Breakable(Supervisor):
         super().start(name, *arguments, **options)
 
     def kill(self, name: str) -> None:
-        """Kills a process with SIGKILL, as the kernel does when memory runs out."""
+        """Kills a process with SIGKILL, as a lack of memory does, and waits for its end."""
         child = self._child(name)
         os.kill(child.process.pid, signal.SIGKILL)
         child.process.wait()
         self._children.remove(child)
 
     def revive(self, name: str) -> None:
-        """Starts a killed process again until the service is ready.
+        """Restarts a killed process and waits until the buffer service is ready.
 
-        The first starts may fail: Postgres refuses to start while its orphaned backends run.
+        The first attempts may fail: Postgres refuses to start while its orphaned backends run.
         """
         arguments, options = self._started[name]
         deadline = time.monotonic() + 300
@@ -52,14 +52,16 @@ class Breakable(Supervisor):
             if child.process.exit_code is not None:
                 self._children.remove(child)
                 super().start(name, *arguments, **options)
-            assert time.monotonic() < deadline, f"{name} did not come back: see {child.process.log}"
+            assert time.monotonic() < deadline, (
+                f"{name} is not ready after 300 s: see {child.process.log}"
+            )
             time.sleep(0.05)
 
     def _ready(self) -> bool:
         return self.readiness() == 200
 
     def readiness(self) -> int:
-        """Returns the HTTP status of /readyz, or 0 if the service does not answer."""
+        """Returns the HTTP status of /readyz, or 0 if the buffer service does not answer."""
         try:
             return httpx.get(f"{self.endpoints.buffer_url}/readyz", timeout=10).status_code
         except httpx.TransportError:

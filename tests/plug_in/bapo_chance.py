@@ -1,8 +1,8 @@
-"""A task whose verdicts are drawn by lot, so that what a run meets does not depend on its model.
+"""A task with pseudo-random verdicts, so that the rewards of a run do not depend on its model.
 
-A payload is {"number": int, "chance": float}. A response is right with the probability `chance`:
-the verdict is a hash of the problem and the response, so it is the same every time, differs between
-the responses of a group, and cannot be learnt.
+A payload is {"number": int, "chance": float}. A response is correct with probability `chance`.
+The verdict is a hash of the problem and the response, so it is deterministic, differs between the
+responses of a group, and cannot be learnt.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 from bapo_core.tasks import Message, Payload, Verdict, VerdictStatus
 
 CHANCES = (0.4, 0.4, 0.4, 1.0)
-"""The chances of successive problems: of four, one is always solved and the others now and then."""
+"""Probabilities of a correct response: of four successive problems, one is always solved."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChanceTask:
-    """Poses successive numbers, whose chances follow `CHANCES` in turn."""
+    """Generates successive numbers as problems, whose probabilities cycle through `CHANCES`."""
 
     name: ClassVar[str] = "chance"
 
@@ -29,11 +29,11 @@ class ChanceTask:
         return f"chance:{payload['number']}"
 
     def render(self, payload: Payload) -> list[Message]:
-        """Returns a message in the alphabet of the tiny model's tokenizer."""
+        """Returns a message that consists of tokens in the tiny model's vocabulary."""
         return [{"role": "user", "content": f"{payload['number']}:"}]
 
     def verify(self, payload: Payload, response: str) -> Verdict:
-        if drawn(payload["number"], response) < payload["chance"]:
+        if hash_to_uniform(payload["number"], response) < payload["chance"]:
             return Verdict(1.0, VerdictStatus.OK, response)
         return Verdict(0.0, VerdictStatus.WRONG_VALUE, response)
 
@@ -42,7 +42,7 @@ class ChanceTask:
         return [json.loads(line) for line in lines]
 
     def generate(self, seed: int, n: int) -> list[Payload]:
-        return [problem(number) for number in range(1000 * seed, 1000 * seed + n)]
+        return [build_problem(number) for number in range(1000 * seed, 1000 * seed + n)]
 
     def generate_split(
         self, seed: int, *, train: int, test: int
@@ -51,11 +51,11 @@ class ChanceTask:
         return problems[test:], problems[:test]
 
 
-def problem(number: int) -> dict[str, Any]:
+def build_problem(number: int) -> dict[str, Any]:
     return {"number": number, "chance": CHANCES[number % len(CHANCES)]}
 
 
-def drawn(number: int, response: str) -> float:
-    """Returns a number that is uniform in [0, 1) over the responses."""
+def hash_to_uniform(number: int, response: str) -> float:
+    """Returns a number that is uniformly distributed in [0, 1) over the responses."""
     digest = hashlib.sha256(f"{number}:{response}".encode("utf-8", "replace")).digest()
     return int.from_bytes(digest[:6], "big") / 2**48
