@@ -175,7 +175,7 @@ def test_prompts_that_cannot_be_answered_are_refused_and_harm_no_others(
     asked.prompts[0].prompt_token_ids = [5] * LONGEST
     asked.prompts[1].prompt_token_ids = [5, VOCABULARY]  # this one would kill vLLM
     groups = runner.run(generate(driver, asked))
-    assert "more than 96" in groups[0].refused
+    assert "are more than the 96" in groups[0].refused
     assert f"token {VOCABULARY} is not in the model's vocabulary" in groups[1].refused
     assert groups[2].refused == ""
     assert len(groups[2].responses) == 4

@@ -41,8 +41,6 @@ HEARTBEAT_TIMEOUT_S = 10.0
 Uid = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]+$")]
 MetricName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00]+$")]
 DatasetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
-HEARTBEAT_TIMEOUT_S = 10.0
-"""Seconds without a report after which a replica counts as lost."""
 
 
 class Wire(BaseModel):
