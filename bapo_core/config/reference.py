@@ -36,7 +36,7 @@ the tables below. A key that does not exist, or a value that contradicts another
 the run starts.
 
 **Sources.** *Table 3*, *Eq. n* and *A.n* are those of arXiv 2602.20722 (the paper); *released
-script* and *authors' code* are its authors' release. Where the two differ,
+script* and *authors' code* are its authors' release. Where paper and release differ,
 [decision 2](decisions/0002-ambiguities.md) has the question, the default and its key.
 
 **Symbols.** These are the paper's, and the keys that hold them:
@@ -46,7 +46,7 @@ script* and *authors' code* are its authors' release. Where the two differ,
 | B | prompts rolled out in a step | `rollout.prompts_per_step` |
 | G | responses to a prompt, which are a group | `rollout.group_size` |
 | mu | mean reward of a group, k/G | |
-| alpha | rollout policy, also called behaviour policy | |
+| alpha | rollout policy: the behaviour policy of fresh groups | |
 | theta_t | the trainer's weights before update t, which are policy version t | |
 | v | steps between syncs, which set alpha to theta_t | `sync.every` |
 | m | steps between re-evaluations of hard prompts | `sync.reevaluate_every` |

@@ -227,7 +227,7 @@ class BatchConfig(Section):
     """Most groups in a training batch, which is never padded; null is B."""
     dedup: Literal["prompt", "rollout"] = "prompt"
     """Dedup key of groups, in the buffers and in a batch: the dataset's prompt (`prompt`: the
-    newest entry replaces older ones, and X1 precedes X2 precedes X3), or the rollout (`rollout`, as
+    newest entry replaces older ones, and X1 precedes X2 precedes X3), or the group (`rollout`, as
     in the authors' code)."""
 
 
@@ -307,8 +307,8 @@ class KLConfig(Section):
     coefficient: float = Field(0.001, ge=0.0)
     """beta, the coefficient of the KL penalty in Eq. 3 (Table 3: 0.001); 0 turns it off."""
     reference: Literal["rollout", "initial"] = "rollout"
-    """Policy that the KL penalty is taken to: the rollout policy alpha (Eq. 3), or the initial
-    model (Eq. 1, GRPO)."""
+    """Policy that the KL penalty is taken to: the behaviour policy of each group (alpha in Eq. 3),
+    or the initial model (Eq. 1, GRPO)."""
     estimator: Literal["k1", "k2", "k3", "iw"] = "k3"
     """Estimator of the KL divergence; k3 is unbiased only for samples of the current policy, and
     `iw` = rho log rho - rho + 1 for samples of the reference."""

@@ -229,7 +229,7 @@ class BatchManifest(Wire):
     """Groups that may be replayed later and whose log-probs under the trainer of this step must be
     stored; empty unless `loss.ratio` is decoupled."""
     r_tot: float = 0.0
-    """r_tot of Eq. 8: the running mean reward, from 0 to 1."""
+    """r_tot of Eq. 8: the mean reward that moves the replay window, from 0 to 1."""
     c2: float = 0.0
     """c2: lower bound of the replay window of mean rewards, from 0 to 1."""
     c3: float = 0.0
@@ -346,7 +346,7 @@ class StepView(Wire):
     step: int
     """Training step, from 1 on."""
     r_tot: float
-    """r_tot of Eq. 8: the running mean reward, from 0 to 1."""
+    """r_tot of Eq. 8: the mean reward that moves the replay window, from 0 to 1."""
     c2: float
     """c2: lower bound of the replay window of mean rewards, from 0 to 1."""
     c3: float
@@ -621,7 +621,7 @@ class BatchSummary(Wire):
     c3: float
     """c3: upper bound of the replay window of mean rewards, from 0 to 1."""
     r_tot: float
-    """r_tot of Eq. 8: the running mean reward, from 0 to 1."""
+    """r_tot of Eq. 8: the mean reward that moves the replay window, from 0 to 1."""
 
 
 class ResponseView(Wire):
