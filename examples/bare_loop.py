@@ -88,7 +88,7 @@ def train(config, directory, sample=None, learner=None):
         r_tot = thresholds.running_reward("batch", fresh, None, [])
         window = thresholds.replay_window(r_tot, bounds.c2_range, bounds.c3_range, bounds.direction)
         x3 = buffers.eligible_high(high, step=t, window=window, max_age=age)
-        # Update: Eq. 3 (prox_current) on the batch, which may be short of its capacity, but not padded.
+        # Update: Eq. 3 (prox_current) on the batch, which is never padded to its capacity.
         room, rng = config.batch_capacity, derive_rng(config.seed, "batch", t)
         batch = build_batch(x1, x2, x3, capacity=room, window=window, c1=c1, rng=rng)
         if batch.members:
