@@ -17,7 +17,7 @@ RETRIES = 3
 """Retries of each step."""
 
 COUNTDOWN = (
-    "{steps: 200, model: {path: tiny}, "
+    "{steps: 120, model: {path: tiny}, "
     "task: {name: countdown, options: {template: short}, train_prompts: 2000, test_prompts: 200}, "
     "rollout: {engine: vllm, prompts_per_step: 64, group_size: 8, max_prompt_tokens: 32, "
     "max_response_tokens: 32, vllm_args: [--enforce-eager, --max-num-seqs, '256']}, "
