@@ -68,7 +68,7 @@ class Resources:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """What a training job takes from the chart's release."""
+    """Names and scheduling settings that a training job takes from the chart's release."""
 
     namespace: str
     release: str

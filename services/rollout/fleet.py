@@ -43,7 +43,7 @@ class _Replica:
     requests: set[asyncio.Task[None]] = field(default_factory=set)
 
     def serves(self, request: GenerateRequest) -> bool:
-        """Whether it has reported the request's version since it last failed, and is not lost."""
+        """Whether the replica reported the request's version recently and has not failed since."""
         return (
             self.view.loaded_version == request.policy_version
             and self.view.manifest_digest == request.manifest_digest

@@ -185,7 +185,7 @@ def test_a_step_whose_node_is_drained_leaves_the_job_running(
 def test_a_run_keeps_the_model_that_it_was_created_with(
     context: PipelineContext, small_model: Any, tmp_path: Any
 ) -> None:
-    """The same `model.path` may lead to another model later."""
+    """A run keeps its model even where its `model.path` leads to another one later."""
     open_run(context, small_model)
     model = context.buffer.run_state().config.model.path
     assert open_run(context, tmp_path / "another") == [2, 6]

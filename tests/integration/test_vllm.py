@@ -291,8 +291,7 @@ def test_directories_that_cannot_be_served_are_refused(
 def test_weights_broadcast_by_the_trainer_fail_without_a_gpu_and_are_given_up(
     driver: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
 ) -> None:
-    """As far as a machine without GPUs allows: vLLM has the route, parses the request, and finds no
-    GPU; then the server is stopped."""
+    """vLLM has the route and parses the request; without a GPU it fails and is stopped."""
     runner.run(driver.load(models["v1"], 8))
     offer = WeightOffer(
         policy_version=9,

@@ -170,7 +170,7 @@ class StepPrompts(Wire):
 
 
 class GroupsAccepted(Wire):
-    """What became of the groups that were sent."""
+    """Counts the groups of a request that were recorded and those that were known already."""
 
     accepted: int
     """Number of groups recorded by this call."""
@@ -238,7 +238,7 @@ class BatchManifest(Wire):
     """Number of groups by source (fresh, reevaluated, replayed), and of all groups generated
     before filter and promotion (rolled_out, reevaluated_total); empty while not ready."""
     missing: str = ""
-    """What the batch waits for; empty once it is ready."""
+    """Describes the groups that are still missing; empty once the batch is ready."""
 
 
 class Commit(Wire):
@@ -285,7 +285,7 @@ class ReplicaReport(Wire):
     url: str = Field(pattern=r"^https?://[^\s/]+$", max_length=300)
     """Address at which the replica accepts generation requests."""
     state: ReplicaState
-    """What the replica does at present."""
+    """Present state of the replica."""
     detail: str = Field("", max_length=1000)
     """Reason of the failure while `state` is failing; otherwise empty."""
     loaded_version: int = Field(ge=0, le=2**53)
@@ -305,7 +305,7 @@ class Span(Wire):
     key: str = Field(pattern=r"^[0-9a-f]{32}$")
     """Random dedup key: a span that is sent again is recorded once."""
     name: str = Field(pattern=r"^[a-z][a-z_ ]{0,49}$", examples=["update"])
-    """What the component did, such as wait, update, generate or load."""
+    """Name of the work, such as wait, update, generate or load."""
     step: int = Field(ge=0, le=2**53)
     """Training step; for a replica, its policy version."""
     seconds: float = Field(ge=0, le=MAX_SPAN_S)
@@ -443,7 +443,7 @@ class DifficultyMigration(Wire):
 
 
 class DifficultyView(Wire):
-    """What a run knows of a training prompt that it has attempted."""
+    """Difficulty of a training prompt, from the run's attempts at it."""
 
     uid: str
     """Identifier of the prompt."""
@@ -699,7 +699,7 @@ class SpanView(Wire):
     component: str
     """trainer, collector, or the name of a replica."""
     name: str
-    """What the component did, such as wait, update, generate or load."""
+    """Name of the work, such as wait, update, generate or load."""
     step: int
     """Training step; for a replica, its policy version."""
     started_at: datetime
