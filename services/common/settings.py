@@ -8,7 +8,7 @@ no log and no traceback shows them. `docs/environment.md` is generated from thes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic.fields import FieldInfo
@@ -46,11 +46,14 @@ class Settings(BaseSettings):
             raise ConfigError(f"environment: {'; '.join(_problems(cls, error))}") from error
 
 
-class ObjectStoreSettings(BaseModel):
-    """Address, bucket and credentials of the object store."""
+class SettingsGroup(BaseModel):
+    """Base of the groups of variables that share a prefix, as `BAPO_S3_` does."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
-    is_settings_group: ClassVar[bool] = True
+
+
+class ObjectStoreSettings(SettingsGroup):
+    """Address, bucket and credentials of the object store."""
 
     endpoint: str
     """Address of the S3 API, `http://host:port` or `https://host:port`."""
@@ -108,7 +111,7 @@ def variables(model: type[BaseModel], prefix: str = PREFIX) -> Iterator[tuple[st
 
 def _is_group(annotation: Any) -> bool:
     """Returns whether a field is a group of variables, as `s3` is, and not one variable."""
-    return bool(getattr(annotation, "is_settings_group", False))
+    return isinstance(annotation, type) and issubclass(annotation, SettingsGroup)
 
 
 def _problems(model: type[Settings], error: ValidationError) -> Iterator[str]:
@@ -120,10 +123,8 @@ def _problems(model: type[Settings], error: ValidationError) -> Iterator[str]:
             missing = [PREFIX + "_".join(names).upper()]
             if len(names) == 1 and field is not None and _is_group(field.annotation):
                 group: Any = field.annotation
-                required = [
-                    key for key, member in group.model_fields.items() if member.is_required()
-                ]
-                missing = [f"{PREFIX}{names[0]}_{key}".upper() for key in required]
+                members = variables(group, f"{missing[0]}_")
+                missing = [name for name, member in members if member.is_required()]
             yield from (f"{name} is not set" for name in missing)
         else:
             message = problem["msg"][0].lower() + problem["msg"][1:]

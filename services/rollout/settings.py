@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from services.common.settings import (
     BufferClientSettings,
     ObjectStoreClientSettings,
     ServerSettings,
+    SettingsGroup,
 )
 
 
-class VllmSettings(BaseModel):
+class VllmSettings(SettingsGroup):
     """How a replica starts vLLM on its machine."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
-    is_settings_group: ClassVar[bool] = True
 
     python: str | None = None
     """Interpreter of the environment that has vLLM; `.venv-vllm` beside this environment if it

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr
+from pydantic import ConfigDict, Field, SecretStr
 
-from services.common.settings import ServerSettings
+from services.common.settings import ServerSettings, SettingsGroup
 
 
-class VerifierSettings(BaseModel):
+class VerifierSettings(SettingsGroup):
     """Size and limits of the verifier's pool of processes."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="ignore", allow_inf_nan=False, use_attribute_docstrings=True
-    )
-    is_settings_group: ClassVar[bool] = True
+    model_config = ConfigDict(allow_inf_nan=False)
 
     workers: int = Field(default_factory=lambda: max(1, (os.cpu_count() or 2) // 2), ge=1)
     """Processes that score responses; half of the cores unless set."""
