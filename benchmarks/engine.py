@@ -74,7 +74,7 @@ class Contest:
         self.engine = TransformersEngine()
         self.engine.use(model, 1)
         self.end = int(model.generation_config.eos_token_id)
-        self.tokens, self.mask = _left_padded(prompts)
+        self.tokens, self.mask = (tensor.to(model.device) for tensor in _left_padded(prompts))
 
     def run_engine(self, seed: int) -> tuple[Timing, list[GeneratedGroup]]:
         requests = [
@@ -103,7 +103,7 @@ class Contest:
         with torch.inference_mode():
             output = self.model.generate(
                 self.tokens, attention_mask=self.mask, generation_config=config
-            )
+            ).cpu()
         seconds = time.perf_counter() - started
         new = output[:, self.tokens.shape[1] :]
         ended = (new == self.end).long().cumsum(dim=1)
@@ -142,8 +142,8 @@ def logprob_errors(
 @torch.inference_mode()
 def _teacher_forced(model: Any, prompt: Sequence[int], response: Sequence[int]) -> Tensor:
     """Returns the log-probs (tokens,) of the response at the benchmark's temperature."""
-    ids = torch.tensor([[*prompt, *response]])
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+    ids = torch.tensor([[*prompt, *response]], device=model.device)
+    logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].cpu()
     logprobs = torch.log_softmax(logits / TEMPERATURE, dim=-1)
     return logprobs.gather(1, torch.tensor(response)[:, None])[:, 0]
 

@@ -84,6 +84,7 @@ class TransformersEngine:
     """An engine for any causal language model of transformers whose layers are attention.
 
     max_sequences: number of samples generated at a time; bounds memory.
+    device: where models are loaded; the GPU if there is one, unless given.
     dtype: data type of the weights that `load` builds; float32 on CPU and bfloat16 elsewhere unless
         given.
     """
@@ -92,10 +93,11 @@ class TransformersEngine:
         self,
         *,
         max_sequences: int = 1024,
-        device: str = "cpu",
+        device: str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._max_sequences, self._device = max_sequences, torch.device(device)
+        self._max_sequences = max_sequences
+        self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         default = torch.float32 if self._device.type == "cpu" else torch.bfloat16
         self._dtype = dtype or default
         self._model: Any = None
@@ -126,8 +128,9 @@ class TransformersEngine:
         self._version = version
 
     def use(self, model: nn.Module, version: int) -> None:
-        """Serves `model` itself, without a copy; its owner may go on training it."""
+        """Serves `model` itself, on its own device; its owner may go on training it."""
         _refuse_other_layers(model, "the model")
+        self._device = next(model.parameters()).device
         self._ends = _end_tokens(model)
         self._model, self._identity, self._version = model, None, version
 
