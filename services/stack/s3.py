@@ -44,7 +44,7 @@ def start_s3(supervisor: Supervisor, directory: Path, ports: Sequence[int]) -> O
     identities = directory / "identities.json"
     write_private(identities, _identities(settings))
     command = [
-        _find_weed(),
+        find_weed(),
         "-logtostderr=true",
         "server",
         f"-dir={directory}",
@@ -92,7 +92,8 @@ def await_s3(supervisor: Supervisor, settings: ObjectStoreSettings) -> None:
     supervisor.wait_until(usable, "the object store", seconds=READY_WITHIN_S)
 
 
-def _find_weed() -> str:
+def find_weed() -> str:
+    """Returns the path of SeaweedFS's program. Raises `BapoError` when it is not installed."""
     weed = shutil.which("weed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if weed is None:
         raise BapoError(

@@ -45,8 +45,8 @@ Trained: TypeAlias = dict[str, tuple[nn.Module, Optimizer]]
 """Modules with their optimizers, by name: `model` (the policy) always, `critic` with BA-PPO."""
 
 
-def _state(trained: Trained) -> dict[str, Any]:
-    """Returns the state dicts that a checkpoint stores, by name."""
+def state_of(trained: Trained) -> dict[str, Any]:
+    """Returns the state dicts that a checkpoint stores, by name. Every rank calls it."""
     state: dict[str, Any] = {}
     for name, (module, optimizer) in trained.items():
         state[name], state[_optimizer_name(name)] = get_state_dict(
@@ -85,7 +85,7 @@ class Checkpointer(Background):
         Raises the error of the checkpoint before, if that failed.
         """
         self.settle()
-        self._copy = _copy_to_cpu(_state(trained), self._copy)
+        self._copy = _copy_to_cpu(state_of(trained), self._copy)
         self.begin(partial(self._write, step))
 
     def _write(self, step: int) -> None:
@@ -142,24 +142,32 @@ def load_checkpoint(
     directory.mkdir()
     try:
         store.get_directory(stored.uri, stored.manifest_digest, directory)
-        state = _state(trained)
         try:
-            load(state, checkpoint_id=str(directory))
+            restore_state(directory, trained)
         except (CheckpointException, RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[-1]
             raise BapoError(
                 f"the checkpoint {stored.uri} does not fit the model: {reason}; set model.path and "
                 "lora to what the run was started with"
             ) from error
-        for name, (module, optimizer) in trained.items():
-            set_state_dict(
-                _saved_module(name, module),
-                optimizer,
-                model_state_dict=state[name],
-                optim_state_dict=state[_optimizer_name(name)],
-                options=StateDictOptions(
-                    strict=all(parameter.requires_grad for parameter in module.parameters())
-                ),
-            )
     finally:
         shutil.rmtree(directory)
+
+
+def restore_state(directory: Path, trained: Trained) -> None:
+    """Restores modules and optimizers in place from the files of a checkpoint. Every rank calls it.
+
+    Raises `CheckpointException`, `RuntimeError` or `ValueError` for files that do not fit them.
+    """
+    state = state_of(trained)
+    load(state, checkpoint_id=str(directory))
+    for name, (module, optimizer) in trained.items():
+        set_state_dict(
+            _saved_module(name, module),
+            optimizer,
+            model_state_dict=state[name],
+            optim_state_dict=state[_optimizer_name(name)],
+            options=StateDictOptions(
+                strict=all(parameter.requires_grad for parameter in module.parameters())
+            ),
+        )
