@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 CRDS := $(VENV)/crds/node_modules/.package-lock.json
-TRL := .venv-trl
+TRL := .trl
 TRL_STAMP := $(TRL)/.installed
 NEWEST := .venv-newest
 # torch without a version would install several GB of CUDA from PyPI. TORCH=torch does so.
@@ -17,7 +17,7 @@ CHROMIUMS := chromium google-chrome google-chrome-stable chromium-browser
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-trl install-chromium run test test-slow test-newest test-vllm test-crds images test-images lint compare bench docs clean
+.PHONY: help install install-vllm install-trl install-chromium gpu-bundle run test test-slow test-newest test-vllm test-crds images test-images lint compare bench docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,27 +41,29 @@ $(VLLM_STAMP): constraints-vllm.txt
 
 install-vllm: $(STAMP) $(VLLM_STAMP) ## create .venv-vllm with vLLM for CPUs (2 minutes, 3.4 GB)
 
-# constraints.txt pins the dependencies that TRL shares with bapo; benchmarks/trl-requirements.txt
-# pins the others.
-$(TRL_STAMP): constraints.txt benchmarks/trl-requirements.txt
-	$(PYTHON) -m venv $(TRL)
-	$(TRL)/bin/pip install --quiet --progress-bar off -c constraints.txt "torch==2.13.0"
-	$(TRL)/bin/pip install --quiet --progress-bar off -c constraints.txt \
+# Beside .venv, not in it: nothing but the benchmarks may import TRL. Its other dependencies are
+# those of bapo.
+$(TRL_STAMP): benchmarks/trl-requirements.txt $(STAMP)
+	rm -rf $(TRL)
+	$(BIN)/pip install --quiet --progress-bar off --no-deps --target $(TRL) \
 		-r benchmarks/trl-requirements.txt
 	touch $@
 
-install-trl: $(STAMP) $(TRL_STAMP) ## create .venv-trl with TRL, with which benchmarks.trl compares bapo
+install-trl: $(TRL_STAMP) ## install TRL into .trl, for the benchmarks that compare bapo with it
 
 install-chromium: ## install Debian's Chromium for the browser tests, if there is no browser
 	@for name in $(CHROMIUMS); do command -v $$name && exit 0; done; \
 		$(SUDO) apt-get update && $(SUDO) apt-get install --yes chromium
+
+gpu-bundle: $(STAMP) ## collect what a GPU machine without a network lacks (benchmarks/gpu)
+	$(BIN)/python -m benchmarks.gpu.bundle
 
 run: $(STAMP) ## train with BAPO on Countdown, show a report
 	$(BIN)/bapo run examples/countdown.yaml --new
 
 # Files run in their listed order. By default, xdist orders them by their number of tests, so that
 # the longest one runs last, and alone.
-test: $(STAMP) ## run the tests, two files at a time
+test: $(STAMP) $(TRL_STAMP) ## run the tests, two files at a time
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP) ## run the slow tests
@@ -127,6 +129,7 @@ docs: $(STAMP) ## regenerate the reference pages, the chart's README and the com
 	$(BIN)/python -m services.cli.environment docs/environment.md
 	$(BIN)/python charts/readme.py
 	$(BIN)/bapo pipeline compile
+	$(BIN)/python -m benchmarks.gpu.table
 
 clean: ## remove the environments, the local stack's data and the runs
-	rm -rf $(VENV) $(VLLM) $(TRL) $(NEWEST) .bapo runs
+	rm -rf $(VENV) $(VLLM) $(TRL) $(NEWEST) .gpu-bundle .bapo runs

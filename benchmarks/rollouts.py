@@ -63,7 +63,24 @@ SIZES = {
     "small": (256, 8, 1_000),
     "large": (768, 12, 27_000),
 }
-PROMPTS, GROUP, RESPONSE = 32, 8, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is generated in a step, and how vLLM is started for it."""
+
+    prompts: int = 32
+    group: int = 8
+    response: int = 64
+    """Tokens of every response."""
+    vllm_args: tuple[str, ...] = ("--enforce-eager", "--max-num-seqs", "256")
+
+    @property
+    def tokens(self) -> int:
+        return self.prompts * self.group * self.response
+
+
+DEFAULT_WORKLOAD = Workload()
 
 
 def make_model(directory: Path, size: str) -> Path:
@@ -89,7 +106,7 @@ def make_model(directory: Path, size: str) -> Path:
     return directory
 
 
-def config(name: str, replicas: int, sync_every: int) -> RunConfig:
+def config(name: str, replicas: int, sync_every: int, workload: Workload) -> RunConfig:
     return config_from(
         {
             "name": name,
@@ -97,15 +114,15 @@ def config(name: str, replicas: int, sync_every: int) -> RunConfig:
             "task": {"options": {"template": "short"}, "train_prompts": 2_000, "test_prompts": 8},
             "sync": {"every": sync_every, "reevaluate_every": sync_every, "phase": "first_step"},
             "reevaluate": {"enabled": False},
-            "optimizer": {"minibatch_prompts": PROMPTS},
+            "optimizer": {"minibatch_prompts": workload.prompts},
             "rollout": {
                 "engine": "vllm",
                 "replicas": replicas,
-                "vllm_args": ["--enforce-eager", "--max-num-seqs", "256"],
-                "prompts_per_step": PROMPTS,
-                "group_size": GROUP,
+                "vllm_args": list(workload.vllm_args),
+                "prompts_per_step": workload.prompts,
+                "group_size": workload.group,
                 "max_prompt_tokens": 32,
-                "max_response_tokens": RESPONSE,
+                "max_response_tokens": workload.response,
             },
         }
     )
@@ -116,6 +133,7 @@ class Run:
     """A run with replicas and without a trainer; this process publishes the weights."""
 
     config: RunConfig
+    workload: Workload
     stack: Endpoints
     model: Path
     client: BufferClient
@@ -157,9 +175,15 @@ class Run:
 
 @contextmanager
 def running(
-    name: str, replicas: int, sync_every: int, model: Path, stack: Endpoints, home: Path
+    name: str,
+    replicas: int,
+    sync_every: int,
+    model: Path,
+    stack: Endpoints,
+    home: Path,
+    workload: Workload = DEFAULT_WORKLOAD,
 ) -> Iterator[Run]:
-    settings = config(name, replicas, sync_every)
+    settings = config(name, replicas, sync_every, workload)
     client = BufferClient(stack.buffer_url, stack.token, run=name)
     train, test = load_datasets(settings)
     for dataset in (train, test):
@@ -186,7 +210,7 @@ def running(
                 "BAPO_SCRATCH": str(scratch / f"engine-{number}"),
             }
             supervisor.start_python(f"engine-{number}", "services.rollout.server", environment)
-        run = Run(settings, stack, model, client, supervisor, scratch)
+        run = Run(settings, workload, stack, model, client, supervisor, scratch)
         run.publish(1, AutoModelForCausalLM.from_pretrained(model))
         client.step_prompts(1)
         run.until_served(1)
@@ -211,16 +235,17 @@ async def collected(run: Run, steps: range) -> float:
             await collector._run(Job(step, "fresh"))
         await collector._limit_running(0)
         seconds = time.perf_counter() - started
-    return len(steps) * PROMPTS * GROUP * RESPONSE / seconds
+    return len(steps) * run.workload.tokens / seconds
 
 
 async def bare(run: Run, steps: range) -> float:
     """Returns the tokens per second of vLLM with the requests that the collector would make."""
     tokenizer = AutoTokenizer.from_pretrained(run.model)
     task = get_task(run.config.task.name, **run.config.task.options)
-    sampling = Sampling(temperature=1.0, max_tokens=RESPONSE, group_size=GROUP)
+    workload = run.workload
+    sampling = Sampling(temperature=1.0, max_tokens=workload.response, group_size=workload.group)
     apis = [VllmApi(port) for port in run.vllm_ports()]
-    limit = min(CONCURRENT_JOBS * PROMPTS, fleet.PROMPTS_IN_FLIGHT * len(apis))
+    limit = min(CONCURRENT_JOBS * workload.prompts, fleet.PROMPTS_IN_FLIGHT * len(apis))
     room = asyncio.Semaphore(limit)
 
     async def one(number: int, token_ids: list[int], seed: int) -> None:
@@ -240,7 +265,7 @@ async def bare(run: Run, steps: range) -> float:
     seconds = time.perf_counter() - started
     for api in apis:
         await api.close()
-    return len(requests) * GROUP * RESPONSE / seconds
+    return len(requests) * workload.group * workload.response / seconds
 
 
 def throughput(run: Run, *, repeats: int, steps: int) -> dict[str, Any]:

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from bapo_core.config import RunConfig, config_from
+from benchmarks.batches import WINDOW, batch_of
 from benchmarks.machine import machine
 from benchmarks.random_model import save_random_model
-from benchmarks.trl_ours import WINDOW, batch_of
 from benchmarks.trl_steps import Group, Response
 from services.trainer.data import Batch, make_plan
 from services.trainer.phases import PhaseTimer

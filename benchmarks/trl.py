@@ -56,7 +56,8 @@ from benchmarks.trl_steps import (
 )
 
 OURS, THEIRS = "benchmarks.trl_ours", "benchmarks.trl_theirs"
-THEIR_PYTHON = Path(".venv-trl/bin/python")
+THEIR_PACKAGES = Path(".trl")
+"""Directory with TRL and what only TRL needs, before all other packages on its side."""
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRL_EXPERIMENTAL_SILENCE": "1",
@@ -124,25 +125,30 @@ def side_of(variant: str, directory: Path, groups: list[Group]) -> Side:
         gradient_checkpointing=variant.endswith("_checkpointing"),
         corrected=variant != "trl_uncorrected",
         responses_only=variant != "trl",
+        liger=variant == "trl_liger",
     )
 
 
+class SideFailed(Exception):
+    """The process of a variant failed; the message is the end of its output."""
+
+
 def measure_in_process(variant: str, side: Side, out: Path) -> dict[str, Any]:
-    """Measures one variant in a new process, which leaves its weights beside `out`."""
+    """Measures one variant in a new process, which leaves its weights beside `out`.
+
+    Raises `SideFailed`.
+    """
     ours = variant.startswith("ours")
+    module, environment = (OURS, os.environ) if ours else (THEIRS, their_environment())
     done = subprocess.run(
-        [
-            sys.executable if ours else str(THEIR_PYTHON),
-            *("-m", OURS if ours else THEIRS),
-            *(json.dumps(asdict(side)), str(out)),
-        ],
-        env={**os.environ, **ENVIRONMENT},
+        [sys.executable, "-m", module, json.dumps(asdict(side)), str(out)],
+        env={**environment, **ENVIRONMENT},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     if done.returncode != 0:
-        raise SystemExit(f"{variant} failed:\n{done.stdout[-4000:]}")
+        raise SideFailed(f"{variant} failed:\n{done.stdout[-4000:]}")
     figures: dict[str, Any] = json.loads(out.with_suffix(".json").read_text())
     return figures
 
@@ -250,13 +256,24 @@ def _largest_difference(values: list[float], expected: list[float]) -> float:
     return max(abs(one - other) for one, other in zip(values, expected, strict=True))
 
 
+def their_environment() -> dict[str, str]:
+    """Returns the variables of a process that imports TRL."""
+    paths = [str(THEIR_PACKAGES.resolve()), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
 def their_versions() -> dict[str, str]:
     names = ("trl", "torch", "transformers", "accelerate")
     program = f"""
 import importlib.metadata, json
 print(json.dumps({{name: importlib.metadata.version(name) for name in {names}}}))
 """
-    done = subprocess.run([THEIR_PYTHON, "-c", program], check=True, stdout=subprocess.PIPE)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=their_environment(),
+        check=True,
+        stdout=subprocess.PIPE,
+    )
     versions: dict[str, str] = json.loads(done.stdout)
     return versions
 
@@ -266,8 +283,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/trl.json"))
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    if not THEIR_PYTHON.exists():
-        raise SystemExit(f"{THEIR_PYTHON} is missing: run `make install-trl`")
+    if not THEIR_PACKAGES.exists():
+        raise SystemExit(f"{THEIR_PACKAGES} is missing: run `make install-trl`")
     result: dict[str, Any] = {
         "machine": machine("torch", "transformers"),
         "theirs": their_versions(),

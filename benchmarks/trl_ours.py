@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from bapo_core.config import RunConfig, config_from
+from benchmarks.batches import WINDOW, batch_of
 from benchmarks.trl_steps import (
     ADVANTAGE_EPS,
     CLIP,
@@ -24,15 +25,11 @@ from benchmarks.trl_steps import (
     read_side,
     slots,
 )
-from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
-from services.buffer.api.wire import ManifestMember
-from services.trainer.data import Batch, collate, make_plan
+from services.trainer.data import make_plan
 from services.trainer.phases import PhaseTimer
-from services.trainer.ranks import Ranks
+from services.trainer.ranks import Ranks, init_distributed
 from services.trainer.shard import load_sharded
 from services.trainer.update import Updater
-
-WINDOW = (0.125, 0.5)
 
 
 def config(side: Side, groups: list[Group]) -> RunConfig:
@@ -70,52 +67,21 @@ def config(side: Side, groups: list[Group]) -> RunConfig:
     )
 
 
-def members_of(groups: list[Group]) -> list[ManifestMember]:
-    return [
-        ManifestMember(
-            group_id=index,
-            source="fresh",
-            prompt_uid=str(index),
-            step=1,
-            policy_version=1,
-            correct=sum(response.reward > 0 for response in group.responses),
-            size=len(group.responses),
-            tokens=sum(len(response.tokens) for response in group.responses),
-            object_key="",
-            object_digest="",
-            row_start=0,
-            row_count=len(group.responses),
-        )
-        for index, group in enumerate(groups)
-    ]
-
-
-def batch_of(groups: list[Group]) -> Batch:
-    stored = [
-        TrajectoryGroup(
-            str(index),
-            group.prompt,
-            1,
-            [
-                TrajectoryResponse(response.tokens, response.logprobs, response.reward, "stop", "")
-                for response in group.responses
-            ],
-        )
-        for index, group in enumerate(groups)
-    ]
-    return collate(members_of(groups), table_of(stored))
-
-
 def run(side: Side, out: Path) -> None:
     groups = side.groups
     settings = config(side, groups)
+    with init_distributed() as ranks:
+        measure(side, groups, settings, ranks, out)
+
+
+def measure(side: Side, groups: list[Group], settings: RunConfig, ranks: Ranks, out: Path) -> None:
     policy = load_sharded(
         Path(side.directory) / "model",
-        Ranks(0, 1),
+        ranks,
         prepare=lambda policy: policy,
         settings=settings.trainer,
     )
-    updater = Updater(settings, policy, Ranks(0, 1))
+    updater = Updater(settings, policy, ranks)
     meter = Meter()
     short = [group.truncate(WARM_UP_TOKENS) for group in groups]
     for number in range(1, side.steps + 2):

@@ -63,6 +63,8 @@ class Side:
     """Whether TRL corrects for the behaviour policy, which takes a pass to score the batch."""
     responses_only: bool = False
     """Whether TRL's output layer leaves out prompts and padding, as it does on GPUs."""
+    liger: bool = False
+    """Whether TRL takes Liger's fused loss, which needs a GPU."""
 
     @property
     def groups(self) -> list[Group]:
@@ -95,8 +97,9 @@ def tokens_of(groups: list[Group]) -> int:
 class Meter:
     """Measures time and memory of the steps after the warm-up.
 
-    Memory is the resident memory of this process by the kernel's account: `before` once the model,
-    the optimizer's state and all libraries are loaded, the peak while steps are taken.
+    Memory is the resident memory of this process by the kernel's account, or the memory that
+    PyTorch has allocated on the GPU if there is one: `before` once the model, the optimizer's state
+    and all libraries are loaded, the peak while steps are taken.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -110,6 +113,11 @@ class Meter:
         for parameter in model.parameters():
             parameter.grad = None
         gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            self.before = torch.cuda.memory_allocated() / (1 << 20)
+            return
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")  # resets the peak, VmHWM
         self.before = _memory("VmRSS")
@@ -119,7 +127,8 @@ class Meter:
         self.cpu_seconds.append(cpu_seconds)
 
     def report(self) -> dict[str, Any]:
-        peak = _memory("VmHWM")
+        cuda = torch.cuda.is_available()
+        peak = torch.cuda.max_memory_allocated() / (1 << 20) if cuda else _memory("VmHWM")
         return {
             "seconds": self.seconds,
             "cpu_seconds": self.cpu_seconds,
@@ -131,11 +140,18 @@ class Meter:
         }
 
 
+def _wall_clock() -> float:
+    """Returns the time once the GPU, if there is one, has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 @dataclass(frozen=True)
 class Instant:
     """The time now, by the wall clock and by the processor."""
 
-    seconds: float = field(default_factory=time.perf_counter)
+    seconds: float = field(default_factory=_wall_clock)
     cpu_seconds: float = field(default_factory=time.process_time)
 
 
@@ -151,10 +167,16 @@ def finish(meter: Meter, model: torch.nn.Module, out: Path) -> None:
     """Writes the measurements as JSON, and the weights beside them."""
     out.with_suffix(".json").write_text(json.dumps(meter.report()))
     weights = {
-        name.replace("_checkpoint_wrapped_module.", ""): parameter.detach().clone()
+        name.replace("_checkpoint_wrapped_module.", ""): _full(parameter).detach().cpu()
         for name, parameter in model.named_parameters()
     }
     torch.save(weights, out.with_suffix(".pt"))
+
+
+def _full(parameter: Any) -> torch.Tensor:
+    """Returns the whole tensor of a parameter, which our side shards on a GPU."""
+    whole: torch.Tensor = getattr(parameter, "full_tensor", parameter.clone)()
+    return whole
 
 
 def read_side(text: str) -> Side:

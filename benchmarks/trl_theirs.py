@@ -1,6 +1,6 @@
 """Runs TRL's side of `benchmarks.trl`: its `GRPOTrainer` on given responses, without generation.
 
-    .venv-trl/bin/python -m benchmarks.trl_theirs SIDE OUT
+    PYTHONPATH=.trl python -m benchmarks.trl_theirs SIDE OUT
 
 `rollout_func` is TRL's own interface for responses with their behaviour log-probs. From there
 on everything is TRL's: padding, advantages, scoring, micro-batches, loss, optimizer. Of the
@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import trl.trainer.utils  # type: ignore[import-not-found]
 from datasets import Dataset  # type: ignore[import-not-found]
 from tokenizers import Tokenizer, models
@@ -121,8 +122,9 @@ def arguments(side: Side, groups: list[Group], directory: str) -> GRPOConfig:
     size = len(groups[0].responses)
     return GRPOConfig(
         output_dir=directory,
-        use_cpu=True,
-        bf16=False,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=torch.cuda.is_available(),
+        use_liger_kernel=side.liger,
         max_steps=side.steps + 1,
         per_device_train_batch_size=side.rows_at_once,
         gradient_accumulation_steps=len(groups) * size // side.rows_at_once,
@@ -148,7 +150,7 @@ def arguments(side: Side, groups: list[Group], directory: str) -> GRPOConfig:
 
 def run(side: Side, out: Path) -> None:
     groups = side.groups
-    if side.responses_only:
+    if side.responses_only and not torch.cuda.is_available():
         # TRL asks this function only whether to leave out padding; its kernels ask another one.
         trl.trainer.utils._use_triton = lambda _: True
     meter = Meter()

@@ -1,0 +1,1 @@
+"""Everything that has to be measured on a GPU, in one command: `python -m benchmarks.gpu`."""

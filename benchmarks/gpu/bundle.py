@@ -1,0 +1,193 @@
+"""Collects what a GPU machine without a network lacks, and installs it there.
+
+    make gpu-bundle     (python -m benchmarks.gpu.bundle; prints the command of each call)
+
+The machine gets a copy of this checkout and at most 64 MiB with each call, and may be another one
+for the next call. So packages travel as archives below that size, which xz makes smaller than
+wheels. `python -m benchmarks.gpu --bundle FILE` unpacks one into an environment of its own, which
+also sees the packages of the machine.
+
+Imports nothing but the standard library, because it runs before anything is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+import venv
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+ENVIRONMENT = Path.home() / ".cache" / "bapo-gpu"
+"""Where archives are unpacked on the machine; it stays there for the calls that follow."""
+PYTHON = "3.12"
+PLATFORMS = (
+    *("manylinux_2_34", "manylinux_2_31", "manylinux_2_28", "manylinux_2_27", "manylinux_2_24"),
+    *("manylinux_2_17", "manylinux2014", "manylinux_2_12", "manylinux1"),
+)
+VLLM = "vllm==0.32.0"
+LIMIT_BYTES = 64 << 20
+"""What may travel with one call, the checkout included."""
+CALLS = (
+    ("environment", "ceilings", "correctness", "trainer", "logprobs"),
+    ("end_to_end", "ragged", "prefix", "generate"),
+)
+"""The parts of each call of at most ten minutes."""
+
+
+# -- on the GPU machine
+
+
+def install(bundle: Path, environment: Path = ENVIRONMENT) -> Path:
+    """Unpacks an archive into the environment; returns the environment's interpreter."""
+    if not bundle.is_file():
+        raise SystemExit(f"{bundle} does not exist; run `make gpu-bundle` where there is a network")
+    python = _create(environment)
+    site_packages = _site_packages(environment)
+    with tarfile.open(bundle) as archive:
+        for member in archive:
+            target = environment if member.name.startswith("bin/") else site_packages
+            archive.extract(member, target, filter="data")
+    return python
+
+
+def _create(environment: Path) -> Path:
+    """Creates an environment that also has the packages of this interpreter."""
+    python = environment / "bin" / "python"
+    if not python.exists():
+        venv.create(environment, symlinks=True)
+        # Not --system-site-packages: this interpreter may itself belong to an environment.
+        paths = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
+        lines = [f"import site; site.addsitedir({path!r})" for path in sorted(paths)]
+        (_site_packages(environment) / "machine.pth").write_text("\n".join(lines) + "\n")
+    return python
+
+
+def _site_packages(environment: Path) -> Path:
+    (directory,) = (environment / "lib").glob("python*/site-packages")
+    return directory
+
+
+# -- on the machine with a network
+
+
+def collect(out: Path) -> None:
+    """Writes the archives, one for each call."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(prefix="bapo-bundle-") as scratch:
+        base, vllm = Path(scratch) / "base", Path(scratch) / "vllm"
+        _pip("install", "--target", str(base), *requirements("base.txt"))
+        pack(base, sorted(path for path in base.rglob("*") if path.is_file()), out / "base.tar.xz")
+        _pip("download", "--dest", scratch, VLLM)
+        (wheel,) = Path(scratch).glob("vllm-*.whl")
+        with zipfile.ZipFile(wheel) as files:
+            files.extractall(vllm)
+        if needed := requirements("vllm.txt"):
+            _pip("install", "--target", str(vllm), *needed)
+        pieces: dict[str, list[Path]] = {}
+        for path in sorted(path for path in vllm.rglob("*") if path.is_file()):
+            if piece := piece_of(path.relative_to(vllm).as_posix()):
+                pieces.setdefault(piece, []).append(path)
+        for piece, members in pieces.items():
+            pack(vllm, members, out / f"{piece}.tar.xz")
+
+
+def requirements(name: str) -> list[str]:
+    """Returns the requirements that a file of this directory lists."""
+    lines = (HERE / name).read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def _pip(command: str, *arguments: str) -> None:
+    options = ["--quiet", "--no-deps", "--constraint", str(ROOT / "constraints.txt")]
+    options += ["--only-binary", ":all:", "--python-version", PYTHON, "--implementation", "cp"]
+    options += [f"--platform={platform}_x86_64" for platform in PLATFORMS]
+    if command == "install":
+        options.append("--no-compile")
+    subprocess.run([sys.executable, "-m", "pip", command, *options, *arguments], check=True)
+
+
+def piece_of(member: str) -> str | None:
+    """Returns the archive of a file of vLLM's; None for what a Hopper GPU does not need."""
+    unneeded = ("_vllm_fa2_C", "vllm-rs", "third_party/deep_gemm/")
+    if any(part in member for part in unneeded):
+        return None
+    if member.startswith("vllm/_C_stable_libtorch"):
+        return "vllm-1"
+    return "vllm-3" if member.startswith("vllm/_moe_C") else "vllm-2"
+
+
+def pack(root: Path, members: Sequence[Path], target: Path) -> None:
+    """Writes files below `root` into an archive."""
+    with tarfile.open(target, "w:xz", preset=9) as archive:
+        for path in members:
+            archive.add(path, path.relative_to(root))
+
+
+def calls(out: Path, commit: str) -> Iterator[tuple[Path, str]]:
+    """Yields what each call brings along, and its command; `$OUT` takes the results."""
+    common = f"--commit {commit} --minutes 9.5 --out $OUT"
+    for parts in CALLS:
+        only = " ".join(parts)
+        bundle = f"{out.name}/base.tar.xz"
+        yield (
+            out / "base.tar.xz",
+            f"python3 -m benchmarks.gpu --bundle {bundle} --only {only} {common}",
+        )
+    for name in ("vllm-1", "vllm-2"):
+        bundle = f"{out.name}/{name}.tar.xz"
+        yield out / f"{name}.tar.xz", f"python3 -m benchmarks.gpu.bundle --install {bundle}"
+    bundle = f"{out.name}/vllm-3.tar.xz"
+    yield (
+        out / "vllm-3.tar.xz",
+        f"python3 -m benchmarks.gpu --bundle {bundle} --only vllm {common}",
+    )
+
+
+def show(out: Path) -> None:
+    """Prints what each call brings along, its size, and its command."""
+    commit = _output("git", "rev-parse", "HEAD").strip()
+    listed = _output("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    paths = [ROOT / name for name in listed.split("\0") if name]
+    checkout = sum(path.stat().st_size for path in paths if path.is_file())
+    print(f"The checkout: {checkout / (1 << 20):.1f} MiB. Every call brings it along.\n")
+    for number, (bundle, command) in enumerate(calls(out, commit), start=1):
+        size = bundle.stat().st_size
+        fits = "" if size + checkout <= LIMIT_BYTES else "  TOO LARGE"
+        print(f"call {number}: {bundle.name}, {size / (1 << 20):.1f} MiB{fits}\n  {command}\n")
+    print(
+        "Calls 3 to 5 need what call 1 or 2 unpacked, on the same machine. On a new one, unpack it "
+        f"first:\n  python3 -m benchmarks.gpu.bundle --install {out.name}/base.tar.xz"
+    )
+
+
+def _output(*command: str) -> str:
+    done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / ".gpu-bundle")
+    parser.add_argument("--install", type=Path, metavar="FILE", help="unpack FILE here instead")
+    parser.add_argument("--show", action="store_true", help="print the calls of an earlier bundle")
+    arguments = parser.parse_args()
+    if arguments.install is not None:
+        print(install(arguments.install))
+        return
+    if not arguments.show:
+        collect(arguments.out)
+    show(arguments.out)
+
+
+if __name__ == "__main__":
+    main()

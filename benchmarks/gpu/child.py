@@ -1,0 +1,35 @@
+"""Runs one part in this process: `python -m benchmarks.gpu.child PART SIZE FILE COMMIT`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.record import Record
+
+
+def main() -> None:
+    part, size, path, commit = sys.argv[1:]
+    record = Record(Path(path), part, size, commit)  # type: ignore[arg-type]
+    record.start(_device())
+    try:
+        module: Any = importlib.import_module(f"benchmarks.gpu.{part}")
+        module.measure(record)
+    except BaseException:
+        record.finish("failed", traceback.format_exc())
+        raise
+    record.finish("done")
+
+
+def _device() -> str:
+    """Returns the name of the GPU, or `cpu`."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Models with random weights, of the shapes that published figures are for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from bapo_core.config import RunConfig
+from benchmarks.gpu.device import DEVICE
+from services.trainer import attention
+from services.trainer.lora import add_adapters
+from services.trainer.policy import Policy
+from services.trainer.ranks import Ranks
+from services.trainer.shard import checkpoint_layers, compile_layers, shard
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": {
+        "hidden_size": 1_024,
+        "intermediate_size": 3_072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "vocab_size": 151_936,
+    },
+    "qwen3-4b": {
+        "hidden_size": 2_560,
+        "intermediate_size": 9_728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 151_936,
+    },
+    "small": {
+        "hidden_size": 512,
+        "intermediate_size": 1_536,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "vocab_size": 16_384,
+    },
+    "toy": {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 1_024,
+    },
+}
+"""Sizes by name; the head's width is 128 unless given."""
+
+
+def model_config(shape: str) -> Qwen3Config:
+    """Returns the configuration of a shape, with tied embeddings and end token 1."""
+    options: dict[str, Any] = {
+        "head_dim": 128,
+        "max_position_embeddings": 131_072,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+    }
+    return Qwen3Config(**(options | SHAPES[shape]))
+
+
+def random_policy(shape: str, config: RunConfig, ranks: Ranks) -> Policy:
+    """Builds a policy on the device as `load_sharded` does, with weights drawn from seed 0."""
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+            model_config(shape),
+            dtype=torch.float32,
+            attn_implementation=attention.IMPLEMENTATION,
+        )
+    policy = Policy(model).eval()
+    add_adapters(policy.model, config.lora, config.seed)
+    checkpoint_layers(policy, config.trainer.gradient_checkpointing)
+    if config.trainer.compile:
+        compile_layers(policy)
+    return shard(policy, ranks, offload=config.trainer.offload)
+
+
+def save_random_model(shape: str, directory: Path) -> None:
+    """Saves a model of a shape in bfloat16, with weights drawn from seed 0."""
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model: Any = Qwen3ForCausalLM(model_config(shape))
+    model.to(torch.bfloat16).save_pretrained(directory)

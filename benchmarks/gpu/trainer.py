@@ -1,0 +1,125 @@
+"""Training steps of Qwen3 shapes on long rows, as prime-rl publishes them for one H100.
+
+The published runs (prime-rl's benchmarks/baselines, January 2026) take two micro-batches of one row
+of random tokens each, with compiled layers, full recomputation and fp32 master weights, and no
+scoring pass: compare `update`. Their tokens a second of a full fine-tuning count the time between
+two steps; their own time of a step of the first row gives 16.4k tokens a second, not 11.9k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import Qwen3Config
+
+from benchmarks.gpu.device import free, profiled
+from benchmarks.gpu.models import model_config, random_policy
+from benchmarks.gpu.record import Record
+from benchmarks.gpu.steps import Steps, make_group, step_config
+from services.trainer.policy import Policy
+from services.trainer.ranks import init_distributed
+from services.trainer.speed import FROZEN, PEAK_TFLOPS, TRAINING
+
+ROWS = 2
+REPEATS = 3
+PEAK_FLOPS = PEAK_TFLOPS["H200"] * 1e12
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    shape: str
+    row: int
+    """Tokens of a row."""
+    lora_rank: int = 0
+    recompute: bool = True
+    compiled: bool = False
+    published: tuple[float, float, float] | None = None
+    """Tokens a second, MFU in percent and peak GiB of prime-rl on one H100."""
+
+    @property
+    def name(self) -> str:
+        parts = [self.shape, str(self.row), f"lora{self.lora_rank}" if self.lora_rank else ""]
+        parts += ["" if self.recompute else "kept", "compiled" if self.compiled else ""]
+        return "-".join(filter(None, parts))
+
+
+CASES = (
+    Case("qwen3-0.6b", 16_384, published=(11_900, 11.1, 12.5)),
+    Case("qwen3-0.6b", 65_536, published=(10_150, 26.8, 19.6)),
+    Case("qwen3-4b", 16_384, lora_rank=16, published=(6_230, 21.7, 23.3)),
+    Case("qwen3-0.6b", 16_384, recompute=False),
+    Case("qwen3-0.6b", 16_384, compiled=True, published=(11_900, 11.1, 12.5)),
+    Case("qwen3-4b", 16_384, lora_rank=16, compiled=True, published=(6_230, 21.7, 23.3)),
+)
+TOY_CASES = (
+    Case("toy", 64),
+    Case("toy", 64, lora_rank=4, recompute=False),
+)
+
+
+def measure(record: Record) -> None:
+    with init_distributed() as ranks:
+        for case in TOY_CASES if record.toy else CASES:
+            record.add(case.name, measure_case(case, ranks))
+            free()
+
+
+def measure_case(case: Case, ranks: Any) -> dict[str, Any]:
+    shape = model_config(case.shape)
+    draw = np.random.default_rng(0)
+    # One prompt token: the whole row but that is trained on, as in the published runs.
+    groups = [make_group(draw, 1, [case.row - 1] * ROWS, shape.vocab_size)]
+    config = step_config(
+        groups,
+        microbatch_tokens=case.row,
+        lora={"rank": case.lora_rank, "alpha": 32},
+        trainer={
+            "gradient_checkpointing": "full" if case.recompute else "none",
+            "compile": case.compiled,
+        },
+    )
+    policy = random_policy(case.shape, config, ranks)
+    steps = Steps(config, policy, groups)
+    result = steps.measure(REPEATS, warm_up=2 if case.compiled else 1)
+    rate = result["tokens_per_s"]["update"]
+    result |= {
+        "parameters": sum(parameter.numel() for parameter in policy.parameters()),
+        "mfu_published_formula": rate * published_flops(shape, policy, case.row) / PEAK_FLOPS,
+        "mfu_ours": rate * our_flops(policy) / PEAK_FLOPS,
+        "published": case.published,
+    }
+    if not case.compiled:
+        result["profile"] = profiled(steps.step)
+    return result
+
+
+def published_flops(shape: Qwen3Config, policy: Policy, row: int) -> float:
+    """Returns FLOPs a token by prime-rl's count (`trainer/perf.py`).
+
+    6 for each weight of a matrix product, or 4 if it is frozen and 6 for each of its adapters, and
+    12 x layers x width x row for attention: causality and recomputation are not counted.
+    """
+    width, head = shape.hidden_size, shape.head_dim
+    heads, key_heads = shape.num_attention_heads, shape.num_key_value_heads
+    assert head is not None
+    assert key_heads is not None
+    layer = width * head * (2 * heads + 2 * key_heads) + 3 * width * shape.intermediate_size
+    weights = shape.num_hidden_layers * layer + shape.vocab_size * width
+    adapters = sum(
+        parameter.numel() for name, parameter in policy.named_parameters() if ".lora_" in name
+    )
+    per_weight = 4 if adapters else 6
+    attention = 12 * shape.num_hidden_layers * width * row
+    return per_weight * weights + 6 * adapters + attention
+
+
+def our_flops(policy: Policy) -> float:
+    """Returns FLOPs a token of an update by `services.trainer.speed`: attention is not counted."""
+    return float(
+        sum(
+            parameter.numel() * (TRAINING if parameter.requires_grad else FROZEN)
+            for parameter in policy.parameters()
+        )
+    )
