@@ -4,8 +4,8 @@
 
 The machine gets a copy of this checkout and at most 64 MiB with each call, and may be another one
 for the next call. So packages travel as archives below that size, which xz makes smaller than
-wheels. `python -m benchmarks.gpu --bundle FILE` unpacks one into an environment of its own, which
-also sees the packages of the machine.
+wheels. `python -m benchmarks.gpu --bundle FILE` unpacks one into an environment that also sees the
+packages of the machine. vLLM gets another one beside it, because it pins other versions.
 
 Imports nothing but the standard library, because it runs before anything is installed.
 """
@@ -26,8 +26,10 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-ENVIRONMENT = Path.home() / ".cache" / "bapo-gpu"
-"""Where archives are unpacked on the machine; it stays there for the calls that follow."""
+HOME = Path.home() / ".cache" / "bapo-gpu"
+"""Directory of the environments on the machine; it stays there for the calls that follow."""
+MAIN, VLLM_ENVIRONMENT = "main", ".venv-vllm"
+"""The environments. A replica looks for vLLM in the second one, beside its own."""
 PYTHON = "3.12"
 PLATFORMS = (
     *("manylinux_2_34", "manylinux_2_31", "manylinux_2_28", "manylinux_2_27", "manylinux_2_24"),
@@ -46,11 +48,13 @@ CALLS = (
 # -- on the GPU machine
 
 
-def install(bundle: Path, environment: Path = ENVIRONMENT) -> Path:
-    """Unpacks an archive into the environment; returns the environment's interpreter."""
+def install(bundle: Path, home: Path = HOME) -> Path:
+    """Unpacks an archive into its environment; returns the interpreter of the main one."""
     if not bundle.is_file():
         raise SystemExit(f"{bundle} does not exist; run `make gpu-bundle` where there is a network")
-    python = _create(environment)
+    python = _create(home / MAIN)
+    environment = home / (VLLM_ENVIRONMENT if bundle.name.startswith("vllm") else MAIN)
+    _create(environment)
     site_packages = _site_packages(environment)
     with tarfile.open(bundle) as archive:
         for member in archive:
@@ -91,8 +95,10 @@ def collect(out: Path) -> None:
         (wheel,) = Path(scratch).glob("vllm-*.whl")
         with zipfile.ZipFile(wheel) as files:
             files.extractall(vllm)
-        if needed := requirements("vllm.txt"):
-            _pip("install", "--target", str(vllm), *needed)
+        _pip(
+            *("install", "--target", str(vllm), *requirements("vllm.txt")),
+            constraints="constraints-vllm.txt",
+        )
         pieces: dict[str, list[Path]] = {}
         for path in sorted(path for path in vllm.rglob("*") if path.is_file()):
             if piece := piece_of(path.relative_to(vllm).as_posix()):
@@ -107,8 +113,8 @@ def requirements(name: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def _pip(command: str, *arguments: str) -> None:
-    options = ["--quiet", "--no-deps", "--constraint", str(ROOT / "constraints.txt")]
+def _pip(command: str, *arguments: str, constraints: str = "constraints.txt") -> None:
+    options = ["--quiet", "--no-deps", "--constraint", str(ROOT / constraints)]
     options += ["--only-binary", ":all:", "--python-version", PYTHON, "--implementation", "cp"]
     options += [f"--platform={platform}_x86_64" for platform in PLATFORMS]
     if command == "install":
@@ -117,9 +123,10 @@ def _pip(command: str, *arguments: str) -> None:
 
 
 def piece_of(member: str) -> str | None:
-    """Returns the archive of a file of vLLM's; None for what a Hopper GPU does not need."""
-    unneeded = ("_vllm_fa2_C", "vllm-rs", "third_party/deep_gemm/")
-    if any(part in member for part in unneeded):
+    """Returns the archive of a file of vLLM's; None for what is not needed on a Hopper GPU."""
+    kernels = ("vllm/vllm_flash_attn/_vllm_fa2_C", "vllm/vllm-rs", "vllm/third_party/deep_gemm/")
+    data = ("mistral_common/data/", "pycountry/locales/")
+    if member.startswith((*kernels, *data)):
         return None
     if member.startswith("vllm/_C_stable_libtorch"):
         return "vllm-1"

@@ -36,7 +36,7 @@ WORKLOAD = Workload(
     response=1_024,
     vllm_args=("--max-num-seqs", "512", "--gpu-memory-utilization", "0.6"),
 )
-TOY_WORKLOAD = Workload(prompts=4, group=2, response=8)
+TOY_WORKLOAD = Workload(prompts=4, response=8)
 EAGER = ("--enforce-eager", "--gpu-memory-utilization", "0.4")
 
 
@@ -83,9 +83,11 @@ def parity(prompts: int) -> dict[str, Any]:
             "rollout": {
                 "engine": "vllm",
                 "vllm_args": list(EAGER if GPU else EAGER[:1]),
+                "prompts_per_step": prompts,
                 "max_prompt_tokens": 32,
                 "max_response_tokens": 32,
             },
+            "optimizer": {"minibatch_prompts": prompts},
         }
     )
     found = measure_parity(config, TINY_MODEL, prompts=prompts)

@@ -28,7 +28,9 @@ from services.rollout.collector import tokenize_conversation
 from services.rollout.server import make_driver
 from services.rollout.settings import VllmSettings
 from services.trainer.data import collate, microbatches
-from services.trainer.policy import load_policy, response_logprobs
+from services.trainer.policy import response_logprobs
+from services.trainer.ranks import init_distributed
+from services.trainer.shard import load_sharded
 
 MICROBATCH_TOKENS = 4096
 
@@ -97,12 +99,13 @@ def measure_parity(config: RunConfig, model: Path, *, prompts: int) -> Parity:
             ]
         ),
     )
-    network = load_policy(model)
     trainer_logprobs = torch.zeros_like(batch.behavior_logprobs)
     all_rows = torch.arange(len(batch.tokens))
-    with torch.inference_mode():
+    # On a GPU, as a trainer does: sharding is what makes it compute in bfloat16.
+    with init_distributed() as ranks, torch.no_grad():
+        policy = load_sharded(model, ranks, prepare=lambda policy: policy)
         for rows in microbatches(batch.lengths, all_rows, MICROBATCH_TOKENS):
-            trainer_logprobs[rows] = response_logprobs(network, batch, rows, request.temperature)[0]
+            trainer_logprobs[rows] = response_logprobs(policy, batch, rows, request.temperature)[0]
     metrics = mismatch_metrics(
         trainer_logprobs,
         batch.behavior_logprobs,
@@ -110,8 +113,9 @@ def measure_parity(config: RunConfig, model: Path, *, prompts: int) -> Parity:
         cap=config.loss.weight_cap,
         level=config.loss.weight_level,
     )
-    dtype = config.rollout.dtype if config.rollout.dtype != "auto" else "float32"
-    return Parity(int(batch.mask.sum()), len(batch.tokens), metrics, TOLERANCES[dtype])
+    half = torch.cuda.is_available() or config.rollout.dtype == "bfloat16"
+    tolerance = TOLERANCES["bfloat16" if half else "float32"]
+    return Parity(int(batch.mask.sum()), len(batch.tokens), metrics, tolerance)
 
 
 async def _generate(

@@ -154,25 +154,36 @@ def test_the_variable_length_kernel_takes_these_inputs(window: int | None) -> No
 
 
 def test_a_bundle_is_installed_without_a_network(tmp_path: Path) -> None:
-    root, archive, environment_directory = (tmp_path / name for name in ("root", "a.tar.xz", "env"))
+    root, archive, home = (tmp_path / name for name in ("root", "base.tar.xz", "home"))
     (root / "bin").mkdir(parents=True)
     (root / "travelled.py").write_text("VALUE = 1\n")
     (root / "bin" / "program").write_text("#!/bin/sh\necho 2\n")
     (root / "bin" / "program").chmod(0o755)
     bundle.pack(root, sorted(path for path in root.rglob("*") if path.is_file()), archive)
-    python = bundle.install(archive, environment_directory)
+    python = bundle.install(archive, home)
     # The environment also has what this interpreter has.
     program = "import travelled, torch; print(travelled.VALUE)"
     done = subprocess.run([python, "-c", program], capture_output=True, text=True)
     assert done.stdout == "1\n", done.stderr
     beside = subprocess.run([python.parent / "program"], capture_output=True, text=True)
     assert beside.stdout == "2\n"
-    assert bundle.install(archive, environment_directory) == python
+    assert bundle.install(archive, home) == python
+
+
+def test_vllm_gets_an_environment_where_replicas_look_for_it(tmp_path: Path) -> None:
+    (tmp_path / "in_vllm.py").write_text("VALUE = 1\n")
+    bundle.pack(tmp_path, [tmp_path / "in_vllm.py"], tmp_path / "vllm-1.tar.xz")
+    python = bundle.install(tmp_path / "vllm-1.tar.xz", tmp_path / "home")
+    program = "from services.rollout.vllm.server import find_python; print(find_python())"
+    found = subprocess.run([python, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert found.stdout == f"{tmp_path}/home/.venv-vllm/bin/python\n", found.stderr
+    for interpreter, code in ((found.stdout.strip(), 0), (python, 1)):
+        assert subprocess.run([interpreter, "-c", "import in_vllm"]).returncode == code
 
 
 def test_a_missing_bundle_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="make gpu-bundle"):
-        bundle.install(tmp_path / "base.tar.xz", tmp_path / "environment")
+        bundle.install(tmp_path / "base.tar.xz", tmp_path / "home")
 
 
 def needed(name: str, extras: tuple[str, ...] = ()) -> set[str]:
