@@ -36,6 +36,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from bapo_core.config import RunConfig, config_from
+from bapo_core.errors import BapoError
 from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task
 from benchmarks.buffer import trajectories
@@ -159,13 +160,19 @@ class Run:
         return ports
 
     def until_served(self, version: int) -> None:
-        """Waits until every replica reports that it serves the version."""
+        """Waits until every replica reports that it serves the version.
+
+        Raises `BapoError` with the report of a replica that fails to.
+        """
         stored = None
         while stored is None:
             stored = none_if_missing(partial(self.client.weights, version, wait=10))
         digest = stored.manifest_digest
         while True:
             views = self.client.replicas()
+            for view in views:
+                if view.state == "failing":
+                    raise BapoError(f"{view.name}: {view.detail}")
             served = [view.manifest_digest == digest for view in views]
             if len(served) == self.config.rollout.replicas and all(served):
                 return

@@ -52,7 +52,13 @@ def run_part(suite: Suite, part: Part, limit_s: float) -> Record:
     command += [part.name, suite.size, str(path), suite.commit]
     with log.open("w") as output:
         child = subprocess.Popen(
-            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=ROOT,
+            # The project is not installed on the machine, and parts start processes elsewhere.
+            env={**os.environ, "PYTHONPATH": import_path()},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             code: int | None = child.wait(limit_s)
@@ -70,6 +76,11 @@ def run_part(suite: Suite, part: Part, limit_s: float) -> Record:
     elif code != 0 and record.status != "failed":
         record.finish("failed", f"ended with exit code {code}\n{output_end}")
     return record
+
+
+def import_path() -> str:
+    """Returns the import path of the environment with this checkout before it."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
 def _kill_group(child: subprocess.Popen[bytes]) -> None:

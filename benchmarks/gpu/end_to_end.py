@@ -59,13 +59,7 @@ class Run:
             [sys.executable, "-m", "services.cli", "run"]
             + [str(ROOT / "examples/countdown.yaml"), *settings, *options, "--port", "0"],
             cwd=home,
-            env={
-                **os.environ,
-                "BAPO_HOME": str(home / "home"),
-                "PYTHONPATH": os.pathsep.join(
-                    filter(None, (str(ROOT), os.environ.get("PYTHONPATH", "")))
-                ),
-            },
+            env={**os.environ, "BAPO_HOME": str(home / "home")},
             stdout=self._output,
             stderr=subprocess.STDOUT,
         )

@@ -6,13 +6,16 @@ weights of a Qwen3-0.6B shape, which are random: responses hardly ever end early
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import tempfile
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from bapo_core.config import config_from
+from bapo_core.errors import BapoError
 from benchmarks import rollouts
 from benchmarks.gpu.device import GPU
 from benchmarks.gpu.models import save_random_model
@@ -21,7 +24,7 @@ from benchmarks.rollouts import Workload, running, sync, throughput
 from services.cli.doctor import measure_parity
 from services.model.resolve import TINY_MODEL
 from services.model.tiny import build_tokenizer
-from services.rollout.vllm.server import find_python, installed
+from services.rollout.vllm.server import VllmOptions, VllmServer, find_python, installed
 from services.stack.stack import running_stack
 
 EXTENSIONS = (
@@ -30,14 +33,20 @@ EXTENSIONS = (
     "vllm.vllm_flash_attn._vllm_fa3_C",
     "vllm.entrypoints.openai.api_server",
 )
-WORKLOAD = Workload(
-    prompts=64,
-    group=8,
-    response=1_024,
-    vllm_args=("--max-num-seqs", "512", "--gpu-memory-utilization", "0.6"),
+EAGER = ("--enforce-eager",)
+MEMORY = ("--gpu-memory-utilization", "0.6")
+COMPILED_WORKLOAD, EAGER_WORKLOAD = (
+    Workload(
+        prompts=64,
+        group=8,
+        response=1_024,
+        vllm_args=("--max-num-seqs", "512", *MEMORY, *arguments),
+    )
+    for arguments in ((), EAGER)
 )
 TOY_WORKLOAD = Workload(prompts=4, response=8)
-EAGER = ("--enforce-eager", "--gpu-memory-utilization", "0.4")
+LOG_CHARACTERS = 6_000
+"""Characters of the log of a vLLM that does not start that the result keeps."""
 
 
 def measure(record: Record) -> None:
@@ -45,19 +54,57 @@ def measure(record: Record) -> None:
     record.add("installed", dict(zip(("package", "version"), installed(python), strict=True)))
     # vLLM for CPUs has other extensions.
     record.add("imports", {name: import_error(python, name) for name in EXTENSIONS if GPU})
-    workload = TOY_WORKLOAD if record.toy else WORKLOAD
     repeats = 1 if record.toy else 2
     with (
         tempfile.TemporaryDirectory(prefix="bapo-bench-") as directory,
         running_stack(Path(directory) / "home", 0) as stack,
     ):
         home = Path(directory)
+        record.add("starts", start(python, home))
         model = make_model(home, record.toy)
         record.add("parity", parity(prompts=4 if record.toy else 64))
-        with running("sync", 1, 1, model, stack, home, workload) as run:
+        eager = TOY_WORKLOAD if record.toy else EAGER_WORKLOAD
+        with running("sync", 1, 1, model, stack, home, eager) as run:
             record.add("sync", sync(run, repeats=repeats))
-        with running("speed", 1, 1_000, model, stack, home, workload) as run:
+        if GPU:
+            # This vLLM was built for a newer PyTorch than it may find, which compiling may show.
+            try:
+                with running("compiled", 1, 1_000, model, stack, home, COMPILED_WORKLOAD) as run:
+                    record.add("throughput", throughput(run, repeats=repeats, steps=1))
+                return
+            except BapoError as error:
+                record.add("compiled", {"failed": str(error)})
+        with running("eager", 1, 1_000, model, stack, home, eager) as run:
             record.add("throughput", throughput(run, repeats=repeats, steps=1))
+
+
+def start(python: str, home: Path) -> dict[str, Any]:
+    """Starts vLLM with the tiny model; returns the seconds until it answers.
+
+    Raises `BapoError` with the end of its log if it does not.
+    """
+    options = VllmOptions(
+        python=python,
+        longest_sequence=64,
+        dtype="bfloat16" if GPU else "float32",
+        log=home / "vllm.log",
+        arguments=(*EAGER, *(MEMORY if GPU else ())),
+    )
+    started = time.perf_counter()
+    server = VllmServer(options, TINY_MODEL)
+
+    async def until_ready() -> float:
+        try:
+            await server.wait_ready()
+            return time.perf_counter() - started
+        finally:
+            await server.stop()
+
+    try:
+        return {"seconds": asyncio.run(until_ready())}
+    except BapoError as error:
+        log = options.log.read_text(errors="replace")[-LOG_CHARACTERS:]
+        raise BapoError(f"{error}\n{log}") from error
 
 
 def import_error(python: str, module: str) -> str | None:
@@ -82,7 +129,7 @@ def parity(prompts: int) -> dict[str, Any]:
             "task": {"options": {"template": "short"}, "train_prompts": prompts},
             "rollout": {
                 "engine": "vllm",
-                "vllm_args": list(EAGER if GPU else EAGER[:1]),
+                "vllm_args": [*EAGER, *(MEMORY if GPU else ())],
                 "prompts_per_step": prompts,
                 "max_prompt_tokens": 32,
                 "max_response_tokens": 32,

@@ -53,7 +53,8 @@ def test_the_vllm_part_runs_at_toy_size(tmp_path: Path) -> None:
     run_toy(tmp_path, "--only", "vllm")
     record = json.loads((tmp_path / "vllm.json").read_text())
     assert record["status"] == "done", record["error"]
-    assert set(record["results"]) == {"installed", "imports", "parity", "sync", "throughput"}
+    expected = {"installed", "imports", "starts", "parity", "sync", "throughput"}
+    assert set(record["results"]) == expected
     assert record["results"]["parity"]["failures"] == []
 
 
