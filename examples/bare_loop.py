@@ -29,7 +29,7 @@ from bapo_core.types import GroupSummary
 DEFAULTS_ONLY = """task.train_path rollout.max_generation_rounds fresh.filter reevaluate.enabled
 reevaluate.rule replay.enabled hard_buffer.after hard_buffer.store_new_in_high replay_window.r_tot
 batch.dedup advantage.estimator loss.ratio loss.norm loss.weight_level kl.reference lora.rank
-evaluation.samples evaluation.temperature"""
+evaluation.samples evaluation.temperature task.test_path sync.weights_dtype"""
 
 
 def train(config, directory, sample=None, learner=None):
