@@ -48,6 +48,7 @@ def test_every_part_runs_at_toy_size(part: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"{part}.json"]
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_the_vllm_part_runs_at_toy_size(tmp_path: Path) -> None:
     run_toy(tmp_path, "--only", "vllm")
