@@ -71,6 +71,7 @@ def clipped_tokens(
     *,
     clip_low: float,
     clip_high: float,
+    dual_clip: float | None = None,
     clip_center: Tensor | None = None,
 ) -> Tensor:
     """Returns a mask (N, T) of the valid tokens that have no gradient because they are clipped.
@@ -80,7 +81,11 @@ def clipped_tokens(
     valid = mask.bool()
     ratio = _ratio(logprobs, prox_logprobs, valid)
     clipped = _clip(ratio, clip_center, clip_low, clip_high)
-    return (-clipped * advantages > -ratio * advantages) & valid
+    without_gradient = -clipped * advantages > -ratio * advantages
+    if dual_clip is not None:
+        loss = torch.maximum(-ratio * advantages, -clipped * advantages)
+        without_gradient |= (advantages < 0) & (loss > -dual_clip * advantages)
+    return without_gradient & valid
 
 
 def clip_fraction(clipped: Tensor, mask: Tensor) -> float:

@@ -83,11 +83,13 @@ def running_reward(
     """Returns r_tot of Eq. 8, which the paper calls only the "global average performance".
 
     `batch`: mean reward of this step's unfiltered fresh groups. `ema`: its moving average,
-    decay * previous + (1 - decay) * batch. `buffer`: mean reward of the groups in B_bad and B_high
-    (authors' code; biased low, because B_bad dominates). Without groups to average over it is
+    decay * previous + (1 - decay) * batch. `buffer`: mean reward of the groups in B_bad and B_high,
+    of which one that is in both counts once (authors' code; biased low, because B_bad dominates).
+    Without groups to average over it is
     `previous`, the r_tot of the step before, or 0 at the first step.
     """
-    mean = _mean_reward(buffer if kind == "buffer" else fresh)
+    distinct = {group.group_id: group for group in buffer}
+    mean = _mean_reward(list(distinct.values()) if kind == "buffer" else fresh)
     if mean is None:
         return 0.0 if previous is None else previous
     if kind == "ema" and previous is not None:

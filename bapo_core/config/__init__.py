@@ -7,7 +7,16 @@ JSON Schema of a file.
 
 from __future__ import annotations
 
-from bapo_core.config.loader import config_from, load_config, merge, parse_config, parse_overrides
+from bapo_core.config.loader import (
+    config_from,
+    flatten,
+    load_config,
+    merge,
+    override_config,
+    parse_config,
+    parse_overrides,
+    read_values,
+)
 from bapo_core.config.presets import PRESETS
 from bapo_core.config.schema import json_schema
 from bapo_core.config.sections import (
@@ -68,9 +77,12 @@ __all__ = [
     "TaskConfig",
     "TrainerConfig",
     "config_from",
+    "flatten",
     "json_schema",
     "load_config",
     "merge",
+    "override_config",
     "parse_config",
     "parse_overrides",
+    "read_values",
 ]

@@ -60,10 +60,20 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Loads a YAML file: its values replace those of its preset, and overrides replace both.
 
-    path: None for an empty file. Raises `ConfigError` if it cannot be read, parsed or validated.
+    path: None for an empty file. Raises `ConfigError` if it cannot be read, parsed or validated,
+    and as `override_config` does.
+    """
+    values, where = read_values(path), str(path or "config")
+    return override_config(values, parse_overrides(overrides), where=where)
+
+
+def read_values(path: str | Path | None) -> dict[str, Any]:
+    """Reads the values that a YAML file sets, without those of a preset or of the defaults.
+
+    path: None for an empty file. Raises `ConfigError` if it cannot be read or parsed.
     """
     if path is None:
-        return parse_config("", overrides)
+        return {}
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -71,11 +81,15 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunCo
         raise ConfigError(
             f"{path}: cannot be read: {reason}; give the path of a YAML file"
         ) from error
-    return parse_config(text, overrides, where=str(path))
+    return _parse_values(text, str(path))
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "config") -> RunConfig:
     """Loads YAML text as `load_config` loads a file; `where` names its origin in errors."""
+    return override_config(_parse_values(text, where), parse_overrides(overrides), where=where)
+
+
+def _parse_values(text: str, where: str) -> dict[str, Any]:
     try:
         loaded = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -87,7 +101,54 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "conf
             f"{where}: must hold keys and values, not a {type(loaded).__name__}; write, for "
             "example, `seed: 1`"
         )
-    return config_from(merge(loaded or {}, parse_overrides(overrides)), where=where)
+    return loaded or {}
+
+
+def override_config(
+    values: Mapping[str, Any], overrides: Mapping[str, Any], *, where: str = "config"
+) -> RunConfig:
+    """Lays `overrides` over the `values` of a file, and both over the preset of their algorithm.
+
+    Raises `ConfigError` if the overrides name another algorithm than the file, and the file sets
+    keys that make up either algorithm to other values than the named one has: they would stay in
+    force, and the run would be called what it is not.
+    """
+    kept = _kept_from_another_algorithm(values, overrides)
+    if kept:
+        algorithm = overrides["algorithm"]
+        keys = ", ".join(f"{key}={value}" for key, value in kept.items())
+        raise ConfigError(
+            f"{where}: algorithm={algorithm} would keep {keys} of the file, which {algorithm} sets "
+            "otherwise; remove these keys from the file, or give them again as overrides"
+        )
+    return config_from(merge(values, overrides), where=where)
+
+
+def _kept_from_another_algorithm(
+    values: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the values of the file, by dotted key, that contradict the overrides' algorithm."""
+    named, before = overrides.get("algorithm"), values.get("algorithm", "bapo")
+    if named is None or named == before or named not in PRESETS or before not in PRESETS:
+        return {}
+    preset, default = flatten(PRESETS[named]), flatten(RunConfig().model_dump(mode="json"))
+    given, again = flatten(values), flatten(overrides)
+    return {
+        key: given[key]
+        for key in sorted(preset.keys() | flatten(PRESETS[before]).keys())
+        if key in given and key not in again and given[key] != preset.get(key, default[key])
+    }
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the values of nested sections by dotted key, such as `sync.every`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def config_from(values: Mapping[str, Any], *, where: str = "config") -> RunConfig:

@@ -1,7 +1,7 @@
 """Presets: the values of the defaults that each `algorithm` changes.
 
-The method's variants and ablations, and the baselines that the paper compares it with: GRPO, GRPO
-with delayed syncs (v = 5), and DAPO.
+The method's variants and ablations, and the baselines that the paper compares it with: PPO, GRPO,
+GRPO with delayed syncs (v = 5), and DAPO.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ _GRPO: dict[str, Any] = {
 
 PRESETS: dict[str, dict[str, Any]] = {
     "bapo": {},
-    "ba_ppo": {"advantage": {"estimator": "gae"}},
+    "ba_ppo": {
+        "advantage": {"estimator": "gae"},
+        "hard_buffer": {"capacity": 64},
+        "high_quality_buffer": {"capacity": 64},
+        "replay_window": {"direction": "off"},
+    },
     "bapo_mini": {
         "reevaluate": {"c1": 0.0},
         "replay_window": {"direction": "off", "c2_range": [0.5, 0.5], "c3_range": [0.5, 0.5]},
@@ -34,6 +39,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bapo_without_x2": {"reevaluate": {"enabled": False}},
     "bapo_without_x3": {"replay": {"enabled": False}},
     "bapo_fixed_window": {"replay_window": {"direction": "off"}},
+    "ppo": {
+        **_GRPO,
+        "advantage": {"estimator": "gae"},
+        "loss": {**_GRPO["loss"], "aggregation": "token-mean"},
+    },
     "grpo": _GRPO,
     "grpo_delayed": {
         **_GRPO,

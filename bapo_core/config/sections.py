@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from bapo_core.schedule import SyncSchedule
+from bapo_core.thresholds import replay_window, within
 
 Algorithm = Literal[
     "bapo",
@@ -25,6 +26,7 @@ Algorithm = Literal[
     "grpo_delayed",
     "dapo",
     "ba_ppo",
+    "ppo",
 ]
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -201,6 +203,12 @@ class ReplayWindowConfig(Section):
     the authors' code)."""
     ema_decay: float = Field(0.9, ge=0.0, lt=1.0)
     """Decay of the moving average that is r_tot when `replay_window.r_tot` is `ema`."""
+
+    @field_validator("direction", mode="before")
+    @classmethod
+    def _read_yaml_off(cls, value: Any) -> Any:
+        """YAML 1.1 reads an unquoted `off` as false."""
+        return "off" if value is False else value
 
     @model_validator(mode="after")
     def _ordered(self) -> ReplayWindowConfig:
@@ -544,4 +552,22 @@ class RunConfig(Section):
                 f"the batch capacity ({self.batch_capacity}), so the last minibatch of a full "
                 "batch is short"
             )
+        empty = self._empty_windows()
+        if self.replay.enabled and empty:
+            warnings.append(
+                f"with rollout.group_size {self.rollout.group_size}, the replay window [c2, c3] "
+                f"holds no mean reward k/G for {empty:.0%} of the values of r_tot, so nothing is "
+                "stored for replay then; widen replay_window.c2_range and c3_range, or raise the "
+                "group size"
+            )
         return warnings
+
+    def _empty_windows(self) -> float:
+        """Returns the share of r_tot in [0, 1] at which no mean reward k/G is in the window."""
+        settings, size = self.replay_window, self.rollout.group_size
+        windows = [
+            replay_window(share / 1000, settings.c2_range, settings.c3_range, settings.direction)
+            for share in range(1001)
+        ]
+        empty = [not any(within(k / size, c2, c3) for k in range(size + 1)) for c2, c3 in windows]
+        return sum(empty) / len(empty)

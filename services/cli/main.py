@@ -17,7 +17,7 @@ _IN = "services.cli.commands"
 SECTIONS = {
     "Train": {
         "run": Lazy(f"{_IN}.run:run", "Train on this machine."),
-        "compare": Lazy(f"{_IN}.compare:compare", "Train several algorithms with several seeds."),
+        "compare": Lazy(f"{_IN}.compare:compare", "Train several variants and compare them."),
         "eval": Lazy(f"{_IN}.eval:evaluate", "Measure the accuracy of a model directory."),
         "report": Lazy(f"{_IN}.report:report", "Write the report of a run again."),
     },

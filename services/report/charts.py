@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import matplotlib as mpl
 import numpy as np
@@ -146,15 +146,28 @@ def replay_window(
     return drawn.svg
 
 
-def bands(curves: Mapping[str, Sequence[tuple[list[float], list[float]]]], *, x: str) -> str:
+def series_colours(count: int) -> list[Any]:
+    """Returns a colour for each of `count` series."""
+    if count <= len(SERIES):
+        return list(SERIES[:count])
+    return list(mpl.colormaps["turbo"](np.linspace(0.05, 0.95, count)))
+
+
+Curves: TypeAlias = Mapping[str, Sequence[tuple[list[float], list[float]]]]
+"""(x values, y values) of every curve, by name."""
+
+
+def bands(curves: Curves, *, x: str, y: str) -> str:
     """Draws the mean of each name's curves, in a band from their minimum to their maximum.
 
-    curves: (x values, y values) of every curve, by name.
+    Curves of a name are drawn as far as the shortest of them goes.
     """
-    with chart(x=x, y="held-out accuracy", tall=True) as drawn:
-        for (name, runs), colour in zip(curves.items(), SERIES, strict=False):
+    with chart(x=x, y=y, tall=True) as drawn:
+        for (name, runs), colour in zip(curves.items(), series_colours(len(curves)), strict=True):
             # Seeds differ in the number of rollouts, so their curves are resampled at the same x.
-            grid = np.array(runs[0][0])
+            end = min(xs[-1] for xs, _ in runs)
+            longest = max(runs, key=lambda curve: len(curve[0]))[0]
+            grid = np.array([*(x for x in longest if x < end), end])
             values = np.array([np.interp(grid, xs, ys) for xs, ys in runs])
             drawn.axes.fill_between(
                 grid, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.18, linewidth=0

@@ -41,6 +41,7 @@ th:first-child, td:first-child { text-align:left; } thead th { color:var(--soft)
 details { margin-top:24px; } pre { overflow-x:auto; padding:12px; background:var(--card);
   border:1px solid var(--line); border-radius:10px; font-size:13px; }
 figure.wide { grid-column:1 / -1; }
+figure.scrolls { overflow-x:auto; margin-bottom:16px; }
 @media (max-width:520px) { .charts { grid-template-columns:1fr; } }
 """
 

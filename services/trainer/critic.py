@@ -89,9 +89,10 @@ class CriticTrainer:
             - self._moments(errors)[1] / max(self._moments(returns[batch.mask])[1], 1e-12),
         }
         if settings.whiten:
-            mean, variance = self._moments(advantages[batch.mask])
-            whitened = (advantages - mean) / (variance**0.5 + 1e-8)
-            advantages = torch.where(batch.mask, whitened, 0.0)
+            mean, variance, count = self._moments(advantages[batch.mask])
+            # As verl's and TRL's: the sample's variance, and the constant inside of the root.
+            deviation = (variance * count / max(count - 1, 1) + 1e-8) ** 0.5
+            advantages = torch.where(batch.mask, (advantages - mean) / deviation, 0.0)
         return advantages, ValueTargets(values, returns), metrics
 
     def backward(
@@ -122,8 +123,8 @@ class CriticTrainer:
         mask = batch.mask[rows]
         return torch.zeros(mask.shape).masked_scatter(mask, values)
 
-    def _moments(self, values: Tensor) -> tuple[float, float]:
-        """(mean, variance) of the values of all ranks."""
+    def _moments(self, values: Tensor) -> tuple[float, float, float]:
+        """(mean, variance, number) of the values of all ranks."""
         exact = values.double()
         sums = self.ranks.all_reduce_sum(
             {
@@ -134,7 +135,7 @@ class CriticTrainer:
         )
         count = max(sums["count"], 1.0)
         mean = sums["sum"] / count
-        return mean, max(sums["squares"] / count - mean**2, 0.0)
+        return mean, max(sums["squares"] / count - mean**2, 0.0), count
 
 
 def token_rewards(batch: Batch) -> Tensor:

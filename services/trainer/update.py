@@ -280,6 +280,7 @@ class Updater:
             *arguments,
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
+            dual_clip=settings.dual_clip,
             clip_center=center,
         )
         share = float((mask * scale).sum())

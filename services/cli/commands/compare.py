@@ -1,8 +1,7 @@
-"""`bapo compare`: trains several algorithms with several seeds, and compares them on one page."""
+"""`bapo compare`: trains several variants with several seeds, and compares them on one page."""
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -12,11 +11,18 @@ from typing import TYPE_CHECKING
 import click
 from rich.console import Console
 
-from bapo_core.config import PRESETS, ConfigError, RunConfig, config_from
 from bapo_core.errors import BapoError
 from services.cli.local_run import LocalRun, create_run, execute
 from services.cli.options import ConfigArguments, config_arguments, port_option
 from services.cli.service import open_local_object_store
+from services.cli.variants import (
+    PlannedRun,
+    Variant,
+    algorithm_variant,
+    parse_variant,
+    plan_runs,
+    read_variants,
+)
 from services.common.process import stop_on_signals
 from services.model.resolve import ensure_model
 from services.stack.settings import default_home
@@ -25,51 +31,64 @@ from services.stack.stack import Endpoints, any_stack
 if TYPE_CHECKING:
     from services.report.comparison import RunResult
 
-TUNED_PER_ALGORITHM = (
-    "sync",
-    "fresh",
-    "reevaluate",
-    "replay",
-    "hard_buffer",
-    "high_quality_buffer",
-    "replay_window",
-    "loss",
-    "kl",
-)
-"""Sections that define an algorithm: they come from its preset."""
+DEFAULT_ALGORITHMS = "bapo,grpo,dapo"
 
 
 @click.command
 @config_arguments
 @click.option(
     "--algorithms",
-    default="bapo,grpo,dapo",
     metavar="LIST",
-    help="Algorithms, separated by commas.",
+    help=f"Algorithms to compare, separated by commas: {DEFAULT_ALGORITHMS} unless variants are "
+    "given.",
+)
+@click.option(
+    "--variant",
+    "variant_texts",
+    multiple=True,
+    metavar="'LABEL: KEY=VALUE ...'",
+    help="A variant to compare: its label, and the keys that it changes. Repeat it for more.",
+)
+@click.option(
+    "--variants",
+    "variants_file",
+    type=click.Path(),
+    metavar="FILE",
+    help="A YAML file of variants: labels, and under each the keys that it changes.",
 )
 @click.option("--seeds", default="1,2,3", metavar="LIST", help="Seeds, separated by commas.")
 @port_option
-def compare(config: ConfigArguments, algorithms: str, seeds: str, port: int) -> None:
-    """Train several algorithms with several seeds.
+def compare(
+    config: ConfigArguments,
+    algorithms: str | None,
+    variant_texts: tuple[str, ...],
+    variants_file: str | None,
+    seeds: str,
+    port: int,
+) -> None:
+    """Train several variants and compare them.
 
-    The runs follow one another, with the same model, data, optimizer and numbers of prompts and
-    responses. Runs that are finished already are not trained again. The page with the comparison
-    is written to `runs/NAME-comparison`.
+    Each is trained with several seeds. A variant is an algorithm, or any set of keys under a label. Everything else is the same for
+    all: what the file and the command line set. The runs follow one another. One that is finished
+    with exactly this configuration is not trained again, and one that was interrupted goes on. The
+    page with the comparison is written to `runs/NAME-comparison`.
 
     \b
     Examples:
       bapo compare examples/countdown.yaml
       bapo compare examples/countdown.yaml steps=25 --algorithms bapo,grpo --seeds 1
+      bapo compare examples/countdown.yaml --variant 'v5:' --variant 'v10: sync.every=10'
     """
     try:
         numbers = [int(seed) for seed in seeds.split(",")]
     except ValueError:
         raise click.BadParameter(f"{seeds!r} are not whole numbers", param_hint="--seeds") from None
-    stop_on_signals()
+    stop_on_signals("stopping; the same command continues")
+    variants = _variants(algorithms, variant_texts, variants_file)
+    runs = plan_runs(config.file, config.overrides, variants, numbers)
     page = train_and_compare(
-        config.load(),
-        algorithms=algorithms.split(","),
-        seeds=numbers,
+        runs,
+        directory=Path("runs") / f"{config.load().name}-comparison",
         home=default_home(),
         console=Console(),
         port=port,
@@ -77,83 +96,84 @@ def compare(config: ConfigArguments, algorithms: str, seeds: str, port: int) -> 
     click.echo(page)
 
 
-def train_and_compare(
-    config: RunConfig,
-    *,
-    algorithms: Sequence[str],
-    seeds: Sequence[int],
-    home: Path,
-    console: Console,
-    port: int,
-) -> Path:
-    """Trains every algorithm with every seed and returns the page that compares them.
+def _variants(algorithms: str | None, texts: Sequence[str], file: str | None) -> list[Variant]:
+    if algorithms is None and not texts and file is None:
+        algorithms = DEFAULT_ALGORITHMS
+    return [
+        *map(algorithm_variant, algorithms.split(",") if algorithms else ()),
+        *(read_variants(file) if file else ()),
+        *map(parse_variant, texts),
+    ]
 
-    Raises `ConfigError` when an algorithm does not exist, and `BapoError` when a run fails.
+
+def train_and_compare(
+    runs: Sequence[PlannedRun], *, directory: Path, home: Path, console: Console, port: int
+) -> Path:
+    """Trains the runs that are not finished; returns the page that compares them all.
+
+    directory: where the page is written. Raises `BapoError` when a run fails.
     """
     from services.report.comparison import write_comparison  # imports matplotlib
 
-    unknown = [name for name in algorithms if name not in PRESETS]
-    if unknown:
-        raise ConfigError(f"algorithm {unknown[0]!r} is not one of {', '.join(sorted(PRESETS))}")
-    model = ensure_model(config, home, open_store=open_local_object_store)
-    directory = Path("runs") / f"{config.name}-comparison"
-    outcomes = []
+    results: list[RunResult] = []
+    trained: list[float] = []
     with any_stack(home, port) as endpoints:
-        for seed in seeds:
-            for algorithm in algorithms:
-                run_config = variant(config, algorithm, seed)
-                outcomes.append(_train(run_config, endpoints, home, model, console))
-    page = write_comparison(outcomes, directory)
-    _print_table(outcomes, console)
+        for number, planned in enumerate(runs, start=1):
+            console.print(
+                f"[bold]run {number} of {len(runs)}[/]: {planned.label}, seed "
+                f"{planned.config.seed}{_time_left(trained, len(runs) - number + 1)}",
+                highlight=False,
+            )
+            started = time.monotonic()
+            result, was_trained = _train(planned, endpoints, home, console)
+            if was_trained:
+                trained.append(time.monotonic() - started)
+            results.append(result)
+    page = write_comparison(results, directory)
+    _print_table(results, console)
     return page
 
 
-def variant(config: RunConfig, algorithm: str, seed: int) -> RunConfig:
-    """Returns `config` with the preset of another algorithm and another seed."""
-    shared = config.model_dump(mode="json", exclude=set(TUNED_PER_ALGORITHM))
-    shared["rollout"].pop("max_generation_rounds")
-    name = f"{config.name}-{algorithm.replace('_', '-')}-{config.steps}-s{seed}"
-    return config_from({**shared, "algorithm": algorithm, "seed": seed, "name": name})
+def _time_left(trained: Sequence[float], runs: int) -> str:
+    """Estimates the time that `runs` more take by the mean of those that were trained."""
+    if not trained:
+        return ""
+    minutes = statistics.mean(trained) * runs / 60
+    return f", about {max(1, round(minutes))} min left"
 
 
 def _train(
-    config: RunConfig, endpoints: Endpoints, home: Path, model: Path, console: Console
-) -> RunResult:
-    """Trains one run, or continues it, or reads its results when it is finished."""
+    planned: PlannedRun, endpoints: Endpoints, home: Path, console: Console
+) -> tuple[RunResult, bool]:
+    """Trains a run, or continues it, or reads its results when it is finished.
+
+    Returns its result, and whether it was trained. Raises `BapoError` for a run of this name with
+    another configuration.
+    """
     from services.report.comparison import RunResult  # imports matplotlib
 
+    config = planned.config
     run = LocalRun(config, endpoints, home, Path("runs") / config.name, console)
     state = {state.name: state for state in run.client.runs()}.get(config.name)
-    if state is not None and state.status == "finished":
-        console.print(f"{config.name}: finished already", highlight=False)
-        return RunResult.read(run.client, _wall_seconds(run.directory))
-    if state is None:
-        create_run(run)
-    elif state.config != config:
+    if state is not None and state.config != config:
         raise BapoError(
             f"run {config.name!r} was started with another configuration; choose another name "
             "(name=...)"
         )
-    started = time.monotonic()
-    execute(run, model)
-    return RunResult.read(run.client, time.monotonic() - started)
+    if state is not None and state.status == "finished":
+        console.print(f"{config.name}: finished already", highlight=False)
+        return RunResult.read(run.client, planned.label), False
+    if state is None:
+        create_run(run)
+    execute(run, ensure_model(config, home, open_store=open_local_object_store))
+    return RunResult.read(run.client, planned.label), True
 
 
-def _wall_seconds(directory: Path) -> float:
-    try:
-        summary = json.loads((directory / "summary.json").read_text())
-    except FileNotFoundError:
-        return float("nan")
-    return float(summary["seconds"].get("wall", "nan"))
-
-
-def _print_table(outcomes: Sequence[RunResult], console: Console) -> None:
-    for algorithm in dict.fromkeys(outcome.algorithm for outcome in outcomes):
-        finals = [
-            outcome.final.mean_accuracy for outcome in outcomes if outcome.algorithm == algorithm
-        ]
+def _print_table(results: Sequence[RunResult], console: Console) -> None:
+    for label in dict.fromkeys(result.label for result in results):
+        finals = [result.final.mean_accuracy for result in results if result.label == label]
         console.print(
-            f"{algorithm:12} held-out accuracy {statistics.mean(finals):.3f} "
+            f"{label:16} held-out accuracy {statistics.mean(finals):.3f} "
             f"({min(finals):.3f} .. {max(finals):.3f}, {len(finals)} seeds)",
             highlight=False,
         )

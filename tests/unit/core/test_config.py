@@ -60,7 +60,7 @@ def test_the_file_wins_over_the_preset_and_overrides_over_the_file(tmp_path: Pat
         ("rollout.top_k=50", "set top_k to -1"),
         ("task.train_prompts=100", "one step may draw 256"),
         ("checkpoint={keep_best: 1, every: 3}", "make evaluation.every (20) a multiple of"),
-        ("algorithm=ppo", "algorithm: 'ppo' is not one of ba_ppo, bapo"),
+        ("algorithm=sac", "algorithm: 'sac' is not one of ba_ppo, bapo"),
         ("loss.clip_center=current", "set ratio to behavior or clip_center to one"),
         ("name=Bad Name", "name: string should match pattern"),
         ("steps=soon", "steps: input should be a valid integer"),

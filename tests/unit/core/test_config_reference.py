@@ -66,7 +66,7 @@ def test_a_whole_configuration_satisfies_the_schema() -> None:
     [
         {"sync": {"evry": 3}},
         {"sync": {"every": 0}},
-        {"algorithm": "ppo"},
+        {"algorithm": "sac"},
         {"rollout": 3},
         {"name": "Bad Name"},
         {"replay_window": {"c2_range": [0.1, 0.2, 0.3]}},

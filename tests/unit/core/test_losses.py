@@ -99,6 +99,19 @@ def test_clip_fraction_is_the_share_of_tokens_without_gradient():
     assert share(ones, torch.zeros_like(ones)) == 0.0
 
 
+@pytest.mark.parametrize("dual_clip", [None, 3.0])
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_clipped_tokens_are_those_without_gradient(advantage, dual_clip):
+    ratios = torch.tensor([0.1, 0.75, 0.9, 1.0, 1.2, 2.0, 4.0, 12.0])
+    logprobs = ratios.log().requires_grad_()
+    advantages, ones = torch.full_like(ratios, advantage), torch.ones_like(ratios)
+    arguments = (torch.zeros_like(ratios), advantages, ones)
+    clipped_surrogate(logprobs, *arguments, **CLIP, dual_clip=dual_clip).sum().backward()
+    clipped = clipped_tokens(logprobs.detach(), *arguments, **CLIP, dual_clip=dual_clip)
+    assert torch.equal(clipped, logprobs.grad == 0)
+    assert clipped.any()
+
+
 @pytest.mark.parametrize("logprob", [-1.0, math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_masked_positions_never_matter(logprob, poison):

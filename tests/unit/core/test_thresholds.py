@@ -87,6 +87,12 @@ def test_comparisons_on_the_grid_survive_rounding(size, data):
     assert above(mu, c) == (k > j)
 
 
+def test_a_group_in_both_buffers_counts_once_in_r_tot():
+    hard = [GroupSummary(1, "a", 1, 0, 8), GroupSummary(2, "b", 1, 0, 8)]
+    shared = GroupSummary(3, "c", 1, 1, 8)
+    assert running_reward("buffer", [], None, [*hard, shared, shared]) == 1 / 24
+
+
 def test_r_tot_is_the_mean_reward_of_the_batch_its_average_or_the_buffers():
     fresh, buffer = [group(8), group(4)], [group(1), group(1)]
     assert running_reward("batch", fresh, 0.1, buffer) == 0.75

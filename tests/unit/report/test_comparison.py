@@ -1,0 +1,153 @@
+"""A comparison groups runs by their labels, and counts what an accuracy has cost."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from bapo_core.config import load_config
+from services.buffer.api.wire import Evaluation, Migration, RunState, StepView
+from services.report.comparison import (
+    COSTS,
+    RunResult,
+    paired_difference,
+    write_comparison,
+)
+from services.report.summary import RunHistory
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def step(number: int, rollouts: int, seconds: float) -> StepView:
+    return StepView(
+        step=number,
+        r_tot=0.5,
+        c2=0.125,
+        c3=0.25,
+        counts={"fresh": 1},
+        rollouts=rollouts,
+        tokens=10 * rollouts,
+        metrics={
+            "gradient_norm": 1.0,
+            "entropy": 2.0,
+            "response_length": 3.0,
+            "seconds/update": seconds,
+            "seconds/wait": 1.0,
+        },
+        bins=[1, 0],
+        committed_at=NOW,
+    )
+
+
+def evaluation(version: int, accuracy: float) -> Evaluation:
+    zero = round(8 * (1 - accuracy))
+    return Evaluation(
+        version=version,
+        mean_accuracy=accuracy,
+        bins=[zero, 8 - zero],
+        prompts=8,
+        tokens=0,
+    )
+
+
+def result(label: str, seed: int, accuracies: list[float], rollouts: int) -> RunResult:
+    """Builds a run of four steps with evaluations before, halfway and after."""
+    config = load_config(None, [f"seed={seed}", "steps=4", f"name={label}-{seed}"])
+    evaluations = [evaluation(v, a) for v, a in zip((1, 3, 5), accuracies, strict=True)]
+    state = RunState(
+        name=config.name,
+        status="finished",
+        config=config,
+        train_dataset="train",
+        test_dataset="test",
+        current_step=4,
+        attempt=1,
+        created_at=NOW,
+    )
+    history = RunHistory(
+        state=state,
+        config=config,
+        steps=[step(number, rollouts, 0.5) for number in range(1, 5)],
+        evaluations=evaluations,
+        migration=Migration(before=1, after=5, matrix=[[0, 0], [0, 0]], unlocked_fraction=0.25),
+        unlocked_over_time=[0.0, 0.0, 0.25],
+        difficulty_bins=[1, 0],
+        unlocked_training_prompts=(0, 1),
+        sync_windows=[],
+    )
+    return RunResult(history, label)
+
+
+def test_costs_are_those_of_the_steps_before_an_evaluation() -> None:
+    run = result("a", 1, [0.0, 0.5, 1.0], rollouts=10)
+    spent = {name: run.spent_at_evaluations(cost) for name, cost in COSTS.items()}
+    assert spent == {
+        "training steps": [0, 2, 4],
+        "training responses": [0, 20, 40],
+        "generated tokens": [0, 200, 400],
+        "seconds of the trainer": [0, 3, 6],
+    }
+
+
+def test_an_accuracy_between_two_evaluations_is_interpolated() -> None:
+    run = result("a", 1, [0.0, 0.5, 1.0], rollouts=10)
+    responses = COSTS["training responses"]
+    assert [run.accuracy_at(responses, spent) for spent in (0, 10, 20, 30, 40, 50)] == [
+        *(0.0, 0.25, 0.5, 0.75, 1.0),
+        1.0,
+    ]
+
+
+def test_runs_of_one_algorithm_are_compared_by_their_labels(tmp_path: Path) -> None:
+    runs = [
+        result("v5", 1, [0.0, 0.25, 0.5], rollouts=10),
+        result("v10", 1, [0.0, 0.5, 0.75], rollouts=20),
+        result("v5", 2, [0.0, 0.25, 0.25], rollouts=10),
+        result("v10", 2, [0.0, 0.5, 0.75], rollouts=20),
+    ]
+    page = write_comparison(runs, tmp_path).read_text()
+    found = json.loads((tmp_path / "comparison.json").read_text())
+    table, differences = found["table"], found["differences"]
+    assert set(table) == {"v5", "v10"}
+    assert table["v5"]["accuracy at equal steps"]["mean"] == 0.375
+    # At the 40 responses of the cheaper variant, the other one is halfway.
+    assert table["v10"]["accuracy at 40 rollouts"]["mean"] == 0.5
+    assert set(differences) == {"v10"}
+    gain = differences["v10"]["accuracy at equal steps"]
+    assert (gain["mean"], gain["seeds"]) == (0.375, 2)
+    assert gain["half_width"] == pytest.approx(12.706 * 0.125)
+    assert [run["label"] for run in found["runs"]] == ["v5", "v10", "v5", "v10"]
+    for title in (
+        *(f"Held-out accuracy by {name}" for name in COSTS),
+        *("Gradient norm", "Entropy of the policy", "Tokens of a response"),
+        "Difference from v5 with the same seed",
+    ):
+        assert title in page
+
+
+def test_one_seed_gives_differences_without_an_interval(tmp_path: Path) -> None:
+    runs = [result(label, 1, [0.0, 0.0, value], 10) for label, value in (("a", 0.5), ("b", 0.25))]
+    write_comparison(runs, tmp_path)
+    found = json.loads((tmp_path / "comparison.json").read_text())
+    assert found["differences"]["b"]["accuracy at equal steps"] == {"mean": -0.25, "seeds": 1}
+
+
+def test_more_variants_than_colours_are_all_drawn(tmp_path: Path) -> None:
+    runs = [result(f"variant-{number}", 1, [0.0, 0.5, 0.5], 10) for number in range(9)]
+    page = write_comparison(runs, tmp_path).read_text()
+    curves = page[page.index("Held-out accuracy by training steps") :].split("</figure>")[0]
+    assert all(f"variant-{number}" in curves for number in range(9))
+
+
+@pytest.mark.parametrize(
+    ("differences", "half_width"),
+    [
+        ([1.0, 3.0, 2.0], 4.303 * 1.0 / 3**0.5),
+        ([0.0] * 6 + [12.0] * 6, 2.201 * 6.26703 / 12**0.5),
+    ],
+)
+def test_the_interval_is_that_of_students_t(differences: list[float], half_width: float) -> None:
+    assert paired_difference(differences)["half_width"] == pytest.approx(half_width, rel=1e-4)
