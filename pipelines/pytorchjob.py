@@ -2,7 +2,8 @@
 
 One job trains the whole run. All of its workers are of the type Worker: torchrun's elastic
 rendezvous needs no Master, whose init container the restricted pod security standard would refuse.
-When one worker fails, the whole job restarts and continues from the last checkpoint.
+When a worker exits with 128 to 255, the whole job restarts and continues from the last checkpoint;
+1 to 127 fail it.
 """
 
 from __future__ import annotations

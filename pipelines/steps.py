@@ -229,8 +229,8 @@ def open_run(context: PipelineContext, request: str, steps_per_segment: int) -> 
 def segment_ends(config: RunConfig, done: int, steps_per_segment: int) -> list[int]:
     """Returns the last training steps of the segments after step `done`.
 
-    Each is followed by a checkpoint: the first checkpoint in every `steps_per_segment` steps of the
-    run, and its last step. Segments do not depend on `done`. Raises `BapoError` when
+    A segment ends at a step with a checkpoint, at most one in each `steps_per_segment` steps of the
+    run, and at its last step. Segments do not depend on `done`. Raises `BapoError` when
     `steps_per_segment` is less than 1.
     """
     if steps_per_segment < 1:
@@ -238,7 +238,7 @@ def segment_ends(config: RunConfig, done: int, steps_per_segment: int) -> list[i
     ends: list[int] = []
     last = 0
     for step in range(1, config.steps + 1):
-        # A sync window ends where the next step syncs.
+        # A checkpoint precedes each step that `checkpoint.every` divides (`checkpoints_after`).
         next_segment = (step + 1) // steps_per_segment > (last + 1) // steps_per_segment
         if config.checkpoints_after(step) and (next_segment or step == config.steps):
             ends.append(step)
@@ -354,7 +354,7 @@ def _log_steps(context: PipelineContext, after: int) -> int:
                 ("replayed", "replayed"),
             )
         ]
-        context.log(f"step {step.step}: reward {step.r_tot:.3f}, groups {' + '.join(groups)}")
+        context.log(f"step {step.step}: reward {step.mean_reward:.3f}, groups {' + '.join(groups)}")
         after = step.step
     return after
 
@@ -429,7 +429,10 @@ def report(context: PipelineContext) -> RunReport:
     from services.report.html import write_report
     from services.report.summary import read_history, summarise
 
-    _wait_for(context.buffer.evaluations, "the first evaluation", 3600.0, "see the collector's log")
+    _wait_for(
+        lambda: context.buffer.evaluations() or None,
+        *("the first evaluation", 3600.0, "see the collector's log"),
+    )
     history = read_history(context.buffer)
     summary = summarise(history)
     with tempfile.TemporaryDirectory() as scratch:

@@ -26,12 +26,13 @@ MAX_VERSIONS = 1000
 def publish_weights(session: Session, run: Run, version: int, digest: str) -> wire.StoredVersion:
     """Records a version of the weights, whose objects are written already.
 
-    Raises 400 for a version after the next step, and 409 if the version was published with
+    Raises 400 for a version above the current step + 1, and 409 if the version was published with
     another digest.
     """
     if version > run.current_step + 1:
         raise bad_request(
-            f"version {version} cannot exist: step {run.current_step} is the last committed one"
+            f"version {version} does not exist yet: step {run.current_step} is the last committed "
+            f"one; publish version {run.current_step + 1} at most"
         )
     session.execute(
         insert(WeightVersion)
@@ -163,7 +164,7 @@ def list_checkpoints(session: Session, run: Run) -> list[wire.CheckpointView]:
 def _prune(session: Session, run: Run) -> list[str]:
     """Drops checkpoints beyond `checkpoint.keep` and `checkpoint.keep_best`, and old weights.
 
-    Weights that a resume from a kept checkpoint would load stay.
+    Keeps the weights that a resume from one of the latest checkpoints would load.
     """
     config = run_config(run)
     newest_first = select(Checkpoint.step).where(Checkpoint.run_id == run.id)

@@ -14,14 +14,14 @@ from services.buffer.tables import Checkpoint, RolloutGroup, Run, WeightVersion
 from services.common import layout
 from services.common.objectstore import MANIFEST
 
-YOUNGEST_ORPHAN = timedelta(days=1)
+MIN_ORPHAN_AGE = timedelta(days=1)
 """Younger objects may still get their row: uploading a large checkpoint takes hours."""
 
 
 def collect_garbage(service: Service, *, dry_run: bool) -> wire.Garbage:
     """Finds objects that no row points to, and objects that a row points to but are missing.
 
-    Deletes orphans older than `YOUNGEST_ORPHAN`, unless `dry_run`.
+    Deletes orphans older than `MIN_ORPHAN_AGE`, unless `dry_run`.
     """
     stored = {
         item.key: item.modified
@@ -37,7 +37,7 @@ def collect_garbage(service: Service, *, dry_run: bool) -> wire.Garbage:
         if key not in keys
         and not _is_under(key, prefixes)
         and not layout.DIAGNOSTICS.match(key)
-        and (dry_run or modified < datetime.now(UTC) - YOUNGEST_ORPHAN)
+        and (dry_run or modified < datetime.now(UTC) - MIN_ORPHAN_AGE)
     )
     referenced = keys | {f"{prefix}/{MANIFEST}" for prefix in prefixes}
     if not dry_run:

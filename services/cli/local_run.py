@@ -172,7 +172,7 @@ def engine_threads(rollout: RolloutConfig) -> dict[str, str]:
     generated a quarter of the tokens.
     """
     if rollout.engine == "transformers":
-        return {}  # Only one transformers engine generates at a time.
+        return {}  # Engine and trainer take turns, as `_threads` explains.
     return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // rollout.replicas))}
 
 

@@ -109,7 +109,7 @@ class RunDisplay:
 
     def _line(self, step: StepView) -> str:
         return (
-            f"step {step.step}/{self._total}  reward {step.r_tot:.3f}  accuracy "
+            f"step {step.step}/{self._total}  reward {step.mean_reward:.3f}  accuracy "
             f"{self._accuracy()}  batch {_composition(step)}  staleness "
             f"{step.metrics.get('staleness_mean', 0):.1f}  {self._tokens_per_second():.0f} tok/s  "
             f"left {self._time_left()}"
@@ -126,8 +126,10 @@ class RunDisplay:
         table = Table.grid(padding=(0, 3))
         if self._recent:
             step = self._recent[-1][1]
-            mean = sum(recent.r_tot for _, recent in self._recent) / len(self._recent)
-            table.add_row("reward", f"{step.r_tot:.3f} (last {len(self._recent)}: {mean:.3f})")
+            mean = sum(recent.mean_reward for _, recent in self._recent) / len(self._recent)
+            table.add_row(
+                "reward", f"{step.mean_reward:.3f} (last {len(self._recent)}: {mean:.3f})"
+            )
             table.add_row("held-out accuracy", self._accuracy())
             table.add_row("batch", _composition(step))
             table.add_row("replay window", f"[{step.c2:.3f}, {step.c3:.3f}]")

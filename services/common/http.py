@@ -73,8 +73,8 @@ class HttpClient:
             began = outage_began.setdefault(give_up_after, time.monotonic())
             if time.monotonic() + wait >= began + give_up_after:
                 raise ServiceUnavailable(
-                    f"the {self.service} at {self.url} does not answer ({reason}); see its log, "
-                    "then continue with `bapo run --resume`"
+                    f"the {self.service} at {self.url} has not served the call for "
+                    f"{give_up_after:.0f} s ({reason}); see its log, then repeat the command"
                 )
             time.sleep(wait)
             pause = min(2 * pause, 1.0)

@@ -252,7 +252,7 @@ def _figures(variants: Variants) -> Iterable[str]:
     for label, runs in variants.items():
         yield figure(
             f"{label}: accuracy bins, seed {runs[0].seed}",
-            "Share of held-out prompts with k of their G responses correct.",
+            "Share of held-out prompts with k of their n responses correct.",
             charts.bins_over_time(
                 [evaluation.version for evaluation in runs[0].history.evaluations],
                 [evaluation.bins for evaluation in runs[0].history.evaluations],

@@ -139,8 +139,8 @@ def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
     return [
         figure(
             "Reward",
-            "Mean reward r_tot of each step's fresh rollouts, before any filter.",
-            charts.lines(x, {"reward": [step.r_tot for step in steps]}, raw=True),
+            "Mean reward of each step's fresh rollouts, before any filter.",
+            charts.lines(x, {"reward": [step.mean_reward for step in steps]}, raw=True),
         ),
         figure(
             "Held-out accuracy",
@@ -151,7 +151,7 @@ def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
         ),
         figure(
             "Accuracy bins over time",
-            "Share of held-out prompts with k of their G responses correct.",
+            "Share of held-out prompts with k of their n responses correct.",
             charts.bins_over_time(versions, [evaluation.bins for evaluation in evaluations]),
         ),
         figure(

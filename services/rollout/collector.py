@@ -129,7 +129,11 @@ class Collector:
                 log.warning("%s", error)
                 continue
             if state.attempt > self._buffer.attempt:
-                raise Superseded(409, f"attempt {state.attempt} of the run has begun")
+                raise Superseded(
+                    409,
+                    f"this collector's attempt {self._buffer.attempt} is over: the run is "
+                    f"{state.status}, at attempt {state.attempt}",
+                )
 
     async def _run(self, job: Job) -> None:
         version = self._config.rollout_version(job.step, job.kind)

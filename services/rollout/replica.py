@@ -193,7 +193,7 @@ class Replica:
         # A version that the trainer broadcasts needs no files.
         prefetched = None if self._receives else target.newest
         if prefetched is not None and not self._cache.holds(prefetched):
-            # The newest version will be the next target.
+            # The newest version is usually the next target.
             with self._spans.span("fetch", prefetched.number):
                 await asyncio.to_thread(self._cache.fetch, prefetched)
         kept = [version for version in (target.stored, target.newest, self._serving) if version]

@@ -256,7 +256,7 @@ def stack_up(home: Path, port: int = DEFAULT_PORT) -> Endpoints:
 def stack_down(home: Path) -> bool:
     """Stops the stack of `home` and waits until its ports are free.
 
-    Returns False when no stack is running.
+    Returns False when no stack is running. Raises `BapoError` when it does not stop in time.
     """
     endpoints = find_stack(home)
     if endpoints is None:
@@ -264,8 +264,15 @@ def stack_down(home: Path) -> bool:
     # Becomes readable when the process has ended, and with it everything that it had started.
     process = os.pidfd_open(endpoints.pid)
     os.kill(endpoints.pid, signal.SIGTERM)
-    select.select([process], [], [], READY_WITHIN_S)
-    os.close(process)
+    try:
+        stopped, _, _ = select.select([process], [], [], READY_WITHIN_S)
+    finally:
+        os.close(process)
+    if not stopped:
+        raise BapoError(
+            f"the stack (process {endpoints.pid}) has not stopped in {READY_WITHIN_S:.0f} s; see "
+            f"{home / 'logs'}, or kill it"
+        )
     return True
 
 

@@ -196,6 +196,7 @@ def group_cost(member: ManifestMember, width: int) -> float:
     """Returns the relative FLOPs of a pass over a group.
 
     A token costs 24 width^2 a layer in linear layers, and 2 width x length in causal attention.
+    Prompt tokens are left out.
     """
     return member.tokens * (1 + member.tokens / member.size / (12 * width))
 

@@ -273,9 +273,9 @@ def explain_out_of_memory() -> Iterator[None]:
             raise
         reason = str(error).splitlines()[0]
         raise BapoError(
-            f"out of memory ({reason}): lower optimizer.microbatch_tokens, set "
-            "trainer.gradient_checkpointing or trainer.offload, or train with more processes; "
-            "docs/scaling.md lists how much memory each part takes"
+            f"out of memory ({reason}): set trainer.gradient_checkpointing or trainer.offload, or "
+            "train with more processes, then resume; a new run may also have a lower "
+            "optimizer.microbatch_tokens. docs/scaling.md lists how much memory each part takes"
         ) from error
 
 
@@ -297,7 +297,7 @@ def main() -> None:
     from services.common.process import end_with_parent, run_until_error
 
     configure_logs("trainer")
-    end_with_parent()  # torchrun, which may be killed without a chance to end its processes
+    end_with_parent()  # torchrun may be killed without a chance to end its ranks
 
     def start() -> None:
         settings = TrainerSettings.load()

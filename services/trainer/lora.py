@@ -22,9 +22,10 @@ _BASE = ".base_layer"
 
 
 def add_adapters(model: nn.Module, settings: LoraConfig, seed: int) -> None:
-    """Freezes `model` and injects adapters of `settings.rank`, in place; rank 0 changes nothing.
+    """Freezes `model` and injects adapters of `settings.rank`, in place.
 
-    B starts at 0, so that the model computes the same as before; A is drawn from `seed`.
+    B starts at 0, so that the model computes the same as before; A is drawn from `seed`. With
+    `settings.rank` 0, which stands for no adapters, nothing changes.
 
     Raises `BapoError` when `settings.targets` names no layer of the model.
     """

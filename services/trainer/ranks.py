@@ -19,7 +19,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among the `size` that train together; only rank 0 talks to the services."""
+    """This process among the `size` that train together; rank 0 alone writes to the buffer."""
 
     rank: int
     size: int

@@ -164,8 +164,8 @@ def _layer_names(model: Any) -> set[str]:
     names = set(model._no_split_modules or ())
     if not names:
         raise BapoError(
-            f"{type(model).__name__} does not name its layers (_no_split_modules), which sharding "
-            "and trainer.gradient_checkpointing need; train it with trainer.processes=1 and "
-            "trainer.gradient_checkpointing=none"
+            f"{type(model).__name__} does not name its layers (_no_split_modules), which sharding, "
+            "GPUs, trainer.gradient_checkpointing and trainer.compile need; choose another model, "
+            "or train it in one process on a CPU without them"
         )
     return names

@@ -304,7 +304,8 @@ class Updater:
         wrong = [name for name, value in totals.items() if not torch.isfinite(torch.tensor(value))]
         if wrong:
             raise NonFiniteLoss(
-                f"{' and '.join(wrong)} not finite: stopped before the optimizer step; lower "
-                "optimizer.learning_rate, then continue with `bapo run --resume`",
+                f"{' and '.join(wrong)} not finite: stopped before the optimizer step; start a new "
+                "run with a lower optimizer.learning_rate (resuming repeats the step with the "
+                "stored one)",
                 {"totals": totals, **evidence},
             )

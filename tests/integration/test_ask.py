@@ -14,7 +14,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from bapo_core.config import MlflowConfig
 from bapo_core.errors import BapoError
+from services.buffer.api import wire
+from services.buffer.api.client import BufferClient
 from services.cli import main as cli
+from services.common.objectstore import ObjectStore
 from services.exporters.curves import curves
 from services.exporters.mlflow import MlflowRun, mirror_to_mlflow, update_mlflow
 from services.stack.stack import Endpoints, running_stack
@@ -176,7 +179,25 @@ def test_garbage_is_counted(ask: Ask, monkeypatch: pytest.MonkeyPatch, home: Pat
     with running_stack(home / "garbage", 0) as endpoints:
         monkeypatch.setenv("BAPO_BUFFER_URL", endpoints.buffer_url)
         monkeypatch.setenv("BAPO_TOKEN", endpoints.token)
-        assert ask("gc", "--dry-run").startswith("0 of 0 objects have no row")
+        store = ObjectStore(endpoints.object_store)
+        store.put("runs/orphan/one", b"1")
+        assert ask("gc", "--dry-run") == (
+            "runs/orphan/one\n1 of 1 objects have no row; those older than a day would be deleted\n"
+        )
+        # It is too young to be deleted.
+        assert ask("gc").startswith("0 of 1 objects had no row")
+        assert json.loads(ask("gc", "--json", "--dry-run"))["orphans"] == ["runs/orphan/one"]
+
+
+def test_missing_objects_fail_the_command_in_both_formats(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    garbage = wire.Garbage(orphans=[], objects=0, missing=["runs/asked/lost"], deleted=0)
+    monkeypatch.setattr(BufferClient, "collect_garbage", lambda *_, **__: garbage)
+    for options in ((), ("--json",)):
+        with pytest.raises(SystemExit) as caught:
+            ask("gc", *options)
+        assert caught.value.code == 1
 
 
 def test_without_a_service_the_error_names_the_remedy(

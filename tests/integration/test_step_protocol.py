@@ -308,7 +308,7 @@ def test_published_weights_cannot_change(drive: Callable[..., Driver]) -> None:
     assert driver.client.publish_weights(1, "a" * 64) == stored
     with pytest.raises(ServiceError, match="published with other weights"):
         driver.client.publish_weights(1, "b" * 64)
-    with pytest.raises(ServiceError, match="cannot exist"):
+    with pytest.raises(ServiceError, match="does not exist yet"):
         driver.client.publish_weights(5, "a" * 64)
 
 

@@ -331,7 +331,7 @@ class TargetWeights(Wire):
     stored: StoredVersion | None
     """Files of the target version; null until it is published."""
     newest: StoredVersion | None
-    """Newest published version, which becomes the target next; null before the first."""
+    """Newest published version, which is usually the next target; null before the first."""
     tag: str
     """Opaque value that changes whenever another field does; pass it as `known` to wait for a
     change."""
@@ -365,6 +365,16 @@ class StepView(Wire):
     of G correct."""
     committed_at: datetime
     """Time of the commit."""
+
+    @property
+    def mean_reward(self) -> float:
+        """Mean reward of the step's fresh groups, before any filter; 0 without groups.
+
+        It is r_tot only where `replay_window.r_tot` is `batch`.
+        """
+        responses = (len(self.bins) - 1) * sum(self.bins)
+        correct = sum(k * groups for k, groups in enumerate(self.bins))
+        return correct / responses if responses else 0.0
 
 
 class Evaluation(Wire):

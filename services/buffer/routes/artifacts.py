@@ -8,7 +8,7 @@ from fastapi import APIRouter, Depends, Path, Query
 
 from services.buffer import artifacts, replicas, runs, spans
 from services.buffer.api import wire
-from services.buffer.routes.common import LARGEST, Attempt, RunName, Step, Wait
+from services.buffer.routes.common import LARGEST, Attempt, RunName, Step, Version, Wait
 from services.buffer.service import ServiceDep
 from services.buffer.tokens import require_scope
 from services.common.errors import not_found
@@ -35,7 +35,11 @@ def list_weights(service: ServiceDep, name: RunName) -> list[wire.WeightView]:
 
 @router.put("/weights/{version}", dependencies=RUN)
 def publish_weights(
-    service: ServiceDep, name: RunName, version: Step, attempt: Attempt, body: wire.ManifestDigest
+    service: ServiceDep,
+    name: RunName,
+    version: Version,
+    attempt: Attempt,
+    body: wire.ManifestDigest,
 ) -> wire.StoredVersion:
     """Publishes a policy version whose files and manifest are in the object store.
 
@@ -48,7 +52,7 @@ def publish_weights(
 
 @router.get("/weights/{version}", dependencies=READ)
 async def get_weights(
-    service: ServiceDep, name: RunName, version: Step, wait: Wait = 0
+    service: ServiceDep, name: RunName, version: Version, wait: Wait = 0
 ) -> wire.StoredVersion:
     """Returns where a policy version is stored; 404 unless it is published within `wait`."""
 

@@ -26,6 +26,7 @@ Wait = Annotated[
 ]
 RunName = Annotated[str, Path(pattern=wire.RUN_NAME, examples=["countdown"])]
 Step = Annotated[int, Path(ge=1, le=LARGEST, description="Training step, from 1 on")]
+Version = Annotated[int, Path(ge=1, le=LARGEST, description="Policy version, from 1 on")]
 Limit = Annotated[int, Query(ge=1, le=1000, description="Largest number of items on a page")]
 Cursor = Annotated[str | None, Query(max_length=2000, description="`next` of the previous page")]
 Points = Annotated[
@@ -50,6 +51,7 @@ ERRORS: dict[int | str, dict[str, object]] = {
         413: "The body is too large",
         422: "Invalid request; `detail` names the field",
         429: "Too many failures; see Retry-After",
+        507: "The object store refused to store; `detail` has its reason",
         503: "A dependency does not answer at present; repeat the call",
     }.items()
 }

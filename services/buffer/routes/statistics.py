@@ -136,8 +136,22 @@ def list_prompts(
         int | None, Query(ge=0, le=254, description="k of G correct in the last group")
     ] = None,
     trend: prompts.Trend | None = None,
-    unlocked_after: AsOfStep = None,
-    unlocked_until: AsOfStep = None,
+    unlocked_after: Annotated[
+        int | None,
+        Query(
+            ge=0,
+            le=LARGEST,
+            description="Only prompts that began at 0 of G and were first solved after this step",
+        ),
+    ] = None,
+    unlocked_until: Annotated[
+        int | None,
+        Query(
+            ge=0,
+            le=LARGEST,
+            description="Only prompts that began at 0 of G and were solved by this step",
+        ),
+    ] = None,
     search: Annotated[
         str | None, Query(min_length=1, max_length=200, pattern=r"^[^\x00]+$")
     ] = None,

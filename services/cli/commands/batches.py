@@ -56,7 +56,7 @@ def batches(run: str, limit: int, as_json: bool, step: int | None) -> None:
         )
         for batch in summaries
     ]
-    columns = ["step", "fresh", "re-evaluated", "replayed", "replay window", "mean reward"]
+    columns = ["step", "fresh", "re-evaluated", "replayed", "replay window", "r_tot"]
     show(summaries, columns, rows, as_json=as_json)
 
 

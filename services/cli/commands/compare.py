@@ -68,10 +68,11 @@ def compare(
 ) -> None:
     """Train several variants and compare them.
 
-    Each is trained with several seeds. A variant is an algorithm, or any set of keys under a label. Everything else is the same for
-    all: what the file and the command line set. The runs follow one another. One that is finished
-    with exactly this configuration is not trained again, and one that was interrupted goes on. The
-    page with the comparison is written to `runs/NAME-comparison`.
+    Each is trained with several seeds. A variant is an algorithm, or any set of keys under a label.
+    Everything else is the same for all: what the file and the command line set. The runs follow
+    one another. One that is finished with exactly this configuration is not trained again, and one
+    that was interrupted goes on. The page with the comparison is written to
+    `runs/NAME-comparison`.
 
     \b
     Examples:

@@ -22,14 +22,15 @@ def gc(dry_run: bool, as_json: bool) -> None:
     garbage = connect().collect_garbage(dry_run=dry_run)
     if as_json:
         print_json(garbage)
-        return
-    for key in garbage.orphans:
-        click.echo(key)
-    outcome = "would be deleted" if dry_run else "are deleted"
-    click.echo(
-        f"{len(garbage.orphans)} of {garbage.objects} objects have no row, are older than a day, "
-        f"and {outcome}"
-    )
+    else:
+        for key in garbage.orphans:
+            click.echo(key)
+        outcome = (
+            "have no row; those older than a day would be deleted"
+            if dry_run
+            else "had no row, were older than a day, and are deleted"
+        )
+        click.echo(f"{len(garbage.orphans)} of {garbage.objects} objects {outcome}")
     if garbage.missing:
         raise BapoError(
             f"{len(garbage.missing)} objects are missing that rows refer to, the first: "

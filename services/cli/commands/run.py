@@ -23,7 +23,12 @@ from services.stack.stack import Endpoints, any_stack
 
 @click.command
 @config_arguments
-@click.option("--resume", is_flag=True, help="Continue the run from its last checkpoint.")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Continue the run from its last checkpoint, with its stored configuration: of FILE and "
+    "KEY=VALUE, only name and trainer count.",
+)
 @click.option("--new", is_flag=True, help="Take the next free name if the run's name is taken.")
 @click.option(
     "--profile",

@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from services.common.dtypes import TORCH_DTYPES
 from services.rollout.errors import ModelLoadError
 
 _MAX_HEADER_BYTES = 100 << 20
 """The limit of the safetensors format."""
-_TORCH_DTYPES = {
-    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
-    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"},
-}
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class Layout:
 
     def torch_tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Returns `tensors` with data types by their names in torch."""
-        return {name: (_TORCH_DTYPES[d], shape) for name, (d, shape) in self.tensors.items()}
+        return {name: (TORCH_DTYPES[d], shape) for name, (d, shape) in self.tensors.items()}
 
     @property
     def vocabulary_size(self) -> int:

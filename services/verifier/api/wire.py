@@ -46,7 +46,8 @@ class ItemVerdict(Wire):
     reward: float
     """0 or 1; 1 only with the status `ok`."""
     status: str
-    """`ok`, `timeout`, `too_large`, `parse_error`, `crashed`, or a status of the task's own."""
+    """`ok`, `timeout`, `too_large` (the response is, or verifying it takes more memory than
+    `BAPO_VERIFIER_MEMORY_MB`), `parse_error`, `crashed`, or a status of the task's own."""
     extracted: str | None = None
     """The answer that the task found in the response, at most 1,000 characters; null if none."""
     detail: str | None = None
