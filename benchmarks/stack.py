@@ -217,6 +217,8 @@ def main() -> None:
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
+    if not result["same_batches"]:
+        raise SystemExit("the stack and the bare loop made different batches")
 
 
 if __name__ == "__main__":

@@ -172,6 +172,8 @@ def compare(size: Size, home: Path, rounds: int, extra: tuple[str, ...]) -> dict
             runs.setdefault(variant, []).append(figures)
             print(size.vocabulary, variant, {name: figures[name] for name in SHOWN}, flush=True)
     tokens = tokens_of(groups)
+    differences = agreement(runs, directory)
+    check_agreement(differences)
     return {
         "size": asdict(size),
         "tokens": tokens,
@@ -182,9 +184,21 @@ def compare(size: Size, home: Path, rounds: int, extra: tuple[str, ...]) -> dict
         },
         "summary": {variant: summary(tokens, figures) for variant, figures in runs.items()},
         "ratios": ratios(runs),
-        "agreement": agreement(runs, directory),
+        "agreement": differences,
         "runs": runs,
     }
+
+
+TOLERANCES = {"loss": 1e-6, "gradient_norm": 1e-5, "weights_in_learning_rates": 1e-2}
+"""Largest differences between the variants that count as the same computation."""
+
+
+def check_agreement(differences: dict[str, Any]) -> None:
+    """Exits if a variant computed something else than ours: its figures would mean nothing."""
+    for variant, found in differences.items():
+        for name, limit in TOLERANCES.items():
+            if not found[name] <= limit:
+                raise SystemExit(f"{variant}: {name} differs by {found[name]:.1e} (limit {limit})")
 
 
 SHOWN = ("seconds", "cpu_seconds", "before_mib", "peak_mib", "extra_mib")

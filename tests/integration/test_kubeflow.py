@@ -251,7 +251,9 @@ def test_a_job_whose_creation_was_reported_as_an_error_is_adopted(
     """The server creates the job and then fails, so the retry finds that the job exists."""
     cluster.objects["pytorchjobs"][NAME] = job()
     cluster.refusals = [Refusal(500, "connection to etcd lost")]
+    cluster.requests.clear()
     ensure_job(backend, job())
+    assert not [request for request in cluster.requests if request.startswith("DELETE")]
 
 
 def test_an_api_that_stays_unavailable_fails_the_call(

@@ -80,11 +80,17 @@ def test_other_codes_restart_the_workers(backend: LocalBackend, tmp_path: Path, 
     assert (tmp_path / NAME / "volumes-0/scratch/tries").read_text() == "xxx"
 
 
-def test_restarts_are_limited(backend: LocalBackend) -> None:
-    failing = job("import sys; sys.exit(138)")
+def test_restarts_are_limited(backend: LocalBackend, tmp_path: Path) -> None:
+    failing = job(
+        "import os, pathlib, sys\n"
+        "tries = pathlib.Path(os.environ['BAPO_SCRATCH']) / 'tries'\n"
+        "with tries.open('a') as file: file.write('x')\n"
+        "sys.exit(138)\n"
+    )
     failing["spec"]["runPolicy"]["backoffLimit"] = 2
     backend.create(failing)
     assert "2 restarts did not mend it" in final_state(backend).reason
+    assert (tmp_path / NAME / "volumes-0/scratch/tries").read_text() == "xxx"
 
 
 def test_removing_a_job_stops_all_of_its_processes(backend: LocalBackend, tmp_path: Path) -> None:

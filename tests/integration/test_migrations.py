@@ -202,8 +202,8 @@ def test_an_unreachable_database_is_waited_for_and_then_named(
     assert "waiting for the database" in caplog.text
 
 
-def test_the_jobs_command_migrates(stack: Endpoints) -> None:
-    environment = {**os.environ, "BAPO_DATABASE_URL": stack.database_url}
+def test_the_jobs_command_migrates(database: str) -> None:
+    environment = {**os.environ, "BAPO_DATABASE_URL": database}
     completed = subprocess.run(
         [sys.executable, "-m", "services.buffer.migrate"],
         env=environment,
@@ -212,3 +212,6 @@ def test_the_jobs_command_migrates(stack: Endpoints) -> None:
     )
     assert completed.returncode == 0
     assert "the schema is current" in completed.stderr + completed.stdout
+    engine = create_engine(database)
+    assert set(Base.metadata.tables) <= set(inspect(engine).get_table_names())
+    engine.dispose()

@@ -232,6 +232,7 @@ def test_an_error_is_one_line(
     ):
         steps.prepare(step_context, "steps: many", "")
     assert str(ended.value.code).startswith("error: config: steps: input should be a valid integer")
+    assert "\n" not in str(ended.value.code)
     assert not backend.deleted, "an error is no cancellation: Kubeflow retries the step"
 
 

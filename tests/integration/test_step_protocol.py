@@ -335,18 +335,22 @@ def test_a_run_exists_once(drive: Callable[..., Driver]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("headers", "status"),
-    [({}, 401), ({"Authorization": "Bearer unknown"}, 401), ({"Authorization": "Basic x"}, 401)],
+    ("headers", "statuses"),
+    [
+        ({}, {401}),
+        ({"Authorization": "Basic x"}, {401}),
+        # 429 after many wrong tokens from one address.
+        ({"Authorization": "Bearer unknown"}, {401, 429}),
+    ],
 )
 def test_every_route_but_health_requires_a_token(
-    stack: Endpoints, headers: dict[str, str], status: int
+    stack: Endpoints, headers: dict[str, str], statuses: set[int]
 ) -> None:
     response = httpx.get(f"{stack.buffer_url}/v1/runs", headers=headers)
-    # 429 if another test has just tried many tokens from the same address.
-    assert response.status_code in (status, 429)
+    assert response.status_code in statuses
     assert response.headers["content-type"] == "application/problem+json"
     assert httpx.get(f"{stack.buffer_url}/health").status_code == 200
-    assert httpx.post(f"{stack.verifier_url}/v1/verify", headers=headers).status_code == status
+    assert httpx.post(f"{stack.verifier_url}/v1/verify", headers=headers).status_code in statuses
     schema = httpx.get(f"{stack.buffer_url}/openapi.json").json()
     for path, methods in schema["paths"].items():
         if path.startswith("/v1/"):
@@ -361,7 +365,8 @@ def test_every_route_but_health_requires_a_token(
                     group_id=1,
                     token_id=1,
                 )
-                assert httpx.request(method, url).status_code == 401, (method, path)
+                answer = httpx.request(method, url, headers=headers)
+                assert answer.status_code in statuses, (method, path)
 
 
 def test_errors_name_the_resource_and_the_field(stack: Endpoints) -> None:
@@ -377,7 +382,7 @@ def test_errors_name_the_resource_and_the_field(stack: Endpoints) -> None:
 
 def test_a_service_that_does_not_answer_is_one_clear_error() -> None:
     client = BufferClient("http://127.0.0.1:9", "token", run="r", give_up_s=0.1)
-    with pytest.raises(ServiceUnavailable, match=r"127\.0\.0\.1:9 does not answer .* --resume"):
+    with pytest.raises(ServiceUnavailable, match=r"127\.0\.0\.1:9 has not served the call .* see its log"):
         client.run_state()
 
 

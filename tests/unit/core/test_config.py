@@ -10,8 +10,14 @@ from hypothesis import strategies as st
 
 from bapo_core.config import PRESETS, ConfigError, RunConfig, load_config, parse_overrides
 
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 
-@pytest.mark.parametrize("path", sorted(Path("examples").glob("*.yaml")), ids=str)
+
+def test_there_are_examples() -> None:
+    assert EXAMPLES
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_every_example_loads(path: Path) -> None:
     assert load_config(path).warnings() == []
 

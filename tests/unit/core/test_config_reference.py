@@ -12,7 +12,7 @@ import yaml
 from bapo_core.config import PRESETS, RunConfig, json_schema
 from bapo_core.config.reference import render, render_schema, undocumented
 
-EXAMPLES = sorted(Path("examples").glob("*.yaml"))
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 
 
 def errors(values: dict[str, Any]) -> list[str]:
