@@ -50,8 +50,8 @@ class Tolerance:
     """Norm of the difference of all gradients over the norm of the gradients."""
 
 
-SINGLE = Tolerance(logprob=1e-5, gradient=1e-4)
-HALF = Tolerance(logprob=2e-2, gradient=1e-1)
+FP32 = Tolerance(logprob=1e-5, gradient=1e-4)
+BF16 = Tolerance(logprob=2e-2, gradient=1e-1)
 MISMATCH_KL = 1e-3
 """KL(engine || trainer) per token with both in bfloat16."""
 
@@ -112,11 +112,11 @@ def on_cpu(model: Path) -> Policy:
     return load_policy(model)
 
 
-def in_single(model: Path) -> Policy:
+def in_fp32(model: Path) -> Policy:
     return load_policy(model).to(DEVICE)
 
 
-def in_half(model: Path, ranks: Ranks, *, compiled: bool = False) -> Policy:
+def in_bf16(model: Path, ranks: Ranks, *, compiled: bool = False) -> Policy:
     policy = load_policy(model)
     if compiled:
         compile_layers(policy)
@@ -153,18 +153,18 @@ def run_pass(policy: Policy, batch: Batch, *, one_by_one: bool = False) -> Outco
 def compare_with_cpu(record: Record, model: Path, batch: Batch, ranks: Ranks) -> None:
     reference = run_pass(on_cpu(model), batch)
     mask = batch.mask
-    single = run_pass(in_single(model), batch)
-    record.add("single_against_cpu", difference(single, reference, mask, SINGLE))
-    alone = run_pass(in_single(model), batch, one_by_one=True)
-    record.add("single_packed_against_one_by_one", difference(single, alone, mask, SINGLE))
-    half = run_pass(in_half(model, ranks), batch)
-    record.add("half_against_cpu", difference(half, reference, mask, HALF))
-    alone = run_pass(in_half(model, ranks), batch, one_by_one=True)
-    record.add("half_packed_against_one_by_one", difference(half, alone, mask, HALF))
-    again = run_pass(in_half(model, ranks), batch)
-    record.add("half_twice", {**difference(half, again, mask, HALF), "bits": bits(half, again)})
-    compiled = run_pass(in_half(model, ranks, compiled=True), batch)
-    record.add("half_compiled_against_not", difference(compiled, half, mask, HALF))
+    fp32 = run_pass(in_fp32(model), batch)
+    record.add("fp32_against_cpu", difference(fp32, reference, mask, FP32))
+    alone = run_pass(in_fp32(model), batch, one_by_one=True)
+    record.add("fp32_packed_against_one_by_one", difference(fp32, alone, mask, FP32))
+    bf16 = run_pass(in_bf16(model, ranks), batch)
+    record.add("bf16_against_cpu", difference(bf16, reference, mask, BF16))
+    alone = run_pass(in_bf16(model, ranks), batch, one_by_one=True)
+    record.add("bf16_packed_against_one_by_one", difference(bf16, alone, mask, BF16))
+    again = run_pass(in_bf16(model, ranks), batch)
+    record.add("bf16_twice", {**difference(bf16, again, mask, BF16), "bits": bits(bf16, again)})
+    compiled = run_pass(in_bf16(model, ranks, compiled=True), batch)
+    record.add("bf16_compiled_against_not", difference(compiled, bf16, mask, BF16))
 
 
 def difference(one: Outcome, other: Outcome, mask: Tensor, tolerance: Tolerance) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def engine_against_trainer(record: Record, ranks: Ranks, prompts: int) -> None:
         for ids, group in zip(token_ids, generated, strict=True)
     ]
     batch = batch_of(groups)
-    for name, load in (("half", partial(in_half, ranks=ranks)), ("single", in_single)):
+    for name, load in (("bf16", partial(in_bf16, ranks=ranks)), ("fp32", in_fp32)):
         with torch.no_grad():
             rows = torch.arange(len(batch.lengths))
             scores, _ = response_logprobs(load(TINY_MODEL), batch, rows, 1.0)
@@ -275,10 +275,10 @@ def engine_against_trainer(record: Record, ranks: Ranks, prompts: int) -> None:
                 "kl": kl,
                 "logprob_mean": float(ratio.abs().mean()),
                 "logprob_max": float(ratio.abs().max()),
-                # The engine computes in bfloat16 on a GPU, so only `half` is the same arithmetic.
+                # The engine computes in bfloat16 on a GPU, so only `bf16` is the same arithmetic.
                 **(
                     {"tolerance": {"kl": MISMATCH_KL}, "within_tolerance": kl <= MISMATCH_KL}
-                    if name == "half"
+                    if name == "bf16"
                     else {}
                 ),
             },

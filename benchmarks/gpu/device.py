@@ -85,7 +85,7 @@ def _resident_peak() -> int:
 
 
 def profiled(work: Callable[[], Any]) -> dict[str, Any]:
-    """Runs `work` once; returns its dearest operators, and the share of the time the GPU idles.
+    """Runs `work` once; returns its most expensive operators, and the GPU's idle share of the time.
 
     The idle share is what is left of the wall-clock time without the union of all kernels and
     copies; None on a CPU. The profiler slows the host down, so it is an upper bound.
@@ -98,7 +98,7 @@ def profiled(work: Callable[[], Any]) -> dict[str, Any]:
         synchronize()
         wall = time.perf_counter() - started
     key = "self_device_time_total" if GPU else "self_cpu_time_total"
-    # The names of phases enclose operators, and are none.
+    # The names of phases enclose operators, so their time would count twice.
     found = [event for event in trace.key_averages() if not event.is_user_annotation]
     operators = sorted(found, key=lambda event: -getattr(event, key))
     total = sum(getattr(event, key) for event in operators)

@@ -118,15 +118,15 @@ ROWS = (
     *(
         Row("correctness", name, f"difference, {title}", "log-prob (mean), gradient", _difference)
         for name, title in (
-            ("single_against_cpu", "fp32 on GPU and CPU"),
-            ("half_against_cpu", "bf16 on GPU, fp32 on CPU"),
-            ("half_packed_against_one_by_one", "packed and one by one, bf16"),
-            ("half_compiled_against_not", "compiled and not, bf16"),
+            ("fp32_against_cpu", "fp32 on GPU and CPU"),
+            ("bf16_against_cpu", "bf16 on GPU, fp32 on CPU"),
+            ("bf16_packed_against_one_by_one", "packed and one by one, bf16"),
+            ("bf16_compiled_against_not", "compiled and not, bf16"),
         )
     ),
     Row("correctness", "restart", "the step after a restart", "the same bits", _bits),
     Row(
-        *("correctness", "engine_against_trainer_in_half", "KL(engine, trainer), bf16", "1e-3"),
+        *("correctness", "engine_against_trainer_in_bf16", "KL(engine, trainer), bf16", "1e-3"),
         lambda result: f"{result['kl']:.1e}",
     ),
     Row("ragged", "ratios", "TRL, 64 x 8 ragged responses: speed, memory", "1.5, 0.6", _trl),

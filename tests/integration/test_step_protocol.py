@@ -382,7 +382,9 @@ def test_errors_name_the_resource_and_the_field(stack: Endpoints) -> None:
 
 def test_a_service_that_does_not_answer_is_one_clear_error() -> None:
     client = BufferClient("http://127.0.0.1:9", "token", run="r", give_up_s=0.1)
-    with pytest.raises(ServiceUnavailable, match=r"127\.0\.0\.1:9 has not served the call .* see its log"):
+    with pytest.raises(
+        ServiceUnavailable, match=r"127\.0\.0\.1:9 has not served the call .* see its log"
+    ):
         client.run_state()
 
 
