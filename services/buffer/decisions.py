@@ -22,7 +22,7 @@ from services.buffer.prompts import find_prompt
 from services.buffer.runs import run_config
 from services.buffer.step_groups import reevaluates_at
 from services.buffer.stored_groups import read_summaries
-from services.buffer.tables import BatchMemberRow, RolloutGroup, Run, StepRecord
+from services.buffer.tables import BatchMemberRow, PromptRow, RolloutGroup, Run, StepRecord
 from services.common.errors import not_found
 
 NOT_CONSIDERED = "not_considered"
@@ -123,7 +123,8 @@ def _decide_fresh(case: _Case) -> wire.SourceDecision:
         return case.decide("fresh", "not_used", case.explain_no_place(), group)
     name = case.config.fresh.filter
     reason = f"{_score(group)}: removed by the online filter (fresh.filter = {name})"
-    if not group.mixed:
+    # The uniform filter does not look at the rewards.
+    if not group.mixed and name != "uniform":
         reason += ", because a group with equal rewards has no advantage and no gradient"
     elif name in ("gaussian", "uniform"):
         reason += ", which keeps groups at random"
@@ -193,22 +194,41 @@ def _decide_replayed(case: _Case) -> wire.SourceDecision:
     window = f"the replay window [c2, c3] = [{record.c2:.3f}, {record.c3:.3f}]"
     if case.is_used_as("replayed"):
         return case.decide("replayed", "used", f"{_score(stored)}, within {window}", stored)
-    age = record.step - stored.step
-    max_age = config.high_quality_buffer.max_age
-    if age > max_age:
-        reason = f"its group is {age} steps old (high_quality_buffer.max_age = {max_age})"
-    elif not within(stored.mean_reward, record.c2, record.c3):
+    # The buffer holds no entry that is too old: the commit of the step before evicted it.
+    if not within(stored.mean_reward, record.c2, record.c3):
         reason = f"{_score(stored)}, outside {window}"
     elif case.member is not None:
         reason = case.explain_no_place()
     else:
         room = config.batch_capacity - record.counts["fresh"] - record.counts["reevaluated"]
-        candidates = [entry for entry in entries if within(entry.mean_reward, record.c2, record.c3)]
         reason = (
-            f"not sampled: {len(candidates)} entries were within {window}, and {room} of them "
-            "were drawn for the places left in the batch"
+            f"not sampled: {_count_candidates(case, entries)} entries within {window} had no group "
+            f"in the batch yet, and {room} of them were drawn for the places left"
         )
     return case.decide("replayed", "not_used", reason, stored)
+
+
+def _count_candidates(case: _Case, entries: Sequence[GroupSummary]) -> int:
+    """Returns the number of entries that X3 was drawn from."""
+    record = case.record
+    taken = case.session.scalars(
+        select(PromptRow.uid)
+        .join(RolloutGroup, RolloutGroup.prompt_id == PromptRow.id)
+        .join(BatchMemberRow, BatchMemberRow.group_id == RolloutGroup.id)
+        .where(
+            BatchMemberRow.run_id == case.run.id,
+            BatchMemberRow.step == record.step,
+            BatchMemberRow.source != "replayed",
+        )
+    )
+    by_prompt = case.config.batch.dedup == "prompt"
+    excluded: set[str | int] = set(taken) if by_prompt else set()
+    keys = {
+        entry.prompt_uid if by_prompt else entry.group_id
+        for entry in entries
+        if within(entry.mean_reward, record.c2, record.c3)
+    }
+    return len(keys - excluded)
 
 
 def _score(group: GroupSummary) -> str:

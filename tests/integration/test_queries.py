@@ -281,6 +281,44 @@ def test_a_decision_names_the_setting_that_made_it(stack: Endpoints) -> None:
     assert any("(fresh.filter = range)" in reason for reason in reasons)
 
 
+def test_the_replay_draws_from_what_is_not_in_the_batch_yet(stack: Endpoints) -> None:
+    """The number of candidates that an explanation names is that of an independent count."""
+    settings = {
+        "replay_window": {"direction": "off", "c2_range": [0, 0], "c3_range": [1, 1]},
+        "batch": {"capacity": 3},
+        "optimizer": {"minibatch_prompts": 3},
+        "high_quality_buffer": {"capacity": 256, "max_age": 50},
+    }
+    driver = Driver(stack, small_config("queries-candidates", **settings))
+    for step in range(1, 9):
+        driver.run_step(step)
+    explained = 0
+    for step in range(2, 9):
+        members = driver.client.recorded_batch(step).members
+        others = {member.prompt_uid for member in members if member.source != "replayed"}
+        entries = {entry.prompt_uid for entry in driver.client.buffer("high_quality", step - 1)}
+        for prompt in driver.client.all_prompts():
+            *_, replayed = driver.client.decision(step, prompt.uid).considered
+            if replayed.reason.startswith("not sampled"):
+                assert f": {len(entries - others)} entries within" in replayed.reason
+                assert f"and {3 - len(others)} of them were drawn" in replayed.reason
+                explained += 1
+    assert explained
+
+
+def test_the_uniform_filter_is_not_explained_by_rewards(stack: Endpoints) -> None:
+    settings = {"fresh": {"filter": "uniform", "uniform_fraction": 0.0}}
+    driver = Driver(stack, small_config("queries-uniform", **settings))
+    driver.run_step(1)
+    reasons = [
+        driver.client.decision(1, prompt.uid).considered[0].reason
+        for prompt in driver.client.all_prompts()
+    ]
+    removed = [reason for reason in reasons if "(fresh.filter = uniform)" in reason]
+    assert removed
+    assert all(reason.endswith("which keeps groups at random") for reason in removed)
+
+
 def test_a_step_without_a_batch_has_no_decision(account: Account) -> None:
     uid = account.groups[0][2]
     with pytest.raises(ServiceError, match="there is no batch of step 71"):
@@ -291,7 +329,9 @@ def test_a_step_without_a_batch_has_no_decision(account: Account) -> None:
 
 
 @pytest.mark.parametrize("buffer", ["hard", "high_quality"])
-def test_events_add_up_to_the_contents_of_every_step(account: Account, buffer: wire.Buffer) -> None:
+def test_events_add_up_to_the_contents_of_every_step(
+    account: Account, buffer: wire.BufferName
+) -> None:
     events: list[wire.BufferEvent] = []
     cursor: str | None = None
     while True:
