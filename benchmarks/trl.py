@@ -63,6 +63,8 @@ ENVIRONMENT = {
     "TRL_EXPERIMENTAL_SILENCE": "1",
     # Threads that wait sleep instead of spinning, so that processor time counts work alone.
     "OMP_WAIT_POLICY": "PASSIVE",
+    # Passes of different sizes would fragment the memory of a GPU.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
 }
 
 

@@ -128,8 +128,8 @@ class CountdownTask:
                 misses += 1
                 if misses == _MAX_MISSES:
                     raise ValueError(
-                        f"found no further problem in {_MAX_MISSES:,} draws after {len(seen)} "
-                        "distinct ones with numbers="
+                        f"found {len(seen)} distinct problems and no further one in "
+                        f"{_MAX_MISSES:,} draws, with numbers="
                         f"{list(self.numbers)}, max_number={self.max_number}, targets "
                         f"{self.min_target}..{self.max_target}; widen these options, or lower "
                         "task.train_prompts or task.test_prompts"

@@ -39,7 +39,7 @@ VLLM = "vllm==0.32.0"
 LIMIT_BYTES = 64 << 20
 """What may travel with one call, the checkout included."""
 CALLS = (
-    ("environment", "ceilings", "correctness", "trainer", "logprobs"),
+    ("environment", "ceilings", "correctness", "logprobs", "trainer"),
     ("end_to_end", "ragged", "prefix", "generate"),
 )
 """The parts of each call of at most ten minutes."""

@@ -57,11 +57,17 @@ class Memory:
 
     before: int = 0
     peak: int = 0
+    reserved: int = 0
+    """Peak of what the allocator has taken from the device, caches and fragments included."""
 
     def report(self) -> dict[str, float]:
-        """Returns GiB: in total at the peak, and beyond what was there before."""
+        """Returns GiB at the peak: used, beyond what was used before, and reserved."""
         gib = 1 << 30
-        return {"peak_gib": self.peak / gib, "extra_gib": (self.peak - self.before) / gib}
+        return {
+            "peak_gib": self.peak / gib,
+            "extra_gib": (self.peak - self.before) / gib,
+            "reserved_gib": self.reserved / gib,
+        }
 
 
 @contextmanager
@@ -78,6 +84,7 @@ def peak_memory() -> Iterator[Memory]:
     yield memory
     synchronize()
     memory.peak = torch.cuda.max_memory_allocated() if GPU else _resident_peak()
+    memory.reserved = torch.cuda.max_memory_reserved() if GPU else memory.peak
 
 
 def _resident_peak() -> int:
@@ -91,15 +98,19 @@ def profiled(work: Callable[[], Any]) -> dict[str, Any]:
     copies; None on a CPU. The profiler slows the host down, so it is an upper bound.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if GPU else [])]
-    synchronize()
-    started = time.perf_counter()
+    with profile(activities=activities):
+        synchronize()  # the first profile of a process starts the tracing library
     with profile(activities=activities) as trace:
+        started = time.perf_counter()
         work()
         synchronize()
         wall = time.perf_counter() - started
     key = "self_device_time_total" if GPU else "self_cpu_time_total"
     # The names of phases enclose operators, so their time would count twice.
     found = [event for event in trace.key_averages() if not event.is_user_annotation]
+    if GPU:
+        # An operator has the time of its kernels, which are events too.
+        found = [event for event in found if event.device_type == DeviceType.CUDA]
     operators = sorted(found, key=lambda event: -getattr(event, key))
     total = sum(getattr(event, key) for event in operators)
     busy = _busy_s(trace)
@@ -138,7 +149,8 @@ def union_length(spans: list[tuple[float, float]]) -> float:
 
 
 def free() -> None:
-    """Returns memory that nothing refers to any more to the device."""
+    """Returns memory that nothing refers to any more to the device, and forgets compiled code."""
+    torch.compiler.reset()
     gc.collect()
     if GPU:
         torch.cuda.empty_cache()

@@ -33,7 +33,7 @@ START_WITHIN_S = 180.0
 
 
 def measure(record: Record) -> None:
-    steps = 6 if record.toy else 60
+    steps = 6 if record.toy else 40
     settings = [f"name={NAME}", f"steps={steps}", f"evaluation.every={steps}", "checkpoint.every=2"]
     if record.toy:
         settings += ["rollout.prompts_per_step=8", "optimizer.minibatch_prompts=4"]
@@ -42,10 +42,9 @@ def measure(record: Record) -> None:
         home = Path(directory)
         killed = run_and_kill(home, settings, after=steps // 2)
         record.add("killed", killed)
-        with utilisation() as readings:
-            done = resume(home, settings)
+        done = resume(home, settings, steps)
         summary = json.loads((home / "runs" / NAME / "summary.json").read_text())
-        record.add("resumed", {**done, "device": busy(readings), "summary": summary})
+        record.add("resumed", {**done, "summary": summary})
 
 
 class Run:
@@ -70,6 +69,15 @@ class Run:
             return self._log.read_text().count("step committed")
         except FileNotFoundError:
             return 0
+
+    def last_step(self) -> int:
+        """Returns the last step that this attempt's trainer has committed; 0 before the first."""
+        try:
+            lines = self._log.read_text().splitlines()
+        except FileNotFoundError:
+            return 0
+        done = [line for line in lines if "step committed" in line and line.endswith("}")]
+        return int(json.loads(done[-1])["step"]) if done else 0
 
     def until_committed(self, steps: int) -> float:
         """Waits until so many steps are committed; returns the time.
@@ -121,19 +129,28 @@ def run_and_kill(home: Path, settings: list[str], after: int) -> dict[str, Any]:
     }
 
 
-def resume(home: Path, settings: list[str]) -> dict[str, Any]:
-    """Resumes the run to its end. Raises `RuntimeError` if it fails."""
+def resume(home: Path, settings: list[str], last_step: int) -> dict[str, Any]:
+    """Resumes the run to its end, which is after `last_step`.
+
+    The device's utilisation is that between the first and the last of these steps; the share of
+    idle readings is a lower bound, because each covers a longer time than the pause between two.
+    Raises `RuntimeError` if the run fails.
+    """
     started = time.monotonic()
     run = Run(home, settings, "--resume")
     first = run.until_committed(1)
     before = run.committed()
     code = None
     last, steps = first, before
-    while code is None:
-        code = run.process.poll()
+    with utilisation() as readings:
+        while code is None and run.last_step() < last_step:
+            code = run.process.poll()
+            if (now := run.committed()) > steps:
+                last, steps = time.monotonic(), now
+            time.sleep(0.02)
         if (now := run.committed()) > steps:
             last, steps = time.monotonic(), now
-        time.sleep(0.02)
+    code = run.process.wait(START_WITHIN_S)
     if code != 0:
         raise RuntimeError(f"the resumed run failed:\n{run.output()}")
     return {
@@ -142,6 +159,7 @@ def resume(home: Path, settings: list[str]) -> dict[str, Any]:
         "seconds_a_step": (last - first) / (steps - before),
         "steps_per_hour": 3_600 * (steps - before) / (last - first),
         "seconds": time.monotonic() - started,
+        "device": busy(readings),
     }
 
 

@@ -54,12 +54,21 @@ def machine() -> dict[str, object]:
         "cores": os.cpu_count(),
         "memory_gib": round(memory / (1 << 30), 1),
         "disk_free_gib": round(shutil.disk_usage(".").free / (1 << 30), 1),
-        "shared_memory_gib": round(shutil.disk_usage("/dev/shm").total / (1 << 30), 1),
+        "shared_memory_gib": shared_memory_gib(),
         "user": os.geteuid(),
+        "useradd": shutil.which("useradd"),
+        "language": os.environ.get("LANG"),
         "nvidia_smi": output_of("nvidia-smi", "--query-gpu=name,driver_version,memory.total,pstate")
         if shutil.which("nvidia-smi")
         else None,
     }
+
+
+def shared_memory_gib() -> float | None:
+    try:
+        return round(shutil.disk_usage("/dev/shm").total / (1 << 30), 1)
+    except FileNotFoundError:
+        return None
 
 
 def torch_build() -> dict[str, object]:
@@ -140,4 +149,5 @@ def output_of(*command: str) -> str:
     if command[0] == "nvidia-smi":
         command = (*command, "--format=csv,noheader")
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    return (done.stdout or done.stderr).strip().splitlines()[0][:200]
+    lines = (done.stdout or done.stderr).strip().splitlines()
+    return lines[0][:200] if lines else f"exit code {done.returncode}, without output"

@@ -1,14 +1,16 @@
 """Log-probs of many tokens over a large vocabulary, forward and backward, three ways.
 
 `ours` is the trainer's (tiles of logits), with and without the entropy; `liger` is Liger's fused
-linear cross-entropy, which is faster because it has the gradient ready in the forward pass, for one
-weight a token that is known then; `whole` materialises the matrix of logits in fp32.
+linear cross-entropy, which has the gradient ready in the forward pass, for one weight a token that
+is known then; it sums the output layer's gradient in bfloat16, or in fp32 as ours does; `whole`
+materialises the matrix of logits in fp32.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,17 +41,21 @@ def whole(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return logprobs.gather(1, targets[:, None]).sum()
 
 
-def liger(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+def liger(
+    hidden: Tensor, weight: Tensor, targets: Tensor, accumulate: torch.dtype | None = None
+) -> Tensor:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    loss: Tensor = LigerFusedLinearCrossEntropyLoss(reduction="sum")(weight, hidden, targets)
-    return -loss
+    loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", accum_dtype=accumulate)
+    total: Tensor = loss(weight, hidden, targets)
+    return -total
 
 
 WAYS: dict[str, Way] = {
     "ours": ours,
     "ours_with_entropy": ours_with_entropy,
     "liger": liger,
+    "liger_fp32": partial(liger, accumulate=torch.float32),
     "whole": whole,
 }
 
@@ -58,7 +64,7 @@ def measure(record: Record) -> None:
     sizes = (64, 512, 32) if record.toy else (TOKENS, VOCABULARY, WIDTH)
     expected: tuple[Tensor, Tensor] | None = None
     for name, way in WAYS.items():
-        if name == "liger" and not (GPU and importlib.util.find_spec("liger_kernel")):
+        if name.startswith("liger") and not (GPU and importlib.util.find_spec("liger_kernel")):
             record.add(name, "not run: needs a GPU and the package liger-kernel")
             continue
         result, gradient = measure_way(way, sizes)

@@ -42,12 +42,16 @@ def make_group(
 
 
 def step_config(groups: list[Group], *, microbatch_tokens: int, **sections: Any) -> RunConfig:
-    """Builds the configuration of one update over all groups: GRPO's loss, as every run has it."""
+    """Builds the configuration of one update over all groups: GRPO's loss without a KL penalty.
+
+    The penalty would have a second model score the batch.
+    """
     longest_prompt = max(len(group.prompt) for group in groups)
     longest = max(len(response.tokens) for group in groups for response in group.responses)
     return config_from(
         {
             "algorithm": "grpo",
+            "kl": {"coefficient": 0.0},
             "rollout": {
                 "prompts_per_step": len(groups),
                 "group_size": len(groups[0].responses),

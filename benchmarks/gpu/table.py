@@ -31,7 +31,7 @@ def _rates(result: Any) -> str:
     """Shows an update of the trainer part."""
     rate = result["tokens_per_s"]["update"]
     mfu = 100 * result["mfu_published_formula"]
-    return f"{rate:,.0f} tok/s, {mfu:.1f}%, {result['memory']['peak_gib']:.1f} GiB"
+    return f"{rate:,.0f} tok/s, {mfu:.1f}%, {result['memory']['reserved_gib']:.1f} GiB"
 
 
 def _logprobs(result: Any) -> str:
@@ -109,9 +109,10 @@ ROWS = (
     *(
         Row("logprobs", name, f"log-probs, 16,384 x 151,936: {title}", compared, _logprobs)
         for name, title, compared in (
-            ("ours", "ours", "Liger x 1.1; at most 1 GiB"),
+            ("ours", "ours", "Liger x 1.1, summed in fp32"),
             ("ours_with_entropy", "ours with entropy", ""),
-            ("liger", "Liger", ""),
+            ("liger", "Liger, summed in bf16", ""),
+            ("liger_fp32", "Liger, summed in fp32", ""),
             ("whole", "the whole matrix", ""),
         )
     ),
@@ -129,7 +130,7 @@ ROWS = (
         *("correctness", "engine_against_trainer_in_bf16", "KL(engine, trainer), bf16", "1e-3"),
         lambda result: f"{result['kl']:.1e}",
     ),
-    Row("ragged", "ratios", "TRL, 64 x 8 ragged responses: speed, memory", "1.5, 0.6", _trl),
+    Row("ragged", "ratios", "TRL, 16 x 8 ragged responses: speed, memory", "1.5, 0.6", _trl),
     *(
         Row("prefix", name, f"update, prompt:response {name}", "", _steps)
         for name in ("4096:1024", "2048:2048", "512:4096")

@@ -7,6 +7,8 @@ weights of a Qwen3-0.6B shape, which are random: responses hardly ever end early
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import subprocess
 import tempfile
 import time
@@ -50,10 +52,12 @@ LOG_CHARACTERS = 6_000
 
 
 def measure(record: Record) -> None:
+    # Its sampler imports FlashInfer, which is not installed, to see whether it could use it.
+    os.environ["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     python = find_python()
     record.add("installed", dict(zip(("package", "version"), installed(python), strict=True)))
     # vLLM for CPUs has other extensions.
-    record.add("imports", {name: import_error(python, name) for name in EXTENSIONS if GPU})
+    record.add("imports", import_errors(python) if GPU else {})
     repeats = 1 if record.toy else 2
     with (
         tempfile.TemporaryDirectory(prefix="bapo-bench-") as directory,
@@ -64,18 +68,17 @@ def measure(record: Record) -> None:
         model = make_model(home, record.toy)
         record.add("parity", parity(prompts=4 if record.toy else 64))
         eager = TOY_WORKLOAD if record.toy else EAGER_WORKLOAD
+        with running("eager", 1, 1_000, model, stack, home, eager) as run:
+            record.add("throughput", throughput(run, repeats=repeats, steps=1))
         with running("sync", 1, 1, model, stack, home, eager) as run:
             record.add("sync", sync(run, repeats=repeats))
         if GPU:
-            # This vLLM was built for a newer PyTorch than it may find, which compiling may show.
+            # Last, because this vLLM was built for a newer PyTorch than it may find.
             try:
                 with running("compiled", 1, 1_000, model, stack, home, COMPILED_WORKLOAD) as run:
-                    record.add("throughput", throughput(run, repeats=repeats, steps=1))
-                return
+                    record.add("throughput_compiled", throughput(run, repeats=1, steps=1))
             except BapoError as error:
-                record.add("compiled", {"failed": str(error)})
-        with running("eager", 1, 1_000, model, stack, home, eager) as run:
-            record.add("throughput", throughput(run, repeats=repeats, steps=1))
+                record.add("throughput_compiled", {"failed": str(error)})
 
 
 def start(python: str, home: Path) -> dict[str, Any]:
@@ -107,10 +110,22 @@ def start(python: str, home: Path) -> dict[str, Any]:
         raise BapoError(f"{error}\n{log}") from error
 
 
-def import_error(python: str, module: str) -> str | None:
-    """Returns why a module does not import in vLLM's environment; None if it does."""
-    done = subprocess.run([python, "-c", f"import {module}"], capture_output=True, text=True)
-    return None if done.returncode == 0 else done.stderr[-1_500:]
+def import_errors(python: str) -> dict[str, str | None]:
+    """Returns why each extension does not import in vLLM's environment; None if it does."""
+    program = (
+        "import importlib, json, sys, traceback\n"
+        "found = {}\n"
+        "for name in sys.argv[1:]:\n"
+        "    try: importlib.import_module(name); found[name] = None\n"
+        "    except BaseException: found[name] = traceback.format_exc()[-1500:]\n"
+        "print(json.dumps(found))"
+    )
+    done = subprocess.run([python, "-c", program, *EXTENSIONS], capture_output=True, text=True)
+    try:
+        errors: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):  # an extension ended the process
+        return dict.fromkeys(EXTENSIONS, f"exit code {done.returncode}: {done.stderr[-1_500:]}")
+    return errors
 
 
 def make_model(home: Path, toy: bool) -> Path:

@@ -74,7 +74,8 @@ class HttpClient:
             if time.monotonic() + wait >= began + give_up_after:
                 raise ServiceUnavailable(
                     f"the {self.service} at {self.url} has not served the call for "
-                    f"{give_up_after:.0f} s ({reason}); see its log, then repeat the command"
+                    f"{give_up_after:.0f} s ({reason}); see its log, then repeat the command, or "
+                    "continue a run with `bapo run --resume`"
                 )
             time.sleep(wait)
             pause = min(2 * pause, 1.0)

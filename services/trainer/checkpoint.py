@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -110,9 +111,10 @@ def _copy_to_cpu(state: Any, copy: Any) -> Any:
         return type(state)(_copy_to_cpu(value, old) for value, old in zip(state, copy, strict=True))
     if isinstance(state, DTensor):
         old = None if copy is None else copy.to_local()
+        # A mesh of GPUs would take the copy back to the GPU.
         return DTensor.from_local(
             _copy_to_cpu(state.to_local(), old),
-            state.device_mesh,
+            cpu_mesh(state.device_mesh),
             state.placements,
             run_check=False,
             shape=state.shape,
@@ -123,6 +125,16 @@ def _copy_to_cpu(state: Any, copy: Any) -> Any:
             copy = torch.empty_like(state, device="cpu")
         return copy.copy_(state.detach())
     return state
+
+
+def cpu_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns a mesh of CPUs with the ranks of `mesh`. Every rank calls it, in the same order."""
+    return mesh if mesh.device_type == "cpu" else _cpu_mesh_of(mesh.size())
+
+
+@lru_cache(maxsize=1)
+def _cpu_mesh_of(size: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (size,))
 
 
 def load_checkpoint(

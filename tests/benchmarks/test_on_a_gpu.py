@@ -43,6 +43,7 @@ class StandIn:
             monkeypatch.setattr(torch.cuda, name, lambda name=name: stand_in.calls.append(name))
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: stand_in.allocated)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: stand_in.peak)
+        monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 6 * GIB)
         monkeypatch.setattr(device, "GPU", True)
         monkeypatch.setattr(end_to_end, "GPU", True)
 
@@ -67,7 +68,7 @@ def test_time_is_that_of_the_devices_own_clock(gpu: StandIn) -> None:
 def test_memory_is_what_the_block_added_to_the_device(gpu: StandIn) -> None:
     with device.peak_memory() as memory:
         gpu.calls.append("block")
-    assert memory.report() == {"peak_gib": 5.0, "extra_gib": 3.0}
+    assert memory.report() == {"peak_gib": 5.0, "extra_gib": 3.0, "reserved_gib": 6.0}
     assert gpu.calls == ["empty_cache", "reset_peak_memory_stats", "block", "synchronize"]
 
 

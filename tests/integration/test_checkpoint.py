@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import AdamW, Optimizer
 
 from bapo_core.config import LoraConfig
 from bapo_core.errors import BapoError
 from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.stack.stack import Endpoints
-from services.trainer.checkpoint import Checkpointer, Trained, load_checkpoint
+from services.trainer.checkpoint import Checkpointer, Trained, cpu_mesh, load_checkpoint
 from services.trainer.critic import Critic
 from services.trainer.lora import add_adapters
 from services.trainer.policy import Policy
@@ -167,3 +169,15 @@ def test_a_critic_is_saved_and_continues_with_the_policy(
 def _update_all(trained: Trained) -> None:
     for module, optimizer in trained.values():
         _update(module, optimizer)
+
+
+def test_copies_of_a_gpus_shards_stay_on_the_cpu() -> None:
+    """`DTensor.from_local` moves its tensor to the device of its mesh."""
+    with init_distributed():
+        mesh = init_device_mesh("cpu", (1,))
+        assert cpu_mesh(mesh) is mesh
+        of_gpus = Mock(device_type="cuda")
+        of_gpus.size.return_value = 1
+        made = cpu_mesh(of_gpus)
+        assert (made.device_type, made.size()) == ("cpu", 1)
+        assert cpu_mesh(of_gpus) is made
