@@ -221,18 +221,23 @@ def find_end_bias(model: Any, contest: Contest, share: float) -> float:
     return (low + high) / 2
 
 
+def countdown_prompts(model: Path, count: int) -> list[list[int]]:
+    """Returns the tokens of Countdown prompts, encoded by the tokenizer of a model directory."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    task = CountdownTask(template="short")
+    return [
+        [int(token) for token in tokenizer.encode(task.render(problem)[0]["content"])]
+        for problem in task.generate(seed=1, n=count)
+    ]
+
+
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     directory = arguments.model or TINY_MODEL
     model: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="sdpa"
     )
     model.eval().requires_grad_(False)
-    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
-    task = CountdownTask(template="short")
-    prompts = [
-        [int(token) for token in tokenizer.encode(task.render(problem)[0]["content"])]
-        for problem in task.generate(seed=1, n=arguments.prompts)
-    ]
+    prompts = countdown_prompts(directory, arguments.prompts)
     sampling = Sampling(
         temperature=TEMPERATURE, max_tokens=arguments.max_tokens, group_size=arguments.group_size
     )

@@ -68,7 +68,7 @@ SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What is generated in a step, and how vLLM is started for it."""
+    """Prompts and responses of a step, and the arguments of the vLLM that generates them."""
 
     prompts: int = 32
     group: int = 8

@@ -37,7 +37,7 @@ PLATFORMS = (
 )
 VLLM = "vllm==0.32.0"
 LIMIT_BYTES = 64 << 20
-"""What may travel with one call, the checkout included."""
+"""Limit of the archive and the checkout that travel with one call."""
 CALLS = (
     ("environment", "ceilings", "correctness", "logprobs", "trainer"),
     ("end_to_end", "ragged", "prefix", "generate"),

@@ -18,12 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from bapo_core.config import RunConfig
-from bapo_core.tasks.countdown import CountdownTask
 from benchmarks.batches import batch_of
+from benchmarks.engine import countdown_prompts
 from benchmarks.gpu.device import DEVICE, GPU, synchronize
 from benchmarks.gpu.models import model_config
 from benchmarks.gpu.record import Record
@@ -58,7 +57,7 @@ MISMATCH_KL = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a forward and backward pass over a batch gave, on the CPU."""
+    """The results of a forward and backward pass over a batch, as tensors on the CPU."""
 
     logprobs: Tensor
     entropies: Tensor
@@ -143,9 +142,7 @@ def run_pass(policy: Policy, batch: Batch, *, one_by_one: bool = False) -> Outco
         loss += float(share.detach())
         logprobs[part], entropies[part] = (score.detach() for score in scores)
     gradient = [
-        full_tensor(parameter.grad).float().cpu().flatten()
-        for parameter in policy.parameters()
-        if parameter.grad is not None
+        _flat(parameter.grad) for parameter in policy.parameters() if parameter.grad is not None
     ]
     return Outcome(logprobs, entropies, loss, torch.cat(gradient))
 
@@ -226,12 +223,11 @@ def new_steps(config: RunConfig, model: Path, groups: list[Group], ranks: Ranks)
 
 def flat_weights(policy: Policy) -> Tensor:
     synchronize()
-    return torch.cat([_whole(parameter).flatten() for parameter in policy.parameters()])
+    return torch.cat([_flat(parameter) for parameter in policy.parameters()])
 
 
-def _whole(parameter: Tensor) -> Tensor:
-    tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-    return tensor.detach().float().cpu()
+def _flat(tensor: Tensor) -> Tensor:
+    return full_tensor(tensor).float().cpu().flatten()
 
 
 def digest(policy: Policy) -> str:
@@ -243,12 +239,7 @@ def digest(policy: Policy) -> str:
 
 def engine_against_trainer(record: Record, ranks: Ranks, prompts: int) -> None:
     """Samples from the tiny model with the engine, and scores the samples with the trainer."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(TINY_MODEL)
-    task = CountdownTask(template="short")
-    token_ids = [
-        tokenizer.encode(task.render(problem)[0]["content"])
-        for problem in task.generate(seed=1, n=prompts)
-    ]
+    token_ids = countdown_prompts(TINY_MODEL, prompts)
     engine = TransformersEngine()
     engine.load(TINY_MODEL, 1)
     generated = engine.generate(

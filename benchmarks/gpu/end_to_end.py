@@ -63,21 +63,15 @@ class Run:
             stderr=subprocess.STDOUT,
         )
 
-    def committed(self) -> int:
-        """Returns how many steps this attempt's trainer has committed."""
-        try:
-            return self._log.read_text().count("step committed")
-        except FileNotFoundError:
-            return 0
-
-    def last_step(self) -> int:
-        """Returns the last step that this attempt's trainer has committed; 0 before the first."""
+    def committed(self) -> list[int]:
+        """Returns the steps that this attempt's trainer has committed."""
         try:
             lines = self._log.read_text().splitlines()
         except FileNotFoundError:
-            return 0
+            return []
+        # The last line may be half written.
         done = [line for line in lines if "step committed" in line and line.endswith("}")]
-        return int(json.loads(done[-1])["step"]) if done else 0
+        return [int(json.loads(line)["step"]) for line in done]
 
     def until_committed(self, steps: int) -> float:
         """Waits until so many steps are committed; returns the time.
@@ -85,7 +79,7 @@ class Run:
         Raises `RuntimeError` if the run ends first, or after `START_WITHIN_S`.
         """
         deadline = time.monotonic() + START_WITHIN_S
-        while self.committed() < steps:
+        while len(self.committed()) < steps:
             if time.monotonic() > deadline or self.process.poll() is not None:
                 raise RuntimeError(f"{steps} steps were not committed:\n{self.output()}")
             time.sleep(0.02)
@@ -115,7 +109,7 @@ def run_and_kill(home: Path, settings: list[str], after: int) -> dict[str, Any]:
     run = Run(home, settings)
     first = run.until_committed(1)
     run.until_committed(after)
-    committed = run.committed()
+    committed = len(run.committed())
     run.kill_trainer()
     killed = time.monotonic()
     code = run.process.wait(60)
@@ -139,17 +133,15 @@ def resume(home: Path, settings: list[str], last_step: int) -> dict[str, Any]:
     started = time.monotonic()
     run = Run(home, settings, "--resume")
     first = run.until_committed(1)
-    before = run.committed()
-    code = None
-    last, steps = first, before
+    done = run.committed()
+    before, last, code = len(done), first, None
     with utilisation() as readings:
-        while code is None and run.last_step() < last_step:
-            code = run.process.poll()
-            if (now := run.committed()) > steps:
-                last, steps = time.monotonic(), now
+        while code is None and done[-1] < last_step:
             time.sleep(0.02)
-        if (now := run.committed()) > steps:
-            last, steps = time.monotonic(), now
+            code = run.process.poll()
+            if len(now := run.committed()) > len(done):
+                last, done = time.monotonic(), now
+    steps = len(done)
     code = run.process.wait(START_WITHIN_S)
     if code != 0:
         raise RuntimeError(f"the resumed run failed:\n{run.output()}")

@@ -1,4 +1,4 @@
-"""What is installed on the machine, and which modules of this project import there."""
+"""Records what is installed on the machine, and which modules of this project import there."""
 
 from __future__ import annotations
 
@@ -38,13 +38,14 @@ PACKAGES = (
 )
 """Packages whose versions matter besides those of every result."""
 
+GPU_QUERY = ("--query-gpu=name,driver_version,memory.total,pstate", "--format=csv,noheader")
+
 
 def measure(record: Record) -> None:
     record.add("machine", machine())
     record.add("torch", torch_build())
     record.add("packages", {name: version_of(name) for name in PACKAGES})
-    failures = import_failures()
-    record.add("modules", {"imported": failures.pop("imported"), "failed": failures})
+    record.add("modules", import_modules())
     record.add("programs", programs())
 
 
@@ -58,9 +59,7 @@ def machine() -> dict[str, object]:
         "user": os.geteuid(),
         "useradd": shutil.which("useradd"),
         "language": os.environ.get("LANG"),
-        "nvidia_smi": output_of("nvidia-smi", "--query-gpu=name,driver_version,memory.total,pstate")
-        if shutil.which("nvidia-smi")
-        else None,
+        "nvidia_smi": output_of("nvidia-smi", *GPU_QUERY) if shutil.which("nvidia-smi") else None,
     }
 
 
@@ -97,12 +96,12 @@ def version_of(package: str) -> str | None:
         return None
 
 
-def import_failures() -> dict[str, object]:
+def import_modules() -> dict[str, object]:
     """Imports every module of the project.
 
-    Returns the error by module, and under `imported` how many modules imported.
+    Returns the number of modules that imported, and the errors of the others by module.
     """
-    failures: dict[str, object] = {}
+    failures: dict[str, str] = {}
     imported = 0
     for name in module_names():
         try:
@@ -110,7 +109,7 @@ def import_failures() -> dict[str, object]:
             imported += 1
         except (ImportError, RuntimeError, OSError) as error:
             failures[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-    return {"imported": imported, **failures}
+    return {"imported": imported, "failed": failures}
 
 
 def module_names() -> Iterator[str]:
@@ -146,8 +145,7 @@ def programs() -> dict[str, str | None]:
 
 
 def output_of(*command: str) -> str:
-    if command[0] == "nvidia-smi":
-        command = (*command, "--format=csv,noheader")
+    """Returns the first line that a program prints."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     lines = (done.stdout or done.stderr).strip().splitlines()
     return lines[0][:200] if lines else f"exit code {done.returncode}, without output"

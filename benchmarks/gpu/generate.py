@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
 
-from bapo_core.tasks.countdown import CountdownTask
-from benchmarks.engine import NEVER, TEMPERATURE, BiasedHead, Contest, compete
+from benchmarks.engine import NEVER, TEMPERATURE, BiasedHead, Contest, compete, countdown_prompts
 from benchmarks.gpu.device import DEVICE, GPU, free
 from benchmarks.gpu.models import model_config
 from benchmarks.gpu.record import Record
@@ -38,11 +37,7 @@ def tiny(dtype: torch.dtype, prompts: int) -> dict[str, Any]:
         TINY_MODEL, dtype=dtype, attn_implementation="sdpa"
     )
     model.eval().requires_grad_(False).to(DEVICE)
-    tokenizer: Any = AutoTokenizer.from_pretrained(TINY_MODEL)
-    task = CountdownTask(template="short")
-    problems = task.generate(seed=1, n=prompts)
-    token_ids = [tokenizer.encode(task.render(problem)[0]["content"]) for problem in problems]
-    return contest(model, token_ids, length=32, name="tiny")
+    return contest(model, countdown_prompts(TINY_MODEL, prompts), length=32, name="tiny")
 
 
 def random_weights(shape: str, dtype: torch.dtype, prompts: int, length: int) -> dict[str, Any]:

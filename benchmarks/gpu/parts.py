@@ -16,11 +16,11 @@ class Part:
     name: str
     """Name of the module and of the result file."""
     title: str
-    """What it measures, for the table."""
+    """Title in the table, which says what the part measures."""
     limit_s: float
     """Seconds after which the process is ended; about twice the estimate for the full size."""
     by_default: bool = True
-    """Whether it runs when no part is named."""
+    """Whether the part runs when none is named."""
 
 
 PARTS = (

@@ -24,7 +24,7 @@ PACKAGES = ("torch", "triton", "transformers", "peft", "accelerate", "trl", "lig
 
 @dataclass
 class Record:
-    """What is known of one part so far."""
+    """State and results of one part."""
 
     path: Path
     """The JSON file."""

@@ -23,7 +23,7 @@ class Row:
     """Name of the result in the part's file."""
     title: str
     compared: str
-    """What the figure is compared with."""
+    """Published or targeted figure that the result is compared with."""
     show: Callable[[Any], str]
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from bapo_core.buffers import dedup_key
 from bapo_core.config import RunConfig
 from bapo_core.thresholds import within
 from bapo_core.types import GroupSummary
@@ -221,10 +222,10 @@ def _count_candidates(case: _Case, entries: Sequence[GroupSummary]) -> int:
             BatchMemberRow.source != "replayed",
         )
     )
-    by_prompt = case.config.batch.dedup == "prompt"
-    excluded: set[str | int] = set(taken) if by_prompt else set()
+    dedup = case.config.batch.dedup
+    excluded: set[str | int] = set(taken) if dedup == "prompt" else set()
     keys = {
-        entry.prompt_uid if by_prompt else entry.group_id
+        dedup_key(entry, dedup)
         for entry in entries
         if within(entry.mean_reward, record.c2, record.c3)
     }

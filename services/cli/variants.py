@@ -32,7 +32,7 @@ class Variant:
 
     label: str
     values: Mapping[str, Any]
-    """What it changes of the configuration that all variants share, by section."""
+    """Values that replace those of the configuration that all variants share, by section."""
 
 
 @dataclass(frozen=True, slots=True)

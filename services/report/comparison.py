@@ -89,8 +89,9 @@ COSTS: dict[str, Callable[[StepView], float]] = {
     "generated tokens": lambda step: float(step.tokens),
     "seconds of the trainer": _trainer_seconds,
 }
-"""What an accuracy may have cost. Responses and tokens include discarded and re-evaluated ones; the
-trainer's time includes waiting for rollouts, and leaves out evaluations and restarts."""
+"""Costs of a training step, by the name of their axis. Responses and tokens include discarded and
+re-evaluated ones; the trainer's time includes waiting for rollouts, and leaves out evaluations and
+restarts."""
 
 
 def write_comparison(results: Sequence[RunResult], directory: Path) -> Path:

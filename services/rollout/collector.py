@@ -131,8 +131,8 @@ class Collector:
             if state.attempt > self._buffer.attempt:
                 raise Superseded(
                     409,
-                    f"this collector's attempt {self._buffer.attempt} is over: the run is "
-                    f"{state.status}, at attempt {state.attempt}",
+                    f"attempt {self._buffer.attempt} of the run, for which this collector was "
+                    f"started, has ended; the run is {state.status}, at attempt {state.attempt}",
                 )
 
     async def _run(self, job: Job) -> None:

@@ -15,7 +15,7 @@ GIB = 1 << 30
 
 
 class StandIn:
-    """Memory and time of a device that runs one call a second and holds what it is told."""
+    """A GPU on which every call takes a second, and which allocates what the test tells it."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

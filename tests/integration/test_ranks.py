@@ -73,10 +73,12 @@ def test_losses_and_weights_do_not_depend_on_the_number_of_processes(
             assert others == pytest.approx(metrics, rel=1e-5, abs=1e-6), name
         assert one["weights"].keys() == other["weights"].keys()
         assert ("model.lm_head.weight" in one["weights"]) is not case.tied
+        # AdamW divides a gradient by its own size, so where it is almost 0 the order of summation
+        # shows. Whitened advantages add to that: there half a percent of a learning rate is
+        # allowed.
+        atol = 5e-6 if name == "critic" else 1e-6
         for key, weight in one["weights"].items():
-            # The order of summation differs. AdamW divides by a gradient's own size, so where it is
-            # almost 0 rounding shows: half a percent of a learning rate is allowed.
-            torch.testing.assert_close(other["weights"][key], weight, atol=5e-6, rtol=0)
+            torch.testing.assert_close(other["weights"][key], weight, atol=atol, rtol=0)
 
 
 def test_results_in_bfloat16_stay_close(alone: Any, together: Any) -> None:
