@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
-from sqlalchemy import and_, delete, select
+from sqlalchemy import and_, delete, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from bapo_core.config import RunConfig
 from services.buffer.api import wire
+from services.buffer.evaluations import record_evaluation
 from services.buffer.runs import run_config
 from services.buffer.step_groups import missing_groups
-from services.buffer.tables import Checkpoint, EvaluationRecord, Run, WeightVersion
+from services.buffer.tables import (
+    Checkpoint,
+    EvaluationRecord,
+    RolloutGroup,
+    Run,
+    WeightVersion,
+)
 from services.common import layout
 from services.common.errors import bad_request, conflict, not_found
+
+log = logging.getLogger(__name__)
 
 MAX_VERSIONS = 1000
 """Most versions of the weights in one listing."""
@@ -26,14 +36,16 @@ MAX_VERSIONS = 1000
 def publish_weights(session: Session, run: Run, version: int, digest: str) -> wire.StoredVersion:
     """Records a version of the weights, whose objects are written already.
 
-    Raises 400 for a version above the current step + 1, and 409 if the version was published with
-    another digest.
+    A version that a rewind set aside is the same again if its digest is, and its groups are valid.
+    If its digest differs, the groups of this and of all later versions are deleted. Raises 400 for
+    a version above the current step + 1, and 409 if the version was published with another digest.
     """
     if version > run.current_step + 1:
         raise bad_request(
             f"version {version} does not exist yet: step {run.current_step} is the last committed "
             f"one; publish version {run.current_step + 1} at most"
         )
+    _settle_set_aside(session, run, version, digest)
     session.execute(
         insert(WeightVersion)
         .values(
@@ -51,8 +63,68 @@ def publish_weights(session: Session, run: Run, version: int, digest: str) -> wi
     return stored
 
 
+def set_weights_aside(session: Session, run: Run, last_valid: int) -> None:
+    """Sets versions after `last_valid` aside, which a rewind undid, and keeps their groups.
+
+    Groups of a version without weights can never be confirmed, so they are deleted.
+    """
+    later = (WeightVersion.run_id == run.id, WeightVersion.version > last_valid)
+    session.execute(delete(WeightVersion).where(*later, WeightVersion.status == "pruned"))
+    session.execute(update(WeightVersion).where(*later).values(status="set_aside"))
+    with_weights = select(WeightVersion.version).where(*later)
+    session.execute(
+        delete(RolloutGroup).where(
+            RolloutGroup.run_id == run.id,
+            RolloutGroup.policy_version > last_valid,
+            RolloutGroup.policy_version.not_in(with_weights),
+        )
+    )
+
+
+def is_set_aside(session: Session, run: Run, version: int) -> bool:
+    """Returns whether a rewind set a version aside that has not been published again since."""
+    row = session.get(WeightVersion, (run.id, version))
+    return row is not None and row.status == "set_aside"
+
+
+def _settle_set_aside(session: Session, run: Run, version: int, digest: str) -> None:
+    """Confirms a version that was set aside, or deletes it and all that were trained after it."""
+    row = session.get(WeightVersion, (run.id, version))
+    if row is None or row.status != "set_aside":
+        return
+    if row.manifest_digest == digest:
+        row.status = "published"
+        session.flush()
+        if run_config(run).evaluates_at(version) and not missing_groups(
+            session, run, version, "evaluation"
+        ):
+            record_evaluation(session, run, version)
+        return
+    log.warning(
+        "version %d of run %s was trained again and differs: its groups, and those of later "
+        "versions, are generated anew",
+        version,
+        run.name,
+    )
+    invalid = (
+        WeightVersion.run_id == run.id,
+        WeightVersion.version >= version,
+        WeightVersion.status == "set_aside",
+    )
+    session.execute(
+        delete(RolloutGroup).where(
+            RolloutGroup.run_id == run.id,
+            RolloutGroup.policy_version.in_(select(WeightVersion.version).where(*invalid)),
+        )
+    )
+    session.execute(delete(WeightVersion).where(*invalid))
+
+
 def get_weights(session: Session, run: Run, version: int) -> wire.StoredVersion | None:
-    """Returns a published version, or None before its publication; raises 404 if it was pruned."""
+    """Returns a published version; raises 404 if it was pruned.
+
+    None before its publication, and while it is set aside.
+    """
     row = session.get(WeightVersion, (run.id, version))
     if row is not None and row.status == "pruned":
         raise not_found(f"version {version} of run {run.name!r} any more: it was pruned")

@@ -20,6 +20,7 @@ from bapo_core.seeding import derive_rng
 from bapo_core.thresholds import replay_window, running_reward, within
 from bapo_core.types import GroupSummary, Source, TrainingBatch
 from services.buffer.api import wire
+from services.buffer.artifacts import is_set_aside
 from services.buffer.buffers import buffer_as_of, reevaluated_entries
 from services.buffer.bulk import insert_columns
 from services.buffer.pages import after_cursor, page_of
@@ -54,13 +55,26 @@ def build_step_batch(session: Session, run: Run, step: int) -> wire.BatchManifes
                 f"the batch of step {step} cannot be built: step {run.current_step} is the last "
                 "committed one"
             )
-        missing = missing_groups(session, run, step, "fresh")
-        if not missing and reevaluates_at(config, step):
-            missing = missing_groups(session, run, step, "reevaluation")
+        missing = _missing(session, run, config, step)
         if missing:
             return wire.BatchManifest(ready=False, step=step, members=[], missing=missing)
         record = _record_batch(session, run, config, step)
     return _manifest(session, run, config, record)
+
+
+def _missing(session: Session, run: Run, config: RunConfig, step: int) -> str:
+    """Describes what the batch of a step still waits for; empty when it can be built."""
+    kinds: list[wire.Kind] = ["fresh"]
+    if reevaluates_at(config, step):
+        kinds.append("reevaluation")
+    for kind in kinds:
+        version = config.rollout_version(step, kind)
+        if is_set_aside(session, run, version):
+            return f"version {version} of the weights, which a rewind set aside, published again"
+        missing = missing_groups(session, run, step, kind)
+        if missing:
+            return missing
+    return ""
 
 
 def recorded_batch(session: Session, run: Run, step: int) -> wire.BatchManifest | None:

@@ -1,7 +1,9 @@
 """Commits, which advance the state of a run by a step, and rewinds, which undo commits.
 
 Both run in one transaction that has locked the run. A repeated commit changes nothing; a rewind
-restores the rows as they were after the commit of an earlier step.
+restores the rows as they were after the commit of an earlier step. It keeps groups of later steps,
+as if they had been generated ahead of the trainer: prompts are a function of the seed and of state
+that the repeated steps restore, so a group is valid if the weights that made it are.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from bapo_core.buffers import BufferChange, admit_hard, admit_high, evict_solved
 from bapo_core.config import RunConfig
-from services.buffer import difficulty
+from services.buffer import artifacts, difficulty
 from services.buffer.buffers import apply_change, buffer_as_of
 from services.buffer.runs import run_config
 from services.buffer.stored_groups import read_summaries
@@ -25,7 +27,6 @@ from services.buffer.tables import (
     RolloutGroup,
     Run,
     StepRecord,
-    WeightVersion,
 )
 from services.common.errors import conflict
 
@@ -88,9 +89,11 @@ def _update_buffers(session: Session, run: Run, config: RunConfig, record: StepR
 
 
 def rewind_run(session: Session, run: Run, step: int) -> None:
-    """Undoes everything after the commit of `step`, exactly.
+    """Undoes everything after the commit of `step` but the groups that are made for later steps.
 
-    Raises 409 if `step` is not committed.
+    Those of policy version step + 1, which the checkpoint holds, or earlier stay valid. Later
+    versions and their groups are set aside until the trainer publishes these versions again
+    (`artifacts.publish_weights`). Raises 409 if `step` is not committed.
     """
     if step > run.current_step:
         raise conflict(
@@ -108,17 +111,15 @@ def rewind_run(session: Session, run: Run, step: int) -> None:
         .values(evicted_step=None, eviction_reason=None)
     )
     session.execute(
-        delete(RolloutGroup).where(RolloutGroup.run_id == run.id, RolloutGroup.step > step)
+        update(RolloutGroup)
+        .where(RolloutGroup.run_id == run.id, RolloutGroup.step > step)
+        .values(proximal_key=None, proximal_digest=None)
     )
     session.execute(
         delete(EvaluationRecord).where(
-            EvaluationRecord.run_id == run.id, EvaluationRecord.version > step
+            EvaluationRecord.run_id == run.id, EvaluationRecord.version > step + 1
         )
     )
-    session.execute(
-        delete(WeightVersion).where(
-            WeightVersion.run_id == run.id, WeightVersion.version > step + 1
-        )
-    )
+    artifacts.set_weights_aside(session, run, step + 1)
     run.current_step = step
     difficulty.restore(session, run, step, prompt_ids)

@@ -75,7 +75,7 @@ def update(session: Session, run: Run, step: int) -> list[int]:
 
 
 def forget(session: Session, run: Run, step: int) -> list[int]:
-    """Removes what groups after `step` contributed, before a rewind deletes them.
+    """Removes what groups after `step` contributed, before a rewind undoes their commits.
 
     Returns the ids of their prompts, for `restore`.
     """
@@ -94,7 +94,7 @@ def forget(session: Session, run: Run, step: int) -> list[int]:
 
 
 def restore(session: Session, run: Run, step: int, prompt_ids: list[int]) -> None:
-    """Derives these prompts anew from the groups that a rewind to `step` has left."""
+    """Derives these prompts anew from their groups up to `step`."""
     _add_groups(session, run, 1, step, prompt_ids)
 
 

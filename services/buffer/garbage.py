@@ -57,8 +57,8 @@ def _referenced_keys(session: Session) -> Iterable[str]:
 
 
 def _referenced_prefixes(session: Session) -> Iterable[str]:
-    published = select(WeightVersion.uri).where(WeightVersion.status == "published")
-    yield from session.scalars(published)
+    stored = select(WeightVersion.uri).where(WeightVersion.status != "pruned")
+    yield from session.scalars(stored)
     yield from session.scalars(select(Checkpoint.uri))
     for path in session.scalars(select(Run.config["model"]["path"].astext)):
         if path.startswith(layout.MODEL_SCHEME):

@@ -60,18 +60,8 @@ def select_new(
     """
     config = run_config(run)
     check_step(config, step, kind)
-    recorded_uids = set(
-        session.scalars(
-            select(PromptRow.uid)
-            .join(RolloutGroup, RolloutGroup.prompt_id == PromptRow.id)
-            .where(
-                RolloutGroup.run_id == run.id,
-                RolloutGroup.step == step,
-                RolloutGroup.kind == kind,
-            )
-        )
-    )
-    new = [group for group in groups if group.prompt_uid not in recorded_uids]
+    recorded = recorded_uids(session, run, step, kind)
+    new = [group for group in groups if group.prompt_uid not in recorded]
     if new and kind != "evaluation" and step <= run.current_step:
         raise conflict(f"step {step} is committed; no group can be added to it")
     size = config.evaluation_samples if kind == "evaluation" else config.rollout.group_size
@@ -88,6 +78,21 @@ def select_new(
                 f"{group.policy_version}; {kind} groups of step {step} need version {version}"
             )
     return new
+
+
+def recorded_uids(session: Session, run: Run, step: int, kind: wire.Kind) -> set[str]:
+    """Returns the prompts of a step that have a group of this kind."""
+    return set(
+        session.scalars(
+            select(PromptRow.uid)
+            .join(RolloutGroup, RolloutGroup.prompt_id == PromptRow.id)
+            .where(
+                RolloutGroup.run_id == run.id,
+                RolloutGroup.step == step,
+                RolloutGroup.kind == kind,
+            )
+        )
+    )
 
 
 def record_groups(

@@ -11,9 +11,15 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 from bapo_core.config import RunConfig
 from bapo_core.sampling import prompt_positions
 from services.buffer.api import wire
+from services.buffer.artifacts import is_set_aside
 from services.buffer.buffers import reevaluated_entries
 from services.buffer.runs import dataset_size, run_config
-from services.buffer.step_groups import ExpectedPrompt, check_step, missing_groups
+from services.buffer.step_groups import (
+    ExpectedPrompt,
+    check_step,
+    missing_groups,
+    recorded_uids,
+)
 from services.buffer.tables import PromptRow, Run
 from services.common.errors import conflict
 
@@ -27,19 +33,26 @@ def select_prompts(
 ) -> wire.StepPrompts:
     """Returns the prompts to roll out at a step, and the policy version that answers them.
 
-    They are not ready while the run is paused, and re-evaluations not before the commit of the
-    step before. Raises 400 if the schedule has no such rollouts at this step.
+    They are not ready while the run is paused or the version is set aside, and re-evaluations not
+    before the commit of the step before. Raises 400 if the schedule has no such rollouts at this
+    step.
     """
     config = run_config(run)
     check_step(config, step, kind)
     version = config.rollout_version(step, kind)
     undecided = kind == "reevaluation" and run.current_step < step - 1
-    if undecided or run.status == "paused":
+    if undecided or run.status == "paused" or is_set_aside(session, run, version):
         return wire.StepPrompts(ready=False, policy_version=version, prompts=[])
     rows = _prompt_rows(session, run, config, step, kind, generation_round, _CONTENT)
     items = [wire.PromptItem(uid=row.uid, task=row.task, payload=row.payload) for row in rows]
-    complete = not missing_groups(session, run, step, kind)
-    return wire.StepPrompts(ready=True, policy_version=version, prompts=items, complete=complete)
+    recorded = recorded_uids(session, run, step, kind)
+    return wire.StepPrompts(
+        ready=True,
+        policy_version=version,
+        prompts=items,
+        recorded=[item.uid for item in items if item.uid in recorded],
+        complete=not missing_groups(session, run, step, kind),
+    )
 
 
 def expected_prompts(

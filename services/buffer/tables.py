@@ -346,9 +346,13 @@ class WeightVersion(Base):
     manifest_digest: Mapped[str]
     """SHA-256 of the manifest, which holds the digests of all files."""
     status: Mapped[str] = mapped_column(default="published")
+    """`set_aside` from a rewind to an earlier step until the version is published again; `pruned`
+    once its files have been deleted."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
-    __table_args__ = (CheckConstraint("status in ('published','pruned')", name="status"),)
+    __table_args__ = (
+        CheckConstraint("status in ('published','set_aside','pruned')", name="status"),
+    )
 
 
 class Replica(Base):

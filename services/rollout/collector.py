@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,8 @@ FIRST_ATTEMPT_POLL_INTERVAL_S = 1.0
 POLL_INTERVAL_S = 2.0
 BUNDLE = 64
 """Groups that are scored and delivered together, before all groups of the job are generated."""
+DELIVER_WITHIN_S = 2.0
+"""Seconds after which fewer groups are delivered: what a collector that dies then loses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +80,45 @@ def plan_jobs(config: RunConfig, first_step: int) -> Iterator[Job]:
     yield Job(config.steps + 1, "evaluation")
 
 
+@dataclass
+class _FinishedGroups:
+    """Groups that are generated and not delivered yet."""
+
+    groups: list[GeneratedGroup] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    oldest_at: float = 0.0
+    """Time at which the first of them was finished, by the event loop's clock."""
+
+    def add(self, group: GeneratedGroup) -> None:
+        if not self.groups:
+            self.oldest_at = asyncio.get_running_loop().time()
+        self.groups.append(group)
+        self.changed.set()
+
+    async def take_bundle(self, generating: asyncio.Task[None]) -> list[GeneratedGroup]:
+        """Takes what is to be delivered together, once there is enough or the time is up.
+
+        Raises the error of `generating` if that has failed.
+        """
+        while len(self.groups) < BUNDLE and not generating.done():
+            self.changed.clear()
+            deadline = self.oldest_at + DELIVER_WITHIN_S if self.groups else None
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(deadline):
+                    await self.changed.wait()
+                continue
+            break
+        if generating.done():
+            generating.result()
+        taken, self.groups = self.groups, []
+        return taken
+
+
 class Collector:
-    """Runs jobs, and scores and delivers a job's groups while the next job is generated."""
+    """Runs jobs, and scores and delivers a job's groups while the next job is generated.
+
+    Groups that the buffer service has already are not generated again.
+    """
 
     def __init__(
         self,
@@ -167,27 +207,23 @@ class Collector:
 
     async def _roll_out(self, job: Job, prompts: wire.StepPrompts) -> bool:
         """Generates, scores and delivers groups; returns whether the job is complete with them."""
+        recorded = set(prompts.recorded)
+        missing = {
+            index for index, prompt in enumerate(prompts.prompts) if prompt.uid not in recorded
+        }
+        if not missing:
+            return False
         request = await self._prepare_request(job, prompts)
-        pending: list[GeneratedGroup] = []
-        changed = asyncio.Event()
-
-        def on_group(group: GeneratedGroup) -> None:
-            pending.append(group)
-            changed.set()
-
-        generating = asyncio.create_task(self._generate(job, request, on_group))
-        generating.add_done_callback(lambda _: changed.set())
-        complete, missing = False, len(prompts.prompts)
+        finished = _FinishedGroups()
+        generating = asyncio.create_task(
+            self._generate(job, request, finished.add, frozenset(missing))
+        )
+        generating.add_done_callback(lambda _: finished.changed.set())
+        complete = False
         try:
             while missing:
-                await changed.wait()
-                changed.clear()
-                if generating.done():
-                    generating.result()
-                elif len(pending) < BUNDLE:
-                    continue
-                bundle, pending[:] = pending[:], []
-                missing -= len(bundle)
+                bundle = await finished.take_bundle(generating)
+                missing.difference_update(group.index for group in bundle)
                 complete = await asyncio.to_thread(self._deliver, job, prompts, request, bundle)
             await asyncio.to_thread(self._spans.flush)
         finally:
@@ -217,12 +253,16 @@ class Collector:
         )
 
     async def _generate(
-        self, job: Job, request: GenerateRequest, on_group: Callable[[GeneratedGroup], None]
+        self,
+        job: Job,
+        request: GenerateRequest,
+        on_group: Callable[[GeneratedGroup], None],
+        indices: Collection[int],
     ) -> None:
         with self._spans.span("await weights", job.step):
             await self._fleet.until_served(request)
         with self._spans.span(job.kind, job.step):
-            await self._fleet.generate(request, on_group)
+            await self._fleet.generate(request, on_group, indices=indices)
 
     async def _wait_for_weights(self, version: int) -> wire.StoredVersion:
         while True:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -86,19 +86,33 @@ class Fleet:
                     await watching
 
     async def generate(
-        self, request: GenerateRequest, on_group: Callable[[GeneratedGroup], None]
+        self,
+        request: GenerateRequest,
+        on_group: Callable[[GeneratedGroup], None],
+        *,
+        indices: Collection[int],
     ) -> None:
-        """Calls `on_group` once for every prompt, as soon as its group is complete.
+        """Calls `on_group` once for every prompt of these indices, when its group is complete.
+
+        Prompts that a replica takes in one request go together, even if only some of them have
+        indices: an engine that generates a request as a whole gives the same groups for the same
+        request, but not for a part of it.
 
         Waits while there is no replica. Raises `BapoError` for a prompt that an engine refuses.
         """
-        chunk_size = await self.until_served(request) or len(request.prompts)
-        indices = range(len(request.prompts))
+        count = len(request.prompts)
+        chunk_size = await self.until_served(request) or count
+
+        def on_any_group(group: GeneratedGroup) -> None:
+            if group.index in indices:
+                on_group(group)
+
         try:
             async with asyncio.TaskGroup() as tasks:
-                for start in range(0, len(indices), chunk_size):
-                    chunk = list(indices[start : start + chunk_size])
-                    tasks.create_task(self._generate_chunk(request, chunk, on_group))
+                for start in range(0, count, chunk_size):
+                    chunk = list(range(start, min(start + chunk_size, count)))
+                    if any(index in indices for index in chunk):
+                        tasks.create_task(self._generate_chunk(request, chunk, on_any_group))
         except* BapoError as errors:
             raise errors.exceptions[0] from errors
 

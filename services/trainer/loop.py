@@ -78,6 +78,8 @@ def train(config: RunConfig, context: TrainerContext, ranks: Ranks) -> None:
                     context.buffer.commit(step, metrics | timer.pop())
             if config.checkpoints_after(step):
                 with timer.phase("checkpoint"):
+                    # A trainer that resumes from it publishes no version before it again.
+                    publisher.settle()
                     checkpointer.save(step, updater.trained)
             checkpointer.check()
             if ranks.is_main:

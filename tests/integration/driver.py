@@ -119,7 +119,8 @@ ORDER_BY = {
 def snapshot(driver: Driver) -> dict[str, list[tuple[Any, ...]]]:
     """Returns every row of the run by table, without ids, times and the name of the run.
 
-    Two runs with the same history then have equal snapshots.
+    Groups of steps that are not committed are left out. Two runs with the same history then have
+    equal snapshots.
     """
     unstable = {"id", "run_id", "group_id", "created_at", "committed_at"}
     prefix = f"runs/{driver.config.name}/"
@@ -127,9 +128,10 @@ def snapshot(driver: Driver) -> dict[str, list[tuple[Any, ...]]]:
     url = driver.stack.database_url.replace("postgresql+psycopg", "postgresql")
     with psycopg.connect(url) as connection:
         for table, order in ORDER_BY.items():
+            committed = "and t.step <= run.current_step" if table == "rollout_group" else ""
             cursor = connection.execute(
                 f"select t.* from {table} t join run on run.id = t.run_id "  # type: ignore[arg-type]
-                f"where run.name = '{driver.config.name}' order by {order}"
+                f"where run.name = '{driver.config.name}' {committed} order by {order}"
             )
             assert cursor.description is not None
             names = [column.name for column in cursor.description]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bapo_core.batch import build_batch
@@ -38,6 +40,14 @@ class Model:
         self.windows: dict[int, tuple[float, float]] = {}
         self.drawn: dict[int, list[str]] = {}
         """The uids of each step's fresh prompts, in the order of the service."""
+        self.weights: dict[int, str] = {}
+        """The digest of each version that was published."""
+        self.set_aside: set[int] = set()
+        """Versions that a rewind undid, and that were not published again."""
+        self.machine = 0
+        """The machine of the trainer; another one rounds otherwise."""
+        self.machines: dict[int, int] = {}
+        """The machine that trained each step."""
 
     @property
     def current_step(self) -> int:
@@ -56,10 +66,14 @@ class Model:
         assert uids is not None
         return uids
 
+    def is_set_aside(self, step: int, kind: str) -> bool:
+        return self.config.rollout_version(step, kind) in self.set_aside
+
     def missing(self, step: int) -> bool:
         kinds = ["fresh"] + ["reevaluation"] * (step % self.config.sync.reevaluate_every == 0)
         return any(
-            set(self.landed.get((step, kind), {})) != set(self.expected_uids(step, kind))
+            self.is_set_aside(step, kind)
+            or set(self.landed.get((step, kind), {})) != set(self.expected_uids(step, kind))
             for kind in kinds
         )
 
@@ -109,11 +123,48 @@ class Model:
         for group in (*fresh, *reevaluated):
             state.attempts.setdefault(group.prompt_uid, []).append(group.correct)
         self.states.append(state)
+        self.machines[step] = self.machine
+
+    def publish(self, version: int) -> str:
+        """Publishes the weights of the current step; returns their digest.
+
+        They are a function of what was trained on and of the machines that did, as with a real
+        trainer.
+        """
+        trained = [
+            (member, self._correct(*member), self.machines[step])
+            for step in range(1, version)
+            for member in self.batches[step]
+        ]
+        digest = hashlib.sha256(repr(trained).encode()).hexdigest()
+        if version in self.set_aside and self.weights[version] != digest:
+            dropped = {other for other in self.set_aside if other >= version}
+            self.set_aside -= dropped
+            self.weights = {v: d for v, d in self.weights.items() if v not in dropped}
+            self._drop(lambda _, made_by: made_by in dropped)
+        self.set_aside.discard(version)
+        self.weights[version] = digest
+        return digest
 
     def rewind(self, step: int) -> None:
         del self.states[step + 1 :]
-        self.landed = {key: value for key, value in self.landed.items() if key[0] <= step}
+        self.set_aside |= {version for version in self.weights if version > step + 1}
+        self._drop(
+            lambda at, made_by: at > step and made_by > step + 1 and made_by not in self.set_aside
+        )
         self.batches = {key: value for key, value in self.batches.items() if key <= step}
+
+    def _drop(self, invalid: Callable[[int, int], bool]) -> None:
+        """Drops the groups that are invalid by their step and policy version."""
+        self.landed = {
+            (step, kind): groups
+            for (step, kind), groups in self.landed.items()
+            if not invalid(step, self.config.rollout_version(step, kind))
+        }
+
+    def _correct(self, uid: str, source: str, made_at: int) -> int:
+        kind = "reevaluation" if source == "reevaluated" else "fresh"
+        return self.landed[made_at, kind][uid]
 
     def _groups(self, step: int, kind: str) -> list[GroupSummary]:
         if (step, kind) not in self.landed:

@@ -1,19 +1,116 @@
-"""A collector that only waits still notices that another attempt has begun."""
+"""What a collector generates, when it delivers, and when it stops."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from services.buffer.api.client import BufferClient
+from services.buffer.api.trajectories import encode_groups
 from services.common.errors import Superseded
-from services.rollout.collector import Collector
+from services.model.resolve import TINY_MODEL
+from services.rollout import collector as collector_module
+from services.rollout.api.wire import GeneratedGroup, GeneratedResponse, GenerateRequest
+from services.rollout.collector import Collector, Job
 from services.rollout.fleet import Fleet
 from services.stack.stack import Endpoints
 from services.verifier.api.client import VerifierClient
 from tests.integration.driver import Driver, small_config
+
+
+class ScriptedFleet:
+    """Answers the first `answers` prompts that it is asked for, then waits."""
+
+    def __init__(self, answers: int) -> None:
+        self.answers = answers
+        self.asked: list[int] = []
+
+    async def until_served(self, _: GenerateRequest) -> int:
+        return 1
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        on_group: Callable[[GeneratedGroup], None],
+        *,
+        indices: Collection[int],
+    ) -> None:
+        self.asked = sorted(indices)
+        for index in self.asked[: self.answers]:
+            response = GeneratedResponse(token_ids=[5], logprobs=[-1.0], finish_reason="stop")
+            on_group(
+                GeneratedGroup(
+                    index=index,
+                    policy_version=request.policy_version,
+                    responses=[response] * request.group_size,
+                )
+            )
+        if len(self.asked) > self.answers:
+            await asyncio.Event().wait()
+
+
+def make_collector(driver: Driver, fleet: Any) -> Collector:
+    return Collector(
+        driver.config,
+        driver.client,
+        fleet,
+        VerifierClient(driver.stack.verifier_url, driver.stack.token),
+        AutoTokenizer.from_pretrained(TINY_MODEL),
+    )
+
+
+def test_only_missing_groups_are_generated(stack: Endpoints) -> None:
+    driver = Driver(stack, small_config("only-missing"))
+    driver.client.publish_weights(1, "a" * 64)
+    groups = driver.groups(1)
+    driver.client.post_groups(1, "fresh", encode_groups([groups[n] for n in (0, 2, 3, 6, 7)]))
+    fleet = ScriptedFleet(answers=3)
+    collector = make_collector(driver, fleet)
+
+    async def work() -> None:
+        async with asyncio.timeout(300):
+            await collector._run(Job(1, "fresh"))
+            await collector._limit_running(0)
+
+    asyncio.run(work())
+    assert fleet.asked == [1, 4, 5]
+    assert driver.client.step_prompts(1).complete
+
+
+@pytest.mark.parametrize(
+    ("bundle", "seconds", "answers"),
+    [pytest.param(64, 0.05, 1, id="by time"), pytest.param(3, 1e6, 3, id="by number")],
+)
+def test_finished_groups_are_delivered_while_others_are_generated(
+    stack: Endpoints,
+    monkeypatch: pytest.MonkeyPatch,
+    bundle: int,
+    seconds: float,
+    answers: int,
+) -> None:
+    monkeypatch.setattr(collector_module, "BUNDLE", bundle)
+    monkeypatch.setattr(collector_module, "DELIVER_WITHIN_S", seconds)
+    driver = Driver(stack, small_config(f"delivers-{answers}-of-8"))
+    driver.client.publish_weights(1, "a" * 64)
+    fleet = ScriptedFleet(answers)
+    collector = make_collector(driver, fleet)
+
+    async def work() -> None:
+        async with asyncio.timeout(300):
+            await collector._run(Job(1, "fresh"))
+            while len(driver.client.step_prompts(1).recorded) < answers:
+                await asyncio.sleep(0.02)
+            assert len(collector._running) == 1, "the other groups are still being generated"
+            for task in collector._running:
+                task.cancel()
+
+    asyncio.run(work())
+    assert fleet.asked == list(range(8))
+    assert len(driver.client.step_prompts(1).recorded) == answers
 
 
 def test_a_collector_that_waits_for_weights_is_superseded(stack: Endpoints) -> None:

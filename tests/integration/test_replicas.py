@@ -295,7 +295,7 @@ async def collect(fleet: Fleet, request: GenerateRequest) -> dict[int, Generated
         groups[group.index] = group
 
     async with asyncio.timeout(300):
-        await fleet.generate(request, on_group)
+        await fleet.generate(request, on_group, indices=range(len(request.prompts)))
     assert groups.keys() == set(range(len(request.prompts)))
     for index, group in groups.items():
         assert [response.token_ids for response in group.responses] == [
@@ -309,6 +309,28 @@ def run(work: Awaitable[None]) -> None:
         await work
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(("prompts_per_request", "generated"), [(1, 2), (0, 6)])
+def test_a_request_that_is_generated_as_a_whole_is_not_cut(
+    testbed: Testbed, prompts_per_request: int, generated: int
+) -> None:
+    async def work() -> None:
+        engine = FakeEngine()
+        engine.prompts_per_request = prompts_per_request
+        async with testbed.closing() as fleet:
+            await testbed.start("r", engine)
+            request = request_for(testbed.publish(1, "one"), prompts=6)
+            set_target(testbed, 1)
+            received: list[int] = []
+            async with asyncio.timeout(300):
+                await fleet.generate(
+                    request, lambda group: received.append(group.index), indices={2, 5}
+                )
+            assert sorted(received) == [2, 5]
+            assert engine.answered == generated
+
+    run(work())
 
 
 # ---- the target version -------------------------------------------------------------------------

@@ -126,11 +126,21 @@ class StepProtocol(RuleBasedStateMachine):
         size = self.model.config.rollout.group_size
         return synthetic_group(uid, version, size=size, rng=self.rng)
 
+    @rule(fault=faults)
+    def publish(self, fault: str) -> None:
+        """Publishes the version before the next step, as a trainer does."""
+        version = self.next_step(0)
+        digest = self.model.publish(version)
+        self.faulty(fault, lambda: self.client.publish_weights(version, digest))
+
     @precondition(lambda self: not self.paused)
     @rule(ahead=st.integers(0, 2), share=st.floats(0, 1), fault=faults, order=st.randoms())
     def fresh_groups(self, ahead: int, share: float, fault: str, order: random.Random) -> None:
         """Sends a share of a step's groups in any order, also for steps ahead."""
         step = self.next_step(ahead)
+        if self.model.is_set_aside(step, "fresh"):
+            assert not self.is_ready(step, "prompts")
+            return
         uids = list(self.drawn(step))
         order.shuffle(uids)
         self.send(step, "fresh", uids[: max(1, round(share * len(uids)))], fault)
@@ -141,30 +151,35 @@ class StepProtocol(RuleBasedStateMachine):
         step = self.next_step(0)
         if step % self.model.config.sync.reevaluate_every:
             return
+        if self.model.is_set_aside(step, "reevaluation"):
+            return
         uids = [p.uid for p in self.client.step_prompts(step, "reevaluation").prompts]
         assert uids == self.model.reevaluated(step)
         if uids:
             self.send(step, "reevaluation", uids, fault)
 
     @precondition(lambda self: not self.paused)
-    @rule(fault=faults)
-    def whole_step(self, fault: str) -> None:
-        """Completes the groups of a step, then builds its batch and commits it."""
-        step = self.next_step(0)
-        if step > 39:
-            return
-        self.send(step, "fresh", self.drawn(step), "none")
-        self.reevaluations("none")
-        self.batch(fault)
-        self.commit(fault)
+    @rule(count=st.integers(1, 4), fault=faults)
+    def whole_steps(self, count: int, fault: str) -> None:
+        """Completes the groups of some steps, builds their batches and commits them."""
+        for _ in range(count):
+            step = self.next_step(0)
+            if step > 39:
+                return
+            self.publish(fault)
+            self.send(step, "fresh", self.drawn(step), "none")
+            self.reevaluations("none")
+            self.batch(fault)
+            self.commit(fault)
 
     @precondition(lambda self: not self.paused)
     @rule(fault=faults)
     def batch(self, fault: str) -> None:
         step = self.next_step(0)
-        self.drawn(step)
+        if not self.model.is_set_aside(step, "fresh"):
+            self.drawn(step)
         if self.model.missing(step):
-            assert not self.batch_is_ready(step)
+            assert not self.is_ready(step, "batch")
             return
         manifest = self.faulty(fault, lambda: self.client.batch(step))
         if step not in self.model.batches:
@@ -173,8 +188,9 @@ class StepProtocol(RuleBasedStateMachine):
         assert members == self.model.batches[step]
         assert (manifest.c2, manifest.c3) == pytest.approx(self.model.windows[step])
 
-    def batch_is_ready(self, step: int) -> bool:
-        path = f"/v1/runs/{self.client.run}/steps/{step}/batch"
+    def is_ready(self, step: int, call: str) -> bool:
+        """Asks for the prompts or the batch of a step without waiting."""
+        path = f"/v1/runs/{self.client.run}/steps/{step}/{call}"
         answer = self.client._send("POST", path, params={"wait": 0})
         return bool(answer.json()["ready"])
 
@@ -231,6 +247,12 @@ class StepProtocol(RuleBasedStateMachine):
         change = self.client.resume if self.paused else self.client.pause
         self.faulty(fault, change)
         self.paused = not self.paused
+
+    @rule()
+    def train_elsewhere(self) -> None:
+        """The trainer continues on a machine on which the same steps give other weights."""
+        self.new_attempt()
+        self.model.machine += 1
 
     @rule(kind=st.sampled_from(["fresh", "reevaluation"]))
     def groups_that_do_not_belong_here(self, kind: Any) -> None:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
+from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import encode_groups
 from services.common.errors import ServiceError, ServiceUnavailable, Superseded
@@ -157,6 +158,113 @@ def test_a_rewind_undoes_everything_after_a_step_exactly(drive: Callable[..., Dr
     assert list(map(_composition, repeated)) == list(map(_composition, manifests))
 
 
+def evaluate(driver: Driver, version: int, correct: int = 2) -> None:
+    """Posts the evaluation of a version, with so many correct responses to each prompt."""
+    rng = random.Random(0)
+    groups = []
+    for prompt in driver.client.step_prompts(version, "evaluation").prompts:
+        group = synthetic_group(prompt.uid, version, size=4, rng=rng)
+        responses = [
+            dataclasses.replace(response, reward=float(index < correct))
+            for index, response in enumerate(group.responses)
+        ]
+        groups.append(dataclasses.replace(group, responses=responses))
+    driver.client.post_groups(version, "evaluation", encode_groups(groups))
+
+
+def recorded(driver: Driver, step: int, kind: wire.Kind = "fresh") -> int:
+    """Returns the number of groups of a step that the service has."""
+    prompts = driver.client.step_prompts(step, kind)
+    assert prompts.complete == (len(prompts.recorded) == len(prompts.prompts))
+    return len(prompts.recorded)
+
+
+def test_a_rewind_keeps_groups_of_the_weights_that_the_checkpoint_holds(
+    drive: Callable[..., Driver],
+) -> None:
+    driver = drive()
+    for step in range(1, 10):
+        driver.run_step(step)
+    driver.client.rewind(5)
+    # The rollout policies are: 6 at the steps 6 and 7, 8 at the steps 8 and 9.
+    assert [recorded(driver, step) for step in (6, 7, 8, 9)] == [8, 8, 0, 0]
+    assert recorded(driver, 6, "reevaluation") > 0
+    assert driver.client.begin_attempt().current_step == 0
+    assert [recorded(driver, step) for step in (1, 2, 6, 7)] == [8, 0, 0, 0]
+
+
+def publish(driver: Driver, version: int, letter: str = "a") -> None:
+    driver.client.publish_weights(version, letter * 64)
+
+
+def weight_statuses(driver: Driver) -> dict[int, str]:
+    answer = driver.client._send("GET", f"/v1/runs/{driver.client.run}/weights").json()
+    return {weights["version"]: weights["status"] for weights in answer}
+
+
+def run_steps_with_weights(driver: Driver, steps: range) -> list[Any]:
+    """Runs steps, publishing the weights before each as a trainer does; returns the batches."""
+    compositions = []
+    for step in steps:
+        publish(driver, step)
+        compositions.append(_composition(driver.run_step(step)))
+    return compositions
+
+
+def is_ready(driver: Driver, step: int, call: str) -> bool:
+    """Asks for the prompts or the batch of a step without waiting."""
+    path = f"/v1/runs/{driver.client.run}/steps/{step}/{call}"
+    return bool(driver.client._send("POST", path, params={"wait": 0}).json()["ready"])
+
+
+def test_groups_of_later_weights_count_again_once_the_same_weights_are_published(
+    drive: Callable[..., Driver],
+) -> None:
+    """A trainer on the same machine trains the same weights again, bit for bit."""
+    driver = drive()
+    batches = run_steps_with_weights(driver, range(1, 10))
+    evaluate(driver, 8)
+    groups = driver.groups(9)
+    before = snapshot(driver)
+    driver.client.rewind(5)
+    assert weight_statuses(driver) == dict.fromkeys(range(1, 7), "published") | dict.fromkeys(
+        range(7, 10), "set_aside"
+    )
+    assert driver.client.evaluations() == []
+    for step in (6, 7):
+        publish(driver, step)
+        assert _composition(driver.client.batch(step)) == batches[step - 1]
+        driver.client.commit(step, {"loss": 0.5})
+    assert not is_ready(driver, 8, "prompts")
+    assert not is_ready(driver, 8, "batch"), "version 8 may become another one"
+    publish(driver, 8)
+    assert [evaluation.version for evaluation in driver.client.evaluations()] == [8]
+    assert recorded(driver, 9) == 8
+    for step in (8, 9):
+        publish(driver, step)
+        assert _composition(driver.client.batch(step)) == batches[step - 1]
+        driver.client.commit(step, {"loss": 0.5})
+    assert driver.client.post_groups(9, "fresh", encode_groups(groups)).accepted == 0
+    assert snapshot(driver) == before, "nothing was generated again"
+
+
+def test_groups_of_later_weights_are_deleted_when_other_weights_are_published(
+    drive: Callable[..., Driver],
+) -> None:
+    driver = drive()
+    run_steps_with_weights(driver, range(1, 10))
+    evaluate(driver, 8)
+    driver.client.rewind(5)
+    run_steps_with_weights(driver, range(6, 8))
+    publish(driver, 8, "b")
+    assert weight_statuses(driver) == dict.fromkeys(range(1, 9), "published")
+    assert [recorded(driver, step) for step in (8, 9)] == [0, 0]
+    assert recorded(driver, 8, "evaluation") == 0
+    assert driver.client.evaluations() == []
+    with pytest.raises(ServiceError, match="published with other weights"):
+        publish(driver, 8, "a")
+
+
 def test_a_new_attempt_starts_from_the_last_checkpoint(drive: Callable[..., Driver]) -> None:
     driver = drive()
     for step in range(1, 4):
@@ -174,18 +282,6 @@ def test_the_best_checkpoints_are_kept_besides_the_latest(drive: Callable[..., D
     def kept() -> dict[int, float | None]:
         return {view.step: view.accuracy for view in driver.client.checkpoints()}
 
-    def evaluate(version: int, correct: int) -> None:
-        rng = random.Random(0)
-        groups = []
-        for prompt in driver.client.step_prompts(version, "evaluation").prompts:
-            group = synthetic_group(prompt.uid, version, size=4, rng=rng)
-            responses = [
-                dataclasses.replace(response, reward=float(index < correct))
-                for index, response in enumerate(group.responses)
-            ]
-            groups.append(dataclasses.replace(group, responses=responses))
-        driver.client.post_groups(version, "evaluation", encode_groups(groups))
-
     for step in range(1, 9):
         driver.run_step(step)
         if step % 2:
@@ -193,11 +289,11 @@ def test_the_best_checkpoints_are_kept_besides_the_latest(drive: Callable[..., D
         match step:
             case 3:
                 assert kept() == {3: None, 1: None}, "the evaluation of version 2 is not complete"
-                evaluate(2, correct=1)
-                evaluate(4, correct=3)
+                evaluate(driver, 2, correct=1)
+                evaluate(driver, 4, correct=3)
             case 5:
                 assert kept() == {5: None, 3: 0.75}
-                evaluate(6, correct=2)
+                evaluate(driver, 6, correct=2)
             case 7:
                 assert kept() == {7: None, 3: 0.75}
     assert driver.client.begin_attempt().current_step == 7, "the latest checkpoint"

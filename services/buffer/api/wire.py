@@ -157,14 +157,17 @@ class RunState(Wire):
 
 
 class StepPrompts(Wire):
-    """The prompts of a step. Not `ready` while they depend on a step not committed yet."""
+    """The prompts of a step. Not `ready` while they depend on a step not committed yet, or on
+    weights that were set aside by a rewind."""
 
     ready: bool
-    """Whether the prompts are known; false while the run is paused, too."""
+    """Whether the prompts can be rolled out; false while the run is paused, too."""
     policy_version: int
     """Policy version that must generate the responses."""
     prompts: list[PromptItem]
     """Prompts to roll out, in the order in which they were drawn; empty while not ready."""
+    recorded: list[Uid] = []
+    """Those of the prompts whose groups the service has already."""
     complete: bool = False
     """Whether the service has all groups of this step and kind already."""
 
@@ -682,7 +685,8 @@ class WeightView(Wire):
     manifest_digest: str
     """SHA-256 of the manifest, 64 hexadecimal digits."""
     status: str
-    """published, or pruned once its files have been deleted."""
+    """published; set_aside from a rewind until the trainer publishes the version again; pruned once
+    its files have been deleted."""
     created_at: datetime
     """Time of the publication."""
 
