@@ -35,7 +35,29 @@ def truncated_weights(
 
 
 @torch.no_grad()
-def mismatch_metrics(
+def mismatch_metrics(logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
+    """Measures the mismatch of a policy and the behaviour policy over the valid tokens of (N, T).
+
+    logprob_diff_mean, logprob_diff_max: |log policy - log behaviour|, in nats.
+    mismatch_kl: KL(behaviour || policy), estimated by exp(d) - d - 1 (k3), in nats a token.
+
+    All are 0 without a valid token.
+    """
+    valid = mask.bool()
+    if not valid.any():
+        return {"logprob_diff_mean": 0.0, "logprob_diff_max": 0.0, "mismatch_kl": 0.0}
+    difference = _log_ratio(logprobs, behavior_logprobs, valid)[valid]
+    # In double precision: in single, a small difference is lost in the rounding of exp.
+    kl = torch.expm1(difference.double()) - difference.double()
+    return {
+        "logprob_diff_mean": float(difference.abs().mean()),
+        "logprob_diff_max": float(difference.abs().max()),
+        "mismatch_kl": float(kl.mean()),
+    }
+
+
+@torch.no_grad()
+def weight_metrics(
     prox_logprobs: Tensor,
     behavior_logprobs: Tensor,
     mask: Tensor,
@@ -43,41 +65,25 @@ def mismatch_metrics(
     cap: float = 3.0,
     level: Level = "token",
 ) -> dict[str, float]:
-    """Measures the mismatch of behaviour and proximal policy over the valid tokens of (N, T).
+    """Describes the weights that `truncated_weights` returns for the same arguments.
 
-    logprob_diff_mean, logprob_diff_max: |log prox - log behaviour|, in nats.
-    mismatch_kl: KL(behaviour || prox), estimated by exp(d) - d - 1 (k3), in nats a token.
-    ess_fraction: effective share of samples under the truncated weights, (sum w)^2 / (n sum w^2).
+    ess_fraction: effective share of samples under the weights, (sum w)^2 / (n sum w^2).
     truncated_fraction: share of tokens whose weight was above the cap.
 
-    Without a valid token all are 0 except ess_fraction, which is 1.
+    Without a valid token they are 1 and 0.
     """
     valid = mask.bool()
     if not valid.any():
-        return dict.fromkeys(_METRICS, 0.0) | {"ess_fraction": 1.0}
-    difference = _log_ratio(prox_logprobs, behavior_logprobs, valid)[valid]
+        return {"ess_fraction": 1.0, "truncated_fraction": 0.0}
     ratios = _ratios(prox_logprobs, behavior_logprobs, mask, level)[valid]
     weights = ratios.clamp(max=cap)
     squares = len(weights) * weights.square().sum()
-    metrics = (
-        difference.abs().mean(),
-        difference.abs().max(),
-        # In double precision: in single, a small difference is lost in the rounding of exp.
-        (torch.expm1(difference.double()) - difference.double()).mean(),
-        # All weights may have underflowed to 0.
-        torch.where(squares > 0, weights.sum().square() / squares, 0.0),
-        (ratios > cap).float().mean(),
-    )
-    return {name: float(value) for name, value in zip(_METRICS, metrics, strict=True)}
-
-
-_METRICS = (
-    "logprob_diff_mean",
-    "logprob_diff_max",
-    "mismatch_kl",
-    "ess_fraction",
-    "truncated_fraction",
-)
+    # All weights may have underflowed to 0.
+    ess = torch.where(squares > 0, weights.sum().square() / squares, 0.0)
+    return {
+        "ess_fraction": float(ess),
+        "truncated_fraction": float((ratios > cap).float().mean()),
+    }
 
 
 def _ratios(prox: Tensor, behavior: Tensor, mask: Tensor, level: Level) -> Tensor:

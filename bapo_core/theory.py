@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bapo_core.numerics import MAX_FLOAT64_EXPONENT
-from bapo_core.types import Source
 
 
 @dataclass(frozen=True, slots=True)
-class SourceTerm:
-    """The terms of one source X_i in the bound of Theorem 3.2, means over its groups."""
+class ImprovementTerm:
+    """The terms of one group in the bound of Theorem 3.2."""
 
     surrogate: float
-    """L_i = (J(theta) - J(alpha_i)) / sigma_i."""
+    """L = (J(theta) - J(alpha)) / sigma: the mean advantage of the responses, each weighted with
+    theta(y) / alpha(y)."""
     constant: float
-    """K_i = (1 - sigma_i) / sigma_i."""
+    """K = (1 - sigma) / sigma."""
     tv_new: float
-    """TV(theta, alpha_i): distance of the updated from the behaviour policy, in [0, 1]."""
+    """TV(theta, alpha): distance of the updated from the behaviour policy, in [0, 1]."""
     tv_old: float
-    """TV(theta_t, alpha_i): distance of the policy before the update, in [0, 1]."""
+    """TV(theta_t, alpha): distance of the policy before the update, in [0, 1]."""
 
     @property
     def bound(self) -> float:
-        """L_i - 2 K_i TV(theta, alpha_i) - 2 TV(theta_t, alpha_i)."""
+        """L - 2 K TV(theta, alpha) - 2 TV(theta_t, alpha)."""
         return self.surrogate - 2.0 * self.constant * self.tv_new - 2.0 * self.tv_old
 
 
@@ -46,10 +46,11 @@ def stability_constant(variance: float, eps: float) -> float:
 def improvement_constants(
     group_size: int, c1: float, c2: float, c3: float, eps: float
 ) -> tuple[float, float, float]:
-    """Returns (K1, K2, K3), each at the smallest reward variance that its source admits.
+    """Returns the theorem's constants (K1, K2, K3), each at a reward variance of its source.
 
-    X1: (G-1)/G^2, at mu = 1/G. X2: c1 (1 - c1), which bounds the variance only while
+    X1: (G-1)/G^2, at mu = 1/G. X2: c1 (1 - c1), which is the smallest variance only while
     mu_new <= 1 - c1 (true on the grid for G = 8, c1 = 1/8). X3: the smaller one at c2 and c3.
+    They are constants for reports; a bound takes the variance of each group instead.
     """
     smallest_variances = (
         (group_size - 1) / group_size**2,
@@ -60,12 +61,17 @@ def improvement_constants(
     return k1, k2, k3
 
 
-def policy_improvement_bound(terms: Mapping[Source, SourceTerm]) -> float:
-    """Returns the lower bound of E[I (J(theta) - J(theta_t))] (Theorem 3.2).
+def policy_improvement_bound(terms: Sequence[ImprovementTerm]) -> float:
+    """Returns the lower bound of E[I (J(theta) - J(theta_t))] (Theorem 3.2) over groups.
 
-    Sources that are absent contribute 0.
+    It is the mean over all groups of the batch: the proof takes the expectation of 1{x in X_i}
+    times the terms of a group, so each source has the weight of its share of the groups. The
+    theorem's sum over sources is without these weights, and would let one replayed group count as
+    much as all fresh ones. Raises `ValueError` without groups.
     """
-    return sum(term.bound for term in terms.values())
+    if not terms:
+        raise ValueError("the bound is a mean over groups, got none; leave out empty batches")
+    return sum(term.bound for term in terms) / len(terms)
 
 
 def total_variation_estimate(log_ratios: Sequence[float]) -> float:

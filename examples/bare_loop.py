@@ -159,10 +159,10 @@ class Learner:
         clip = {"clip_low": loss.clip_low, "clip_high": loss.clip_high, "dual_clip": loss.dual_clip}
         for chosen in torch.tensor(order).split(settings.minibatch_prompts):
             at = torch.arange(len(ids)).view(len(groups), -1)[chosen.sort().values].flatten()
-            logprobs, entropy = self.score(ids[at])
+            (logprobs, entropy), alpha = self.score(ids[at]), behavior[at]
             terms = logprobs, proximal[at], advantages[at], mask[at]
             policy = losses.clipped_surrogate(*terms, **clip, weights=weights[at])
-            penalty = kl_penalty(logprobs, behavior[at], mask[at], estimator=config.kl.estimator)
+            penalty = kl_penalty(logprobs, alpha, alpha, mask[at], estimator=config.kl.estimator)
             total = policy + config.kl.coefficient * penalty - loss.entropy_coefficient * entropy
             self.optimizer.zero_grad()
             (total * losses.token_scale(mask[at], loss.aggregation)).sum().backward()

@@ -317,9 +317,10 @@ class KLConfig(Section):
     reference: Literal["rollout", "initial"] = "rollout"
     """Policy that the KL penalty is taken to: the behaviour policy of each group (alpha in Eq. 3),
     or the initial model (Eq. 1, GRPO)."""
-    estimator: Literal["k1", "k2", "k3", "iw"] = "k3"
-    """Estimator of the KL divergence; k3 is unbiased only for samples of the current policy, and
-    `iw` = rho log rho - rho + 1 for samples of the reference."""
+    estimator: Literal["k1", "k2", "k3", "k3_corrected", "iw"] = "k3"
+    """Estimator of the KL divergence. k1 and k3 are unbiased for samples of the current policy;
+    with w = current / behaviour policy, `k3_corrected` = w k3 and `iw` = w k1 - w + 1 are unbiased
+    for stored samples, too."""
 
 
 class OptimizerConfig(Section):
@@ -500,6 +501,17 @@ class RunConfig(Section):
         return (step + 1) % self.checkpoint.every == 0 or step == self.steps
 
     @model_validator(mode="after")
+    def _samples_dynamically_by_range(self) -> RunConfig:
+        if self.rollout.max_generation_rounds > 1 and self.fresh.filter != "range":
+            raise ValueError(
+                f"rollout.max_generation_rounds is {self.rollout.max_generation_rounds} with "
+                f"fresh.filter={self.fresh.filter}: dynamic sampling counts groups with mixed "
+                "rewards, which only fresh.filter=range keeps all of; set "
+                "rollout.max_generation_rounds=1 or fresh.filter=range"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         minibatch = self.optimizer.minibatch_prompts
         if self.batch_capacity < minibatch:
@@ -537,7 +549,7 @@ class RunConfig(Section):
         return self
 
     def warnings(self) -> list[str]:
-        """Returns warnings about settings that are valid but slower than they look."""
+        """Returns warnings about settings that are valid and surprising."""
         warnings = []
         if self.reevaluate.enabled and not self.schedule.one_load_serves_both:
             warnings.append(
@@ -551,6 +563,19 @@ class RunConfig(Section):
                 f"optimizer.minibatch_prompts ({self.optimizer.minibatch_prompts}) does not divide "
                 f"the batch capacity ({self.batch_capacity}), so the last minibatch of a full "
                 "batch is short"
+            )
+        unused = [
+            f"loss.{key}={value}"
+            for key, value, default in (
+                ("weight_cap", self.loss.weight_cap, LossConfig().weight_cap),
+                ("weight_level", self.loss.weight_level, LossConfig().weight_level),
+            )
+            if value != default
+        ]
+        if self.loss.ratio == "behavior" and unused:
+            warnings.append(
+                f"{' and '.join(unused)} change nothing with loss.ratio=behavior, whose ratio has "
+                "the behaviour policy in the denominator and needs no importance weights"
             )
         empty = self._empty_windows()
         if self.replay.enabled and empty:

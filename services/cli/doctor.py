@@ -18,7 +18,7 @@ from rich.table import Table
 
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
-from bapo_core.importance import mismatch_metrics
+from bapo_core.importance import mismatch_metrics, weight_metrics
 from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
@@ -106,12 +106,9 @@ def measure_parity(config: RunConfig, model: Path, *, prompts: int) -> Parity:
         policy = load_sharded(model, ranks, prepare=lambda policy: policy)
         for rows in microbatches(batch.lengths, all_rows, MICROBATCH_TOKENS):
             trainer_logprobs[rows] = response_logprobs(policy, batch, rows, request.temperature)[0]
-    metrics = mismatch_metrics(
-        trainer_logprobs,
-        batch.behavior_logprobs,
-        batch.mask,
-        cap=config.loss.weight_cap,
-        level=config.loss.weight_level,
+    logprobs = (trainer_logprobs, batch.behavior_logprobs, batch.mask)
+    metrics = mismatch_metrics(*logprobs) | weight_metrics(
+        *logprobs, cap=config.loss.weight_cap, level=config.loss.weight_level
     )
     half = torch.cuda.is_available() or config.rollout.dtype == "bfloat16"
     tolerance = TOLERANCES["bfloat16" if half else "float32"]

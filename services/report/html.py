@@ -207,7 +207,7 @@ def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
         ),
         figure(
             "Measured lower bound of Theorem 3.2",
-            "Sum over the sources of L - 2 K TV(new) - 2 TV(old), estimated from sequence ratios.",
+            "Mean over the groups of L - 2 K TV(new) - 2 TV(old), estimated from sequence ratios.",
             charts.lines(x, {"bound": metric("theory/bound")}, raw=True),
         ),
     ]

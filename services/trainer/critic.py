@@ -96,12 +96,18 @@ class CriticTrainer:
         return advantages, ValueTargets(values, returns), metrics
 
     def backward(
-        self, batch: Batch, rows: Tensor | None, targets: ValueTargets, scale: Tensor
+        self,
+        batch: Batch,
+        rows: Tensor | None,
+        targets: ValueTargets,
+        scale: Tensor,
+        factor: float,
     ) -> float:
         """Adds the gradient of `rows`, and returns their share of the value loss.
 
         The loss is PPO's: the larger of (V - R)^2 / 2 and the same with V clipped to within
         `critic.clip` of its value before the step. scale: (N, R) shares of the whole update.
+        factor: of the gradient, by `loss.norm`.
         """
         values = self._values(batch, rows)
         if rows is None:
@@ -112,7 +118,7 @@ class CriticTrainer:
         clipped = old_values + (values - old_values).clamp(-clip, clip)
         squares = torch.maximum((values - returns).square(), (clipped - returns).square())
         loss = (0.5 * squares * scale[rows]).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        (loss * factor).backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
 
     def _values(self, batch: Batch, rows: Tensor | None) -> Tensor:

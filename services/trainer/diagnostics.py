@@ -10,18 +10,22 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bapo_core.config import RunConfig
-from bapo_core.importance import mismatch_metrics
+from bapo_core.importance import mismatch_metrics, weight_metrics
 from bapo_core.losses import clip_fraction
-from bapo_core.numerics import MAX_LOG_RATIO
 from bapo_core.theory import (
-    SourceTerm,
+    ImprovementTerm,
     improvement_constants,
     policy_improvement_bound,
+    stability_constant,
     total_variation_estimate,
 )
 from bapo_core.types import Source
 from services.trainer.data import Batch
 from services.trainer.targets import Targets, TokenResults
+
+MAX_SEQUENCE_RATIO = 10.0
+"""Cap of theta(y) / behaviour(y) of a response in the bound's surrogate, which without it is
+whatever the least likely response makes of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,8 @@ class StepResults:
     behavior_logprobs: Tensor
     current_logprobs: Tensor
     """Log-probs under theta_t, before the step's first update."""
+    proximal_logprobs: Tensor
+    """Log-probs in the denominator of the PPO ratio, by `loss.ratio`."""
     new_logprobs: Tensor
     """Log-probs when the response was trained on."""
     clipped: Tensor
@@ -38,6 +44,8 @@ class StepResults:
     mask: Tensor
     advantages: Tensor
     """(N,) advantage of each response."""
+    variances: Tensor
+    """(N,) variance of the rewards in each response's group."""
     sources: list[str]
     """(N,) source of each response's group."""
     positions: Tensor
@@ -51,10 +59,12 @@ class StepResults:
         return cls(
             behavior_logprobs=batch.behavior_logprobs,
             current_logprobs=targets.current_logprobs,
+            proximal_logprobs=targets.proximal_logprobs,
             new_logprobs=results.logprobs,
             clipped=results.clipped,
             mask=batch.mask,
             advantages=targets.advantages[:, 0],
+            variances=batch.rewards.var(dim=1, correction=0)[batch.group],
             sources=[batch.members[index].source for index in batch.group.tolist()],
             positions=torch.tensor(positions, dtype=torch.long)[batch.group],
         )
@@ -75,10 +85,12 @@ class StepResults:
         return cls(
             behavior_logprobs=concatenated("behavior_logprobs"),
             current_logprobs=concatenated("current_logprobs"),
+            proximal_logprobs=concatenated("proximal_logprobs"),
             new_logprobs=concatenated("new_logprobs"),
             clipped=concatenated("clipped"),
             mask=concatenated("mask"),
             advantages=concatenated("advantages"),
+            variances=concatenated("variances"),
             sources=[sources[index] for index in order.tolist()],
             positions=concatenated("positions"),
         )
@@ -117,7 +129,9 @@ def diagnose(
     advantages within groups, so there is none with a critic.
     """
     mismatch = mismatch_metrics(
-        results.current_logprobs,
+        results.current_logprobs, results.behavior_logprobs, results.mask
+    ) | weight_metrics(
+        results.proximal_logprobs,
         results.behavior_logprobs,
         results.mask,
         cap=config.loss.weight_cap,
@@ -135,30 +149,34 @@ def diagnose(
 def _bound(
     config: RunConfig, results: StepResults, window: tuple[float, float]
 ) -> dict[str, float]:
-    """Returns the lower bound on policy improvement of Theorem 3.2, and its terms by source."""
-    group_size, c1 = config.rollout.group_size, config.reevaluate.c1
-    constants = dict(
-        zip(
-            Source,
-            improvement_constants(group_size, c1, *window, config.advantage.eps),
-            strict=True,
-        )
-    )
+    """Returns the lower bound on policy improvement of Theorem 3.2, its terms and its constants.
+
+    Groups of equal rewards have no gradient and no place in the theorem; they are left out.
+    """
+    eps = config.advantage.eps
+    constants = improvement_constants(config.rollout.group_size, config.reevaluate.c1, *window, eps)
+    metrics = {
+        f"theory/k_{source.value}": constant
+        for source, constant in zip(Source, constants, strict=True)
+    }
+    terms_by_source: dict[str, list[ImprovementTerm]] = {}
     before, after = results.sequence_log_ratios()
-    terms: dict[Source, SourceTerm] = {}
-    for source in Source:
-        rows = results.rows_from(source)
-        if not rows.any():
+    for position in sorted(set(results.positions.tolist())):
+        rows = torch.nonzero(results.positions == position).flatten()
+        variance = float(results.variances[rows[0]])
+        if variance == 0.0:
             continue
-        ratios = after[rows].clamp(max=MAX_LOG_RATIO).exp()
-        terms[source] = SourceTerm(
-            surrogate=float((ratios * results.advantages[rows]).mean()),
-            constant=constants[source],
-            tv_new=total_variation_estimate(after[rows].tolist()),
-            tv_old=total_variation_estimate(before[rows].tolist()),
+        ratios = after[rows].exp().clamp(max=MAX_SEQUENCE_RATIO)
+        terms_by_source.setdefault(results.sources[int(rows[0])], []).append(
+            ImprovementTerm(
+                surrogate=float((ratios * results.advantages[rows]).mean()),
+                constant=stability_constant(variance, eps),
+                tv_new=total_variation_estimate(after[rows].tolist()),
+                tv_old=total_variation_estimate(before[rows].tolist()),
+            )
         )
-    metrics = {f"theory/k_{source.value}": value for source, value in constants.items()}
-    for source, term in terms.items():
-        metrics[f"theory/tv_{source.value}"] = term.tv_new
-        metrics[f"theory/bound_{source.value}"] = term.bound
-    return metrics | {"theory/bound": policy_improvement_bound(terms)}
+    for source, terms in terms_by_source.items():
+        metrics[f"theory/tv_{source}"] = sum(term.tv_new for term in terms) / len(terms)
+        metrics[f"theory/bound_{source}"] = policy_improvement_bound(terms)
+    all_terms = [term for terms in terms_by_source.values() for term in terms]
+    return metrics | ({"theory/bound": policy_improvement_bound(all_terms)} if all_terms else {})

@@ -199,14 +199,18 @@ class Updater:
         group_count: groups of the update, on all ranks. results: gets the results of `rows`.
         """
         scale = torch.zeros_like(batch.behavior_logprobs)
-        scale[rows] = self._loss_scale(batch.mask[rows], group_count)
+        scale[rows] = self._loss_scale(batch.mask[rows])
+        # It is no part of the scale, so that metrics are means whatever the size of the update.
+        factor = 1.0
+        if self.config.loss.norm == "nominal":
+            factor = group_count / self.config.optimizer.minibatch_prompts
         for _, optimizer in self.trained.values():
             optimizer.zero_grad(set_to_none=True)
         totals = dict.fromkeys(("loss", "kl", "entropy", "clip_fraction"), 0.0)
         micro_batches = self._micro_batches(batch, rows)
         if self.critic is not None and targets.values is not None:
             totals["critic/loss"] = sum(
-                self.critic.backward(batch, micro_batch, targets.values, scale)
+                self.critic.backward(batch, micro_batch, targets.values, scale, factor)
                 for micro_batch in micro_batches
             )
         for micro_batch in micro_batches:
@@ -215,7 +219,7 @@ class Updater:
                 (logprobs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
                 continue
             loss, metrics = self._loss(batch, micro_batch, targets, scale[micro_batch], results)
-            loss.backward()  # type: ignore[no-untyped-call]
+            (loss * factor).backward()  # type: ignore[no-untyped-call]
             for name, value in metrics.items():
                 totals[name] += value
         totals = self.ranks.all_reduce_sum(totals)
@@ -227,18 +231,15 @@ class Updater:
             optimizer.step()
         return totals
 
-    def _loss_scale(self, mask: Tensor, group_count: int) -> Tensor:
+    def _loss_scale(self, mask: Tensor) -> Tensor:
         """(n, R) factors of the losses of this rank's tokens.
 
         They are shares of the whole update, so that the sum over all ranks is its aggregate loss.
         """
-        settings = self.config.loss
-        local_count = {"count": float(scale_count(mask, settings.aggregation))}
+        aggregation = self.config.loss.aggregation
+        local_count = {"count": float(scale_count(mask, aggregation))}
         count = int(self.ranks.all_reduce_sum(local_count)["count"])
-        scale = token_scale(mask, settings.aggregation, count=count)
-        if settings.norm == "nominal":
-            scale = scale * (group_count / self.config.optimizer.minibatch_prompts)
-        return scale
+        return token_scale(mask, aggregation, count=count)
 
     def _clip_gradient(self, module: nn.Module) -> float:
         """Clips the gradient in place; returns its global norm before clipping."""
@@ -270,7 +271,11 @@ class Updater:
             clip_center=center,
         )
         penalty = kl_penalty(
-            logprobs, targets.reference_logprobs[rows], mask, estimator=kl.estimator
+            logprobs,
+            targets.reference_logprobs[rows],
+            batch.behavior_logprobs[rows],
+            mask,
+            estimator=kl.estimator,
         )
         losses = surrogate + kl.coefficient * penalty
         if entropy_bonus:

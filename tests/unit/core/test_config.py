@@ -82,6 +82,21 @@ def test_what_cannot_be_run_is_refused_in_one_line(override: str, message: str) 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["gaussian", "uniform", "none"])
+def test_dynamic_sampling_is_refused_with_a_filter_that_it_cannot_count(name: str) -> None:
+    overrides = ["rollout.max_generation_rounds=2", "task.train_prompts=1000"]
+    assert load_config(None, [*overrides, "fresh.filter=range"])
+    with pytest.raises(ConfigError, match=f"is 2 with fresh.filter={name}: dynamic sampling"):
+        load_config(None, [*overrides, f"fresh.filter={name}"])
+
+
+def test_importance_weights_that_change_nothing_are_pointed_out() -> None:
+    overrides = ["loss.weight_cap=5", "loss.weight_level=sequence"]
+    assert not load_config(None, overrides).warnings()
+    (warning,) = load_config(None, [*overrides, "loss.ratio=behavior"]).warnings()
+    assert warning.startswith("loss.weight_cap=5.0 and loss.weight_level=sequence change nothing")
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -7,13 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bapo_core.theory import (
-    SourceTerm,
+    ImprovementTerm,
     improvement_constants,
     policy_improvement_bound,
     stability_constant,
     total_variation_estimate,
 )
-from bapo_core.types import Source
 
 
 def test_the_constant_is_smallest_at_a_mean_reward_of_one_half():
@@ -41,13 +40,20 @@ def test_k3_is_set_by_the_end_further_from_one_half():
     assert improvement_constants(8, 1 / 8, 0.5, 0.75, 0.0)[2] == stability_constant(0.1875, 0.0)
 
 
-def test_the_bound_adds_up_the_sources_that_are_there():
-    fresh = SourceTerm(surrogate=0.5, constant=2.0, tv_new=0.05, tv_old=0.02)
-    replayed = SourceTerm(surrogate=0.1, constant=1.0, tv_new=0.2, tv_old=0.1)
-    assert policy_improvement_bound({}) == 0.0
-    assert policy_improvement_bound({Source.FRESH: fresh}) == pytest.approx(0.26)
-    both = policy_improvement_bound({Source.FRESH: fresh, Source.REPLAYED: replayed})
-    assert both == pytest.approx(0.26 - 0.5)
+def test_each_group_has_the_same_weight_in_the_bound():
+    fresh = ImprovementTerm(surrogate=0.5, constant=2.0, tv_new=0.05, tv_old=0.02)
+    replayed = ImprovementTerm(surrogate=0.1, constant=1.0, tv_new=0.2, tv_old=0.1)
+    assert policy_improvement_bound([fresh]) == pytest.approx(0.26)
+    assert policy_improvement_bound([fresh, replayed]) == pytest.approx((0.26 - 0.5) / 2)
+    # One replayed group says little about 99 fresh ones.
+    worse = ImprovementTerm(surrogate=-0.1, constant=1.0, tv_new=0.0, tv_old=0.0)
+    better = ImprovementTerm(surrogate=5.0, constant=1.0, tv_new=0.0, tv_old=0.0)
+    assert policy_improvement_bound([worse] * 99 + [better]) == pytest.approx(-0.049)
+
+
+def test_a_bound_over_no_groups_is_refused():
+    with pytest.raises(ValueError, match="mean over groups"):
+        policy_improvement_bound([])
 
 
 def test_total_variation_of_a_known_pair():

@@ -84,7 +84,7 @@ def test_a_value_beyond_the_clip_range_gets_no_gradient_away_from_it() -> None:
     scale = batch.mask / batch.mask.sum()
     with torch.no_grad():
         trainer.critic.value.bias.fill_(0.5)  # towards the rewards of 1, away from those of 0
-    trainer.backward(batch, rows, targets, scale)
+    trainer.backward(batch, rows, targets, scale, 1.0)
     right = batch.rewards.flatten() == 1.0
     assert right.any()
     gradient = trainer.critic.value.bias.grad

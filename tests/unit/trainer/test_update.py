@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isnan
+import math
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse
 from services.buffer.api.wire import ManifestMember
 from services.trainer import attention
 from services.trainer.data import Batch, Plan, collate, make_plan, microbatches
-from services.trainer.diagnostics import StepResults
+from services.trainer.diagnostics import StepResults, diagnose
 from services.trainer.lora import add_adapters
 from services.trainer.phases import PhaseTimer
 from services.trainer.policy import Policy, response_logprobs
@@ -234,12 +234,14 @@ def test_kl_to_the_initial_model_uses_that_model() -> None:
 
 def test_a_short_last_minibatch_weighs_by_its_own_size_or_by_the_nominal_one() -> None:
     data = batch()
-    norms = {}
+    norms, losses = {}, {}
     for norm in ("actual", "nominal"):
         updater = updater_of(config(f"loss.norm={norm}", "optimizer.gradient_clip=1000"))
         targets, _ = updater._make_targets(data)
         metrics = updater._update(data, data.rows_of([1, 4]), 2, targets, TokenResults.empty(data))
-        norms[norm] = metrics["gradient_norm"]
+        norms[norm] = metrics.pop("gradient_norm")
+        losses[norm] = metrics
+    assert losses["nominal"] == losses["actual"], "metrics are means over tokens"
     assert norms["nominal"] == pytest.approx(norms["actual"] / 2, rel=1e-4)
 
 
@@ -251,7 +253,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change() -> None:
     spoilt = flat(updater.policy)
     with pytest.raises(NonFiniteLoss, match="stopped before the optimizer step") as caught:
         step(updater, 1, batch())
-    assert isnan(caught.value.evidence["totals"]["loss"])
+    assert math.isnan(caught.value.evidence["totals"]["loss"])
     assert caught.value.evidence["batch"].tokens.equal(batch().tokens)
     assert torch.equal(flat(updater.policy).isnan(), spoilt.isnan())
     assert torch.equal(flat(updater.policy)[~spoilt.isnan()], before[~spoilt.isnan()])
@@ -335,10 +337,12 @@ def test_clip_fractions_are_reported_by_source() -> None:
     results = StepResults(
         behavior_logprobs=logprobs,
         current_logprobs=logprobs,
+        proximal_logprobs=logprobs,
         new_logprobs=logprobs,
         clipped=torch.tensor([[True, False], [True, False]]),
         mask=mask,
         advantages=torch.zeros(2),
+        variances=torch.zeros(2),
         sources=["fresh", "replayed"],
         positions=torch.tensor([0, 1]),
     )
@@ -346,3 +350,38 @@ def test_clip_fractions_are_reported_by_source() -> None:
         "clip_fraction/fresh": 1 / 2,
         "clip_fraction/replayed": 1.0,
     }
+
+
+def test_weight_metrics_are_those_of_the_weights_that_the_loss_applies() -> None:
+    def metrics_with(ratio: str) -> dict[str, float]:
+        return step(updater_of(config(f"loss.ratio={ratio}")), 1, batch())
+
+    weighted, unweighted = metrics_with("prox_current"), metrics_with("behavior")
+    assert weighted["mismatch/ess_fraction"] < 1.0
+    assert unweighted["mismatch/ess_fraction"] == 1.0
+    assert unweighted["mismatch/mismatch_kl"] == weighted["mismatch/mismatch_kl"] > 0.0
+
+
+def test_the_bound_weighs_each_group_once_and_leaves_out_groups_without_variance() -> None:
+    """Two fresh groups, one of which is all correct, and a replayed one."""
+    advantages = torch.tensor([1.0, -1.0, 0.0, 0.0, 1.0, -1.0])
+    results = StepResults(
+        behavior_logprobs=torch.zeros(6, 1),
+        current_logprobs=torch.zeros(6, 1),
+        proximal_logprobs=torch.zeros(6, 1),
+        # The replayed group's first response is twice as likely as before, the second half as.
+        new_logprobs=torch.tensor([0.0, 0.0, 0.0, 0.0, math.log(2), -math.log(2)])[:, None],
+        clipped=torch.zeros(6, 1, dtype=torch.bool),
+        mask=torch.ones(6, 1, dtype=torch.bool),
+        advantages=advantages,
+        variances=torch.tensor([0.25, 0.25, 0.0, 0.0, 0.16, 0.16]),
+        sources=["fresh"] * 4 + ["replayed"] * 2,
+        positions=torch.tensor([0, 0, 1, 1, 2, 2]),
+    )
+    metrics = diagnose(config("advantage.eps=1e-12"), results, (0.125, 0.25))
+    # sigma = 0.4, so K = 1.5; L = (2 - 1/2) / 2; TV = (1 + 1/2) / 2 / 2.
+    replayed = 0.75 - 2 * 1.5 * 0.375
+    assert metrics["theory/bound_fresh"] == 0.0
+    assert metrics["theory/bound_replayed"] == pytest.approx(replayed, abs=1e-6)
+    assert metrics["theory/tv_replayed"] == pytest.approx(0.375)
+    assert metrics["theory/bound"] == pytest.approx(replayed / 2, abs=1e-6)
