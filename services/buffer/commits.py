@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 from bapo_core.buffers import BufferChange, admit_hard, admit_high, evict_solved
 from bapo_core.config import RunConfig
 from services.buffer import artifacts, difficulty
+from services.buffer.api import digest_chain, wire
 from services.buffer.buffers import apply_change, buffer_as_of
 from services.buffer.runs import run_config
 from services.buffer.stored_groups import read_summaries
@@ -31,7 +32,7 @@ from services.buffer.tables import (
 from services.common.errors import conflict
 
 
-def commit_step(session: Session, run: Run, step: int, metrics: dict[str, float]) -> None:
+def commit_step(session: Session, run: Run, step: int, commit: wire.Commit) -> None:
     """Closes a step: updates difficulty and buffers, and advances `current_step`.
 
     Does nothing if the step is committed already. Raises 409 unless it is the next step and has a
@@ -45,7 +46,12 @@ def commit_step(session: Session, run: Run, step: int, metrics: dict[str, float]
             f"step {step} has no batch to commit (last committed step: {run.current_step})"
         )
     config = run_config(run)
-    record.metrics = metrics
+    record.metrics = commit.metrics
+    if commit.digests is not None:
+        before = session.get(StepRecord, (run.id, step - 1))
+        previous = None if before is None or before.digests is None else before.digests["chain"]
+        link = digest_chain.link(previous, run.config, step, commit.digests)
+        record.digests = link.model_dump()
     record.committed_at = datetime.now(UTC)
     _update_buffers(session, run, config, record)
     record.difficulty_bins = difficulty.update(session, run, step)

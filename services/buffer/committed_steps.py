@@ -53,4 +53,5 @@ def _step_view(record: StepRecord) -> wire.StepView:
         metrics=record.metrics or {},
         bins=record.bins,
         committed_at=record.committed_at,
+        digests=record.digests and wire.ChainLink.model_validate(record.digests),
     )

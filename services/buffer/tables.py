@@ -313,6 +313,8 @@ class StepRecord(Base):
     k = 0..G; null before the commit."""
     metrics: Mapped[dict[str, Any] | None]
     """The trainer's metrics by name; null before the commit."""
+    digests: Mapped[dict[str, Any] | None]
+    """The step's link of the digest chain (`wire.ChainLink`); null before the commit."""
     committed_at: Mapped[datetime | None]
     """Time of the commit; null before it."""
 

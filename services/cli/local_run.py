@@ -135,16 +135,16 @@ def _start_processes(
     collector = {"BAPO_SCRATCH": str(scratch / "collector")}
     supervisor.start_python("collector", "services.rollout.collector", environment | collector)
     trainer = {"BAPO_SCRATCH": str(scratch / "trainer")}
-    supervisor.start("trainer", _trainer_command(run.config), environment=environment | trainer)
+    command = trainer_command(run.config.trainer.processes, "services.trainer.loop")
+    supervisor.start("trainer", command, environment=environment | trainer)
 
 
-def _trainer_command(config: RunConfig) -> list[str]:
-    """Returns the command of the trainer, which is that of a PyTorchJob's workers."""
-    processes = config.trainer.processes
+def trainer_command(processes: int, module: str, *arguments: str) -> list[str]:
+    """Returns the command of a trainer's module, which is that of a PyTorchJob's workers."""
     if processes == 1:
-        return python_command("services.trainer.loop")
+        return python_command(module, *arguments)
     launch = python_command("services.trainer.launch", "--standalone")
-    return [*launch, "--nproc-per-node", str(processes)]
+    return [*launch, "--nproc-per-node", str(processes), "-m", module, *arguments]
 
 
 def _engines(config: RunConfig) -> list[str]:

@@ -35,6 +35,9 @@ SECTIONS = {
         "checkpoints": Lazy(
             f"{_IN}.checkpoints:checkpoints", "List, verify or export a run's checkpoints."
         ),
+        "verify": Lazy(
+            f"{_IN}.verify:verify", "Train steps of a run again and compare the weights."
+        ),
         "profile": Lazy(f"{_IN}.profile:profile", "List or export the trainer's traces."),
     },
     "Manage runs": {

@@ -36,6 +36,14 @@ def require_stack(alternative: str) -> Endpoints:
     return stack
 
 
+def service_environment() -> dict[str, str]:
+    """Returns the variables with which a process finds the services that `connect` asks."""
+    settings = CommandLineSettings.load()
+    if settings.buffer_url and settings.s3_endpoint:
+        return {}  # It inherits them.
+    return require_stack("set BAPO_BUFFER_URL, BAPO_TOKEN and BAPO_S3_ENDPOINT").environment()
+
+
 def open_object_store() -> ObjectStore:
     """Returns the object store of the services that `connect` asks."""
     if CommandLineSettings.load().s3_endpoint:

@@ -2,7 +2,7 @@
 
 torchrun itself exits with 1 however its processes failed, which Kubernetes takes for an error that
 no restart mends. `python -m services.trainer.launch` takes torchrun's options and its `PET_*`
-variables.
+variables, and starts `services.trainer.loop` unless `-m` names another module.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from services.common.process import EXIT_RETRYABLE
 
 def main() -> None:
     """Runs torchrun in this process."""
-    arguments = parse_args([*sys.argv[1:], "-m", "services.trainer.loop"])  # type: ignore[no-untyped-call]
+    module = [] if "-m" in sys.argv else ["-m", "services.trainer.loop"]
+    arguments = parse_args([*sys.argv[1:], *module])  # type: ignore[no-untyped-call]
     try:
         run(arguments)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:

@@ -19,13 +19,14 @@ from bapo_core.schedule import SyncSchedule
 from services.buffer.api.client import BufferClient
 from services.buffer.api.spans import SpanRecorder
 from services.buffer.api.trajectories import encode_proximal
-from services.buffer.api.wire import BatchManifest
+from services.buffer.api.wire import BatchManifest, StepDigests
 from services.common import layout
 from services.common.objectstore import ObjectStore
 from services.model.stored import fetch_model, model_on_disk
 from services.trainer.checkpoint import Checkpointer, load_checkpoint
 from services.trainer.critic import Critic
 from services.trainer.data import TrajectoryReader, group_cost, make_plan, split_by_group
+from services.trainer.digests import NO_BATCH, batch_digest, step_digests, weights_digest
 from services.trainer.lora import add_adapters
 from services.trainer.nccl import NcclCommunicator
 from services.trainer.nccl_broadcast import NcclBroadcaster
@@ -64,6 +65,7 @@ def train(config: RunConfig, context: TrainerContext, ranks: Ranks) -> None:
     recorder = SpanRecorder(context.buffer, "trainer")
     timer = PhaseTimer(recorder if ranks.is_main else None)
     updater, last_step = restore(config, context, ranks)
+    weights = weights_digest(updater.trained, ranks)
     with trace(config, context, ranks) as step_done:
         for timer.step in range(last_step + 1, config.steps + 1):
             step = timer.step
@@ -72,10 +74,12 @@ def train(config: RunConfig, context: TrainerContext, ranks: Ranks) -> None:
                     publisher.publish(step, updater.policy.model)
             with timer.phase("wait"):
                 manifest = wait_for_batch(step, context, ranks, publisher)
-            metrics = train_batch(config, updater, reader, manifest, context, timer)
+            trained = train_batch(config, updater, reader, manifest, context, timer)
             with timer.phase("commit"):
+                digests = trained.digests(weights, updater)
+                weights = digests.weights_after
                 if ranks.is_main:
-                    context.buffer.commit(step, metrics | timer.pop())
+                    context.buffer.commit(step, trained.metrics | timer.pop(), digests)
             if config.checkpoints_after(step):
                 with timer.phase("checkpoint"):
                     # A trainer that resumes from it publishes no version before it again.
@@ -172,6 +176,21 @@ def make_updater(config: RunConfig, directory: Path, ranks: Ranks) -> Updater:
     return Updater(config, policy, ranks, reference, critic)
 
 
+@dataclass(frozen=True, slots=True)
+class TrainedBatch:
+    """What training on a batch gave."""
+
+    metrics: dict[str, float]
+    """The step's metrics on rank 0."""
+    digest: str
+    """Digest of the batch."""
+
+    def digests(self, weights_before: str, updater: Updater) -> StepDigests:
+        """Returns the step's link for the digest chain. Every rank calls it."""
+        weights_after = weights_digest(updater.trained, updater.ranks)
+        return step_digests(weights_before, self.digest, weights_after, updater.ranks)
+
+
 def train_batch(
     config: RunConfig,
     updater: Updater,
@@ -179,24 +198,23 @@ def train_batch(
     manifest: BatchManifest,
     context: TrainerContext,
     timer: PhaseTimer,
-) -> dict[str, float]:
-    """Trains on one step's batch; an empty one trains nothing and is committed all the same.
-
-    Returns the step's metrics on rank 0.
-    """
+) -> TrainedBatch:
+    """Trains on one step's batch; an empty one trains nothing and is committed all the same."""
     ranks, step = updater.ranks, manifest.step
     metrics = staleness_metrics(config.schedule, manifest)
     if manifest.record_proximal:
         with timer.phase("proximal"):
             record_proximal(updater, reader, manifest, context)
     if not manifest.members:
-        return metrics
+        return TrainedBatch(metrics, NO_BATCH)
     with timer.phase("read"):
         plan = make_plan(
             config, step, manifest.members, ranks=ranks.size, width=updater.policy.width
         )
-        members = [manifest.members[position] for position in plan.of_rank(ranks.rank)]
+        positions = plan.of_rank(ranks.rank)
+        members = [manifest.members[position] for position in positions]
         batch = reader.batch(members, with_storage=config.loss.ratio == "decoupled")
+        digest = batch_digest(batch, positions, ranks)
     started = time.monotonic()
     try:
         metrics |= updater.step(step, batch, plan, (manifest.c2, manifest.c3), timer)
@@ -204,7 +222,8 @@ def train_batch(
         store_evidence(step, error, context, ranks)
         raise
     seconds = time.monotonic() - started
-    return metrics | measure_speed(updater.policy, int(batch.lengths.sum()), seconds, ranks)
+    metrics |= measure_speed(updater.policy, int(batch.lengths.sum()), seconds, ranks)
+    return TrainedBatch(metrics, digest)
 
 
 def store_evidence(step: int, error: NonFiniteLoss, context: TrainerContext, ranks: Ranks) -> None:

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from bapo_core.config import LoraConfig
 from bapo_core.errors import BapoError
+from services.trainer.policy import plain_name
 
 _ADAPTER = "default"
-_WRAPPER = "_checkpoint_wrapped_module."
 _BASE = ".base_layer"
 
 
@@ -56,7 +56,7 @@ def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
     None. Tied tensors are the same object.
     """
     adapted = {
-        f"{name.replace(_WRAPPER, '')}{_BASE}.weight": module
+        f"{plain_name(name)}{_BASE}.weight": module
         for name, module in model.named_modules()
         if hasattr(module, "lora_A")
     }

@@ -23,6 +23,11 @@ _LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Configuration keys of models that change their logits after the output layer."""
 
 
+def plain_name(name: str) -> str:
+    """Returns a parameter's name without the wrappers of gradient checkpointing."""
+    return name.replace("_checkpoint_wrapped_module.", "")
+
+
 class Policy(nn.Module):
     """A causal language model that scores packed sequences without holding all logits at a time."""
 

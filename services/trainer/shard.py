@@ -30,7 +30,7 @@ from bapo_core.config import TrainerConfig
 from bapo_core.errors import BapoError
 from services.trainer import attention
 from services.trainer.critic import Critic
-from services.trainer.policy import Policy, empty_policy, load_policy
+from services.trainer.policy import Policy, empty_policy, load_policy, plain_name
 from services.trainer.ranks import Ranks
 
 Sharded = TypeVar("Sharded", Policy, Critic)
@@ -102,7 +102,7 @@ def broadcast_weights(full: Sharded | None, sharded: Sharded, ranks: Ranks) -> N
     buffers = dict(source.model.named_buffers()) if ranks.is_main else {}
     for name, buffer in sharded.model.named_buffers():
         if ranks.is_main:
-            buffer.copy_(buffers[name.replace("_checkpoint_wrapped_module.", "")])
+            buffer.copy_(buffers[plain_name(name)])
         dist.broadcast(buffer, 0)
     if ranks.is_main:
         model: Any = sharded.model

@@ -317,6 +317,36 @@ def test_an_interrupted_run_stops_cleanly_and_resumes_with_a_trace(
     assert names.count("commit") == 2, "the trace must show the phases of two steps by name"
 
 
+def test_steps_that_are_trained_again_give_the_recorded_weights(
+    bapo: Bapo, undisturbed: str
+) -> None:
+    def verify(*arguments: str, status: int = 0) -> str:
+        return bapo.inspect("verify", undisturbed, *arguments, status=status)
+
+    assert f"the digest chain of {STEPS} steps is whole" in verify("--chain")
+    shown = verify("--steps", f"1:{STEPS}").splitlines()
+    assert shown[-STEPS:] == [f"step {step}: the same weights" for step in range(1, STEPS + 1)]
+    kept = [view.step for view in bapo.client(undisturbed).checkpoints()]
+    assert 4 not in kept
+    assert "there is no checkpoint of step 4 to start from; begin at one of 1" in verify(
+        "--steps", "5:6", status=1
+    )
+    assert f"write FIRST:LAST, from 1 to {STEPS}" in verify("--steps", "8:2", status=1)
+    with psycopg.connect(_url(bapo)) as connection:
+        change = (
+            "update step_record set digests = jsonb_set(digests, '{weights_after}', to_jsonb(%s::"
+            "text)) from run where run.id = run_id and run.name = %s and step = 2 "
+        )
+        before = bapo.client(undisturbed).steps()[1].digests
+        assert before is not None
+        connection.execute(change, ("0" * 64, undisturbed))
+        connection.commit()
+        assert "the digest chain breaks at step 2" in verify("--chain", status=1)
+        connection.execute(change, (before.weights_after, undisturbed))
+        connection.commit()
+    verify("--chain")
+
+
 def test_one_process_resumes_a_killed_run_of_two(bapo: Bapo, tmp_path: Path) -> None:
     """Compares the run with one of a single process, from which it differs only by rounding.
 
@@ -350,7 +380,7 @@ def test_one_process_resumes_a_killed_run_of_two(bapo: Bapo, tmp_path: Path) -> 
         # nearly 0, rounding is a large part of them, and Adam divides by their magnitude.
         torch.testing.assert_close(weights[1][tensor], weight, atol=LEARNING_RATE / 100, rtol=0)
     for outcome in (expected, actual):
-        del outcome["weights"]
+        del outcome["weights"], outcome["digests"]
         # The weights of later evaluations differ in the last bits.
         outcome["evaluations"] = outcome["evaluations"][:1]
     assert actual == expected
@@ -402,6 +432,11 @@ def _outcome(bapo: Bapo, name: str, steps: int = STEPS) -> dict[str, Any]:
         "compositions": compositions,
         "evaluations": client.evaluations(),
         "weights": client.weights(steps + 1).manifest_digest,
+        "digests": [
+            (step.digests.weights_before, step.digests.batch, step.digests.weights_after)
+            for step in client.steps()
+            if step.digests is not None
+        ],
         "difficulty": list(client.all_prompts()),
         "hard": [(i.prompt_uid, i.inserted_step) for i in client.buffer("hard")],
     }

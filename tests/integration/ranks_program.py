@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from services.trainer import shard
 from services.trainer.critic import Critic
 from services.trainer.data import Batch, make_plan
+from services.trainer.digests import batch_digest, weights_digest
 from services.trainer.lora import add_adapters, full_tensor
 from services.trainer.phases import PhaseTimer
 from services.trainer.policy import Policy
@@ -72,7 +73,10 @@ STEPS = 4
 
 
 def train(ranks: Ranks, case: Case, models: Path) -> dict[str, Any]:
-    """Returns the metrics of each step, and the full weights after the last."""
+    """Returns the metrics of each step, the full weights after the last, and digests.
+
+    The digests are that of the initial weights, then those of the batches.
+    """
     # Updates have 4 and 2 groups, so of four ranks some have none in the second. The last step has
     # one group in all.
     settings = single.config("kl.reference=initial", "kl.coefficient=0.1", *case.overrides)
@@ -93,15 +97,16 @@ def train(ranks: Ranks, case: Case, models: Path) -> dict[str, Any]:
         member.model_copy(update={"tokens": int(full_batch.mask[full_batch.group == index].sum())})
         for index, member in enumerate(full_batch.members)
     ]
-    metrics = []
+    metrics, digests = [], [weights_digest(updater.trained, ranks)]
     for step in range(1, STEPS + 1):
         trained = members if step < STEPS else members[2:3]
         plan = make_plan(settings, step, trained, ranks=ranks.size, width=policy.width)
         first = 0 if step < STEPS else 2
         positions = [first + position for position in plan.of_rank(ranks.rank)]
         batch = batch_of_rank(full_batch, positions)
+        digests.append(batch_digest(batch, positions, ranks))
         metrics.append(updater.step(step, batch, plan, single.WINDOW, PhaseTimer()))
-    return {"metrics": metrics, "weights": full_weights(policy)}
+    return {"metrics": metrics, "weights": full_weights(policy), "digests": digests}
 
 
 if __name__ == "__main__":

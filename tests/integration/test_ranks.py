@@ -81,6 +81,11 @@ def test_losses_and_weights_do_not_depend_on_the_number_of_processes(
             torch.testing.assert_close(other["weights"][key], weight, atol=atol, rtol=0)
 
 
+def test_digests_do_not_depend_on_the_number_of_processes(alone: Any, together: Any) -> None:
+    for name in CASES:
+        assert together[name]["digests"] == alone[name]["digests"], name
+
+
 def test_results_in_bfloat16_stay_close(alone: Any, together: Any) -> None:
     """GPUs compute in bfloat16, with weights and sums of gradients in fp32."""
     one, other = alone["half"], together["half"]

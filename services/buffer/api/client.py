@@ -190,13 +190,16 @@ class BufferClient:
         """Sends the trainer's log-probs at this step, encoded by `trajectories.encode_proximal`."""
         self._send("POST", self._step_path(step, "proximal"), content=body, headers=ARROW)
 
-    def commit(self, step: int, metrics: dict[str, float]) -> wire.RunState:
+    def commit(
+        self, step: int, metrics: dict[str, float], digests: wire.StepDigests | None = None
+    ) -> wire.RunState:
         """Commits a step with the trainer's metrics; committing it again changes nothing.
 
         Raises `ServiceError` (409) if the batch of the step was not built.
         """
         path = self._step_path(step, "commit")
-        return self._call(wire.RunState, "POST", path, json={"metrics": metrics})
+        body = wire.Commit(metrics=metrics, digests=digests)
+        return self._call(wire.RunState, "POST", path, json=body.model_dump())
 
     def rewind(self, step: int) -> wire.RunState:
         """Restores the state after the commit of `step`, and drops everything later.

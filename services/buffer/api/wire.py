@@ -39,6 +39,7 @@ HEARTBEAT_TIMEOUT_S = 10.0
 """Seconds without a heartbeat after which a replica counts as unreachable (`silent_s`)."""
 # Postgres cannot hold a NUL.
 Uid = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]+$")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 MetricName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00]+$")]
 DatasetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
 
@@ -244,11 +245,37 @@ class BatchManifest(Wire):
     """Describes the groups that are still missing; empty once the batch is ready."""
 
 
+class StepDigests(Wire):
+    """What a step was computed from and by, and its result, so that it can be verified later."""
+
+    weights_before: Digest
+    """Digest of all trained weights before the step."""
+    batch: Digest
+    """Digest of the batch's tokens, log-probs and rewards, in the order of the manifest."""
+    weights_after: Digest
+    """Digest of all trained weights after the step."""
+    code: str = Field(max_length=200)
+    """Version of bapo and digest of the sources that compute a step."""
+    processes: int = Field(ge=1, le=2**31)
+    """Number of the trainer's processes, which determines the order of summation."""
+    platform: str = Field(max_length=200)
+    """Device and version of PyTorch."""
+
+
+class ChainLink(StepDigests):
+    """A link of the digest chain of a run."""
+
+    chain: Digest
+    """SHA-256 of the link before, the step, its digests but the platform, and the configuration."""
+
+
 class Commit(Wire):
     """The trainer's record of a step."""
 
     metrics: dict[MetricName, FiniteFloat] = Field(max_length=1000)
     """Metrics of the step by name, such as `loss`."""
+    digests: StepDigests | None = None
+    """What the step was computed from and by; null leaves a gap in the digest chain."""
 
 
 class Rewind(Wire):
@@ -264,7 +291,7 @@ class Rewind(Wire):
 class ManifestDigest(Wire):
     """The digest of the manifest that a publisher has written last."""
 
-    manifest_digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    manifest_digest: Digest
     """SHA-256 of the manifest, 64 hexadecimal digits."""
 
 
@@ -368,6 +395,8 @@ class StepView(Wire):
     of G correct."""
     committed_at: datetime
     """Time of the commit."""
+    digests: ChainLink | None = None
+    """The step's link of the digest chain; null if the trainer sent none."""
 
     @property
     def mean_reward(self) -> float:

@@ -120,7 +120,7 @@ def commit_step(
     """
     with service.write_transaction(name) as session:
         run = runs.lock_run(session, name, attempt)
-        commits.commit_step(session, run, step, body.metrics)
+        commits.commit_step(session, run, step, body)
         COMMITS.labels(name).set(run.current_step)
         return runs.run_state(run)
 

@@ -1,0 +1,166 @@
+"""`bapo verify`: checks a run's digest chain, and trains steps again to compare the weights."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import click
+from rich.console import Console
+
+from bapo_core.errors import BapoError
+from services.buffer.api import wire
+from services.buffer.api.client import BufferClient
+from services.buffer.api.digest_chain import check_chain
+from services.cli.local_run import trainer_command
+from services.cli.options import run_argument
+from services.cli.service import connect, open_local_object_store, service_environment
+from services.model.resolve import ensure_model
+from services.stack.settings import default_home
+
+COMPARED = ("weights_before", "batch", "weights_after")
+LOG_CHARACTERS = 2_000
+
+
+@click.command
+@run_argument
+@click.option(
+    "--steps",
+    metavar="FIRST:LAST",
+    help="The steps to train again; by default those after the oldest checkpoint that is kept.",
+)
+@click.option("--chain", "chain_only", is_flag=True, help="Check the digest chain, train nothing.")
+def verify(run: str, steps: str | None, chain_only: bool) -> None:
+    """Train steps of a run again and compare the weights.
+
+    Every committed step has a link in the run's digest chain: a digest of the link before, of its
+    batch, of the weights before and after it, of the configuration and of the code. The links are
+    checked from step 1 on. Then the recorded batches of some steps are trained again, from the
+    checkpoint before the first of them. On the same kind of machine weights are equal, bit for bit;
+    elsewhere, and on GPUs whose kernels sum in no fixed order, the first difference is named.
+
+    \b
+    Examples:
+      bapo verify countdown
+      bapo verify countdown --steps 1:20
+      bapo verify countdown --chain
+    """
+    client, console = connect(run), Console()
+    state = client.run_state()
+    views = client.steps()
+    check_chain(state.config.model_dump(mode="json"), views)
+    console.print(f"the digest chain of {len(views)} steps is whole", highlight=False)
+    if chain_only:
+        return
+    first, last = _range(client, steps, len(views))
+    recorded = {view.step: view.digests for view in views[first - 1 : last] if view.digests}
+    model = ensure_model(state.config, default_home(), open_store=open_local_object_store)
+    processes = _processes(recorded)
+    command = trainer_command(processes, "services.trainer.verify", str(first), str(last))
+    with _training_again(command, run, model) as found:
+        for step, digests in zip(recorded, found, strict=False):
+            _compare(step, recorded[step], digests)
+            console.print(f"step {step}: the same weights", highlight=False)
+
+
+def _range(client: BufferClient, text: str | None, committed: int) -> tuple[int, int]:
+    """Returns the first and the last step to train again. Raises `BapoError`."""
+    starts = sorted({1, *(view.step + 1 for view in client.checkpoints())})
+    starts = [start for start in starts if start <= committed]
+    if not starts:
+        raise BapoError("the run has no committed step yet; verify it later")
+    if text is None:
+        return (starts[1] if len(starts) > 1 else starts[0]), committed
+    first, _, last = text.partition(":")
+    if not (first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last) <= committed):
+        raise BapoError(f"--steps {text}: write FIRST:LAST, from 1 to {committed}")
+    if int(first) not in starts:
+        raise BapoError(
+            f"--steps {text}: there is no checkpoint of step {int(first) - 1} to start from; begin "
+            f"at one of {', '.join(map(str, starts))}"
+        )
+    return int(first), int(last)
+
+
+def _processes(recorded: Mapping[int, wire.ChainLink]) -> int:
+    """Returns the number of the trainer's processes, on which the order of summation depends."""
+    first = next(iter(recorded))
+    for step, digests in recorded.items():
+        if digests.processes != recorded[first].processes:
+            raise BapoError(
+                f"steps {first} to {step - 1} were trained by {recorded[first].processes} "
+                f"processes, and step {step} by {digests.processes}; verify them apart"
+            )
+    return recorded[first].processes
+
+
+@contextmanager
+def _training_again(
+    command: Sequence[str], run: str, model: Path
+) -> Iterator[Iterator[wire.StepDigests]]:
+    """Yields the digests of each step while a trainer trains them again.
+
+    Raises `BapoError` with the end of its log when it fails.
+    """
+    with tempfile.TemporaryDirectory(prefix="bapo-verify-") as scratch:
+        log = Path(scratch) / "log"
+        environment = {
+            **os.environ,
+            **service_environment(),
+            "BAPO_RUN": run,
+            "BAPO_MODEL": str(model),
+            "BAPO_SCRATCH": scratch,
+            "HF_HUB_OFFLINE": "1",
+        }
+        with (
+            log.open("w") as errors,
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+            ) as trainer,
+        ):
+            assert trainer.stdout is not None
+            try:
+                yield _digests_in(trainer.stdout)
+            except BaseException:
+                trainer.terminate()
+                raise
+        if trainer.returncode:
+            raise BapoError(
+                f"training again failed with exit code {trainer.returncode}:\n"
+                f"{log.read_text(errors='replace')[-LOG_CHARACTERS:]}"
+            )
+
+
+def _digests_in(lines: IO[str]) -> Iterator[wire.StepDigests]:
+    for line in lines:
+        if line.startswith("{"):
+            yield wire.StepDigests.model_validate_json(line)
+
+
+def _compare(step: int, recorded: wire.ChainLink, found: wire.StepDigests) -> None:
+    """Raises `BapoError` that names the first difference and what follows from it."""
+    for name in COMPARED:
+        here, there = getattr(found, name), getattr(recorded, name)
+        if here == there:
+            continue
+        causes = [
+            f"{label}: {there_value} then, {here_value} here"
+            for label, there_value, here_value in (
+                ("code", recorded.code, found.code),
+                ("platform", recorded.platform, found.platform),
+            )
+            if there_value != here_value
+        ]
+        why = (
+            f"they may differ because of this ({'; '.join(causes)})"
+            if causes
+            else "code and platform are the same, so data or weights are not what was trained"
+        )
+        raise BapoError(
+            f"step {step}: {name} is {there[:12]} in the chain and {here[:12]} here; {why}"
+        )

@@ -1,0 +1,105 @@
+"""Trains stored batches again: `python -m services.trainer.verify FIRST LAST`.
+
+Starts from the checkpoint before step FIRST (the initial model before step 1), trains the recorded
+batches up to step LAST, and prints the digests of each step as a line of JSON. It reads from the
+services and changes nothing there; `bapo verify` compares the digests with the recorded ones.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import partial
+
+from bapo_core.config import RunConfig
+from bapo_core.errors import BapoError
+from services.buffer.api.client import BufferClient
+from services.buffer.api.wire import StepDigests, StoredVersion
+from services.common.objectstore import ObjectStore
+from services.trainer.checkpoint import load_checkpoint
+from services.trainer.data import TrajectoryReader
+from services.trainer.digests import weights_digest
+from services.trainer.loop import (
+    TrainerContext,
+    explain_out_of_memory,
+    initial_model,
+    load_run_config,
+    make_updater,
+    train_batch,
+)
+from services.trainer.phases import PhaseTimer
+from services.trainer.ranks import Ranks, init_distributed
+from services.trainer.settings import TrainerSettings
+from services.trainer.update import Updater
+
+
+def train_again(
+    config: RunConfig, context: TrainerContext, ranks: Ranks, first: int, last: int
+) -> None:
+    """Trains the recorded batches of the steps and prints their digests. Every rank calls it.
+
+    Raises `BapoError` without a checkpoint before the first step.
+    """
+    updater = restore_before(first, config, context, ranks)
+    reader = TrajectoryReader(context.store)
+    weights = weights_digest(updater.trained, ranks)
+    for step in range(first, last + 1):
+        manifest = ranks.from_main(partial(context.buffer.recorded_batch, step))
+        # The log-probs of groups that may be replayed are recorded already.
+        manifest = manifest.model_copy(update={"record_proximal": []})
+        trained = train_batch(config, updater, reader, manifest, context, PhaseTimer())
+        digests = trained.digests(weights, updater)
+        weights = digests.weights_after
+        if ranks.is_main:
+            print_digests(digests)
+
+
+def print_digests(digests: StepDigests) -> None:
+    """Prints the digests where the command that started this process reads them."""
+    sys.stdout.write(f"{digests.model_dump_json()}\n")
+    sys.stdout.flush()
+
+
+def restore_before(step: int, config: RunConfig, context: TrainerContext, ranks: Ranks) -> Updater:
+    """Restores the trained modules as they were before a step."""
+    updater = make_updater(config, context.model_directory, ranks)
+    if step == 1:
+        return updater
+    views = ranks.from_main(context.buffer.checkpoints)
+    stored = next((view for view in views if view.step == step - 1), None)
+    if stored is None:
+        raise BapoError(f"there is no checkpoint of step {step - 1} any more")
+    load_checkpoint(
+        StoredVersion(number=stored.step, uri=stored.uri, manifest_digest=stored.manifest_digest),
+        updater.trained,
+        store=context.store,
+        scratch=context.scratch,
+    )
+    return updater
+
+
+def main() -> None:
+    from services.common.logs import configure_logs
+    from services.common.process import end_with_parent, run_until_error
+
+    configure_logs("verify")
+    end_with_parent()
+
+    def start() -> None:
+        settings = TrainerSettings.load()
+        token = settings.token.get_secret_value()
+        scratch = settings.scratch / os.environ.get("RANK", "0")
+        scratch.mkdir(parents=True, exist_ok=True)
+        with init_distributed() as ranks, explain_out_of_memory():
+            buffer = BufferClient(settings.buffer_url, token, run=settings.run)
+            config = load_run_config(buffer, settings.trainer)
+            store = ObjectStore(settings.s3)
+            model = initial_model(config.model.path, store, ranks, settings)
+            context = TrainerContext(buffer, store, model, scratch, token)
+            train_again(config, context, ranks, *map(int, sys.argv[1:]))
+
+    run_until_error(start)
+
+
+if __name__ == "__main__":
+    main()
