@@ -16,6 +16,25 @@ from bapo_core.config.sections import RunConfig
 from bapo_core.errors import ConfigError
 
 
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, but it refuses a key that is given twice in a section."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        first_lines: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue
+            if key_node.value in first_lines:
+                raise ConfigError(
+                    f"{key_node.value} is given twice, at lines {first_lines[key_node.value]} and "
+                    f"{line}; remove one"
+                )
+            first_lines[key_node.value] = line
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        return mapping
+
+
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `base` with the values of `over` in place of its own, section by section.
 
@@ -91,11 +110,13 @@ def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "conf
 
 def _parse_values(text: str, where: str) -> dict[str, Any]:
     try:
-        loaded = yaml.safe_load(text)
+        loaded = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}" if mark is not None else ""
         raise ConfigError(f"{where}: not valid YAML{line}; check the indentation") from error
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     if loaded is not None and not isinstance(loaded, dict):
         raise ConfigError(
             f"{where}: must hold keys and values, not a {type(loaded).__name__}; write, for "

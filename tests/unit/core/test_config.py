@@ -103,6 +103,8 @@ def test_importance_weights_that_change_nothing_are_pointed_out() -> None:
         ("a: [", "not valid YAML at line"),
         ("- 1", "must hold keys and values, not a list"),
         ("rollout: 3", "rollout: input should be a valid dictionary"),
+        ("sync: {every: 3}\nseed: 1\nsync: {every: 4}", "sync is given twice, at lines 1 and 3"),
+        ("sync:\n  every: 3\n  every: 4", "every is given twice, at lines 2 and 3; remove one"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
