@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import Select, func, select
+from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
 from services.buffer.api import wire
@@ -17,21 +17,15 @@ def list_steps(session: Session, run: Run, after: int, limit: int) -> list[wire.
 
 def sample_steps(session: Session, run: Run, after: int, points: int) -> list[wire.StepView]:
     """Returns at most `points` committed steps after `after`, evenly spaced, with the last one."""
-    stride = max(1, -(-(run.current_step - after) // points))
-    sampled = range(run.current_step, max(after, 0), -stride)
+    sampled = sampled_steps(run, after, points)
     statement = _committed(run).where(StepRecord.step.in_(sampled)).order_by(StepRecord.step)
     return [_step_view(record) for record in session.scalars(statement)]
 
 
-def sum_training_data(session: Session, run: Run) -> tuple[int, int]:
-    """Returns (responses, tokens) generated for training by the committed steps."""
-    rollouts, tokens = session.execute(
-        select(
-            func.coalesce(func.sum(StepRecord.rollouts), 0),
-            func.coalesce(func.sum(StepRecord.tokens), 0),
-        ).where(StepRecord.run_id == run.id, StepRecord.step <= run.current_step)
-    ).one()
-    return int(rollouts), int(tokens)
+def sampled_steps(run: Run, after: int, points: int) -> range:
+    """Returns at most `points` committed steps after `after`, evenly spaced, with the last one."""
+    stride = max(1, -(-(run.current_step - after) // points))
+    return range(run.current_step, max(after, 0), -stride)
 
 
 def _committed(run: Run) -> Select[StepRecord]:

@@ -1,55 +1,89 @@
-"""Comparison of two runs: differences of their configuration and their results."""
+"""Comparison of runs: their curves over what they cost, and how their configurations differ."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
+from sqlalchemy import Float, func, select
+from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Session
 
+from bapo_core.config import flatten
 from services.buffer.api import wire
-from services.buffer.committed_steps import sum_training_data
+from services.buffer.committed_steps import sampled_steps
 from services.buffer.difficulty import bins_at
 from services.buffer.evaluations import list_evaluations
-from services.buffer.tables import Run
+from services.buffer.tables import Run, StepRecord
 
 
-def compare_runs(session: Session, first: Run, second: Run) -> wire.RunComparison:
-    """Returns configuration, training data, difficulty and evaluations of two runs in pairs."""
-    pair = (first, second)
-    accuracy = [
-        {
-            evaluation.version: evaluation.mean_accuracy
-            for evaluation in list_evaluations(session, r)
-        }
-        for r in pair
-    ]
-    rollouts, tokens = zip(*(sum_training_data(session, run) for run in pair), strict=True)
-    bins = [bins_at(session, run, run.current_step) for run in pair]
-    values = [_dotted(run.config) for run in pair]
+def compare_runs(session: Session, runs: Sequence[Run], points: int) -> wire.RunComparison:
+    """Returns the curves of runs, of at most `points` steps each, and differing configuration."""
+    configs = [flatten(run.config) for run in runs]
+    keys = sorted(set().union(*configs) - {"name"})
+    values = {key: [config.get(key) for config in configs] for key in keys}
     return wire.RunComparison(
-        runs=(first.name, second.name),
+        runs=[_compared(session, run, points) for run in runs],
         differing_config={
-            key: (values[0].get(key), values[1].get(key))
-            for key in sorted(values[0].keys() | values[1].keys())
-            if values[0].get(key) != values[1].get(key)
+            key: found for key, found in values.items() if any(v != found[0] for v in found)
         },
-        steps=(first.current_step, second.current_step),
-        rollouts=(rollouts[0], rollouts[1]),
-        tokens=(tokens[0], tokens[1]),
-        difficulty=(bins[0], bins[1]),
-        evaluations=[
-            (version, accuracy[0].get(version), accuracy[1].get(version))
-            for version in sorted(accuracy[0].keys() | accuracy[1].keys())
-        ],
     )
 
 
-def _dotted(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens nested sections into one level of dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            flat |= _dotted(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+def _compared(session: Session, run: Run, points: int) -> wire.ComparedRun:
+    evaluations = list_evaluations(session, run)
+    sampled = set(sampled_steps(run, 0, points))
+    evaluated = {evaluation.version - 1 for evaluation in evaluations}
+    rewards = _reward_points(session, run, sampled | evaluated)
+    # Version v holds the weights after v - 1 steps.
+    costs = {point.step: _cost(point) for point in rewards}
+    return wire.ComparedRun(
+        run=run.name,
+        step=run.current_step,
+        cost=costs.get(run.current_step, wire.Cost()),
+        rewards=[point for point in rewards if point.step in sampled],
+        evaluations=[
+            wire.AccuracyPoint(
+                version=evaluation.version,
+                mean_accuracy=evaluation.mean_accuracy,
+                **costs.get(evaluation.version - 1, wire.Cost()).model_dump(),
+            )
+            for evaluation in evaluations
+        ],
+        difficulty=bins_at(session, run, run.current_step),
+    )
+
+
+def _cost(point: wire.RewardPoint) -> wire.Cost:
+    return wire.Cost(rollouts=point.rollouts, tokens=point.tokens, seconds=point.seconds)
+
+
+def _reward_points(session: Session, run: Run, steps: set[int]) -> list[wire.RewardPoint]:
+    """Returns the reward of each of these steps, with the sums over all steps up to it."""
+    metric = func.jsonb_each_text(StepRecord.metrics.cast(JSONB)).table_valued("key", "value")
+    phases = (
+        select(func.coalesce(func.sum(metric.c.value.cast(Float)), 0.0))
+        .where(metric.c.key.like("seconds/%"))
+        .scalar_subquery()
+    )
+    totals = (
+        select(
+            StepRecord.step,
+            StepRecord.bins,
+            func.sum(StepRecord.rollouts).over(order_by=StepRecord.step).label("rollouts"),
+            func.sum(StepRecord.tokens).over(order_by=StepRecord.step).label("tokens"),
+            func.sum(phases).over(order_by=StepRecord.step).label("seconds"),
+        )
+        .where(StepRecord.run_id == run.id, StepRecord.committed_at.is_not(None))
+        .subquery()
+    )
+    rows = session.execute(select(totals).where(totals.c.step.in_(steps)).order_by(totals.c.step))
+    return [
+        wire.RewardPoint(
+            step=row.step,
+            mean_reward=wire.mean_reward(row.bins),
+            rollouts=int(row.rollouts),
+            tokens=int(row.tokens),
+            seconds=float(row.seconds),
+        )
+        for row in rows
+    ]

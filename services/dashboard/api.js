@@ -32,7 +32,7 @@ const answers = new Map();
 
 /**
  * @param {string} path below /v1
- * @param {Record<string, any>} query null, undefined and empty values are left out
+ * @param {Record<string, any>} query null, undefined and empty values are left out; a list is repeated
  */
 export async function get(path, query = {}, signal = undefined) {
   const url = address(path, query);
@@ -52,7 +52,9 @@ export async function post(path) {
 function address(path, query) {
   const url = new URL(`v1${path}`, document.baseURI);
   for (const [name, value] of Object.entries(query)) {
-    if (value !== null && value !== undefined && value !== "") url.searchParams.set(name, String(value));
+    for (const item of Array.isArray(value) ? value : [value]) {
+      if (item !== null && item !== undefined && item !== "") url.searchParams.append(name, String(item));
+    }
   }
   return url.href;
 }

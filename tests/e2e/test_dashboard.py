@@ -242,7 +242,7 @@ def addresses(play: ImprovingRun) -> dict[str, tuple[str, str]]:
         "prompt": (f"{run}/prompt?uid={uid_of(play)}", "mean log-prob"),
         "system": (f"{run}/system", "engine-0"),
         "compare": (
-            "/compare?first=dashboard&second=dashboard-hostile",
+            "/compare?runs=dashboard,dashboard-hostile&by=tokens",
             "Configuration differences",
         ),
     }
@@ -295,6 +295,38 @@ def test_charts_show_the_committed_steps(stack: Endpoints, play: ImprovingRun, p
     )
     page.get_by_label("Metric", exact=True).select_option("gradient_norm")
     expect(page).to_have_url(re.compile("metric=gradient_norm"))
+
+
+def test_runs_are_added_to_a_comparison_and_removed(
+    stack: Endpoints,
+    play: ImprovingRun,
+    hostile: ImprovingRun,
+    page: Page,
+    console_errors: list[str],
+) -> None:
+    visit(page, stack, "/runs")
+    for name in ("dashboard", "dashboard-hostile"):
+        page.get_by_label(f"Compare {name}", exact=True).check()
+    page.get_by_role("button", name="Compare 2 runs").click()
+    expect(page).to_have_url(re.compile("runs=dashboard%2Cdashboard-hostile"))
+    reward = page.get_by_role("slider", name="Reward")
+    expect(reward).to_have_attribute("aria-valuemax", str(STEPS))
+    page.get_by_label("Curves by").select_option("generated tokens")
+    expect(page).to_have_url(re.compile("by=tokens"))
+    compared = play.client.compare("dashboard-hostile").runs
+    tokens = max(run.cost.tokens for run in compared)
+    expect(reward).to_have_attribute("aria-valuemax", str(tokens))
+    page.get_by_role("button", name="Remove dashboard-hostile").click()
+    expect(page.get_by_role("list", name="Compared runs").get_by_role("listitem")).to_have_count(1)
+    expect(page.locator("main")).to_contain_text("The configurations are equal.")
+    page.get_by_label("Add a run").fill("nowhere")
+    page.get_by_role("button", name="Add").click()
+    expect(page.locator("main")).to_contain_text("there is no run 'nowhere'")
+    (error,) = console_errors
+    assert "404" in error
+    console_errors.clear()
+    page.get_by_role("button", name="Remove nowhere").click()
+    expect(page.get_by_role("slider", name="Reward")).to_be_visible()
 
 
 def test_a_run_without_steps_says_so(stack: Endpoints, page: Page) -> None:

@@ -427,17 +427,52 @@ def test_an_unchanged_answer_is_not_sent_again(account: Account) -> None:
     assert other.status_code == 200
 
 
-def test_two_runs_side_by_side(account: Account, stack: Endpoints) -> None:
+def test_runs_side_by_side(account: Account, stack: Endpoints) -> None:
     other = Driver(stack, small_config("queries-other", seed=4, reevaluate={"c1": 0.5}))
     other.run_step(1)
-    answer = account.client.compare("queries-other")
-    assert answer.runs == ("queries", "queries-other")
-    assert answer.steps == (STEPS, 1)
-    assert answer.differing_config["seed"] == (3, 4)
-    assert answer.differing_config["reevaluate.c1"] == (0.25, 0.5)
-    assert "rollout.group_size" not in answer.differing_config
-    assert answer.rollouts[1] == 8 * SIZE
-    assert answer.difficulty[0] == account.client.difficulty_bins()
+    Driver(stack, small_config("queries-empty", seed=5))
+    answer = account.client.compare("queries-other", "queries-empty")
+    first, second, third = answer.runs
+    assert [run.run for run in answer.runs] == ["queries", "queries-other", "queries-empty"]
+    assert [run.step for run in answer.runs] == [STEPS, 1, 0]
+    assert answer.differing_config["seed"] == [3, 4, 5]
+    assert answer.differing_config["reevaluate.c1"] == [0.25, 0.5, 0.25]
+    assert not {"name", "rollout.group_size"} & answer.differing_config.keys()
+    steps = account.client.steps()
+    assert [point.step for point in first.rewards] == [step.step for step in steps]
+    assert [point.mean_reward for point in first.rewards] == [step.mean_reward for step in steps]
+    for name in ("rollouts", "tokens"):
+        costs = list(itertools.accumulate(getattr(step, name) for step in steps))
+        assert [getattr(point, name) for point in first.rewards] == costs
+    assert first.cost.rollouts == first.rewards[-1].rollouts
+    assert second.cost.rollouts == 8 * SIZE
+    assert (third.cost, third.rewards, third.evaluations) == (wire.Cost(), [], [])
+    assert first.difficulty == account.client.difficulty_bins()
+
+
+def test_accuracies_come_with_what_it_took_to_train_the_version(stack: Endpoints) -> None:
+    driver = Driver(stack, small_config("accuracy-costs"))
+    for version in range(1, 5):
+        if version in (1, 4):
+            driver.client.post_groups(
+                version, "evaluation", encode_groups(driver.groups(version, "evaluation"))
+            )
+        driver.roll_out(version)
+        driver.client.batch(version)
+        seconds = {"seconds/wait": 1.5, "seconds/update": 0.5, "trainer/seconds": 100.0}
+        driver.client.commit(version, seconds)
+    (run,) = driver.client.compare().runs
+    assert [point.version for point in run.evaluations] == [1, 4]
+    first, last = run.evaluations
+    assert (first.rollouts, first.tokens, first.seconds) == (0, 0, 0.0)
+    steps = driver.client.steps()[:3]
+    assert last.rollouts == sum(step.rollouts for step in steps)
+    assert (last.tokens, last.seconds) == (sum(step.tokens for step in steps), 6.0)
+
+
+def test_a_comparison_of_too_many_runs_is_refused(account: Account) -> None:
+    with pytest.raises(ServiceError, match="List should have at most 8 items"):
+        account.client.compare(*["queries"] * 8)
 
 
 def test_the_same_calls_from_asynchronous_code(account: Account) -> None:

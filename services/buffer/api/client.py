@@ -394,9 +394,9 @@ class BufferClient:
         """Returns the difficulty table of the run as a Parquet file."""
         return bytes(self._send("GET", f"/v1/runs/{self.run}/difficulty.parquet").content)
 
-    def compare(self, other: str) -> wire.RunComparison:
-        """Compares this run with another one."""
-        params = {"first": self.run, "second": other}
+    def compare(self, *others: str) -> wire.RunComparison:
+        """Compares this run with others."""
+        params = {"run": [self.run, *others]}
         return self._call(wire.RunComparison, "GET", "/v1/comparisons", params=params)
 
     # -- tokens and garbage (scope admin)

@@ -5,6 +5,7 @@ Every field has a docstring: it is the description in `/docs` and `/openapi.json
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
@@ -404,9 +405,14 @@ class StepView(Wire):
 
         It is r_tot only where `replay_window.r_tot` is `batch`.
         """
-        responses = (len(self.bins) - 1) * sum(self.bins)
-        correct = sum(k * groups for k, groups in enumerate(self.bins))
-        return correct / responses if responses else 0.0
+        return mean_reward(self.bins)
+
+
+def mean_reward(bins: Sequence[int]) -> float:
+    """Returns the mean reward of groups by their bins, k of G correct for k = 0..G; 0 of none."""
+    responses = (len(bins) - 1) * sum(bins)
+    correct = sum(k * groups for k, groups in enumerate(bins))
+    return correct / responses if responses else 0.0
 
 
 class Evaluation(Wire):
@@ -762,24 +768,64 @@ class ReplicaView(ReplicaReport):
     """Seconds since the last report."""
 
 
-class RunComparison(Wire):
-    """Two runs side by side."""
+MAX_COMPARED = 8
+"""Most runs in a comparison."""
 
-    runs: tuple[str, str]
-    """Names of the two runs."""
-    differing_config: dict[str, tuple[Any, Any]]
-    """Values of both runs by dotted key of the configuration, where they differ."""
-    steps: tuple[int, int]
-    """Last committed step of both runs."""
-    rollouts: tuple[int, int]
-    """Number of training responses that both runs have generated."""
-    tokens: tuple[int, int]
+
+class Cost(Wire):
+    """What a run had cost by one of its steps, re-evaluated and discarded responses included."""
+
+    rollouts: int = 0
+    """Number of training responses generated so far."""
+    tokens: int = 0
     """Number of tokens of these responses."""
-    difficulty: tuple[DifficultyBins, DifficultyBins]
-    """Training prompts of both runs by bin, as of their last committed steps."""
-    evaluations: list[tuple[int, float | None, float | None]]
-    """(policy version, accuracy in the first run, in the second), for every version that either
-    has evaluated; null where it has not."""
+    seconds: float = 0.0
+    """Seconds of the trainer's phases so far, waiting for rollouts included."""
+
+
+class RewardPoint(Cost):
+    """The reward of a committed step, and what the run had cost by then."""
+
+    step: int
+    """Training step, from 1 on."""
+    mean_reward: float
+    """Mean reward of the step's fresh groups, before any filter; 0 without groups."""
+
+
+class AccuracyPoint(Cost):
+    """The accuracy of a policy version, and what it took to train it."""
+
+    version: int
+    """Policy version; version t holds the weights after t - 1 steps."""
+    mean_accuracy: float
+    """Share of correct responses to the held-out prompts, from 0 to 1."""
+
+
+class ComparedRun(Wire):
+    """A run in a comparison."""
+
+    run: str
+    """Name of the run."""
+    step: int
+    """Its last committed step."""
+    cost: Cost
+    """What it had cost by its last committed step."""
+    rewards: list[RewardPoint]
+    """Steps, evenly spaced, with the last one."""
+    evaluations: list[AccuracyPoint]
+    """Every complete evaluation, by policy version."""
+    difficulty: DifficultyBins
+    """Its training prompts by bin, as of its last committed step."""
+
+
+class RunComparison(Wire):
+    """Several runs side by side."""
+
+    runs: list[ComparedRun]
+    """The runs in the order of the request."""
+    differing_config: dict[str, list[Any]]
+    """Values of the runs, in their order, by dotted key of the configuration, where any two
+    differ, the name left out; null where a run does not have the key."""
 
 
 # ---- tokens, health, garbage --------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query
+from pydantic import Field
 
 from services.buffer import comparisons, lifecycle, runs
 from services.buffer.api import wire
@@ -74,13 +75,22 @@ def get_run(service: ServiceDep, name: RunName) -> wire.RunState:
 @router.get("/comparisons", tags=["runs"], dependencies=READ)
 def compare_runs(
     service: ServiceDep,
-    first: Annotated[str, Query(pattern=wire.RUN_NAME)],
-    second: Annotated[str, Query(pattern=wire.RUN_NAME)],
+    run: Annotated[
+        list[Annotated[str, Field(pattern=wire.RUN_NAME)]],
+        Query(
+            min_length=1,
+            max_length=wire.MAX_COMPARED,
+            description="Name of a run; repeat it for each of the runs",
+        ),
+    ],
+    points: Annotated[
+        int, Query(ge=1, le=2000, description="Largest number of steps of a curve, evenly spaced")
+    ] = 300,
 ) -> wire.RunComparison:
-    """Compares two runs: configuration, rollouts, difficulty and evaluations."""
+    """Compares runs: reward and accuracy over what they cost, configuration and difficulty."""
     with service.sessions() as session:
-        pair = [runs.get_run(session, name) for name in (first, second)]
-        return comparisons.compare_runs(session, pair[0], pair[1])
+        found = [runs.get_run(session, name) for name in run]
+        return comparisons.compare_runs(session, found, points)
 
 
 # ---- lifecycle ----------------------------------------------------------------------------------

@@ -1,61 +1,90 @@
-// Two runs side by side.
+// Any number of runs side by side, over what they cost.
 
-import { get, path } from "../api.js";
+import { get } from "../api.js";
 import { chart } from "../charts/chart.js";
-import { bin } from "../colors.js";
-import { field, fill, h, uniqueId } from "../dom.js";
+import { bin, series as color } from "../colors.js";
+import { field, fill, h, select, uniqueId } from "../dom.js";
 import * as format from "../format.js";
-import { empty, keeper, region } from "../live.js";
+import { announce, empty, keeper, region } from "../live.js";
 import { href, setQuery } from "../router.js";
 import { smoothed } from "../scales.js";
-import { reward } from "../steps.js";
 import { table } from "../tables.js";
 
-const COLORS = ["var(--blue)", "var(--orange)"];
+const MAX_RUNS = 8;
+/** What curves are drawn over: the title of the axis, and the value of a point. */
+const COSTS = {
+  steps: { title: "training steps", of: (point) => point.step ?? point.version - 1 },
+  rollouts: { title: "training responses", of: (point) => point.rollouts },
+  tokens: { title: "generated tokens", of: (point) => point.tokens },
+  seconds: { title: "seconds of the trainer", of: (point) => point.seconds },
+};
 
 export function showCompare(root, signal, query) {
+  /** Names of the compared runs, in the order of their colours. */
+  let names = [...new Set((query.runs ?? "").split(",").filter(Boolean))].slice(0, MAX_RUNS);
+  let cost = query.by in COSTS ? query.by : "steps";
+  let comparison = null;
   const results = region({ class: "page" });
   const keepResults = keeper(signal);
   const keepNames = keeper(signal);
-  const names = h("datalist", { id: uniqueId("names") });
-  const input = (key) =>
-    h("input", {
-      type: "text",
-      value: query[key] ?? "",
-      list: names.id,
-      autocomplete: "off",
-      spellcheck: "false",
-      required: true,
-      oninput: (event) => suggest(event.target.value),
-    });
-  const [first, second] = [input("first"), input("second")];
-  const submit = (event) => {
-    event.preventDefault();
-    setQuery({ first: first.value, second: second.value });
-    load();
-  };
+  const known = h("datalist", { id: uniqueId("names") });
+  const chosen = h("ul", { class: "chosen", "aria-label": "Compared runs" });
+  const input = h("input", {
+    type: "text",
+    list: known.id,
+    maxlength: 63,
+    autocomplete: "off",
+    spellcheck: "false",
+    oninput: () => suggest(input.value),
+  });
+  const add = h("button", { type: "submit", class: "primary" }, "Add");
+  const axis = select(
+    Object.entries(COSTS).map(([key, { title }]) => [key, title]),
+    cost,
+    (value) => {
+      cost = value;
+      setQuery({ by: value });
+      draw();
+    },
+  );
   fill(
     root,
-    h("h1", {}, "Compare two runs"),
+    h("h1", {}, "Compare runs"),
     h(
       "form",
       { class: "controls", onsubmit: submit },
-      field("First run", first),
-      field("Second run", second),
-      h("button", { type: "submit", class: "primary" }, "Compare"),
-      names,
+      field("Add a run", input),
+      add,
+      h("div", { class: "push" }, field("Curves by", axis)),
+      known,
     ),
+    chosen,
     results.element,
   );
   suggest("");
   load();
+
+  function submit(event) {
+    event.preventDefault();
+    const name = input.value.trim();
+    if (!name || names.includes(name)) return;
+    input.value = "";
+    change([...names, name]);
+  }
+
+  function change(changed) {
+    names = changed;
+    setQuery({ runs: names.join(",") });
+    announce(`${format.plural(names.length, "run")} compared`);
+    load();
+  }
 
   function suggest(part) {
     keepNames({
       load: (signal) => get("/runs", { search: part.slice(0, 63), limit: 20 }, signal),
       show: (page) =>
         fill(
-          names,
+          known,
           page.items.map((run) => h("option", { value: run.name })),
         ),
       refuse: () => {},
@@ -63,86 +92,116 @@ export function showCompare(root, signal, query) {
   }
 
   function load() {
-    const pair = [first.value.trim(), second.value.trim()];
-    if (!pair[0] || !pair[1]) return results.show(empty("Enter the names of two runs."));
+    input.disabled = add.disabled = names.length >= MAX_RUNS;
+    fill(chosen, names.map(chip));
+    comparison = null;
+    if (names.length === 0) return results.show(empty("Add the names of the runs to compare."));
     keepResults({
-      load: (signal) =>
-        Promise.all([
-          get("/comparisons", { first: pair[0], second: pair[1] }, signal),
-          ...pair.map((name) => get(path`/runs/${name}/steps`, { points: 300 }, signal)),
-        ]),
-      show: ([comparison, ...steps]) => results.show(comparisonView(comparison, steps)),
+      load: (signal) => get("/comparisons", { run: names }, signal),
+      show: (loaded) => ((comparison = loaded), draw()),
       refuse: results.refuse,
     });
   }
+
+  function draw() {
+    if (comparison) results.show(comparisonView(comparison, COSTS[cost]));
+  }
+
+  function chip(name, i) {
+    return h(
+      "li",
+      {},
+      h("i", { style: { background: color(i) } }),
+      h("a", { href: href(["runs", name]) }, name),
+      h(
+        "button",
+        {
+          type: "button",
+          class: "quiet",
+          "aria-label": `Remove ${name}`,
+          onclick: () => {
+            change(names.filter((other) => other !== name));
+            input.focus();
+          },
+        },
+        "×",
+      ),
+    );
+  }
 }
 
-function comparisonView(comparison, steps) {
-  const [a, b] = comparison.runs;
-  const link = (name) => h("a", { href: href(["runs", name]) }, name);
-  const versions = comparison.evaluations.map(([version]) => version);
-  const accuracy = [1, 2].map((i) => comparison.evaluations.map((evaluation) => evaluation[i]));
-  const evaluation = chart({
+function comparisonView({ runs, differing_config: differing }, cost) {
+  const accuracy = chart({
     title: "Held-out evaluation",
-    note: "Mean accuracy on the held-out prompts.",
+    note: `Mean accuracy on the held-out prompts, by ${cost.title}.`,
     y: "accuracy",
-    x: "version",
+    x: cost.title,
     format: format.score,
     height: 260,
-    empty: "Neither run has an evaluation yet.",
+    empty: "No run has an evaluation yet.",
   });
-  evaluation.update({
-    x: versions,
-    series: accuracy.map((values, i) => ({
-      name: comparison.runs[i],
-      color: COLORS[i],
-      values,
-      joined: true,
-    })),
-  });
-  const rewards = chart({
+  accuracy.update(
+    aligned(
+      runs.map((run) => run.evaluations),
+      runs,
+      cost.of,
+      (point) => point.mean_accuracy,
+    ),
+  );
+  const reward = chart({
     title: "Reward",
-    note: "Moving mean of the mean reward of each step's fresh rollouts.",
+    note: `Moving mean of the mean reward of each step's fresh rollouts, by ${cost.title}.`,
     y: "mean reward",
+    x: cost.title,
     format: format.score,
     height: 260,
-    empty: "Neither run has committed a step yet.",
+    empty: "No run has committed a step yet.",
   });
-  rewards.update(aligned(steps, comparison.runs));
-  const measured = accuracy.map((values) => values.filter((value) => value !== null));
+  reward.update(
+    aligned(
+      runs.map((run) => run.rewards),
+      runs,
+      cost.of,
+      (point) => point.mean_reward,
+      smoothed,
+    ),
+  );
+  const measured = runs.map((run) => run.evaluations.map((point) => point.mean_accuracy));
   const totals = [
-    ["Committed steps", comparison.steps.map(format.count)],
-    ["Training responses", comparison.rollouts.map(format.count)],
-    ["Training tokens", comparison.tokens.map(format.compact)],
-    ["First accuracy", measured.map((values) => format.score(values[0]))],
-    ["Last accuracy", measured.map((values) => format.score(values.at(-1)))],
-    ["Best accuracy", measured.map((values) => format.score(values.length ? Math.max(...values) : null))],
+    ["Committed steps", (run) => format.count(run.step)],
+    ["Training responses", (run) => format.count(run.cost.rollouts)],
+    ["Training tokens", (run) => format.compact(run.cost.tokens)],
+    ["Time of the trainer", (run) => format.seconds(run.cost.seconds)],
+    ["First accuracy", (_, i) => format.score(measured[i][0])],
+    ["Last accuracy", (_, i) => format.score(measured[i].at(-1))],
+    ["Best accuracy", (_, i) => format.score(measured[i].length ? Math.max(...measured[i]) : null)],
   ];
+  const columns = (cell, attributes = {}) =>
+    runs.map((run, i) => ({ title: run.run, ...attributes, cell: (row) => cell(row, run, i) }));
   return [
-    h("div", { class: "charts wide" }, evaluation.element, rewards.element),
+    h("div", { class: "charts wide" }, accuracy.element, reward.element),
     h(
-      "div",
-      { class: "split even" },
+      "section",
+      { class: "card" },
+      h("h2", {}, "Totals"),
+      table({
+        caption: "Totals of the runs",
+        hideCaption: true,
+        rows: totals,
+        columns: [
+          { title: "", cell: ([name]) => name },
+          ...columns(([, total], run, i) => total(run, i), { number: true }),
+        ],
+      }),
+    ),
+    h(
+      "section",
+      { class: "card" },
+      h("h2", {}, "Training prompts by accuracy bin"),
       h(
-        "section",
-        { class: "card" },
-        h("h2", {}, "Totals"),
-        table({
-          caption: "Totals of both runs",
-          hideCaption: true,
-          rows: totals,
-          columns: [
-            { title: "", cell: ([name]) => name },
-            { title: link(a), number: true, cell: ([, values]) => values[0] },
-            { title: link(b), number: true, cell: ([, values]) => values[1] },
-          ],
-        }),
-      ),
-      h(
-        "section",
-        { class: "card" },
-        h("h2", {}, "Training prompts by accuracy bin"),
-        comparison.difficulty.map((bins, i) => binBar(comparison.runs[i], bins)),
+        "div",
+        { class: "bin-bars" },
+        runs.map((run) => binBar(run.run, run.difficulty)),
       ),
     ),
     h(
@@ -152,44 +211,43 @@ function comparisonView(comparison, steps) {
       table({
         caption: "Keys of the configuration that differ",
         hideCaption: true,
-        rows: Object.entries(comparison.differing_config),
+        rows: Object.entries(differing),
         empty: "The configurations are equal.",
         columns: [
           { title: "Key", cell: ([key]) => h("code", {}, key) },
-          { title: a, cell: ([, values]) => h("code", {}, JSON.stringify(values[0])) },
-          { title: b, cell: ([, values]) => h("code", {}, JSON.stringify(values[1])) },
+          ...columns(([, values], _, i) => h("code", {}, JSON.stringify(values[i]))),
         ],
       }),
     ),
   ];
 }
 
-/** Puts both runs on the union of their steps, interpolating where a run has no point. */
-function aligned(steps, names) {
-  const x = [...new Set(steps.flat().map((record) => record.step))].sort((a, b) => a - b);
+/**
+ * Puts the points of the runs on the union of their x, interpolating where a run has no point.
+ * `smooth` is applied to the values of each run.
+ */
+function aligned(pointsByRun, runs, xOf, valueOf, smooth = (values) => values) {
+  const x = [...new Set(pointsByRun.flat().map(xOf))].sort((a, b) => a - b);
   return {
     x,
-    series: steps.map((records, i) => {
-      const indices = new Map(records.map((record, j) => [record.step, j]));
-      const means = smoothed(records.map(reward));
-      const last = records.at(-1)?.step ?? 0;
-      return {
-        name: names[i],
-        color: COLORS[i],
-        values: x.map((step) => (step > last ? null : interpolated(records, means, indices, step))),
-      };
-    }),
+    series: pointsByRun.map((points, i) => ({
+      name: runs[i].run,
+      color: color(i),
+      values: interpolated(points.map(xOf), smooth(points.map(valueOf)), x),
+    })),
   };
 }
 
-/** Returns the value at a step, on a straight line between the neighbouring points. */
-function interpolated(records, means, indices, step) {
-  if (indices.has(step)) return means[indices.get(step)];
-  const after = records.findIndex((record) => record.step > step);
-  if (after <= 0) return null;
-  const [low, high] = [records[after - 1].step, records[after].step];
-  if (means[after - 1] === null || means[after] === null) return null;
-  return means[after - 1] + ((means[after] - means[after - 1]) * (step - low)) / (high - low);
+/** Returns the values at the sorted `targets`, on straight lines; null outside of `x`. */
+function interpolated(x, values, targets) {
+  let after = 0;
+  return targets.map((target) => {
+    while (after < x.length && x[after] < target) after++;
+    if (x[after] === target) return values[after];
+    if (after === 0 || after === x.length) return null;
+    const share = (target - x[after - 1]) / (x[after] - x[after - 1]);
+    return values[after - 1] + share * (values[after] - values[after - 1]);
+  });
 }
 
 function binBar(name, { bins, step, unseen }) {

@@ -11,6 +11,7 @@ import { progress, statusPill } from "./pieces.js";
 
 const STATUSES = ["created", "running", "paused", "stopped", "finished", "failed", "deleting"];
 const PAGE_SIZE = 25;
+const MAX_COMPARED = 8;
 const NO_EVALUATIONS = [];
 
 export function showRuns(root, signal, query) {
@@ -25,7 +26,7 @@ export function showRuns(root, signal, query) {
 
   const compareButton = h("button", {
     type: "button",
-    onclick: () => go(href(["compare"], { first: selected[0], second: selected[1] })),
+    onclick: () => go(href(["compare"], { runs: selected.join(",") })),
   });
   const search = h("input", {
     type: "search",
@@ -152,7 +153,7 @@ export function showRuns(root, signal, query) {
       checked: selected.includes(name),
       onchange: (event) => {
         const others = selected.filter((other) => other !== name);
-        selected = [...others, ...(event.target.checked ? [name] : [])].slice(-2);
+        selected = [...others, ...(event.target.checked ? [name] : [])].slice(-MAX_COMPARED);
         for (const box of results.element.querySelectorAll("input[type=checkbox]")) {
           box.checked = selected.some((other) => box.getAttribute("aria-label") === `Compare ${other}`);
         }
@@ -162,8 +163,8 @@ export function showRuns(root, signal, query) {
   }
 
   function updateCompareButton() {
-    compareButton.disabled = selected.length !== 2;
+    compareButton.disabled = selected.length < 2;
     compareButton.textContent =
-      selected.length === 2 ? `Compare ${selected.join(" and ")}` : "Select two runs to compare";
+      selected.length < 2 ? "Select runs to compare" : `Compare ${selected.length} runs`;
   }
 }
