@@ -81,6 +81,12 @@ def set_weights_aside(session: Session, run: Run, last_valid: int) -> None:
     )
 
 
+def weights_digest(session: Session, run: Run, version: int) -> str | None:
+    """Returns the manifest digest of a version, whatever its status; None if it has no weights."""
+    row = session.get(WeightVersion, (run.id, version))
+    return None if row is None else row.manifest_digest
+
+
 def is_set_aside(session: Session, run: Run, version: int) -> bool:
     """Returns whether a rewind set a version aside that has not been published again since."""
     row = session.get(WeightVersion, (run.id, version))

@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
+from sqlalchemy.orm import Session
+
 from services.buffer import runs
 from services.buffer.api import wire
 from services.buffer.api.trajectories import (
@@ -20,6 +22,7 @@ from services.buffer.api.trajectories import (
     check_groups,
     read_table,
 )
+from services.buffer.artifacts import weights_digest
 from services.buffer.evaluations import record_evaluation
 from services.buffer.service import Service
 from services.buffer.step_groups import (
@@ -30,8 +33,9 @@ from services.buffer.step_groups import (
 )
 from services.buffer.step_prompts import expected_prompts
 from services.buffer.stored_groups import record_proximal
+from services.buffer.tables import Run
 from services.common import layout
-from services.common.errors import bad_request
+from services.common.errors import bad_request, conflict
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +51,27 @@ class _Delivery:
     digest: str
     """SHA-256 of `body`."""
     groups: list[GroupRows]
+    weights: str | None
+    """Manifest digest of the weights that made them, if the sender gave it."""
 
 
 def accept_groups(
-    service: Service, name: str, step: int, attempt: int, kind: wire.Kind, body: bytes
+    service: Service,
+    name: str,
+    step: int,
+    attempt: int,
+    kind: wire.Kind,
+    body: bytes,
+    weights: str | None = None,
 ) -> wire.GroupsAccepted:
     """Records the whole groups of an Arrow stream, except those that are recorded already.
 
     Raises 400 if the stream or one of its groups is not valid for this step, and 409 if the
-    attempt was superseded or the step is committed.
+    attempt was superseded, the step is committed, or the policy version has other weights now.
     """
     groups = _read_groups(body)
     digest = hashlib.sha256(body).hexdigest()
-    delivery = _Delivery(name, step, attempt, kind, body, digest, groups)
+    delivery = _Delivery(name, step, attempt, kind, body, digest, groups, weights)
     has_new = _check(service, delivery)
     key, expected = _store(service, delivery, has_new)
     return _record(service, delivery, key, expected)
@@ -80,7 +92,21 @@ def _check(service: Service, delivery: _Delivery) -> bool:
     with service.sessions.begin() as session:
         run = runs.get_run(session, delivery.run)
         runs.check_attempt(run, delivery.attempt)
+        _check_weights(session, run, delivery)
         return bool(select_new(session, run, delivery.step, delivery.kind, delivery.groups))
+
+
+def _check_weights(session: Session, run: Run, delivery: _Delivery) -> None:
+    """Raises 409 if the groups were made by other weights than their version has now.
+
+    It happens when a trainer has trained the version again while they were being generated.
+    """
+    version = runs.run_config(run).rollout_version(delivery.step, delivery.kind)
+    if delivery.weights not in (None, weights_digest(session, run, version)):
+        raise conflict(
+            f"version {version} of the weights was trained again since these {delivery.kind} "
+            f"groups of step {delivery.step} were generated; generate them with the new weights"
+        )
 
 
 def _store(
@@ -105,6 +131,7 @@ def _record(
     step, kind = delivery.step, delivery.kind
     with service.write_transaction(delivery.run) as session:
         run = runs.lock_run(session, delivery.run, delivery.attempt)
+        _check_weights(session, run, delivery)
         new = select_new(session, run, step, kind, delivery.groups)
         if kind == "reevaluation":
             # A rewind may have changed the hard buffer since `_store` read it.

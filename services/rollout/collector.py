@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,8 @@ FIRST_ATTEMPT_POLL_INTERVAL_S = 1.0
 POLL_INTERVAL_S = 2.0
 BUNDLE = 64
 """Groups that are scored and delivered together, before all groups of the job are generated."""
+FINISH_WITHIN_S = 60.0
+"""Seconds that groups in progress have to be finished after a new attempt has begun."""
 DELIVER_WITHIN_S = 2.0
 """Seconds after which fewer groups are delivered: what a collector that dies then loses."""
 
@@ -88,6 +91,8 @@ class _FinishedGroups:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     oldest_at: float = 0.0
     """Time at which the first of them was finished, by the event loop's clock."""
+    begun: bool = False
+    """Whether a replica serves the weights, so that groups are being generated."""
 
     def add(self, group: GeneratedGroup) -> None:
         if not self.groups:
@@ -127,36 +132,89 @@ class Collector:
         fleet: Fleet,
         verifier: VerifierClient,
         tokenizer: PreTrainedTokenizerBase,
+        *,
+        follows: bool = False,
     ) -> None:
+        """follows: whether it goes on with the next attempt when one begins."""
         self._config, self._buffer, self._fleet = config, buffer, fleet
         self._verifier, self._tokenizer = verifier, tokenizer
+        self._follows = follows
         self._task = get_task(config.task.name, **config.task.options)
         self._version = 0
-        self._running: set[asyncio.Task[bool]] = set()
+        self._running: dict[asyncio.Task[bool], _FinishedGroups] = {}
         self._spans = SpanRecorder(buffer, "collector")
 
     async def collect(self, first_step: int) -> None:
         """Runs all jobs from `first_step` to the end of the run.
 
-        Raises `Superseded` once a newer attempt of the run has begun.
+        Raises `Superseded` once a newer attempt of the run has begun, unless the collector follows
+        it, and when the run is stopped.
         """
         async with self._fleet.watched():
-            work = asyncio.create_task(self._run_all(first_step))
-            watch = asyncio.create_task(self._watch_attempt())
             try:
-                await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
-                await (work if work.done() else watch)
+                while True:
+                    try:
+                        return await self._collect_in_attempt(first_step)
+                    except Superseded as error:
+                        first_step = await self._follow(error)
             finally:
-                for task in (work, watch, *self._running):
+                for task in self._running:
                     task.cancel()
+
+    async def _collect_in_attempt(self, first_step: int) -> None:
+        work = asyncio.create_task(self._run_all(first_step))
+        watch = asyncio.create_task(self._watch_attempt(self._buffer.attempt))
+        try:
+            await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
+            await (work if work.done() else watch)
+        finally:
+            work.cancel()
+            watch.cancel()
+
+    async def _follow(self, error: Superseded) -> int:
+        """Adopts the run's new attempt and returns the step to go on with.
+
+        Groups that are being generated are finished and delivered first, because a rewind keeps
+        them as long as the weights are the same. Raises `error` as `_adopt_attempt` does.
+        """
+        await self._adopt_attempt(error)
+        log.warning("the collector follows the run to its new attempt: %s", error)
+        for task, finished in self._running.items():
+            if not finished.begun:
+                task.cancel()
+        if self._running:
+            await asyncio.wait(self._running, timeout=FINISH_WITHIN_S)
+            for task in self._running:
+                task.cancel()
+            outcomes = await asyncio.gather(*self._running, return_exceptions=True)
+            for outcome in outcomes:
+                if isinstance(outcome, BapoError):
+                    log.warning("groups of the attempt before are lost: %s", outcome)
+                elif isinstance(outcome, Exception):
+                    raise outcome
+        self._running, self._version = {}, 0
+        return (await self._adopt_attempt(error)).current_step + 1
+
+    async def _adopt_attempt(self, error: Superseded) -> wire.RunState:
+        """Works for the run's current attempt from now on.
+
+        Raises `error` if the collector belongs to a single attempt, or the run is not active.
+        """
+        if not self._follows:
+            raise error
+        state = await run_detached(self._buffer.run_state)
+        if state.status not in ("running", "paused"):
+            raise error
+        self._buffer.attempt = state.attempt
+        return state
 
     async def _run_all(self, first_step: int) -> None:
         for job in plan_jobs(self._config, first_step):
             await self._run(job)
         await self._limit_running(0)
 
-    async def _watch_attempt(self) -> None:
-        """Raises `Superseded` once a newer attempt of the run has begun.
+    async def _watch_attempt(self, attempt: int) -> None:
+        """Raises `Superseded` once a newer attempt than `attempt` has begun.
 
         A collector that waits for weights or replicas makes no call that the buffer service could
         refuse, and would otherwise never learn of the new attempt.
@@ -168,11 +226,11 @@ class Collector:
             except ServiceUnavailable as error:
                 log.warning("%s", error)
                 continue
-            if state.attempt > self._buffer.attempt:
+            if state.attempt > attempt:
                 raise Superseded(
                     409,
-                    f"attempt {self._buffer.attempt} of the run, for which this collector was "
-                    f"started, has ended; the run is {state.status}, at attempt {state.attempt}",
+                    f"attempt {attempt} of the run, for which this collector was started, has "
+                    f"ended; the run is {state.status}, at attempt {state.attempt}",
                 )
 
     async def _run(self, job: Job) -> None:
@@ -188,8 +246,9 @@ class Collector:
             )
             if prompts.complete or not prompts.prompts:
                 return
-            roll_out = asyncio.create_task(self._roll_out(job, prompts))
-            self._running.add(roll_out)
+            finished = _FinishedGroups()
+            roll_out = asyncio.create_task(self._roll_out(job, prompts, finished))
+            self._running[roll_out] = finished
             # Only dynamic sampling needs the rewards before it can tell whether to go on.
             if rounds > 1:
                 await self._limit_running(0)
@@ -199,13 +258,15 @@ class Collector:
     async def _limit_running(self, count: int) -> None:
         """Waits until at most `count` jobs are running; raises the error of one that failed."""
         while len(self._running) > count:
-            done, self._running = await asyncio.wait(
-                self._running, return_when=asyncio.FIRST_COMPLETED
-            )
+            done, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                del self._running[task]
             for task in done:
                 task.result()
 
-    async def _roll_out(self, job: Job, prompts: wire.StepPrompts) -> bool:
+    async def _roll_out(
+        self, job: Job, prompts: wire.StepPrompts, finished: _FinishedGroups
+    ) -> bool:
         """Generates, scores and delivers groups; returns whether the job is complete with them."""
         recorded = set(prompts.recorded)
         missing = {
@@ -214,17 +275,19 @@ class Collector:
         if not missing:
             return False
         request = await self._prepare_request(job, prompts)
-        finished = _FinishedGroups()
-        generating = asyncio.create_task(
-            self._generate(job, request, finished.add, frozenset(missing))
-        )
+        generating = asyncio.create_task(self._generate(job, request, finished, frozenset(missing)))
         generating.add_done_callback(lambda _: finished.changed.set())
         complete = False
         try:
             while missing:
                 bundle = await finished.take_bundle(generating)
                 missing.difference_update(group.index for group in bundle)
-                complete = await asyncio.to_thread(self._deliver, job, prompts, request, bundle)
+                deliver = partial(self._deliver, job, prompts, request, bundle)
+                try:
+                    complete = await asyncio.to_thread(deliver)
+                except Superseded as error:
+                    await self._adopt_attempt(error)
+                    complete = await asyncio.to_thread(deliver)
             await asyncio.to_thread(self._spans.flush)
         finally:
             generating.cancel()
@@ -256,13 +319,14 @@ class Collector:
         self,
         job: Job,
         request: GenerateRequest,
-        on_group: Callable[[GeneratedGroup], None],
+        finished: _FinishedGroups,
         indices: Collection[int],
     ) -> None:
         with self._spans.span("await weights", job.step):
             await self._fleet.until_served(request)
+        finished.begun = True
         with self._spans.span(job.kind, job.step):
-            await self._fleet.generate(request, on_group, indices=indices)
+            await self._fleet.generate(request, finished.add, indices=indices)
 
     async def _wait_for_weights(self, version: int) -> wire.StoredVersion:
         while True:
@@ -329,7 +393,9 @@ class Collector:
             )
         ]
         with self._spans.span("deliver", job.step):
-            accepted = self._buffer.post_groups(job.step, job.kind, encode_groups(groups))
+            accepted = self._buffer.post_groups(
+                job.step, job.kind, encode_groups(groups), weights=request.manifest_digest
+            )
         log.info("%d %s groups delivered", len(groups), job.kind, extra={"step": job.step})
         return accepted.complete
 
@@ -397,6 +463,7 @@ def main() -> None:
             Fleet(buffer, token),
             VerifierClient(settings.verifier_url, token),
             AutoTokenizer.from_pretrained(tokenizer_directory(config.model.path, settings)),
+            follows=settings.attempt is None,
         )
 
     run_until_error(collect)

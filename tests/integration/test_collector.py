@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -53,13 +54,38 @@ class ScriptedFleet:
             await asyncio.Event().wait()
 
 
-def make_collector(driver: Driver, fleet: Any) -> Collector:
+class HeldFleet(ScriptedFleet):
+    """Answers all prompts, but the first ones that it is asked for only once `release` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(answers=10**6)
+        self.release = asyncio.Event()
+        self.requests = 0
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        yield
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        on_group: Callable[[GeneratedGroup], None],
+        *,
+        indices: Collection[int],
+    ) -> None:
+        self.requests += 1
+        await self.release.wait()
+        await super().generate(request, on_group, indices=indices)
+
+
+def make_collector(driver: Driver, fleet: Any, **options: Any) -> Collector:
     return Collector(
         driver.config,
         driver.client,
         fleet,
         VerifierClient(driver.stack.verifier_url, driver.stack.token),
         AutoTokenizer.from_pretrained(TINY_MODEL),
+        **options,
     )
 
 
@@ -111,6 +137,34 @@ def test_finished_groups_are_delivered_while_others_are_generated(
     asyncio.run(work())
     assert fleet.asked == list(range(8))
     assert len(driver.client.step_prompts(1).recorded) == answers
+
+
+def test_groups_in_progress_outlive_the_attempt_that_asked_for_them(stack: Endpoints) -> None:
+    driver = Driver(stack, small_config("outlive", evaluation={"every": 12}))
+    driver.client.publish_weights(1, "a" * 64)
+    other = BufferClient(stack.buffer_url, stack.token, run=driver.client.run)
+
+    async def work() -> None:
+        fleet = HeldFleet()
+        collector = make_collector(driver, fleet, follows=True)
+        collecting = asyncio.create_task(collector.collect(1))
+        async with asyncio.timeout(300):
+            while not fleet.requests:
+                await asyncio.sleep(0.02)
+            state = await asyncio.to_thread(other.begin_attempt)
+            while driver.client.attempt < state.attempt:
+                await asyncio.sleep(0.02)
+            in_progress = fleet.requests
+            fleet.release.set()
+            while not (await asyncio.to_thread(other.step_prompts, 1)).complete:
+                await asyncio.sleep(0.02)
+            # The jobs of the window: step 1, and the evaluation of the initial model.
+            while not (await asyncio.to_thread(other.step_prompts, 1, "evaluation")).complete:
+                await asyncio.sleep(0.02)
+            assert fleet.requests == 2, f"{in_progress} requests were in progress"
+            collecting.cancel()
+
+    asyncio.run(work())
 
 
 def test_a_collector_that_waits_for_weights_is_superseded(stack: Endpoints) -> None:

@@ -265,6 +265,23 @@ def test_groups_of_later_weights_are_deleted_when_other_weights_are_published(
         publish(driver, 8, "a")
 
 
+def test_groups_of_other_weights_than_the_published_ones_are_refused(
+    drive: Callable[..., Driver],
+) -> None:
+    driver = drive()
+    body = encode_groups(driver.groups(1))
+
+    def send(letter: str) -> int:
+        return driver.client.post_groups(1, "fresh", body, weights=letter * 64).accepted
+
+    with pytest.raises(ServiceError, match="version 1 of the weights was trained again"):
+        send("a")
+    publish(driver, 1, "a")
+    with pytest.raises(ServiceError, match="version 1 of the weights was trained again"):
+        send("b")
+    assert send("a") == 8
+
+
 def test_a_new_attempt_starts_from_the_last_checkpoint(drive: Callable[..., Driver]) -> None:
     driver = drive()
     for step in range(1, 4):

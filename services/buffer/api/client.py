@@ -161,15 +161,19 @@ class BufferClient:
             if prompts.ready:
                 return prompts
 
-    def post_groups(self, step: int, kind: wire.Kind, body: bytes) -> wire.GroupsAccepted:
+    def post_groups(
+        self, step: int, kind: wire.Kind, body: bytes, *, weights: str | None = None
+    ) -> wire.GroupsAccepted:
         """Sends whole groups, encoded by `trajectories.encode_groups`.
 
-        A group that was recorded before counts as a duplicate. Raises `ServiceError` (400) if a
-        group is not one of this step and kind.
+        weights: manifest digest of the weights that made them. A group that was recorded before
+        counts as a duplicate. Raises `ServiceError`: 400 if a group is not one of this step and
+        kind, 409 if their policy version has other weights now.
         """
+        params = {"kind": kind} | ({} if weights is None else {"weights": weights})
         path = self._step_path(step, "groups")
         return self._call(
-            wire.GroupsAccepted, "POST", path, params={"kind": kind}, content=body, headers=ARROW
+            wire.GroupsAccepted, "POST", path, params=params, content=body, headers=ARROW
         )
 
     def batch(

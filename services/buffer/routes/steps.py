@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -77,10 +78,15 @@ async def post_groups(
     step: Step,
     attempt: Attempt,
     kind: wire.Kind = "fresh",
+    weights: Annotated[
+        wire.Digest | None,
+        Query(description="Manifest digest of the weights that made the groups"),
+    ] = None,
 ) -> wire.GroupsAccepted:
     """Records whole groups, sent as an Arrow IPC stream; each once, however often it is sent."""
     body = await request.body()
-    result = await run_in_threadpool(ingest.accept_groups, service, name, step, attempt, kind, body)
+    accept = partial(ingest.accept_groups, service, name, step, attempt, kind, body, weights)
+    result = await run_in_threadpool(accept)
     GROUPS.labels(name, kind).inc(result.accepted)
     return result
 
