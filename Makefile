@@ -121,6 +121,7 @@ bench: $(STAMP) ## run the benchmarks of benchmarks/
 	$(BIN)/python -m benchmarks.verifier
 	$(BIN)/python -m benchmarks.buffer
 	$(BIN)/python -m benchmarks.buffer_load
+	$(BIN)/python -m benchmarks.crash_cost
 
 docs: $(STAMP) ## regenerate the reference pages, the chart's README and the compiled pipeline
 	$(BIN)/python -m bapo_core.config.reference docs/configuration.md

@@ -86,6 +86,5 @@ const TERMS = {
   not_used: "not used",
   not_considered: "not considered",
   never_solved: "never solved",
-  set_aside: "set aside",
 };
 export const term = (value) => TERMS[value] ?? String(value);

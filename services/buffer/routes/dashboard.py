@@ -36,16 +36,15 @@ FILES = {
 """Files that are served, by name. Only these are ever read, whatever path a request has."""
 
 router = APIRouter(include_in_schema=False)
-METHODS = ["GET", "HEAD"]
 
 
-@router.api_route("/", methods=METHODS)
+@router.get("/")
 def serve_index(request: Request) -> Response:
     """Returns the page of the dashboard."""
     return _serve(request, FILES["index.html"])
 
 
-@router.api_route("/dashboard/{name:path}", methods=METHODS)
+@router.get("/dashboard/{name:path}")
 def serve_file(request: Request, name: str) -> Response:
     """Returns a style sheet, a script or an image of the dashboard."""
     if name not in FILES:

@@ -7,8 +7,6 @@ import { POLL_INTERVAL_MS, keep, region } from "../live.js";
 import { table } from "../tables.js";
 
 const when = (iso) => h("time", { datetime: iso, title: format.time(iso) }, format.ago(iso));
-/** Seconds without a heartbeat after which nothing is sent to a replica. */
-const HEARTBEAT_TIMEOUT_S = 10;
 const digest = (row) => h("code", { title: row.manifest_digest }, row.manifest_digest.slice(0, 12));
 
 /** @param {import("./run.js").Visit} visit */
@@ -35,7 +33,7 @@ export function showSystem(visit) {
         empty: "No replica has sent a heartbeat yet.",
         columns: [
           { title: "Replica", cell: (row) => row.name },
-          { title: "State", cell: stateOf },
+          { title: "State", cell: (row) => (row.detail ? `${row.state}: ${row.detail}` : row.state) },
           { title: "Loaded version", number: true, cell: (row) => format.count(row.loaded_version) },
           { title: "Last heartbeat", cell: (row) => when(row.last_seen) },
         ],
@@ -61,7 +59,7 @@ export function showSystem(visit) {
         maxRows: 20,
         columns: [
           { title: "Version", number: true, cell: (row) => format.count(row.version) },
-          { title: "Status", cell: (row) => format.term(row.status) },
+          { title: "Status", cell: (row) => row.status },
           { title: "Created", cell: (row) => when(row.created_at) },
           { title: "Prefix", cell: (row) => h("code", {}, row.uri) },
           { title: "Manifest", cell: digest },
@@ -77,12 +75,6 @@ export function showSystem(visit) {
       refuse: target.refuse,
     });
   }
-}
-
-/** What a replica does, by its last heartbeat. */
-function stateOf({ state, detail, silent_s: silence }) {
-  if (silence >= HEARTBEAT_TIMEOUT_S) return "no heartbeat";
-  return detail ? `${state}: ${detail}` : state;
 }
 
 function configuration(run) {
