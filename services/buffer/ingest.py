@@ -22,7 +22,7 @@ from services.buffer.api.trajectories import (
     check_groups,
     read_table,
 )
-from services.buffer.artifacts import weights_digest
+from services.buffer.artifacts import is_set_aside, weights_digest
 from services.buffer.evaluations import record_evaluation
 from services.buffer.service import Service
 from services.buffer.step_groups import (
@@ -138,7 +138,8 @@ def _record(
             expected = expected_prompts(session, run, step, kind)
         record_groups(session, run, step, kind, new, expected, key, delivery.digest)
         complete = not missing_groups(session, run, step, kind)
-        if complete and kind == "evaluation":
+        # The result of a version that is set aside may be another one's: publishing it records it.
+        if complete and kind == "evaluation" and not is_set_aside(session, run, step):
             record_evaluation(session, run, step)
     return wire.GroupsAccepted(
         accepted=len(new), duplicates=len(delivery.groups) - len(new), complete=complete

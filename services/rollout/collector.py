@@ -162,14 +162,38 @@ class Collector:
                     task.cancel()
 
     async def _collect_in_attempt(self, first_step: int) -> None:
+        """Runs all jobs from `first_step` on, as planned in the buffer client's present attempt.
+
+        Raises `Superseded` once another attempt has begun: its jobs are to be planned anew. A
+        delivery may have adopted that attempt already, so an end or an error of the jobs may come
+        from it, too.
+        """
+        attempt = self._buffer.attempt
         work = asyncio.create_task(self._run_all(first_step))
-        watch = asyncio.create_task(self._watch_attempt(self._buffer.attempt))
+        watch = asyncio.create_task(self._watch_attempt(attempt))
         try:
             await asyncio.wait({work, watch}, return_when=asyncio.FIRST_COMPLETED)
-            await (work if work.done() else watch)
+            try:
+                await (work if work.done() else watch)
+            except Superseded:
+                raise
+            except ServiceError as error:
+                await self._check_attempt(attempt, error)
+                raise
+            await self._check_attempt(attempt)
         finally:
             work.cancel()
             watch.cancel()
+
+    async def _check_attempt(self, attempt: int, cause: ServiceError | None = None) -> None:
+        """Raises `Superseded`, because of `cause`, if a newer attempt than `attempt` has begun."""
+        state = await run_detached(self._buffer.run_state)
+        if state.attempt > attempt:
+            raise Superseded(
+                409,
+                f"attempt {attempt} of the run, for which this collector was started, has ended; "
+                f"the run is {state.status}, at attempt {state.attempt}",
+            ) from cause
 
     async def _follow(self, error: Superseded) -> int:
         """Adopts the run's new attempt and returns the step to go on with.
@@ -222,16 +246,9 @@ class Collector:
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
             try:
-                state = await run_detached(self._buffer.run_state)
+                await self._check_attempt(attempt)
             except ServiceUnavailable as error:
                 log.warning("%s", error)
-                continue
-            if state.attempt > attempt:
-                raise Superseded(
-                    409,
-                    f"attempt {attempt} of the run, for which this collector was started, has "
-                    f"ended; the run is {state.status}, at attempt {state.attempt}",
-                )
 
     async def _run(self, job: Job) -> None:
         version = self._config.rollout_version(job.step, job.kind)

@@ -83,7 +83,7 @@ def train(config: RunConfig, context: TrainerContext, ranks: Ranks) -> None:
             if config.checkpoints_after(step):
                 with timer.phase("checkpoint"):
                     # A trainer that resumes from it publishes no version before it again.
-                    publisher.settle()
+                    publisher.wait_until_recorded()
                     checkpointer.save(step, updater.trained)
             checkpointer.check()
             if ranks.is_main:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +47,8 @@ class WeightPublisher(Background):
         self._source, self._dtype, self._ranks = source, dtype, ranks
         self._broadcaster = broadcaster
         super().__init__("publish")
+        self._recorded: Future[None] | None = None
+        """Done once the row of the last version exists."""
         self._copies: dict[str, Tensor] = {}
         """Weights on the CPU by name. The memory is reused: new memory is slow to fill."""
 
@@ -60,7 +63,16 @@ class WeightPublisher(Background):
             return
         weights = self._copy(model)
         if self._ranks.is_main:
-            self.begin(partial(self._upload, version, model, weights))
+            self._recorded = Future()
+            self.begin(partial(self._upload, version, model, weights, self._recorded))
+
+    def wait_until_recorded(self) -> None:
+        """Waits until the version exists; its broadcast may go on. Raises the error of publishing.
+
+        Only rank 0 has anything to wait for.
+        """
+        if self._recorded is not None:
+            self._recorded.result()
 
     def _copy(self, model: nn.Module) -> dict[str, Tensor]:
         """Copies the weights to the CPU of rank 0; tied weights stay one tensor.
@@ -87,12 +99,19 @@ class WeightPublisher(Background):
     def _published(self, version: int) -> bool:
         return none_if_missing(lambda: self._buffer.weights(version)) is not None
 
-    def _upload(self, version: int, model: nn.Module, weights: dict[str, Tensor]) -> None:
+    def _upload(
+        self, version: int, model: nn.Module, weights: dict[str, Tensor], recorded: Future[None]
+    ) -> None:
         started = time.monotonic()
         saved = as_saved(model, weights)
-        files = model_files(model, saved, self._source)
-        digest = self._store.put_files(layout.weights(self._buffer.run, version), files)
-        self._buffer.publish_weights(version, digest)
+        try:
+            files = model_files(model, saved, self._source)
+            digest = self._store.put_files(layout.weights(self._buffer.run, version), files)
+            self._buffer.publish_weights(version, digest)
+        except BaseException as error:
+            recorded.set_exception(error)
+            raise
+        recorded.set_result(None)
         seconds = round(time.monotonic() - started, 3)
         log.info("weights published", extra={"version": version, "seconds": seconds})
         if self._broadcaster is not None:

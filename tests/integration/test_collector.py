@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import encode_groups
-from services.common.errors import Superseded
+from services.common.errors import ServiceError, Superseded
 from services.model.resolve import TINY_MODEL
 from services.rollout import collector as collector_module
 from services.rollout.api.wire import GeneratedGroup, GeneratedResponse, GenerateRequest
@@ -165,6 +165,40 @@ def test_groups_in_progress_outlive_the_attempt_that_asked_for_them(stack: Endpo
             collecting.cancel()
 
     asyncio.run(work())
+
+
+def test_groups_that_the_new_attempt_refuses_are_generated_again(
+    stack: Endpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of a re-evaluation are, whose prompts depend on a step that was undone."""
+    driver = Driver(stack, small_config("refused", evaluation={"every": 12}))
+    driver.client.publish_weights(1, "a" * 64)
+    other = BufferClient(stack.buffer_url, stack.token, run=driver.client.run)
+    refusals = [ServiceError(409, "depends on a step that is not committed")]
+    deliver = Collector._deliver
+
+    def refuse_once(self: Collector, *arguments: Any) -> bool:
+        if refusals:
+            raise refusals.pop()
+        return deliver(self, *arguments)
+
+    monkeypatch.setattr(Collector, "_deliver", refuse_once)
+
+    async def work() -> None:
+        fleet = HeldFleet()
+        collecting = asyncio.create_task(make_collector(driver, fleet, follows=True).collect(1))
+        async with asyncio.timeout(300):
+            while not fleet.requests:
+                await asyncio.sleep(0.02)
+            await asyncio.to_thread(other.begin_attempt)
+            fleet.release.set()
+            while not (await asyncio.to_thread(other.step_prompts, 1)).complete:
+                assert not collecting.done(), collecting.exception()
+                await asyncio.sleep(0.02)
+            collecting.cancel()
+
+    asyncio.run(work())
+    assert not refusals
 
 
 def test_a_collector_that_waits_for_weights_is_superseded(stack: Endpoints) -> None:

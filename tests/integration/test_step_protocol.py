@@ -248,6 +248,23 @@ def test_groups_of_later_weights_count_again_once_the_same_weights_are_published
     assert snapshot(driver) == before, "nothing was generated again"
 
 
+@pytest.mark.parametrize(("letter", "evaluated"), [("a", [8]), ("b", [])])
+def test_an_evaluation_that_ends_while_its_weights_are_set_aside_counts_once_they_are_back(
+    drive: Callable[..., Driver], letter: str, evaluated: list[int]
+) -> None:
+    driver = drive()
+    run_steps_with_weights(driver, range(1, 10))
+    groups = driver.groups(8, "evaluation")
+    driver.client.post_groups(8, "evaluation", encode_groups(groups[:3]))
+    driver.client.rewind(5)
+    last = encode_groups(groups[3:])
+    assert driver.client.post_groups(8, "evaluation", last, weights="a" * 64).complete
+    assert driver.client.evaluations() == []
+    run_steps_with_weights(driver, range(6, 8))
+    publish(driver, 8, letter)
+    assert [evaluation.version for evaluation in driver.client.evaluations()] == evaluated
+
+
 def test_groups_of_later_weights_are_deleted_when_other_weights_are_published(
     drive: Callable[..., Driver],
 ) -> None:

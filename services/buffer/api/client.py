@@ -147,17 +147,24 @@ class BufferClient:
 
     # -- the step protocol
 
+    def stored_config(self) -> dict[str, Any]:
+        """Returns the run's configuration as it is stored, which the digest chain is made of."""
+        config: dict[str, Any] = self._send("GET", f"/v1/runs/{self.run}").json()["config"]
+        return config
+
     def step_prompts(
         self, step: int, kind: wire.Kind = "fresh", generation_round: int = 0
     ) -> wire.StepPrompts:
         """Returns the prompts of a step; waits until they are known.
 
-        Their policy version becomes the target of the rollout replicas.
+        Their policy version becomes the target of the rollout replicas. All its requests are made
+        on behalf of the attempt at the time of the call.
         """
+        headers = {"X-Bapo-Attempt": str(self.attempt)}
         params = {"kind": kind, "generation_round": generation_round, "wait": LONG_POLL_S}
         path = self._step_path(step, "prompts")
         while True:
-            prompts = self._call(wire.StepPrompts, "POST", path, params=params)
+            prompts = self._call(wire.StepPrompts, "POST", path, params=params, headers=headers)
             if prompts.ready:
                 return prompts
 

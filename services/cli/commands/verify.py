@@ -7,6 +7,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import dropwhile
 from pathlib import Path
 from typing import IO
 
@@ -40,9 +41,10 @@ def verify(run: str, steps: str | None, chain_only: bool) -> None:
 
     Every committed step has a link in the run's digest chain: a digest of the link before, of its
     batch, of the weights before and after it, of the configuration and of the code. The links are
-    checked from step 1 on. Then the recorded batches of some steps are trained again, from the
-    checkpoint before the first of them. On the same kind of machine weights are equal, bit for bit;
-    elsewhere, and on GPUs whose kernels sum in no fixed order, the first difference is named.
+    checked, those of all steps unless --steps selects some. Then the recorded batches of some steps
+    are trained again, from the checkpoint before the first of them. On the same kind of machine
+    weights are equal, bit for bit; elsewhere, and on GPUs whose kernels sum in no fixed order, the
+    first difference is named.
 
     \b
     Examples:
@@ -53,11 +55,16 @@ def verify(run: str, steps: str | None, chain_only: bool) -> None:
     client, console = connect(run), Console()
     state = client.run_state()
     views = client.steps()
-    check_chain(state.config.model_dump(mode="json"), views)
-    console.print(f"the digest chain of {len(views)} steps is whole", highlight=False)
+    # Steps that were committed before there were digests have no link.
+    linked = list(dropwhile(lambda view: view.digests is None, views))
+    if not linked:
+        raise BapoError("no committed step of the run has digests yet")
+    first, last = (1, 0) if chain_only else _range(client, steps, linked)
+    checked = linked if steps is None or chain_only else views[first - 1 : last]
+    check_chain(client.stored_config(), checked)
+    console.print(f"the digest chain of {len(checked)} steps is whole", highlight=False)
     if chain_only:
         return
-    first, last = _range(client, steps, len(views))
     recorded = {view.step: view.digests for view in views[first - 1 : last] if view.digests}
     model = ensure_model(state.config, default_home(), open_store=open_local_object_store)
     processes = _processes(recorded)
@@ -68,17 +75,26 @@ def verify(run: str, steps: str | None, chain_only: bool) -> None:
             console.print(f"step {step}: the same weights", highlight=False)
 
 
-def _range(client: BufferClient, text: str | None, committed: int) -> tuple[int, int]:
-    """Returns the first and the last step to train again. Raises `BapoError`."""
+def _range(
+    client: BufferClient, text: str | None, linked: Sequence[wire.StepView]
+) -> tuple[int, int]:
+    """Returns the first and the last step to train again, among those with a link.
+
+    Raises `BapoError` when the range is none, or has no checkpoint before it.
+    """
+    oldest, newest = linked[0].step, linked[-1].step
     starts = sorted({1, *(view.step + 1 for view in client.checkpoints())})
-    starts = [start for start in starts if start <= committed]
+    starts = [start for start in starts if oldest <= start <= newest]
     if not starts:
-        raise BapoError("the run has no committed step yet; verify it later")
+        raise BapoError(
+            f"there is no checkpoint to start from: the steps with digests are {oldest} to "
+            f"{newest}; check their links alone with --chain"
+        )
     if text is None:
-        return (starts[1] if len(starts) > 1 else starts[0]), committed
+        return (starts[1] if len(starts) > 1 else starts[0]), newest
     first, _, last = text.partition(":")
-    if not (first.isdigit() and last.isdigit() and 1 <= int(first) <= int(last) <= committed):
-        raise BapoError(f"--steps {text}: write FIRST:LAST, from 1 to {committed}")
+    if not (first.isdigit() and last.isdigit() and oldest <= int(first) <= int(last) <= newest):
+        raise BapoError(f"--steps {text}: write FIRST:LAST, from {oldest} to {newest}")
     if int(first) not in starts:
         raise BapoError(
             f"--steps {text}: there is no checkpoint of step {int(first) - 1} to start from; begin "
