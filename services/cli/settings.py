@@ -19,6 +19,5 @@ class CommandLineSettings(Settings):
     token: SecretStr | None = None
     """Bearer token for the buffer service at `BAPO_BUFFER_URL`."""
     s3_endpoint: str | None = None
-    """Address of the object store of that service, for `bapo checkpoints`, `bapo
-    profile` and `bapo verify`;
-    `BAPO_S3_BUCKET`, `BAPO_S3_ACCESS_KEY` and `BAPO_S3_SECRET_KEY` are required with it."""
+    """Address of that service's object store, for `bapo checkpoints`, `bapo profile` and
+    `bapo verify`; it requires `BAPO_S3_BUCKET`, `BAPO_S3_ACCESS_KEY` and `BAPO_S3_SECRET_KEY`."""

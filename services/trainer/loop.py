@@ -178,7 +178,7 @@ def make_updater(config: RunConfig, directory: Path, ranks: Ranks) -> Updater:
 
 @dataclass(frozen=True, slots=True)
 class TrainedBatch:
-    """What training on a batch gave."""
+    """The metrics of a step that was trained, and the digest of its batch."""
 
     metrics: dict[str, float]
     """The step's metrics on rank 0."""
@@ -312,12 +312,17 @@ def load_run_config(buffer: BufferClient, override: str | None) -> RunConfig:
     return config.model_copy(update={"trainer": TrainerConfig.model_validate_json(override)})
 
 
-def main() -> None:
-    """Runs this rank of the trainer of the run named by `BAPO_RUN`."""
+def run_rank(
+    component: str, work: Callable[[RunConfig, TrainerContext, Ranks], None], *, in_attempt: bool
+) -> None:
+    """Calls `work` in this rank of a trainer of the run named by `BAPO_RUN`, until its end.
+
+    component: its name in the logs. in_attempt: whether it works for an attempt of the run.
+    """
     from services.common.logs import configure_logs
     from services.common.process import end_with_parent, run_until_error
 
-    configure_logs("trainer")
+    configure_logs(component)
     end_with_parent()  # torchrun may be killed without a chance to end its ranks
 
     def start() -> None:
@@ -328,13 +333,19 @@ def main() -> None:
         scratch.mkdir(parents=True, exist_ok=True)
         with init_distributed() as ranks, explain_out_of_memory():
             buffer = BufferClient(settings.buffer_url, token, run=settings.run)
-            buffer.attempt = resolve_attempt(buffer, ranks, settings.attempt)
+            if in_attempt:
+                buffer.attempt = resolve_attempt(buffer, ranks, settings.attempt)
             config = load_run_config(buffer, settings.trainer)
             store = ObjectStore(settings.s3)
             model = initial_model(config.model.path, store, ranks, settings)
-            train(config, TrainerContext(buffer, store, model, scratch, token), ranks)
+            work(config, TrainerContext(buffer, store, model, scratch, token), ranks)
 
     run_until_error(start)
+
+
+def main() -> None:
+    """Runs this rank of the trainer of the run named by `BAPO_RUN`."""
+    run_rank("trainer", train, in_attempt=True)
 
 
 if __name__ == "__main__":

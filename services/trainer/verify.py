@@ -7,29 +7,23 @@ services and changes nothing there; `bapo verify` compares the digests with the 
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import partial
 
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
-from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import StepDigests, StoredVersion
-from services.common.objectstore import ObjectStore
 from services.trainer.checkpoint import load_checkpoint
 from services.trainer.data import TrajectoryReader
 from services.trainer.digests import weights_digest
 from services.trainer.loop import (
     TrainerContext,
-    explain_out_of_memory,
-    initial_model,
-    load_run_config,
     make_updater,
+    run_rank,
     train_batch,
 )
 from services.trainer.phases import PhaseTimer
-from services.trainer.ranks import Ranks, init_distributed
-from services.trainer.settings import TrainerSettings
+from services.trainer.ranks import Ranks
 from services.trainer.update import Updater
 
 
@@ -79,26 +73,8 @@ def restore_before(step: int, config: RunConfig, context: TrainerContext, ranks:
 
 
 def main() -> None:
-    from services.common.logs import configure_logs
-    from services.common.process import end_with_parent, run_until_error
-
-    configure_logs("verify")
-    end_with_parent()
-
-    def start() -> None:
-        settings = TrainerSettings.load()
-        token = settings.token.get_secret_value()
-        scratch = settings.scratch / os.environ.get("RANK", "0")
-        scratch.mkdir(parents=True, exist_ok=True)
-        with init_distributed() as ranks, explain_out_of_memory():
-            buffer = BufferClient(settings.buffer_url, token, run=settings.run)
-            config = load_run_config(buffer, settings.trainer)
-            store = ObjectStore(settings.s3)
-            model = initial_model(config.model.path, store, ranks, settings)
-            context = TrainerContext(buffer, store, model, scratch, token)
-            train_again(config, context, ranks, *map(int, sys.argv[1:]))
-
-    run_until_error(start)
+    first, last = map(int, sys.argv[1:])
+    run_rank("verify", partial(train_again, first=first, last=last), in_attempt=False)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a collector generates, when it delivers, and when it stops."""
+"""The collector generates missing groups only, delivers in time, and follows new attempts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,20 @@ from tests.integration.driver import Driver, small_config
 
 
 class ScriptedFleet:
-    """Answers the first `answers` prompts that it is asked for, then waits."""
+    """Answers the first `answers` prompts of a request once `release` is set, then waits."""
 
-    def __init__(self, answers: int) -> None:
+    def __init__(self, answers: int, *, held: bool = False) -> None:
+        """held: `release` is not set yet."""
         self.answers = answers
         self.asked: list[int] = []
+        self.requests = 0
+        self.release = asyncio.Event()
+        if not held:
+            self.release.set()
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        yield
 
     async def until_served(self, _: GenerateRequest) -> int:
         return 1
@@ -40,8 +49,10 @@ class ScriptedFleet:
         *,
         indices: Collection[int],
     ) -> None:
-        self.asked = sorted(indices)
-        for index in self.asked[: self.answers]:
+        self.requests += 1
+        self.asked = asked = sorted(indices)
+        await self.release.wait()
+        for index in asked[: self.answers]:
             response = GeneratedResponse(token_ids=[5], logprobs=[-1.0], finish_reason="stop")
             on_group(
                 GeneratedGroup(
@@ -50,32 +61,8 @@ class ScriptedFleet:
                     responses=[response] * request.group_size,
                 )
             )
-        if len(self.asked) > self.answers:
+        if len(asked) > self.answers:
             await asyncio.Event().wait()
-
-
-class HeldFleet(ScriptedFleet):
-    """Answers all prompts, but the first ones that it is asked for only once `release` is set."""
-
-    def __init__(self) -> None:
-        super().__init__(answers=10**6)
-        self.release = asyncio.Event()
-        self.requests = 0
-
-    @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        yield
-
-    async def generate(
-        self,
-        request: GenerateRequest,
-        on_group: Callable[[GeneratedGroup], None],
-        *,
-        indices: Collection[int],
-    ) -> None:
-        self.requests += 1
-        await self.release.wait()
-        await super().generate(request, on_group, indices=indices)
 
 
 def make_collector(driver: Driver, fleet: Any, **options: Any) -> Collector:
@@ -145,7 +132,7 @@ def test_groups_in_progress_outlive_the_attempt_that_asked_for_them(stack: Endpo
     other = BufferClient(stack.buffer_url, stack.token, run=driver.client.run)
 
     async def work() -> None:
-        fleet = HeldFleet()
+        fleet = ScriptedFleet(answers=10**6, held=True)
         collector = make_collector(driver, fleet, follows=True)
         collecting = asyncio.create_task(collector.collect(1))
         async with asyncio.timeout(300):
@@ -170,7 +157,7 @@ def test_groups_in_progress_outlive_the_attempt_that_asked_for_them(stack: Endpo
 def test_groups_that_the_new_attempt_refuses_are_generated_again(
     stack: Endpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those of a re-evaluation are, whose prompts depend on a step that was undone."""
+    """A re-evaluation whose prompts depend on a step that was undone is refused, for example."""
     driver = Driver(stack, small_config("refused", evaluation={"every": 12}))
     driver.client.publish_weights(1, "a" * 64)
     other = BufferClient(stack.buffer_url, stack.token, run=driver.client.run)
@@ -185,7 +172,7 @@ def test_groups_that_the_new_attempt_refuses_are_generated_again(
     monkeypatch.setattr(Collector, "_deliver", refuse_once)
 
     async def work() -> None:
-        fleet = HeldFleet()
+        fleet = ScriptedFleet(answers=10**6, held=True)
         collecting = asyncio.create_task(make_collector(driver, fleet, follows=True).collect(1))
         async with asyncio.timeout(300):
             while not fleet.requests:

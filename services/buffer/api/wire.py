@@ -247,7 +247,7 @@ class BatchManifest(Wire):
 
 
 class StepDigests(Wire):
-    """What a step was computed from and by, and its result, so that it can be verified later."""
+    """Digests of a step's inputs, code and result, which allow it to be verified later."""
 
     weights_before: Digest
     """Digest of all trained weights before the step."""
@@ -276,7 +276,7 @@ class Commit(Wire):
     metrics: dict[MetricName, FiniteFloat] = Field(max_length=1000)
     """Metrics of the step by name, such as `loss`."""
     digests: StepDigests | None = None
-    """What the step was computed from and by; null leaves a gap in the digest chain."""
+    """Digests of the step's inputs, code and result; null leaves a gap in the digest chain."""
 
 
 class Rewind(Wire):
@@ -773,7 +773,7 @@ MAX_COMPARED = 8
 
 
 class Cost(Wire):
-    """What a run had cost by one of its steps, re-evaluated and discarded responses included."""
+    """Cumulative cost of a run up to a step, re-evaluated and discarded responses included."""
 
     rollouts: int = 0
     """Number of training responses generated so far."""
@@ -784,7 +784,7 @@ class Cost(Wire):
 
 
 class RewardPoint(Cost):
-    """The reward of a committed step, and what the run had cost by then."""
+    """The reward of a committed step, and the cumulative cost of the run up to it."""
 
     step: int
     """Training step, from 1 on."""
@@ -793,7 +793,7 @@ class RewardPoint(Cost):
 
 
 class AccuracyPoint(Cost):
-    """The accuracy of a policy version, and what it took to train it."""
+    """The accuracy of a policy version, and the cumulative cost of training it."""
 
     version: int
     """Policy version; version t holds the weights after t - 1 steps."""
@@ -809,7 +809,7 @@ class ComparedRun(Wire):
     step: int
     """Its last committed step."""
     cost: Cost
-    """What it had cost by its last committed step."""
+    """Cumulative cost of the run up to its last committed step."""
     rewards: list[RewardPoint]
     """Steps, evenly spaced, with the last one."""
     evaluations: list[AccuracyPoint]

@@ -131,40 +131,31 @@ export function showCompare(root, signal, query) {
 }
 
 function comparisonView({ runs, differing_config: differing }, cost) {
-  const accuracy = chart({
-    title: "Held-out evaluation",
-    note: `Mean accuracy on the held-out prompts, by ${cost.title}.`,
-    y: "accuracy",
-    x: cost.title,
-    format: format.score,
-    height: 260,
-    empty: "No run has an evaluation yet.",
-  });
-  accuracy.update(
-    aligned(
-      runs.map((run) => run.evaluations),
-      runs,
-      cost.of,
-      (point) => point.mean_accuracy,
-    ),
+  const curves = (options, pointsOf, valueOf, smooth) => {
+    const figure = chart({ ...options, x: cost.title, format: format.score, height: 260 });
+    figure.update(aligned(runs.map(pointsOf), runs, cost.of, valueOf, smooth));
+    return figure.element;
+  };
+  const accuracy = curves(
+    {
+      title: "Held-out evaluation",
+      note: `Mean accuracy on the held-out prompts, by ${cost.title}.`,
+      y: "accuracy",
+      empty: "No run has an evaluation yet.",
+    },
+    (run) => run.evaluations,
+    (point) => point.mean_accuracy,
   );
-  const reward = chart({
-    title: "Reward",
-    note: `Moving mean of the mean reward of each step's fresh rollouts, by ${cost.title}.`,
-    y: "mean reward",
-    x: cost.title,
-    format: format.score,
-    height: 260,
-    empty: "No run has committed a step yet.",
-  });
-  reward.update(
-    aligned(
-      runs.map((run) => run.rewards),
-      runs,
-      cost.of,
-      (point) => point.mean_reward,
-      smoothed,
-    ),
+  const reward = curves(
+    {
+      title: "Reward",
+      note: `Moving mean of the mean reward of each step's fresh rollouts, by ${cost.title}.`,
+      y: "mean reward",
+      empty: "No run has committed a step yet.",
+    },
+    (run) => run.rewards,
+    (point) => point.mean_reward,
+    smoothed,
   );
   const measured = runs.map((run) => run.evaluations.map((point) => point.mean_accuracy));
   const totals = [
@@ -179,7 +170,7 @@ function comparisonView({ runs, differing_config: differing }, cost) {
   const columns = (cell, attributes = {}) =>
     runs.map((run, i) => ({ title: run.run, ...attributes, cell: (row) => cell(row, run, i) }));
   return [
-    h("div", { class: "charts wide" }, accuracy.element, reward.element),
+    h("div", { class: "charts wide" }, accuracy, reward),
     h(
       "section",
       { class: "card" },
