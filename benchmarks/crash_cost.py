@@ -7,6 +7,9 @@ A run of the tiny model on real Postgres, S3 and services has two replicas whose
 killed five times in a run, each time at another place of the checkpoint cycle, and is started again
 as an operator of Kubernetes would do.
 
+The same with answers that take 20 s (`LONG`), with and without the journal from which another
+replica or collector continues them.
+
 What is lost is measured in seconds of generation of a group: the time that all generation took, cut
 off or not, minus the time of one generation of each group that the run needed. Groups are generated
 side by side, so this is the time lost by the replicas times the number of groups in flight.
@@ -21,7 +24,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,38 +45,83 @@ from tests.integration.breakable import PROCESSES, Breakable, breakable_stack
 ROOT = Path(__file__).resolve().parents[1]
 PLUG_IN = str(ROOT / "tests/plug_in")
 REPLICAS = ("engine-0", "engine-1")
-VICTIMS = ("none", "trainer", "buffer", "postgres", "collector", "engine-0")
 EVERY = 4
 """Steps between two syncs, re-evaluations and checkpoints."""
-PLACES = {
-    "after a sync": (4, 0.0),
-    "in the window": (9, 0.0),
-    "before the window's last step": (14, 0.0),
-    "while a checkpoint is written": (19, 0.0),
-    "within a step": (22, 0.05),
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """A run, and the places where its processes are killed.
+
+    tokens: of each response. seconds: a group takes a time between these two.
+    places: where a process is killed: the commit after which, and seconds after it.
+    """
+
+    steps: int
+    prompts: int
+    tokens: int
+    seconds: tuple[float, float]
+    journal_interval_s: float
+    places: dict[str, tuple[int, float]]
+    victims: tuple[str, ...]
+
+
+SHORT = Scenario(
+    steps=28,
+    prompts=16,
+    tokens=6,
+    seconds=(0.5, 3.0),
+    journal_interval_s=0.0,
+    places={
+        "after a sync": (4, 0.0),
+        "in the window": (9, 0.0),
+        "before the window's last step": (14, 0.0),
+        "while a checkpoint is written": (19, 0.0),
+        "within a step": (22, 0.05),
+    },
+    victims=("none", "trainer", "buffer", "postgres", "collector", "engine-0"),
+)
+LONG = Scenario(
+    steps=8,
+    prompts=8,
+    tokens=400,
+    seconds=(20.0, 20.0),
+    journal_interval_s=1.0,
+    places={
+        "in the first window": (0, 20.0),
+        "in the first window again": (0, 17.0),
+        "in the second window": (4, 12.0),
+        "in the second window again": (4, 17.0),
+    },
+    victims=("collector", "engine-0"),
+)
+SCENARIOS = {
+    "short": SHORT,
+    "long": LONG,
+    "long without a journal": replace(LONG, journal_interval_s=0.0),
 }
-"""Where processes are killed: the commit after which, and seconds after it."""
-STEPS = 28
 MEAN_BETWEEN_KILLS_S = 300.0
 
 
-def configuration(name: str) -> RunConfig:
+def configuration(name: str, scenario: Scenario) -> RunConfig:
     return config_from(
         {
             "name": name,
-            "steps": STEPS,
+            "steps": scenario.steps,
             "model": {"path": str(TINY_MODEL)},
             "task": {"name": "chance", "train_prompts": 512, "test_prompts": 16},
             "rollout": {
-                "prompts_per_step": 16,
+                "engine": "vllm",
+                "prompts_per_step": scenario.prompts,
                 "group_size": 4,
                 "max_prompt_tokens": 32,
-                "max_response_tokens": 16,
+                "max_response_tokens": scenario.tokens + 10,
                 "replicas": len(REPLICAS),
+                "journal_interval_s": scenario.journal_interval_s,
             },
             "sync": {"every": EVERY, "reevaluate_every": EVERY},
             "reevaluate": {"c1": 0.25},
-            "optimizer": {"learning_rate": 1e-4, "minibatch_prompts": 8},
+            "optimizer": {"learning_rate": 1e-4, "minibatch_prompts": scenario.prompts // 2},
             "evaluation": {"every": EVERY},
             "checkpoint": {"every": EVERY},
         }
@@ -82,10 +131,10 @@ def configuration(name: str) -> RunConfig:
 class Run:
     """The processes of a run on a stack whose processes can be killed."""
 
-    def __init__(self, stack: Breakable, name: str, scratch: Path) -> None:
-        self.stack, self.log = stack, scratch / f"{name}.jsonl"
+    def __init__(self, stack: Breakable, name: str, scenario: Scenario, scratch: Path) -> None:
+        self.stack, self.scenario, self.log = stack, scenario, scratch / f"{name}.jsonl"
         self.client = BufferClient(stack.endpoints.buffer_url, stack.endpoints.token, run=name)
-        config = configuration(name)
+        config = configuration(name, scenario)
         train, test = load_datasets(config)
         for dataset in (train, test):
             self.client.upload_dataset(dataset.name, dataset.prompts)
@@ -109,7 +158,8 @@ class Run:
                 "BAPO_PORT": str(port),
                 "BAPO_SCRATCH": str(scratch / name / replica),
             }
-            command = [sys.executable, "-m", "benchmarks.crash_cost_engine", str(self.log)]
+            engine = [str(self.log), str(scenario.tokens), *map(str, scenario.seconds)]
+            command = [sys.executable, "-m", "benchmarks.crash_cost_engine", *engine]
             stack.start(replica, command, environment=environment | variables)
         for process, module in (
             ("trainer", "services.trainer.loop"),
@@ -119,9 +169,9 @@ class Run:
             stack.start_python(process, module, environment | variables)
 
     def train(self, victim: str) -> list[float]:
-        """Trains to the end; returns when the victim was killed, once at each of `PLACES`."""
+        """Trains to the end; returns when the victim was killed, once at each place."""
         kills: list[float] = []
-        places = [] if victim == "none" else list(PLACES.values())
+        places = [] if victim == "none" else list(self.scenario.places.values())
         while not self._finished():
             if places and self._current_step() >= places[0][0]:
                 time.sleep(places.pop(0)[1])
@@ -166,6 +216,8 @@ class Generation:
 
     key: tuple[int, int]
     """Policy version and seed, which identify the group."""
+    continued_s: float
+    """Seconds that the tokens took with which it began."""
     began: float
     ended: float | None = None
     """None if its engine was killed."""
@@ -182,42 +234,45 @@ def read_log(path: Path) -> list[Generation]:
     for line in path.read_text().splitlines():
         entry = json.loads(line)
         if "key" in entry:
-            found[entry["id"]] = Generation(tuple(entry["key"]), entry["at"])
+            key, continued_s = tuple(entry["key"]), entry["continued_s"]
+            found[entry["id"]] = Generation(key, continued_s, entry["at"])
         else:
             generation = found[entry["id"]]
             generation.ended, generation.complete = entry["at"], entry["end"] == "done"
     return list(found.values())
 
 
-def costs(generations: Sequence[Generation], kills: Sequence[float]) -> dict[str, Any]:
+def costs(
+    generations: Sequence[Generation], places: Sequence[str], kills: Sequence[float]
+) -> dict[str, Any]:
     """Returns the seconds of all generation, and of what was lost by the place of the kill.
 
-    Of a group that was generated more than once, all generations but the last were lost, at the
-    first kill after their beginning. What an engine had in progress when it was killed ended then.
+    A generation that was followed by another of its group lost what the other did not continue, at
+    the first kill after its beginning. What an engine had in progress when it was killed ended
+    then.
     """
-    last: dict[tuple[int, int], Generation] = {}
-    for generation in generations:
+    groups: dict[tuple[int, int], list[Generation]] = {}
+    for generation in sorted(generations, key=lambda generation: generation.began):
         if generation.ended is None:
             generation.ended = min(kill for kill in kills if kill >= generation.began)
-        if generation.complete:
-            last[generation.key] = generation
-    unfinished = {generation.key for generation in generations} - last.keys()
+        groups.setdefault(generation.key, []).append(generation)
+    unfinished = [key for key, group in groups.items() if not group[-1].complete]
     if unfinished:
         raise RuntimeError(f"{len(unfinished)} groups were begun and never completed")
-    lost = dict.fromkeys(list(PLACES)[: len(kills)], 0.0)
+    lost = dict.fromkeys(places[: len(kills)], 0.0)
     lost_without_kill = 0.0
-    for generation in generations:
-        if generation is last[generation.key]:
-            continue
-        place = next((n for n, kill in enumerate(kills) if kill >= generation.began), None)
-        if place is None:
-            lost_without_kill += generation.seconds
-        else:
-            lost[list(PLACES)[place]] += generation.seconds
+    for group in groups.values():
+        for generation, following in pairwise(group):
+            seconds = generation.continued_s + generation.seconds - following.continued_s
+            place = next((n for n, kill in enumerate(kills) if kill >= generation.began), None)
+            if place is None:
+                lost_without_kill += seconds
+            else:
+                lost[places[place]] += seconds
     in_flight = concurrency(generations)
     per_kill = sum(lost.values()) / max(1, len(kills))
     return {
-        "groups": len(last),
+        "groups": len(groups),
         "generations": len(generations),
         "generated_s": sum(generation.seconds for generation in generations),
         "groups_in_flight": in_flight,
@@ -230,23 +285,24 @@ def costs(generations: Sequence[Generation], kills: Sequence[float]) -> dict[str
     }
 
 
-def measure(console: Console) -> dict[str, Any]:
+def measure(console: Console, name: str, scenario: Scenario) -> dict[str, Any]:
+    """Returns the costs of kills in a scenario by the process that is killed."""
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="bapo-bench-") as directory:
-        for victim in VICTIMS:
+        for victim in scenario.victims:
             with breakable_stack() as stack:
-                run = Run(stack, f"crash-{victim}", Path(directory))
+                run = Run(stack, f"crash-{victim}", scenario, Path(directory))
                 began = time.time()
                 try:
                     kills = run.train(victim)
                 finally:
                     run.stop()
                 seconds = time.time() - began
-                result = costs(read_log(run.log), kills)
+                result = costs(read_log(run.log), list(scenario.places), kills)
             results[victim] = {"kills": len(kills), "run_s": seconds, **result}
             console.print(
-                f"{victim}: {result['generations']} generations of {result['groups']} groups, "
-                f"{result['lost_s_per_kill']:.2f} s lost per kill with "
+                f"{name}, {victim}: {result['generations']} generations of {result['groups']} "
+                f"groups, {result['lost_s_per_kill']:.2f} s lost per kill with "
                 f"{result['groups_in_flight']:.1f} groups in flight",
                 highlight=False,
             )
@@ -273,11 +329,14 @@ def concurrency(generations: Sequence[Generation]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/crash_cost.json"))
+    parser.add_argument("--only", choices=SCENARIOS, nargs="+", default=list(SCENARIOS))
     arguments = parser.parse_args()
     # The task whose verdicts are drawn by chance; every process imports it.
     sys.path.insert(0, PLUG_IN)
     os.environ["PYTHONPATH"] = os.pathsep.join((str(ROOT), PLUG_IN))
-    result = {"machine": machine(), "places": list(PLACES), "victims": measure(Console())}
+    result = {"machine": machine()}
+    for name in arguments.only:
+        result[name] = measure(Console(), name, SCENARIOS[name])
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -6,6 +6,9 @@
 (prompts, fleet, replica, verifier, delivery), take turns on the same prompts with the same seeds
 and the same number of prompts in flight. The ratio is that of tokens per second.
 
+**Journal**: the collector with and without a journal of unfinished responses takes turns on long
+responses. The ratio is that of tokens per second.
+
 **Sync**: the time from the end of a training step until every replica serves its weights, relative
 to the sum of its unavoidable parts (uploading the same files, downloading them, and vLLM's own
 load), each measured alone in the same run. The model is random, because only its size counts.
@@ -82,6 +85,8 @@ class Workload:
 
 
 DEFAULT_WORKLOAD = Workload()
+LONG_WORKLOAD = Workload(prompts=16, response=1_100)
+"""Responses that are journalled by default."""
 
 
 def make_model(directory: Path, size: str) -> Path:
@@ -97,7 +102,7 @@ def make_model(directory: Path, size: str) -> Path:
             num_attention_heads=width // 64,
             num_key_value_heads=width // 64,
             head_dim=64,
-            max_position_embeddings=256,
+            max_position_embeddings=2_048,
             tie_word_embeddings=False,
             eos_token_id=1,
         )
@@ -227,11 +232,14 @@ def running(
 # ---- throughput ---------------------------------------------------------------------------------
 
 
-async def collected(run: Run, steps: range) -> float:
+async def collected(run: Run, steps: range, *, journal_interval_s: float | None = None) -> float:
     """Returns the tokens per second of the real collector."""
+    journal = {"journal_interval_s": journal_interval_s}
+    rollout = run.config.rollout.model_copy(update=journal)
     collector = Collector(
-        run.config,
+        run.config.model_copy(update={"rollout": rollout}),
         run.client,
+        ObjectStore(run.stack.object_store),
         Fleet(run.client, run.stack.token),
         VerifierClient(run.stack.verifier_url, run.stack.token),
         AutoTokenizer.from_pretrained(run.model),
@@ -257,7 +265,10 @@ async def bare(run: Run, steps: range) -> float:
 
     async def one(number: int, token_ids: list[int], seed: int) -> None:
         async with room:
-            await apis[number % len(apis)].generate(token_ids, sampling, seed, [1], "1")
+            api = apis[number % len(apis)]
+            every = workload.response
+            async for _ in api.generate(token_ids, sampling, seed, [1], "1", every=every):
+                pass
 
     requests = [
         (
@@ -286,6 +297,18 @@ def throughput(run: Run, *, repeats: int, steps: int) -> dict[str, Any]:
         first += steps
     medians = {name: statistics.median(values) for name, values in rates.items()}
     return {**rates, "ratio": medians["collector"] / medians["bare"]}
+
+
+def journal(run: Run, *, repeats: int) -> dict[str, Any]:
+    """Returns the tokens per second without and with a journal, which is written every second."""
+    rates: dict[str, list[float]] = {"without": [], "with": []}
+    asyncio.run(bare(run, range(1, 2)))  # warm-up
+    for step in range(1, 2 * repeats + 1, 2):
+        without = collected(run, range(step, step + 1), journal_interval_s=0.0)
+        rates["without"].append(asyncio.run(without))
+        rates["with"].append(asyncio.run(collected(run, range(step + 1, step + 2))))
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    return {**rates, "ratio": medians["with"] / medians["without"]}
 
 
 # ---- sync ---------------------------------------------------------------------------------------
@@ -388,6 +411,9 @@ def main() -> None:
     ):
         home = Path(directory)
         small, large = (make_model(home / size, size) for size in ("small", arguments.size))
+        with running("journal", 1, 1_000, small, stack, home, LONG_WORKLOAD) as run:
+            result["journal"] = journal(run, repeats=arguments.repeats)
+        console.print(result["journal"])
         for replicas in (1, 2):
             with running(f"speed-{replicas}", replicas, 1_000, small, stack, home) as run:
                 result[f"throughput_{replicas}"] = throughput(

@@ -31,6 +31,11 @@ Algorithm = Literal[
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
+LONG_RESPONSE_TOKENS = 1024
+"""Responses that may have more tokens are journalled by default."""
+JOURNAL_INTERVAL_S = 1.0
+"""The default of `rollout.journal_interval_s` where there is a journal."""
+
 
 class Section(BaseModel):
     """A section of a configuration; unknown keys are refused, and values cannot be changed."""
@@ -98,6 +103,20 @@ class RolloutConfig(Section):
     max_generation_rounds: int = Field(1, ge=1)
     """Dynamic sampling (DAPO): the most rounds of B prompts that are rolled out in a step until
     groups with mixed rewards fill the batch; 1 turns it off."""
+    journal_interval_s: float | None = Field(None, ge=0.0)
+    """Seconds between two writes of the journal, which holds the tokens of unfinished responses, so
+    that those are continued after a process has died; 0 turns it off. Null is 1 with `vllm` if
+    responses may have more than 1024 tokens, else 0."""
+
+    @model_validator(mode="after")
+    def _streams_tokens(self) -> RolloutConfig:
+        if self.journal_interval_s and self.engine == "transformers":
+            raise ValueError(
+                f"journal_interval_s is {self.journal_interval_s:g}, but the transformers engine "
+                "generates responses as a whole and cannot continue them; set engine to vllm, or "
+                "journal_interval_s to 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _whole_distribution(self) -> RolloutConfig:
@@ -476,6 +495,15 @@ class RunConfig(Section):
     def evaluation_temperature(self) -> float:
         """Sampling temperature of evaluations: `evaluation.temperature`, or the rollouts'."""
         return self.evaluation.temperature or self.rollout.temperature
+
+    @property
+    def journal_interval_s(self) -> float:
+        """Seconds between two writes of the journal of unfinished responses; 0 if there is none."""
+        rollout = self.rollout
+        if rollout.journal_interval_s is not None:
+            return rollout.journal_interval_s
+        long = rollout.engine == "vllm" and rollout.max_response_tokens > LONG_RESPONSE_TOKENS
+        return JOURNAL_INTERVAL_S if long else 0.0
 
     def rollout_version(self, t: int, kind: str) -> int:
         """Returns the policy version that samples at step t: alpha for `fresh`, else theta_t."""

@@ -31,12 +31,13 @@ def collect_garbage(service: Service, *, dry_run: bool) -> wire.Garbage:
     with service.sessions() as session:
         keys = set(_referenced_keys(session))
         prefixes = set(_referenced_prefixes(session))
+        runs = set(session.scalars(select(Run.name)))
     orphans = sorted(
         key
         for key, modified in stored.items()
         if key not in keys
         and not _is_under(key, prefixes)
-        and not layout.DIAGNOSTICS.match(key)
+        and not _belongs_to(key, runs)
         and (dry_run or modified < datetime.now(UTC) - MIN_ORPHAN_AGE)
     )
     referenced = keys | {f"{prefix}/{MANIFEST}" for prefix in prefixes}
@@ -63,6 +64,12 @@ def _referenced_prefixes(session: Session) -> Iterable[str]:
     for path in session.scalars(select(Run.config["model"]["path"].astext)):
         if path.startswith(layout.MODEL_SCHEME):
             yield path.removeprefix(layout.MODEL_SCHEME).partition("#")[0]
+
+
+def _belongs_to(key: str, runs: set[str]) -> bool:
+    """Whether an object is one of those that are kept as long as their run exists."""
+    match = layout.WITHOUT_ROW.match(key)
+    return match is not None and match["run"] in runs
 
 
 def _is_under(key: str, prefixes: set[str]) -> bool:

@@ -88,7 +88,8 @@ def delete_run(service: Service, name: str) -> None:
         run = lock_any_attempt(session, name)
         if run.status in ("running", "paused"):
             raise conflict(f"run {name!r} is {run.status}; stop it before deleting it")
-        # The status refuses every process of the run, so no object is added to it from here on.
+        # The status refuses every process of the run, so no object with a row is added to it from
+        # here on. A last write of a collector's journal becomes garbage.
         run.attempt += 1
         run.status = "deleting"
         prefix = layout.run_prefix(run.name)

@@ -142,9 +142,10 @@ async def _generate(
         driver = make_driver(config, Path(scratch), VllmSettings())
         try:
             await driver.load(model, 1)
-            groups = [group async for group in driver.generate(request)]
+            generated = [line async for line in driver.generate(request)]
         finally:
             await driver.close()
+    groups = [line for line in generated if isinstance(line, GeneratedGroup)]
     return request, sorted(groups, key=lambda group: group.index)
 
 

@@ -6,8 +6,8 @@ import re
 
 MODEL_SCHEME = "store://"
 """Names a model in the object store: `store://<prefix>#<digest of the manifest>`."""
-DIAGNOSTICS = re.compile(r"runs/[^/]+/(failures|profiles)/")
-"""Matches objects without a row, which people read; they are deleted with their run."""
+WITHOUT_ROW = re.compile(r"runs/(?P<run>[^/]+)/(failures|profiles|journal)/")
+"""Matches objects that no row points to but that of their run, with which they are deleted."""
 
 
 def run_prefix(run: str) -> str:
@@ -31,6 +31,11 @@ def trajectories(run: str, step: int, kind: str, digest: str) -> str:
     `kind` is a rollout kind, or `proximal` for log-probs of the trainer at the storage step.
     """
     return f"{run_prefix(run)}/trajectories/step={step}/{kind}-{digest[:16]}.arrow"
+
+
+def journal(run: str, step: int, kind: str, generation_round: int) -> str:
+    """Prefix of the journal of unfinished responses of a kind; each round has its own."""
+    return f"{run_prefix(run)}/journal/step={step}/{kind}-{generation_round}"
 
 
 def profiles(run: str) -> str:

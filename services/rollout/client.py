@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import httpx
 
-from services.rollout.api.wire import GeneratedGroup, GenerateRequest
+from services.rollout.api.wire import GENERATED, Generated, GenerateRequest
 from services.rollout.errors import ReplicaFailed
 
 READ_TIMEOUT_S = 1800.0
-"""Longest wait between two groups of a stream. The fleet notices a replica that has stopped much
+"""Longest wait between two lines of a stream. The fleet notices a replica that has stopped much
 sooner, by its missing heartbeats."""
 CONNECT_TIMEOUT_S = 5.0
 
@@ -22,8 +22,8 @@ class ReplicaClient:
         self._url, self._http = url, http
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedGroup]:
-        """Yields groups in the order in which they are completed.
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Generated, None]:
+        """Yields groups in the order in which they are completed, and tokens before that.
 
         Raises `ReplicaFailed` when the replica refuses the request or the connection breaks.
         """
@@ -39,7 +39,7 @@ class ReplicaClient:
                     body = (await response.aread()).decode(errors="replace")[:500]
                     raise ReplicaFailed(f"{self._url}: HTTP {response.status_code}: {body}")
                 async for line in _complete_lines(response):
-                    yield GeneratedGroup.model_validate_json(line)
+                    yield GENERATED.validate_json(line)
         except (httpx.HTTPError, ValueError) as error:
             raise ReplicaFailed(f"{self._url}: {error or type(error).__name__}") from error
 

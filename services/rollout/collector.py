@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,13 +25,16 @@ from services.buffer.api import wire
 from services.buffer.api.client import LONG_POLL_S, BufferClient
 from services.buffer.api.spans import SpanRecorder
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
+from services.common import layout
 from services.common.errors import ServiceError, ServiceUnavailable, Superseded
 from services.common.objectstore import ObjectStore
 from services.common.threads import run_detached
 from services.model.stored import fetch_model, model_on_disk
 from services.rollout.api.wire import GeneratedGroup, GenerateRequest, PromptRequest
 from services.rollout.fleet import Fleet
+from services.rollout.journal import Journal, delete_journals
 from services.rollout.settings import CollectorSettings
+from services.rollout.unfinished import UnfinishedGroups
 from services.verifier.api.client import VerifierClient
 from services.verifier.api.wire import VerifyItem
 
@@ -49,6 +52,8 @@ BUNDLE = 64
 """Groups that are scored and delivered together, before all groups of the job are generated."""
 FINISH_WITHIN_S = 60.0
 """Seconds that groups in progress have to be finished after a new attempt has begun."""
+STREAM_EVERY = 32
+"""Tokens of a response after which replicas stream them if there is a journal."""
 DELIVER_WITHIN_S = 2.0
 """Seconds after which fewer groups are delivered: what a collector that dies then loses."""
 
@@ -129,14 +134,18 @@ class Collector:
         self,
         config: RunConfig,
         buffer: BufferClient,
+        store: ObjectStore,
         fleet: Fleet,
         verifier: VerifierClient,
         tokenizer: PreTrainedTokenizerBase,
         *,
         follows: bool = False,
     ) -> None:
-        """follows: whether it goes on with the next attempt when one begins."""
-        self._config, self._buffer, self._fleet = config, buffer, fleet
+        """store: holds the journal of unfinished responses.
+
+        follows: whether it goes on with the next attempt when one begins.
+        """
+        self._config, self._buffer, self._store, self._fleet = config, buffer, store, fleet
         self._verifier, self._tokenizer = verifier, tokenizer
         self._follows = follows
         self._task = get_task(config.task.name, **config.task.options)
@@ -160,6 +169,7 @@ class Collector:
             finally:
                 for task in self._running:
                     task.cancel()
+                await asyncio.gather(*self._running, return_exceptions=True)
 
     async def _collect_in_attempt(self, first_step: int) -> None:
         """Runs all jobs from `first_step` on, as planned in the buffer client's present attempt.
@@ -262,9 +272,10 @@ class Collector:
                 self._buffer.step_prompts, job.step, job.kind, generation_round
             )
             if prompts.complete or not prompts.prompts:
+                await self._delete_journals(job, generation_round)
                 return
             finished = _FinishedGroups()
-            roll_out = asyncio.create_task(self._roll_out(job, prompts, finished))
+            roll_out = asyncio.create_task(self._roll_out(job, generation_round, prompts, finished))
             self._running[roll_out] = finished
             # Only dynamic sampling needs the rewards before it can tell whether to go on.
             if rounds > 1:
@@ -282,7 +293,11 @@ class Collector:
                 task.result()
 
     async def _roll_out(
-        self, job: Job, prompts: wire.StepPrompts, finished: _FinishedGroups
+        self,
+        job: Job,
+        generation_round: int,
+        prompts: wire.StepPrompts,
+        finished: _FinishedGroups,
     ) -> bool:
         """Generates, scores and delivers groups; returns whether the job is complete with them."""
         recorded = set(prompts.recorded)
@@ -292,23 +307,55 @@ class Collector:
         if not missing:
             return False
         request = await self._prepare_request(job, prompts)
-        generating = asyncio.create_task(self._generate(job, request, finished, frozenset(missing)))
-        generating.add_done_callback(lambda _: finished.changed.set())
         complete = False
-        try:
-            while missing:
-                bundle = await finished.take_bundle(generating)
-                missing.difference_update(group.index for group in bundle)
-                deliver = partial(self._deliver, job, prompts, request, bundle)
-                try:
-                    complete = await asyncio.to_thread(deliver)
-                except Superseded as error:
-                    await self._adopt_attempt(error)
-                    complete = await asyncio.to_thread(deliver)
-            await asyncio.to_thread(self._spans.flush)
-        finally:
-            generating.cancel()
+        async with self._unfinished(job, generation_round, request) as unfinished:
+            unfinished.keep(missing)
+            if unfinished.token_count:
+                log.info(
+                    "%d tokens of unfinished %s responses are continued",
+                    unfinished.token_count,
+                    job.kind,
+                    extra={"step": job.step},
+                )
+            generating = asyncio.create_task(
+                self._generate(job, request, finished, frozenset(missing), unfinished)
+            )
+            generating.add_done_callback(lambda _: finished.changed.set())
+            try:
+                while missing:
+                    bundle = await finished.take_bundle(generating)
+                    indices = {group.index for group in bundle}
+                    deliver = partial(self._deliver, job, prompts, request, bundle)
+                    try:
+                        complete = await asyncio.to_thread(deliver)
+                    except Superseded as error:
+                        await self._adopt_attempt(error)
+                        complete = await asyncio.to_thread(deliver)
+                    missing -= indices
+                    unfinished.discard(indices)
+                await asyncio.to_thread(self._spans.flush)
+            finally:
+                generating.cancel()
         return complete
+
+    @asynccontextmanager
+    async def _unfinished(
+        self, job: Job, generation_round: int, request: GenerateRequest
+    ) -> AsyncIterator[UnfinishedGroups]:
+        """Yields the unfinished responses to a request, which are journalled if the run says so."""
+        interval_s = self._config.journal_interval_s
+        if not interval_s:
+            yield UnfinishedGroups(request.group_size)
+            return
+        prefix = layout.journal(self._buffer.run, job.step, job.kind, generation_round)
+        async with Journal(self._store, prefix, request).kept(interval_s) as unfinished:
+            yield unfinished
+
+    async def _delete_journals(self, job: Job, generation_round: int) -> None:
+        """Deletes what a collector left that died after its last delivery for the job."""
+        if self._config.journal_interval_s:
+            prefix = layout.journal(self._buffer.run, job.step, job.kind, generation_round)
+            await asyncio.to_thread(delete_journals, self._store, prefix)
 
     async def _prepare_request(self, job: Job, prompts: wire.StepPrompts) -> GenerateRequest:
         """Waits until the job's version is published and tokenizes the prompts."""
@@ -330,6 +377,7 @@ class Collector:
                 )
                 for prompt in prompts.prompts
             ],
+            stream_every=STREAM_EVERY if self._config.journal_interval_s else 0,
         )
 
     async def _generate(
@@ -338,12 +386,15 @@ class Collector:
         request: GenerateRequest,
         finished: _FinishedGroups,
         indices: Collection[int],
+        unfinished: UnfinishedGroups,
     ) -> None:
         with self._spans.span("await weights", job.step):
             await self._fleet.until_served(request)
         finished.begun = True
         with self._spans.span(job.kind, job.step):
-            await self._fleet.generate(request, finished.add, indices=indices)
+            await self._fleet.generate(
+                request, finished.add, indices=indices, unfinished=unfinished
+            )
 
     async def _wait_for_weights(self, version: int) -> wire.StoredVersion:
         while True:
@@ -477,6 +528,7 @@ def main() -> None:
         return Collector(
             config,
             buffer,
+            ObjectStore(settings.s3),
             Fleet(buffer, token),
             VerifierClient(settings.verifier_url, token),
             AutoTokenizer.from_pretrained(tokenizer_directory(config.model.path, settings)),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from services.rollout.api.offers import WeightOffer
-from services.rollout.api.wire import GeneratedGroup, GenerateRequest
+from services.rollout.api.wire import Generated, GeneratedGroup, GenerateRequest
 
 if TYPE_CHECKING:
     from services.rollout.transformers_engine import TransformersEngine
@@ -41,8 +41,8 @@ class EngineDriver(Protocol):
         """
         ...
 
-    def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedGroup]:
-        """Yields groups as they are completed. Raises `EngineLost`."""
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Generated]:
+        """Yields groups as they are completed, and tokens before that. Raises `EngineLost`."""
         ...
 
     async def check(self) -> None:
@@ -75,6 +75,7 @@ class TransformersDriver:
         return False
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedGroup]:
+        assert not any(prompt.started for prompt in request.prompts)
         async with self._lock:
             groups = await _wait_to_end(
                 asyncio.to_thread(

@@ -14,7 +14,11 @@ class ModelLoadError(BapoError):
 
 
 class EngineLost(TransientError):
-    """The engine has exited, hangs or answers nonsense. The replica restarts it."""
+    """The engine has exited, hangs or is faulty. The replica restarts it."""
+
+
+class EngineFaulty(EngineLost):
+    """The engine answered nonsense, such as tokens of other weights; none of it may be used."""
 
 
 class PromptRefused(BapoError):

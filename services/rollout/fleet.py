@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import httpx
@@ -16,9 +16,16 @@ from services.buffer.api import wire as buffer_wire
 from services.buffer.api.client import LONG_POLL_S, BufferClient
 from services.buffer.api.wire import HEARTBEAT_TIMEOUT_S
 from services.common.threads import run_detached
-from services.rollout.api.wire import GeneratedGroup, GenerateRequest
+from services.rollout.api.wire import (
+    DiscardedTokens,
+    Generated,
+    GeneratedGroup,
+    GeneratedTokens,
+    GenerateRequest,
+)
 from services.rollout.client import ReplicaClient
 from services.rollout.errors import ReplicaFailed
+from services.rollout.unfinished import UnfinishedGroups
 
 log = logging.getLogger(__name__)
 
@@ -91,8 +98,12 @@ class Fleet:
         on_group: Callable[[GeneratedGroup], None],
         *,
         indices: Collection[int],
+        unfinished: UnfinishedGroups,
     ) -> None:
         """Calls `on_group` once for every prompt of these indices, when its group is complete.
+
+        unfinished: responses to continue. It gets the tokens that replicas stream, so that another
+            replica continues what one has begun.
 
         Prompts that a replica takes in one request go together, even if only some of them have
         indices: an engine that generates a request as a whole gives the same groups for the same
@@ -112,7 +123,9 @@ class Fleet:
                 for start in range(0, count, chunk_size):
                     chunk = list(range(start, min(start + chunk_size, count)))
                     if any(index in indices for index in chunk):
-                        tasks.create_task(self._generate_chunk(request, chunk, on_any_group))
+                        tasks.create_task(
+                            self._generate_chunk(request, chunk, on_any_group, unfinished)
+                        )
         except* BapoError as errors:
             raise errors.exceptions[0] from errors
 
@@ -126,11 +139,14 @@ class Fleet:
         request: GenerateRequest,
         missing: list[int],
         on_group: Callable[[GeneratedGroup], None],
+        unfinished: UnfinishedGroups,
     ) -> None:
         """Generates the prompts with the indices `missing`, on as many replicas as it takes."""
         while missing:
             replica = await self._reserve(request, len(missing))
-            attempt = asyncio.create_task(self._attempt(replica, request, missing, on_group))
+            attempt = asyncio.create_task(
+                self._attempt(replica, request, missing, on_group, unfinished)
+            )
             replica.requests.add(attempt)
             try:
                 await attempt
@@ -162,28 +178,47 @@ class Fleet:
         request: GenerateRequest,
         missing: list[int],
         on_group: Callable[[GeneratedGroup], None],
+        unfinished: UnfinishedGroups,
     ) -> None:
         """Generates on one replica and removes from `missing` the prompts that it answers.
 
         Raises `ReplicaFailed` unless it answers all of them.
         """
         indices = list(missing)
-        prompts = [request.prompts[index] for index in indices]
-        async for group in replica.client.generate(request.model_copy(update={"prompts": prompts})):
-            if group.refused:
-                raise BapoError(f"replica {replica.name} refuses a prompt: {group.refused}")
-            if not _matches(request, group, len(indices)):
-                raise ReplicaFailed(
-                    f"sent a group (index {group.index}, version {group.policy_version}, "
-                    f"{len(group.responses)} responses) that does not match the request"
-                )
-            index = indices[group.index]
-            if index not in missing:
-                raise ReplicaFailed(f"sent two groups for prompt {index}")
-            missing.remove(index)
-            replica.prompts -= 1
-            replica.tokens -= _max_tokens(request)
-            on_group(group.model_copy(update={"index": index}))
+        prompts = [
+            request.prompts[index].model_copy(update={"started": unfinished.started(index)})
+            for index in indices
+        ]
+        part = request.model_copy(update={"prompts": prompts})
+        async with aclosing(replica.client.generate(part)) as stream:
+            async for generated in stream:
+                if not _matches(request, generated, len(indices)):
+                    raise ReplicaFailed(f"sent what does not match the request: {generated!r:.500}")
+                if isinstance(generated, GeneratedTokens):
+                    _add_tokens(generated, indices[generated.index], unfinished)
+                    continue
+                if isinstance(generated, DiscardedTokens):
+                    log.warning(
+                        "replica %s makes tokens of unfinished responses void: %s",
+                        replica.name,
+                        generated.discarded,
+                    )
+                    unfinished.void(indices[generated.index])
+                    continue
+                group = generated
+                if group.refused:
+                    raise BapoError(f"replica {replica.name} refuses a prompt: {group.refused}")
+                if len(group.responses) != request.group_size:
+                    raise ReplicaFailed(
+                        f"sent {len(group.responses)} responses instead of {request.group_size}"
+                    )
+                index = indices[group.index]
+                if index not in missing:
+                    raise ReplicaFailed(f"sent two groups for prompt {index}")
+                missing.remove(index)
+                replica.prompts -= 1
+                replica.tokens -= _max_tokens(request)
+                on_group(group.model_copy(update={"index": index}))
         if missing:
             raise ReplicaFailed(f"the response ended with {len(missing)} groups missing")
 
@@ -274,12 +309,15 @@ class Fleet:
                     request.cancel()
 
 
-def _matches(request: GenerateRequest, group: GeneratedGroup, prompts: int) -> bool:
-    return (
-        0 <= group.index < prompts
-        and group.policy_version == request.policy_version
-        and len(group.responses) == request.group_size
-    )
+def _matches(request: GenerateRequest, generated: Generated, prompts: int) -> bool:
+    return 0 <= generated.index < prompts and generated.policy_version == request.policy_version
+
+
+def _add_tokens(tokens: GeneratedTokens, index: int, unfinished: UnfinishedGroups) -> None:
+    try:
+        unfinished.add(tokens.model_copy(update={"index": index}))
+    except ValueError as error:
+        raise ReplicaFailed(f"sent tokens out of place: {error}") from error
 
 
 def _max_tokens(request: GenerateRequest) -> int:

@@ -21,7 +21,7 @@ from services.buffer.api.spans import SpanRecorder
 from services.buffer.api.wire import ReplicaReport, ReplicaState, StoredVersion, TargetWeights
 from services.common.errors import ServiceCallError
 from services.common.threads import run_detached
-from services.rollout.api.wire import GeneratedGroup, GenerateRequest
+from services.rollout.api.wire import Generated, GenerateRequest
 from services.rollout.driver import EngineDriver
 from services.rollout.errors import EngineLost, WrongVersion
 from services.rollout.offers import PendingOffer
@@ -91,8 +91,11 @@ class Replica:
                 f"{report.state}, with version {report.loaded_version} loaded. {report.detail}"
             )
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedGroup]:
-        """Yields groups as they are completed. Raises `WrongVersion` and `EngineLost`."""
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Generated]:
+        """Yields groups as they are completed, and tokens before that.
+
+        Raises `WrongVersion` and `EngineLost`.
+        """
         task = asyncio.current_task()
         assert task is not None
         await self.until_serving(request)
@@ -100,13 +103,13 @@ class Replica:
             self._busy_since = time.monotonic()
         self._generating.add(task)
         try:
-            async for group in self._driver.generate(request):
-                if group.policy_version != request.policy_version:
+            async for generated in self._driver.generate(request):
+                if generated.policy_version != request.policy_version:
                     raise EngineLost(
-                        f"the engine generated with version {group.policy_version} instead "
+                        f"the engine generated with version {generated.policy_version} instead "
                         f"of {request.policy_version}"
                     )
-                yield group
+                yield generated
         except EngineLost as error:
             self._mark_engine_lost(error)
             raise

@@ -12,7 +12,7 @@ import os
 import shlex
 import shutil
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -31,7 +31,12 @@ from services.common.objectstore import ObjectStore
 from services.common.process import run_until_error
 from services.common.serve import serve
 from services.rollout.api.offers import OFFER_TTL_S, OfferTaken, WeightOffer
-from services.rollout.api.wire import GenerateRequest
+from services.rollout.api.wire import (
+    GeneratedGroup,
+    GeneratedResponse,
+    GenerateRequest,
+    StartedResponse,
+)
 from services.rollout.driver import EngineDriver, TransformersDriver
 from services.rollout.errors import EngineLost, WrongVersion
 from services.rollout.offers import PendingOffer
@@ -84,8 +89,9 @@ def create_app(
     async def generate(request: GenerateRequest) -> StreamingResponse:
         """Streams a JSON line (`GeneratedGroup`) for each prompt as soon as its group is complete.
 
-        A stream that ends early was cut off; ask again for the missing groups. 409 if the replica
-        does not serve the requested version.
+        With `stream_every`, it streams the tokens of unfinished responses as well
+        (`GeneratedTokens`). A stream that ends early was cut off; ask again for the missing groups.
+        409 if the replica does not serve the requested version.
         """
         try:
             await replica.until_serving(request)
@@ -145,14 +151,20 @@ def _health_routes(app: FastAPI, replica: Replica) -> None:
 
 
 async def _lines(replica: Replica, request: GenerateRequest) -> AsyncIterator[str]:
-    """Yields groups as JSON lines; ends early when the engine is lost."""
+    """Yields groups and tokens as JSON lines; ends early when the engine is lost."""
     try:
-        async for group in replica.generate(request):
-            GROUPS.inc()
-            TOKENS.inc(sum(len(response.token_ids) for response in group.responses))
-            yield group.model_dump_json() + "\n"
+        async for generated in replica.generate(request):
+            if isinstance(generated, GeneratedGroup) and not generated.refused:
+                continued = request.prompts[generated.index].started
+                GROUPS.inc()
+                TOKENS.inc(_count_tokens(generated.responses) - _count_tokens(continued))
+            yield generated.model_dump_json() + "\n"
     except (EngineLost, WrongVersion) as error:
         log.warning("a request of %d prompts is cut off: %s", len(request.prompts), error)
+
+
+def _count_tokens(responses: Iterable[GeneratedResponse | StartedResponse]) -> int:
+    return sum(len(response.token_ids) for response in responses)
 
 
 def make_driver(config: RunConfig, scratch: Path, vllm: VllmSettings) -> EngineDriver:

@@ -12,12 +12,21 @@ from transformers import AutoTokenizer
 
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import encode_groups
+from services.common import layout
 from services.common.errors import ServiceError, Superseded
+from services.common.objectstore import ObjectStore
 from services.model.resolve import TINY_MODEL
 from services.rollout import collector as collector_module
-from services.rollout.api.wire import GeneratedGroup, GeneratedResponse, GenerateRequest
+from services.rollout.api.wire import (
+    GeneratedGroup,
+    GeneratedResponse,
+    GeneratedTokens,
+    GenerateRequest,
+    StartedResponse,
+)
 from services.rollout.collector import Collector, Job
 from services.rollout.fleet import Fleet
+from services.rollout.unfinished import UnfinishedGroups
 from services.stack.stack import Endpoints
 from services.verifier.api.client import VerifierClient
 from tests.integration.driver import Driver, small_config
@@ -48,6 +57,7 @@ class ScriptedFleet:
         on_group: Callable[[GeneratedGroup], None],
         *,
         indices: Collection[int],
+        unfinished: UnfinishedGroups,  # noqa: ARG002
     ) -> None:
         self.requests += 1
         self.asked = asked = sorted(indices)
@@ -65,10 +75,103 @@ class ScriptedFleet:
             await asyncio.Event().wait()
 
 
+class SlowFleet(ScriptedFleet):
+    """Streams one token of each response, then ends none of them until `release` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(answers=10**6, held=True)
+        self.continued: dict[int, list[StartedResponse]] = {}
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        on_group: Callable[[GeneratedGroup], None],
+        *,
+        indices: Collection[int],
+        unfinished: UnfinishedGroups,
+    ) -> None:
+        assert request.stream_every
+        self.asked = sorted(indices)
+        self.continued = {index: unfinished.started(index) for index in self.asked}
+        for index in self.asked:
+            for number in range(request.group_size):
+                started = self.continued[index]
+                tokens = GeneratedTokens(
+                    index=index,
+                    policy_version=request.policy_version,
+                    response=number,
+                    start=len(started[number].token_ids) if started else 0,
+                    token_ids=[5 + index + number],
+                    logprobs=[-0.5],
+                )
+                unfinished.add(tokens)
+        await self.release.wait()
+        for index in self.asked:
+            responses = [
+                GeneratedResponse(**response.model_dump() | {"finish_reason": "stop"})
+                for response in unfinished.started(index)
+            ]
+            on_group(
+                GeneratedGroup(
+                    index=index, policy_version=request.policy_version, responses=responses
+                )
+            )
+
+
+def journal_keys(driver: Driver, step: int = 1) -> list[str]:
+    store = ObjectStore(driver.stack.object_store)
+    return store.keys(layout.journal(driver.config.name, step, "fresh", 0))
+
+
+def test_a_new_collector_continues_responses_from_the_journal(stack: Endpoints) -> None:
+    journalled = {"engine": "vllm", "journal_interval_s": 0.05}
+    driver = Driver(
+        stack,
+        small_config("journalled", rollout={"prompts_per_step": 8, "group_size": 4, **journalled}),
+    )
+    driver.client.publish_weights(1, "a" * 64)
+    fleets = [SlowFleet(), SlowFleet()]
+    fleets[1].release.set()
+
+    async def begin() -> None:
+        collector = make_collector(driver, fleets[0])
+        async with asyncio.timeout(300):
+            await collector._run(Job(1, "fresh"))
+            while not await asyncio.to_thread(journal_keys, driver):
+                await asyncio.sleep(0.02)
+            (task,) = collector._running
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def go_on() -> None:
+        collector = make_collector(driver, fleets[1])
+        async with asyncio.timeout(300):
+            await collector._run(Job(1, "fresh"))
+            await collector._limit_running(0)
+
+    asyncio.run(begin())
+    asyncio.run(go_on())
+    assert fleets[1].continued == {
+        index: [
+            StartedResponse(token_ids=[5 + index + number], logprobs=[-0.5]) for number in range(4)
+        ]
+        for index in range(8)
+    }
+    assert driver.client.step_prompts(1).complete
+    assert not journal_keys(driver), "the journal of a complete job is deleted"
+
+    ObjectStore(stack.object_store).put(
+        f"{layout.journal(driver.config.name, 1, 'fresh', 0)}/request/1/0.arrow", b"left over"
+    )
+    asyncio.run(go_on())
+    assert not journal_keys(driver), "what a collector left that died is deleted"
+
+
 def make_collector(driver: Driver, fleet: Any, **options: Any) -> Collector:
     return Collector(
         driver.config,
         driver.client,
+        ObjectStore(driver.stack.object_store),
         fleet,
         VerifierClient(driver.stack.verifier_url, driver.stack.token),
         AutoTokenizer.from_pretrained(TINY_MODEL),
@@ -194,6 +297,7 @@ def test_a_collector_that_waits_for_weights_is_superseded(stack: Endpoints) -> N
     collector = Collector(
         driver.config,
         driver.client,
+        ObjectStore(stack.object_store),
         Fleet(driver.client, stack.token),
         VerifierClient(stack.verifier_url, stack.token),
         no_tokenizer,

@@ -11,6 +11,7 @@ import pytest
 
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import encode_groups
+from services.common import layout
 from services.common.errors import ServiceError, Superseded
 from services.common.objectstore import ObjectStore
 from services.model.stored import fetch_model, store_model
@@ -113,9 +114,14 @@ def test_garbage_is_every_object_without_a_row(driver: Driver, stack: Endpoints)
     store.put(orphan, b"an object without a row")
     failure = f"runs/{driver.config.name}/failures/step-1-rank-0.pt"
     store.put(failure, b"inputs of a non-finite loss")
+    journal = f"{layout.journal(driver.config.name, 2, 'fresh', 0)}/request/1/0.arrow"
+    store.put(journal, b"unfinished responses")
+    late = f"{layout.journal('a-deleted-run', 2, 'fresh', 0)}/request/1/0.arrow"
+    store.put(late, b"written by a collector that had not noticed the end of its run yet")
     garbage = driver.client.collect_garbage()
-    assert orphan in garbage.orphans
-    assert failure not in garbage.orphans
+    assert {orphan, late} <= set(garbage.orphans)
+    assert {failure, journal}.isdisjoint(garbage.orphans)
+    store.delete([late])
     assert not [key for key in garbage.missing if key.startswith(f"runs/{driver.config.name}/")]
     assert garbage.deleted == 0
     referenced = {member.object_key for member in driver.client.recorded_batch(1).members}

@@ -35,10 +35,14 @@ from services.rollout import offers as offers_module
 from services.rollout import replica as replica_module
 from services.rollout.api.offers import Parameter, WeightOffer
 from services.rollout.api.wire import (
+    DiscardedTokens,
+    Generated,
     GeneratedGroup,
     GeneratedResponse,
+    GeneratedTokens,
     GenerateRequest,
     PromptRequest,
+    StartedResponse,
 )
 from services.rollout.driver import AcceptOffer
 from services.rollout.errors import EngineLost, ModelLoadError
@@ -46,6 +50,7 @@ from services.rollout.fleet import Fleet
 from services.rollout.offers import PendingOffer
 from services.rollout.replica import Replica
 from services.rollout.server import create_app
+from services.rollout.unfinished import UnfinishedGroups
 from services.rollout.weights import WeightCache
 from services.stack.stack import Endpoints
 from services.trainer import nccl_broadcast as broadcast_module
@@ -178,6 +183,66 @@ class FakeEngine:
         self.lost = True
 
 
+class StreamingEngine(FakeEngine):
+    """A `FakeEngine` that streams tokens one by one, and draws others each time it is asked.
+
+    Response i to a prompt has i + 3 tokens. It streams `before_hold` tokens of each response, and
+    the rest when `hold` is set.
+    """
+
+    def __init__(self, before_hold: int = 0, **faults: Any) -> None:
+        super().__init__(**faults)
+        self.before_hold = before_hold
+        self.continued: list[list[StartedResponse]] = []
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Generated]:  # type: ignore[override]
+        for index, prompt in enumerate(request.prompts):
+            self.continued.append(prompt.started)
+            empty = [StartedResponse(token_ids=[], logprobs=[]) for _ in range(request.group_size)]
+            responses = [response.model_copy(deep=True) for response in prompt.started or empty]
+            for _ in range(self.before_hold):
+                for tokens in self._next_tokens(request, index, responses):
+                    yield tokens
+            await self.hold.wait()
+            if self.faults.pop("void", False):
+                yield DiscardedTokens(
+                    index=index, policy_version=request.policy_version, discarded="other weights"
+                )
+                raise EngineLost("the engine had other weights")
+            while tokens := self._next_tokens(request, index, responses):
+                for line in tokens:
+                    yield line
+            yield GeneratedGroup(
+                index=index,
+                policy_version=request.policy_version,
+                responses=[GeneratedResponse(**response.model_dump()) for response in responses],
+            )
+
+    def _next_tokens(
+        self, request: GenerateRequest, index: int, responses: list[StartedResponse]
+    ) -> list[GeneratedTokens]:
+        """Samples a token of each unfinished response."""
+        lines = []
+        for number, response in enumerate(responses):
+            start = len(response.token_ids)
+            if response.finish_reason is None:
+                response.token_ids.append(secrets.randbelow(1 << 20))
+                response.logprobs.append(-secrets.randbelow(1 << 10) / 64)
+                response.finish_reason = "stop" if start + 1 == number + 3 else None
+                lines.append(
+                    GeneratedTokens(
+                        index=index,
+                        policy_version=request.policy_version + self.faults.get("version", 0),
+                        response=number + self.faults.get("response", 0),
+                        start=start + self.faults.get("start", 0),
+                        token_ids=response.token_ids[start:],
+                        logprobs=response.logprobs[start:],
+                        finish_reason=response.finish_reason,
+                    )
+                )
+        return lines
+
+
 class Unreachable:
     """The buffer service's client on a network that has failed."""
 
@@ -295,7 +360,12 @@ async def collect(fleet: Fleet, request: GenerateRequest) -> dict[int, Generated
         groups[group.index] = group
 
     async with asyncio.timeout(300):
-        await fleet.generate(request, on_group, indices=range(len(request.prompts)))
+        await fleet.generate(
+            request,
+            on_group,
+            indices=range(len(request.prompts)),
+            unfinished=UnfinishedGroups(request.group_size),
+        )
     assert groups.keys() == set(range(len(request.prompts)))
     for index, group in groups.items():
         assert [response.token_ids for response in group.responses] == [
@@ -309,6 +379,108 @@ def run(work: Awaitable[None]) -> None:
         await work
 
     asyncio.run(main())
+
+
+async def stream(
+    fleet: Fleet, request: GenerateRequest, unfinished: UnfinishedGroups
+) -> dict[int, GeneratedGroup]:
+    """Collects all groups of a request whose tokens are streamed."""
+    groups: dict[int, GeneratedGroup] = {}
+    async with asyncio.timeout(300):
+        await fleet.generate(
+            request.model_copy(update={"stream_every": 1}),
+            lambda group: groups.update({group.index: group}),
+            indices=range(len(request.prompts)),
+            unfinished=unfinished,
+        )
+    return groups
+
+
+def test_another_replica_continues_responses_under_the_same_version(testbed: Testbed) -> None:
+    async def work() -> None:
+        first, second = StreamingEngine(before_hold=3), StreamingEngine()
+        first.hold.clear()
+        async with testbed.closing() as fleet:
+            await testbed.start("first", first)
+            request = request_for(testbed.publish(1, "one"), prompts=1)
+            set_target(testbed, 1)
+            unfinished = UnfinishedGroups(G)
+            generating = asyncio.create_task(stream(fleet, request, unfinished))
+            async with asyncio.timeout(300):
+                while unfinished.token_count < 3 * G:
+                    await asyncio.sleep(0.02)
+            begun = unfinished.started(0)
+            await testbed.start("second", second)
+            await testbed.until("second", lambda view: view.loaded_version == 1)
+            await testbed.stop("first")
+            group = (await generating)[0]
+        assert [response.finish_reason for response in begun] == ["stop", None, None]
+        assert first.continued == [[]]
+        assert second.continued == [begun]
+        assert [len(response.token_ids) for response in group.responses] == [3, 4, 5]
+        for response, beginning in zip(group.responses, begun, strict=True):
+            assert response.token_ids[:3] == beginning.token_ids
+            assert response.logprobs[:3] == beginning.logprobs
+        assert group.policy_version == 1
+
+    run(work())
+
+
+def test_void_tokens_are_not_continued(testbed: Testbed) -> None:
+    """The engine finds at the end that its tokens were of other weights."""
+
+    async def work() -> None:
+        faulty, sound = StreamingEngine(before_hold=2, void=True), StreamingEngine()
+        faulty.hold.clear()
+        async with testbed.closing() as fleet:
+            await testbed.start("faulty", faulty)
+            request = request_for(testbed.publish(1, "one"), prompts=1)
+            set_target(testbed, 1)
+            unfinished = UnfinishedGroups(G)
+            generating = asyncio.create_task(stream(fleet, request, unfinished))
+            async with asyncio.timeout(300):
+                while unfinished.token_count < 2 * G:
+                    await asyncio.sleep(0.02)
+                await testbed.start("sound", sound)
+                await testbed.until("sound", lambda view: view.loaded_version == 1)
+                faulty.hold.set()
+                group = (await generating)[0]
+        assert unfinished.voided == 1
+        assert [*faulty.continued[1:], *sound.continued] == [[]], "one generation from the start"
+        assert [response.token_ids for response in group.responses] == [
+            response.token_ids for response in unfinished.started(0)
+        ]
+
+    run(work())
+
+
+@pytest.mark.parametrize("fault", ["version", "response", "start"])
+def test_tokens_out_of_place_are_not_taken(testbed: Testbed, fault: str) -> None:
+    """They are from another version, or do not continue a response of the request."""
+
+    async def work() -> None:
+        bad, good = StreamingEngine(before_hold=1, **{fault: G}), StreamingEngine()
+        bad.hold.clear()
+        async with testbed.closing() as fleet:
+            await testbed.start("bad", bad)
+            request = request_for(testbed.publish(1, "one"), prompts=1)
+            set_target(testbed, 1)
+            unfinished = UnfinishedGroups(G)
+            generating = asyncio.create_task(stream(fleet, request, unfinished))
+            async with asyncio.timeout(300):
+                while not bad.continued:
+                    await asyncio.sleep(0.02)
+                await testbed.start("good", good)
+                await testbed.until("good", lambda view: view.loaded_version == 1)
+                bad.faults[fault] = 0
+                bad.hold.set()
+                group = (await generating)[0]
+        assert not any(any(started) for started in bad.continued + good.continued)
+        assert [response.token_ids for response in group.responses] == [
+            response.token_ids for response in unfinished.started(0)
+        ]
+
+    run(work())
 
 
 @pytest.mark.parametrize(("prompts_per_request", "generated"), [(1, 2), (0, 6)])
@@ -325,7 +497,10 @@ def test_a_request_that_is_generated_as_a_whole_is_not_cut(
             received: list[int] = []
             async with asyncio.timeout(300):
                 await fleet.generate(
-                    request, lambda group: received.append(group.index), indices={2, 5}
+                    request,
+                    lambda group: received.append(group.index),
+                    indices={2, 5},
+                    unfinished=UnfinishedGroups(request.group_size),
                 )
             assert sorted(received) == [2, 5]
             assert engine.answered == generated

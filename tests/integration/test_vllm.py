@@ -25,9 +25,18 @@ from transformers import AutoModelForCausalLM
 
 from bapo_core.errors import BapoError
 from services.rollout.api.offers import Parameter, WeightOffer
-from services.rollout.api.wire import GeneratedGroup, GenerateRequest, PromptRequest
+from services.rollout.api.wire import (
+    DiscardedTokens,
+    Generated,
+    GeneratedGroup,
+    GeneratedTokens,
+    GenerateRequest,
+    PromptRequest,
+    StartedResponse,
+)
 from services.rollout.errors import EngineLost, ModelLoadError
 from services.rollout.server import CPU_ARGUMENTS, NCCL_ARGUMENTS
+from services.rollout.unfinished import UnfinishedGroups
 from services.rollout.vllm.driver import VllmDriver
 from services.rollout.vllm.layout import read_layout
 from services.rollout.vllm.server import VllmOptions, find_python, installed
@@ -111,7 +120,8 @@ def request(version: int, *, prompts: int = 6, **changes: Any) -> GenerateReques
 
 
 async def generate(driver: VllmDriver, asked: GenerateRequest) -> list[GeneratedGroup]:
-    groups = [group async for group in driver.generate(asked)]
+    lines = [line async for line in driver.generate(asked)]
+    groups = [line for line in lines if isinstance(line, GeneratedGroup)]
     return sorted(groups, key=lambda group: group.index)
 
 
@@ -168,6 +178,96 @@ def test_log_probs_are_those_of_the_whole_distribution(
         assert len(ended["length"].token_ids) == 24
 
 
+def test_streamed_tokens_are_those_of_the_groups(
+    driver: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
+) -> None:
+    asked = request(1).model_copy(update={"stream_every": 5})
+    unfinished, groups, lines = UnfinishedGroups(4), [], 0
+
+    async def stream() -> None:
+        nonlocal lines
+        async for line in driver.generate(asked):
+            if isinstance(line, GeneratedTokens):
+                unfinished.add(line)
+                lines += 1
+            else:
+                groups.append(line)
+
+    runner.run(stream())
+    assert lines > 6 * 4, "responses come in several lines"
+    for group in groups:
+        assert [response.model_dump() for response in unfinished.started(group.index)] == [
+            response.model_dump() for response in group.responses
+        ]
+
+
+def test_another_server_continues_responses(
+    driver: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
+) -> None:
+    asked = request(1)
+    earlier = runner.run(generate(driver, asked))
+    os.kill(server_pid(driver), signal.SIGKILL)
+    runner.run(driver.load(models["v1"], 1))
+    for prompt, group in zip(asked.prompts, earlier, strict=True):
+        prompt.started = [StartedResponse(**response.model_dump()) for response in group.responses]
+        for response, length in zip(prompt.started[:3], (0, 1, 12), strict=True):
+            if len(response.token_ids) > length:
+                response.token_ids = response.token_ids[:length]
+                response.logprobs = response.logprobs[:length]
+                response.finish_reason = None
+    groups = runner.run(generate(driver, asked))
+    check_logprobs(models["v1"], asked, groups)
+    for prompt, group, before in zip(asked.prompts, groups, earlier, strict=True):
+        for response, beginning in zip(group.responses, prompt.started, strict=True):
+            assert response.token_ids[: len(beginning.token_ids)] == beginning.token_ids
+            ended = response.token_ids[-1] == END
+            assert response.finish_reason == ("stop" if ended else "length")
+            assert ended or len(response.token_ids) == 24
+        assert group.responses[3] == before.responses[3], "it had ended"
+    assert groups != earlier
+
+
+def test_equal_beginnings_are_continued_differently(
+    driver: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
+) -> None:
+    asked = request(1, prompts=1)
+    beginning = StartedResponse(token_ids=[7, 8], logprobs=[-1.0, -2.0])
+    asked.prompts[0].started = [beginning] * 4
+    (group,) = runner.run(generate(driver, asked))
+    assert all(response.token_ids[:2] == [7, 8] for response in group.responses)
+    assert len({tuple(response.token_ids) for response in group.responses}) > 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "group", "reason"),
+    [
+        ([7, VOCABULARY], 4, f"token {VOCABULARY} is not in the model's vocabulary"),
+        ([7] * 24, 4, "a response has 24 tokens and has not ended"),
+        ([7], 3, "3 responses are no group of 4"),
+    ],
+)
+def test_what_cannot_be_continued_is_begun_anew(
+    driver: VllmDriver,
+    runner: asyncio.Runner,
+    models: dict[str, Path],
+    tokens: list[int],
+    group: int,
+    reason: str,
+) -> None:
+    asked = request(1, prompts=1)
+    beginning = StartedResponse(token_ids=tokens, logprobs=[-1.0] * len(tokens))
+    asked.prompts[0].started = [beginning] * group
+
+    async def stream() -> list[Generated]:
+        return [line async for line in driver.generate(asked)]
+
+    discarded, answer = runner.run(stream())
+    assert isinstance(discarded, DiscardedTokens)
+    assert reason in discarded.discarded
+    assert isinstance(answer, GeneratedGroup)
+    check_logprobs(models["v1"], asked, [answer])
+
+
 def test_prompts_that_cannot_be_answered_are_refused_and_harm_no_others(
     driver: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
 ) -> None:
@@ -220,8 +320,16 @@ def test_weights_are_replaced_in_place(
 def test_a_version_that_vllm_does_not_serve_is_an_error(
     driver: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
 ) -> None:
+    lines: list[Generated] = []
+
+    async def stream() -> None:
+        asked = request(7, prompts=1).model_copy(update={"stream_every": 4})
+        async for line in driver.generate(asked):
+            lines.append(line)
+
     with pytest.raises(EngineLost, match="instead of version 7 throughout"):
-        runner.run(generate(driver, request(7, prompts=1)))
+        runner.run(stream())
+    assert isinstance(lines[-1], DiscardedTokens), "the tokens of the other version are void"
 
 
 def test_a_killed_server_is_noticed_and_restarted(
@@ -239,6 +347,9 @@ def test_a_killed_server_is_noticed_and_restarted(
         os.kill(server_pid(driver), signal.SIGKILL)
         with pytest.raises(EngineLost):
             await generating
+        assert driver._server is not None
+        while driver._server.running():  # its connections break before it has ended
+            await asyncio.sleep(0.01)
         with pytest.raises(EngineLost, match="vLLM has exited"):
             await driver.check()
 

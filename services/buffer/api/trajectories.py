@@ -82,7 +82,8 @@ ROWS_AT_ONCE = 64
 """Rows of a record batch, which a streaming reader holds in memory."""
 
 
-def _write(table: pa.Table) -> bytes:
+def write_table(table: pa.Table) -> bytes:
+    """Encodes a table as an Arrow IPC stream."""
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression="zstd")
     with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
@@ -111,7 +112,7 @@ def read_table(data: bytes, schema: pa.Schema) -> pa.Table:
 
 def encode_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
     """Encodes whole groups as an Arrow IPC stream with the columns of `SCHEMA`."""
-    return _write(table_of(groups))
+    return write_table(table_of(groups))
 
 
 def table_of(groups: Sequence[TrajectoryGroup]) -> pa.Table:
@@ -287,7 +288,7 @@ def encode_proximal(logprobs: dict[int, list[list[float]]]) -> bytes:
         for group_id, responses in logprobs.items()
         for index, values in enumerate(responses)
     ]
-    return _write(pa.Table.from_pylist(rows, schema=PROXIMAL_SCHEMA))
+    return write_table(pa.Table.from_pylist(rows, schema=PROXIMAL_SCHEMA))
 
 
 def decode_proximal(data: bytes) -> dict[int, list[list[float]]]:

@@ -2,20 +2,37 @@
 
 `POST /v1/generate` takes a `GenerateRequest` and streams one JSON line, a `GeneratedGroup`, for
 each prompt as soon as its group is complete. A stream that ends before every prompt has its group
-was cut off; the client asks for the missing groups again, from this replica or another.
+was cut off; the client asks for the missing groups again, from this replica or another. If
+`stream_every` is set, the stream also has the tokens of responses that have not ended yet
+(`GeneratedTokens`), so that they can be continued, unless they turn out to be void
+(`DiscardedTokens`).
 
 The transformers engine takes and returns the same models.
 """
 
 from __future__ import annotations
 
+import hashlib
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+FinishReason = Literal["stop", "length"]
 
 
 class Wire(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class StartedResponse(Wire):
+    """The beginning of a response, or all of it, as sampled earlier from the requested weights."""
+
+    token_ids: list[int]
+    """Token ids sampled so far."""
+    logprobs: list[float]
+    """Log-prob of each of these tokens, in nats."""
+    finish_reason: FinishReason | None = None
+    """As in `GeneratedResponse`; null if the response has not ended."""
 
 
 class PromptRequest(Wire):
@@ -25,6 +42,9 @@ class PromptRequest(Wire):
     """Token ids of the prompt, up to where the response begins."""
     seed: int
     """Seed of the group. The rest of the request does not influence the group's samples."""
+    started: list[StartedResponse] = []
+    """Responses of the group to continue: all `group_size`, or none. Only an engine that streams
+    tokens can continue them."""
 
 
 class Sampling(Wire):
@@ -48,6 +68,16 @@ class GenerateRequest(Sampling):
     same number."""
     prompts: list[PromptRequest] = Field(min_length=1)
     """Prompts to answer."""
+    stream_every: int = Field(0, ge=0)
+    """Number of tokens of a response after which they are streamed; 0 streams complete groups only.
+    The transformers engine, which generates responses as a whole, ignores it."""
+
+    def digest(self) -> str:
+        """Returns the SHA-256 of all that determines the distribution of the responses."""
+        text = self.model_dump_json(
+            exclude={"stream_every": True, "prompts": {"__all__": {"started"}}}
+        )
+        return hashlib.sha256(text.encode()).hexdigest()
 
 
 class GeneratedResponse(Wire):
@@ -57,7 +87,7 @@ class GeneratedResponse(Wire):
     """Sampled token ids, the end token included."""
     logprobs: list[float]
     """Log-prob of each token under the distribution from which it was sampled, in nats."""
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
     """`stop` after an end token, `length` at `max_tokens`."""
 
 
@@ -72,3 +102,40 @@ class GeneratedGroup(Wire):
     """`group_size` responses; empty if the prompt was refused."""
     refused: str = ""
     """Reason why this engine can never answer the prompt; empty if it did."""
+
+
+class GeneratedTokens(Wire):
+    """The next tokens of a response, whose group is not complete yet."""
+
+    index: int
+    """Index of the prompt in the request."""
+    policy_version: int
+    """Version of the weights that generated the tokens."""
+    response: int
+    """Index of the response in its group."""
+    start: int
+    """Number of tokens of the response before these, those it was continued from included."""
+    token_ids: list[int]
+    """Sampled token ids."""
+    logprobs: list[float]
+    """Log-prob of each token, in nats."""
+    finish_reason: FinishReason | None = None
+    """As in `GeneratedResponse`, with the last tokens of a response; null before."""
+
+
+class DiscardedTokens(Wire):
+    """All tokens streamed of a prompt's responses so far are void, and its group starts anew."""
+
+    index: int
+    """Index of the prompt in the request."""
+    policy_version: int
+    """Version of the weights that was asked for."""
+    discarded: str
+    """Reason, for people."""
+
+
+Generated = GeneratedTokens | GeneratedGroup | DiscardedTokens
+"""A line of a replica's stream."""
+
+GENERATED: TypeAdapter[Generated] = TypeAdapter(Generated)
+"""Parses a line of a replica's stream."""

@@ -5,13 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
 from pathlib import Path
 
+from bapo_core.seeding import derive_seed
 from services.rollout.api.offers import WeightOffer
-from services.rollout.api.wire import GeneratedGroup, GenerateRequest, PromptRequest, Sampling
+from services.rollout.api.wire import (
+    DiscardedTokens,
+    Generated,
+    GeneratedGroup,
+    GeneratedResponse,
+    GeneratedTokens,
+    GenerateRequest,
+    PromptRequest,
+    Sampling,
+    StartedResponse,
+)
 from services.rollout.driver import AcceptOffer
-from services.rollout.errors import EngineLost, PromptRefused
+from services.rollout.errors import EngineFaulty, EngineLost, PromptRefused
 from services.rollout.vllm.api import VllmApi
 from services.rollout.vllm.layout import Layout, read_layout
 from services.rollout.vllm.server import VllmOptions, VllmServer
@@ -124,60 +136,175 @@ class VllmDriver:
         length = min(WARM_UP_TOKENS, self._options.longest_sequence - 1)
         prompt = [token % self._layout.vocabulary_size for token in range(length)]
         sampling = Sampling(temperature=1.0, max_tokens=1, group_size=1)
-        await api.generate(prompt, sampling, 0, self._layout.ends, version)
+        async for _ in api.generate(prompt, sampling, 0, self._layout.ends, version, every=1):
+            pass
 
     # -- generation
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedGroup]:
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Generated]:
+        """Yields groups as they are completed, and tokens before that if the request asks for them.
+
+        Responses that were started are continued one by one, each with the seed of its length.
+        """
+        lines: asyncio.Queue[Generated | asyncio.Task[None]] = asyncio.Queue()
         tasks = [
-            asyncio.create_task(self._generate_group(request, index, prompt))
-            for index, prompt in enumerate(request.prompts)
+            asyncio.create_task(self._generate_group(request, index, lines.put_nowait))
+            for index in range(len(request.prompts))
         ]
+        for task in tasks:
+            task.add_done_callback(lines.put_nowait)
         self._requests += 1
         try:
-            for done in asyncio.as_completed(tasks):
-                yield await done
+            running = len(tasks)
+            while running:
+                line = await lines.get()
+                if isinstance(line, asyncio.Task):
+                    line.result()
+                    running -= 1
+                else:
+                    yield line
         finally:
             self._requests -= 1
             for task in tasks:
                 task.cancel()
             # Cancelling closes their connections, which ends their work in vLLM.
-            await asyncio.wait(tasks)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _generate_group(
-        self, request: GenerateRequest, index: int, prompt: PromptRequest
-    ) -> GeneratedGroup:
-        if self._server is None or self._layout is None:
-            raise EngineLost("vLLM does not run")
-        group = GeneratedGroup(index=index, policy_version=request.policy_version, responses=[])
+        self, request: GenerateRequest, index: int, emit: Callable[[Generated], None]
+    ) -> None:
+        """Emits the group of the prompt `index`, and its tokens before that."""
+        prompt, version = request.prompts[index], request.policy_version
+        group = GeneratedGroup(index=index, policy_version=version, responses=[])
+        responses = [response.model_copy(deep=True) for response in prompt.started]
+        problem = self._problem_of_started(prompt, request)
+        if problem:
+            emit(DiscardedTokens(index=index, policy_version=version, discarded=problem))
+            responses = []
         try:
             self._check_prompt(prompt, request)
-            group.responses = await self._server.api.generate(
-                prompt.prompt_token_ids,
-                request,
-                prompt.seed,
-                self._layout.ends,
-                str(request.policy_version),
-            )
+            group.responses = await self._sample_group(request, index, responses, emit)
         except PromptRefused as error:
             group.refused = str(error)
-        return group
+        except EngineFaulty as error:
+            emit(DiscardedTokens(index=index, policy_version=version, discarded=str(error)))
+            raise
+        emit(group)
+
+    async def _sample_group(
+        self,
+        request: GenerateRequest,
+        index: int,
+        responses: list[StartedResponse],
+        emit: Callable[[Generated], None],
+    ) -> list[GeneratedResponse]:
+        """Samples the responses to the prompt `index`.
+
+        responses: those to continue; an empty list to begin all of them.
+        """
+        seed = request.prompts[index].seed
+        if responses:
+            samples = [
+                ([i], derive_seed(seed, "continue", i, len(response.token_ids)))
+                for i, response in enumerate(responses)
+                if response.finish_reason is None
+            ]
+        else:
+            size = request.group_size
+            responses = [StartedResponse(token_ids=[], logprobs=[]) for _ in range(size)]
+            samples = [(list(range(size)), seed)]
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for members, sample_seed in samples:
+                    sampling = self._sample(request, index, responses, members, sample_seed, emit)
+                    tasks.create_task(sampling)
+        except BaseExceptionGroup as errors:
+            raise _most_serious(errors) from errors
+        return [GeneratedResponse.model_validate(response.model_dump()) for response in responses]
+
+    async def _sample(
+        self,
+        request: GenerateRequest,
+        index: int,
+        responses: list[StartedResponse],
+        members: list[int],
+        seed: int,
+        emit: Callable[[Generated], None],
+    ) -> None:
+        """Samples those of `responses` with the indices `members` to their ends.
+
+        They all have the same tokens so far, and get those that are sampled.
+        """
+        if self._server is None or self._layout is None:
+            raise EngineLost("vLLM does not run")
+        started = responses[members[0]].token_ids
+        chunks = self._server.api.generate(
+            request.prompts[index].prompt_token_ids + started,
+            Sampling(
+                temperature=request.temperature,
+                max_tokens=request.max_tokens - len(started),
+                group_size=len(members),
+            ),
+            seed,
+            self._layout.ends,
+            str(request.policy_version),
+            every=request.stream_every or request.max_tokens,
+        )
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                member = members[chunk.response]
+                response = responses[member]
+                if request.stream_every:
+                    tokens = GeneratedTokens(
+                        index=index,
+                        policy_version=request.policy_version,
+                        response=member,
+                        start=len(response.token_ids),
+                        token_ids=chunk.token_ids,
+                        logprobs=chunk.logprobs,
+                        finish_reason=chunk.finish_reason,
+                    )
+                    emit(tokens)
+                response.token_ids += chunk.token_ids
+                response.logprobs += chunk.logprobs
+                response.finish_reason = chunk.finish_reason
 
     def _check_prompt(self, prompt: PromptRequest, request: GenerateRequest) -> None:
         """Raises `PromptRefused` for a prompt that would crash vLLM or shorten responses."""
-        assert self._layout is not None
+        if self._layout is None:
+            raise EngineLost("vLLM does not run")
         length, limit = len(prompt.prompt_token_ids), self._options.longest_sequence
         if length + request.max_tokens > limit:
             raise PromptRefused(
                 f"{length} tokens of prompt and {request.max_tokens} of response are more than "
                 f"the {limit} for which vLLM was started; raise rollout.max_prompt_tokens"
             )
-        largest, vocabulary_size = max(prompt.prompt_token_ids), self._layout.vocabulary_size
-        if largest >= vocabulary_size or min(prompt.prompt_token_ids) < 0:
+        foreign = self._foreign_token(prompt.prompt_token_ids)
+        if foreign is not None:
             raise PromptRefused(
-                f"token {largest} is not in the model's vocabulary of {vocabulary_size}; use the "
-                "tokenizer that belongs to the model"
+                f"token {foreign} is not in the model's vocabulary of "
+                f"{self._layout.vocabulary_size}; use the tokenizer that belongs to the model"
             )
+
+    def _problem_of_started(self, prompt: PromptRequest, request: GenerateRequest) -> str:
+        """Returns why the responses that were started cannot be continued; empty if they can."""
+        if not prompt.started:
+            return ""
+        if len(prompt.started) != request.group_size:
+            return f"{len(prompt.started)} responses are no group of {request.group_size}"
+        for response in prompt.started:
+            ended = response.finish_reason is not None
+            if len(response.token_ids) > request.max_tokens - (0 if ended else 1):
+                return f"a response has {len(response.token_ids)} tokens and has not ended"
+            foreign = self._foreign_token(response.token_ids)
+            if foreign is not None:
+                return f"token {foreign} is not in the model's vocabulary"
+        return ""
+
+    def _foreign_token(self, token_ids: list[int]) -> int | None:
+        """Returns a token that is not in the model's vocabulary, which would crash vLLM."""
+        size = self._layout.vocabulary_size if self._layout is not None else 0
+        return next((token for token in token_ids if not 0 <= token < size), None)
 
     # -- health
 
@@ -209,3 +336,14 @@ class VllmDriver:
         server, self._server = self._server, None
         if server is not None:
             await server.stop()
+
+
+def _most_serious(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Returns the error of which the others may be consequences; unforeseen ones come first."""
+    kinds = (EngineFaulty, EngineLost, PromptRefused)
+
+    def rank(error: BaseException) -> int:
+        ranks = (rank for rank, kind in enumerate(kinds, 1) if isinstance(error, kind))
+        return next(ranks, 0)
+
+    return min(errors.exceptions, key=rank)

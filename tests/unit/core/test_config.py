@@ -64,6 +64,8 @@ def test_the_file_wins_over_the_preset_and_overrides_over_the_file(tmp_path: Pat
         ),
         ("rollout.top_p=0.9", "top_p is 0.9: training rollouts must sample the whole distribution"),
         ("rollout.top_k=50", "set top_k to -1"),
+        ("rollout.journal_interval_s=2", "the transformers engine generates responses as a whole"),
+        ("rollout.journal_interval_s=-1", "rollout.journal_interval_s"),
         ("task.train_prompts=100", "one step may draw 256"),
         ("checkpoint={keep_best: 1, every: 3}", "make evaluation.every (20) a multiple of"),
         ("algorithm=sac", "algorithm: 'sac' is not one of ba_ppo, bapo"),
@@ -80,6 +82,27 @@ def test_what_cannot_be_run_is_refused_in_one_line(override: str, message: str) 
         load_config(None, [override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "interval_s"),
+    [
+        (["rollout.engine=vllm"], 1.0),
+        (["rollout.engine=vllm", "rollout.max_response_tokens=1024"], 0.0),
+        (
+            [
+                "rollout.engine=vllm",
+                "rollout.max_response_tokens=64",
+                "rollout.journal_interval_s=5",
+            ],
+            5.0,
+        ),
+        (["rollout.engine=vllm", "rollout.journal_interval_s=0"], 0.0),
+        (["rollout.engine=transformers"], 0.0),
+    ],
+)
+def test_long_responses_of_vllm_are_journalled(overrides: list[str], interval_s: float) -> None:
+    assert load_config(None, overrides).journal_interval_s == interval_s
 
 
 @pytest.mark.parametrize("name", ["gaussian", "uniform", "none"])
