@@ -10,6 +10,8 @@ VLLM_STAMP := $(VLLM)/.installed
 CRDS := $(VENV)/crds/node_modules/.package-lock.json
 TRL := .trl
 TRL_STAMP := $(TRL)/.installed
+STORES := .stores
+STORES_STAMP := $(STORES)/.installed
 NEWEST := .venv-newest
 # torch without a version would install several GB of CUDA from PyPI. TORCH=torch does so.
 TORCH ?= torch==2.13.0
@@ -17,7 +19,7 @@ CHROMIUMS := chromium google-chrome google-chrome-stable chromium-browser
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-trl install-chromium gpu-bundle run test test-slow test-newest test-vllm test-crds images test-images lint compare bench docs clean
+.PHONY: help install install-vllm install-trl install-stores install-chromium gpu-bundle run test test-slow test-newest test-vllm test-crds images test-images lint compare bench docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -50,6 +52,17 @@ $(TRL_STAMP): benchmarks/trl-requirements.txt $(STAMP)
 	touch $@
 
 install-trl: $(TRL_STAMP) ## install TRL into .trl, for the benchmarks that compare bapo with it
+
+# An environment of its own, because TransferQueue and Trinity-RFT depend on other versions. Of
+# Trinity-RFT only the store is needed, not its trainer with verl and vLLM.
+$(STORES_STAMP): benchmarks/stores-requirements.txt
+	rm -rf $(STORES)
+	$(PYTHON) -m venv $(STORES)
+	$(STORES)/bin/pip install --quiet --progress-bar off -r benchmarks/stores-requirements.txt
+	$(STORES)/bin/pip install --quiet --progress-bar off --no-deps "trinity-rft==0.6.0"
+	touch $@
+
+install-stores: $(STORES_STAMP) ## install the stores of other frameworks into .stores, for benchmarks.ingest
 
 install-chromium: ## install Debian's Chromium for the browser tests, if there is no browser
 	@for name in $(CHROMIUMS); do command -v $$name && exit 0; done; \
@@ -133,4 +146,4 @@ docs: $(STAMP) ## regenerate the reference pages, the chart's README and the com
 	$(BIN)/python -m benchmarks.gpu.table
 
 clean: ## remove the environments, the local stack's data and the runs
-	rm -rf $(VENV) $(VLLM) $(TRL) $(NEWEST) .gpu-bundle .bapo runs
+	rm -rf $(VENV) $(VLLM) $(TRL) $(STORES) $(NEWEST) .gpu-bundle .bapo runs
