@@ -84,7 +84,7 @@ def admit(
     )
 
 
-def evict(entries: Sequence[GroupSummary], *, step: int, max_age: int) -> Evicted:
+def find_expired(entries: Sequence[GroupSummary], *, step: int, max_age: int) -> Evicted:
     """Returns the entries that, after the update of `step`, are too old for any later step."""
     return [(entry, EvictionReason.EXPIRED) for entry in entries if entry.step < step + 1 - max_age]
 
@@ -185,7 +185,7 @@ def admit_high(
                 f"group {group.group_id} was produced by step {group.step}, but step {step} is "
                 "being committed; pass only the groups of this step"
             )
-    expired = evict(entries, step=step, max_age=max_age)
+    expired = find_expired(entries, step=step, max_age=max_age)
     medium = [group for group in fresh if within(group.mean_reward, *window)]
     change = admit(_without(entries, expired), medium, capacity=capacity, dedup=dedup)
     return BufferChange(change.admitted, [*expired, *change.evicted])

@@ -164,7 +164,7 @@ class Run:
             ports.append(int(server.cmdline()[server.cmdline().index("--port") + 1]))
         return ports
 
-    def until_served(self, version: int) -> None:
+    def wait_until_served(self, version: int) -> None:
         """Waits until every replica reports that it serves the version.
 
         Raises `BapoError` with the report of a replica that fails to.
@@ -225,7 +225,7 @@ def running(
         run = Run(settings, workload, stack, model, client, supervisor, scratch)
         run.publish(1, AutoModelForCausalLM.from_pretrained(model))
         client.step_prompts(1)
-        run.until_served(1)
+        run.wait_until_served(1)
         yield run
 
 
@@ -338,7 +338,7 @@ def sync(run: Run, *, repeats: int) -> dict[str, Any]:
             next(model.parameters()).add_(0.001)
         started = time.perf_counter()
         publisher.publish(version, model)
-        run.until_served(version)
+        run.wait_until_served(version)
         parts["whole"].append(time.perf_counter() - started)
         publisher.settle()
     medians = {name: statistics.median(values) for name, values in parts.items()}

@@ -24,7 +24,7 @@ from pipelines.settings import LOCAL_JOBS
 from pipelines.steps import LAST_ERROR, PipelineContext, TrainerJobs, cancel
 from services.cli.local_run import engine_threads
 from services.common.process import end_with_parent, python_command
-from services.stack.stack import Endpoints, any_stack
+from services.stack.stack import Endpoints, find_or_start_stack
 from services.stack.supervisor import Supervisor, free_ports
 
 RELEASE = "bapo"
@@ -40,7 +40,7 @@ def run_pipeline(parameters: Mapping[str, Any], *, home: Path, output: Path, rep
     rollout = config_of(parameters).rollout.model_copy(update={"replicas": replicas})
     last_error = home / "jobs" / LAST_ERROR
     last_error.unlink(missing_ok=True)
-    with any_stack(home) as endpoints, _rollouts(home, endpoints, rollout) as environment:
+    with find_or_start_stack(home) as endpoints, _rollouts(home, endpoints, rollout) as environment:
         os.environ.update(environment)
         print(
             f"REST API  {endpoints.buffer_url}/docs  (token: in {home / 'stack.json'})", flush=True

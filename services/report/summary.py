@@ -26,8 +26,6 @@ class RunHistory:
     unlocked_over_time: list[float]
     """At each evaluation, the share of the prompts with 0 correct responses in the first evaluation
     that have at least one now."""
-    difficulty_bins: list[int]
-    """Number of training prompts with k of G responses correct at their last attempt."""
     unlocked_training_prompts: tuple[int, int]
     """(number unlocked since, number with 0 of G correct at their first attempt)."""
     sync_windows: list[SyncWindow]
@@ -61,7 +59,6 @@ def read_history(buffer: BufferClient) -> RunHistory:
         evaluations=evaluations,
         migration=migrations[-1],
         unlocked_over_time=[migration.unlocked_fraction for migration in migrations],
-        difficulty_bins=buffer.difficulty_bins().bins,
         unlocked_training_prompts=_unlocked(buffer),
         sync_windows=read_sync_windows(buffer, state.config, steps[-1].step),
     )

@@ -389,7 +389,7 @@ class Collector:
         unfinished: UnfinishedGroups,
     ) -> None:
         with self._spans.span("await weights", job.step):
-            await self._fleet.until_served(request)
+            await self._fleet.wait_until_served(request)
         finished.begun = True
         with self._spans.span(job.kind, job.step):
             await self._fleet.generate(

@@ -112,7 +112,7 @@ class Fleet:
         Waits while there is no replica. Raises `BapoError` for a prompt that an engine refuses.
         """
         count = len(request.prompts)
-        chunk_size = await self.until_served(request) or count
+        chunk_size = await self.wait_until_served(request) or count
 
         def on_any_group(group: GeneratedGroup) -> None:
             if group.index in indices:
@@ -129,7 +129,7 @@ class Fleet:
         except* BapoError as errors:
             raise errors.exceptions[0] from errors
 
-    async def until_served(self, request: GenerateRequest) -> int:
+    async def wait_until_served(self, request: GenerateRequest) -> int:
         """Waits for a replica that serves the version; returns its `prompts_per_request`."""
         async with self._changed:
             return (await self._wait_for_free_replica(request)).view.prompts_per_request

@@ -75,7 +75,7 @@ class Replica:
 
     # -- generation
 
-    async def until_serving(self, request: GenerateRequest) -> None:
+    async def wait_until_serving(self, request: GenerateRequest) -> None:
         """Waits until the request's version is served.
 
         Raises `WrongVersion` after `VERSION_TIMEOUT_S`.
@@ -98,7 +98,7 @@ class Replica:
         """
         task = asyncio.current_task()
         assert task is not None
-        await self.until_serving(request)
+        await self.wait_until_serving(request)
         if not self._generating:
             self._busy_since = time.monotonic()
         self._generating.add(task)

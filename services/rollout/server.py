@@ -94,7 +94,7 @@ def create_app(
         409 if the replica does not serve the requested version.
         """
         try:
-            await replica.until_serving(request)
+            await replica.wait_until_serving(request)
         except WrongVersion as error:
             raise conflict(str(error)) from error
         # When the client disconnects, Starlette cancels the stream and with it the generation.

@@ -183,7 +183,7 @@ def _accepts_token(endpoints: Endpoints) -> bool:
 
 
 @contextmanager
-def any_stack(home: Path, port: int = DEFAULT_PORT) -> Iterator[Endpoints]:
+def find_or_start_stack(home: Path, port: int = DEFAULT_PORT) -> Iterator[Endpoints]:
     """Uses the stack that runs in `home`, or starts one for as long as any command uses it.
 
     The command that started a stack waits for the other users before it stops the stack. A command

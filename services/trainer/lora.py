@@ -52,8 +52,8 @@ def add_adapters(model: nn.Module, settings: LoraConfig, seed: int) -> None:
 def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:
     """Yields (name, tensor, layer) of every weight of `model` but the adapters.
 
-    The name is the one without adapters; the layer is the one whose adapters `merged` adds, or
-    None. Tied tensors are the same object.
+    The name is the one without adapters; the layer is the one whose adapters `merge_adapter` adds,
+    or None. Tied tensors are the same object.
     """
     adapted = {
         f"{plain_name(name)}{_BASE}.weight": module
@@ -71,7 +71,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return full.detach()
 
 
-def merged(tensor: Tensor, layer: Any) -> Tensor:
+def merge_adapter(tensor: Tensor, layer: Any) -> Tensor:
     """Returns a full weight plus the product of its layer's adapters. Every rank calls it."""
     base = full_tensor(tensor)
     if layer is None:

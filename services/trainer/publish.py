@@ -21,7 +21,7 @@ from services.common import layout
 from services.common.objectstore import ObjectStore
 from services.trainer.background import Background
 from services.trainer.export import as_saved, model_files
-from services.trainer.lora import merged, plain_weights
+from services.trainer.lora import merge_adapter, plain_weights
 from services.trainer.nccl_broadcast import NcclBroadcaster
 from services.trainer.ranks import Ranks
 
@@ -83,7 +83,7 @@ class WeightPublisher(Background):
         for name, tensor, adapted in plain_weights(model):
             first_name = first_names.setdefault(id(tensor), name)
             if first_name == name:
-                weight = merged(tensor, adapted)
+                weight = merge_adapter(tensor, adapted)
                 if self._ranks.is_main:
                     self._copy_weight(name, weight)
             elif self._ranks.is_main:

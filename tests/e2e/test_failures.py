@@ -23,7 +23,7 @@ import yaml
 
 from services.buffer.api.client import BufferClient
 from services.common.objectstore import ObjectStore, ObjectStoreError, digest_of
-from services.stack.stack import Endpoints, any_stack, find_stack, running_stack
+from services.stack.stack import Endpoints, find_or_start_stack, find_stack, running_stack
 from tests.conftest import EASY
 from tests.e2e.test_run import TIMEOUT_S, configuration
 
@@ -208,7 +208,7 @@ def test_a_stack_stays_until_its_last_user_ends(own_home: Path) -> None:
     events: list[str] = []
 
     def first() -> None:
-        with any_stack(own_home, 0) as endpoints:
+        with find_or_start_stack(own_home, 0) as endpoints:
             events.append(endpoints.token)
             up.set()
             leave.wait()
@@ -217,13 +217,13 @@ def test_a_stack_stays_until_its_last_user_ends(own_home: Path) -> None:
     thread = threading.Thread(target=first)
     thread.start()
     assert up.wait(TIMEOUT_S)
-    with any_stack(own_home, 0) as joined:
+    with find_or_start_stack(own_home, 0) as joined:
         assert joined.token == events[0]
         leave.set()
         thread.join(2)
         assert thread.is_alive(), "the first command waits for the second"
         assert find_stack(own_home) == joined
-    with any_stack(own_home, 0) as third:
+    with find_or_start_stack(own_home, 0) as third:
         # It either joined the first stack, or waited for its end and started the next.
         assert find_stack(own_home) == third
         answer = httpx.get(f"{third.buffer_url}/readyz", timeout=10)

@@ -48,7 +48,7 @@ class ScriptedFleet:
     async def watched(self) -> AsyncIterator[None]:
         yield
 
-    async def until_served(self, _: GenerateRequest) -> int:
+    async def wait_until_served(self, _: GenerateRequest) -> int:
         return 1
 
     async def generate(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import io
 import itertools
@@ -14,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from services.buffer.api import wire
-from services.buffer.api.client import AsyncBufferClient, BufferClient
 from services.buffer.api.trajectories import decode_groups, encode_groups
 from services.common.errors import ServiceError
 from services.common.objectstore import ObjectStore
@@ -473,20 +471,6 @@ def test_accuracies_come_with_what_it_took_to_train_the_version(stack: Endpoints
 def test_a_comparison_of_too_many_runs_is_refused(account: Account) -> None:
     with pytest.raises(ServiceError, match="List should have at most 8 items"):
         account.client.compare(*["queries"] * 8)
-
-
-def test_the_same_calls_from_asynchronous_code(account: Account) -> None:
-    client = AsyncBufferClient(account.client)
-
-    async def both() -> tuple[wire.DifficultyBins, wire.Page[wire.DifficultyView]]:
-        return await asyncio.gather(
-            client.call(BufferClient.difficulty_bins, 5),
-            client.call(BufferClient.prompts, limit=2, order="hardest"),
-        )
-
-    bins, page = asyncio.run(both())
-    assert bins == account.client.difficulty_bins(5)
-    assert page == account.client.prompts(limit=2, order="hardest")
 
 
 def test_evaluations_are_listed_once_complete(stack: Endpoints) -> None:

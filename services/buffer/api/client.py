@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -15,7 +14,6 @@ from services.common.scopes import Scope
 
 Model = TypeVar("Model")
 Result = TypeVar("Result")
-Parameters = ParamSpec("Parameters")
 
 ARROW = {"Content-Type": "application/vnd.apache.arrow.stream"}
 LONG_POLL_S = 10.0
@@ -266,7 +264,7 @@ class BufferClient:
 
         Waits up to `wait` seconds (at most 30) while they are those of an earlier answer's `tag`.
         """
-        return self._get(wire.TargetWeights, "wanted", known=tag, wait=wait)
+        return self._get(wire.TargetWeights, "target", known=tag, wait=wait)
 
     def replicas(self, *, serving: str = "", wait: float = 0.0) -> list[wire.ReplicaView]:
         """Returns all replicas that have ever reported.
@@ -428,25 +426,6 @@ class BufferClient:
     def collect_garbage(self, *, dry_run: bool = True) -> wire.Garbage:
         """Lists objects that no row refers to; deletes those older than a day unless `dry_run`."""
         return self._call(wire.Garbage, "POST", "/v1/gc", params={"dry_run": dry_run})
-
-
-class AsyncBufferClient:
-    """Calls a `BufferClient` from asynchronous code, each call in a thread.
-
-    `await client.call(BufferClient.prompts, bin=0)`
-    """
-
-    def __init__(self, client: BufferClient) -> None:
-        self._client = client
-
-    async def call(
-        self,
-        method: Callable[Concatenate[BufferClient, Parameters], Result],
-        *arguments: Parameters.args,
-        **keywords: Parameters.kwargs,
-    ) -> Result:
-        """Returns what `method` of the client returns, and raises what it raises."""
-        return await asyncio.to_thread(method, self._client, *arguments, **keywords)
 
 
 def none_if_missing(call: Callable[[], Result]) -> Result | None:

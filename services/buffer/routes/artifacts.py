@@ -66,7 +66,7 @@ async def get_weights(
     return stored
 
 
-@router.get("/wanted", dependencies=READ)
+@router.get("/target", dependencies=READ)
 async def get_target_weights(
     service: ServiceDep, name: RunName, known: Known = "", wait: Wait = 0
 ) -> wire.TargetWeights:

@@ -113,7 +113,7 @@ def _export(config: RunConfig, checkpoint: wire.CheckpointView, target: Path) ->
     from torch.distributed.checkpoint.state_dict_loader import load
 
     from services.trainer.export import as_saved, model_files, write_files
-    from services.trainer.lora import add_adapters, merged, plain_weights, trained_state
+    from services.trainer.lora import add_adapters, merge_adapter, plain_weights, trained_state
     from services.trainer.policy import load_policy
 
     if target.exists() and any(target.iterdir()):
@@ -125,6 +125,6 @@ def _export(config: RunConfig, checkpoint: wire.CheckpointView, target: Path) ->
         _fetch(checkpoint, Path(scratch))
         # Loads in place: the tensors of this state are the model's own.
         load({"model": trained_state(model)}, checkpoint_id=scratch, no_dist=True)
-    weights = {name: merged(tensor, layer) for name, tensor, layer in plain_weights(model)}
+    weights = {name: merge_adapter(tensor, layer) for name, tensor, layer in plain_weights(model)}
     write_files(model_files(model, as_saved(model, weights), source), target)
     click.echo(json.dumps({"step": checkpoint.step, "model": str(target)}))

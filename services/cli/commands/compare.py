@@ -26,7 +26,7 @@ from services.cli.variants import (
 from services.common.process import stop_on_signals
 from services.model.resolve import ensure_model
 from services.stack.settings import default_home
-from services.stack.stack import Endpoints, any_stack
+from services.stack.stack import Endpoints, find_or_start_stack
 
 if TYPE_CHECKING:
     from services.report.comparison import RunResult
@@ -118,7 +118,7 @@ def train_and_compare(
 
     results: list[RunResult] = []
     trained: list[float] = []
-    with any_stack(home, port) as endpoints:
+    with find_or_start_stack(home, port) as endpoints:
         for number, planned in enumerate(runs, start=1):
             console.print(
                 f"[bold]run {number} of {len(runs)}[/]: {planned.label}, seed "

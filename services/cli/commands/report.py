@@ -11,7 +11,7 @@ from services.buffer.api.client import BufferClient
 from services.cli.local_run import LocalRun, write_outputs
 from services.cli.options import run_argument
 from services.stack.settings import default_home
-from services.stack.stack import any_stack
+from services.stack.stack import find_or_start_stack
 
 
 @click.command
@@ -28,7 +28,7 @@ def report(run: str) -> None:
     from services.report.summary import read_history
 
     home = default_home()
-    with any_stack(home, 0) as endpoints:
+    with find_or_start_stack(home, 0) as endpoints:
         history = read_history(BufferClient(endpoints.buffer_url, endpoints.token, run=run))
     config = history.config
     directory = Path("runs") / run

@@ -18,7 +18,7 @@ from services.common.process import stop_on_signals
 from services.model.resolve import ensure_model
 from services.report.summary import RunHistory
 from services.stack.settings import default_home
-from services.stack.stack import Endpoints, any_stack
+from services.stack.stack import Endpoints, find_or_start_stack
 
 
 @click.command
@@ -60,7 +60,7 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
     for warning in loaded.warnings():
         console.print(f"note: {warning}", highlight=False)
     model = ensure_model(loaded, home, open_store=open_local_object_store)
-    with any_stack(home, port) as endpoints:
+    with find_or_start_stack(home, port) as endpoints:
         client = BufferClient(endpoints.buffer_url, endpoints.token, run=loaded.name)
         if new:
             loaded = loaded.model_copy(update={"name": next_free_name(client, loaded.name)})

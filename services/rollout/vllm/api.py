@@ -193,10 +193,6 @@ class VllmApi:
         except httpx.HTTPError:
             return False
 
-    async def version(self) -> str:
-        """Returns the version of vLLM."""
-        return str((await self._ask("GET", "/version"))["version"])
-
     async def generated_tokens(self) -> float:
         """Returns the number of tokens generated since the server started, to measure progress."""
         text = (await self._raw("GET", "/metrics")).text

@@ -14,8 +14,8 @@ from bapo_core.buffers import (
     choose_reevaluated,
     eligible,
     eligible_high,
-    evict,
     evict_solved,
+    find_expired,
     promoted,
 )
 from bapo_core.thresholds import within
@@ -114,7 +114,7 @@ def test_only_groups_of_the_last_steps_are_eligible_and_never_those_of_the_step_
 @given(st.integers(1, 30), st.integers(1, 5), st.lists(st.integers(0, 40)))
 def test_expired_is_what_can_never_be_eligible_again(step, max_age, steps):
     entries = [group(i, step=min(s, step)) for i, s in enumerate(steps)]
-    expired = ids(g for g, _ in evict(entries, step=step, max_age=max_age))
+    expired = ids(g for g, _ in find_expired(entries, step=step, max_age=max_age))
     later = {
         i
         for future in range(step + 1, step + 1 + max_age)

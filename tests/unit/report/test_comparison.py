@@ -74,7 +74,6 @@ def result(label: str, seed: int, accuracies: list[float], rollouts: int) -> Run
         evaluations=evaluations,
         migration=Migration(before=1, after=5, matrix=[[0, 0], [0, 0]], unlocked_fraction=0.25),
         unlocked_over_time=[0.0, 0.0, 0.25],
-        difficulty_bins=[1, 0],
         unlocked_training_prompts=(0, 1),
         sync_windows=[],
     )

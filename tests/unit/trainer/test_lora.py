@@ -9,7 +9,7 @@ from bapo_core.config import LoraConfig
 from bapo_core.errors import BapoError
 from services.trainer import attention
 from services.trainer.data import pack
-from services.trainer.lora import add_adapters, merged, plain_weights, trained_state
+from services.trainer.lora import add_adapters, merge_adapter, plain_weights, trained_state
 from services.trainer.policy import Policy
 from tests.micro import micro_model
 from tests.unit.trainer import test_update as single
@@ -33,7 +33,9 @@ def plain(policy: Policy, *, tied: bool = False) -> Policy:
     """Builds a model without adapters whose weights are the sums."""
     model = micro_model(seed=9, tie_word_embeddings=tied)
     model.set_attn_implementation(attention.IMPLEMENTATION)
-    weights = {name: merged(tensor, layer) for name, tensor, layer in plain_weights(policy.model)}
+    weights = {
+        name: merge_adapter(tensor, layer) for name, tensor, layer in plain_weights(policy.model)
+    }
     model.load_state_dict(weights)
     return Policy(model).eval()
 
