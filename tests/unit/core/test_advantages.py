@@ -1,4 +1,4 @@
-"""Advantages agree with worked examples (T1) and are exactly 0 where rewards are equal."""
+"""Advantages agree with worked examples and are exactly 0 where rewards are equal."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ def rewards(k, size):
     return torch.tensor([[1.0] * k + [0.0] * (size - k)])
 
 
-# T1: (G, k, advantage of a correct response, of a wrong one)
+# Each row: (G, k, advantage of a correct response, of a wrong one)
 @pytest.mark.parametrize(
     ("std", "size", "k", "correct", "wrong"),
     [
@@ -27,7 +27,7 @@ def rewards(k, size):
         ("sample", 8, 4, 0.935413, -0.935413),
     ],
 )
-def test_t1_advantages(std, size, k, correct, wrong):
+def test_advantages(std, size, k, correct, wrong):
     expected = [[correct] * k + [wrong] * (size - k)]
     advantages = group_relative(rewards(k, size).double(), std=std, eps=1e-6)
     assert advantages.tolist() == [pytest.approx(expected[0], abs=1e-6)]

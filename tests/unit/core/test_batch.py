@@ -1,4 +1,4 @@
-"""A training batch is composed of X1, X2 and X3 by the rules (T2), for any groups."""
+"""A training batch is composed of X1, X2 and X3 by the rules, for any groups."""
 
 import random
 
@@ -24,7 +24,7 @@ def uids(groups):
     return [g.prompt_uid for g in groups]
 
 
-# ---- T2: G = 8, B = 6, t = 20, c1 = 1/8 ----
+# ---- the rules with G = 8, B = 6, t = 20, c1 = 1/8 ----
 
 FRESH = [group(i, k, uid=f"p{i}") for i, k in enumerate([0, 1, 4, 8, 7, 8], start=1)]
 HARD = [
@@ -41,7 +41,7 @@ HIGH = [
 ]
 
 
-def t2(high=HIGH, *, c1=1 / 8, rule="paper", window=None):
+def make_example(high=HIGH, *, c1=1 / 8, rule="paper", window=None):
     r_tot = running_reward("batch", FRESH, None, [])
     assert r_tot == pytest.approx(0.583333, abs=1e-6)
     window = window or replay_window(r_tot, (1 / 8, 4 / 8), (2 / 8, 5 / 8))
@@ -63,8 +63,8 @@ def t2(high=HIGH, *, c1=1 / 8, rule="paper", window=None):
     )
 
 
-def test_t2_selection():
-    batch = t2()
+def test_each_source_contributes_by_its_rule():
+    batch = make_example()
     assert uids(batch.of(Source.FRESH)) == ["p2", "p3", "p5"]
     assert uids(batch.of(Source.REEVALUATED)) == ["b"]
     assert uids(batch.of(Source.REPLAYED)) == ["e", "f"]
@@ -72,19 +72,19 @@ def test_t2_selection():
     assert batch.window == pytest.approx((0.34375, 0.46875))
 
 
-def test_t2_without_f_the_batch_is_smaller_not_padded():
-    batch = t2([entry for entry in HIGH if entry.prompt_uid != "f"])
+def test_with_too_few_candidates_the_batch_is_smaller_not_padded():
+    batch = make_example([entry for entry in HIGH if entry.prompt_uid != "f"])
     assert uids(member.group for member in batch.members) == ["p2", "p3", "p5", "b", "e"]
 
 
-def test_t2_any_gain():
-    batch = t2(rule="any_gain")
+def test_any_gain_takes_groups_that_improved():
+    batch = make_example(rule="any_gain")
     assert uids(batch.of(Source.REEVALUATED)) == ["b", "c", "d"]
     assert batch.counts[Source.REPLAYED] == 0
 
 
-def test_t2_mini():
-    batch = t2(c1=0.0, window=(0.5, 0.5))
+def test_bapo_mini():
+    batch = make_example(c1=0.0, window=(0.5, 0.5))
     assert uids(batch.of(Source.REEVALUATED)) == ["b", "d"]
     assert batch.of(Source.REPLAYED) == []
     assert len(batch.members) == 5

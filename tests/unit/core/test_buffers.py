@@ -1,4 +1,4 @@
-"""The buffers admit, evict and select groups by the rules (T2), for any history."""
+"""The buffers admit, evict and select groups by the rules, for any history."""
 
 import random
 
@@ -126,13 +126,13 @@ def test_expired_is_what_can_never_be_eligible_again(step, max_age, steps):
 # ---- the hard buffer ----
 
 
-def test_t2_hard_insertions():
+def test_hard_insertions():
     fresh = [group(i, k) for i, k in enumerate([0, 1, 4, 8, 7, 8], start=1)]
     assert ids(admit_hard([], fresh, c1=1 / 8, capacity=6).admitted) == [1, 2]
 
 
-# T2's hard buffer: old -> new correct of 8.
-T2_HARD = {"a": (0, 0), "b": (0, 3), "c": (1, 8), "d": (0, 1)}
+# Entries of the hard buffer: (correct of 8 before, correct of 8 after the re-evaluation).
+HARD_ENTRIES = {"a": (0, 0), "b": (0, 3), "c": (1, 8), "d": (0, 1)}
 
 
 @pytest.mark.parametrize(
@@ -144,18 +144,18 @@ T2_HARD = {"a": (0, 0), "b": (0, 3), "c": (1, 8), "d": (0, 1)}
         ("paper", 0.0, {"b", "d"}),  # mini
     ],
 )
-def test_t2_promotion(rule, c1, expected):
+def test_promotion(rule, c1, expected):
     promoted_uids = {
         uid
-        for uid, (old, new) in T2_HARD.items()
+        for uid, (old, new) in HARD_ENTRIES.items()
         if promoted(group(1, old), group(2, new), rule=rule, c1=c1)
     }
     assert promoted_uids == expected
 
 
-def test_t2_solved_prompts_leave_the_hard_buffer():
-    stored = [group(i, old, uid=uid) for i, (uid, (old, _)) in enumerate(T2_HARD.items())]
-    new = {uid: group(10, k, uid=uid) for uid, (_, k) in T2_HARD.items()}
+def test_solved_prompts_leave_the_hard_buffer():
+    stored = [group(i, old, uid=uid) for i, (uid, (old, _)) in enumerate(HARD_ENTRIES.items())]
+    new = {uid: group(10, k, uid=uid) for uid, (_, k) in HARD_ENTRIES.items()}
     left = evict_solved(stored, new, c1=1 / 8)
     assert {g.prompt_uid for g, _ in left} == {"b", "c"}
     assert {reason for _, reason in left} == {EvictionReason.SOLVED}
@@ -187,17 +187,19 @@ def test_every_hard_prompt_can_be_reevaluated():
 
 # ---- the high-quality buffer ----
 
-# The high-quality buffer of T2: step and correct of 8.
-T2_HIGH = {"e": (19, 3), "f": (17, 3), "g": (16, 3), "h": (18, 2), "i": (18, 5)}
+# Entries of the high-quality buffer: (step, correct of 8).
+HIGH_QUALITY_ENTRIES = {"e": (19, 3), "f": (17, 3), "g": (16, 3), "h": (18, 2), "i": (18, 5)}
 
 
-def test_t2_candidates():
-    entries = [group(i, k, step=s, uid=u) for i, (u, (s, k)) in enumerate(T2_HIGH.items())]
+def test_candidates_are_within_age_and_window():
+    entries = [
+        group(i, k, step=s, uid=u) for i, (u, (s, k)) in enumerate(HIGH_QUALITY_ENTRIES.items())
+    ]
     candidates = eligible_high(entries, step=20, window=(0.34375, 0.46875), max_age=3)
     assert [g.prompt_uid for g in candidates] == ["e", "f"]
 
 
-def test_t2_no_fresh_group_is_of_high_quality():
+def test_no_fresh_group_is_of_high_quality():
     fresh = [group(i, k, step=20) for i, k in enumerate([0, 1, 4, 8, 7, 8])]
     change = admit_high([], fresh, window=(0.34375, 0.46875), capacity=8, max_age=3, step=20)
     assert change.admitted == []

@@ -1,4 +1,4 @@
-"""Importance weights and mismatch metrics agree with worked examples (T6)."""
+"""Importance weights and mismatch metrics agree with worked examples."""
 
 import math
 
@@ -12,7 +12,7 @@ PROX = torch.tensor([[-0.9, -1.5, -0.6, -1.0]], dtype=torch.double)
 MASK = torch.ones(1, 4, dtype=torch.bool)
 
 
-def test_t6_truncation_at_three():
+def test_truncation_at_three():
     log_ratios = torch.tensor([[-1.2, -0.1, 0, 0.5, math.log(3), 1.5, 25]], dtype=torch.double)
     zeros, mask = torch.zeros_like(log_ratios), torch.ones_like(log_ratios)
     weights = truncated_weights(log_ratios, zeros, mask)
@@ -29,7 +29,7 @@ def test_t6_truncation_at_three():
         ("geometric", 3.0, [1.868246] * 4),
     ],
 )
-def test_t6_weights(level, cap, expected):
+def test_weights(level, cap, expected):
     weights = truncated_weights(PROX, BEHAVIOR, MASK, cap=cap, level=level)
     assert weights[0].tolist() == pytest.approx(expected, abs=1e-6)
 

@@ -1,4 +1,4 @@
-"""The KL estimators agree with worked examples (T6) and with the exact divergence."""
+"""The KL estimators agree with worked examples and with the exact divergence."""
 
 import math
 
@@ -14,7 +14,7 @@ ESTIMATORS = ["k1", "k2", "k3", "k3_corrected", "iw"]
 
 
 @pytest.mark.parametrize(("estimator", "mean"), [("k3", 0.355485), ("iw", 2.997505)])
-def test_t6_kl(estimator, mean):
+def test_kl(estimator, mean):
     penalty = kl_penalty(THETA, ALPHA, ALPHA, MASK, estimator=estimator)
     assert penalty.mean().item() == pytest.approx(mean, abs=1e-6)
 

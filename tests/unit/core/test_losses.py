@@ -1,4 +1,4 @@
-"""Losses, clipping and aggregation agree with worked examples (T5, T6)."""
+"""Losses, clipping and aggregation agree with worked examples."""
 
 import math
 
@@ -33,11 +33,11 @@ def surrogate(ratios, advantage, **options):
         (1.0, 3.0, [-0.5, -0.7, -0.9, -1.1, -1.25, -1.28, -1.28, -1.28]),
     ],
 )
-def test_t5_clipped_loss(advantage, dual_clip, expected):
+def test_clipped_loss(advantage, dual_clip, expected):
     assert surrogate(RATIOS, advantage, dual_clip=dual_clip).tolist() == pytest.approx(expected)
 
 
-def test_t5_aggregation():
+def test_aggregation():
     ratios = torch.tensor([[0.9, 1.1, 1.4], [1.0, 7.0, 7.0]])
     advantages = torch.tensor([[1.0], [-1.0]]).expand(2, 3)
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
@@ -47,27 +47,25 @@ def test_t5_aggregation():
     assert per_sequence == pytest.approx(-0.046667, abs=1e-6)
 
 
-# T6: log alpha, log prox and log theta of four tokens.
+# Worked example: log alpha, log prox and log theta of four tokens.
 ALPHA = torch.tensor([[-1.0, -2.0, -0.5, -3.0]])
 PROX = torch.tensor([[-0.9, -1.5, -0.6, -1.0]])
 THETA = torch.tensor([[-0.7, -1.6, -0.5, -0.8]])
-T6_ADVANTAGES = torch.tensor([[1.0, 1.0, -1.0, -1.0]])
-T6_MASK = torch.ones(1, 4, dtype=torch.bool)
+ADVANTAGES = torch.tensor([[1.0, 1.0, -1.0, -1.0]])
+MASK = torch.ones(1, 4, dtype=torch.bool)
 
 
-def test_t6_decoupled_loss():
+def test_decoupled_loss():
     weights = (PROX - ALPHA).exp().clamp(max=3)
-    loss = clipped_surrogate(
-        THETA, PROX, T6_ADVANTAGES, T6_MASK, **CLIP, dual_clip=10.0, weights=weights
-    )
+    loss = clipped_surrogate(THETA, PROX, ADVANTAGES, MASK, **CLIP, dual_clip=10.0, weights=weights)
     assert loss[0].tolist() == pytest.approx([-1.349859, -1.491825, 1, 3.664208], abs=1e-5)
-    assert aggregate(loss, T6_MASK, "token-mean").item() == pytest.approx(0.455631, abs=1e-6)
+    assert aggregate(loss, MASK, "token-mean").item() == pytest.approx(0.455631, abs=1e-6)
 
 
-def test_t6_behaviour_loss():
-    loss = clipped_surrogate(THETA, ALPHA, T6_ADVANTAGES, T6_MASK, **CLIP, dual_clip=10.0)
+def test_behaviour_loss():
+    loss = clipped_surrogate(THETA, ALPHA, ADVANTAGES, MASK, **CLIP, dual_clip=10.0)
     assert loss[0].tolist() == pytest.approx([-1.28, -1.28, 1, 9.025013], abs=1e-5)
-    assert aggregate(loss, T6_MASK, "token-mean").item() == pytest.approx(1.866253, abs=1e-6)
+    assert aggregate(loss, MASK, "token-mean").item() == pytest.approx(1.866253, abs=1e-6)
 
 
 def test_the_clip_moves_with_its_centre():

@@ -1,4 +1,4 @@
-"""The replay window and r_tot follow Eq. 8 and its variants (T3)."""
+"""The replay window and r_tot follow Eq. 8 and its variants."""
 
 import math
 
@@ -34,13 +34,13 @@ def group(correct, size=8):
         ("easy_to_hard", 1.0, (0.125, 0.25), {1, 2}),
     ],
 )
-def test_t3_windows_and_the_grid_values_they_hold(direction, r_tot, window, grid):
+def test_windows_and_the_grid_values_they_hold(direction, r_tot, window, grid):
     c2, c3 = replay_window(r_tot, C2, C3, direction)
     assert (c2, c3) == pytest.approx(window, abs=1e-12)
     assert {k for k in range(9) if within(k / 8, c2, c3)} == grid
 
 
-def test_t2_windows():
+def test_windows():
     assert replay_window(28 / 48, C2, C3) == pytest.approx((0.34375, 0.46875))
     falling = replay_window(28 / 48, C2, C3, "easy_to_hard")
     assert falling == pytest.approx((0.260417, 0.385417), abs=1e-6)
