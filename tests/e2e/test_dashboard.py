@@ -581,8 +581,13 @@ def test_hostile_text_is_text(stack: Endpoints, hostile: ImprovingRun, page: Pag
 def test_inline_code_does_not_run(stack: Endpoints, page: Page, console_errors: list[str]) -> None:
     """The content security policy stops code even if markup got into a page."""
     visit(page, stack, "/runs")
-    page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=hacked=1>')")
-    page.wait_for_function("document.images[0].complete")
+    # Not `wait_for_function`, which evaluates a string in the page, as the policy forbids.
+    page.evaluate(
+        """() => new Promise((loaded) => {
+            document.body.insertAdjacentHTML('beforeend', '<img src=x onerror=hacked=1>');
+            document.body.lastElementChild.addEventListener('error', () => loaded());
+        })"""
+    )
     assert page.evaluate("window.hacked") is None
     assert any("Content Security Policy" in error for error in console_errors)
     console_errors.clear()

@@ -14,11 +14,11 @@ from services.buffer.api.trajectories import (
     TrajectoryError,
     TrajectoryGroup,
     TrajectoryResponse,
-    _write,
     decode_groups,
     decode_proximal,
     encode_groups,
     encode_proximal,
+    write_table,
 )
 
 logprobs = st.floats(-50, 0, width=32)
@@ -91,14 +91,14 @@ def test_anything_but_whole_groups_is_refused(
     wrong = rows()
     wrong[row] |= change
     with pytest.raises(TrajectoryError, match=message):
-        decode_groups(_write(pa.Table.from_pylist(wrong, schema=SCHEMA)))
+        decode_groups(write_table(pa.Table.from_pylist(wrong, schema=SCHEMA)))
 
 
 def test_other_formats_are_refused() -> None:
     with pytest.raises(TrajectoryError, match="not an Arrow IPC stream"):
         decode_groups(b"PAR1")
     with pytest.raises(TrajectoryError, match="columns must be exactly"):
-        decode_groups(_write(pa.table({"a": [1]})))
+        decode_groups(write_table(pa.table({"a": [1]})))
 
 
 def test_storage_step_log_probs_survive() -> None:
