@@ -13,6 +13,7 @@ import yaml
 
 from bapo_core.config import RunConfig
 from services.buffer.api.client import BufferClient
+from services.common.objectstore import ObjectStore
 from services.stack.stack import Endpoints
 from tests.e2e.test_run import configuration
 
@@ -27,6 +28,7 @@ def test_two_vllm_replicas_serve_a_whole_run(
         "engine": "vllm",
         "replicas": 2,
         "vllm_args": ["--enforce-eager", "--max-num-seqs", "64"],
+        "journal_interval_s": 0.1,  # as with long responses
     }
     path = tmp_path / "on-vllm.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -60,6 +62,8 @@ def test_two_vllm_replicas_serve_a_whole_run(
     versions = {replica.loaded_version for replica in replicas}
     assert versions <= {6, 7}
     assert 7 in versions
+    store = ObjectStore(stack.object_store)
+    assert not store.keys("runs/on-vllm/journal/"), "nothing is unfinished any more"
     assert not [name for name in describe_new_processes(pids_before) if "vllm" in name.lower()]
 
 
