@@ -33,14 +33,13 @@ from rich.console import Console
 
 from bapo_core.config import RunConfig, config_from
 from benchmarks.machine import machine
-from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.common.errors import ServiceUnavailable
 from services.common.process import EXIT_RETRYABLE
-from services.datasets import load_datasets
 from services.model.resolve import TINY_MODEL
 from services.stack.supervisor import free_ports
 from tests.integration.breakable import PROCESSES, Breakable, breakable_stack
+from tests.integration.driver import create_run
 
 ROOT = Path(__file__).resolve().parents[1]
 PLUG_IN = str(ROOT / "tests/plug_in")
@@ -134,18 +133,7 @@ class Run:
     def __init__(self, stack: Breakable, name: str, scenario: Scenario, scratch: Path) -> None:
         self.stack, self.scenario, self.log = stack, scenario, scratch / f"{name}.jsonl"
         self.client = BufferClient(stack.endpoints.buffer_url, stack.endpoints.token, run=name)
-        config = configuration(name, scenario)
-        train, test = load_datasets(config)
-        for dataset in (train, test):
-            self.client.upload_dataset(dataset.name, dataset.prompts)
-        self.client.create_run(
-            wire.RunCreate(
-                name=name,
-                config=config.model_dump(mode="json"),
-                train_dataset=train.name,
-                test_dataset=test.name,
-            )
-        )
+        create_run(self.client, configuration(name, scenario))
         environment = {
             **stack.endpoints.environment(),
             "BAPO_RUN": name,

@@ -33,13 +33,12 @@ from rich.console import Console
 
 from bapo_core.config import config_from
 from benchmarks.machine import machine
-from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
 from services.common.objectstore import ObjectStore
-from services.datasets import load_datasets
 from services.stack.stack import Endpoints, running_stack
 from services.trainer.data import TrajectoryReader
+from tests.integration.driver import create_run
 
 GROUPS, SIZE, TOKENS, BUNDLE = 256, 8, 512, 64
 STORES = Path(".stores")
@@ -80,17 +79,7 @@ def begin_run(stack: Endpoints, steps: int) -> BufferClient:
         }
     )
     client = BufferClient(stack.buffer_url, stack.token, run=config.name)
-    train, test = load_datasets(config)
-    for dataset in (train, test):
-        client.upload_dataset(dataset.name, dataset.prompts)
-    client.create_run(
-        wire.RunCreate(
-            name=config.name,
-            config=config.model_dump(mode="json"),
-            train_dataset=train.name,
-            test_dataset=test.name,
-        )
-    )
+    create_run(client, config)
     client.begin_attempt()
     return client
 

@@ -347,15 +347,18 @@ class Collector:
         if not interval_s:
             yield UnfinishedGroups(request.group_size)
             return
-        prefix = layout.journal(self._buffer.run, job.step, job.kind, generation_round)
+        prefix = self._journal_prefix(job, generation_round)
         async with Journal(self._store, prefix, request).kept(interval_s) as unfinished:
             yield unfinished
 
     async def _delete_journals(self, job: Job, generation_round: int) -> None:
         """Deletes what a collector left that died after its last delivery for the job."""
         if self._config.journal_interval_s:
-            prefix = layout.journal(self._buffer.run, job.step, job.kind, generation_round)
+            prefix = self._journal_prefix(job, generation_round)
             await asyncio.to_thread(delete_journals, self._store, prefix)
+
+    def _journal_prefix(self, job: Job, generation_round: int) -> str:
+        return layout.journal(self._buffer.run, job.step, job.kind, generation_round)
 
     async def _prepare_request(self, job: Job, prompts: wire.StepPrompts) -> GenerateRequest:
         """Waits until the job's version is published and tokenizes the prompts."""

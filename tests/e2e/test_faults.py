@@ -20,14 +20,13 @@ import psutil
 import pytest
 
 from bapo_core.config import RunConfig, config_from
-from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.common.errors import ServiceCallError, ServiceUnavailable
 from services.common.objectstore import ObjectStore, ObjectStoreError
-from services.datasets import load_datasets
 from services.stack.supervisor import free_ports
 from tests.e2e.test_run import Bapo, _outcome, configuration
 from tests.integration.breakable import Breakable, breakable_stack
+from tests.integration.driver import create_run
 
 STEPS = 9
 REPLICAS = ("engine-0", "engine-1")
@@ -58,7 +57,7 @@ class Cluster:
         self.config = config_from(values | {"rollout": values["rollout"] | rollout})
         self.client = BufferClient(endpoints.buffer_url, endpoints.token, run=name)
         self.store = ObjectStore(endpoints.object_store)
-        create(self.client, self.config)
+        create_run(self.client, self.config)
         environment = {
             **endpoints.environment(),
             "BAPO_RUN": name,
@@ -176,20 +175,6 @@ class Cluster:
         self.store.put(key, rng.choice((data[: len(data) // 2], b"x" + data[1:])))
         time.sleep(rng.uniform(0.1, 1.0))
         self.store.put(key, data)
-
-
-def create(client: BufferClient, config: RunConfig) -> None:
-    train, test = load_datasets(config)
-    for dataset in (train, test):
-        client.upload_dataset(dataset.name, dataset.prompts)
-    client.create_run(
-        wire.RunCreate(
-            name=config.name,
-            config=config.model_dump(mode="json"),
-            train_dataset=train.name,
-            test_dataset=test.name,
-        )
-    )
 
 
 FaultInjector = Callable[[Cluster, random.Random], str]

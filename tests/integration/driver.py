@@ -35,23 +35,28 @@ def small_config(name: str, **sections: Any) -> RunConfig:
     )
 
 
+def create_run(client: BufferClient, config: RunConfig) -> None:
+    """Uploads the prompts of a run and creates it; its first attempt has not begun."""
+    train, test = load_datasets(config)
+    for dataset in (train, test):
+        client.upload_dataset(dataset.name, dataset.prompts)
+    client.create_run(
+        wire.RunCreate(
+            name=config.name,
+            config=config.model_dump(mode="json"),
+            train_dataset=train.name,
+            test_dataset=test.name,
+        )
+    )
+
+
 class Driver:
     """Creates a run and drives it step by step; rewards depend on (seed, step, prompt) alone."""
 
     def __init__(self, stack: Endpoints, config: RunConfig) -> None:
         self.config, self.stack = config, stack
         self.client = BufferClient(stack.buffer_url, stack.token, run=config.name)
-        train, test = load_datasets(config)
-        for dataset in (train, test):
-            self.client.upload_dataset(dataset.name, dataset.prompts)
-        self.client.create_run(
-            wire.RunCreate(
-                name=config.name,
-                config=config.model_dump(mode="json"),
-                train_dataset=train.name,
-                test_dataset=test.name,
-            )
-        )
+        create_run(self.client, config)
         self.client.begin_attempt()
 
     def groups(self, step: int, kind: wire.Kind = "fresh") -> list[TrajectoryGroup]:

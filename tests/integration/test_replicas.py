@@ -396,24 +396,50 @@ async def stream(
     return groups
 
 
+async def generate_on_two(
+    testbed: Testbed,
+    first: StreamingEngine,
+    second: StreamingEngine,
+    *,
+    begun: Callable[[UnfinishedGroups], bool],
+    hand_over: Callable[[UnfinishedGroups], Awaitable[None]],
+) -> tuple[GeneratedGroup, UnfinishedGroups]:
+    """Has the first replica begin a group, and starts the second; returns the group.
+
+    hand_over: called when `begun` holds and both replicas serve, to end or free the first.
+    """
+    first.hold.clear()
+    async with testbed.closing() as fleet:
+        await testbed.start("first", first)
+        request = request_for(testbed.publish(1, "one"), prompts=1)
+        set_target(testbed, 1)
+        unfinished = UnfinishedGroups(G)
+        generating = asyncio.create_task(stream(fleet, request, unfinished))
+        async with asyncio.timeout(300):
+            while not begun(unfinished):
+                await asyncio.sleep(0.02)
+            await testbed.start("second", second)
+            await testbed.until("second", lambda view: view.loaded_version == 1)
+            await hand_over(unfinished)
+            return (await generating)[0], unfinished
+
+
 def test_another_replica_continues_responses_under_the_same_version(testbed: Testbed) -> None:
     async def work() -> None:
         first, second = StreamingEngine(before_hold=3), StreamingEngine()
-        first.hold.clear()
-        async with testbed.closing() as fleet:
-            await testbed.start("first", first)
-            request = request_for(testbed.publish(1, "one"), prompts=1)
-            set_target(testbed, 1)
-            unfinished = UnfinishedGroups(G)
-            generating = asyncio.create_task(stream(fleet, request, unfinished))
-            async with asyncio.timeout(300):
-                while unfinished.token_count < 3 * G:
-                    await asyncio.sleep(0.02)
-            begun = unfinished.started(0)
-            await testbed.start("second", second)
-            await testbed.until("second", lambda view: view.loaded_version == 1)
+        begun: list[StartedResponse] = []
+
+        async def stop_first(unfinished: UnfinishedGroups) -> None:
+            begun.extend(unfinished.started(0))
             await testbed.stop("first")
-            group = (await generating)[0]
+
+        group, _ = await generate_on_two(
+            testbed,
+            first,
+            second,
+            begun=lambda unfinished: unfinished.token_count == 3 * G,
+            hand_over=stop_first,
+        )
         assert [response.finish_reason for response in begun] == ["stop", None, None]
         assert first.continued == [[]]
         assert second.continued == [begun]
@@ -431,20 +457,17 @@ def test_void_tokens_are_not_continued(testbed: Testbed) -> None:
 
     async def work() -> None:
         faulty, sound = StreamingEngine(before_hold=2, void=True), StreamingEngine()
-        faulty.hold.clear()
-        async with testbed.closing() as fleet:
-            await testbed.start("faulty", faulty)
-            request = request_for(testbed.publish(1, "one"), prompts=1)
-            set_target(testbed, 1)
-            unfinished = UnfinishedGroups(G)
-            generating = asyncio.create_task(stream(fleet, request, unfinished))
-            async with asyncio.timeout(300):
-                while unfinished.token_count < 2 * G:
-                    await asyncio.sleep(0.02)
-                await testbed.start("sound", sound)
-                await testbed.until("sound", lambda view: view.loaded_version == 1)
-                faulty.hold.set()
-                group = (await generating)[0]
+
+        async def free_faulty(_: UnfinishedGroups) -> None:
+            faulty.hold.set()
+
+        group, unfinished = await generate_on_two(
+            testbed,
+            faulty,
+            sound,
+            begun=lambda unfinished: unfinished.token_count == 2 * G,
+            hand_over=free_faulty,
+        )
         assert unfinished.voided == 1
         assert [*faulty.continued[1:], *sound.continued] == [[]], "one generation from the start"
         assert [response.token_ids for response in group.responses] == [
@@ -460,21 +483,14 @@ def test_tokens_out_of_place_are_not_taken(testbed: Testbed, fault: str) -> None
 
     async def work() -> None:
         bad, good = StreamingEngine(before_hold=1, **{fault: G}), StreamingEngine()
-        bad.hold.clear()
-        async with testbed.closing() as fleet:
-            await testbed.start("bad", bad)
-            request = request_for(testbed.publish(1, "one"), prompts=1)
-            set_target(testbed, 1)
-            unfinished = UnfinishedGroups(G)
-            generating = asyncio.create_task(stream(fleet, request, unfinished))
-            async with asyncio.timeout(300):
-                while not bad.continued:
-                    await asyncio.sleep(0.02)
-                await testbed.start("good", good)
-                await testbed.until("good", lambda view: view.loaded_version == 1)
-                bad.faults[fault] = 0
-                bad.hold.set()
-                group = (await generating)[0]
+
+        async def mend_bad(_: UnfinishedGroups) -> None:
+            bad.faults[fault] = 0
+            bad.hold.set()
+
+        group, unfinished = await generate_on_two(
+            testbed, bad, good, begun=lambda _: bool(bad.continued), hand_over=mend_bad
+        )
         assert not any(any(started) for started in bad.continued + good.continued)
         assert [response.token_ids for response in group.responses] == [
             response.token_ids for response in unfinished.started(0)

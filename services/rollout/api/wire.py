@@ -32,7 +32,7 @@ class StartedResponse(Wire):
     logprobs: list[float]
     """Log-prob of each of these tokens, in nats."""
     finish_reason: FinishReason | None = None
-    """As in `GeneratedResponse`; null if the response has not ended."""
+    """Reason why the response ended, as in `GeneratedResponse`; null if it has not ended."""
 
 
 class PromptRequest(Wire):
@@ -120,7 +120,8 @@ class GeneratedTokens(Wire):
     logprobs: list[float]
     """Log-prob of each token, in nats."""
     finish_reason: FinishReason | None = None
-    """As in `GeneratedResponse`, with the last tokens of a response; null before."""
+    """Reason why the response ended, as in `GeneratedResponse`. Only the last tokens of a response
+    have one; it is null for those before."""
 
 
 class DiscardedTokens(Wire):
