@@ -15,6 +15,7 @@ from bapo_core.config.loader import (
     override_config,
     parse_config,
     parse_overrides,
+    parse_values,
     read_values,
 )
 from bapo_core.config.presets import PRESETS
@@ -84,5 +85,6 @@ __all__ = [
     "override_config",
     "parse_config",
     "parse_overrides",
+    "parse_values",
     "read_values",
 ]

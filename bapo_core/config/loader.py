@@ -100,15 +100,19 @@ def read_values(path: str | Path | None) -> dict[str, Any]:
         raise ConfigError(
             f"{path}: cannot be read: {reason}; give the path of a YAML file"
         ) from error
-    return _parse_values(text, str(path))
+    return parse_values(text, str(path))
 
 
 def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "config") -> RunConfig:
     """Loads YAML text as `load_config` loads a file; `where` names its origin in errors."""
-    return override_config(_parse_values(text, where), parse_overrides(overrides), where=where)
+    return override_config(parse_values(text, where), parse_overrides(overrides), where=where)
 
 
-def _parse_values(text: str, where: str) -> dict[str, Any]:
+def parse_values(text: str, where: str) -> dict[str, Any]:
+    """Parses YAML text to the values that it sets; `where` names its origin in errors.
+
+    Raises `ConfigError` if it is not valid YAML, or holds no keys and values.
+    """
     try:
         loaded = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:

@@ -13,7 +13,15 @@ from sqlalchemy.exc import DataError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from services.buffer.migrate import upgrade
-from services.buffer.routes import admin, artifacts, dashboard, runs, statistics, steps
+from services.buffer.routes import (
+    admin,
+    artifacts,
+    configs,
+    dashboard,
+    runs,
+    statistics,
+    steps,
+)
 from services.buffer.routes.common import ERRORS
 from services.buffer.service import Service
 from services.buffer.tables import ApiToken
@@ -65,6 +73,7 @@ def create_app(database_url: str, store: ObjectStore, admin_token: str) -> FastA
     app.include_router(admin.health_router)
     app.include_router(dashboard.router)
     for router in (
+        configs.router,
         runs.router,
         steps.router,
         artifacts.router,

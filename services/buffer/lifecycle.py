@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from sqlalchemy import delete
+from datetime import timedelta
+
+from sqlalchemy import and_, case, delete, func, or_, select, tuple_
 from sqlalchemy.orm import Session
 
 from services.buffer.artifacts import latest_checkpoint
 from services.buffer.commits import rewind_run
-from services.buffer.runs import lock_any_attempt, lock_run
+from services.buffer.runs import how_to_continue, lock_any_attempt, lock_run
 from services.buffer.service import Service
 from services.buffer.tables import (
     BatchMemberRow,
@@ -18,6 +20,11 @@ from services.buffer.tables import (
 )
 from services.common import layout
 from services.common.errors import conflict
+
+QUEUE_TIMEOUT = timedelta(minutes=1)
+"""Age of a queued run's last request beyond which nobody waits for its turn any more."""
+TURN_LOCK = 0x6261706F
+"""Key of the advisory lock that lets one run at a time take its turn."""
 
 
 def begin_attempt(session: Session, name: str) -> Run:
@@ -33,6 +40,43 @@ def begin_attempt(session: Session, name: str) -> Run:
     checkpoint = latest_checkpoint(session, run)
     rewind_run(session, run, 0 if checkpoint is None else checkpoint.number)
     return run
+
+
+def take_turn(
+    session: Session, name: str, *, reopen: bool, workflow: str | None
+) -> tuple[Run, Run | None]:
+    """Starts the run unless another one is in front, in which case it is queued.
+
+    In front are the runs that are running or paused, and the older ones that are queued as well. A
+    run that is running, paused or finished stays as it is. Returns the run, and the one in front.
+
+    Raises 409 while the run is being deleted, and for a run that was stopped or has failed, unless
+    `reopen` is true.
+    """
+    # Without the lock, two queued runs could take their turn at the same time.
+    session.execute(select(func.pg_advisory_xact_lock(TURN_LOCK)))
+    run = lock_any_attempt(session, name)
+    _refuse_deleting(run)
+    if run.status in ("stopped", "failed") and not reopen:
+        raise conflict(f"run {name!r} is {run.status}; {how_to_continue(run)}")
+    if workflow is not None:
+        run.workflow = workflow
+    if run.status in ("running", "paused", "finished"):
+        return run, None
+    waiting_before = and_(
+        Run.status == "queued",
+        Run.queued_at > func.now() - QUEUE_TIMEOUT,
+        tuple_(Run.created_at, Run.name) < tuple_(run.created_at, run.name),
+    )
+    in_front = session.scalar(
+        select(Run)
+        .where(Run.id != run.id, or_(Run.status.in_(("running", "paused")), waiting_before))
+        .order_by(case((Run.status == "queued", 1), else_=0), Run.created_at, Run.name)
+        .limit(1)
+    )
+    run.queued_at = func.now()
+    run.status = "running" if in_front is None else "queued"
+    return run, in_front
 
 
 def pause(session: Session, name: str) -> Run:
@@ -52,8 +96,8 @@ def resume(session: Session, name: str) -> Run:
     run = lock_any_attempt(session, name)
     if run.status not in ("running", "paused"):
         raise conflict(
-            f"run {name!r} is {run.status}, not paused; a new attempt (`bapo run --resume`) "
-            "continues a run that was stopped or has failed"
+            f"run {name!r} is {run.status}, not paused; if it was stopped or has failed, "
+            f"{how_to_continue(run)}"
         )
     run.status = "running"
     return run
@@ -82,11 +126,11 @@ def end_run(session: Session, name: str, attempt: int, status: str) -> Run:
 def delete_run(service: Service, name: str) -> None:
     """Deletes a run and its objects; repeating the call completes an interrupted deletion.
 
-    Raises 409 while the run is running or paused.
+    Raises 409 while the run is queued, running or paused.
     """
     with service.write_transaction(name) as session:
         run = lock_any_attempt(session, name)
-        if run.status in ("running", "paused"):
+        if run.status in ("queued", "running", "paused"):
             raise conflict(f"run {name!r} is {run.status}; stop it before deleting it")
         # The status refuses every process of the run, so no object with a row is added to it from
         # here on. A last write of a collector's journal becomes garbage.

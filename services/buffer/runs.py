@@ -53,15 +53,20 @@ def lock_any_attempt(session: Session, name: str) -> Run:
 def check_attempt(run: Run, attempt: int) -> None:
     """Raises 409 unless `attempt`, the fencing number of the caller, is the run's current one."""
     if run.status == "stopped":
-        raise conflict(
-            f"run {run.name!r} was stopped; continue it with `bapo run --resume`", SUPERSEDED
-        )
+        raise conflict(f"run {run.name!r} was stopped; {how_to_continue(run)}", SUPERSEDED)
     if attempt != run.attempt or run.status == "deleting":
         raise conflict(
             f"attempt {attempt} of run {run.name!r} was superseded by attempt {run.attempt}; "
             "this process must stop",
             SUPERSEDED,
         )
+
+
+def how_to_continue(run: Run) -> str:
+    """Returns what a person does to continue a run that was stopped or has failed."""
+    if run.workflow is None:
+        return "continue it with `bapo run --resume`"
+    return "continue it by starting its pipeline again with the same run and configuration"
 
 
 def run_config(run: Run) -> RunConfig:
@@ -89,6 +94,7 @@ def run_state(run: Run) -> wire.RunState:
         current_step=run.current_step,
         attempt=run.attempt,
         created_at=run.created_at,
+        workflow=run.workflow,
     )
 
 

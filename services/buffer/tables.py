@@ -73,14 +73,30 @@ class Run(Base):
     """Policy version that rollout replicas should serve: that of the prompts handed out last;
     0 before any."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    workflow: Mapped[str | None]
+    """Argo workflow that trains the run, as `namespace/name`; null outside a cluster."""
+    queued_at: Mapped[datetime | None]
+    """When the run asked for its turn last; null before the first time."""
 
     __table_args__ = (
         CheckConstraint("current_step >= 0", name="current_step"),
         CheckConstraint(
-            "status in ('created','running','paused','stopped','finished','failed','deleting')",
+            "status in ('created','queued','running','paused','stopped','finished','failed',"
+            "'deleting')",
             name="status",
         ),
     )
+
+
+class StoredConfig(Base):
+    """A configuration that pipelines can be started with; a run keeps a copy of its own."""
+
+    __tablename__ = "stored_config"
+
+    name: Mapped[str] = mapped_column(primary_key=True)
+    text: Mapped[str]
+    """The YAML file, with its comments."""
+    stored_at: Mapped[datetime] = mapped_column(server_default=func.now())
 
 
 class Dataset(Base):

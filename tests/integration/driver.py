@@ -50,6 +50,15 @@ def create_run(client: BufferClient, config: RunConfig) -> None:
     )
 
 
+def stop_active_runs(stack: Endpoints) -> None:
+    """Stops the runs of other tests on the same stack, which would be in front in the queue."""
+    client = BufferClient(stack.buffer_url, stack.token)
+    for run in client.runs():
+        if run.status in ("queued", "running", "paused"):
+            client.run = run.name
+            client.stop()
+
+
 class Driver:
     """Creates a run and drives it step by step; rewards depend on (seed, step, prompt) alone."""
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import psycopg
 import pytest
 
 from services.buffer.api.client import BufferClient
@@ -16,7 +19,7 @@ from services.common.errors import ServiceError, Superseded
 from services.common.objectstore import ObjectStore
 from services.model.stored import fetch_model, store_model
 from services.stack.stack import Endpoints
-from tests.integration.driver import Driver, small_config
+from tests.integration.driver import Driver, create_run, small_config, stop_active_runs
 
 
 @pytest.fixture
@@ -69,6 +72,102 @@ def test_a_stopped_run_refuses_its_processes_until_a_new_attempt(driver: Driver)
     state = driver.client.begin_attempt()
     assert (state.status, state.current_step) == ("running", 0), "there was no checkpoint"
     driver.run_step(1)
+
+
+# ---- the queue ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def waiting(stack: Endpoints, request: pytest.FixtureRequest) -> Iterator[list[BufferClient]]:
+    """Creates three runs, none of which has begun, on a stack where no other run is active."""
+    stop_active_runs(stack)
+    name = request.node.name.replace("_", "-")[:58]
+    clients = []
+    for number in range(3):
+        config = small_config(f"{name}-{number}")
+        client = BufferClient(stack.buffer_url, stack.token, run=config.name)
+        create_run(client, config)
+        clients.append(client)
+    yield clients
+    for client in clients:
+        client.stop()
+
+
+def statuses(clients: list[BufferClient]) -> list[str]:
+    return [client.run_state().status for client in clients]
+
+
+def test_runs_take_their_turn_in_the_order_of_their_creation(waiting: list[BufferClient]) -> None:
+    first, second, third = waiting
+    assert second.take_turn().granted, "nobody was in front"
+    turn = third.take_turn()
+    assert (turn.granted, turn.in_front, turn.current_step, turn.steps) == (
+        False,
+        second.run,
+        0,
+        12,
+    )
+    assert first.take_turn().in_front == second.run
+    assert statuses(waiting) == ["queued", "running", "queued"]
+    assert second.take_turn().granted, "a turn is kept until the run ends"
+    second.pause()
+    assert first.take_turn().in_front == second.run, "a paused run keeps its place"
+    second.stop()
+    assert third.take_turn().in_front == first.run, "the older run waits, too"
+    assert first.take_turn().granted
+    first.begin_attempt()
+    first.set_status("finished")
+    assert third.take_turn().granted
+    assert first.take_turn().granted, "a finished run needs no turn"
+    assert statuses(waiting) == ["finished", "stopped", "running"]
+
+
+def test_a_queued_run_that_stops_asking_loses_its_place(
+    waiting: list[BufferClient], stack: Endpoints
+) -> None:
+    first, second, third = waiting
+    assert second.take_turn().granted
+    assert not first.take_turn().granted
+    second.stop()
+    assert not third.take_turn().granted
+    url = stack.database_url.replace("postgresql+psycopg", "postgresql")
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(
+            "update run set queued_at = now() - interval '61 s' where name = %s", (first.run,)
+        )
+    assert third.take_turn().granted
+
+
+def test_two_runs_never_take_the_same_turn(waiting: list[BufferClient]) -> None:
+    for _ in range(10):
+        with ThreadPoolExecutor(len(waiting)) as pool:
+            turns = list(pool.map(lambda client: client.take_turn(reopen=True), waiting))
+        assert [turn.granted for turn in turns].count(True) == 1
+        for client in waiting:
+            client.stop()
+
+
+def test_a_stopped_run_is_taken_up_only_if_asked(waiting: list[BufferClient]) -> None:
+    run = waiting[0]
+    run.take_turn(workflow="team/bapo-1")
+    attempt = run.stop().attempt
+    with pytest.raises(ServiceError, match="is stopped; continue it by starting its pipeline"):
+        run.take_turn()
+    assert run.take_turn(reopen=True).granted
+    state = run.run_state()
+    assert (state.status, state.attempt, state.workflow) == ("running", attempt, "team/bapo-1")
+
+
+def test_a_queued_run_can_be_stopped_and_deleted(waiting: list[BufferClient]) -> None:
+    first, second, _ = waiting
+    first.take_turn()
+    second.take_turn()
+    assert second.stop().status == "stopped"
+    first.stop()
+    second.delete_run()
+    with pytest.raises(ServiceError, match="lists them"):
+        second.run_state()
+    create_run(second, small_config(second.run))
 
 
 def test_deleting_a_run_deletes_its_rows_and_objects(driver: Driver, stack: Endpoints) -> None:

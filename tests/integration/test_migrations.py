@@ -91,14 +91,17 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
     with psycopg.connect(plain(database)) as connection:
         # The older schema knows no such runs: going back makes them failed ones.
         connection.execute(
-            "update run set status = 'failed' where status in ('paused', 'stopped', 'deleting')"
+            "update run set status = 'failed' "
+            "where status in ('queued', 'paused', 'stopped', 'deleting')"
         )
         # Replicas send their heartbeats again within seconds, so going back drops them.
         connection.execute("delete from replica")
-        # The older schema has neither digests, spans nor a target version.
+        # The older schema has neither digests, spans, stored configurations, nor a target version,
+        # a workflow and a place in the queue.
         connection.execute("update step_record set digests = null")
         connection.execute("delete from span")
-        connection.execute("update run set target_version = 0")
+        connection.execute("delete from stored_config")
+        connection.execute("update run set target_version = 0, workflow = null, queued_at = null")
     before = rows(database)
     assert before["difficulty_snapshot"]
     assert before["evaluation"]

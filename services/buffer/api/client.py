@@ -104,6 +104,31 @@ class BufferClient:
         """Returns all runs, or those with a status, newest first."""
         return list(self._get_all(wire.RunState, "runs", status=status, limit=1000))
 
+    def store_config(self, name: str, text: str) -> wire.NamedConfig:
+        """Stores a configuration (YAML) by name, in place of any other of this name.
+
+        Raises `ServiceError` (422) when it is invalid.
+        """
+        return self._call(wire.NamedConfig, "PUT", f"/v1/configs/{name}", json={"text": text})
+
+    def config(self, name: str) -> wire.NamedConfig:
+        """Returns a stored configuration. Raises `ServiceError` (404) if there is none."""
+        return self._call(wire.NamedConfig, "GET", f"/v1/configs/{name}")
+
+    def configs(self) -> list[wire.NamedConfig]:
+        """Returns every stored configuration, by name."""
+        return list(self._get_all(wire.NamedConfig, "configs", limit=1000))
+
+    def take_turn(self, *, reopen: bool = False, workflow: str | None = None) -> wire.Turn:
+        """Starts the run if no other run is in front of it, and queues it otherwise.
+
+        reopen: continue a run that was stopped or has failed. workflow: Argo workflow that trains
+        the run, as `namespace/name`. Raises `ServiceError` (409) for a stopped or failed run
+        without `reopen`.
+        """
+        request = wire.TurnRequest(reopen=reopen, workflow=workflow)
+        return self._call(wire.Turn, "POST", f"/v1/runs/{self.run}/turn", json=request.model_dump())
+
     def pause(self) -> wire.RunState:
         """Pauses the run: it gets no new prompts and batches until `resume`.
 

@@ -30,7 +30,9 @@ Kind = Literal["fresh", "reevaluation", "evaluation"]
 """Purpose of a rollout: X1, the generation for X2, or an evaluation on the held-out prompts."""
 BufferName = Literal["hard", "high_quality"]
 """The hard buffer (B_bad) or the high-quality buffer (B_high)."""
-Status = Literal["created", "running", "paused", "stopped", "finished", "failed", "deleting"]
+Status = Literal[
+    "created", "queued", "running", "paused", "stopped", "finished", "failed", "deleting"
+]
 
 
 RUN_NAME = r"^[a-z][a-z0-9-]{0,62}$"
@@ -83,6 +85,24 @@ class DatasetState(Wire):
     """Number of prompts that the dataset holds; 0 for a dataset that does not exist."""
 
 
+class ConfigUpload(Wire):
+    """A configuration to store."""
+
+    text: str = Field(max_length=1_000_000, examples=["steps: 120\nmodel: {path: tiny}\n"])
+    """The configuration as YAML, as in a file that `bapo run` takes."""
+
+
+class NamedConfig(Wire):
+    """A stored configuration."""
+
+    name: str
+    """Name by which pipelines refer to it."""
+    text: str
+    """The configuration as YAML."""
+    stored_at: datetime
+    """Time at which it was stored."""
+
+
 class RunCreate(Wire):
     """A run to create."""
 
@@ -104,6 +124,28 @@ class RunPatch(Wire):
     """Final status of the run."""
 
 
+class TurnRequest(Wire):
+    """A pipeline's request to train its run."""
+
+    reopen: bool = False
+    """Whether to continue a run that was stopped or has failed, instead of refusing it."""
+    workflow: str | None = Field(default=None, max_length=512, examples=["team/bapo-x7k2p"])
+    """Argo workflow that asks, as `namespace/name`."""
+
+
+class Turn(Wire):
+    """Whether a run may train now. The rollout replicas of a release work for one run at a time."""
+
+    granted: bool
+    """Whether the run may train, or has finished."""
+    in_front: str | None = None
+    """Name of the run that has to end first; null when the turn is granted."""
+    current_step: int | None = None
+    """Last committed step of the run in front."""
+    steps: int | None = None
+    """Number of training steps of the run in front."""
+
+
 # The service sends a stored configuration as it is, without validating it, so that a run that it
 # cannot read does not hide the others. A lambda, because a return type would become the schema.
 StoredConfig = Annotated[
@@ -120,7 +162,7 @@ class RunState(Wire):
     name: str
     """Name of the run."""
     status: str
-    """created, running, paused, stopped, finished, failed or deleting."""
+    """created, queued, running, paused, stopped, finished, failed or deleting."""
     config: StoredConfig
     """The whole configuration, with its preset and its defaults."""
     train_dataset: str
@@ -134,6 +176,8 @@ class RunState(Wire):
     before the first attempt."""
     created_at: datetime
     """Time at which the run was created."""
+    workflow: str | None = None
+    """Argo workflow that trains the run, as `namespace/name`; null outside a cluster."""
 
     @field_validator("config", mode="wrap")
     @classmethod

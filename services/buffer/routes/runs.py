@@ -118,6 +118,27 @@ def begin_attempt(service: ServiceDep, name: RunName) -> wire.RunState:
         return runs.run_state(lifecycle.begin_attempt(session, name))
 
 
+@router.post("/runs/{name}/turn", tags=["runs"], dependencies=RUN)
+def take_turn(service: ServiceDep, name: RunName, request: wire.TurnRequest) -> wire.Turn:
+    """Starts a run if no other run is in front of it, and queues it otherwise.
+
+    A pipeline repeats this call until the turn is granted; a queued run that stops asking loses its
+    place after a minute.
+    """
+    with service.write_transaction(name) as session:
+        _, in_front = lifecycle.take_turn(
+            session, name, reopen=request.reopen, workflow=request.workflow
+        )
+        if in_front is None:
+            return wire.Turn(granted=True)
+        return wire.Turn(
+            granted=False,
+            in_front=in_front.name,
+            current_step=in_front.current_step,
+            steps=in_front.config["steps"],
+        )
+
+
 @router.post("/runs/{name}/pause", tags=["runs"], dependencies=RUN)
 def pause_run(service: ServiceDep, name: RunName) -> wire.RunState:
     """Pauses a run: it gets no new prompts and batches until it is resumed."""

@@ -104,10 +104,15 @@ export function showRun(root, signal, { name, section, query }) {
   function head(run) {
     fill(status, statusPill(run.status));
     fill(steps, progress(run));
-    fill(
-      about,
-      `${run.config.algorithm ?? "unknown algorithm"} · seed ${run.config.seed} · attempt ${run.attempt} · created ${format.ago(run.created_at)}`,
-    );
+    const facts = [
+      run.config.algorithm ?? "unknown algorithm",
+      `seed ${run.config.seed}`,
+      `attempt ${run.attempt}`,
+      `created ${format.ago(run.created_at)}`,
+    ];
+    if (run.workflow) facts.push(`workflow ${run.workflow}`);
+    if (run.status === "queued") facts.push("waits until the run before it has ended");
+    fill(about, facts.join(" · "));
     fill(actions, mayChange() && buttons(run));
   }
 
@@ -116,6 +121,7 @@ export function showRun(root, signal, { name, section, query }) {
       running: ["pause", "stop"],
       paused: ["resume", "stop"],
       created: ["stop"],
+      queued: ["stop"],
     }[run.status];
     return (offered ?? []).map((action) =>
       h(

@@ -9,7 +9,7 @@ import { go, href, setQuery } from "../router.js";
 import { Pager, table } from "../tables.js";
 import { progress, statusPill } from "./pieces.js";
 
-const STATUSES = ["created", "running", "paused", "stopped", "finished", "failed", "deleting"];
+const STATUSES = ["created", "queued", "running", "paused", "stopped", "finished", "failed", "deleting"];
 const PAGE_SIZE = 25;
 const MAX_COMPARED = 8;
 const NO_EVALUATIONS = [];

@@ -1,0 +1,43 @@
+"""Stored configurations."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Depends
+
+from services.buffer import stored_configs
+from services.buffer.api import wire
+from services.buffer.routes.common import Cursor, Limit, RunName
+from services.buffer.service import ServiceDep
+from services.buffer.tokens import require_scope
+
+READ, RUN = [Depends(require_scope("read"))], [Depends(require_scope("run"))]
+
+router = APIRouter(prefix="/v1/configs", tags=["configurations"])
+
+
+@router.put("/{name}", dependencies=RUN)
+def store_config(service: ServiceDep, name: RunName, upload: wire.ConfigUpload) -> wire.NamedConfig:
+    """Stores a configuration by name, in place of any other of this name.
+
+    Pipelines can be started with it (`stored_config`). A run keeps the configuration that it was
+    created with.
+    """
+    with service.sessions.begin() as session:
+        row = stored_configs.store_config(session, name, upload.text)
+        return stored_configs.named_config(row)
+
+
+@router.get("", dependencies=READ)
+def list_configs(
+    service: ServiceDep, cursor: Cursor = None, limit: Limit = 100
+) -> wire.Page[wire.NamedConfig]:
+    """Lists the stored configurations by name."""
+    with service.sessions() as session:
+        return stored_configs.list_configs(session, cursor, limit)
+
+
+@router.get("/{name}", dependencies=READ)
+def get_config(service: ServiceDep, name: RunName) -> wire.NamedConfig:
+    """Returns a stored configuration."""
+    with service.sessions() as session:
+        return stored_configs.named_config(stored_configs.get_config(session, name))
