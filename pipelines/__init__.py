@@ -1,0 +1,2 @@
+SEGMENTS = 4
+"""Segments of the compiled pipeline, unless `bapo pipeline compile` is told otherwise."""

@@ -56,6 +56,13 @@ class TrainerBackend(Protocol):
         """Whether the pipeline that created the job has finished or was deleted."""
         ...
 
+    def has_ended(self, workflow: str) -> bool:
+        """Whether the workflow (`namespace/name`) has finished or was deleted.
+
+        Returns False for one of another namespace, about which the backend knows nothing.
+        """
+        ...
+
 
 def ensure_job(backend: TrainerBackend, job: dict[str, Any]) -> None:
     """Makes sure that the job exists and has not finished.

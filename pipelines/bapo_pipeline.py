@@ -9,53 +9,78 @@ from typing import Any
 
 from kfp import dsl, kubernetes
 
+from pipelines import SEGMENTS
+from pipelines.configuration import COUNTDOWN
+
 SERVICE_IMAGE, TRAINER_IMAGE = "bapo/service:0.2.0", "bapo/trainer:0.2.0"
 """Images of the components; `bapo pipeline compile` can replace them."""
 ON_SERVICE = {"base_image": SERVICE_IMAGE, "install_kfp_package": False}
 ON_TRAINER = {"base_image": TRAINER_IMAGE, "install_kfp_package": False}
 RETRIES = 3
-"""Retries of each step."""
-
-COUNTDOWN = (
-    "{steps: 120, model: {path: tiny}, "
-    "task: {name: countdown, options: {template: short}, train_prompts: 2000, test_prompts: 200}, "
-    "rollout: {engine: vllm, prompts_per_step: 64, group_size: 8, max_prompt_tokens: 32, "
-    "max_response_tokens: 32, vllm_args: [--enforce-eager, --max-num-seqs, '256']}, "
-    "optimizer: {learning_rate: 1.0e-4, minibatch_prompts: 16, microbatch_tokens: 2048}, "
-    "evaluation: {every: 20}}"
-)
-"""`examples/countdown-vllm.yaml` on one line, because KFP writes defaults into a comment."""
+"""Automatic retries of each step."""
+MAX_SEGMENTS = 50
+"""Argo's Workflow object grows with every task, and etcd limits its size."""
 
 
 @dsl.component(**ON_TRAINER)
-def prepare_data(run: str, config: str, overrides: str) -> str:
+def prepare_data(
+    run: str,
+    config: dict[str, Any],
+    stored_config: str,
+    overrides: list[str],
+    model: str,
+    task: str,
+    train_data: str,
+    test_data: str,
+    training_steps: int,
+    learning_rate: float,
+    prompts_per_step: int,
+    group_size: int,
+) -> str:
     """Stores the prompts and the initial model in the object store."""
-    from pipelines import steps
+    from pipelines import configuration, steps
 
     with steps.pipeline_step(run) as (context, _):
-        return steps.prepare(context, config, overrides)
+        run_config = configuration.read_config(
+            run,
+            config,
+            configuration.load_stored_config(stored_config, context.buffer, context.store),
+            overrides,
+            {
+                "model": model,
+                "task": task,
+                "train_data": train_data,
+                "test_data": test_data,
+                "steps": training_steps,
+                "learning_rate": learning_rate,
+                "prompts_per_step": prompts_per_step,
+                "group_size": group_size,
+            },
+        )
+        return steps.prepare(context, run_config)
 
 
 @dsl.component(**ON_SERVICE)
-def create_or_resume_run(run: str, request: str, steps_per_segment: int) -> list[int]:
-    """Creates the run or continues it; returns the last steps of the segments that remain."""
+def create_or_resume_run(run: str, request: str, segments: int) -> list[int]:
+    """Creates the run, unless it exists; returns the last training step of each segment."""
     from pipelines import steps
 
     with steps.pipeline_step(run) as (context, _):
-        return steps.open_run(context, request, steps_per_segment)
+        return steps.open_run(context, request, segments)
 
 
 @dsl.component(**ON_SERVICE)
 def train(
     run: str,
-    until: int,
+    segment: int,
+    segment_ends: list[int],
     workers: int,
     gpus_per_worker: int,
     cpu: str,
     memory: str,
     start_within_minutes: int,
-) -> int:
-    """Waits until the run's PyTorchJob has trained step `until`; creates the job if necessary."""
+) -> None:
+    """Waits until the run's PyTorchJob has trained a segment; creates the job if necessary."""
     from pipelines import steps
     from pipelines.pytorchjob import Resources
 
@@ -63,53 +88,52 @@ def train(
         steps.train(
             context,
             jobs,
-            until,
+            int(segment_ends[segment - 1]),
             Resources(workers=workers, gpus=gpus_per_worker, cpu=cpu, memory=memory),
             start_within_s=60.0 * start_within_minutes,
         )
-    return until
 
 
 @dsl.component(**ON_SERVICE)
-def checkpoint_and_sync(run: str, until: int) -> int:
-    """Waits until every replica serves the weights published with the segment's checkpoint."""
-    from pipelines import steps
-
-    with steps.pipeline_step(run) as (context, _):
-        return steps.sync(context, until)
-
-
-@dsl.component(**ON_SERVICE)
-def report(
+def checkpoint_and_sync(
     run: str,
-    version: int,
+    segment: int,
+    segment_ends: list[int],
     metrics: dsl.Output[dsl.Metrics],
     page: dsl.Output[dsl.HTML],
     summary: dsl.Output[dsl.Markdown],
 ) -> None:
-    """Reports the run so far: metrics, an HTML page with charts, and a summary."""
-    from pathlib import Path
+    """Waits until every replica serves the weights published with the segment's checkpoint.
 
+    Then reports the run so far: metrics, an HTML page with charts, and a summary.
+    """
     from pipelines import steps
 
     with steps.pipeline_step(run) as (context, _):
+        version = steps.sync(context, int(segment_ends[segment - 1]))
         run_report = steps.report(context)
     metrics.log_metric("policy_version", version)
     for name, value in run_report.metrics.items():
         metrics.log_metric(name, value)
-    Path(page.path).write_text(run_report.page)
-    Path(summary.path).write_text(run_report.markdown)
+    run_report.write(page.path, summary.path)
 
 
 @dsl.component(**ON_SERVICE)
-def evaluate(run: str, versions: list, metrics: dsl.Output[dsl.Metrics]) -> float:  # type: ignore[type-arg]
-    """Waits for the evaluation of the final weights on the held-out prompts."""
+def evaluate(
+    run: str,
+    metrics: dsl.Output[dsl.Metrics],
+    page: dsl.Output[dsl.HTML],
+    summary: dsl.Output[dsl.Markdown],
+) -> float:
+    """Waits for the evaluation of the final weights on the held-out prompts; reports the run."""
     from pipelines import steps
 
     with steps.pipeline_step(run) as (context, _):
         evaluation = steps.evaluate(context)
+        run_report = steps.report(context)
     for name, value in evaluation.items():
         metrics.log_metric(name, value)
+    run_report.write(page.path, summary.path)
     return evaluation["held_out_accuracy"]
 
 
@@ -134,10 +158,37 @@ def clean_up(run: str) -> str:
         return steps.clean_up(context, jobs)
 
 
+REQUIRED = (
+    "BAPO_BUFFER_URL",
+    "BAPO_VERIFIER_URL",
+    "BAPO_S3_ENDPOINT",
+    "BAPO_S3_BUCKET",
+    "BAPO_RELEASE",
+    "BAPO_CONNECTION",
+    "BAPO_TOKEN_SECRET",
+    "BAPO_S3_SECRET",
+    "BAPO_TRAINER_IMAGE",
+    "BAPO_TRAINER_SERVICE_ACCOUNT",
+)
+"""Keys of the chart's connection ConfigMap without which no step's pod starts."""
+OPTIONAL = (
+    "BAPO_DASHBOARD_URL",
+    "BAPO_TRAINER_QUEUE",
+    "BAPO_TRAINER_PULL_SECRETS",
+    "BAPO_TRAINER_PULL_POLICY",
+    "BAPO_TRAINER_PRIORITY_CLASS",
+    "BAPO_TRAINER_NODE_SELECTOR",
+    "BAPO_TRAINER_TOLERATIONS",
+)
+"""Keys that have defaults: the ConfigMap of an older release may lack them."""
+
+
 def _connect(task: Any, connection: Any, token_secret: Any, s3_secret: Any) -> Any:
     """Gives a task the release's ConfigMap and Secrets, disables its cache and enables retries."""
-    names = {name: name for name in CONNECTION}
-    kubernetes.use_config_map_as_env(task, connection, names)
+    for names, optional in ((REQUIRED, False), (OPTIONAL, True)):
+        kubernetes.use_config_map_as_env(
+            task, connection, {name: name for name in names}, optional=optional
+        )
     kubernetes.use_secret_as_env(task, token_secret, {"BAPO_TOKEN": "BAPO_TOKEN"})
     keys = {name: name for name in ("BAPO_S3_ACCESS_KEY", "BAPO_S3_SECRET_KEY")}
     kubernetes.use_secret_as_env(task, s3_secret, keys)
@@ -151,88 +202,118 @@ def _connect(task: Any, connection: Any, token_secret: Any, s3_secret: Any) -> A
     return task.set_retry(RETRIES)
 
 
-CONNECTION = (
-    "BAPO_BUFFER_URL",
-    "BAPO_VERIFIER_URL",
-    "BAPO_S3_ENDPOINT",
-    "BAPO_S3_BUCKET",
-    "BAPO_RELEASE",
-    "BAPO_CONNECTION",
-    "BAPO_TOKEN_SECRET",
-    "BAPO_S3_SECRET",
-    "BAPO_TRAINER_IMAGE",
-    "BAPO_TRAINER_SERVICE_ACCOUNT",
-    "BAPO_TRAINER_QUEUE",
-    "BAPO_TRAINER_PULL_SECRETS",
-    "BAPO_TRAINER_PULL_POLICY",
-    "BAPO_TRAINER_PRIORITY_CLASS",
-    "BAPO_TRAINER_NODE_SELECTOR",
-    "BAPO_TRAINER_TOLERATIONS",
-)
-"""Keys of the chart's connection ConfigMap that every step gets as variables."""
+def build_pipeline(segments: int = SEGMENTS) -> Any:
+    """Builds the pipeline with this number of segments, as KFP compiles or runs it.
 
-
-@dsl.pipeline(
-    name="bapo",
-    description="Off-policy reinforcement learning from verifiable rewards: trains a run of BAPO, "
-    "or continues it from its last checkpoint.",
-)
-def bapo_pipeline(
-    run: str = "countdown",
-    config: str = COUNTDOWN,
-    overrides: str = "",
-    steps_per_segment: int = 50,
-    workers: int = 1,
-    gpus_per_worker: int = 1,
-    cpu_per_worker: str = "4",
-    memory_per_worker: str = "32Gi",
-    start_within_minutes: int = 60,
-    connection: str = "bapo-connection",
-    token_secret: str = "bapo-token",
-    s3_secret: str = "bapo-s3",
-) -> None:
-    """Trains a run with BAPO.
-
-    Args:
-        run: Name of the run: lower-case letters, digits and hyphens. An existing run is continued.
-        config: The run's configuration as YAML; docs/configuration.md describes every key.
-        overrides: Changes to the configuration, one `key=value` a line, for example `steps=400`.
-        steps_per_segment: Training steps of a segment, at least. At its end the pipeline waits for
-            a checkpoint and for the replicas, and writes a report. Training goes on meanwhile.
-        workers: Number of pods of the PyTorchJob.
-        gpus_per_worker: GPUs of each worker; 0 trains on CPUs.
-        cpu_per_worker: Cores that each worker requests, for example `4` or `500m`.
-        memory_per_worker: Memory request and limit of each worker, for example `32Gi`.
-        start_within_minutes: Minutes to wait for nodes before the step fails.
-        connection: Name of the ConfigMap with the addresses of the chart's release.
-        token_secret: Name of the release's Secret with the services' token.
-        s3_secret: Name of the release's Secret with the object store's keys.
+    The segments are tasks of their own and not iterations of a loop. So a failed step ends the
+    graph at once, Kubeflow's "Retry" continues at the failed step, and the graph shows which
+    segment is being trained.
     """
 
-    def connect(task: Any) -> Any:
-        return _connect(task, connection, token_secret, s3_secret)
+    @dsl.pipeline(
+        name="bapo",
+        description="Off-policy reinforcement learning from verifiable rewards: trains a run of "
+        "BAPO, or continues it from its last checkpoint.",
+    )
+    def bapo_pipeline(
+        bapo_run: str = "countdown",
+        config: dict[str, Any] = COUNTDOWN,
+        stored_config: str = "",
+        overrides: list[str] = [],  # noqa: B006
+        model: str = "",
+        task: str = "",
+        train_data: str = "",
+        test_data: str = "",
+        steps: int = 0,
+        learning_rate: float = 0.0,
+        prompts_per_step: int = 0,
+        group_size: int = 0,
+        workers: int = 1,
+        gpus_per_worker: int = 1,
+        cpu_per_worker: str = "4",
+        memory_per_worker: str = "32Gi",
+        start_within_minutes: int = 60,
+        connection: str = "bapo-connection",
+        token_secret: str = "bapo-token",
+        s3_secret: str = "bapo-s3",
+    ) -> None:
+        """Trains a run with BAPO.
 
-    cleaned = connect(clean_up(run=run))
-    with dsl.ExitHandler(cleaned, name="training"):
-        prepared = connect(prepare_data(run=run, config=config, overrides=overrides))
-        opened = connect(
-            create_or_resume_run(
-                run=run, request=prepared.output, steps_per_segment=steps_per_segment
-            )
-        )
-        with dsl.ParallelFor(opened.output, parallelism=1, name="segments") as until:
-            trained = connect(
-                train(
-                    run=run,
-                    until=until,
-                    workers=workers,
-                    gpus_per_worker=gpus_per_worker,
-                    cpu=cpu_per_worker,
-                    memory=memory_per_worker,
-                    start_within_minutes=start_within_minutes,
+        Args:
+            bapo_run: Name of the run: lower-case letters, digits and hyphens. An existing run is
+                continued.
+            config: The run's configuration; docs/configuration.md describes every key.
+            stored_config: A stored configuration that replaces `config`: the name that `bapo config
+                push` gave it, or the address `s3://bucket/key` of a YAML file.
+            overrides: Changes to the configuration, as a list of `key=value`, for example
+                `["optimizer.weight_decay=0.1"]`. They replace every other value.
+            model: Model to train, `model.path` of the configuration, for example
+                `hf://Qwen/Qwen3-0.6B`. Empty: as the configuration says.
+            task: Task that scores the responses, `task.name`. Empty: as the configuration says.
+            train_data: Training prompts, `task.train_path`. Empty: as the configuration says.
+            test_data: Held-out prompts, `task.test_path`. Empty: as the configuration says.
+            steps: Training steps of the run. 0: as the configuration says.
+            learning_rate: Learning rate, `optimizer.learning_rate`. 0: as the configuration says.
+            prompts_per_step: Prompts of each step, `rollout.prompts_per_step`. 0: as the
+                configuration says.
+            group_size: Responses to each prompt, `rollout.group_size`. 0: as the configuration
+                says.
+            workers: Number of pods of the PyTorchJob.
+            gpus_per_worker: GPUs of each worker; 0 trains on CPUs.
+            cpu_per_worker: Cores that each worker requests, for example `4` or `500m`.
+            memory_per_worker: Memory request and limit of each worker, for example `32Gi`.
+            start_within_minutes: Minutes to wait for nodes before the step fails.
+            connection: Name of the ConfigMap with the addresses of the chart's release.
+            token_secret: Name of the release's Secret with the services' token.
+            s3_secret: Name of the release's Secret with the object store's keys.
+        """
+
+        def connect(task: Any) -> Any:
+            return _connect(task, connection, token_secret, s3_secret)
+
+        cleaned = connect(clean_up(run=bapo_run))
+        with dsl.ExitHandler(cleaned, name="training"):
+            prepared = connect(
+                prepare_data(
+                    run=bapo_run,
+                    config=config,
+                    stored_config=stored_config,
+                    overrides=overrides,
+                    model=model,
+                    task=task,
+                    train_data=train_data,
+                    test_data=test_data,
+                    training_steps=steps,
+                    learning_rate=learning_rate,
+                    prompts_per_step=prompts_per_step,
+                    group_size=group_size,
                 )
             )
-            synced = connect(checkpoint_and_sync(run=run, until=trained.output))
-            connect(report(run=run, version=synced.output))
-        evaluated = connect(evaluate(run=run, versions=dsl.Collected(synced.output)))
-        connect(export_model(run=run, accuracy=evaluated.outputs["Output"]))
+            opened = connect(
+                create_or_resume_run(run=bapo_run, request=prepared.output, segments=segments)
+            )
+            before = opened
+            for segment in range(1, segments + 1):
+                trained = connect(
+                    train(
+                        run=bapo_run,
+                        segment=segment,
+                        segment_ends=opened.output,
+                        workers=workers,
+                        gpus_per_worker=gpus_per_worker,
+                        cpu=cpu_per_worker,
+                        memory=memory_per_worker,
+                        start_within_minutes=start_within_minutes,
+                    )
+                ).after(before)
+                synced = connect(
+                    checkpoint_and_sync(run=bapo_run, segment=segment, segment_ends=opened.output)
+                ).after(trained)
+                if segments > 1:
+                    trained.set_display_name(f"train {segment} of {segments}")
+                    synced.set_display_name(f"checkpoint and sync {segment} of {segments}")
+                before = synced
+            evaluated = connect(evaluate(run=bapo_run)).after(before)
+            connect(export_model(run=bapo_run, accuracy=evaluated.outputs["Output"]))
+
+    return bapo_pipeline

@@ -157,11 +157,15 @@ class KubeflowBackend:
                 GROUP, VERSION, self._namespace, PLURAL, name
             ),
         )
-        for owner in job["metadata"].get("ownerReferences") or []:
-            workflow = self._workflow(owner["name"])
-            if workflow is None or _has_finished(workflow):
-                return True
-        return False
+        owners = job["metadata"].get("ownerReferences") or []
+        return any(self.has_ended(f"{self._namespace}/{owner['name']}") for owner in owners)
+
+    def has_ended(self, workflow: str) -> bool:
+        namespace, _, name = workflow.partition("/")
+        if namespace != self._namespace:
+            return False
+        found = self._read_workflow(name)
+        return found is None or _has_finished(found)
 
     def is_terminating(self, name: str) -> bool:
         """Whether the workflow was terminated, has finished or was deleted.
@@ -181,6 +185,16 @@ class KubeflowBackend:
         return None if workflow is None else Owner(name, workflow["metadata"]["uid"])
 
     def _workflow(self, name: str) -> dict[str, Any] | None:
+        """Returns the workflow, or None as `_read_workflow` and without the right to read it."""
+        try:
+            return self._read_workflow(name)
+        except _RequestRefused as error:
+            if error.status != 403:
+                raise
+            return None
+
+    def _read_workflow(self, name: str) -> dict[str, Any] | None:
+        """Returns the workflow, or None if it was deleted."""
         try:
             workflow: dict[str, Any] = self._call(
                 "read workflow",
@@ -190,7 +204,7 @@ class KubeflowBackend:
                 ),
             )
         except _RequestRefused as error:
-            if error.status not in (403, 404):
+            if error.status != 404:
                 raise
             return None
         return workflow

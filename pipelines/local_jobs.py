@@ -104,6 +104,10 @@ class LocalBackend:
         """Always returns False: locally, an abandoned job is detected through its run's status."""
         return False
 
+    def has_ended(self, workflow: str) -> bool:  # noqa: ARG002
+        """Always returns False: a run of this machine belongs to no workflow."""
+        return False
+
 
 def _is_running(directory: Path) -> bool:
     """Whether the job's operator runs, and so holds its lock."""

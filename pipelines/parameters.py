@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from bapo_core.config import RunConfig, load_config
+from bapo_core.config import RunConfig, flatten, load_config, read_values
 from bapo_core.errors import BapoError
-from pipelines.bapo_pipeline import COUNTDOWN, bapo_pipeline
+from pipelines.bapo_pipeline import build_pipeline
+from pipelines.configuration import COUNTDOWN, KEYS, read_config
 from pipelines.pytorchjob import Resources
-from pipelines.steps import read_config
+
+RUN = "bapo_run"
+"""Parameter with the run's name. It sorts before the others, so that Kubeflow's form begins with
+it; on the command line it is the configuration's key `name`."""
+FORM_ONLY = {
+    "config": "give the YAML file as the first argument",
+    "overrides": "give key=value for each key of the configuration",
+    RUN: "give name=NAME",
+    "run": "the name of a run is name=NAME",
+    "steps_per_segment": "`bapo pipeline compile` takes the number of segments as --segments",
+}
+"""Parameters that the command line sets itself, and how."""
 
 
 def parameters_of(config: str | None, arguments: Sequence[str]) -> dict[str, Any]:
@@ -24,15 +35,22 @@ def parameters_of(config: str | None, arguments: Sequence[str]) -> dict[str, Any
     Raises `BapoError` for what would otherwise fail later, in a pod.
     """
     parameters, overrides = _split(arguments)
+    if config is not None and "stored_config" in parameters:
+        raise BapoError("a file and stored_config are both given; give one of them")
     if config is not None:
-        from_file = {"run": load_config(config).name, "config": Path(config).read_text("utf-8")}
-        parameters = from_file | parameters
+        name = load_config(config).name
+        values = read_values(config)
+        # KFP passes no nulls, but texts.
+        nulls = [f"{key}=null" for key, value in flatten(values).items() if value is None]
+        parameters = {RUN: name, "config": _without_nulls(values)} | parameters
+        overrides = [*nulls, *overrides]
     if overrides:
-        parameters["overrides"] = "\n".join(overrides)
-    config_of(parameters)
-    for name in ("steps_per_segment", "start_within_minutes"):
-        if parameters.get(name, 1) < 1:
-            raise BapoError(f"{name} is {parameters[name]}; give at least 1")
+        parameters["overrides"] = overrides
+    if "stored_config" not in parameters:
+        config_of(parameters)
+    if parameters.get("start_within_minutes", 1) < 1:
+        minutes = parameters["start_within_minutes"]
+        raise BapoError(f"start_within_minutes is {minutes}; give at least 1")
     sizes = {
         "workers": "workers",
         "gpus_per_worker": "gpus",
@@ -45,34 +63,62 @@ def parameters_of(config: str | None, arguments: Sequence[str]) -> dict[str, Any
 
 def run_of(parameters: Mapping[str, Any]) -> str:
     """Returns the name of the run, which has a default in the pipeline."""
-    return str(parameters.get("run", "countdown"))
+    return str(parameters.get(RUN, "countdown"))
 
 
 def config_of(parameters: Mapping[str, Any]) -> RunConfig:
-    """Returns the configuration of the run that these parameters start. Raises `ConfigError`."""
-    config, overrides = parameters.get("config", COUNTDOWN), parameters.get("overrides", "")
-    return read_config(config, overrides, run_of(parameters))
+    """Returns the configuration of the run that these parameters start, without a stored one.
+
+    Raises `ConfigError`.
+    """
+    return read_config(
+        run_of(parameters),
+        parameters.get("config", COUNTDOWN),
+        None,
+        parameters.get("overrides", []),
+        {name: parameters[name] for name in KEYS if name in parameters},
+    )
+
+
+def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns nested sections without the keys whose value is None."""
+    return {
+        key: _without_nulls(value) if isinstance(value, Mapping) else value
+        for key, value in values.items()
+        if value is not None
+    }
 
 
 def _split(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Returns (parameters of the pipeline, overrides of the configuration)."""
-    inputs = bapo_pipeline.component_spec.inputs or {}
+    inputs = build_pipeline().component_spec.inputs or {}
     parameters: dict[str, Any] = {}
     overrides = []
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if not equals:
             raise BapoError(f"{argument!r}: give parameter=value")
-        if name not in inputs:
+        if name in FORM_ONLY:
+            raise BapoError(f"{name}={value}: {FORM_ONLY[name]}")
+        if name == "name":
+            parameters[RUN] = value
+        elif name in inputs:
+            parameters[name] = _parse(name, value, inputs[name].type)
+        else:
             _suggest_parameter(name, list(inputs))
             overrides.append(argument)
-        elif inputs[name].type != "Integer":
-            parameters[name] = value
-        elif value.isdecimal():
-            parameters[name] = int(value)
-        else:
-            raise BapoError(f"{name}={value}: give a whole number")
     return parameters, overrides
+
+
+def _parse(name: str, value: str, kind: str) -> str | int | float:
+    """Returns the value of a parameter of KFP's type `kind`. Raises `BapoError`."""
+    try:
+        if kind == "Integer":
+            return int(value)
+        return float(value) if kind == "Float" else value
+    except ValueError as error:
+        expected = "a whole number" if kind == "Integer" else "a number"
+        raise BapoError(f"{name}={value}: give {expected}") from error
 
 
 def _suggest_parameter(name: str, parameters: Sequence[str]) -> None:

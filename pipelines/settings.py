@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator
-from pydantic_settings import NoDecode
+from pydantic_settings import BaseSettings, NoDecode
 
 from bapo_core.errors import ConfigError
 from services.common.settings import (
@@ -26,6 +26,8 @@ class StepSettings(BufferClientSettings, ObjectStoreClientSettings):
 
     workflow: str = ""
     """Name of the Argo workflow that the step belongs to."""
+    dashboard_url: str = ""
+    """Address at which people reach the dashboard; unset where the chart exposes none."""
     scratch: Path = Field(default_factory=lambda: Path(tempfile.gettempdir()))
     """Directory for models in transfer."""
 
@@ -88,6 +90,13 @@ class DeploymentSettings(Settings):
                 f"{error}: the step did not get the connection ConfigMap of the release "
                 "(`<release>-connection`), or got one with invalid values; see docs/deploy.md"
             ) from error
+
+
+class RetrySettings(BaseSettings):
+    """Which of Argo's attempts at a step this one is."""
+
+    kfp_retry_index: int = 0
+    """Number of attempts before this one. KFP sets it; a retry by hand begins with 0 again."""
 
 
 class LocalJobsSettings(Settings):

@@ -9,18 +9,24 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, TypeVar
+from urllib.parse import urlsplit
 
-from bapo_core.config import RunConfig, parse_config
+from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from pipelines.backends import TrainerBackend, ensure_job, remove_job
 from pipelines.pytorchjob import Deployment, Owner, Resources, build_job, job_name
-from pipelines.settings import DeploymentSettings, LocalJobsSettings, StepSettings
+from pipelines.settings import (
+    DeploymentSettings,
+    LocalJobsSettings,
+    RetrySettings,
+    StepSettings,
+)
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient, none_if_missing
 from services.common.objectstore import ObjectStore
@@ -30,6 +36,8 @@ from services.exporters.mlflow import mirror_to_mlflow, update_mlflow
 POLL_INTERVAL_S = 2.0
 HEARTBEAT_TIMEOUT_S = 30.0
 """Age of a replica's last heartbeat, in seconds, beyond which the pipeline does not wait for it."""
+OPEN_STATUSES = ("queued", "running", "paused")
+"""Statuses of the runs that have a place in the queue for the rollout replicas."""
 LAST_ERROR = "last-error"
 """File in the directory of local jobs with the error of the last step that failed."""
 
@@ -45,6 +53,15 @@ class PipelineContext:
     scratch: Path
     """Directory for models in transfer."""
     log: Callable[[str], None]
+    workflow: str | None = None
+    """The Argo workflow that the step belongs to, as `namespace/name`; None outside a cluster."""
+    may_reopen: bool = True
+    """Whether the step may continue a run that was stopped. An automatic retry may not: it would
+    undo a `bapo stop` that ended the attempt before."""
+    buffer_url: str = ""
+    """Address of the buffer service inside the cluster."""
+    dashboard_url: str = ""
+    """Address at which people reach the dashboard; empty where the chart exposes none."""
 
     @classmethod
     def from_environment(cls, run: str) -> PipelineContext:
@@ -53,11 +70,20 @@ class PipelineContext:
         Raises `ConfigError` when a variable is missing or invalid.
         """
         settings = StepSettings.load()
+        workflow = None
+        if settings.workflow and LocalJobsSettings.load().local_jobs is None:
+            from pipelines.kubeflow import current_namespace
+
+            workflow = f"{current_namespace()}/{settings.workflow}"
         return cls(
             BufferClient(settings.buffer_url, settings.token.get_secret_value(), run=run),
             ObjectStore(settings.s3),
             settings.scratch,
             lambda line: print(line, flush=True),
+            workflow=workflow,
+            may_reopen=RetrySettings().kfp_retry_index == 0,
+            buffer_url=settings.buffer_url,
+            dashboard_url=settings.dashboard_url.rstrip("/"),
         )
 
 
@@ -146,19 +172,17 @@ def cancel(context: PipelineContext, jobs: TrainerJobs) -> None:
 # ---- before the training ------------------------------------------------------------------------
 
 
-def prepare(context: PipelineContext, config_text: str, overrides: str) -> str:
+def prepare(context: PipelineContext, config: RunConfig) -> str:
     """Stores the prompts and the initial model; returns the `RunCreate` for `open_run` as JSON.
 
     It is text, because KFP turns every number of a structured parameter into a float and refuses
-    nulls when it runs locally. Raises `BapoError` (`ConfigError` for the configuration).
+    nulls when it runs locally. Raises `BapoError`.
     """
-
     from services.common.layout import MODEL_SCHEME
     from services.datasets import load_datasets
     from services.model.resolve import ensure_model
     from services.model.stored import store_model
 
-    config = read_config(config_text, overrides, context.buffer.run)
     for warning in config.warnings():
         context.log(f"note: {warning}")
     stored_path = _stored_model(context.buffer)
@@ -186,20 +210,11 @@ def _stored_model(buffer: BufferClient) -> str | None:
     return None if state is None else state.config.model.path
 
 
-def read_config(text: str, overrides: str, run: str) -> RunConfig:
-    """Parses a configuration (YAML), applies overrides (`key=value`, one a line) and sets its name.
+def open_run(context: PipelineContext, request: str, segments: int) -> list[int]:
+    """Creates the run unless it exists; returns the last training step of each segment.
 
-    Raises `ConfigError`.
-    """
-    lines = [line.strip() for line in overrides.splitlines() if line.strip()]
-    return parse_config(text, [*lines, f"name={run}"])
-
-
-def open_run(context: PipelineContext, request: str, steps_per_segment: int) -> list[int]:
-    """Creates the run, or begins a new attempt of one that was stopped or failed.
-
-    Returns the last training steps of the segments that remain. Raises `BapoError` when a run of
-    this name exists with another configuration, because its results would be a mixture of two.
+    Raises `BapoError` when a run of this name exists with another configuration, because its
+    results would be a mixture of two.
     """
     desired = wire.RunCreate.model_validate_json(request)
     buffer = context.buffer
@@ -216,36 +231,47 @@ def open_run(context: PipelineContext, request: str, steps_per_segment: int) -> 
             f"run {state.name!r} exists with another configuration ({', '.join(different)} "
             "differ); continue it with its own configuration, or choose another name"
         )
-    if state.status in ("stopped", "failed"):
-        state = buffer.begin_attempt()  # even if only its last evaluation is missing
-    remaining = segment_ends(config, state.current_step, steps_per_segment)
-    context.log(f"run {state.name} is at step {state.current_step} of {config.steps}")
-    # The last segment is always repeated, because its weights may not be published yet. And KFP
-    # does not collect the results of a loop as a list if there is only one iteration.
-    ends = remaining or [config.steps]
-    return ends if len(ends) > 1 else ends * 2
+    ends = segment_ends(config, segments)
+    context.log(
+        f"run {state.name} is at step {state.current_step} of {config.steps}; its segments end at "
+        f"steps {', '.join(map(str, ends))}"
+    )
+    return ends
 
 
-def segment_ends(config: RunConfig, done: int, steps_per_segment: int) -> list[int]:
-    """Returns the last training steps of the segments after step `done`.
+def segment_ends(config: RunConfig, segments: int) -> list[int]:
+    """Returns the last training step of each segment.
 
-    A segment ends at a step with a checkpoint, at most one in each `steps_per_segment` steps of the
-    run, and at its last step. Segments do not depend on `done`. Raises `BapoError` when
-    `steps_per_segment` is less than 1.
+    Each segment ends at the first step with a checkpoint that is not before its share of the steps,
+    and the last one at the last step of the run. In a run with fewer checkpoints than segments,
+    several segments end at the same step. Raises `BapoError` when `segments` is less than 1.
     """
-    if steps_per_segment < 1:
-        raise BapoError(f"steps_per_segment is {steps_per_segment}; give at least 1")
-    ends: list[int] = []
-    last = 0
-    for step in range(1, config.steps + 1):
-        # A checkpoint precedes each step that `checkpoint.every` divides (`checkpoints_after`).
-        next_segment = (step + 1) // steps_per_segment > (last + 1) // steps_per_segment
-        if config.checkpoints_after(step) and (next_segment or step == config.steps):
-            ends.append(step)
-            last = step
-    if len(ends) > 1 and 2 * (ends[-1] - ends[-2]) <= steps_per_segment:
-        del ends[-2]  # a short rest of the run joins the segment before
-    return [step for step in ends if step > done]
+    if segments < 1:
+        raise BapoError(f"the pipeline has {segments} segments; compile it with at least 1")
+    checkpoints = [step for step in range(1, config.steps + 1) if config.checkpoints_after(step)]
+    return [
+        next(step for step in checkpoints if step * segments >= segment * config.steps)
+        for segment in range(1, segments + 1)
+    ]
+
+
+def take_turn(context: PipelineContext) -> None:
+    """Waits until the run is the one that the rollout replicas work for.
+
+    A step whose turn is granted has it until the run ends, so that steps may repeat this. Raises
+    `ServiceError` when the run was stopped, unless the step may reopen it.
+    """
+    buffer, may_reopen, logged = context.buffer, context.may_reopen, ""
+    while True:
+        turn = buffer.take_turn(reopen=may_reopen, workflow=context.workflow)
+        if turn.granted:
+            return
+        may_reopen = False  # from here on, a `bapo stop` is meant for this step
+        line = f"waiting: run {turn.in_front} is in front, of {turn.steps} steps"
+        if line != logged:
+            context.log(f"{line}; it is at step {turn.current_step}")
+            logged = line
+        time.sleep(POLL_INTERVAL_S)
 
 
 # ---- a segment ----------------------------------------------------------------------------------
@@ -269,6 +295,7 @@ def train(
     if is_trained(context.buffer, config, until):
         context.log(f"step {until} is trained already")
         return
+    take_turn(context)
     context.log(f"training from step {state.current_step + 1} to {until}")
     job = build_job(
         run,
@@ -365,6 +392,7 @@ def sync(context: PipelineContext, until: int, *, within_s: float = 3600.0) -> i
     Returns the oldest version that a replica serves. Raises `BapoError` when the run is stopped, or
     after `within_s`.
     """
+    take_turn(context)
     buffer = context.buffer
     config = buffer.run_state().config
     target = version_after(config, until)
@@ -423,6 +451,11 @@ class RunReport:
     metrics: dict[str, float]
     markdown: str
 
+    def write(self, page: str, markdown: str) -> None:
+        """Writes the page and the summary to the paths of a step's artifacts."""
+        Path(page).write_text(self.page)
+        Path(markdown).write_text(self.markdown)
+
 
 def report(context: PipelineContext) -> RunReport:
     """Reports the run so far, once its initial weights are evaluated."""
@@ -448,8 +481,22 @@ def report(context: PipelineContext) -> RunReport:
         "unlocked_fraction": summary["unlocked_fraction"],
     }
     rows = "\n".join(f"| {name.replace('_', ' ')} | {value:g} |" for name, value in metrics.items())
-    title = f"# {history.state.name}, step {history.state.current_step} of {history.config.steps}"
-    return RunReport(page, metrics, f"{title}\n\n| | |\n| --- | --- |\n{rows}\n")
+    run = history.state.name
+    title = f"# {run}, step {history.state.current_step} of {history.config.steps}"
+    table = f"| | |\n| --- | --- |\n{rows}\n"
+    return RunReport(page, metrics, f"{title}\n\n{table}\n{dashboard_link(context, run)}\n")
+
+
+def dashboard_link(context: PipelineContext, run: str) -> str:
+    """Returns the Markdown that leads to the run's page of the dashboard."""
+    if context.dashboard_url:
+        return f"[The run's page of the dashboard]({context.dashboard_url}/#/runs/{run})"
+    address = urlsplit(context.buffer_url)
+    service, port = (address.hostname or "").split(".")[0], address.port
+    return (
+        f"The run's page of the dashboard: run `kubectl port-forward service/{service} {port}` in "
+        f"the namespace of the release, and open <http://127.0.0.1:{port}/#/runs/{run}>"
+    )
 
 
 # ---- after the training -------------------------------------------------------------------------
@@ -460,6 +507,7 @@ def evaluate(context: PipelineContext, *, within_s: float = 3600.0) -> dict[str,
 
     Returns their held-out accuracy, and the number of prompts for each number of correct responses.
     """
+    take_turn(context)
     config = context.buffer.run_state().config
 
     def final_evaluation() -> wire.Evaluation | None:
@@ -519,25 +567,41 @@ def clean_up(
     return "stopped"
 
 
-def orphaned_jobs(buffer: BufferClient, backend: TrainerBackend) -> dict[str, str]:
-    """Returns the jobs (name → run) that no pipeline looks after.
+@dataclass(frozen=True, slots=True)
+class Orphans:
+    """Jobs and runs that no pipeline looks after."""
 
-    Their run is neither running nor paused, or the pipeline that created them has finished or was
-    deleted.
+    jobs: dict[str, str]
+    """Run of each job, keyed by the job's name."""
+    runs: list[str]
+    """Runs without such a job, which keep the runs after them waiting."""
+
+
+def find_orphans(buffer: BufferClient, backend: TrainerBackend) -> Orphans:
+    """Finds the jobs and the runs whose pipeline has finished or was deleted.
+
+    A job is an orphan, too, when its run is not running, paused or queued.
     """
-    active = {run.name for run in buffer.runs() if run.status in ("running", "paused")}
-    return {
+    active = {run.name: run for run in buffer.runs() if run.status in OPEN_STATUSES}
+    jobs = {
         name: run
         for name, run in backend.jobs().items()
         if run not in active or backend.abandoned(name)
     }
+    runs = [
+        name
+        for name, run in active.items()
+        if name not in jobs.values()
+        and run.workflow is not None
+        and backend.has_ended(run.workflow)
+    ]
+    return Orphans(jobs, runs)
 
 
-def delete_orphaned_jobs(
-    buffer: BufferClient, backend: TrainerBackend, orphaned: Mapping[str, str]
-) -> None:
-    """Deletes orphaned jobs and stops their runs, so that replicas serve other runs."""
-    for name, run in orphaned.items():
+def remove_orphans(buffer: BufferClient, backend: TrainerBackend, orphans: Orphans) -> None:
+    """Deletes orphaned jobs and stops the orphaned runs, so that replicas serve other runs."""
+    for name in orphans.jobs:
         remove_job(backend, name)
+    for run in [*orphans.jobs.values(), *orphans.runs]:
         buffer.run = run
         none_if_missing(buffer.stop)

@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from bapo_core.errors import BapoError
-from pipelines.bapo_pipeline import SERVICE_IMAGE, TRAINER_IMAGE, bapo_pipeline
+from pipelines.bapo_pipeline import MAX_SEGMENTS, SERVICE_IMAGE, TRAINER_IMAGE, build_pipeline
 from pipelines.parameters import config_of, run_of
 
 _IMAGE = re.compile(r"[a-z0-9][\w.:/@-]*")
 
 
-def compile_pipeline(output: Path, *, service_image: str, trainer_image: str) -> None:
+def compile_pipeline(
+    output: Path, *, service_image: str, trainer_image: str, segments: int
+) -> None:
     """Writes the pipeline for Kubeflow Pipelines, with these images.
 
-    Raises `BapoError` when the file's name or an image is one that Kubeflow would refuse.
+    Raises `BapoError` when the file's name, an image or the number of segments is one that Kubeflow
+    would refuse.
     """
     from kfp import compiler
 
@@ -29,9 +32,12 @@ def compile_pipeline(output: Path, *, service_image: str, trainer_image: str) ->
             raise BapoError(f"{image!r} is no image; give registry/name:tag")
         if image.endswith(":latest"):
             raise BapoError(f"{image}: the tag `latest` does not name one version; give a version")
+    if not 1 <= segments <= MAX_SEGMENTS:
+        raise BapoError(f"--segments is {segments}; give 1 to {MAX_SEGMENTS}")
     output.parent.mkdir(parents=True, exist_ok=True)
-    compiler.Compiler().compile(bapo_pipeline, str(output))
-    text = output.read_text()
+    compiler.Compiler().compile(build_pipeline(segments), str(output))
+    # KFP begins the file with a comment in which the keys of a default have a random order.
+    text = re.sub(r"\A(#.*\n)+", "", output.read_text())
     for default, image in ((SERVICE_IMAGE, service_image), (TRAINER_IMAGE, trainer_image)):
         text = text.replace(f"image: {default}\n", f"image: {image}\n")
     output.write_text(text)
@@ -86,6 +92,8 @@ def _check(package: Path, parameters: Mapping[str, Any]) -> None:
         raise BapoError(
             f"{package} does not exist; make it with `bapo pipeline compile --output {package}`"
         )
+    if "stored_config" in parameters:
+        return  # the step reads it from the services
     engine = config_of(parameters).rollout.engine
     if engine != "vllm":
         raise BapoError(

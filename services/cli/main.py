@@ -22,7 +22,7 @@ SECTIONS = {
         "report": Lazy(f"{_IN}.report:report", "Write the report of a run again."),
     },
     "Prepare": {
-        "config": Lazy(f"{_IN}.config:config", "Show, check or describe a configuration."),
+        "config": Lazy(f"{_IN}.config:config", "Show, check, describe or store a configuration."),
         "model": Lazy(f"{_IN}.model:model", "Show or rebuild models that come with bapo."),
         "doctor": Lazy(f"{_IN}.doctor:doctor", "Find out why a run does not learn."),
     },

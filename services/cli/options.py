@@ -55,8 +55,8 @@ pipeline_arguments = click.argument(
     type=click.Path(),
     metavar="[FILE] [PARAMETER=VALUE]...",
     callback=_split,
-    help="A YAML file (see examples/), parameters of the pipeline, for example run=mine "
-    "steps_per_segment=20, and keys of the configuration, for example rollout.group_size=16.",
+    help="A YAML file (see examples/), parameters of the pipeline, for example "
+    "workers=2, and keys of the configuration, for example name=mine rollout.group_size=16.",
 )
 run_argument = click.argument("run", help="Name of the run.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

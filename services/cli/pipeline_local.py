@@ -32,7 +32,9 @@ STOP_ROLLOUTS_WITHIN_S = 40.0
 """Seconds that a replica may take to stop: a run watcher stops vLLM first."""
 
 
-def run_pipeline(parameters: Mapping[str, Any], *, home: Path, output: Path, replicas: int) -> Path:
+def run_pipeline(
+    parameters: Mapping[str, Any], *, home: Path, output: Path, replicas: int, segments: int
+) -> Path:
     """Runs the pipeline to its end; returns the directory that its steps have written.
 
     Raises `BapoError` when a step fails; run again, it continues the run.
@@ -46,7 +48,7 @@ def run_pipeline(parameters: Mapping[str, Any], *, home: Path, output: Path, rep
             f"REST API  {endpoints.buffer_url}/docs  (token: in {home / 'stack.json'})", flush=True
         )
         resources = {"gpus_per_worker": 0, "cpu_per_worker": str(os.cpu_count())}
-        code = _execute({**resources, **parameters}, output)
+        code = _execute({**resources, **parameters}, output, segments)
     if code:
         reason = last_error.read_text() if last_error.is_file() else "see the output above"
         raise BapoError(
@@ -56,13 +58,13 @@ def run_pipeline(parameters: Mapping[str, Any], *, home: Path, output: Path, rep
     return max(output.glob("bapo-*"), key=lambda path: path.stat().st_mtime)
 
 
-def _execute(parameters: Mapping[str, Any], output: Path) -> int:
+def _execute(parameters: Mapping[str, Any], output: Path, segments: int) -> int:
     """Returns the exit code of the pipeline; cancels the pipeline when this process is stopped."""
     # KFP leaves a temporary file for every step.
     scratch = tempfile.mkdtemp(prefix="bapo-kfp-")
     # Not a `ChildProcess`, because the parameters go through standard input.
     process = subprocess.Popen(
-        python_command("pipelines.execute", str(output)),
+        python_command("pipelines.execute", str(output), str(segments)),
         # The steps' processes ignore the working directory, too.
         env={**os.environ, "TMPDIR": scratch, "PYTHONSAFEPATH": "1"},
         stdin=subprocess.PIPE,
@@ -121,6 +123,7 @@ def connection_variables(endpoints: Endpoints, home: Path) -> dict[str, str]:
     """Returns what the chart's connection ConfigMap and Secrets hold, for the local stack."""
     return {
         **endpoints.environment(),
+        "BAPO_DASHBOARD_URL": endpoints.buffer_url,
         "BAPO_RELEASE": RELEASE,
         "BAPO_CONNECTION": f"{RELEASE}-connection",
         "BAPO_TOKEN_SECRET": f"{RELEASE}-token",

@@ -232,6 +232,10 @@ class ObjectStore:
             raise _damaged(f"{self.settings.bucket}/{key}", digest)
         return data
 
+    def read(self, key: str) -> bytes:
+        """Returns the bytes of `key`, of which no digest is known."""
+        return self._repeat(lambda: self._get(key))
+
     def _get(self, key: str) -> bytes:
         try:
             response = self._client.get_object(bucket_name=self.settings.bucket, object_name=key)

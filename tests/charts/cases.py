@@ -58,6 +58,7 @@ LEAST = {
     "networkPolicy.enabled": False,
     "migrations.enabled": False,
     "pipeline.serviceAccounts": [],
+    "pipeline.reaper.enabled": False,
     "buffer.topologySpread": [],
     "rollout.gpus": 0,
     "rollout.scratch.persistent": True,

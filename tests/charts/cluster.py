@@ -23,7 +23,7 @@ KINDS = {
         "services": "Service",
     },
     "apps/v1": {"deployments": "Deployment", "statefulsets": "StatefulSet"},
-    "batch/v1": {"jobs": "Job"},
+    "batch/v1": {"jobs": "Job", "cronjobs": "CronJob"},
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy", "ingresses": "Ingress"},
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
     "autoscaling/v2": {"horizontalpodautoscalers": "HorizontalPodAutoscaler"},

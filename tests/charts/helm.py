@@ -16,7 +16,7 @@ import yaml
 CHART = Path(__file__).parents[2] / "charts" / "bapo"
 VERSIONS = ("3.18", "4.1")
 NAMESPACE = "ml"
-WORKLOADS = ("Deployment", "StatefulSet", "Job", "Pod")
+WORKLOADS = ("Deployment", "StatefulSet", "Job", "CronJob", "Pod")
 
 Object = dict[str, Any]
 
@@ -79,7 +79,11 @@ def one(objects: list[Object], kind: str, name: str) -> Object:
 
 def pod_of(workload: Object) -> Object:
     """Returns metadata and spec of a workload's pods."""
-    return workload if workload["kind"] == "Pod" else workload["spec"]["template"]
+    if workload["kind"] == "Pod":
+        return workload
+    spec = workload["spec"]
+    template: Object = (spec["jobTemplate"]["spec"] if "jobTemplate" in spec else spec)["template"]
+    return template
 
 
 def containers(objects: list[Object]) -> Iterator[tuple[str, Object]]:

@@ -10,10 +10,10 @@ import pytest
 from pipelines.pytorchjob import Deployment, Resources, build_job
 from pipelines.settings import DeploymentSettings
 from tests.charts.cases import CASES, FROM_INGRESS
-from tests.charts.helm import NAMESPACE, Case, Object, of_kind, one, pod_of, render
+from tests.charts.helm import NAMESPACE, WORKLOADS, Case, Object, of_kind, one, pod_of, render
 from tests.charts.network import Address, End, Flow, Pod, allowed
 
-COMPONENTS = ("buffer", "migrate", "verifier", "rollout", "collector", "trainer", "test")
+COMPONENTS = ("buffer", "migrate", "verifier", "rollout", "collector", "trainer", "reaper", "test")
 BUNDLED = ("postgres", "s3")
 PORTS = (22, 53, 443, 5432, 8080, 8333, 8700, 8701, 8702, 8703, 9333, 23456, 50000)
 TRAINER_PORTS = [port for port in PORTS if port >= 1024]
@@ -22,7 +22,7 @@ TRAINER_PORTS = [port for port in PORTS if port >= 1024]
 def release_pod(component: str, objects: list[Object]) -> Pod:
     """Returns a component's pod with the chart's labels, or the training job's pod with those that
     the pipeline gives it."""
-    for workload in of_kind(objects, "Deployment", "StatefulSet", "Job", "Pod"):
+    for workload in of_kind(objects, *WORKLOADS):
         labels = pod_of(workload)["metadata"]["labels"]
         if labels["app.kubernetes.io/component"] == component:
             return Pod(labels)
@@ -69,11 +69,12 @@ def flows(objects: list[Object], components: tuple[str, ...]) -> Iterator[tuple[
 TO_SERVICES = {
     *(
         (source, "buffer", 8700)
-        for source in ("rollout", "collector", "trainer", "test", "pipeline")
+        for source in ("rollout", "collector", "trainer", "reaper", "test", "pipeline")
     ),
     *((source, "verifier", 8701) for source in ("collector", "test")),
     ("collector", "rollout", 8702),
     *(("trainer", "trainer", port) for port in TRAINER_PORTS),
+    ("reaper", "internet", 443),  # where the Kubernetes API is
 }
 TO_BUNDLED = {
     *((source, "postgres", 5432) for source in ("buffer", "migrate")),
@@ -126,7 +127,7 @@ def test_only_pods_with_egress_may_use_dns(dev: list[Object], protocol: str) -> 
         for component in COMPONENTS + BUNDLED
         if allowed(dev, Flow(release_pod(component, dev), OTHERS["dns"], 53, protocol))
     }
-    assert using_dns == {"buffer", "migrate", "rollout", "collector", "trainer", "test"}
+    assert using_dns == {*COMPONENTS} - {"verifier"}
     assert not allowed(dev, Flow(release_pod("buffer", dev), OTHERS["internet"], 53, protocol))
 
 

@@ -52,9 +52,9 @@ def test_root_file_systems_are_read_only(objects: list[Object]) -> None:
         assert "/tmp" in mounts, name
 
 
-def test_no_pod_has_a_kubernetes_token(objects: list[Object]) -> None:
+def test_only_the_reaper_has_a_kubernetes_token(objects: list[Object]) -> None:
     for name, spec in pods(objects):
-        assert spec["automountServiceAccountToken"] is False, name
+        assert spec["automountServiceAccountToken"] is name.endswith("-reaper"), name
     for account in of_kind(objects, "ServiceAccount"):
         assert account["automountServiceAccountToken"] is False
 
@@ -193,8 +193,8 @@ def test_commands_are_modules_of_the_project(dev: list[Object]) -> None:
         match container.get("command", []):
             case ["python", "-m", module, *arguments]:
                 modules.add(module)
-                assert set(arguments) <= set(MODULES)
-    assert len(modules) == 4
+                assert set(arguments) <= {*MODULES, "pipeline", "reap"}
+    assert len(modules) == 5
     assert all(importlib.util.find_spec(module) for module in modules)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.charts.cases import CASES, LONG
-from tests.charts.helm import CHART, Case, Object, of_kind, one, pod_of, render
+from tests.charts.helm import CHART, WORKLOADS, Case, Object, of_kind, one, pod_of, render
 from tests.charts.network import selects
 
 RUNNING = ("Deployment", "StatefulSet")
@@ -23,8 +23,9 @@ def test_names_of_the_longest_release_fit() -> None:
     assert len(LONG) == 53
     for manifest in render(CASES["a long name"]):
         name = manifest["metadata"]["name"]
-        # A label of at most 63 characters holds a StatefulSet's name and a hash.
-        assert len(name) <= (52 if manifest["kind"] == "StatefulSet" else 63), name
+        # A label of at most 63 characters holds a StatefulSet's name and a hash, and the name of a
+        # CronJob's Job its name and a time.
+        assert len(name) <= (52 if manifest["kind"] in ("StatefulSet", "CronJob") else 63), name
         labels = {**manifest["metadata"]["labels"], **pod_labels(manifest)}
         assert all(len(value) <= 63 for value in labels.values())
 
@@ -80,7 +81,7 @@ def test_everything_is_in_the_namespace_and_labelled(objects: list[Object]) -> N
 
 
 def test_services_select_exactly_their_pods(objects: list[Object]) -> None:
-    workloads = of_kind(objects, *RUNNING, "Job", "Pod")
+    workloads = of_kind(objects, *WORKLOADS)
     for service in of_kind(objects, "Service"):
         selected = [
             manifest["metadata"]["name"]
@@ -122,6 +123,7 @@ def test_the_connection_has_these_settings(everything: list[Object]) -> None:
         "BAPO_CONNECTION": "bapo-connection",
         "BAPO_TOKEN_SECRET": "our-token",
         "BAPO_S3_SECRET": "bapo-external-s3",
+        "BAPO_DASHBOARD_URL": "https://bapo.example.com",
         "BAPO_TRAINER_IMAGE": "registry.example.com/mirror/bapo/trainer:0.2.0",
         "BAPO_TRAINER_SERVICE_ACCOUNT": "bapo-trainer",
         "BAPO_TRAINER_QUEUE": "gpus",
@@ -165,37 +167,53 @@ def test_a_changed_address_restarts_its_readers_and_a_changed_queue_none() -> No
 # ---- rights --------------------------------------------------------------------------------------
 
 
-def test_rights_are_exactly_these(production: list[Object]) -> None:
+READ_PODS = {
+    ("", subject, verb) for subject in ("pods", "pods/log", "events") for verb in ("get", "list")
+}
+RIGHTS = {
+    "bapo-pipeline": {
+        *(
+            ("kubeflow.org", "pytorchjobs", verb)
+            for verb in ("get", "list", "watch", "create", "patch", "delete")
+        ),
+        *READ_PODS,
+        ("argoproj.io", "workflows", "get"),
+    },
+    "bapo-reaper": {
+        *(("kubeflow.org", "pytorchjobs", verb) for verb in ("get", "list", "delete")),
+        *READ_PODS,
+        ("argoproj.io", "workflows", "get"),
+    },
+}
+
+
+@pytest.mark.parametrize("name", RIGHTS)
+def test_rights_are_exactly_these(production: list[Object], name: str) -> None:
     assert not of_kind(production, "ClusterRole", "ClusterRoleBinding")
-    (role,) = of_kind(production, "Role")
-    (binding,) = of_kind(production, "RoleBinding")
+    assert {role["metadata"]["name"] for role in of_kind(production, "Role")} == set(RIGHTS)
     granted = {
         (group, resource, verb)
-        for rule in role["rules"]
+        for rule in one(production, "Role", name)["rules"]
         for group in rule["apiGroups"]
         for resource in rule["resources"]
         for verb in rule["verbs"]
     }
-    jobs = {"get", "list", "watch", "create", "patch", "delete"}
-    assert granted == {
-        *(("kubeflow.org", "pytorchjobs", verb) for verb in jobs),
-        *(
-            ("", subject, verb)
-            for subject in ("pods", "pods/log", "events")
-            for verb in ("get", "list")
-        ),
-        ("argoproj.io", "workflows", "get"),
-    }
-    assert binding["roleRef"]["name"] == role["metadata"]["name"] == "bapo-pipeline"
-    assert [(subject["namespace"], subject["name"]) for subject in binding["subjects"]] == [
-        ("ml", "default-editor"),
-        ("ml", "pipeline-runner"),
-    ]
+    assert granted == RIGHTS[name]
+    binding = one(production, "RoleBinding", name)
+    assert binding["roleRef"]["name"] == name
+    subjects = [(subject["namespace"], subject["name"]) for subject in binding["subjects"]]
+    assert (
+        subjects
+        == {
+            "bapo-pipeline": [("ml", "default-editor"), ("ml", "pipeline-runner")],
+            "bapo-reaper": [("ml", "bapo-reaper")],
+        }[name]
+    )
 
 
 def test_no_service_account_means_no_role(everything: list[Object]) -> None:
-    assert not of_kind(render(CASES["least"]), "Role", "RoleBinding")
-    (binding,) = of_kind(everything, "RoleBinding")
+    assert not of_kind(render(CASES["least"]), "Role", "RoleBinding", "CronJob")
+    binding = one(everything, "RoleBinding", "bapo-pipeline")
     assert binding["subjects"][0]["namespace"] == "pipelines"
 
 

@@ -14,6 +14,7 @@ from tests.charts.cluster import cluster
 from tests.charts.helm import (
     CHART,
     NAMESPACE,
+    WORKLOADS,
     Case,
     HelmError,
     Object,
@@ -174,7 +175,7 @@ def test_the_verifier_gets_the_token_and_no_other_secret(dev: list[Object]) -> N
 def test_only_the_database_and_its_clients_get_its_password(dev: list[Object]) -> None:
     knowing = {
         workload["metadata"]["name"]
-        for workload in of_kind(dev, "Deployment", "StatefulSet", "Job", "Pod")
+        for workload in of_kind(dev, *WORKLOADS)
         if "bapo-database" in json.dumps(pod_of(workload)["spec"])
     }
     assert knowing == {"bapo-buffer", "bapo-migrate", "bapo-postgres"}

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -160,13 +161,13 @@ def containers() -> Iterator[str]:
         process.wait()
 
 
-def small_run() -> str:
-    config = yaml.safe_load((ROOT / "examples/countdown-vllm.yaml").read_text())
+def small_run() -> dict[str, Any]:
+    config: dict[str, Any] = yaml.safe_load((ROOT / "examples/countdown-vllm.yaml").read_text())
     config["steps"] = STEPS
     config["rollout"] |= {"prompts_per_step": 8, "group_size": 4}
     config["optimizer"] |= {"minibatch_prompts": 8}
     config["evaluation"] = {"every": STEPS}
-    return yaml.safe_dump(config)
+    return config
 
 
 def test_the_pipeline_trains_a_run_in_containers(
@@ -209,9 +210,8 @@ def test_the_pipeline_trains_a_run_in_containers(
                 "cap_drop": ["ALL"],
             },
             "arguments": {
-                "run": RUN,
+                "bapo_run": RUN,
                 "config": small_run(),
-                "steps_per_segment": 4,
                 "gpus_per_worker": 0,
                 "cpu_per_worker": "1",
                 "memory_per_worker": "4Gi",

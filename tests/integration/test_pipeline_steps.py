@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bapo_core.errors import BapoError
+from bapo_core.errors import BapoError, ConfigError
 from pipelines import steps
 from pipelines.backends import JobState
+from pipelines.configuration import load_stored_config, read_config
 from pipelines.pytorchjob import Resources, job_name
 from pipelines.settings import LOCAL_JOBS
-from pipelines.steps import PipelineContext, TrainerJobs
+from pipelines.steps import PipelineContext, TrainerJobs, dashboard_link
 from services.buffer.api.client import BufferClient
+from services.common.errors import ServiceError
 from services.common.objectstore import ObjectStore
 from services.stack.stack import Endpoints
 from tests.conftest import EASY
+from tests.integration.driver import stop_active_runs
 from tests.unit.pipelines.test_pytorchjob import DEPLOYMENT
 
 _NUMBERS = count()
@@ -34,6 +39,7 @@ class ScriptedBackend:
     created: list[dict[str, Any]] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
     without_pipeline: list[str] = field(default_factory=list)
+    ended_workflows: list[str] = field(default_factory=list)
 
     def create(self, job: dict[str, Any]) -> bool:
         self.created.append(job)
@@ -55,6 +61,9 @@ class ScriptedBackend:
     def abandoned(self, name: str) -> bool:
         return name in self.without_pipeline
 
+    def has_ended(self, workflow: str) -> bool:
+        return workflow in self.ended_workflows
+
 
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -73,22 +82,31 @@ def log_lines() -> list[str]:
 
 @pytest.fixture
 def context(stack: Endpoints, log_lines: list[str], tmp_path: Path) -> PipelineContext:
+    stop_active_runs(stack)
+    return make_context(stack, log_lines, tmp_path)
+
+
+def make_context(stack: Endpoints, log_lines: list[str], scratch: Path) -> PipelineContext:
     client = BufferClient(stack.buffer_url, stack.token, run=f"stepped-{next(_NUMBERS)}")
-    return PipelineContext(client, ObjectStore(stack.object_store), tmp_path, log_lines.append)
+    return PipelineContext(client, ObjectStore(stack.object_store), scratch, log_lines.append)
 
 
-CONFIG = f"""
-steps: 6
-task: {{options: {EASY}, train_prompts: 48, test_prompts: 8}}
-rollout: {{prompts_per_step: 16, group_size: 4}}
-optimizer: {{minibatch_prompts: 4}}
-checkpoint: {{every: 3}}
-"""
+CONFIG: dict[str, Any] = {
+    "steps": 6,
+    "task": {"options": EASY, "train_prompts": 48, "test_prompts": 8},
+    "rollout": {"prompts_per_step": 16, "group_size": 4},
+    "optimizer": {"minibatch_prompts": 4},
+    "checkpoint": {"every": 3},
+}
+
+
+def make_request(context: PipelineContext, small_model: Any, *overrides: str) -> str:
+    lines = [f"model.path={small_model}", *overrides]
+    return steps.prepare(context, read_config(context.buffer.run, CONFIG, None, lines, {}))
 
 
 def open_run(context: PipelineContext, small_model: Any, *overrides: str) -> list[int]:
-    lines = "\n".join([f"model.path={small_model}", *overrides])
-    return steps.open_run(context, steps.prepare(context, CONFIG, lines), 3)
+    return steps.open_run(context, make_request(context, small_model, *overrides), 2)
 
 
 def train(context: PipelineContext, backend: ScriptedBackend, **options: Any) -> None:
@@ -98,15 +116,15 @@ def train(context: PipelineContext, backend: ScriptedBackend, **options: Any) ->
 def test_a_run_is_created_once_and_refuses_another_configuration(
     context: PipelineContext, small_model: Any
 ) -> None:
-    assert open_run(context, small_model) == [2, 6]
+    assert open_run(context, small_model) == [5, 6]
     created = context.buffer.run_state()
     assert created.config.model.path.startswith("store://models/")
-    assert open_run(context, small_model) == [2, 6]
-    assert open_run(context, small_model, "trainer.processes=2") == [2, 6], (
+    assert open_run(context, small_model) == [5, 6]
+    assert open_run(context, small_model, "trainer.processes=2") == [5, 6], (
         "trainer.* does not change the results"
     )
-    request = steps.prepare(context, CONFIG, f"model.path={small_model}")
-    assert steps.open_run(context, request, 100) == [6, 6], "KFP makes no list of one result"
+    request = make_request(context, small_model)
+    assert steps.open_run(context, request, 4) == [2, 5, 5, 6], "there are three checkpoints"
     with pytest.raises(BapoError, match=r"another configuration \(seed differ\)"):
         open_run(context, small_model, "seed=9")
     assert context.buffer.run_state() == created
@@ -148,12 +166,12 @@ def test_the_log_has_a_line_for_each_change_of_the_job(
 
 
 def test_replicas_that_never_serve_the_weights_fail_the_step(
-    context: PipelineContext, small_model: Any
+    context: PipelineContext, small_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     open_run(context, small_model)
     with pytest.raises(BapoError, match=r"every replica serving version 1 .* rollout StatefulSet"):
         steps.sync(context, 2, within_s=0.05)
-    context.buffer.stop()
+    monkeypatch.setattr(steps, "take_turn", lambda context: context.buffer.stop())
     with pytest.raises(BapoError, match="was stopped meanwhile"):
         steps.sync(context, 2)
 
@@ -188,7 +206,7 @@ def test_a_run_keeps_the_model_that_it_was_created_with(
     """A run keeps its model even where its `model.path` leads to another one later."""
     open_run(context, small_model)
     model = context.buffer.run_state().config.model.path
-    assert open_run(context, tmp_path / "another") == [2, 6]
+    assert open_run(context, tmp_path / "another") == [5, 6]
     assert context.buffer.run_state().config.model.path == model
 
 
@@ -230,7 +248,7 @@ def test_an_error_is_one_line(
         pytest.raises(SystemExit) as ended,
         steps.pipeline_step(context.buffer.run) as (step_context, _),
     ):
-        steps.prepare(step_context, "steps: many", "")
+        steps.prepare(step_context, read_config("mine", {"steps": "many"}, None, [], {}))
     assert str(ended.value.code).startswith("error: config: steps: input should be a valid integer")
     assert "\n" not in str(ended.value.code)
     assert not backend.deleted, "an error is no cancellation: Kubeflow retries the step"
@@ -247,25 +265,155 @@ def test_cleaning_up_stops_an_unfinished_run_which_can_then_be_continued(
     assert steps.clean_up(context, jobs) == "stopped"
     assert context.buffer.run_state().status == "stopped"
     open_run(context, small_model)
+    assert context.buffer.run_state().status == "stopped", "its pipeline may wait for its turn"
+    steps.take_turn(context)
     assert context.buffer.run_state().status == "running"
 
 
-def test_orphaned_jobs_are_those_without_an_active_run_or_a_pipeline(
-    context: PipelineContext, small_model: Any
+def test_a_run_waits_until_the_run_in_front_has_ended(
+    context: PipelineContext, stack: Endpoints, small_model: Any, tmp_path: Path
+) -> None:
+    """Its job would take GPUs and wait, because the replicas work for one run at a time."""
+    open_run(context, small_model)
+    steps.take_turn(context)
+    lines: list[str] = []
+    second = make_context(stack, lines, tmp_path)
+    open_run(second, small_model)
+    backend = ScriptedBackend([JobState("failed", "reached")])
+
+    def train_second() -> None:
+        with pytest.raises(BapoError, match="failed: reached"):
+            train(second, backend)
+
+    thread = threading.Thread(target=train_second)
+    thread.start()
+    line = f"waiting: run {context.buffer.run} is in front, of 6 steps; it is at step 0"
+    while line not in lines:
+        assert thread.is_alive()
+    assert second.buffer.run_state().status == "queued"
+    assert not backend.created
+    context.buffer.stop()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert backend.created
+    assert lines.count(line) == 1
+    second.buffer.stop()
+
+
+def test_a_run_that_is_stopped_while_it_waits_fails_the_step(
+    context: PipelineContext, stack: Endpoints, small_model: Any, tmp_path: Path
+) -> None:
+    open_run(context, small_model)
+    steps.take_turn(context)
+    lines: list[str] = []
+    second = make_context(stack, lines, tmp_path)
+    open_run(second, small_model)
+    failures: list[str] = []
+
+    def wait() -> None:
+        try:
+            steps.take_turn(second)
+        except ServiceError as error:
+            failures.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    while not any(line.startswith("waiting:") for line in lines):
+        assert thread.is_alive()
+    second.buffer.stop()
+    thread.join(60)
+    assert "is stopped; continue it with" in failures[0]
+
+
+@pytest.mark.parametrize("index", ["0", "1"])
+def test_a_retry_by_hand_continues_a_stopped_run_and_an_automatic_one_does_not(
+    context: PipelineContext,
+    small_model: Any,
+    stack: Endpoints,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    index: str,
+) -> None:
+    """Kubeflow's "Retry" begins at the failed step, after clean-up has stopped the run. An
+    automatic retry follows a `bapo stop`, which it must not undo."""
+    open_run(context, small_model)
+    context.buffer.stop()
+    environment = {
+        **stack.environment(),
+        "KFP_RETRY_INDEX": index,
+        "BAPO_WORKFLOW": "bapo-x7",
+        LOCAL_JOBS: str(tmp_path),
+    }
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    retried = PipelineContext.from_environment(context.buffer.run)
+    if index == "0":
+        steps.take_turn(retried)
+        assert retried.buffer.run_state().status == "running"
+    else:
+        with pytest.raises(ServiceError, match="is stopped; continue it"):
+            steps.take_turn(retried)
+
+
+def test_a_stored_configuration_is_read_by_name_or_address(
+    context: PipelineContext, stack: Endpoints
+) -> None:
+    text = "# a comment\nsteps: 3\n"
+    context.buffer.store_config("stored", "steps: 2")
+    context.buffer.store_config("stored", text)
+    load = partial(load_stored_config, buffer=context.buffer, store=context.store)
+    assert load("stored") == text
+    assert "stored" in [config.name for config in context.buffer.configs()]
+    context.store.put("configs/mine.yaml", text.encode())
+    assert load(f"s3://{context.store.settings.bucket}/configs/mine.yaml") == text
+    assert load("") is None
+    for name, message in (
+        ("absent", "stored configuration 'absent'; `bapo config push` stores one"),
+        ("s3://bucket", "give s3://bucket/key"),
+        ("s3://no-such-bucket/key", "s3://no-such-bucket/key: .* NoSuchBucket"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load(name)
+    for invalid in ("steps: many", "# all of it in one line: steps: 3"):
+        with pytest.raises(ServiceError):
+            context.buffer.store_config("invalid", invalid)
+
+
+def test_the_summary_leads_to_the_runs_page_of_the_dashboard(context: PipelineContext) -> None:
+    exposed = replace(context, dashboard_url="https://bapo.example")
+    assert "(https://bapo.example/#/runs/mine)" in dashboard_link(exposed, "mine")
+    inside = replace(context, buffer_url="http://bapo-buffer.team.svc:8700")
+    hint = dashboard_link(inside, "mine")
+    assert "`kubectl port-forward service/bapo-buffer 8700`" in hint
+    assert "<http://127.0.0.1:8700/#/runs/mine>" in hint
+
+
+def test_orphans_are_jobs_without_an_active_run_and_runs_without_a_pipeline(
+    context: PipelineContext, stack: Endpoints, small_model: Any, tmp_path: Path
 ) -> None:
     backend = ScriptedBackend([JobState("running")])
     open_run(context, small_model)
-    context.buffer.begin_attempt()
-    with pytest.raises(BapoError):
-        train(context, ScriptedBackend([JobState("failed")]))
-    backend.create({"metadata": {"name": "ours", "labels": {"bapo/run": context.buffer.run}}})
+    steps.take_turn(replace(context, workflow="team/bapo-1"))
+    assert context.buffer.run_state().workflow == "team/bapo-1"
+    name = context.buffer.run
+    backend.create({"metadata": {"name": "ours", "labels": {"bapo/run": name}}})
     backend.create({"metadata": {"name": "old", "labels": {"bapo/run": "deleted-long-ago"}}})
-    orphaned = {"old": "deleted-long-ago"}
-    assert steps.orphaned_jobs(context.buffer, backend) == orphaned
+    waiting = replace(make_context(stack, [], tmp_path), workflow="team/bapo-2")
+    open_run(waiting, small_model)
+    waiting.buffer.take_turn(workflow=waiting.workflow)
+
+    def find() -> steps.Orphans:
+        return steps.find_orphans(context.buffer, backend)
+
+    assert find() == steps.Orphans({"old": "deleted-long-ago"}, [])
     # A pipeline that was killed with its node leaves a run whose status is still `running`.
     backend.without_pipeline.append("ours")
-    orphaned["ours"] = context.buffer.run
-    assert steps.orphaned_jobs(context.buffer, backend) == orphaned
-    steps.delete_orphaned_jobs(context.buffer, backend, orphaned)
+    # And one whose workflow was deleted leaves no job, but a run that keeps others waiting.
+    backend.ended_workflows.append("team/bapo-2")
+    orphans = find()
+    assert orphans == steps.Orphans({"old": "deleted-long-ago", "ours": name}, [waiting.buffer.run])
+    steps.remove_orphans(context.buffer, backend, orphans)
     assert sorted(backend.deleted) == ["old", "ours"]
+    context.buffer.run = name
     assert context.buffer.run_state().status == "stopped"
+    assert waiting.buffer.run_state().status == "stopped"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from services.cli import COMPILED
 from services.cli.main import main
@@ -65,16 +66,18 @@ def test_a_run_is_sent_with_its_parameters(
     api: tuple[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     host, sent = api
-    submit(host, "run=mine", "workers=2", "--experiment", "mine", "steps=40")
+    submit(host, "name=mine", "workers=2", "--experiment", "mine", "steps=40", "seed=3")
     assert capsys.readouterr().out.splitlines()[-1] == "r-1"
     assert sent["/apis/v2beta1/experiments"]["namespace"] == "team"
     run = sent["/apis/v2beta1/runs"]
     assert run["experiment_id"] == "e-1"
     parameters = run["runtime_config"]["parameters"]
-    assert parameters["run"] == "mine"
+    assert parameters["bapo_run"] == "mine"
     assert parameters["workers"] == 2
-    assert parameters["overrides"] == "steps=40"
-    assert parameters["config"] == (ROOT / "examples/countdown-vllm.yaml").read_text()
+    assert parameters["steps"] == 40
+    assert parameters["overrides"] == ["seed=3"]
+    example = ROOT / "examples/countdown-vllm.yaml"
+    assert parameters["config"] == yaml.safe_load(example.read_text())
     assert run["pipeline_spec"]["pipeline_spec"]["pipelineInfo"]["name"] == "bapo"
 
 

@@ -90,6 +90,15 @@ BAPO_S3_ENDPOINT: {{ .Values.s3.endpoint }}
 BAPO_S3_BUCKET: {{ .Values.s3.bucket }}
 {{- end -}}
 
+{{/* Address at which people reach the dashboard; empty unless the chart exposes it. */}}
+{{- define "bapo.dashboardUrl" -}}
+{{- if .Values.ingress.enabled -}}
+{{ ternary "https" "http" (not (empty .Values.ingress.tls.secretName)) }}://{{ .Values.ingress.host }}
+{{- else if .Values.httpRoute.enabled -}}
+https://{{ first .Values.httpRoute.hostnames }}
+{{- end -}}
+{{- end -}}
+
 {{/* ---- Secrets ---- */}}
 
 {{/* A generated password in base64: that of the cluster's Secret `name` under `key`, or else a new one. So
@@ -117,10 +126,11 @@ Generated Secrets never change. */}}
 {{- toYaml (merge $own .settings.podAnnotations) -}}
 {{- end -}}
 
-{{/* Security settings of a pod. `user`: user id of an image that is not the project's. Service links are off,
-because Kubernetes' variables for Services would collide with settings such as BAPO_PORT. */}}
+{{/* Security settings of a pod. `user`: user id of an image that is not the project's. `apiToken`: whether the
+pod calls the Kubernetes API. Service links are off, because Kubernetes' variables for Services would collide
+with settings such as BAPO_PORT. */}}
 {{- define "bapo.podSecurity" -}}
-automountServiceAccountToken: false
+automountServiceAccountToken: {{ .apiToken | default false }}
 enableServiceLinks: false
 securityContext:
   runAsNonRoot: true

@@ -1,19 +1,20 @@
-"""`bapo config`: shows, checks and describes configurations."""
+"""`bapo config`: shows, checks, describes and stores configurations."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import click
 import yaml
 
 from bapo_core.config import json_schema
-from services.cli.options import ConfigArguments, config_arguments
+from services.cli.options import ConfigArguments, config_arguments, json_option
 
 
 @click.group
 def config() -> None:
-    """Show, check or describe a configuration."""
+    """Show, check, describe or store a configuration."""
 
 
 @config.command
@@ -41,6 +42,43 @@ def check(config: ConfigArguments) -> None:
     for warning in config.load().warnings():
         click.echo(f"note: {warning}")
     click.echo(f"{config.file or 'the default configuration'} is valid")
+
+
+@config.command
+@click.argument(
+    "file",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A YAML file (see examples/).",
+)
+@click.option("--name", metavar="NAME", help="Name to store it by; by default, its own.")
+def push(file: Path, name: str | None) -> None:
+    """Store a configuration in the buffer service, for pipelines.
+
+    Kubeflow's form then takes the name as `stored_config`. A configuration that was stored by this
+    name before is replaced; runs keep the configuration that they were created with.
+
+    \b
+    Example:
+      bapo config push examples/countdown-vllm.yaml --name mine
+    """
+    from bapo_core.config import load_config
+    from services.cli.service import connect
+
+    name = name or load_config(file).name
+    stored = connect().store_config(name, file.read_text(encoding="utf-8"))
+    click.echo(f"stored as {stored.name}; start a pipeline with stored_config={stored.name}")
+
+
+@config.command
+@json_option
+def stored(as_json: bool) -> None:
+    """List the configurations that `bapo config push` stored."""
+    from services.cli.service import connect
+    from services.cli.tables import show
+
+    configs = connect().configs()
+    rows = [(config.name, f"{config.stored_at:%Y-%m-%d %H:%M}") for config in configs]
+    show(configs, ["name", "stored"], rows, as_json=as_json)
 
 
 @config.command

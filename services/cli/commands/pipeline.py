@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from bapo_core.errors import BapoError
+from pipelines import SEGMENTS
 from services.cli import COMPILED, VERSION
 from services.cli.options import ConfigArguments, pipeline_arguments
 
@@ -45,7 +46,14 @@ def pipeline() -> None:
     metavar="IMAGE",
     help="The trainer image in your registry.",
 )
-def compile_pipeline(output: Path, service_image: str, trainer_image: str) -> None:
+@click.option(
+    "--segments",
+    type=int,
+    default=SEGMENTS,
+    metavar="COUNT",
+    help="Parts that the training is divided into; each ends with a checkpoint and a report.",
+)
+def compile_pipeline(output: Path, service_image: str, trainer_image: str, segments: int) -> None:
     """Write the pipeline as a file for Kubeflow Pipelines.
 
     \b
@@ -54,7 +62,9 @@ def compile_pipeline(output: Path, service_image: str, trainer_image: str) -> No
     """
     from pipelines import submission
 
-    submission.compile_pipeline(output, service_image=service_image, trainer_image=trainer_image)
+    submission.compile_pipeline(
+        output, service_image=service_image, trainer_image=trainer_image, segments=segments
+    )
     click.echo(output)
 
 
@@ -77,7 +87,7 @@ def submit(
 
     \b
     Example:
-      bapo pipeline submit examples/countdown-vllm.yaml run=mine workers=2 --namespace team
+      bapo pipeline submit examples/countdown-vllm.yaml name=mine workers=2 --namespace team
     """
     from pipelines.parameters import parameters_of
     from pipelines.submission import submit_pipeline
@@ -93,13 +103,16 @@ def submit(
 @pipeline_arguments
 @click.option("--replicas", type=int, default=1, metavar="COUNT", help="Rollout replicas to start.")
 @click.option(
+    "--segments", type=int, default=SEGMENTS, metavar="COUNT", help="Parts of the training."
+)
+@click.option(
     "--output",
     type=click.Path(path_type=Path),
     default=Path("runs/pipeline"),
     metavar="DIRECTORY",
     help="Directory for what the steps write.",
 )
-def run_local(config: ConfigArguments, replicas: int, output: Path) -> None:
+def run_local(config: ConfigArguments, replicas: int, segments: int, output: Path) -> None:
     """Run the pipeline on this machine, without a cluster.
 
     Services, rollouts and the trainer under torchrun are real. The same command continues a run
@@ -107,7 +120,7 @@ def run_local(config: ConfigArguments, replicas: int, output: Path) -> None:
 
     \b
     Example:
-      bapo pipeline run-local examples/countdown.yaml run=mine steps=50 steps_per_segment=20
+      bapo pipeline run-local examples/countdown.yaml name=mine steps=50 --segments 2
     """
     from pipelines.parameters import parameters_of, run_of
     from services.cli.pipeline_local import run_pipeline
@@ -119,9 +132,13 @@ def run_local(config: ConfigArguments, replicas: int, output: Path) -> None:
     stop_on_signals("stopping; the same command continues the run")
     parameters = parameters_of(config.file, config.overrides)
     written = run_pipeline(
-        parameters, home=default_home(), output=output.resolve(), replicas=replicas
+        parameters,
+        home=default_home(),
+        output=output.resolve(),
+        replicas=replicas,
+        segments=segments,
     )
-    pages = sorted(written.glob("**/report/page"), key=lambda path: path.stat().st_mtime)
+    pages = sorted(written.glob("**/page"), key=lambda path: path.stat().st_mtime)
     click.echo(f"report   {pages[-1]}" if pages else f"no report in {written}")
     click.echo(f"model    {written / 'export-model' / 'model'}")
     click.echo(f"query    `bapo stack up`, then `bapo prompts {run_of(parameters)}`")
@@ -132,26 +149,28 @@ def run_local(config: ConfigArguments, replicas: int, output: Path) -> None:
     "--namespace", default="default", metavar="NAME", help="Kubernetes namespace of the jobs."
 )
 @click.option("--release", default="bapo", metavar="NAME", help="Release of the chart.")
-@click.option("--delete", is_flag=True, help="Delete the jobs, and stop their runs.")
+@click.option("--delete", is_flag=True, help="Delete the jobs, and stop the runs.")
 def reap(namespace: str, release: str, delete: bool) -> None:
-    """List jobs whose run is not at work, or whose pipeline has ended.
+    """List jobs and runs whose pipeline has ended, and jobs whose run is not at work.
 
-    Needs `BAPO_BUFFER_URL` and `BAPO_TOKEN`.
+    The chart does this every few minutes. Needs `BAPO_BUFFER_URL` and `BAPO_TOKEN`.
     """
-    from pipelines.steps import delete_orphaned_jobs, orphaned_jobs
+    from pipelines.steps import find_orphans, remove_orphans
     from services.buffer.api.client import BufferClient
     from services.common.settings import BufferClientSettings
 
     backend = _backend(namespace, release)
     settings = BufferClientSettings.load()
     buffer = BufferClient(settings.buffer_url, settings.token.get_secret_value())
-    orphans = orphaned_jobs(buffer, backend)
+    orphans = find_orphans(buffer, backend)
     if delete:
-        delete_orphaned_jobs(buffer, backend, orphans)
-    for name, run in sorted(orphans.items()):
-        click.echo(f"{'deleted' if delete else 'orphaned'}  {name}  of run {run}")
-    if not orphans:
-        click.echo("no job is orphaned")
+        remove_orphans(buffer, backend, orphans)
+    for name, run in sorted(orphans.jobs.items()):
+        click.echo(f"{'deleted' if delete else 'orphaned'}  job {name} of run {run}")
+    for run in sorted(orphans.runs):
+        click.echo(f"{'stopped' if delete else 'orphaned'}  run {run}")
+    if not orphans.jobs and not orphans.runs:
+        click.echo("no job and no run is orphaned")
 
 
 def _backend(namespace: str, release: str) -> TrainerBackend:

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 
 from bapo_core.config import RunConfig, load_config
 from bapo_core.errors import BapoError
-from pipelines.bapo_pipeline import CONNECTION, COUNTDOWN
-from pipelines.parameters import parameters_of
-from pipelines.steps import read_config, segment_ends
+from pipelines import SEGMENTS
+from pipelines.bapo_pipeline import OPTIONAL, REQUIRED
+from pipelines.configuration import COUNTDOWN, read_config
+from pipelines.parameters import config_of, parameters_of
+from pipelines.steps import segment_ends
 from services.cli import COMPILED
 from services.cli.main import main
 
@@ -51,9 +53,13 @@ def test_the_compiled_pipeline_is_current(tmp_path: Path) -> None:
 
 
 def test_the_picture_shows_every_step() -> None:
-    drawn = re.findall(r'font-weight="600"[^>]*>([a-z0-9-]+)<', PICTURE.read_text())
+    texts = re.findall(r'font-weight="600" fill="#1f2933"[^>]*>(.*?)</text>', PICTURE.read_text())
+    drawn = [re.sub(r"</?tspan[^>]*>", " ", text).split() for text in texts]
     dags = [PIPELINE["root"], *PIPELINE["components"].values()]
-    assert sorted(drawn) == sorted(name for dag in dags if "dag" in dag for name in tasks(dag))
+    shown = [
+        task["taskInfo"]["name"] for dag in dags if "dag" in dag for task in tasks(dag).values()
+    ]
+    assert sorted(map(" ".join, drawn)) == sorted(shown)
 
 
 def test_images_can_come_from_another_registry(tmp_path: Path) -> None:
@@ -70,6 +76,8 @@ def test_images_can_come_from_another_registry(tmp_path: Path) -> None:
         (["compile", "--output", "x.txt"], "ends with .yaml"),
         (["compile", "--output", "x.yaml", "--service-image", "not one"], "'not one' is no image"),
         (["compile", "--output", "x.yaml", "--trainer-image", "r/t:latest"], "give a version"),
+        (["compile", "--output", "x.yaml", "--segments", "0"], "--segments is 0; give 1 to 50"),
+        (["compile", "--output", "x.yaml", "--segments", "51"], "--segments is 51; give 1 to 50"),
         (["run-local", CONFIG, "--replicas", "0"], "--replicas is 0"),
     ],
 )
@@ -82,15 +90,15 @@ def test_invalid_arguments_of_commands_are_refused(
 
 
 def test_the_pipeline_has_these_steps() -> None:
+    numbers = ["", *(f"-{number}" for number in range(2, SEGMENTS + 1))]
     assert sorted(every_task()) == [
-        "checkpoint-and-sync",
+        *(f"checkpoint-and-sync{number}" for number in numbers),
         "clean-up",
         "create-or-resume-run",
         "evaluate",
         "export-model",
         "prepare-data",
-        "report",
-        "train",
+        *(f"train{number}" for number in numbers),
     ]
 
 
@@ -105,8 +113,12 @@ def test_every_step_is_retried_and_never_cached(name: str) -> None:
 def test_every_step_gets_the_configmap_and_the_secrets_of_its_release(name: str) -> None:
     executors = PLATFORM["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     executor = executors[f"exec-{name}"]
-    keys = {entry["configMapKey"] for entry in executor["configMapAsEnv"][0]["keyToEnv"]}
-    assert keys == set(CONNECTION)
+    required, optional = executor["configMapAsEnv"]
+    assert {entry["configMapKey"] for entry in required["keyToEnv"]} == set(REQUIRED)
+    # The ConfigMap of an older release may lack these; the pod would wait for ever.
+    assert optional["optional"]
+    assert not required.get("optional")
+    assert {entry["configMapKey"] for entry in optional["keyToEnv"]} == set(OPTIONAL)
     secrets = {
         key["secretKey"]: secret["secretNameParameter"]["componentInputParameter"]
         for secret in executor["secretAsEnv"]
@@ -120,18 +132,68 @@ def test_every_step_gets_the_configmap_and_the_secrets_of_its_release(name: str)
     assert executor["podMetadata"]["labels"] == {"app.kubernetes.io/part-of": "bapo"}
 
 
-def test_segments_run_in_order_and_clean_up_runs_last() -> None:
-    root = tasks(PIPELINE["root"])
-    clean_up = root["clean-up"]
+def graph() -> dict[str, dict[str, Any]]:
+    """Returns the tasks inside the exit handler."""
+    return tasks(PIPELINE["components"]["comp-exit-handler-1"])
+
+
+def test_each_step_depends_on_the_one_before_and_clean_up_runs_last() -> None:
+    """A step that fails ends the graph: Argo runs nothing that depends on it."""
+    clean_up = tasks(PIPELINE["root"])["clean-up"]
     assert clean_up["triggerPolicy"] == {"strategy": "ALL_UPSTREAM_TASKS_COMPLETED"}
-    loops = [
-        task
-        for component in PIPELINE["components"].values()
-        if "dag" in component
-        for task in tasks(component).values()
-        if "parameterIterator" in task
-    ]
-    assert [loop["iteratorPolicy"] for loop in loops] == [{"parallelismLimit": 1}]
+    order = ["prepare-data", "create-or-resume-run"]
+    for number in range(1, SEGMENTS + 1):
+        suffix = "" if number == 1 else f"-{number}"
+        order += [f"train{suffix}", f"checkpoint-and-sync{suffix}"]
+    order += ["evaluate", "export-model"]
+    steps = graph()
+    assert set(order) == set(steps)
+    for before, after in pairwise(order):
+        assert before in steps[after]["dependentTasks"], f"{after} must wait for {before}"
+
+
+def test_there_is_no_loop_and_one_click_leads_to_the_steps() -> None:
+    """Kubeflow's "Retry" of a loop hangs for ever, and a loop goes on after a failure."""
+    for component in PIPELINE["components"].values():
+        for task in tasks(component).values() if "dag" in component else ():
+            assert "parameterIterator" not in task
+            assert "executorLabel" in PIPELINE["components"][task["componentRef"]["name"]]
+
+
+def test_the_names_of_steps_say_where_the_run_stands() -> None:
+    names = [task["taskInfo"]["name"] for task in graph().values()]
+    for number in range(1, SEGMENTS + 1):
+        assert f"train {number} of {SEGMENTS}" in names
+        assert f"checkpoint and sync {number} of {SEGMENTS}" in names
+
+
+def test_another_number_of_segments_can_be_compiled(tmp_path: Path) -> None:
+    output = tmp_path / "segments.yaml"
+    main(["pipeline", "compile", "--output", str(output), "--segments", "1"])
+    pipeline, _ = yaml.safe_load_all(output.read_text())
+    steps = tasks(pipeline["components"]["comp-exit-handler-1"])
+    assert [name for name in steps if name.startswith("train")] == ["train"]
+    assert steps["train"]["taskInfo"]["name"] == "train"
+
+
+def test_the_form_begins_with_the_name_of_the_run() -> None:
+    """Kubeflow sorts the parameters by name."""
+    assert min(PIPELINE["root"]["inputDefinitions"]["parameters"]) == "bapo_run"
+
+
+def test_the_form_has_an_editor_for_what_has_structure() -> None:
+    """Kubeflow joins the lines of a text; it has a JSON editor for objects and lists."""
+    kinds = {
+        name: parameter["parameterType"]
+        for name, parameter in PIPELINE["root"]["inputDefinitions"]["parameters"].items()
+    }
+    assert (kinds["config"], kinds["overrides"]) == ("STRUCT", "LIST")
+    assert (kinds["steps"], kinds["learning_rate"]) == ("NUMBER_INTEGER", "NUMBER_DOUBLE")
+
+
+def test_the_compiled_file_is_the_same_each_time() -> None:
+    """KFP writes a comment in which the keys of a default have a random order."""
+    assert not (ROOT / COMPILED).read_text().startswith("#")
 
 
 def test_every_parameter_has_a_description() -> None:
@@ -141,53 +203,76 @@ def test_every_parameter_has_a_description() -> None:
 
 def test_the_default_run_is_the_first_example() -> None:
     example = load_config(ROOT / "examples/countdown-vllm.yaml", ["name=countdown"])
-    assert read_config(COUNTDOWN, "", "countdown") == example
+    assert read_config("countdown", COUNTDOWN, None, [], {}) == example
 
 
 @given(
     steps=st.integers(1, 300),
     every=st.integers(1, 20),
-    per_segment=st.integers(1, 100),
-    done=st.integers(0, 300),
+    segments=st.integers(1, 50),
 )
 def test_segments_end_at_checkpoints_and_with_the_run(
-    steps: int, every: int, per_segment: int, done: int
+    steps: int, every: int, segments: int
 ) -> None:
     config = RunConfig.model_validate({"steps": steps, "checkpoint": {"every": every}})
-    ends = segment_ends(config, 0, per_segment)
+    ends = segment_ends(config, segments)
+    assert len(ends) == segments
     assert ends[-1] == steps
-    assert ends == sorted(set(ends))
+    assert ends == sorted(ends)
     assert all(config.checkpoints_after(end) for end in ends)
-    assert segment_ends(config, done, per_segment) == [end for end in ends if end > done]
-    if len(ends) > 1:
-        # The last segment is longer than half of the others.
-        assert 2 * (ends[-1] - ends[-2]) > per_segment
-    for before, after in pairwise(ends[:-1]):
-        # Apart from the last one, at most one segment ends in every `per_segment` steps.
-        assert (after + 1) // per_segment > (before + 1) // per_segment
+    for number, end in enumerate(ends, 1):
+        # Less than one checkpoint later than its share of the steps.
+        assert 0 <= end * segments - number * steps < every * segments or end == steps
+
+
+def test_a_pipeline_has_at_least_one_segment() -> None:
+    with pytest.raises(BapoError, match="has 0 segments"):
+        segment_ends(RunConfig(), 0)
 
 
 def test_arguments_are_parameters_of_the_pipeline_or_overrides_of_the_configuration() -> None:
-    parameters = parameters_of(CONFIG, ["run=mine", "workers=2", "seed=3", "rollout.group_size=4"])
-    assert parameters.pop("config") == Path(CONFIG).read_text()
-    assert parameters == {"run": "mine", "workers": 2, "overrides": "seed=3\nrollout.group_size=4"}
-    assert parameters_of(CONFIG, [])["run"] == "countdown"
-    assert parameters_of(None, ["steps=7"]) == {"overrides": "steps=7"}
+    arguments = ["name=mine", "workers=2", "steps=7", "learning_rate=1e-5", "seed=3"]
+    parameters = parameters_of(CONFIG, [*arguments, "rollout.group_size=4"])
+    assert parameters.pop("config") == yaml.safe_load(Path(CONFIG).read_text())
+    assert parameters == {
+        "bapo_run": "mine",
+        "workers": 2,
+        "steps": 7,
+        "learning_rate": 1e-5,
+        "overrides": ["seed=3", "rollout.group_size=4"],
+    }
+    assert parameters_of(CONFIG, [])["bapo_run"] == "countdown"
+    assert parameters_of(None, ["seed=7"]) == {"overrides": ["seed=7"]}
+
+
+def test_arguments_make_the_configuration_that_a_run_of_this_machine_has(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("name: one\nsteps: 9\nmodel: {path: tiny}\ntask: {train_path: null}\n")
+    overrides = ["rollout.group_size=4", "optimizer.weight_decay=0"]
+    parameters = parameters_of(str(file), overrides)
+    assert config_of(parameters) == load_config(file, overrides)
+    assert "train_path" not in str(parameters["config"]), "KFP's local runner refuses nulls"
 
 
 @pytest.mark.parametrize(
     ("config", "arguments", "message"),
     [
         (None, ["workers=two"], "workers=two: give a whole number"),
+        (None, ["learning_rate=low"], "learning_rate=low: give a number"),
         (None, ["oops"], "give parameter=value"),
         (None, ["worker=2"], "did you mean workers?"),
         (None, ["rollout.groupsize=4"], "groupsize"),
         ("missing.yaml", [], "missing.yaml: cannot be read: No such file"),
-        (None, ["run=Mine"], "name"),
-        (None, ["steps_per_segment=0"], "steps_per_segment is 0; give at least 1"),
+        (None, ["name=Mine"], "name"),
+        (None, ["run=mine"], "the name of a run is name=NAME"),
+        (None, ["bapo_run=mine"], "give name=NAME"),
+        (None, ["config={}"], "give the YAML file as the first argument"),
+        (None, ["steps_per_segment=5"], "--segments"),
+        (CONFIG, ["stored_config=mine"], "are both given"),
         (None, ["workers=0"], "give at least one worker"),
         (None, ["memory_per_worker=8gb"], "'8gb' is no amount of memory"),
         (None, ["cpu_per_worker=many"], "'many' is no amount of cores"),
+        (None, ["start_within_minutes=0"], "start_within_minutes is 0; give at least 1"),
     ],
 )
 def test_invalid_parameters_are_refused_before_anything_starts(
@@ -197,13 +282,8 @@ def test_invalid_parameters_are_refused_before_anything_starts(
         parameters_of(config, arguments)
 
 
-def test_segments_have_at_least_one_step() -> None:
-    with pytest.raises(BapoError, match="steps_per_segment is 0"):
-        segment_ends(RunConfig(), 0, 0)
-
-
 def test_the_charts_configmap_has_every_key_that_the_pipeline_needs() -> None:
     """Pods of the pipeline would not start without one of these keys."""
     text = (ROOT / "charts/bapo/templates/connection.yaml").read_text()
     text += (ROOT / "charts/bapo/templates/_helpers.tpl").read_text()
-    assert set(CONNECTION) <= set(re.findall(r"^\s*(BAPO_[A-Z0-9_]+):", text, re.MULTILINE))
+    assert {*REQUIRED, *OPTIONAL} <= set(re.findall(r"^\s*(BAPO_[A-Z0-9_]+):", text, re.MULTILINE))

@@ -1,0 +1,159 @@
+"""Reads the configuration of a run from the pipeline's parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from bapo_core.config import RunConfig, merge, override_config, parse_overrides, parse_values
+from bapo_core.errors import ConfigError
+from services.buffer.api.client import BufferClient
+from services.common.errors import ServiceError
+from services.common.objectstore import ObjectStore, ObjectStoreError
+
+COUNTDOWN: dict[str, Any] = {
+    "steps": 120,
+    "model": {"path": "tiny"},
+    "task": {
+        "name": "countdown",
+        "options": {"template": "short"},
+        "train_prompts": 2000,
+        "test_prompts": 200,
+    },
+    "rollout": {
+        "engine": "vllm",
+        "prompts_per_step": 64,
+        "group_size": 8,
+        "max_prompt_tokens": 32,
+        "max_response_tokens": 32,
+        "vllm_args": ["--enforce-eager", "--max-num-seqs", "256"],
+    },
+    "optimizer": {"learning_rate": 1e-4, "minibatch_prompts": 16, "microbatch_tokens": 2048},
+    "evaluation": {"every": 20},
+}
+"""`examples/countdown-vllm.yaml`, which the form shows as the default configuration."""
+S3_SCHEME = "s3://"
+KEYS = {
+    "model": "model.path",
+    "task": "task.name",
+    "train_data": "task.train_path",
+    "test_data": "task.test_path",
+    "steps": "steps",
+    "learning_rate": "optimizer.learning_rate",
+    "prompts_per_step": "rollout.prompts_per_step",
+    "group_size": "rollout.group_size",
+}
+"""Parameters of the pipeline that set one key of the configuration, with this key."""
+
+
+def read_config(
+    run: str,
+    config: object,
+    stored: str | None,
+    overrides: object,
+    settings: Mapping[str, Any],
+) -> RunConfig:
+    """Returns the configuration that the pipeline's parameters describe.
+
+    config: the parameter `config`, a JSON object.
+    stored: text of the stored configuration, which replaces `config`; None if none is named.
+    overrides: the parameter `overrides`, a list of `key=value`, which replace all other values.
+    settings: values of the parameters in `KEYS`; one that is empty or 0 changes nothing.
+
+    Raises `ConfigError`. What cannot be meant is refused: an empty configuration, for example,
+    would train every default.
+    """
+    values = _config_values(config)
+    if stored is not None:
+        if values != COUNTDOWN:
+            raise ConfigError(
+                "config and stored_config are both set; leave config as the form shows it, or "
+                "clear stored_config"
+            )
+        values = _stored_values(stored)
+    for name, value in settings.items():
+        if value:
+            values = merge(values, _nest(KEYS[name], _restore_integers(value)))
+    changes = merge(parse_overrides(_override_lines(overrides)), {"name": run})
+    return override_config(values, changes)
+
+
+def _config_values(config: object) -> dict[str, Any]:
+    if not isinstance(config, Mapping):
+        raise ConfigError(
+            f"config: must be a JSON object, not a {type(config).__name__}: Kubeflow's form joins "
+            "the lines of pasted YAML, so that a comment would hide all of it; choose Open Json "
+            "Editor, or store the file with `bapo config push` and give its name as stored_config"
+        )
+    if not config:
+        raise ConfigError(
+            "config: holds no key, so every default would be trained; give the configuration as a "
+            "JSON object, or name a stored one as stored_config"
+        )
+    restored: dict[str, Any] = _restore_integers(config)
+    return restored
+
+
+def _stored_values(text: str) -> dict[str, Any]:
+    values = parse_values(text, "stored_config")
+    if not values:
+        raise ConfigError(
+            "stored_config: the stored text sets no key, so every default would be trained; if it "
+            "is one long comment, the lines of the file were joined: store the file again with "
+            "`bapo config push`"
+        )
+    return values
+
+
+def load_stored_config(name: str, buffer: BufferClient, store: ObjectStore) -> str | None:
+    """Returns the text of a stored configuration, or None if `name` is empty.
+
+    name: as `bapo config push` stored it, or `s3://bucket/key`, which is read with the release's
+    own credentials. Raises `ConfigError` when there is none of this name.
+    """
+    if not name:
+        return None
+    if name.startswith(S3_SCHEME):
+        return _read_object(name, store)
+    try:
+        return buffer.config(name).text
+    except ServiceError as error:
+        raise ConfigError(f"stored_config: {error}") from error
+
+
+def _read_object(address: str, store: ObjectStore) -> str:
+    bucket, _, key = address.removeprefix(S3_SCHEME).partition("/")
+    if not bucket or not key:
+        raise ConfigError(f"stored_config: {address!r} is no address; give s3://bucket/key")
+    try:
+        data = ObjectStore(store.settings.model_copy(update={"bucket": bucket})).read(key)
+        return data.decode()
+    except (ObjectStoreError, UnicodeDecodeError) as error:
+        raise ConfigError(f"stored_config: {address}: {error}") from error
+
+
+def _override_lines(overrides: object) -> list[str]:
+    if not isinstance(overrides, list) or not all(isinstance(item, str) for item in overrides):
+        raise ConfigError(
+            f'overrides: must be a JSON list of texts, such as ["steps=400"] (got {overrides!r})'
+        )
+    return [line.strip() for line in overrides if line.strip()]
+
+
+def _restore_integers(value: Any) -> Any:
+    """Returns `value` with integers for whole numbers, because KFP makes every number a float."""
+    if isinstance(value, Mapping):
+        return {key: _restore_integers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_restore_integers(item) for item in value]
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
+
+
+def _nest(key: str, value: Any) -> dict[str, Any]:
+    """Returns nested sections with `value` at a dotted key."""
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    nested: dict[str, Any] = value
+    return nested

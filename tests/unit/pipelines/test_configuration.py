@@ -1,0 +1,100 @@
+"""Tests the configuration that the parameters of Kubeflow's form describe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_core.config import load_config
+from bapo_core.errors import ConfigError
+from pipelines.configuration import COUNTDOWN, KEYS, read_config
+
+EXAMPLE = Path(__file__).parents[3] / "examples/countdown-vllm.yaml"
+JOINED = " ".join(EXAMPLE.read_text().splitlines())
+"""The example as a form leaves it that joins the lines of what is pasted."""
+
+
+def read(
+    config: object = COUNTDOWN,
+    *,
+    stored: str | None = None,
+    overrides: object = (),
+    **settings: Any,
+) -> Any:
+    overrides = list(overrides) if isinstance(overrides, tuple) else overrides
+    return read_config("mine", config, stored, overrides, settings)
+
+
+def as_floats(value: Any) -> Any:
+    """Returns `value` as KFP passes it: every number is a float."""
+    return json.loads(json.dumps(value), parse_int=float)
+
+
+def test_numbers_arrive_as_floats_and_are_read_as_written() -> None:
+    config = {**COUNTDOWN, "task": {"name": "countdown", "options": {"numbers": [3, 4]}}}
+    read_back = read(as_floats(config))
+    assert read_back == read(config)
+    assert read_back.task.options["numbers"] == [3, 4]
+    assert all(type(number) is int for number in read_back.task.options["numbers"])
+    assert read_back.optimizer.learning_rate == 1e-4
+
+
+def test_each_parameter_of_the_form_sets_its_key() -> None:
+    values: dict[str, Any] = {
+        "model": "hf://Qwen/Qwen3-0.6B",
+        "task": "math",
+        "train_data": "train.jsonl",
+        "test_data": "test.jsonl",
+        "steps": 7.0,
+        "learning_rate": 3e-6,
+        "prompts_per_step": 32,
+        "group_size": 4,
+    }
+    assert set(values) == set(KEYS)
+    config = {key: value for key, value in COUNTDOWN.items() if key != "task"}
+    dumped = read(config, **values).model_dump()
+    for name, key in KEYS.items():
+        value: Any = dumped
+        for part in key.split("."):
+            value = value[part]
+        assert value == values[name], name
+
+
+def test_an_empty_parameter_changes_nothing() -> None:
+    empty = dict.fromkeys(KEYS, "") | {"steps": 0, "learning_rate": 0.0}
+    assert read(**empty) == read()
+
+
+def test_the_run_has_the_name_of_the_form() -> None:
+    assert read({**COUNTDOWN, "name": "another"}).name == "mine"
+
+
+def test_an_override_replaces_every_other_value() -> None:
+    assert read(steps=7, overrides=["steps=9"]).steps == 9
+
+
+def test_a_stored_configuration_replaces_the_default_one() -> None:
+    assert read(stored=EXAMPLE.read_text()) == load_config(EXAMPLE, ["name=mine"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": JOINED}, r"config: must be a JSON object, .* joins the lines of pasted YAML"),
+        ({"config": {}}, "config: holds no key, so every default would be trained"),
+        ({"config": {"stepz": 3}}, "stepz: no such key; did you mean steps"),
+        ({"stored": JOINED}, "stored_config: .* sets no key, .* the lines of the file were joined"),
+        ({"stored": ""}, "stored_config: .* sets no key"),
+        ({"stored": "steps: ["}, "stored_config: not valid YAML"),
+        ({"config": {"steps": 3}, "stored": "steps: 4"}, "are both set"),
+        ({"overrides": "steps=400"}, r'must be a JSON list of texts, such as \["steps=400"\]'),
+        ({"overrides": [400]}, "must be a JSON list of texts"),
+        ({"overrides": ["steps"]}, "write key=value"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read(**arguments)
