@@ -11,6 +11,7 @@ from kfp import dsl, kubernetes
 
 from pipelines import SEGMENTS
 from pipelines.configuration import COUNTDOWN
+from pipelines.pytorchjob import CA_DIRECTORY
 
 SERVICE_IMAGE, TRAINER_IMAGE = "bapo/service:0.2.0", "bapo/trainer:0.2.0"
 """Images of the components; `bapo pipeline compile` can replace them."""
@@ -20,6 +21,11 @@ RETRIES = 3
 """Automatic retries of each step."""
 MAX_SEGMENTS = 50
 """Argo's Workflow object grows with every task, and etcd limits its size."""
+
+
+WATCHER, REPORTER = ("150Mi", "1Gi"), ("300Mi", "4Gi")
+"""Request and limit of the memory of a step that only waits, and of one that reads a run's
+history or its weights."""
 
 
 @dsl.component(**ON_TRAINER)
@@ -158,40 +164,47 @@ def clean_up(run: str) -> str:
         return steps.clean_up(context, jobs)
 
 
-REQUIRED = (
+CONNECTION = (
     "BAPO_BUFFER_URL",
     "BAPO_VERIFIER_URL",
+    "BAPO_DASHBOARD_URL",
     "BAPO_S3_ENDPOINT",
     "BAPO_S3_BUCKET",
+    "BAPO_S3_REGION",
+    "BAPO_S3_PATH_STYLE",
+    "BAPO_S3_CREDENTIALS",
     "BAPO_RELEASE",
     "BAPO_CONNECTION",
     "BAPO_TOKEN_SECRET",
     "BAPO_S3_SECRET",
+    "BAPO_CA_BUNDLE",
     "BAPO_TRAINER_IMAGE",
     "BAPO_TRAINER_SERVICE_ACCOUNT",
-)
-"""Keys of the chart's connection ConfigMap without which no step's pod starts."""
-OPTIONAL = (
-    "BAPO_DASHBOARD_URL",
     "BAPO_TRAINER_QUEUE",
     "BAPO_TRAINER_PULL_SECRETS",
     "BAPO_TRAINER_PULL_POLICY",
-    "BAPO_TRAINER_PRIORITY_CLASS",
-    "BAPO_TRAINER_NODE_SELECTOR",
-    "BAPO_TRAINER_TOLERATIONS",
+    "BAPO_TRAINER_POD",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "NO_PROXY",
+    "SSL_CERT_FILE",
+    "HF_ENDPOINT",
 )
-"""Keys that have defaults: the ConfigMap of an older release may lack them."""
+"""Keys of the chart's connection ConfigMap that every step gets as variables."""
 
 
-def _connect(task: Any, connection: Any, token_secret: Any, s3_secret: Any) -> Any:
-    """Gives a task the release's ConfigMap and Secrets, disables its cache and enables retries."""
-    for names, optional in ((REQUIRED, False), (OPTIONAL, True)):
-        kubernetes.use_config_map_as_env(
-            task, connection, {name: name for name in names}, optional=optional
-        )
-    kubernetes.use_secret_as_env(task, token_secret, {"BAPO_TOKEN": "BAPO_TOKEN"})
+def _connect(task: Any, connection: Any, token_secret: Any, s3_secret: Any, ca_bundle: Any) -> Any:
+    """Gives a task the release's ConfigMap and Secrets, disables its cache and enables retries.
+
+    All of them are optional for Kubernetes, because a pod that lacks one would wait for ever and
+    say nothing. The step itself says what it lacks.
+    """
+    variables = {name: name for name in CONNECTION}
+    kubernetes.use_config_map_as_env(task, connection, variables, optional=True)
+    kubernetes.use_secret_as_env(task, token_secret, {"BAPO_TOKEN": "BAPO_TOKEN"}, optional=True)
     keys = {name: name for name in ("BAPO_S3_ACCESS_KEY", "BAPO_S3_SECRET_KEY")}
-    kubernetes.use_secret_as_env(task, s3_secret, keys)
+    kubernetes.use_secret_as_env(task, s3_secret, keys, optional=True)
+    kubernetes.use_config_map_as_volume(task, ca_bundle, mount_path=CA_DIRECTORY, optional=True)
     kubernetes.use_field_path_as_env(
         task, "BAPO_WORKFLOW", "metadata.labels['workflows.argoproj.io/workflow']"
     )
@@ -200,6 +213,15 @@ def _connect(task: Any, connection: Any, token_secret: Any, s3_secret: Any) -> A
     task.set_caching_options(False)
     task.set_env_variable("HOME", "/tmp")
     return task.set_retry(RETRIES)
+
+
+def _size(task: Any, memory: str, limit: Any) -> Any:
+    """Gives a task requests and limits, without which a namespace with a quota refuses its pod.
+
+    memory: request; limit: memory limit. All steps mostly wait, for the network or for others.
+    """
+    task.set_cpu_request("100m").set_cpu_limit("2")
+    return task.set_memory_request(memory).set_memory_limit(limit)
 
 
 def build_pipeline(segments: int = SEGMENTS) -> Any:
@@ -233,9 +255,12 @@ def build_pipeline(segments: int = SEGMENTS) -> Any:
         cpu_per_worker: str = "4",
         memory_per_worker: str = "32Gi",
         start_within_minutes: int = 60,
+        prepare_memory: str = "8Gi",
         connection: str = "bapo-connection",
         token_secret: str = "bapo-token",
         s3_secret: str = "bapo-s3",
+        hub_secret: str = "bapo-hub",
+        ca_bundle: str = "bapo-ca",
     ) -> None:
         """Trains a run with BAPO.
 
@@ -263,15 +288,20 @@ def build_pipeline(segments: int = SEGMENTS) -> Any:
             cpu_per_worker: Cores that each worker requests, for example `4` or `500m`.
             memory_per_worker: Memory request and limit of each worker, for example `32Gi`.
             start_within_minutes: Minutes to wait for nodes before the step fails.
+            prepare_memory: Memory limit of the step that loads the prompts and the model.
             connection: Name of the ConfigMap with the addresses of the chart's release.
             token_secret: Name of the release's Secret with the services' token.
             s3_secret: Name of the release's Secret with the object store's keys.
+            hub_secret: Name of your Secret with the key `HF_TOKEN`, for models of the Hugging Face
+                hub that need a token. It need not exist.
+            ca_bundle: Name of the ConfigMap with certificates of authorities (`caBundle` of the
+                chart). It need not exist.
         """
 
         def connect(task: Any) -> Any:
-            return _connect(task, connection, token_secret, s3_secret)
+            return _connect(task, connection, token_secret, s3_secret, ca_bundle)
 
-        cleaned = connect(clean_up(run=bapo_run))
+        cleaned = _size(connect(clean_up(run=bapo_run)), *WATCHER)
         with dsl.ExitHandler(cleaned, name="training"):
             prepared = connect(
                 prepare_data(
@@ -289,10 +319,14 @@ def build_pipeline(segments: int = SEGMENTS) -> Any:
                     group_size=group_size,
                 )
             )
+            _size(prepared, "1Gi", prepare_memory)
+            kubernetes.use_secret_as_env(
+                prepared, hub_secret, {"HF_TOKEN": "HF_TOKEN"}, optional=True
+            )
             opened = connect(
                 create_or_resume_run(run=bapo_run, request=prepared.output, segments=segments)
             )
-            before = opened
+            before = _size(opened, *WATCHER)
             for segment in range(1, segments + 1):
                 trained = connect(
                     train(
@@ -309,11 +343,14 @@ def build_pipeline(segments: int = SEGMENTS) -> Any:
                 synced = connect(
                     checkpoint_and_sync(run=bapo_run, segment=segment, segment_ends=opened.output)
                 ).after(trained)
+                _size(trained, *WATCHER)
+                _size(synced, *REPORTER)
                 if segments > 1:
                     trained.set_display_name(f"train {segment} of {segments}")
                     synced.set_display_name(f"checkpoint and sync {segment} of {segments}")
                 before = synced
-            evaluated = connect(evaluate(run=bapo_run)).after(before)
-            connect(export_model(run=bapo_run, accuracy=evaluated.outputs["Output"]))
+            evaluated = _size(connect(evaluate(run=bapo_run)).after(before), *REPORTER)
+            exported = connect(export_model(run=bapo_run, accuracy=evaluated.outputs["Output"]))
+            _size(exported, *REPORTER)
 
     return bapo_pipeline

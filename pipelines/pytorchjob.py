@@ -11,12 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from bapo_core.errors import BapoError
-from pipelines.settings import DeploymentSettings
+from pipelines.settings import DeploymentSettings, TrainerPod
 
 GROUP, VERSION, PLURAL = "kubeflow.org", "v1", "pytorchjobs"
 RENDEZVOUS_PORT = 23456
@@ -25,12 +24,11 @@ MAX_NAME_LENGTH = 50
 RUN_LABEL = "bapo/run"
 """Label with the run that a job trains."""
 SPEC_HASH_LABEL = "bapo/made-from"
-"""Label with a digest of everything that a job was built from."""
+"""Label with a digest of what the pipeline asked for."""
 LABELS = {"app.kubernetes.io/name": "bapo", "app.kubernetes.io/component": "trainer"}
 """Labels of every training job and its pods; network policies select by them."""
-USER_ID = 10001
-"""User and group of the images."""
-
+CA_DIRECTORY = "/etc/bapo/ca"
+"""Where the certificates of `DeploymentSettings.ca_bundle` are mounted, as in the chart's pods."""
 
 _MEMORY = re.compile(r"[0-9]+(\.[0-9]+)?[KMGT]i?")
 
@@ -47,14 +45,10 @@ class Resources:
     gpus: int = 1
     """GPUs of each pod, with one process for each. At 0, a pod runs `trainer.processes` of the
     run's configuration on CPUs."""
-    gpu_resource: str = "nvidia.com/gpu"
-    """Name of the extended resource that stands for a GPU."""
     cpu: str = "4"
     """Cores that each pod requests, as Kubernetes writes them: `4` or `500m`."""
     memory: str = "32Gi"
     """Memory request and limit of each pod."""
-    scratch: str = "100Gi"
-    """Limit of each pod's disk space for the initial model and for checkpoints in transfer."""
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.gpus < 0:
@@ -83,9 +77,9 @@ class Deployment:
     pull_secrets: tuple[str, ...] = ()
     queue: str = ""
     """Kueue's local queue; none if empty."""
-    priority_class: str = ""
-    node_selector: Mapping[str, str] = field(default_factory=dict)
-    tolerations: tuple[Mapping[str, Any], ...] = ()
+    ca_bundle: str = ""
+    """ConfigMap with certificates of authorities; none if empty."""
+    pod: TrainerPod = field(default_factory=TrainerPod)
 
     @classmethod
     def from_settings(cls, settings: DeploymentSettings, namespace: str) -> Deployment:
@@ -100,9 +94,8 @@ class Deployment:
             pull_policy=settings.trainer_pull_policy,
             pull_secrets=settings.trainer_pull_secrets,
             queue=settings.trainer_queue,
-            priority_class=settings.trainer_priority_class,
-            node_selector=settings.trainer_node_selector,
-            tolerations=settings.trainer_tolerations,
+            ca_bundle=settings.ca_bundle,
+            pod=settings.trainer_pod,
         )
 
 
@@ -166,8 +159,11 @@ def build_job(
         # Exit codes 1 to 127 fail the job, 128 to 255 restart the pod (services/common/process.py).
         "restartPolicy": "ExitCode",
         "template": {
-            # A sidecar would run on after the training, so that the job would never finish.
-            "metadata": {"labels": labels, "annotations": {"sidecar.istio.io/inject": "false"}},
+            "metadata": {
+                # A sidecar would run on after the training, so that the job would never finish.
+                "labels": {"sidecar.istio.io/inject": "false"} | deployment.pod.pod_labels | labels,
+                "annotations": deployment.pod.pod_annotations,
+            },
             "spec": _pod(run, name, deployment, resources, resources.gpus or processes),
         },
     }
@@ -193,13 +189,18 @@ def build_job(
             "runPolicy": {
                 "backoffLimit": 20,
                 "cleanPodPolicy": "Running",
-                "suspend": bool(deployment.queue),  # Kueue resumes the job when it admits it
+                # Kueue's webhook suspends a job with a queue itself. One that is created suspended
+                # would wait for ever where Kueue does not manage PyTorchJobs.
+                "suspend": False,
                 "ttlSecondsAfterFinished": 24 * 3600,
             },
             "pytorchReplicaSpecs": {"Worker": worker},
         },
     }
-    content = json.dumps([job["spec"], metadata.get("ownerReferences")], sort_keys=True)
+    # What the pipeline asked for, and not what the release adds: an upgrade of the release during a
+    # run would otherwise replace a healthy job at the next segment.
+    asked = [asdict(resources), processes, metadata.get("ownerReferences")]
+    content = json.dumps(asked, sort_keys=True)
     metadata["labels"][SPEC_HASH_LABEL] = hashlib.sha256(content.encode()).hexdigest()[:16]
     return job
 
@@ -207,27 +208,26 @@ def build_job(
 def _pod(
     run: str, name: str, deployment: Deployment, resources: Resources, processes: int
 ) -> dict[str, Any]:
+    settings = deployment.pod
     pod: dict[str, Any] = {
         "serviceAccountName": deployment.service_account,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         # An upload that takes longer is lost; the run then continues from an earlier checkpoint.
         "terminationGracePeriodSeconds": 60,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": USER_ID,
-            "runAsGroup": USER_ID,
-            "fsGroup": USER_ID,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": settings.pod_security_context,
         "containers": [_container(run, deployment, resources, processes)],
         "volumes": [
-            {"name": "scratch", "emptyDir": {"sizeLimit": resources.scratch}},
-            {"name": "tmp", "emptyDir": {"sizeLimit": "10Gi"}},
+            # The initial model, and checkpoints in transfer.
+            {"name": "scratch", "emptyDir": {"sizeLimit": settings.scratch_size}},
+            {"name": "tmp", "emptyDir": {"sizeLimit": settings.tmp_size}},
             # NCCL exchanges tensors between the GPUs of a pod here. It counts as the pod's memory.
-            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "8Gi"}},
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shm_size}},
+            *settings.extra_volumes,
         ],
     }
+    if deployment.ca_bundle:
+        pod["volumes"].append({"name": "ca", "configMap": {"name": deployment.ca_bundle}})
     if resources.workers > 1:
         # Two workers on one node gain nothing, and would both be lost with it.
         pod["topologySpreadConstraints"] = [
@@ -240,9 +240,12 @@ def _pod(
         ]
     optional = {
         "imagePullSecrets": [{"name": secret} for secret in deployment.pull_secrets],
-        "priorityClassName": deployment.priority_class,
-        "nodeSelector": dict(deployment.node_selector),
-        "tolerations": [dict(toleration) for toleration in deployment.tolerations],
+        "priorityClassName": settings.priority_class_name,
+        "nodeSelector": settings.node_selector,
+        "tolerations": list(settings.tolerations),
+        "affinity": settings.affinity,
+        "runtimeClassName": settings.runtime_class_name,
+        "schedulerName": settings.scheduler_name,
     }
     return pod | {key: value for key, value in optional.items() if value}
 
@@ -250,7 +253,22 @@ def _pod(
 def _container(
     run: str, deployment: Deployment, resources: Resources, processes: int
 ) -> dict[str, Any]:
-    gpus = {resources.gpu_resource: str(resources.gpus)} if resources.gpus else {}
+    settings = deployment.pod
+    devices = dict(settings.extra_resources)
+    if resources.gpus:
+        devices[settings.gpu_resource] = str(resources.gpus)
+    limits = {"memory": resources.memory, **devices}
+    if settings.cpu_limit:
+        limits["cpu"] = resources.cpu
+    mounts = [
+        {"name": "scratch", "mountPath": "/scratch"},
+        {"name": "tmp", "mountPath": "/tmp"},
+        {"name": "shm", "mountPath": "/dev/shm"},
+        *settings.extra_volume_mounts,
+    ]
+    if deployment.ca_bundle:
+        mounts.append({"name": "ca", "mountPath": CA_DIRECTORY, "readOnly": True})
+    secrets = [deployment.token_secret, *filter(None, [deployment.s3_secret])]
     return {
         "name": "pytorch",  # the operator looks for a container of this name
         "image": deployment.image,
@@ -262,30 +280,21 @@ def _container(
         "ports": [{"name": "pytorchjob-port", "containerPort": RENDEZVOUS_PORT}],
         "envFrom": [
             {"configMapRef": {"name": deployment.connection}},
-            {"secretRef": {"name": deployment.token_secret}},
-            {"secretRef": {"name": deployment.s3_secret}},
+            *({"secretRef": {"name": secret}} for secret in secrets),
         ],
         "env": [
             {"name": "BAPO_RUN", "value": run},
             {"name": "BAPO_SCRATCH", "value": "/scratch"},
             {"name": "HOME", "value": "/tmp"},
             {"name": "OMP_NUM_THREADS", "value": _threads(resources.cpu, processes)},
+            *settings.extra_env,
         ],
         "resources": {
-            "requests": {"cpu": resources.cpu, "memory": resources.memory, **gpus},
-            "limits": {"memory": resources.memory, **gpus},
+            "requests": {"cpu": resources.cpu, "memory": resources.memory, **devices},
+            "limits": limits,
         },
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-            "runAsNonRoot": True,
-        },
-        "volumeMounts": [
-            {"name": "scratch", "mountPath": "/scratch"},
-            {"name": "tmp", "mountPath": "/tmp"},
-            {"name": "shm", "mountPath": "/dev/shm"},
-        ],
+        "securityContext": settings.security_context,
+        "volumeMounts": mounts,
     }
 
 

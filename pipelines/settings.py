@@ -7,7 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic.alias_generators import to_camel
 from pydantic_settings import BaseSettings, NoDecode
 
 from bapo_core.errors import ConfigError
@@ -17,6 +18,8 @@ from services.common.settings import (
     Settings,
 )
 
+USER_ID = 10001
+"""User and group of the images."""
 LOCAL_JOBS = "BAPO_LOCAL_JOBS"
 """Variable of `LocalJobsSettings.local_jobs`."""
 
@@ -28,8 +31,70 @@ class StepSettings(BufferClientSettings, ObjectStoreClientSettings):
     """Name of the Argo workflow that the step belongs to."""
     dashboard_url: str = ""
     """Address at which people reach the dashboard; unset where the chart exposes none."""
+
+    @classmethod
+    def load(cls) -> Self:
+        """Reads the settings from the environment.
+
+        Raises `ConfigError` that names every variable at fault and the parameters to look at.
+        """
+        try:
+            return super().load()
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}: the step did not get the connection ConfigMap of the release or one of "
+                "its Secrets; the parameters connection, token_secret and s3_secret must be the "
+                "names that `helm status` prints, and the pipeline must run in the release's "
+                "namespace"
+            ) from error
+
     scratch: Path = Field(default_factory=lambda: Path(tempfile.gettempdir()))
     """Directory for models in transfer."""
+
+
+class TrainerPod(BaseModel):
+    """Settings of the training job's pods, from the section `trainer` of the chart's values."""
+
+    model_config = ConfigDict(
+        alias_generator=to_camel, populate_by_name=True, extra="forbid", frozen=True
+    )
+
+    priority_class_name: str = ""
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    tolerations: tuple[dict[str, Any], ...] = ()
+    affinity: dict[str, Any] = Field(default_factory=dict)
+    runtime_class_name: str = ""
+    scheduler_name: str = ""
+    pod_annotations: dict[str, str] = Field(default_factory=dict)
+    pod_labels: dict[str, str] = Field(default_factory=dict)
+    extra_env: tuple[dict[str, Any], ...] = ()
+    extra_volumes: tuple[dict[str, Any], ...] = ()
+    extra_volume_mounts: tuple[dict[str, Any], ...] = ()
+    extra_resources: dict[str, str] = Field(default_factory=dict)
+    """Extended resources besides the GPUs, such as those of RDMA."""
+    gpu_resource: str = "nvidia.com/gpu"
+    cpu_limit: bool = False
+    """Whether the CPU request is a limit, too, as a quota may demand."""
+    scratch_size: str = "100Gi"
+    shm_size: str = "8Gi"
+    tmp_size: str = "10Gi"
+    pod_security_context: dict[str, Any] = Field(
+        default_factory=lambda: {
+            "runAsNonRoot": True,
+            "runAsUser": USER_ID,
+            "runAsGroup": USER_ID,
+            "fsGroup": USER_ID,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
+    )
+    security_context: dict[str, Any] = Field(
+        default_factory=lambda: {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+            "runAsNonRoot": True,
+        }
+    )
 
 
 class DeploymentSettings(Settings):
@@ -44,8 +109,10 @@ class DeploymentSettings(Settings):
     """Name of the ConfigMap with the services' addresses."""
     token_secret: str
     """Name of the Secret with the services' token."""
-    s3_secret: str
-    """Name of the Secret with the object store's keys."""
+    s3_secret: str = ""
+    """Name of the Secret with the object store's keys; unset where pods have a cloud identity."""
+    ca_bundle: str = ""
+    """Name of the ConfigMap with certificates of authorities, which pods mount; none if unset."""
     trainer_image: str
     """Image of the training job."""
     trainer_service_account: str
@@ -56,20 +123,16 @@ class DeploymentSettings(Settings):
     """Names of the Secrets to pull the image with, separated by commas."""
     trainer_queue: str = ""
     """Kueue's local queue of the training job; none if empty."""
-    trainer_priority_class: str = ""
-    """PriorityClass of the training job's pods; the cluster's default if empty."""
     # NoDecode: pydantic-settings would report wrong JSON with another error, and without its value.
-    trainer_node_selector: Annotated[dict[str, str], NoDecode] = Field(default_factory=dict)
-    """Labels of the nodes that the training job may run on, as a JSON object."""
-    trainer_tolerations: Annotated[tuple[dict[str, Any], ...], NoDecode] = ()
-    """Taints that the training job tolerates, as a JSON list of Kubernetes tolerations."""
+    trainer_pod: Annotated[TrainerPod, NoDecode] = Field(default_factory=TrainerPod)
+    """Further settings of the training job's pods: the chart's values `trainer` as JSON."""
 
     @field_validator("trainer_pull_secrets", mode="before")
     @classmethod
     def _split_names(cls, names: Any) -> Any:
         return tuple(filter(None, names.split(","))) if isinstance(names, str) else names
 
-    @field_validator("trainer_node_selector", "trainer_tolerations", mode="before")
+    @field_validator("trainer_pod", mode="before")
     @classmethod
     def _parse_json(cls, value: Any) -> Any:
         try:

@@ -17,9 +17,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar
 from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import urllib3
 from minio import Minio
+from minio.credentials.providers import IamAwsProvider, Provider, StaticProvider
 from minio.deleteobjects import DeleteObject
 from minio.error import MinioException, S3Error
 
@@ -107,6 +109,41 @@ def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+def _credentials(settings: ObjectStoreSettings) -> Provider:
+    if settings.credentials == "identity":
+        return IamAwsProvider()
+    return StaticProvider(
+        settings.access_key.get_secret_value(), settings.secret_key.get_secret_value()
+    )
+
+
+def _connection_pool(endpoint: str, retries: int) -> urllib3.PoolManager:
+    """Returns connections to the server, through the proxy that the environment names for it."""
+    options: dict[str, Any] = {
+        "timeout": urllib3.Timeout(connect=5, read=60),
+        "retries": urllib3.Retry(
+            total=retries, backoff_factor=0.2, backoff_max=8, status_forcelist=[500, 503]
+        ),
+        "maxsize": 16,
+    }
+    url = urlsplit(endpoint)
+    proxy = getproxies().get(url.scheme)
+    if proxy is None or proxy_bypass(url.netloc):
+        return urllib3.PoolManager(**options)
+    return urllib3.ProxyManager(proxy, **options)
+
+
+def _region(region: str, host: str) -> str | None:
+    """Returns the region that requests are signed for; None lets the client take it from the host.
+
+    The client ignores the region in the host name of AWS if it is given another one. A server that
+    is not AWS would be asked for its region with a request that its keys may not permit.
+    """
+    if region:
+        return region
+    return None if host.endswith((".amazonaws.com", ".amazonaws.com.cn")) else "us-east-1"
+
+
 def _damaged(where: str, digest: str) -> ObjectStoreError:
     return ObjectStoreError(
         f"{where}: the stored bytes do not have the digest {digest[:12]}... that was recorded; the "
@@ -155,18 +192,15 @@ class ObjectStore:
         url = urlsplit(settings.endpoint)
         self._client = Minio(
             endpoint=url.netloc,
-            access_key=settings.access_key.get_secret_value(),
-            secret_key=settings.secret_key.get_secret_value(),
+            credentials=_credentials(settings),
             secure=url.scheme == "https",
-            region="us-east-1",
-            http_client=urllib3.PoolManager(
-                timeout=urllib3.Timeout(connect=5, read=60),
-                retries=urllib3.Retry(
-                    total=retries, backoff_factor=0.2, backoff_max=8, status_forcelist=[500, 503]
-                ),
-                maxsize=16,
-            ),
+            region=_region(settings.region, url.hostname or ""),
+            http_client=_connection_pool(settings.endpoint, retries),
         )
+        if settings.path_style == "always":
+            self._client.disable_virtual_style_endpoint()  # type: ignore[no-untyped-call]
+        elif settings.path_style == "never":
+            self._client.enable_virtual_style_endpoint()  # type: ignore[no-untyped-call]
 
     def _failure(self, action: str, key: str, error: Exception) -> ObjectStoreError:
         code = getattr(error, "code", None) or type(error).__name__

@@ -8,9 +8,16 @@ no log and no traceback shows them. `docs/environment.md` is generated from thes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -59,16 +66,35 @@ class ObjectStoreSettings(SettingsGroup):
     """Address of the S3 API, `http://host:port` or `https://host:port`."""
     bucket: str
     """Bucket that holds all objects. It is created when it does not exist."""
-    access_key: SecretStr
-    """Access key of the object store."""
-    secret_key: SecretStr
-    """Secret key of the object store."""
+    region: str = ""
+    """Region of the bucket. If empty, the one in the host name of AWS, and us-east-1 for other
+    servers."""
+    path_style: Literal["auto", "always", "never"] = "auto"
+    """Whether the bucket is in the path of an address instead of the host name; `auto`: unless the
+    server is AWS or Alibaba Cloud."""
+    credentials: Literal["keys", "identity"] = "keys"
+    """`keys`: the two keys below. `identity`: the cloud identity of the pod or machine (AWS)."""
+    access_key: SecretStr = SecretStr("")
+    """Access key of the object store; required unless `credentials` is `identity`."""
+    secret_key: SecretStr = SecretStr("")
+    """Secret key of the object store; required unless `credentials` is `identity`."""
+
+    @model_validator(mode="after")
+    def _require_keys(self) -> Self:
+        keys = {"BAPO_S3_ACCESS_KEY": self.access_key, "BAPO_S3_SECRET_KEY": self.secret_key}
+        missing = [name for name, key in keys.items() if not key.get_secret_value()]
+        if missing and self.credentials == "keys":
+            raise ValueError("; ".join(f"{name} is not set" for name in missing))
+        return self
 
     def environment(self) -> dict[str, str]:
         """Returns the variables from which `Settings.load` makes the same settings."""
         return {
             "BAPO_S3_ENDPOINT": self.endpoint,
             "BAPO_S3_BUCKET": self.bucket,
+            "BAPO_S3_REGION": self.region,
+            "BAPO_S3_PATH_STYLE": self.path_style,
+            "BAPO_S3_CREDENTIALS": self.credentials,
             "BAPO_S3_ACCESS_KEY": self.access_key.get_secret_value(),
             "BAPO_S3_SECRET_KEY": self.secret_key.get_secret_value(),
         }
@@ -119,13 +145,19 @@ def _problems(model: type[Settings], error: ValidationError) -> Iterator[str]:
     for problem in error.errors():
         names = [str(part) for part in problem["loc"]]
         field = model.model_fields.get(names[0]) if names else None
+        group: Any = field.annotation if field is not None else None
         if problem["type"] == "missing":
             missing = [PREFIX + "_".join(names).upper()]
-            if len(names) == 1 and field is not None and _is_group(field.annotation):
-                group: Any = field.annotation
+            if len(names) == 1 and _is_group(group):
                 members = variables(group, f"{missing[0]}_")
-                missing = [name for name, member in members if member.is_required()]
+                missing = [
+                    name
+                    for name, member in members
+                    if member.is_required() or member.annotation is SecretStr
+                ]
             yield from (f"{name} is not set" for name in missing)
+        elif problem["type"] == "value_error" and len(names) == 1 and _is_group(group):
+            yield str(problem["ctx"]["error"])
         else:
             message = problem["msg"][0].lower() + problem["msg"][1:]
             secret = field is None or field.annotation is SecretStr or names[0] == "s3"

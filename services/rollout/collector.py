@@ -533,7 +533,10 @@ def main() -> None:
             buffer,
             ObjectStore(settings.s3),
             Fleet(buffer, token),
-            VerifierClient(settings.verifier_url, token),
+            VerifierClient(
+                settings.verifier_url,
+                (settings.verifier_token or settings.token).get_secret_value(),
+            ),
             AutoTokenizer.from_pretrained(tokenizer_directory(config.model.path, settings)),
             follows=settings.attempt is None,
         )

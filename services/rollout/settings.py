@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from services.common.settings import (
     BufferClientSettings,
@@ -53,6 +53,8 @@ class CollectorSettings(BufferClientSettings, ObjectStoreClientSettings):
     """Name of the run that the collector works for."""
     verifier_url: str
     """Address of the verifier, `http://host:port`."""
+    verifier_token: SecretStr | None = None
+    """Bearer token of the verifier; `BAPO_TOKEN` unless set."""
     scratch: Path
     """Directory for the tokenizer of a model that is in the object store."""
     attempt: int | None = None

@@ -21,6 +21,9 @@ WORKLOADS = ("Deployment", "StatefulSet", "Job", "CronJob", "Pod")
 Object = dict[str, Any]
 
 
+REGISTRY = "registry.example.com"
+
+
 class HelmError(Exception):
     """Helm failed; the message is its output."""
 
@@ -45,7 +48,10 @@ class Case:
 
     def arguments(self) -> list[str]:
         files = [f"--values={CHART}/values-{name}.yaml" for name in self.files]
-        sets = [f"--set-json={path}={json.dumps(value)}" for path, value in self.sets.items()]
+        values = dict(self.sets)
+        if not {"production", "air-gapped"} & set(self.files):
+            values.setdefault("image.registry", REGISTRY)  # the other files leave it to the user
+        sets = [f"--set-json={path}={json.dumps(value)}" for path, value in values.items()]
         return [*files, *sets]
 
 

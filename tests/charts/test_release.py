@@ -8,8 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.pytorchjob import CA_DIRECTORY
+from pipelines.settings import TrainerPod
 from tests.charts.cases import CASES, LONG
-from tests.charts.helm import CHART, WORKLOADS, Case, Object, of_kind, one, pod_of, render
+from tests.charts.helm import (
+    CHART,
+    WORKLOADS,
+    Case,
+    Object,
+    container_of,
+    of_kind,
+    one,
+    pod_of,
+    render,
+)
 from tests.charts.network import selects
 
 RUNNING = ("Deployment", "StatefulSet")
@@ -114,7 +126,8 @@ def test_workloads_select_their_own_pods(objects: list[Object]) -> None:
 
 
 def test_the_connection_has_these_settings(everything: list[Object]) -> None:
-    assert one(everything, "ConfigMap", "bapo-connection")["data"] == {
+    data = one(everything, "ConfigMap", "bapo-connection")["data"]
+    assert {name: value for name, value in data.items() if name != "BAPO_TRAINER_POD"} == {
         "BAPO_BUFFER_URL": "http://bapo-buffer.ml.svc:8700",
         "BAPO_VERIFIER_URL": "http://bapo-verifier.ml.svc:8701",
         "BAPO_S3_ENDPOINT": "https://s3.example.com",
@@ -129,13 +142,85 @@ def test_the_connection_has_these_settings(everything: list[Object]) -> None:
         "BAPO_TRAINER_QUEUE": "gpus",
         "BAPO_TRAINER_PULL_SECRETS": "mirror,other",
         "BAPO_TRAINER_PULL_POLICY": "IfNotPresent",
-        "BAPO_TRAINER_PRIORITY_CLASS": "low",
-        "BAPO_TRAINER_NODE_SELECTOR": '{"pool":"gpu"}',
-        "BAPO_TRAINER_TOLERATIONS": json.dumps(
-            [{"effect": "NoSchedule", "key": "nvidia.com/gpu", "operator": "Exists"}],
-            separators=(",", ":"),
-        ),
+        "BAPO_S3_REGION": "eu-west-1",
+        "BAPO_S3_PATH_STYLE": "always",
+        "BAPO_S3_CREDENTIALS": "keys",
+        "BAPO_CA_BUNDLE": "authorities",
+        "SSL_CERT_FILE": "/etc/bapo/ca/ca.crt",
+        "HTTP_PROXY": "http://proxy:3128",
+        "HTTPS_PROXY": "http://proxy:3128",
+        "NO_PROXY": "localhost,127.0.0.1,.svc,.cluster.local",
+        "HF_ENDPOINT": "https://hub.example.com",
     }
+    pod = TrainerPod.model_validate_json(data["BAPO_TRAINER_POD"])
+    assert (pod.priority_class_name, pod.node_selector) == ("low", {"pool": "gpu"})
+    assert pod.tolerations[0]["key"] == "nvidia.com/gpu"
+    assert pod.runtime_class_name == "nvidia"
+    assert not pod.security_context["readOnlyRootFilesystem"]
+    assert pod.security_context["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_a_release_with_cloud_identities_has_no_keys() -> None:
+    identity = {"s3.credentials": "identity", "s3.existingSecret": ""}
+    objects = render(Case(("production",), identity))
+    data = one(objects, "ConfigMap", "bapo-connection")["data"]
+    assert (data["BAPO_S3_CREDENTIALS"], data["BAPO_S3_SECRET"]) == ("identity", "")
+    for workload in of_kind(objects, *WORKLOADS):
+        assert "bapo-s3" not in json.dumps(pod_of(workload)["spec"])
+
+
+def test_the_root_file_system_of_the_rollouts_can_be_writable() -> None:
+    """Some versions of NVIDIA's CDI hook fail with a read-only one."""
+    writable = {"rollout.securityContext": {"readOnlyRootFilesystem": False}}
+    objects = render(Case(("dev",), writable))
+    context = container_of(objects, "StatefulSet", "bapo-rollout")["securityContext"]
+    assert context["readOnlyRootFilesystem"] is False
+    assert context["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_user_ids_can_be_left_to_the_cluster(dev: list[Object]) -> None:
+    """OpenShift refuses pods that choose them."""
+    unset = dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"))
+    objects = render(Case(("dev",), {"podSecurityContext": unset}))
+    for workload in of_kind(objects, *WORKLOADS):
+        context = pod_of(workload)["spec"]["securityContext"]
+        assert not unset.keys() & context.keys(), workload["metadata"]["name"]
+        assert context["runAsNonRoot"] is True
+    pod = json.loads(one(objects, "ConfigMap", "bapo-connection")["data"]["BAPO_TRAINER_POD"])
+    assert not unset.keys() & pod["podSecurityContext"].keys()
+
+
+def test_certificates_of_authorities_are_mounted_where_the_variable_says(
+    everything: list[Object],
+) -> None:
+    data = one(everything, "ConfigMap", "bapo-connection")["data"]
+    for kind, name in (
+        ("Deployment", "bapo-buffer"),
+        ("Deployment", "bapo-collector"),
+        ("StatefulSet", "bapo-rollout"),
+    ):
+        spec = pod_of(one(everything, kind, name))["spec"]
+        assert {"name": "ca", "configMap": {"name": "authorities"}} in spec["volumes"]
+        (mount,) = (
+            mount for mount in spec["containers"][0]["volumeMounts"] if mount["name"] == "ca"
+        )
+        assert data["SSL_CERT_FILE"] == f"{mount['mountPath']}/ca.crt"
+        assert mount["mountPath"] == CA_DIRECTORY
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_settings_of_the_training_job_are_valid(case: str) -> None:
+    data = one(render(CASES[case]), "ConfigMap", connection_of(case))["data"]
+    TrainerPod.model_validate_json(data["BAPO_TRAINER_POD"])
+
+
+def connection_of(case: str) -> str:
+    (name,) = (
+        manifest["metadata"]["name"]
+        for manifest in of_kind(render(CASES[case]), "ConfigMap")
+        if manifest["metadata"]["name"].endswith("-connection")
+    )
+    return str(name)
 
 
 def test_the_connection_names_objects_that_exist(dev: list[Object]) -> None:

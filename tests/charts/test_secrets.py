@@ -29,7 +29,7 @@ from tests.charts.helm import (
 
 KEEP = {"helm.sh/resource-policy": "keep"}
 EXISTING = {
-    "bapo-token": {"BAPO_TOKEN": "kept-token"},
+    "bapo-token": {"BAPO_TOKEN": "kept-token", "BAPO_VERIFIER_TOKEN": "kept-verifier-token"},
     "bapo-database": {"POSTGRES_PASSWORD": "kept-password", "BAPO_DATABASE_URL": "old"},
     "bapo-s3": {"BAPO_S3_ACCESS_KEY": "kept-access", "BAPO_S3_SECRET_KEY": "kept-secret"},
 }
@@ -79,7 +79,7 @@ def test_named_secrets_must_exist_with_their_keys(tmp_path: Path, version: str) 
         "bapo-external-database": {"BAPO_DATABASE_URL": DATABASE_URL},
         "bapo-external-s3": {"BAPO_S3_ACCESS_KEY": "a", "BAPO_S3_SECRET_KEY": "s"},
         "pull": {".dockerconfigjson": "{}"},
-        "ours": {"BAPO_TOKEN": "t"},
+        "ours": {"BAPO_TOKEN": "t", "BAPO_VERIFIER_TOKEN": "v"},
     }
     with cluster(tmp_path, existing) as kubeconfig:
         assert "kind: StatefulSet" in render_on(kubeconfig, version, case)
@@ -92,6 +92,7 @@ def test_named_secrets_must_exist_with_their_keys(tmp_path: Path, version: str) 
         "create it with BAPO_DATABASE_URL",
         "s3.existingSecret: the Secret bapo-external-s3 has no key BAPO_S3_SECRET_KEY",
         "token.existingSecret: the Secret ours has no key BAPO_TOKEN",
+        "token.existingSecret: the Secret ours has no key BAPO_VERIFIER_TOKEN",
         "image.pullSecrets: the namespace ml has no Secret pull",
     ):
         assert problem in message
@@ -165,11 +166,17 @@ def test_every_reference_is_to_an_object_of_the_release(dev: list[Object]) -> No
                 assert reference["key"] in release["Secret", reference["name"]]["data"], name
 
 
-def test_the_verifier_gets_the_token_and_no_other_secret(dev: list[Object]) -> None:
+def test_the_verifier_gets_a_token_that_no_other_service_accepts(dev: list[Object]) -> None:
+    """It runs hostile input."""
     verifier = container_of(dev, "Deployment", "bapo-verifier")
     assert "envFrom" not in verifier
     references = [variable for variable in verifier["env"] if "valueFrom" in variable]
     assert [variable["name"] for variable in references] == ["BAPO_TOKEN"]
+    assert references[0]["valueFrom"]["secretKeyRef"]["key"] == "BAPO_VERIFIER_TOKEN"
+    tokens = decoded(one(dev, "Secret", "bapo-token"))
+    assert tokens["BAPO_VERIFIER_TOKEN"] != tokens["BAPO_TOKEN"]
+    collector = container_of(dev, "Deployment", "bapo-collector")
+    assert {"secretRef": {"name": "bapo-token"}} in collector["envFrom"]
 
 
 def test_only_the_database_and_its_clients_get_its_password(dev: list[Object]) -> None:

@@ -76,6 +76,12 @@ BY_TEMPLATE = [
         "rollout.tensorParallelSize: it is 4, but a pod has 2 GPU(s) (rollout.gpus); raise",
     ),
     ({"rollout.vllmArgs": ["--tensor-parallel-size=2"]}, "use rollout.tensorParallelSize"),
+    ({"rollout.gpus": 8}, "a pod has 8 GPUs, and vLLM would use 2; set"),
+    (
+        {"image.registry": ""},
+        "image.registry: it is empty, and images of these names on Docker Hub",
+    ),
+    ({"s3.credentials": "identity"}, "s3: s3.credentials is identity, so pods use the cloud"),
     (
         {"rollout.extraEnv": [{"name": "BAPO_PORT", "value": "1"}]},
         "rollout.extraEnv: the chart sets variables that begin with BAPO_ itself; remove BAPO_PORT",
@@ -117,6 +123,13 @@ def test_the_template_refuses_combinations_with_the_remedy(
     sets: dict[str, Any], message: str
 ) -> None:
     assert message in refused(Case(("production",), sets))
+
+
+@pytest.mark.parametrize("release", ["1bapo", "my.bapo"])
+def test_releases_whose_services_kubernetes_would_refuse_are_refused(release: str) -> None:
+    message = f"names would begin with {release}, which Kubernetes refuses for Services"
+    assert message in refused(Case(("production",), release=release))
+    assert render(Case(("production",), {"fullnameOverride": "bapo"}, release))
 
 
 def test_the_defaults_alone_are_refused_with_what_to_set(version: str) -> None:

@@ -73,12 +73,14 @@ def test_losses_and_weights_do_not_depend_on_the_number_of_processes(
             assert others == pytest.approx(metrics, rel=1e-5, abs=1e-6), name
         assert one["weights"].keys() == other["weights"].keys()
         assert ("model.lm_head.weight" in one["weights"]) is not case.tied
-        # AdamW divides a gradient by its own size, so where it is almost 0 the order of summation
-        # shows. Whitened advantages add to that: there half a percent of a learning rate is
-        # allowed.
-        atol = 5e-6 if name == "critic" else 1e-6
+        # AdamW divides a gradient by its own size, so where an element of it is almost 0 the order
+        # of summation shows, which depends on the CPU's vector instructions, too. So single
+        # elements may differ by half a percent of a learning rate, and a tensor as a whole by far
+        # less.
         for key, weight in one["weights"].items():
-            torch.testing.assert_close(other["weights"][key], weight, atol=atol, rtol=0)
+            difference = other["weights"][key] - weight
+            assert difference.abs().max() < 5e-6, (name, key)
+            assert difference.square().mean().sqrt() < 2e-7, (name, key)
 
 
 def test_digests_do_not_depend_on_the_number_of_processes(alone: Any, together: Any) -> None:
@@ -89,10 +91,13 @@ def test_digests_do_not_depend_on_the_number_of_processes(alone: Any, together: 
 def test_results_in_bfloat16_stay_close(alone: Any, together: Any) -> None:
     """GPUs compute in bfloat16, with weights and sums of gradients in fp32."""
     one, other = alone["half"], together["half"]
-    for metrics, others in zip(one["metrics"], other["metrics"], strict=True):
+    for step, (metrics, others) in enumerate(zip(one["metrics"], other["metrics"], strict=True)):
         assert others["loss"] != metrics["loss"]
+        # After the first step, the weights differ already; how much depends on the CPU.
+        relative, absolute = (0.02, 0.002) if step == 0 else (0.15, 0.02)
         for name in ("loss", "entropy", "kl", "gradient_norm"):
-            assert others[name] == pytest.approx(metrics[name], rel=0.05, abs=0.02), name
+            expected = pytest.approx(metrics[name], rel=relative, abs=absolute)
+            assert others[name] == expected, (step, name)
     for key, weight in one["weights"].items():
         torch.testing.assert_close(other["weights"][key], weight, atol=0.02, rtol=0)
 

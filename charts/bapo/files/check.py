@@ -29,7 +29,7 @@ def main() -> None:
         await_ready("the buffer service", buffer, "its log, and whether it reaches Postgres and S3")
         check_token(buffer, token)
         await_ready("the verifier", verifier, "its log")
-        check_verdicts(verifier, token)
+        check_verdicts(verifier, os.environ["BAPO_VERIFIER_TOKEN"])
     except CheckFailed as problem:
         log.error("FAILED  %s", problem)
         sys.exit(1)

@@ -70,8 +70,11 @@ labels:
 {{ .Values.database.existingSecret | default (printf "%s-database" (include "bapo.fullname" .)) }}
 {{- end -}}
 
+{{/* Empty where pods have a cloud identity instead of keys. */}}
 {{- define "bapo.s3Secret" -}}
+{{- if ne .Values.s3.credentials "identity" -}}
 {{ .Values.s3.existingSecret | default (printf "%s-s3" (include "bapo.fullname" .)) }}
+{{- end -}}
 {{- end -}}
 
 {{- define "bapo.host" -}}
@@ -88,6 +91,22 @@ BAPO_S3_ENDPOINT: http://{{ include "bapo.host" (dict "root" . "component" "s3")
 BAPO_S3_ENDPOINT: {{ .Values.s3.endpoint }}
 {{- end }}
 BAPO_S3_BUCKET: {{ .Values.s3.bucket }}
+BAPO_S3_REGION: {{ .Values.s3.region | quote }}
+BAPO_S3_PATH_STYLE: {{ .Values.s3.pathStyle }}
+BAPO_S3_CREDENTIALS: {{ .Values.s3.credentials }}
+{{- with .Values.proxy }}
+{{- if or .http .https }}
+HTTP_PROXY: {{ .http | quote }}
+HTTPS_PROXY: {{ .https | quote }}
+NO_PROXY: {{ .exceptions | quote }}
+{{- end }}
+{{- end }}
+{{- if .Values.caBundle.configMap }}
+SSL_CERT_FILE: /etc/bapo/ca/{{ .Values.caBundle.key }}
+{{- end }}
+{{- with .Values.hub.endpoint }}
+HF_ENDPOINT: {{ . | quote }}
+{{- end }}
 {{- end -}}
 
 {{/* Address at which people reach the dashboard; empty unless the chart exposes it. */}}
@@ -132,14 +151,12 @@ with settings such as BAPO_PORT. */}}
 {{- define "bapo.podSecurity" -}}
 automountServiceAccountToken: {{ .apiToken | default false }}
 enableServiceLinks: false
+{{- $context := deepCopy .root.Values.podSecurityContext }}
+{{- if and .user (hasKey $context "runAsUser") }}
+{{- $context = merge (dict "runAsUser" .user "runAsGroup" .user "fsGroup" .user) $context }}
+{{- end }}
 securityContext:
-  runAsNonRoot: true
-  runAsUser: {{ .user | default 10001 }}
-  runAsGroup: {{ .user | default 10001 }}
-  fsGroup: {{ .user | default 10001 }}
-  fsGroupChangePolicy: OnRootMismatch
-  seccompProfile:
-    type: RuntimeDefault
+  {{- toYaml $context | nindent 2 }}
 {{- with .root.Values.image.pullSecrets }}
 imagePullSecrets:
   {{- range . }}
@@ -151,10 +168,17 @@ imagePullSecrets:
 {{- define "bapo.containerSecurity" -}}
 imagePullPolicy: {{ .Values.image.pullPolicy }}
 securityContext:
-  allowPrivilegeEscalation: false
-  readOnlyRootFilesystem: true
-  capabilities:
-    drop: [ALL]
+  {{- toYaml .Values.securityContext | nindent 2 }}
+{{- end -}}
+
+{{/* The security context of a container with settings of its own over the common one. Sprig's merge would take
+a `false` for a value that is not set. */}}
+{{- define "bapo.containerContext" -}}
+{{- $context := deepCopy .root.Values.securityContext -}}
+{{- range $key, $value := .own -}}
+{{- $_ := set $context $key $value -}}
+{{- end -}}
+{{- toYaml $context -}}
 {{- end -}}
 
 {{- define "bapo.scheduling" -}}
@@ -202,8 +226,25 @@ topologySpreadConstraints:
     name: {{ include "bapo.fullname" . }}-connection
 - secretRef:
     name: {{ include "bapo.tokenSecret" . }}
+{{- with include "bapo.s3Secret" . }}
 - secretRef:
-    name: {{ include "bapo.s3Secret" . }}
+    name: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{/* Volume and mount of the certificates of authorities, for the pods that connect to others. */}}
+{{- define "bapo.caVolume" -}}
+{{- with .Values.caBundle.configMap }}
+- name: ca
+  configMap:
+    name: {{ . }}
+{{- end }}
+{{- end -}}
+
+{{- define "bapo.caMount" -}}
+{{- if .Values.caBundle.configMap }}
+- {name: ca, mountPath: /etc/bapo/ca, readOnly: true}
+{{- end }}
 {{- end -}}
 
 {{/* Quotes a list as one line, which a shell splits into the same list. */}}

@@ -1,7 +1,7 @@
 {{/* Refuses combinations of values that cannot work, with the remedy. The schema checks single values. */}}
 {{- define "bapo.validate" -}}
 {{- $problems := list -}}
-{{- range list "bapo.databaseProblems" "bapo.s3Problems" "bapo.secretProblems" "bapo.imageProblems" "bapo.rolloutProblems" "bapo.scaleProblems" "bapo.outsideProblems" -}}
+{{- range list "bapo.databaseProblems" "bapo.s3Problems" "bapo.secretProblems" "bapo.nameProblems" "bapo.imageProblems" "bapo.rolloutProblems" "bapo.scaleProblems" "bapo.outsideProblems" -}}
 {{- $problems = concat $problems (include . $ | fromYamlArray) -}}
 {{- end -}}
 {{- if $problems -}}
@@ -41,13 +41,20 @@
 - >-
   s3: no object store is configured. Set s3.endpoint (https://host) and s3.existingSecret; for
   development s3.bundled.enabled=true, as values-dev.yaml does
+{{- else if eq $s3.credentials "identity" }}
+{{- if or $s3.existingSecret $keys }}
+- >-
+  s3: s3.credentials is identity, so pods use the cloud identity of their service account; leave
+  s3.existingSecret, s3.accessKey and s3.secretKey empty
+{{- end }}
 {{- else if and $s3.existingSecret $keys }}
 - >-
   s3: both s3.existingSecret and s3.accessKey or s3.secretKey are set; set either the Secret or the keys
 {{- else if not (or $s3.existingSecret (and $s3.accessKey $s3.secretKey)) }}
 - >-
   s3: the keys of {{ $s3.endpoint }} are missing. Set s3.existingSecret to a Secret with the keys
-  BAPO_S3_ACCESS_KEY and BAPO_S3_SECRET_KEY, or both s3.accessKey and s3.secretKey
+  BAPO_S3_ACCESS_KEY and BAPO_S3_SECRET_KEY, or both s3.accessKey and s3.secretKey, or
+  s3.credentials=identity
 {{- end }}
 {{- end -}}
 
@@ -57,7 +64,7 @@ would wait for a missing Secret without an error of the release. */}}
 {{- $namespace := .Release.Namespace -}}
 {{- if lookup "v1" "Namespace" "" $namespace -}}
 {{- $named := dict
-  "token.existingSecret" (list .Values.token.existingSecret "BAPO_TOKEN")
+  "token.existingSecret" (list .Values.token.existingSecret "BAPO_TOKEN" "BAPO_VERIFIER_TOKEN")
   "database.existingSecret" (list .Values.database.existingSecret "BAPO_DATABASE_URL")
   "s3.existingSecret" (list .Values.s3.existingSecret "BAPO_S3_ACCESS_KEY" "BAPO_S3_SECRET_KEY")
 -}}
@@ -89,7 +96,21 @@ would wait for a missing Secret without an error of the release. */}}
 {{- end -}}
 {{- end -}}
 
+{{- define "bapo.nameProblems" -}}
+{{- $name := include "bapo.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) }}
+- >-
+  fullnameOverride: names would begin with {{ $name }}, which Kubernetes refuses for Services; set it
+  to lower-case letters, digits and hyphens, beginning with a letter
+{{- end }}
+{{- end -}}
+
 {{- define "bapo.imageProblems" -}}
+{{- if not .Values.image.registry }}
+- >-
+  image.registry: it is empty, and images of these names on Docker Hub are not this project's. Set it
+  to the registry that you pushed the images to
+{{- end }}
 {{- if eq .Values.image.tag "latest" }}
 - >-
   image.tag: latest is not a fixed version, so nodes could run different images; set a version
@@ -108,6 +129,15 @@ would wait for a missing Secret without an error of the release. */}}
 - >-
   rollout.tensorParallelSize: it is {{ $rollout.tensorParallelSize }}, but a pod has
   {{ $rollout.gpus }} GPU(s) (rollout.gpus); raise rollout.gpus, or lower rollout.tensorParallelSize
+{{- end }}
+{{- $parallel := false }}
+{{- range $rollout.vllmArgs }}
+{{- if hasPrefix "--data-parallel-size" . }}{{ $parallel = true }}{{ end }}
+{{- end }}
+{{- if and (lt (int $rollout.tensorParallelSize) (int $rollout.gpus)) (not $parallel) }}
+- >-
+  rollout.gpus: a pod has {{ $rollout.gpus }} GPUs, and vLLM would use {{ $rollout.tensorParallelSize }}; set
+  rollout.tensorParallelSize to the same number, or --data-parallel-size among rollout.vllmArgs
 {{- end }}
 {{- range $rollout.vllmArgs }}
 {{- if or (hasPrefix "--tensor-parallel-size" .) (hasPrefix "-tp" .) }}

@@ -18,6 +18,9 @@ from services.common.settings import (
 S3 = {
     "BAPO_S3_ENDPOINT": "http://localhost:8333",
     "BAPO_S3_BUCKET": "bapo",
+    "BAPO_S3_REGION": "eu-west-1",
+    "BAPO_S3_PATH_STYLE": "always",
+    "BAPO_S3_CREDENTIALS": "keys",
     "BAPO_S3_ACCESS_KEY": "access",
     "BAPO_S3_SECRET_KEY": "hidden",
 }

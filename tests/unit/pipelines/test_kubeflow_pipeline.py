@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bapo_core.config import RunConfig, load_config
-from bapo_core.errors import BapoError
+from bapo_core.errors import BapoError, ConfigError
 from pipelines import SEGMENTS
-from pipelines.bapo_pipeline import OPTIONAL, REQUIRED
+from pipelines.bapo_pipeline import CONNECTION
 from pipelines.configuration import COUNTDOWN, read_config
 from pipelines.parameters import config_of, parameters_of
+from pipelines.settings import StepSettings
 from pipelines.steps import segment_ends
 from services.cli import COMPILED
 from services.cli.main import main
@@ -113,21 +114,22 @@ def test_every_step_is_retried_and_never_cached(name: str) -> None:
 def test_every_step_gets_the_configmap_and_the_secrets_of_its_release(name: str) -> None:
     executors = PLATFORM["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
     executor = executors[f"exec-{name}"]
-    required, optional = executor["configMapAsEnv"]
-    assert {entry["configMapKey"] for entry in required["keyToEnv"]} == set(REQUIRED)
-    # The ConfigMap of an older release may lack these; the pod would wait for ever.
-    assert optional["optional"]
-    assert not required.get("optional")
-    assert {entry["configMapKey"] for entry in optional["keyToEnv"]} == set(OPTIONAL)
+    (connection,) = executor["configMapAsEnv"]
+    assert {entry["configMapKey"] for entry in connection["keyToEnv"]} == set(CONNECTION)
+    # A pod would wait for ever for what it lacks; the step says what that is.
+    for source in (connection, *executor["secretAsEnv"], *executor["configMapAsVolume"]):
+        assert source["optional"]
     secrets = {
         key["secretKey"]: secret["secretNameParameter"]["componentInputParameter"]
         for secret in executor["secretAsEnv"]
         for key in secret["keyToEnv"]
     }
+    hub = {"HF_TOKEN": "hub_secret"} if name == "prepare-data" else {}
     assert {key: parameter.split("--")[-1] for key, parameter in secrets.items()} == {
         "BAPO_TOKEN": "token_secret",
         "BAPO_S3_ACCESS_KEY": "s3_secret",
         "BAPO_S3_SECRET_KEY": "s3_secret",
+        **hub,
     }
     assert executor["podMetadata"]["labels"] == {"app.kubernetes.io/part-of": "bapo"}
 
@@ -135,6 +137,20 @@ def test_every_step_gets_the_configmap_and_the_secrets_of_its_release(name: str)
 def graph() -> dict[str, dict[str, Any]]:
     """Returns the tasks inside the exit handler."""
     return tasks(PIPELINE["components"]["comp-exit-handler-1"])
+
+
+@pytest.mark.parametrize("name", sorted(every_task()))
+def test_every_step_has_requests_and_limits(name: str) -> None:
+    """A namespace with a quota, as Kubeflow's profiles have one, refuses a pod without."""
+    label = PIPELINE["components"][every_task()[name]["componentRef"]["name"]]["executorLabel"]
+    resources = PIPELINE["deploymentSpec"]["executors"][label]["container"]["resources"]
+    assert resources.keys() >= {
+        *("resourceCpuRequest", "resourceCpuLimit"),
+        *("resourceMemoryRequest", "resourceMemoryLimit"),
+    }
+    if name.startswith("train"):
+        assert resources["resourceMemoryRequest"] == "150Mi", "it only watches"
+        assert resources["resourceCpuRequest"] == "100m"
 
 
 def test_each_step_depends_on_the_one_before_and_clean_up_runs_last() -> None:
@@ -282,8 +298,17 @@ def test_invalid_parameters_are_refused_before_anything_starts(
         parameters_of(config, arguments)
 
 
-def test_the_charts_configmap_has_every_key_that_the_pipeline_needs() -> None:
-    """Pods of the pipeline would not start without one of these keys."""
+def test_the_charts_configmap_has_every_key_that_the_pipeline_reads() -> None:
     text = (ROOT / "charts/bapo/templates/connection.yaml").read_text()
     text += (ROOT / "charts/bapo/templates/_helpers.tpl").read_text()
-    assert {*REQUIRED, *OPTIONAL} <= set(re.findall(r"^\s*(BAPO_[A-Z0-9_]+):", text, re.MULTILINE))
+    assert set(CONNECTION) <= set(re.findall(r"^\s*([A-Z][A-Z0-9_]+):", text, re.MULTILINE))
+
+
+def test_a_step_that_lacks_its_configmap_or_a_secret_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in CONNECTION:
+        monkeypatch.delenv(name, raising=False)
+    message = "BAPO_S3_ENDPOINT is not set.* parameters connection, token_secret and s3_secret"
+    with pytest.raises(ConfigError, match=message):
+        StepSettings.load()

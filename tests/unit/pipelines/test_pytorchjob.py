@@ -17,8 +17,16 @@ from torch.distributed.run import parse_args
 
 from bapo_core.errors import BapoError, ConfigError
 from pipelines.local_jobs import injected_variables
-from pipelines.pytorchjob import MAX_NAME_LENGTH, Deployment, Owner, Resources, build_job, job_name
-from pipelines.settings import DeploymentSettings
+from pipelines.pytorchjob import (
+    MAX_NAME_LENGTH,
+    SPEC_HASH_LABEL,
+    Deployment,
+    Owner,
+    Resources,
+    build_job,
+    job_name,
+)
+from pipelines.settings import DeploymentSettings, TrainerPod
 
 DEPLOYMENT = Deployment(
     namespace="team",
@@ -33,9 +41,24 @@ FULL = replace(
     DEPLOYMENT,
     pull_secrets=("pull",),
     queue="gpus",
-    priority_class="batch",
-    node_selector={"gpu": "h200"},
-    tolerations=({"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},),
+    ca_bundle="authorities",
+    pod=TrainerPod(
+        priority_class_name="batch",
+        node_selector={"gpu": "h200"},
+        tolerations=({"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},),
+        affinity={"nodeAffinity": {}},
+        runtime_class_name="nvidia",
+        scheduler_name="kai",
+        pod_annotations={"k8s.v1.cni.cncf.io/networks": "rdma"},
+        pod_labels={"team": "rl"},
+        extra_env=({"name": "NCCL_DEBUG", "value": "WARN"},),
+        extra_volumes=({"name": "cache", "emptyDir": {}},),
+        extra_volume_mounts=({"name": "cache", "mountPath": "/cache"},),
+        extra_resources={"rdma/ib": "1"},
+        gpu_resource="nvidia.com/mig-1g.10gb",
+        cpu_limit=True,
+        scratch_size="1Gi",
+    ),
 )
 JOBS = {
     "cpu": build_job("countdown", DEPLOYMENT, Resources(gpus=0), processes=2),
@@ -80,7 +103,8 @@ def test_pods_are_restricted(name: str) -> None:
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["runAsUser"] > 0
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
-    assert {kind for volume in spec["volumes"] for kind in volume if kind != "name"} == {"emptyDir"}
+    kinds = {kind for volume in spec["volumes"] for kind in volume if kind != "name"}
+    assert kinds <= {"emptyDir", "configMap"}
     assert not {"hostNetwork", "hostPID", "hostIPC", "initContainers"} & spec.keys()
     for container in spec["containers"]:
         context = container["securityContext"]
@@ -120,7 +144,7 @@ def test_the_job_has_what_the_operator_looks_for() -> None:
     container = worker["template"]["spec"]["containers"][0]
     assert container["name"] == "pytorch"
     assert container["ports"] == [{"name": "pytorchjob-port", "containerPort": 23456}]
-    assert worker["template"]["metadata"]["annotations"] == {"sidecar.istio.io/inject": "false"}
+    assert worker["template"]["metadata"]["labels"]["sidecar.istio.io/inject"] == "false"
     policy = job["spec"]["elasticPolicy"]
     assert policy["minReplicas"] == policy["maxReplicas"] == worker["replicas"] == 2
     assert job["spec"]["runPolicy"]["cleanPodPolicy"] == "Running"
@@ -138,21 +162,77 @@ def test_the_job_refers_to_secrets_and_contains_none() -> None:
         "BAPO_SCRATCH",
         "HOME",
         "OMP_NUM_THREADS",
+        "NCCL_DEBUG",
     }
 
 
 def test_the_job_follows_the_settings_of_the_release() -> None:
     job, spec = JOBS["full"], pod_of(JOBS["full"])["spec"]
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
-    assert job["spec"]["runPolicy"]["suspend"] is True
+    assert job["spec"]["runPolicy"]["suspend"] is False, "Kueue's webhook suspends it"
     assert job["metadata"]["ownerReferences"][0]["uid"] == "1234-5678"
     assert spec["priorityClassName"] == "batch"
     assert spec["nodeSelector"] == {"gpu": "h200"}
     assert spec["tolerations"][0]["key"] == "nvidia.com/gpu"
     assert spec["imagePullSecrets"] == [{"name": "pull"}]
+    assert spec["affinity"] == {"nodeAffinity": {}}
+    assert (spec["runtimeClassName"], spec["schedulerName"]) == ("nvidia", "kai")
+    metadata = pod_of(job)["metadata"]
+    assert metadata["annotations"] == {"k8s.v1.cni.cncf.io/networks": "rdma"}
+    assert metadata["labels"]["team"] == "rl"
+    volumes = {volume["name"]: volume for volume in spec["volumes"]}
+    assert volumes["ca"]["configMap"] == {"name": "authorities"}
+    assert volumes["scratch"]["emptyDir"] == {"sizeLimit": "1Gi"}
+    (container,) = spec["containers"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert (mounts["/cache"], mounts["/etc/bapo/ca"]) == ("cache", "ca")
+    limits = container["resources"]["limits"]
+    assert limits == {
+        "cpu": "4",
+        "memory": "32Gi",
+        "rdma/ib": "1",
+        "nvidia.com/mig-1g.10gb": "1",
+    }
     default = pod_of(JOBS["cpu"])["spec"]
-    optional = {"nodeSelector", "tolerations", "imagePullSecrets", "priorityClassName"}
+    optional = {
+        *("nodeSelector", "tolerations", "imagePullSecrets", "priorityClassName"),
+        *("affinity", "runtimeClassName", "schedulerName"),
+    }
     assert not optional & set(default)
+
+
+def test_an_upgrade_of_the_release_does_not_replace_a_healthy_job() -> None:
+    """`ensure_job` replaces a job with another digest, and so would end the training."""
+
+    def digest(job: dict[str, Any]) -> str:
+        value: str = job["metadata"]["labels"][SPEC_HASH_LABEL]
+        return value
+
+    asked = Resources(workers=2)
+    before = digest(build_job("countdown", DEPLOYMENT, asked))
+    upgraded = replace(FULL, image="registry.example/bapo/trainer:0.3.0", pull_policy="Always")
+    assert digest(build_job("countdown", upgraded, asked)) == before
+    assert digest(build_job("countdown", DEPLOYMENT, Resources(workers=3))) != before
+    assert digest(build_job("countdown", DEPLOYMENT, asked, processes=2)) != before
+    assert digest(build_job("countdown", DEPLOYMENT, asked, owner=Owner("w", "1"))) != before
+
+
+def test_a_release_with_cloud_identities_has_no_secret_of_keys() -> None:
+    job = build_job("countdown", replace(DEPLOYMENT, s3_secret=""), Resources())
+    assert pod_of(job)["spec"]["containers"][0]["envFrom"] == [
+        {"configMapRef": {"name": "bapo-connection"}},
+        {"secretRef": {"name": "bapo-token"}},
+    ]
+
+
+def test_security_contexts_can_be_replaced() -> None:
+    """OpenShift chooses the user ids; some versions of NVIDIA's hook need a writable root."""
+    pod = TrainerPod.model_validate(
+        {"podSecurityContext": {"runAsNonRoot": True}, "securityContext": {"privileged": False}}
+    )
+    spec = pod_of(build_job("countdown", replace(DEPLOYMENT, pod=pod), Resources()))["spec"]
+    assert spec["securityContext"] == {"runAsNonRoot": True}
+    assert spec["containers"][0]["securityContext"] == {"privileged": False}
 
 
 def test_gpus_are_requested_and_limited() -> None:
@@ -220,8 +300,9 @@ def test_a_deployment_has_defaults_for_what_the_chart_leaves_empty(
     connection: pytest.MonkeyPatch,
 ) -> None:
     assert Deployment.from_settings(DeploymentSettings.load(), "team") == DEPLOYMENT
-    for name in ("PULL_SECRETS", "PULL_POLICY", "QUEUE", "NODE_SELECTOR", "TOLERATIONS"):
-        connection.setenv(f"BAPO_TRAINER_{name}", "")
+    for name in ("TRAINER_PULL_SECRETS", "TRAINER_PULL_POLICY", "TRAINER_QUEUE", "TRAINER_POD"):
+        connection.setenv(f"BAPO_{name}", "")
+    connection.setenv("BAPO_CA_BUNDLE", "")
     assert Deployment.from_settings(DeploymentSettings.load(), "team") == DEPLOYMENT
 
 
@@ -230,15 +311,14 @@ def test_a_deployment_is_read_from_the_connection_configmap(
 ) -> None:
     connection.setenv("BAPO_TRAINER_PULL_SECRETS", "pull")
     connection.setenv("BAPO_TRAINER_QUEUE", "gpus")
-    connection.setenv("BAPO_TRAINER_PRIORITY_CLASS", "batch")
-    connection.setenv("BAPO_TRAINER_NODE_SELECTOR", json.dumps(dict(FULL.node_selector)))
-    connection.setenv("BAPO_TRAINER_TOLERATIONS", json.dumps(FULL.tolerations))
+    connection.setenv("BAPO_CA_BUNDLE", "authorities")
+    connection.setenv("BAPO_TRAINER_POD", FULL.pod.model_dump_json(by_alias=True))
     assert Deployment.from_settings(DeploymentSettings.load(), "team") == FULL
     connection.setenv("BAPO_TRAINER_PULL_SECRETS", "pull,other")
     assert DeploymentSettings.load().trainer_pull_secrets == ("pull", "other")
 
 
-@pytest.mark.parametrize("name", CONNECTION)
+@pytest.mark.parametrize("name", sorted(set(CONNECTION) - {"BAPO_S3_SECRET"}))
 def test_a_missing_variable_names_the_connection_configmap(
     connection: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -247,17 +327,10 @@ def test_a_missing_variable_names_the_connection_configmap(
         DeploymentSettings.load()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("BAPO_TRAINER_TOLERATIONS", "["),
-        ("BAPO_TRAINER_TOLERATIONS", "{}"),
-        ("BAPO_TRAINER_NODE_SELECTOR", "gpu=h200"),
-    ],
-)
+@pytest.mark.parametrize("value", ["[", "[]", "gpu=h200", '{"nodeSelectors": {}}'])
 def test_an_invalid_variable_names_the_connection_configmap(
-    connection: pytest.MonkeyPatch, name: str, value: str
+    connection: pytest.MonkeyPatch, value: str
 ) -> None:
-    connection.setenv(name, value)
-    with pytest.raises(ConfigError, match=f"{name}.*: .*<release>-connection"):
+    connection.setenv("BAPO_TRAINER_POD", value)
+    with pytest.raises(ConfigError, match=r"BAPO_TRAINER_POD.*: .*<release>-connection"):
         DeploymentSettings.load()

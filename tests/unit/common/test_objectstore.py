@@ -1,0 +1,109 @@
+"""Tests how the object store's client addresses and signs requests; no server is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import urllib3
+from minio.credentials import IamAwsProvider
+from pydantic import ValidationError
+
+from services.common.objectstore import ObjectStore
+from services.common.settings import ObjectStoreSettings
+
+
+@pytest.fixture(autouse=True)
+def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+def settings(endpoint: str, **more: Any) -> ObjectStoreSettings:
+    keys = {"access_key": "access", "secret_key": "secret"}
+    return ObjectStoreSettings.model_validate(
+        {"endpoint": endpoint, "bucket": "bapo", **keys, **more}
+    )
+
+
+def address(store_settings: ObjectStoreSettings) -> str:
+    """Returns the signed address of an object."""
+    client: Any = ObjectStore(store_settings)._client
+    signed: str = client.presigned_get_object(bucket_name="bapo", object_name="key")
+    return signed
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "more", "host_and_path", "region"),
+    [
+        ("http://minio:9000", {}, "http://minio:9000/bapo/key", "us-east-1"),
+        ("http://minio:9000", {"region": "garage"}, "http://minio:9000/bapo/key", "garage"),
+        (
+            "https://s3.fr-par.scw.cloud",
+            {"region": "fr-par"},
+            "https://s3.fr-par.scw.cloud/bapo/key",
+            "fr-par",
+        ),
+        (
+            "https://s3.fr-par.scw.cloud",
+            {"region": "fr-par", "path_style": "never"},
+            "https://bapo.s3.fr-par.scw.cloud/key",
+            "fr-par",
+        ),
+        # The client would ignore the region of the host name if it were given another one.
+        (
+            "https://s3.eu-west-1.amazonaws.com",
+            {},
+            "https://bapo.s3.eu-west-1.amazonaws.com/key",
+            "eu-west-1",
+        ),
+        (
+            "https://s3.amazonaws.com",
+            {"region": "eu-west-1"},
+            "https://bapo.s3.eu-west-1.amazonaws.com/key",
+            "eu-west-1",
+        ),
+        (
+            "https://s3.eu-west-1.amazonaws.com",
+            {"path_style": "always"},
+            "https://s3.eu-west-1.amazonaws.com/bapo/key",
+            "eu-west-1",
+        ),
+    ],
+)
+def test_requests_are_addressed_and_signed_for_the_region(
+    endpoint: str, more: dict[str, Any], host_and_path: str, region: str
+) -> None:
+    signed = address(settings(endpoint, **more))
+    assert signed.startswith(f"{host_and_path}?")
+    assert f"%2F{region}%2Fs3%2F" in signed
+
+
+def test_a_cloud_identity_needs_no_keys() -> None:
+    identity = settings(
+        "https://s3.eu-west-1.amazonaws.com",
+        credentials="identity",
+        access_key="",
+        secret_key="",
+    )
+    client: Any = ObjectStore(identity)._client
+    assert isinstance(client._provider, IamAwsProvider)
+
+
+@pytest.mark.parametrize("missing", ["access_key", "secret_key"])
+def test_a_missing_key_is_named(missing: str) -> None:
+    with pytest.raises(ValidationError, match=f"BAPO_S3_{missing.upper()} is not set"):
+        settings("http://minio:9000", **{missing: ""})
+
+
+def test_the_server_is_reached_through_the_proxy_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    monkeypatch.setenv("NO_PROXY", ".svc,localhost")
+    outside: Any = ObjectStore(settings("https://s3.example.com"))._client
+    inside: Any = ObjectStore(settings("https://s3.storage.svc"))._client
+    assert isinstance(outside._http, urllib3.ProxyManager)
+    assert outside._http.proxy.host == "proxy"
+    assert not isinstance(inside._http, urllib3.ProxyManager)
