@@ -67,7 +67,8 @@ ENV PATH=/opt/bapo/bin:$PATH PYTHONPATH=/app PYTHONDONTWRITEBYTECODE=1 PYTHONUNB
 WORKDIR /scratch
 # User and group are numeric, so that Kubernetes can verify that they are not root. Processes write only to
 # /tmp and /scratch, where volumes are mounted.
-RUN chown 10001:10001 /scratch
+# Its group is root, which is that of the arbitrary user ids that OpenShift chooses.
+RUN chown 10001:0 /scratch && chmod 0770 /scratch
 USER 10001:10001
 
 # The code is the last layer, because it changes most often.

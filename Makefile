@@ -19,7 +19,7 @@ CHROMIUMS := chromium google-chrome google-chrome-stable chromium-browser
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-trl install-stores install-chromium gpu-bundle run test test-slow test-newest test-vllm test-crds images test-images lint compare bench docs clean
+.PHONY: help install install-vllm install-trl install-stores install-chromium gpu-bundle run test test-slow test-newest test-vllm test-crds images test-images test-cluster lint compare bench docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -115,6 +115,10 @@ images: ## build the three images (VARIANT=cpu, ENGINE=buildah, BUILD_OPTIONS="-
 
 test-images: $(STAMP) ## test chart and pipeline in containers of those images (needs podman)
 	$(BIN)/pytest -m images tests/images
+
+# For example on kind: BAPO_TEST_REGISTRY names where its nodes find the images of this version.
+test-cluster: $(STAMP) ## test chart and pipeline on the cluster of KUBECONFIG (docs/deploy.md)
+	$(BIN)/pytest -m cluster --timeout 1800 tests/cluster
 
 lint: $(STAMP) ## check style, types, import contracts, Dockerfile
 	$(BIN)/ruff format --check .

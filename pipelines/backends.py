@@ -52,6 +52,10 @@ class TrainerBackend(Protocol):
         """Returns the run of every job of the release, keyed by the job's name."""
         ...
 
+    def is_queued(self, name: str) -> bool:
+        """Whether Kueue manages the job, which has a local queue."""
+        ...
+
     def abandoned(self, name: str) -> bool:
         """Whether the pipeline that created the job has finished or was deleted."""
         ...

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -19,11 +20,22 @@ from urllib3.exceptions import HTTPError
 
 from bapo_core.errors import BapoError, TransientError
 from pipelines.backends import JobState
-from pipelines.pytorchjob import GROUP, LABELS, PLURAL, RUN_LABEL, SPEC_HASH_LABEL, VERSION, Owner
+from pipelines.pytorchjob import (
+    GROUP,
+    LABELS,
+    PLURAL,
+    QUEUE_LABEL,
+    RUN_LABEL,
+    SPEC_HASH_LABEL,
+    VERSION,
+    Owner,
+)
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 RETRY_FOR_S = 120.0
 """Seconds for which a transient error is retried. Upgrading an API server takes less."""
+KUEUE_VERSIONS = ("v1beta2", "v1beta1")
+"""Versions of Kueue's API, the newest first."""
 TRANSIENT_STATUSES = (0, 429, 500, 502, 503, 504)
 """HTTP statuses of transient errors; 0 stands for no response."""
 REQUEST_TIMEOUT_S = 15.0
@@ -118,6 +130,9 @@ class KubeflowBackend:
             return JobState("running")
         if last["type"] == "Restarting":
             return JobState("restarting", reason)
+        queue = job["metadata"].get("labels", {}).get(QUEUE_LABEL)
+        if queue and (job["spec"].get("runPolicy") or {}).get("suspend"):
+            return JobState("waiting", self._place_in_queue(name, queue))
         return JobState("waiting", self._obstacle(name) or reason)
 
     def delete(self, name: str) -> None:
@@ -148,6 +163,27 @@ class KubeflowBackend:
         )
         jobs = [item["metadata"] for item in response["items"]]
         return {job["name"]: job["labels"][RUN_LABEL] for job in jobs if RUN_LABEL in job["labels"]}
+
+    def is_queued(self, name: str) -> bool:
+        return self._workload(name) is not None
+
+    def _workload(self, name: str) -> dict[str, Any] | None:
+        """Returns the Workload by which Kueue manages a job, or None if it does not."""
+        list_objects = self._client.custom_api.list_namespaced_custom_object
+        for version in KUEUE_VERSIONS:
+            arguments = ("kueue.x-k8s.io", version, self._namespace, "workloads")
+            try:
+                response = self._call("list", "workloads", partial(list_objects, *arguments))
+            except _RequestRefused as error:
+                if error.status != 404:
+                    raise
+                continue  # Kueue of another version, or none
+            for workload in response["items"]:
+                owners = workload["metadata"].get("ownerReferences") or []
+                if any((owner["kind"], owner["name"]) == ("PyTorchJob", name) for owner in owners):
+                    return dict(workload)
+            return None
+        return None
 
     def abandoned(self, name: str) -> bool:
         job = self._call(
@@ -210,6 +246,14 @@ class KubeflowBackend:
         return workflow
 
     # -- the reason of a job's state
+
+    def _place_in_queue(self, name: str, queue: str) -> str:
+        """Returns what Kueue says of a job that it has suspended."""
+        workload = self._workload(name) or {}
+        for condition in (workload.get("status") or {}).get("conditions") or []:
+            if condition["type"] == "QuotaReserved" and condition["status"] != "True":
+                return f"Kueue has not admitted it from the queue {queue}: {condition['message']}"
+        return f"Kueue has not admitted it from the queue {queue}"
 
     def _obstacle(self, name: str) -> str:
         """Returns what the pods wait for, in the words of the scheduler or the kubelet."""

@@ -100,6 +100,10 @@ class LocalBackend:
             runs[manifest.parent.name] = labels[RUN_LABEL]
         return runs
 
+    def is_queued(self, name: str) -> bool:  # noqa: ARG002
+        """Always returns True: no queue of Kueue is named on this machine."""
+        return True
+
     def abandoned(self, name: str) -> bool:  # noqa: ARG002
         """Always returns False: locally, an abandoned job is detected through its run's status."""
         return False

@@ -25,6 +25,7 @@ RUN_LABEL = "bapo/run"
 """Label with the run that a job trains."""
 SPEC_HASH_LABEL = "bapo/made-from"
 """Label with a digest of what the pipeline asked for."""
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 LABELS = {"app.kubernetes.io/name": "bapo", "app.kubernetes.io/component": "trainer"}
 """Labels of every training job and its pods; network policies select by them."""
 CA_DIRECTORY = "/etc/bapo/ca"
@@ -146,7 +147,7 @@ def build_job(
         "app.kubernetes.io/instance": deployment.release,
         RUN_LABEL: run,
     }
-    queue = {"kueue.x-k8s.io/queue-name": deployment.queue} if deployment.queue else {}
+    queue = {QUEUE_LABEL: deployment.queue} if deployment.queue else {}
     metadata: dict[str, Any] = {
         "name": name,
         "namespace": deployment.namespace,

@@ -36,6 +36,8 @@ from services.exporters.mlflow import mirror_to_mlflow, update_mlflow
 POLL_INTERVAL_S = 2.0
 HEARTBEAT_TIMEOUT_S = 30.0
 """Age of a replica's last heartbeat, in seconds, beyond which the pipeline does not wait for it."""
+KUEUE_TIMEOUT_S = 30.0
+"""Seconds within which Kueue notices a job that it manages."""
 OPEN_STATUSES = ("queued", "running", "paused")
 """Statuses of the runs that have a place in the queue for the rollout replicas."""
 LAST_ERROR = "last-error"
@@ -306,7 +308,26 @@ def train(
     )
     with mirror_to_mlflow(config, context.buffer):
         ensure_job(jobs.backend, job)
+        if jobs.deployment.queue:
+            _require_queue(jobs, jobs.job_name(run))
         _log_until_trained(context, jobs.backend, jobs.job_name(run), config, until, start_within_s)
+
+
+def _require_queue(jobs: TrainerJobs, name: str) -> None:
+    """Raises `BapoError`, and deletes the job, if Kueue does not manage it.
+
+    Such a job would start at once, whatever the quota.
+    """
+    deadline = time.monotonic() + KUEUE_TIMEOUT_S
+    while not jobs.backend.is_queued(name):
+        if time.monotonic() > deadline:
+            remove_job(jobs.backend, name)
+            raise BapoError(
+                f"the chart's kueue.queue is {jobs.deployment.queue!r}, but Kueue does not manage "
+                f"job {name}: add kubeflow.org/pytorchjob to integrations.frameworks of Kueue's "
+                "configuration (it is no default from 0.19 on), or clear kueue.queue"
+            )
+        time.sleep(POLL_INTERVAL_S)
 
 
 def is_trained(buffer: BufferClient, config: RunConfig, until: int) -> bool:

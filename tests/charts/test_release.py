@@ -296,6 +296,12 @@ def test_rights_are_exactly_these(production: list[Object], name: str) -> None:
     )
 
 
+def test_with_a_queue_a_pipeline_may_read_workloads(everything: list[Object]) -> None:
+    rules = one(everything, "Role", "bapo-pipeline")["rules"]
+    (rule,) = (rule for rule in rules if rule["apiGroups"] == ["kueue.x-k8s.io"])
+    assert (rule["resources"], rule["verbs"]) == (["workloads"], ["get", "list"])
+
+
 def test_no_service_account_means_no_role(everything: list[Object]) -> None:
     assert not of_kind(render(CASES["least"]), "Role", "RoleBinding", "CronJob")
     binding = one(everything, "RoleBinding", "bapo-pipeline")

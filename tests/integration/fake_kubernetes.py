@@ -44,6 +44,8 @@ class FakeKubernetes:
     """Responses to the next requests, in place of the real ones."""
     operator: bool = True
     """Whether the training operator, and so its resource types, are installed."""
+    kueue: str = "none"
+    """Version of Kueue's API."""
     finalizer: bool = False
     """Whether deleted objects stay, as an object with a finalizer does."""
     requests: list[str] = field(default_factory=list)
@@ -66,6 +68,8 @@ class FakeKubernetes:
             return refusal.status, status(refusal.status, refusal.message)
         group, plural, name, rest = self._parse(url.path)
         if group == "kubeflow.org" and not self.operator:
+            return 404, "404 page not found\n"
+        if group == "kueue.x-k8s.io" and f"/{self.kueue}/" not in url.path:
             return 404, "404 page not found\n"
         if method == "POST":
             assert body is not None

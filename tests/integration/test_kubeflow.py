@@ -50,6 +50,38 @@ def test_a_job_arrives_as_it_was_built(cluster: FakeKubernetes, backend: Kubeflo
     assert state.phase == "waiting"
 
 
+@pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
+def test_a_job_that_kueue_suspends_says_why_it_waits(
+    cluster: FakeKubernetes, backend: KubeflowBackend, version: str
+) -> None:
+    cluster.kueue = version
+    queued = build_job("countdown", replace(DEPLOYMENT, queue="gpus"), Resources())
+    assert backend.create(queued)
+    assert not backend.is_queued(NAME)
+    stored = cluster.objects["pytorchjobs"][NAME]
+    stored["spec"]["runPolicy"]["suspend"] = True  # as Kueue's webhook does
+    cluster.condition(NAME, "Suspended", "PyTorchJobSuspended", "PyTorchJob is suspended.")
+    message = "couldn't assign flavors to pod set worker: insufficient unused quota"
+    cluster.objects["workloads"]["pytorchjob-countdown-1"] = {
+        "metadata": {"ownerReferences": [{"kind": "PyTorchJob", "name": NAME}]},
+        "status": {
+            "conditions": [{"type": "QuotaReserved", "status": "False", "message": message}]
+        },
+    }
+    assert backend.is_queued(NAME)
+    state = backend.state(NAME)
+    assert state is not None
+    assert (state.phase, state.reason) == (
+        "waiting",
+        f"Kueue has not admitted it from the queue gpus: {message}",
+    )
+
+
+def test_without_kueue_no_job_is_queued(backend: KubeflowBackend) -> None:
+    assert backend.create(job())
+    assert not backend.is_queued(NAME)
+
+
 def test_a_job_that_exists_is_adopted(cluster: FakeKubernetes, backend: KubeflowBackend) -> None:
     ensure_job(backend, job())
     cluster.condition(NAME, "Running")

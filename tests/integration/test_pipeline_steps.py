@@ -40,6 +40,8 @@ class ScriptedBackend:
     deleted: list[str] = field(default_factory=list)
     without_pipeline: list[str] = field(default_factory=list)
     ended_workflows: list[str] = field(default_factory=list)
+    kueue: bool = True
+    """Whether Kueue manages the jobs."""
 
     def create(self, job: dict[str, Any]) -> bool:
         self.created.append(job)
@@ -57,6 +59,9 @@ class ScriptedBackend:
         return {
             job["metadata"]["name"]: job["metadata"]["labels"]["bapo/run"] for job in self.created
         }
+
+    def is_queued(self, name: str) -> bool:  # noqa: ARG002
+        return self.kueue
 
     def abandoned(self, name: str) -> bool:
         return name in self.without_pipeline
@@ -149,6 +154,19 @@ def test_a_job_that_does_not_train_fails_the_step_with_its_reason(
     open_run(context, small_model)
     with pytest.raises(BapoError, match=message):
         train(context, ScriptedBackend(script), start_within_s=0.05)
+
+
+def test_a_queue_that_nobody_manages_fails_the_step_and_leaves_no_job(
+    context: PipelineContext, small_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kueue manages no PyTorchJobs by default from 0.19 on: the job would ignore the quota."""
+    monkeypatch.setattr(steps, "KUEUE_TIMEOUT_S", 0.05)
+    open_run(context, small_model)
+    backend = ScriptedBackend([JobState("running")], kueue=False)
+    jobs = TrainerJobs(backend, replace(DEPLOYMENT, queue="gpus"))
+    with pytest.raises(BapoError, match=r"add kubeflow.org/pytorchjob to integrations\.frameworks"):
+        steps.train(context, jobs, 2, Resources(gpus=0))
+    assert backend.deleted == [job_name("bapo", context.buffer.run)]
 
 
 def test_the_log_has_a_line_for_each_change_of_the_job(

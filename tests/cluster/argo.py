@@ -1,0 +1,339 @@
+"""Runs the compiled pipeline as pods, as Kubeflow Pipelines 2.17 and Argo do.
+
+The command line, the security context, the labels, the volumes and the variables of a step's pod
+are those of a recorded one; so are the order of the graph, the automatic retries, what happens
+after a failure, "Retry" and "Terminate". Not here: the drivers, the launcher, caching, and the
+upload of artifacts.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.cluster.kubectl import Namespace, Object, wait_until
+
+SERVICE_ACCOUNT = "pipeline-runner"
+STEP_TIMEOUT_S = 900.0
+OUTPUT = "@@output "
+"""Marks the lines of a step's log that hold its output parameters."""
+PRINT_OUTPUTS = f"""
+for file in /tmp/kfp/outputs/*; do
+  [ -f "$file" ] && printf "{OUTPUT}%s %s\\n" "$(basename "$file")" "$(cat "$file")"
+done
+true
+"""
+_NUMBERS = count()
+
+
+class StepFailed(Exception):
+    """A step failed for good; the message is the end of its log."""
+
+
+@dataclass
+class PipelineRun:
+    """A run of the pipeline, which its Workflow object owns."""
+
+    namespace: Namespace
+    package: Path
+    parameters: dict[str, Any]
+    retries: int = 3
+    """Automatic retries of each step, at most as many as the package has."""
+    succeeded: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Output parameters of the steps that have succeeded."""
+    logs: dict[str, str] = field(default_factory=dict)
+    """Log of the last attempt at each step."""
+    running: str | None = None
+    """Name of the pod that is at work."""
+
+    def __post_init__(self) -> None:
+        self._pipeline, platform = yaml.safe_load_all(self.package.read_text())
+        self._platform = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+        inputs = self._pipeline["root"]["inputDefinitions"]["parameters"]
+        unknown = self.parameters.keys() - inputs.keys()
+        assert not unknown, f"the form has no field {unknown}"
+        defaults = {name: value["defaultValue"] for name, value in inputs.items()}
+        self._values = defaults | self.parameters
+        self.workflow = f"bapo-{time.monotonic_ns():x}-{next(_NUMBERS)}"
+        created = self.namespace.create(
+            {
+                "apiVersion": "argoproj.io/v1alpha1",
+                "kind": "Workflow",
+                "metadata": {"name": self.workflow},
+                "spec": {},
+                "status": {"phase": "Running"},
+            }
+        )
+        self._owner = {
+            "apiVersion": "argoproj.io/v1alpha1",
+            "kind": "Workflow",
+            "name": self.workflow,
+            "uid": created["metadata"]["uid"],
+        }
+
+    @property
+    def name(self) -> str:
+        """Name of the run that is trained."""
+        return str(self._values["bapo_run"])
+
+    def execute(self) -> None:
+        """Runs every step that has not succeeded. Raises `StepFailed`, after clean-up."""
+        self._patch({"status": {"phase": "Running"}})
+        graph = self._tasks("comp-exit-handler-1")
+        try:
+            for name in _in_order(graph):
+                if name not in self.succeeded:
+                    self._run_step(name, graph[name])
+        except StepFailed:
+            self._clean_up()
+            self._patch({"status": {"phase": "Failed"}})
+            raise
+        self._clean_up()
+        self._patch({"status": {"phase": "Succeeded"}})
+
+    def start(self) -> threading.Thread:
+        """Runs the steps in the background, and leaves failures in the logs."""
+
+        def execute() -> None:
+            try:
+                self.execute()
+            except StepFailed:
+                return
+
+        thread = threading.Thread(target=execute, daemon=True)
+        thread.start()
+        return thread
+
+    def log(self) -> str:
+        """Returns the log of the step that is at work."""
+        return self.namespace.log(self.running) if self.running else ""
+
+    def terminate(self) -> None:
+        """Ends the run as "Terminate" does: Argo sets the deadline, and ends the pods."""
+        self._patch({"spec": {"activeDeadlineSeconds": 0}})
+        if self.running is not None:
+            self.namespace.kubectl("delete", "pod", self.running, "--wait=false")
+
+    def delete_workflow(self) -> None:
+        """Deletes the Workflow, and with it all that it owns."""
+        self.namespace.kubectl("delete", "workflow", self.workflow, "--wait=false")
+
+    def _clean_up(self) -> None:
+        """Runs the exit handler, which Kubeflow does not repeat once it has succeeded."""
+        if "clean-up" not in self.succeeded:
+            self._run_step("clean-up", self._tasks(None)["clean-up"])
+
+    def _patch(self, change: Object) -> None:
+        self.namespace.kubectl(
+            *("patch", "workflow", self.workflow, "--type=merge", "-p", json.dumps(change))
+        )
+
+    def _tasks(self, component: str | None) -> dict[str, Object]:
+        dag = self._pipeline["root" if component is None else "components"]
+        tasks: dict[str, Object] = (dag if component is None else dag[component])["dag"]["tasks"]
+        return tasks
+
+    def _run_step(self, name: str, task: Object) -> None:
+        limit = min(self.retries, int(task["retryPolicy"]["maxRetryCount"]))
+        for attempt in range(limit + 1):
+            pod = f"{self.workflow}-{name}-{len(self.logs)}-{attempt}-{next(_NUMBERS)}"[:63]
+            self.namespace.create(self._pod(pod, task, attempt))
+            self.running = pod
+            phase = wait_until(
+                lambda pod=pod: self._ended(pod),  # type: ignore[misc]
+                f"step {name}",
+                STEP_TIMEOUT_S,
+                lambda pod=pod: self.namespace.log(pod)[-3000:],  # type: ignore[misc]
+            )
+            self.running = None
+            self.logs[name] = log = self.namespace.log(pod)
+            if phase == "Succeeded":
+                self.succeeded[name] = _outputs(log)
+                return
+        raise StepFailed(f"{name}: {log[-3000:]}")
+
+    def _ended(self, pod: str) -> str | None:
+        found = self.namespace.get("pod", pod)
+        if found is None:
+            return "Deleted"
+        phase: str = found["status"].get("phase", "")
+        return phase if phase in ("Succeeded", "Failed") else None
+
+    # -- the pod of a step
+
+    def _pod(self, name: str, task: Object, attempt: int) -> Object:
+        component = self._pipeline["components"][task["componentRef"]["name"]]
+        label = component["executorLabel"]
+        container = self._pipeline["deploymentSpec"]["executors"][label]["container"]
+        platform = self._platform.get(label, {})
+        shell, option, script, source = container["command"]
+        script += PRINT_OUTPUTS
+        executor_input = json.dumps(self._executor_input(component, task))
+        arguments = [executor_input if text == "{{$}}" else text for text in container["args"]]
+        mounts, volumes = _kfp_volumes()
+        for entry in platform.get("configMapAsVolume", []):
+            config_map = {
+                "name": self._resolve(entry["configMapNameParameter"]),
+                "optional": entry.get("optional", False),
+            }
+            volumes.append({"name": config_map["name"], "configMap": config_map})
+            mounts.append({"name": config_map["name"], "mountPath": entry["mountPath"]})
+        resources = container["resources"]
+        return {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "name": name,
+                "ownerReferences": [self._owner],
+                "labels": {
+                    **platform["podMetadata"]["labels"],
+                    "pipelines.kubeflow.org/v2_component": "true",
+                    "workflows.argoproj.io/workflow": self.workflow,
+                },
+                "annotations": {"sidecar.istio.io/inject": "false"},
+            },
+            "spec": {
+                "serviceAccountName": SERVICE_ACCOUNT,
+                "securityContext": {"seccompProfile": {"type": "RuntimeDefault"}},
+                "restartPolicy": "Never",
+                "containers": [
+                    {
+                        "name": "main",
+                        "image": container["image"],
+                        "imagePullPolicy": "IfNotPresent",
+                        "command": [shell, option, script, source, *arguments],
+                        "env": self._variables(container, platform, attempt),
+                        "resources": {
+                            "requests": {
+                                "cpu": resources["resourceCpuRequest"],
+                                "memory": resources["resourceMemoryRequest"],
+                            },
+                            "limits": {
+                                "cpu": resources["resourceCpuLimit"],
+                                "memory": self._memory(resources["resourceMemoryLimit"]),
+                            },
+                        },
+                        "securityContext": {
+                            "allowPrivilegeEscalation": False,
+                            "capabilities": {"drop": ["ALL"]},
+                            "seccompProfile": {"type": "RuntimeDefault"},
+                        },
+                        "volumeMounts": mounts,
+                    }
+                ],
+                "volumes": volumes,
+            },
+        }
+
+    def _memory(self, size: str) -> str:
+        """Returns a size, which may be a placeholder of a parameter."""
+        if size.startswith("{{"):
+            return str(self._values[size.partition("pipelinechannel--")[2].partition("'")[0]])
+        return size
+
+    def _executor_input(self, component: Object, task: Object) -> Object:
+        arguments = {
+            name: self._argument(source)
+            for name, source in task.get("inputs", {}).get("parameters", {}).items()
+        }
+        outputs = component.get("outputDefinitions", {})
+        return {
+            "inputs": {"parameterValues": arguments},
+            "outputs": {
+                "parameters": {
+                    name: {"outputFile": f"/tmp/kfp/outputs/{name}"}
+                    for name in outputs.get("parameters", {})
+                },
+                "artifacts": {
+                    name: {
+                        "artifacts": [
+                            {
+                                "name": name,
+                                "type": artifact["artifactType"],
+                                "uri": f"minio://mlpipeline/{self.workflow}/{name}",
+                                "metadata": {},
+                            }
+                        ]
+                    }
+                    for name, artifact in outputs.get("artifacts", {}).items()
+                },
+                "outputFile": "/minio/mlpipeline/output_metadata.json",
+            },
+        }
+
+    def _argument(self, source: Object) -> Any:
+        if "runtimeValue" in source:
+            return source["runtimeValue"]["constant"]
+        if "taskOutputParameter" in source:
+            output = source["taskOutputParameter"]
+            return self.succeeded[output["producerTask"]][output["outputParameterKey"]]
+        return self._resolve(source)
+
+    def _resolve(self, source: Object) -> Any:
+        """Returns the value of a parameter of the pipeline."""
+        return self._values[source["componentInputParameter"].removeprefix("pipelinechannel--")]
+
+    def _variables(self, container: Object, platform: Object, attempt: int) -> list[Object]:
+        variables: list[Object] = [
+            {"name": entry["name"], "value": entry["value"]} for entry in container.get("env", [])
+        ]
+        variables.append({"name": "KFP_RETRY_INDEX", "value": str(attempt)})
+        for kind, parameter, key, reference in (
+            ("configMapAsEnv", "configMapNameParameter", "configMapKey", "configMapKeyRef"),
+            ("secretAsEnv", "secretNameParameter", "secretKey", "secretKeyRef"),
+        ):
+            for entry in platform.get(kind, []):
+                source = {
+                    "name": self._resolve(entry[parameter]),
+                    "optional": entry.get("optional", False),
+                }
+                variables += [
+                    {
+                        "name": pair["envVar"],
+                        "valueFrom": {reference: {"key": pair[key], **source}},
+                    }
+                    for pair in entry["keyToEnv"]
+                ]
+        for entry in platform.get("fieldPathAsEnv", []):
+            field_path = {"fieldPath": entry["fieldPath"]}
+            variables.append({"name": entry["name"], "valueFrom": {"fieldRef": field_path}})
+        return variables
+
+
+def _kfp_volumes() -> tuple[list[Object], list[Object]]:
+    """Returns the mounts and volumes that KFP gives a step: none of them is at /tmp."""
+    paths = ("/kfp-launcher", "/gcs", "/s3", "/minio", "/.local", "/.cache", "/.config")
+    names = [path.strip("/.") for path in paths]
+    mounts = [{"name": name, "mountPath": path} for name, path in zip(names, paths, strict=True)]
+    return mounts, [{"name": name, "emptyDir": {}} for name in names]
+
+
+def _in_order(graph: dict[str, Object]) -> list[str]:
+    """Returns the names of the tasks, each after those that it depends on."""
+    order: list[str] = []
+    while len(order) < len(graph):
+        order += [
+            name
+            for name in graph
+            if name not in order and set(graph[name].get("dependentTasks", [])) <= set(order)
+        ]
+    return order
+
+
+def _outputs(log: str) -> dict[str, Any]:
+    outputs: dict[str, Any] = {}
+    for line in log.splitlines():
+        if line.startswith(OUTPUT):
+            name, _, text = line.removeprefix(OUTPUT).partition(" ")
+            try:
+                outputs[name] = json.loads(text)
+            except ValueError:
+                outputs[name] = text
+    return outputs

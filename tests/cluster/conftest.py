@@ -1,0 +1,181 @@
+"""A release of the chart on the cluster that `KUBECONFIG` names, for `make test-cluster`."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import re
+import subprocess
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from sqlalchemy import create_engine, make_url, text
+
+from services.buffer.api.client import BufferClient
+from services.cli.main import main
+from services.stack.stack import Endpoints
+from tests.cluster.argo import SERVICE_ACCOUNT
+from tests.cluster.kubectl import Namespace, helm, kubectl, wait_until
+
+ROOT = Path(__file__).parents[2]
+REGISTRY = os.environ.get("BAPO_TEST_REGISTRY", "localhost")
+"""Registry of the images `bapo/service`, `bapo/trainer` and `bapo/rollout` of this version."""
+HOST = os.environ.get("BAPO_TEST_HOST", "")
+"""Address at which pods reach this machine, whose Postgres and S3 the release uses then. If empty,
+it uses the chart's own, whose images come from Docker Hub."""
+INSTALL_TIMEOUT = "5m"
+
+
+@dataclass
+class Release:
+    """A release of the chart."""
+
+    namespace: Namespace
+    package: Path
+    """The compiled pipeline with the release's images."""
+    buffer_url: str
+    token: str
+    sets: list[str]
+
+    def client(self, run: str) -> BufferClient:
+        return BufferClient(self.buffer_url, self.token, run=run)
+
+    def upgrade(self, *sets: str) -> None:
+        """Upgrades the release with further values."""
+        helm(
+            *("upgrade", "bapo", str(ROOT / "charts/bapo"), "-n", self.namespace.name, "--wait"),
+            *("-f", str(ROOT / "charts/bapo/values-dev.yaml"), "--timeout", INSTALL_TIMEOUT),
+            *(argument for value in (*self.sets, *sets) for argument in ("--set", value)),
+        )
+
+
+@pytest.fixture(scope="session")
+def namespace() -> Namespace:
+    """Creates a namespace that enforces restricted pods and has a quota, as Kubeflow's profiles do.
+
+    It is kept, so that one can look at what failed.
+    """
+    name = "bapo-test"
+    kubectl("delete", "namespace", name, "--ignore-not-found", "--wait", "--timeout=120s")
+    kubectl("create", "namespace", name)
+    kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
+    created = Namespace(name)
+    created.kubectl("create", "serviceaccount", SERVICE_ACCOUNT)
+    # With a quota of these, Kubernetes refuses pods that do not request them.
+    created.kubectl("create", "quota", "profile", "--hard=requests.cpu=64,requests.memory=256Gi")
+    kubectl("apply", "-f", str(Path(__file__).parent / "workflow-crd.yaml"))
+    crds = kubectl("get", "crd", "-o", "name")
+    assert "pytorchjobs.kubeflow.org" in crds, "install the Kubeflow training operator 1.9 first"
+    return created
+
+
+@pytest.fixture(scope="session")
+def external(stack: Endpoints) -> Iterator[list[str]]:
+    """Yields the values of Postgres and S3: those of this machine, or the chart's own."""
+    if not HOST:
+        yield []
+        return
+    url = make_url(stack.database_url)
+    with create_engine(url, isolation_level="AUTOCOMMIT").connect() as connection:
+        connection.execute(text("CREATE DATABASE cluster"))
+    socket = Path(str(url.query["host"])) / ".s.PGSQL.5432"
+    s3_port = urlsplit(stack.s3_endpoint).port
+    assert s3_port is not None
+    with Forwarder(str(socket)) as database, Forwarder(s3_port) as s3:
+        yield [
+            "database.bundled.enabled=false",
+            f"database.url=postgresql+psycopg://postgres:none@{HOST}:{database.port}/cluster",
+            f"networkPolicy.externalDatabase.port={database.port}",
+            "s3.bundled.enabled=false",
+            f"s3.endpoint=http://{HOST}:{s3.port}",
+            "s3.bucket=cluster",
+            f"s3.accessKey={stack.s3_access_key}",
+            f"s3.secretKey={stack.s3_secret_key}",
+            f"networkPolicy.externalS3.port={s3.port}",
+        ]
+
+
+@pytest.fixture(scope="session")
+def release(
+    namespace: Namespace, external: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Release]:
+    """Installs the chart with the values for a trial, and reaches it through a port-forward."""
+    sets = [f"image.registry={REGISTRY}", "trainer.scratchSize=2Gi", *external]
+    package = tmp_path_factory.mktemp("pipeline") / "bapo.yaml"
+    images = [f"{REGISTRY}/bapo/{name}:0.2.0" for name in ("service", "trainer")]
+    compile_pipeline = ["pipeline", "compile", "--output", str(package), "--segments", "2"]
+    main([*compile_pipeline, "--service-image", images[0], "--trainer-image", images[1]])
+    helm(
+        *("install", "bapo", str(ROOT / "charts/bapo"), "-n", namespace.name, "--wait"),
+        *("-f", str(ROOT / "charts/bapo/values-dev.yaml"), "--timeout", INSTALL_TIMEOUT),
+        *(argument for value in sets for argument in ("--set", value)),
+    )
+    data = (namespace.get("secret", "bapo-token") or {})["data"]
+    token = base64.b64decode(data["BAPO_TOKEN"]).decode()
+    forward = subprocess.Popen(
+        ["kubectl", "-n", namespace.name, "port-forward", "service/bapo-buffer", ":8700"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert forward.stdout is not None
+    found = re.search(r"127\.0\.0\.1:(\d+)", forward.stdout.readline())
+    assert found is not None, "kubectl port-forward did not start"
+    yield Release(namespace, package, f"http://127.0.0.1:{found[1]}", token, sets)
+    forward.terminate()
+    forward.wait()
+
+
+class Forwarder:
+    """Forwards connections on a port of every interface to a port or a Unix socket of this machine.
+
+    The tests' Postgres has no port, and their S3 server listens on loopback.
+    """
+
+    def __init__(self, target: int | str) -> None:
+        self._target = target
+        self._loop = asyncio.new_event_loop()
+        self.port = 0
+
+    def __enter__(self) -> Forwarder:
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        server = asyncio.run_coroutine_threadsafe(
+            asyncio.start_server(self._serve, "0.0.0.0", 0), self._loop
+        ).result()
+        self.port = server.sockets[0].getsockname()[1]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if isinstance(self._target, str):
+            upstream, downstream = await asyncio.open_unix_connection(self._target)
+        else:
+            upstream, downstream = await asyncio.open_connection("127.0.0.1", self._target)
+        await asyncio.gather(_copy(reader, downstream), _copy(upstream, writer))
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    except ConnectionError:
+        pass  # the other end is gone
+    finally:
+        writer.close()
+
+
+@pytest.fixture
+def no_run(release: Release) -> None:
+    """Stops the runs of other tests."""
+    client = release.client("")
+    for run in client.runs():
+        if run.status in ("queued", "running", "paused"):
+            release.client(run.name).stop()
+    wait_until(lambda: not release.namespace.names("pytorchjobs"), "deletion of the jobs", 120)

@@ -1,0 +1,166 @@
+"""Tests the chart and the compiled pipeline on a real cluster with the real training operator.
+
+`make test-cluster` runs them on the cluster that `KUBECONFIG` names. It needs the images of this
+version in the cluster or its registry (`BAPO_TEST_REGISTRY`), kubectl, and the Kubeflow training
+operator. Kubeflow Pipelines is not needed: `argo.py` runs the steps' pods as it would.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.cluster.argo import PipelineRun, StepFailed
+from tests.cluster.conftest import ROOT, Release
+from tests.cluster.kubectl import helm, wait_until
+
+pytestmark = pytest.mark.cluster
+
+STEPS = 6
+WAIT_S = 300.0
+
+
+def form(name: str, **fields: Any) -> dict[str, Any]:
+    """Returns the fields of Kubeflow's form, with the types that it sends."""
+    config = yaml.safe_load((ROOT / "examples/countdown-vllm.yaml").read_text())
+    config["optimizer"] |= {"minibatch_prompts": 8}
+    config["evaluation"] = {"every": STEPS}
+    config["checkpoint"] = {"every": 3}
+    return {
+        "bapo_run": name,
+        "config": config,
+        "steps": STEPS,
+        "prompts_per_step": 8,
+        "group_size": 4,
+        "overrides": ["task.test_prompts=20"],
+        "gpus_per_worker": 0,
+        "cpu_per_worker": "250m",
+        "memory_per_worker": "2Gi",
+        "prepare_memory": "2Gi",
+        **fields,
+    }
+
+
+def pipeline(release: Release, name: str, **fields: Any) -> PipelineRun:
+    return PipelineRun(release.namespace, release.package, form(name, **fields))
+
+
+def test_the_release_passes_its_own_test(release: Release) -> None:
+    assert "all checks passed" in helm("test", "bapo", "-n", release.namespace.name, "--logs")
+
+
+def test_a_run_that_fails_is_retried_survives_an_upgrade_and_is_exported(
+    release: Release, no_run: None
+) -> None:
+    """From the form to the exported model: the job cannot start at first, Kubeflow's "Retry" starts
+    at the failed step, and the release is upgraded while the job trains."""
+    run = pipeline(release, "first", start_within_minutes=1)
+    run.retries = 0
+    image = release.namespace.get("configmap", "bapo-connection")["data"]["BAPO_TRAINER_IMAGE"]  # type: ignore[index]
+    _set_trainer_image(release, "localhost/bapo/absent:0.2.0")
+    with pytest.raises(StepFailed, match=r"has not started within 60 s: .*Image"):
+        run.execute()
+    client = release.client("first")
+    assert client.run_state().status == "stopped", "clean-up stops the run"
+    assert not release.namespace.names("pytorchjobs"), "clean-up deletes the job"
+    assert set(run.succeeded) == {"prepare-data", "create-or-resume-run", "clean-up"}
+
+    _set_trainer_image(release, image)
+    thread = run.start()
+    job = "bapo-first"
+    wait_until(lambda: client.run_state().current_step >= 1, "the first step", WAIT_S, run.log)
+    uid = release.namespace.get("pytorchjob", job)["metadata"]["uid"]  # type: ignore[index]
+    release.upgrade("trainer.podAnnotations.upgraded=yes", "collector.podAnnotations.upgraded=yes")
+    jobs = set()
+    while thread.is_alive():
+        found = release.namespace.get("pytorchjob", job)
+        jobs |= {found["metadata"]["uid"]} if found else set()
+        thread.join(1)
+    assert client.run_state().status == "finished", run.logs
+    assert jobs == {uid}, "an upgrade must not replace the job of a run"
+    assert "is trained already" in run.logs["train-2"] or "step 6" in run.logs["train-2"]
+    assert "model in " in run.logs["export-model"]
+    assert client.evaluations()[-1].version == STEPS + 1
+    assert not release.namespace.names("pytorchjobs")
+
+    # Running the same pipeline again repeats no work.
+    attempt = client.run_state().attempt
+    again = pipeline(release, "first")
+    again.execute()
+    assert client.run_state().attempt == attempt
+
+
+def test_the_api_answers_from_outside(release: Release) -> None:
+    """Asks what `docs/rest-api.md` offers for reading."""
+    assert httpx.get(f"{release.buffer_url}/v1/runs").status_code == 401
+    headers = {"Authorization": f"Bearer {release.token}"}
+
+    def get(path: str) -> Any:
+        response = httpx.get(f"{release.buffer_url}/v1/{path}", headers=headers)
+        assert response.is_success, response.text
+        return response.json()
+
+    assert "first" in [run["name"] for run in get("runs")["items"]]
+    bins = get("runs/first/difficulty/bins")
+    assert sum(bins["bins"]) > 0
+    for path in ("steps", "evaluations", "prompts", "batches", "checkpoints", "replicas"):
+        assert get(f"runs/first/{path}"), path
+    assert get("runs/first/buffers/hard") is not None
+    page = httpx.get(f"{release.buffer_url}/")
+    assert "<title>" in page.text
+
+
+def test_a_second_run_waits_and_the_reaper_ends_the_one_whose_workflow_was_deleted(
+    release: Release, no_run: None
+) -> None:
+    first = pipeline(release, "lost", steps=300)
+    first.start()
+    client = release.client("lost")
+
+    def at_work() -> bool:
+        return "lost" in [run.name for run in client.runs() if run.current_step >= 1]
+
+    wait_until(at_work, "the first step", WAIT_S, first.log)
+    second = pipeline(release, "next", steps=3)
+    thread = second.start()
+    line = "waiting: run lost is in front, of 300 steps"
+    wait_until(lambda: line in second.log(), "the line of the step's log", WAIT_S, second.log)
+    assert release.client("next").run_state().status == "queued"
+    assert release.namespace.names("pytorchjobs") == {"bapo-lost"}, "no GPUs are held meanwhile"
+
+    first.delete_workflow()
+    # Kubernetes deletes the job with its owner, and nothing tells the run.
+    wait_until(lambda: not release.namespace.names("pytorchjobs"), "deletion of the job", WAIT_S)
+    assert client.run_state().status == "running"
+    release.namespace.kubectl("create", "job", "reap", "--from=cronjob/bapo-reaper")
+    wait_until(lambda: client.run_state().status == "stopped", "the reaper", WAIT_S)
+    thread.join(WAIT_S)
+    assert not thread.is_alive(), second.log()
+    assert release.client("next").run_state().status == "finished", second.logs
+
+
+def test_a_terminated_run_stops_at_once_and_is_retried(release: Release, no_run: None) -> None:
+    run = pipeline(release, "ended", steps=300)
+    thread = run.start()
+    client = release.client("ended")
+
+    def at_work() -> bool:
+        return "ended" in [state.name for state in client.runs() if state.current_step >= 1]
+
+    wait_until(at_work, "the first step", WAIT_S, run.log)
+    run.retries = 0
+    run.terminate()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert client.run_state().status == "stopped"
+    assert not release.namespace.names("pytorchjobs")
+
+
+def _set_trainer_image(release: Release, image: str) -> None:
+    change = {"data": {"BAPO_TRAINER_IMAGE": image}}
+    patch = ["patch", "configmap", "bapo-connection", "--type=merge", "-p", json.dumps(change)]
+    release.namespace.kubectl(*patch)
