@@ -2,8 +2,5 @@
 
 from pathlib import Path
 
-VERSION = "0.2.0"
-"""Version of the project, as in `pyproject.toml`. It stands here because the images hold the code
-without the metadata of an installed package."""
 COMPILED = Path("pipelines/bapo_pipeline.yaml")
 """The compiled pipeline in a checkout, relative to its root."""

@@ -9,7 +9,7 @@ from typing import NoReturn
 import click
 
 from bapo_core.errors import BapoError
-from services.cli import VERSION
+from services import VERSION
 from services.cli.lazy import Lazy, LazyGroup
 
 _IN = "services.cli.commands"

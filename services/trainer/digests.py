@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import platform
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
@@ -105,7 +104,7 @@ def code_version() -> str:
         for path in sorted(root.rglob("*.py")):
             digest.update(str(path.relative_to(root)).encode())
             digest.update(path.read_bytes())
-    return f"{importlib.metadata.version('bapo')}+{digest.hexdigest()[:16]}"
+    return f"{services.VERSION}+{digest.hexdigest()[:16]}"
 
 
 def platform_name() -> str:

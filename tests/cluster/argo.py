@@ -22,14 +22,10 @@ from tests.cluster.kubectl import Namespace, Object, wait_until
 
 SERVICE_ACCOUNT = "pipeline-runner"
 STEP_TIMEOUT_S = 900.0
+OUTPUT_FILE = "/minio/mlpipeline/output_metadata.json"
 OUTPUT = "@@output "
-"""Marks the lines of a step's log that hold its output parameters."""
-PRINT_OUTPUTS = f"""
-for file in /tmp/kfp/outputs/*; do
-  [ -f "$file" ] && printf "{OUTPUT}%s %s\\n" "$(basename "$file")" "$(cat "$file")"
-done
-true
-"""
+"""Marks the line of a step's log that holds what it writes to `OUTPUT_FILE`."""
+PRINT_OUTPUT = f'\n[ ! -f {OUTPUT_FILE} ] || printf "\\n{OUTPUT}%s\\n" "$(cat {OUTPUT_FILE})"\n'
 _NUMBERS = count()
 
 
@@ -174,8 +170,8 @@ class PipelineRun:
         container = self._pipeline["deploymentSpec"]["executors"][label]["container"]
         platform = self._platform.get(label, {})
         shell, option, script, source = container["command"]
-        script += PRINT_OUTPUTS
-        executor_input = json.dumps(self._executor_input(component, task))
+        script += PRINT_OUTPUT
+        executor_input = json.dumps(_as_go_writes(self._executor_input(component, task)))
         arguments = [executor_input if text == "{{$}}" else text for text in container["args"]]
         mounts, volumes = _kfp_volumes()
         for entry in platform.get("configMapAsVolume", []):
@@ -264,7 +260,7 @@ class PipelineRun:
                     }
                     for name, artifact in outputs.get("artifacts", {}).items()
                 },
-                "outputFile": "/minio/mlpipeline/output_metadata.json",
+                "outputFile": OUTPUT_FILE,
             },
         }
 
@@ -328,12 +324,19 @@ def _in_order(graph: dict[str, Object]) -> list[str]:
 
 
 def _outputs(log: str) -> dict[str, Any]:
-    outputs: dict[str, Any] = {}
     for line in log.splitlines():
         if line.startswith(OUTPUT):
-            name, _, text = line.removeprefix(OUTPUT).partition(" ")
-            try:
-                outputs[name] = json.loads(text)
-            except ValueError:
-                outputs[name] = text
-    return outputs
+            values: dict[str, Any] = json.loads(line.removeprefix(OUTPUT)).get(
+                "parameterValues", {}
+            )
+            return values
+    return {}
+
+
+def _as_go_writes(value: Any) -> Any:
+    """Returns `value` as KFP's launcher writes it: whole numbers have no decimal point."""
+    if isinstance(value, dict):
+        return {key: _as_go_writes(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_as_go_writes(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -56,14 +56,15 @@ class Release:
 
 @pytest.fixture(scope="session")
 def namespace() -> Namespace:
-    """Creates a namespace that enforces restricted pods and has a quota, as Kubeflow's profiles do.
+    """Creates a namespace with a quota, as Kubeflow's profiles have one.
 
     It is kept, so that one can look at what failed.
     """
     name = "bapo-test"
     kubectl("delete", "namespace", name, "--ignore-not-found", "--wait", "--timeout=120s")
     kubectl("create", "namespace", name)
-    kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
+    # KFP's own containers would not be admitted as restricted ones.
+    kubectl("label", "namespace", name, "pod-security.kubernetes.io/enforce=baseline")
     created = Namespace(name)
     created.kubectl("create", "serviceaccount", SERVICE_ACCOUNT)
     # With a quota of these, Kubernetes refuses pods that do not request them.
@@ -150,7 +151,14 @@ class Forwarder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        asyncio.run_coroutine_threadsafe(self._cancel(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _cancel(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if isinstance(self._target, str):

@@ -58,6 +58,17 @@ class Namespace:
         items = json.loads(self.kubectl("get", kind, "-o", "json"))["items"]
         return {item["metadata"]["name"] for item in items}
 
+    def not_restricted(self) -> str:
+        """Returns what the admission plugin says of the pods that are not restricted ones."""
+        label = ["pod-security.kubernetes.io/enforce=restricted", "--overwrite", "--dry-run=server"]
+        done = subprocess.run(
+            ["kubectl", "label", "namespace", self.name, *label],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stderr
+
     def log(self, pod: str) -> str:
         return self.kubectl("logs", pod, check=False)
 

@@ -73,6 +73,10 @@ def test_a_run_that_fails_is_retried_survives_an_upgrade_and_is_exported(
     thread = run.start()
     job = "bapo-first"
     wait_until(lambda: client.run_state().current_step >= 1, "the first step", WAIT_S, run.log)
+    # The steps' pods have KFP's settings; all others are the project's own.
+    refused = release.namespace.not_restricted()
+    for part in ("buffer", "verifier", "collector", "rollout", "first-worker"):
+        assert f"bapo-{part}" not in refused, refused
     uid = release.namespace.get("pytorchjob", job)["metadata"]["uid"]  # type: ignore[index]
     release.upgrade("trainer.podAnnotations.upgraded=yes", "collector.podAnnotations.upgraded=yes")
     jobs = set()

@@ -81,7 +81,7 @@ def test_the_versions_agree() -> None:
     assert project is not None
     assert chart["appVersion"] == project[1]
     assert f"bapo/service:{project[1]}" in TEXT
-    from services.cli import VERSION
+    from services import VERSION
 
     assert project[1] == VERSION
 

@@ -9,7 +9,8 @@ import click
 
 from bapo_core.errors import BapoError
 from pipelines import SEGMENTS
-from services.cli import COMPILED, VERSION
+from services import VERSION
+from services.cli import COMPILED
 from services.cli.options import ConfigArguments, pipeline_arguments
 
 if TYPE_CHECKING:

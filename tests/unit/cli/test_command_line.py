@@ -14,7 +14,7 @@ import click
 import pytest
 
 from bapo_core.config import RolloutConfig, RunConfig
-from services.cli import VERSION
+from services import VERSION
 from services.cli.local_run import engine_threads
 from services.cli.main import SECTIONS, bapo, main
 from services.cli.options import ConfigArguments, split_config_arguments

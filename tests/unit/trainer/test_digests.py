@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
+from services import VERSION
 from services.trainer import digests as digests_module
-from services.trainer.digests import batch_digest, weights_digest
+from services.trainer.digests import batch_digest, code_version, weights_digest
 from services.trainer.ranks import Ranks
 from services.trainer.shard import checkpoint_layers
 from tests.micro import micro_model
@@ -83,3 +85,18 @@ def test_padding_is_not_in_the_digest() -> None:
         mask=torch.nn.functional.pad(data.mask, (0, 3)),
     )
     assert batch_digest(wider, positions, ALONE) == batch_digest(data, positions, ALONE)
+
+
+def test_the_version_of_the_code_needs_no_metadata_of_an_installed_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The images hold the code alone."""
+
+    def no_metadata(name: str) -> NoReturn:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", no_metadata)
+    code_version.cache_clear()
+    version, _, digest = code_version().partition("+")
+    assert version == VERSION
+    assert len(digest) == 16
