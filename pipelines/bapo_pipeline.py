@@ -145,13 +145,17 @@ def evaluate(
 
 @dsl.component(**ON_SERVICE)
 def export_model(run: str, accuracy: float, model: dsl.Output[dsl.Model]) -> None:
-    """Exports the final weights as a Hugging Face directory."""
+    """Exports the final weights as a Hugging Face directory, and ends the run.
+
+    Clean-up ends it, too, but Kubeflow does not repeat clean-up when a run is retried.
+    """
     from pathlib import Path
 
     from pipelines import steps
 
-    with steps.pipeline_step(run) as (context, _):
+    with steps.pipeline_step(run) as (context, jobs):
         model.metadata.update(steps.export(context, Path(model.path)))
+        steps.clean_up(context, jobs)
     model.metadata["held_out_accuracy"] = accuracy
 
 

@@ -26,6 +26,13 @@ OUTPUT_FILE = "/minio/mlpipeline/output_metadata.json"
 OUTPUT = "@@output "
 """Marks the line of a step's log that holds what it writes to `OUTPUT_FILE`."""
 PRINT_OUTPUT = f'\n[ ! -f {OUTPUT_FILE} ] || printf "\\n{OUTPUT}%s\\n" "$(cat {OUTPUT_FILE})"\n'
+FORWARD_SIGNALS = """
+import os, signal, subprocess, sys
+process = subprocess.Popen(sys.argv[1:], start_new_session=True)
+signal.signal(signal.SIGTERM, lambda *_: os.killpg(process.pid, signal.SIGTERM))
+sys.exit(process.wait() % 256)
+"""
+"""Stands in for Argo's emissary, which passes signals on to the processes of the step."""
 _NUMBERS = count()
 
 
@@ -48,6 +55,8 @@ class PipelineRun:
     """Log of the last attempt at each step."""
     running: str | None = None
     """Name of the pod that is at work."""
+
+    terminated: bool = False
 
     def __post_init__(self) -> None:
         self._pipeline, platform = yaml.safe_load_all(self.package.read_text())
@@ -88,7 +97,8 @@ class PipelineRun:
                 if name not in self.succeeded:
                     self._run_step(name, graph[name])
         except StepFailed:
-            self._clean_up()
+            if not self.terminated:
+                self._clean_up()
             self._patch({"status": {"phase": "Failed"}})
             raise
         self._clean_up()
@@ -113,6 +123,7 @@ class PipelineRun:
 
     def terminate(self) -> None:
         """Ends the run as "Terminate" does: Argo sets the deadline, and ends the pods."""
+        self.terminated = True
         self._patch({"spec": {"activeDeadlineSeconds": 0}})
         if self.running is not None:
             self.namespace.kubectl("delete", "pod", self.running, "--wait=false")
@@ -153,6 +164,8 @@ class PipelineRun:
             if phase == "Succeeded":
                 self.succeeded[name] = _outputs(log)
                 return
+            if self.terminated:
+                break
         raise StepFailed(f"{name}: {log[-3000:]}")
 
     def _ended(self, pod: str) -> str | None:
@@ -204,7 +217,8 @@ class PipelineRun:
                         "name": "main",
                         "image": container["image"],
                         "imagePullPolicy": "IfNotPresent",
-                        "command": [shell, option, script, source, *arguments],
+                        "command": ["python3", "-c", FORWARD_SIGNALS, shell, option, script],
+                        "args": [source, *arguments],
                         "env": self._variables(container, platform, attempt),
                         "resources": {
                             "requests": {
