@@ -27,12 +27,22 @@ OUTPUT = "@@output "
 """Marks the line of a step's log that holds what it writes to `OUTPUT_FILE`."""
 PRINT_OUTPUT = f'\n[ ! -f {OUTPUT_FILE} ] || printf "\\n{OUTPUT}%s\\n" "$(cat {OUTPUT_FILE})"\n'
 FORWARD_SIGNALS = """
-import os, signal, subprocess, sys
+import os, signal, subprocess, sys, time
 process = subprocess.Popen(sys.argv[1:], start_new_session=True)
 signal.signal(signal.SIGTERM, lambda *_: os.killpg(process.pid, signal.SIGTERM))
-sys.exit(process.wait() % 256)
+code = process.wait()
+deadline = time.monotonic() + 10
+try:
+    while time.monotonic() < deadline:
+        os.waitpid(-1, os.WNOHANG)
+        os.killpg(process.pid, 0)
+        time.sleep(0.1)
+except (ChildProcessError, ProcessLookupError):
+    pass
+sys.exit(code % 256)
 """
-"""Stands in for Argo's emissary, which passes signals on to the processes of the step."""
+"""Stands in for Argo's emissary: it passes signals on to the processes of the step, and waits for
+those that the shell leaves behind."""
 _NUMBERS = count()
 
 
