@@ -63,6 +63,11 @@ def read_config(
     Raises `ConfigError`. What cannot be meant is refused: an empty configuration, for example,
     would train every default.
     """
+    if run.endswith("-"):
+        raise ConfigError(
+            f"the run's name {run!r} ends with a hyphen, which no label of Kubernetes may; choose "
+            "another name"
+        )
     values = _config_values(config)
     if stored is not None:
         if values != COUNTDOWN:

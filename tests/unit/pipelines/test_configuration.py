@@ -98,3 +98,8 @@ def test_a_stored_configuration_replaces_the_default_one() -> None:
 def test_what_cannot_be_meant_is_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(**arguments)
+
+
+def test_a_name_that_kubernetes_refuses_is_refused_before_anything_is_stored() -> None:
+    with pytest.raises(ConfigError, match="'abc-' ends with a hyphen"):
+        read_config("abc-", COUNTDOWN, None, [], {})
