@@ -23,9 +23,9 @@ MAX_SEGMENTS = 50
 """Argo's Workflow object grows with every task, and etcd limits its size."""
 
 
-WATCHER, REPORTER = ("150Mi", "1Gi"), ("300Mi", "4Gi")
-"""Request and limit of the memory of a step that only waits, and of one that reads a run's
-history or its weights."""
+WATCHER, REPORTER, PREPARER = ("150Mi", "1Gi"), ("300Mi", "4Gi"), ("1Gi", "16Gi")
+"""Request and limit of the memory of a step that only waits, of one that reads a run's history or
+its weights, and of the one that loads prompts and stores the model."""
 
 
 @dsl.component(**ON_TRAINER)
@@ -219,7 +219,7 @@ def _connect(task: Any, connection: Any, token_secret: Any, s3_secret: Any, ca_b
     return task.set_retry(RETRIES)
 
 
-def _size(task: Any, memory: str, limit: Any) -> Any:
+def _size(task: Any, memory: str, limit: str) -> Any:
     """Gives a task requests and limits, without which a namespace with a quota refuses its pod.
 
     memory: request; limit: memory limit. All steps mostly wait, for the network or for others.
@@ -259,7 +259,6 @@ def build_pipeline(segments: int = SEGMENTS) -> Any:
         cpu_per_worker: str = "4",
         memory_per_worker: str = "32Gi",
         start_within_minutes: int = 60,
-        prepare_memory: str = "8Gi",
         connection: str = "bapo-connection",
         token_secret: str = "bapo-token",
         s3_secret: str = "bapo-s3",
@@ -292,7 +291,6 @@ def build_pipeline(segments: int = SEGMENTS) -> Any:
             cpu_per_worker: Cores that each worker requests, for example `4` or `500m`.
             memory_per_worker: Memory request and limit of each worker, for example `32Gi`.
             start_within_minutes: Minutes to wait for nodes before the step fails.
-            prepare_memory: Memory limit of the step that loads the prompts and the model.
             connection: Name of the ConfigMap with the addresses of the chart's release.
             token_secret: Name of the release's Secret with the services' token.
             s3_secret: Name of the release's Secret with the object store's keys.
@@ -323,7 +321,7 @@ def build_pipeline(segments: int = SEGMENTS) -> Any:
                     group_size=group_size,
                 )
             )
-            _size(prepared, "1Gi", prepare_memory)
+            _size(prepared, *PREPARER)
             kubernetes.use_secret_as_env(
                 prepared, hub_secret, {"HF_TOKEN": "HF_TOKEN"}, optional=True
             )

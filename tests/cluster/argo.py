@@ -237,7 +237,7 @@ class PipelineRun:
                             },
                             "limits": {
                                 "cpu": resources["resourceCpuLimit"],
-                                "memory": self._memory(resources["resourceMemoryLimit"]),
+                                "memory": resources["resourceMemoryLimit"],
                             },
                         },
                         "securityContext": {
@@ -251,12 +251,6 @@ class PipelineRun:
                 "volumes": volumes,
             },
         }
-
-    def _memory(self, size: str) -> str:
-        """Returns a size, which may be a placeholder of a parameter."""
-        if size.startswith("{{"):
-            return str(self._values[size.partition("pipelinechannel--")[2].partition("'")[0]])
-        return size
 
     def _executor_input(self, component: Object, task: Object) -> Object:
         arguments = {

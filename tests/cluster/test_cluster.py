@@ -40,7 +40,6 @@ def form(name: str, **fields: Any) -> dict[str, Any]:
         "gpus_per_worker": 0,
         "cpu_per_worker": "250m",
         "memory_per_worker": "2Gi",
-        "prepare_memory": "2Gi",
         **fields,
     }
 
