@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from bapo_core.config import RunConfig, merge, override_config, parse_overrides, parse_values
+from bapo_core.config import RunConfig, merge, nest, override_config, parse_overrides, parse_values
 from bapo_core.errors import ConfigError
 from services.buffer.api.client import BufferClient
 from services.common.errors import ServiceError
@@ -78,7 +78,7 @@ def read_config(
         values = _stored_values(stored)
     for name, value in settings.items():
         if value:
-            values = merge(values, _nest(KEYS[name], _restore_integers(value)))
+            values = merge(values, nest(KEYS[name], _restore_integers(value)))
     changes = merge(parse_overrides(_override_lines(overrides)), {"name": run})
     return override_config(values, changes)
 
@@ -154,11 +154,3 @@ def _restore_integers(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     return value
-
-
-def _nest(key: str, value: Any) -> dict[str, Any]:
-    """Returns nested sections with `value` at a dotted key."""
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    nested: dict[str, Any] = value
-    return nested

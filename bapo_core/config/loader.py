@@ -70,9 +70,7 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         if isinstance(value, str):
             with contextlib.suppress(ValueError):
                 value = float(value)
-        for key in reversed(path.split(".")):
-            value = {key: value}
-        parsed = merge(parsed, value)
+        parsed = merge(parsed, nest(path, value))
     return parsed
 
 
@@ -163,6 +161,14 @@ def _kept_from_another_algorithm(
         for key in sorted(preset.keys() | flatten(PRESETS[before]).keys())
         if key in given and key not in again and given[key] != preset.get(key, default[key])
     }
+
+
+def nest(path: str, value: Any) -> dict[str, Any]:
+    """Returns nested sections with `value` at a dotted key, such as `sync.every`."""
+    for key in reversed(path.split(".")):
+        value = {key: value}
+    nested: dict[str, Any] = value
+    return nested
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
