@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic.alias_generators import to_camel
 from pydantic_settings import BaseSettings, NoDecode
 
-from bapo_core.errors import ConfigError
 from services.common.settings import (
     BufferClientSettings,
     ObjectStoreClientSettings,
@@ -27,26 +26,16 @@ LOCAL_JOBS = "BAPO_LOCAL_JOBS"
 class StepSettings(BufferClientSettings, ObjectStoreClientSettings):
     """Settings of a step of the pipeline, from the connection ConfigMap and the Secrets."""
 
+    remedy: ClassVar[str] = (
+        ": the step did not get the connection ConfigMap of the release or one of its Secrets; the "
+        "parameters connection, token_secret and s3_secret must be the names that `helm status` "
+        "prints, and the pipeline must run in the release's namespace"
+    )
+
     workflow: str = ""
     """Name of the Argo workflow that the step belongs to."""
     dashboard_url: str = ""
     """Address at which people reach the dashboard; unset where the chart exposes none."""
-
-    @classmethod
-    def load(cls) -> Self:
-        """Reads the settings from the environment.
-
-        Raises `ConfigError` that names every variable at fault and the parameters to look at.
-        """
-        try:
-            return super().load()
-        except ConfigError as error:
-            raise ConfigError(
-                f"{error}: the step did not get the connection ConfigMap of the release or one of "
-                "its Secrets; the parameters connection, token_secret and s3_secret must be the "
-                "names that `helm status` prints, and the pipeline must run in the release's "
-                "namespace"
-            ) from error
 
     scratch: Path = Field(default_factory=lambda: Path(tempfile.gettempdir()))
     """Directory for models in transfer."""
@@ -103,6 +92,11 @@ class DeploymentSettings(Settings):
     They are no part of `StepSettings`, where `BAPO_S3_SECRET` would belong to the group `s3`.
     """
 
+    remedy: ClassVar[str] = (
+        ": the step did not get the connection ConfigMap of the release "
+        "(`<release>-connection`), or got one with invalid values; see docs/deploy.md"
+    )
+
     release: str
     """Name of the chart's release."""
     connection: str
@@ -139,20 +133,6 @@ class DeploymentSettings(Settings):
             return json.loads(value) if isinstance(value, str) else value
         except ValueError as error:
             raise ValueError(f"not valid JSON: {error}") from error
-
-    @classmethod
-    def load(cls) -> Self:
-        """Reads the settings from the environment.
-
-        Raises `ConfigError` that names every variable at fault and the ConfigMap to look at.
-        """
-        try:
-            return super().load()
-        except ConfigError as error:
-            raise ConfigError(
-                f"{error}: the step did not get the connection ConfigMap of the release "
-                "(`<release>-connection`), or got one with invalid values; see docs/deploy.md"
-            ) from error
 
 
 class RetrySettings(BaseSettings):

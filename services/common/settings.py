@@ -8,7 +8,7 @@ no log and no traceback shows them. `docs/environment.md` is generated from thes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -41,6 +41,9 @@ class Settings(BaseSettings):
         use_attribute_docstrings=True,
     )
 
+    remedy: ClassVar[str] = ""
+    """What follows the names of the variables in an error: where they should have come from."""
+
     @classmethod
     def load(cls) -> Self:
         """Reads the settings from the environment.
@@ -50,7 +53,8 @@ class Settings(BaseSettings):
         try:
             return cls()
         except ValidationError as error:
-            raise ConfigError(f"environment: {'; '.join(_problems(cls, error))}") from error
+            problems = "; ".join(_problems(cls, error))
+            raise ConfigError(f"environment: {problems}{cls.remedy}") from error
 
 
 class SettingsGroup(BaseModel):
