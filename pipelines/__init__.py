@@ -1,2 +1,4 @@
+"""The Kubeflow pipeline of a run: its graph, the bodies of its steps, and the training job."""
+
 SEGMENTS = 4
-"""Segments of the compiled pipeline, unless `bapo pipeline compile` is told otherwise."""
+"""Number of segments into which the pipeline divides the training by default."""

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bapo_core.config import RunConfig, flatten, load_config, read_values
+from bapo_core.config import RunConfig, config_from, flatten, read_values
 from bapo_core.errors import BapoError
 from pipelines.bapo_pipeline import build_pipeline
 from pipelines.configuration import COUNTDOWN, KEYS, read_config
@@ -15,14 +15,14 @@ from pipelines.pytorchjob import Resources
 RUN = "bapo_run"
 """Parameter with the run's name. It sorts before the others, so that Kubeflow's form begins with
 it; on the command line it is the configuration's key `name`."""
-FORM_ONLY = {
+REFUSED = {
     "config": "give the YAML file as the first argument",
     "overrides": "give key=value for each key of the configuration",
     RUN: "give name=NAME",
     "run": "the name of a run is name=NAME",
     "steps_per_segment": "`bapo pipeline compile` takes the number of segments as --segments",
 }
-"""Parameters that the command line sets itself, and how."""
+"""Names that the command line does not take as parameters, and what to give instead."""
 
 
 def parameters_of(config: str | None, arguments: Sequence[str]) -> dict[str, Any]:
@@ -38,8 +38,8 @@ def parameters_of(config: str | None, arguments: Sequence[str]) -> dict[str, Any
     if config is not None and "stored_config" in parameters:
         raise BapoError("a file and stored_config are both given; give one of them")
     if config is not None:
-        name = load_config(config).name
         values = read_values(config)
+        name = config_from(values, where=config).name
         # KFP passes no nulls, but texts.
         nulls = [f"{key}=null" for key, value in flatten(values).items() if value is None]
         parameters = {RUN: name, "config": _without_nulls(values)} | parameters
@@ -98,8 +98,8 @@ def _split(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         name, equals, value = argument.partition("=")
         if not equals:
             raise BapoError(f"{argument!r}: give parameter=value")
-        if name in FORM_ONLY:
-            raise BapoError(f"{name}={value}: {FORM_ONLY[name]}")
+        if name in REFUSED:
+            raise BapoError(f"{name}={value}: {REFUSED[name]}")
         if name == "name":
             parameters[RUN] = value
         elif name in inputs:

@@ -38,8 +38,6 @@ HEARTBEAT_TIMEOUT_S = 30.0
 """Age of a replica's last heartbeat, in seconds, beyond which the pipeline does not wait for it."""
 KUEUE_TIMEOUT_S = 30.0
 """Seconds within which Kueue notices a job that it manages."""
-OPEN_STATUSES = ("queued", "running", "paused")
-"""Statuses of the runs that have a place in the queue for the rollout replicas."""
 LAST_ERROR = "last-error"
 """File in the directory of local jobs with the error of the last step that failed."""
 
@@ -603,7 +601,7 @@ def find_orphans(buffer: BufferClient, backend: TrainerBackend) -> Orphans:
 
     A job is an orphan, too, when its run is not running, paused or queued.
     """
-    active = {run.name: run for run in buffer.runs() if run.status in OPEN_STATUSES}
+    active = {run.name: run for run in buffer.runs() if run.status in wire.OPEN_STATUSES}
     jobs = {
         name: run
         for name, run in backend.jobs().items()

@@ -7,6 +7,7 @@ from datetime import timedelta
 from sqlalchemy import and_, case, delete, func, or_, select, tuple_
 from sqlalchemy.orm import Session
 
+from services.buffer.api.wire import ACTIVE_STATUSES, OPEN_STATUSES
 from services.buffer.artifacts import latest_checkpoint
 from services.buffer.commits import rewind_run
 from services.buffer.runs import how_to_continue, lock_any_attempt, lock_run
@@ -22,7 +23,7 @@ from services.common import layout
 from services.common.errors import conflict
 
 QUEUE_TIMEOUT = timedelta(minutes=1)
-"""Age of a queued run's last request beyond which nobody waits for its turn any more."""
+"""A queued run whose last request is older than this has lost its place in the queue."""
 TURN_LOCK = 0x6261706F
 """Key of the advisory lock that lets one run at a time take its turn."""
 
@@ -42,13 +43,12 @@ def begin_attempt(session: Session, name: str) -> Run:
     return run
 
 
-def take_turn(
-    session: Session, name: str, *, reopen: bool, workflow: str | None
-) -> tuple[Run, Run | None]:
+def take_turn(session: Session, name: str, *, reopen: bool, workflow: str | None) -> Run | None:
     """Starts the run unless another one is in front, in which case it is queued.
 
     In front are the runs that are running or paused, and the older ones that are queued as well. A
-    run that is running, paused or finished stays as it is. Returns the run, and the one in front.
+    run that is running, paused or finished stays as it is. Returns the run in front, or None when
+    the turn is granted.
 
     Raises 409 while the run is being deleted, and for a run that was stopped or has failed, unless
     `reopen` is true.
@@ -62,7 +62,7 @@ def take_turn(
     if workflow is not None:
         run.workflow = workflow
     if run.status in ("running", "paused", "finished"):
-        return run, None
+        return None
     waiting_before = and_(
         Run.status == "queued",
         Run.queued_at > func.now() - QUEUE_TIMEOUT,
@@ -70,13 +70,13 @@ def take_turn(
     )
     in_front = session.scalar(
         select(Run)
-        .where(Run.id != run.id, or_(Run.status.in_(("running", "paused")), waiting_before))
+        .where(Run.id != run.id, or_(Run.status.in_(ACTIVE_STATUSES), waiting_before))
         .order_by(case((Run.status == "queued", 1), else_=0), Run.created_at, Run.name)
         .limit(1)
     )
     run.queued_at = func.now()
     run.status = "running" if in_front is None else "queued"
-    return run, in_front
+    return in_front
 
 
 def pause(session: Session, name: str) -> Run:
@@ -85,7 +85,7 @@ def pause(session: Session, name: str) -> Run:
     Raises 409 unless the run is running or paused.
     """
     run = lock_any_attempt(session, name)
-    if run.status not in ("running", "paused"):
+    if run.status not in ACTIVE_STATUSES:
         raise conflict(f"run {name!r} is {run.status}; only a running run can be paused")
     run.status = "paused"
     return run
@@ -94,7 +94,7 @@ def pause(session: Session, name: str) -> Run:
 def resume(session: Session, name: str) -> Run:
     """Ends a pause. Raises 409 unless the run is running or paused."""
     run = lock_any_attempt(session, name)
-    if run.status not in ("running", "paused"):
+    if run.status not in ACTIVE_STATUSES:
         raise conflict(
             f"run {name!r} is {run.status}, not paused; if it was stopped or has failed, "
             f"{how_to_continue(run)}"
@@ -130,7 +130,7 @@ def delete_run(service: Service, name: str) -> None:
     """
     with service.write_transaction(name) as session:
         run = lock_any_attempt(session, name)
-        if run.status in ("queued", "running", "paused"):
+        if run.status in OPEN_STATUSES:
             raise conflict(f"run {name!r} is {run.status}; stop it before deleting it")
         # The status refuses every process of the run, so no object with a row is added to it from
         # here on. A last write of a collector's journal becomes garbage.

@@ -237,7 +237,7 @@ class Collector:
         if not self._follows:
             raise error
         state = await run_detached(self._buffer.run_state)
-        if state.status not in ("running", "paused"):
+        if state.status not in wire.ACTIVE_STATUSES:
             raise error
         self._buffer.attempt = state.attempt
         return state

@@ -41,7 +41,7 @@ MODULES = (REPLICA, "services.rollout.collector")
 
 def active_run(buffer: BufferClient) -> wire.RunState | None:
     """Returns the oldest run that has begun and not ended; a paused run keeps its place."""
-    unfinished = [*buffer.runs("running"), *buffer.runs("paused")]
+    unfinished = [run for status in wire.ACTIVE_STATUSES for run in buffer.runs(status)]
     begun = [run for run in unfinished if run.attempt > 0]
     return min(begun, key=lambda run: (run.created_at, run.name), default=None)
 
@@ -113,7 +113,7 @@ class RunWatcher:
             if error.status != 404:
                 raise
             return attempt, False
-        return state.attempt, state.status in ("running", "paused")
+        return state.attempt, state.status in wire.ACTIVE_STATUSES
 
 
 class _HealthHandler(BaseHTTPRequestHandler):

@@ -21,6 +21,7 @@ from services.cli.main import main
 from services.stack.stack import Endpoints
 from tests.cluster.argo import SERVICE_ACCOUNT
 from tests.cluster.kubectl import Namespace, helm, kubectl, wait_until
+from tests.integration.driver import stop_open_runs
 
 ROOT = Path(__file__).parents[2]
 REGISTRY = os.environ.get("BAPO_TEST_REGISTRY", "localhost")
@@ -182,8 +183,5 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 @pytest.fixture
 def no_run(release: Release) -> None:
     """Stops the runs of other tests."""
-    client = release.client("")
-    for run in client.runs():
-        if run.status in ("queued", "running", "paused"):
-            release.client(run.name).stop()
+    stop_open_runs(release.buffer_url, release.token)
     wait_until(lambda: not release.namespace.names("pytorchjobs"), "deletion of the jobs", 120)

@@ -50,11 +50,11 @@ def create_run(client: BufferClient, config: RunConfig) -> None:
     )
 
 
-def stop_active_runs(stack: Endpoints) -> None:
-    """Stops the runs of other tests on the same stack, which would be in front in the queue."""
-    client = BufferClient(stack.buffer_url, stack.token)
+def stop_open_runs(url: str, token: str) -> None:
+    """Stops the runs of other tests on the same services, which would be in front in the queue."""
+    client = BufferClient(url, token)
     for run in client.runs():
-        if run.status in ("queued", "running", "paused"):
+        if run.status in wire.OPEN_STATUSES:
             client.run = run.name
             client.stop()
 

@@ -19,7 +19,7 @@ from services.common.errors import ServiceError, Superseded
 from services.common.objectstore import ObjectStore
 from services.model.stored import fetch_model, store_model
 from services.stack.stack import Endpoints
-from tests.integration.driver import Driver, create_run, small_config, stop_active_runs
+from tests.integration.driver import Driver, create_run, small_config, stop_open_runs
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_stopped_run_refuses_its_processes_until_a_new_attempt(driver: Driver)
 @pytest.fixture
 def waiting(stack: Endpoints, request: pytest.FixtureRequest) -> Iterator[list[BufferClient]]:
     """Creates three runs, none of which has begun, on a stack where no other run is active."""
-    stop_active_runs(stack)
+    stop_open_runs(stack.buffer_url, stack.token)
     name = request.node.name.replace("_", "-")[:58]
     clients = []
     for number in range(3):
@@ -99,7 +99,7 @@ def statuses(clients: list[BufferClient]) -> list[str]:
 
 def test_runs_take_their_turn_in_the_order_of_their_creation(waiting: list[BufferClient]) -> None:
     first, second, third = waiting
-    assert second.take_turn().granted, "nobody was in front"
+    assert second.take_turn().granted, "no other run is active or queued"
     turn = third.take_turn()
     assert (turn.granted, turn.in_front, turn.current_step, turn.steps) == (
         False,

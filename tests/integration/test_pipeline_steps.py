@@ -25,7 +25,7 @@ from services.common.errors import ServiceError
 from services.common.objectstore import ObjectStore
 from services.stack.stack import Endpoints
 from tests.conftest import EASY
-from tests.integration.driver import stop_active_runs
+from tests.integration.driver import stop_open_runs
 from tests.unit.pipelines.test_pytorchjob import DEPLOYMENT
 
 _NUMBERS = count()
@@ -87,7 +87,7 @@ def log_lines() -> list[str]:
 
 @pytest.fixture
 def context(stack: Endpoints, log_lines: list[str], tmp_path: Path) -> PipelineContext:
-    stop_active_runs(stack)
+    stop_open_runs(stack.buffer_url, stack.token)
     return make_context(stack, log_lines, tmp_path)
 
 

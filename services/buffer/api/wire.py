@@ -35,6 +35,10 @@ Status = Literal[
 ]
 
 
+ACTIVE_STATUSES: tuple[Status, ...] = ("running", "paused")
+"""Statuses of the runs that rollout replicas and collectors work for."""
+OPEN_STATUSES: tuple[Status, ...] = ("queued", *ACTIVE_STATUSES)
+"""Statuses of the runs that have a place in the queue for the rollout replicas."""
 RUN_NAME = r"^[a-z][a-z0-9-]{0,62}$"
 COMPONENT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
 """Name of a component of a run: the trainer, the collector, or a rollout replica."""

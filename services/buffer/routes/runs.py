@@ -126,7 +126,7 @@ def take_turn(service: ServiceDep, name: RunName, request: wire.TurnRequest) -> 
     place after a minute.
     """
     with service.write_transaction(name) as session:
-        _, in_front = lifecycle.take_turn(
+        in_front = lifecycle.take_turn(
             session, name, reopen=request.reopen, workflow=request.workflow
         )
         if in_front is None:
