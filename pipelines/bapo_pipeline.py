@@ -21,8 +21,6 @@ RETRIES = 3
 """Automatic retries of each step."""
 MAX_SEGMENTS = 50
 """Argo's Workflow object grows with every task, and etcd limits its size."""
-
-
 WATCHER, REPORTER, PREPARER = ("150Mi", "1Gi"), ("300Mi", "4Gi"), ("1Gi", "16Gi")
 """Request and limit of the memory of a step that only waits, of one that reads a run's history or
 its weights, and of the one that loads prompts and stores the model."""
@@ -300,12 +298,12 @@ def build_pipeline(segments: int = SEGMENTS) -> Any:
                 chart). It need not exist.
         """
 
-        def connect(task: Any) -> Any:
-            return _connect(task, connection, token_secret, s3_secret, ca_bundle)
+        def place(task: Any, memory: tuple[str, str]) -> Any:
+            return _size(_connect(task, connection, token_secret, s3_secret, ca_bundle), *memory)
 
-        cleaned = _size(connect(clean_up(run=bapo_run)), *WATCHER)
+        cleaned = place(clean_up(run=bapo_run), WATCHER)
         with dsl.ExitHandler(cleaned, name="training"):
-            prepared = connect(
+            prepared = place(
                 prepare_data(
                     run=bapo_run,
                     config=config,
@@ -319,18 +317,18 @@ def build_pipeline(segments: int = SEGMENTS) -> Any:
                     learning_rate=learning_rate,
                     prompts_per_step=prompts_per_step,
                     group_size=group_size,
-                )
+                ),
+                PREPARER,
             )
-            _size(prepared, *PREPARER)
             kubernetes.use_secret_as_env(
                 prepared, hub_secret, {"HF_TOKEN": "HF_TOKEN"}, optional=True
             )
-            opened = connect(
-                create_or_resume_run(run=bapo_run, request=prepared.output, segments=segments)
+            opened = before = place(
+                create_or_resume_run(run=bapo_run, request=prepared.output, segments=segments),
+                WATCHER,
             )
-            before = _size(opened, *WATCHER)
             for segment in range(1, segments + 1):
-                trained = connect(
+                trained = place(
                     train(
                         run=bapo_run,
                         segment=segment,
@@ -340,19 +338,18 @@ def build_pipeline(segments: int = SEGMENTS) -> Any:
                         cpu=cpu_per_worker,
                         memory=memory_per_worker,
                         start_within_minutes=start_within_minutes,
-                    )
+                    ),
+                    WATCHER,
                 ).after(before)
-                synced = connect(
-                    checkpoint_and_sync(run=bapo_run, segment=segment, segment_ends=opened.output)
+                synced = place(
+                    checkpoint_and_sync(run=bapo_run, segment=segment, segment_ends=opened.output),
+                    REPORTER,
                 ).after(trained)
-                _size(trained, *WATCHER)
-                _size(synced, *REPORTER)
                 if segments > 1:
                     trained.set_display_name(f"train {segment} of {segments}")
                     synced.set_display_name(f"checkpoint and sync {segment} of {segments}")
                 before = synced
-            evaluated = _size(connect(evaluate(run=bapo_run)).after(before), *REPORTER)
-            exported = connect(export_model(run=bapo_run, accuracy=evaluated.outputs["Output"]))
-            _size(exported, *REPORTER)
+            evaluated = place(evaluate(run=bapo_run), REPORTER).after(before)
+            place(export_model(run=bapo_run, accuracy=evaluated.outputs["Output"]), REPORTER)
 
     return bapo_pipeline
