@@ -48,6 +48,15 @@ def pipeline(release: Release, name: str, **fields: Any) -> PipelineRun:
     return PipelineRun(release.namespace, release.package, form(name, **fields))
 
 
+def wait_for_first_step(release: Release, run: PipelineRun) -> None:
+    client = release.client(run.name)
+
+    def has_trained() -> bool:
+        return run.name in [state.name for state in client.runs() if state.current_step >= 1]
+
+    wait_until(has_trained, "the first step", WAIT_S, run.log)
+
+
 def test_the_release_passes_its_own_test(release: Release) -> None:
     assert "all checks passed" in helm("test", "bapo", "-n", release.namespace.name, "--logs")
 
@@ -71,7 +80,7 @@ def test_a_run_that_fails_is_retried_survives_an_upgrade_and_is_exported(
     _set_trainer_image(release, image)
     thread = run.start()
     job = "bapo-first"
-    wait_until(lambda: client.run_state().current_step >= 1, "the first step", WAIT_S, run.log)
+    wait_for_first_step(release, run)
     # The steps' pods have KFP's settings; all others are the project's own.
     refused = release.namespace.not_restricted()
     for part in ("buffer", "verifier", "collector", "rollout", "first-worker"):
@@ -124,10 +133,7 @@ def test_a_second_run_waits_and_the_reaper_ends_the_one_whose_workflow_was_delet
     first.start()
     client = release.client("lost")
 
-    def at_work() -> bool:
-        return "lost" in [run.name for run in client.runs() if run.current_step >= 1]
-
-    wait_until(at_work, "the first step", WAIT_S, first.log)
+    wait_for_first_step(release, first)
     second = pipeline(release, "next", steps=3)
     thread = second.start()
     line = "waiting: run lost is in front, of 300 steps"
@@ -151,10 +157,7 @@ def test_a_terminated_run_stops_and_deletes_its_job(release: Release, no_run: No
     thread = run.start()
     client = release.client("ended")
 
-    def at_work() -> bool:
-        return "ended" in [state.name for state in client.runs() if state.current_step >= 1]
-
-    wait_until(at_work, "the first step", WAIT_S, run.log)
+    wait_for_first_step(release, run)
     run.terminate()
     thread.join(60)
     assert not thread.is_alive()

@@ -288,15 +288,23 @@ def test_cleaning_up_stops_an_unfinished_run_which_can_then_be_continued(
     assert context.buffer.run_state().status == "running"
 
 
+def queue_behind(
+    context: PipelineContext, stack: Endpoints, small_model: Any, scratch: Path
+) -> tuple[PipelineContext, list[str]]:
+    """Starts the run of `context`, and creates another; returns its context and its log."""
+    open_run(context, small_model)
+    steps.take_turn(context)
+    lines: list[str] = []
+    second = make_context(stack, lines, scratch)
+    open_run(second, small_model)
+    return second, lines
+
+
 def test_a_run_waits_until_the_run_in_front_has_ended(
     context: PipelineContext, stack: Endpoints, small_model: Any, tmp_path: Path
 ) -> None:
     """Its job would take GPUs and wait, because the replicas work for one run at a time."""
-    open_run(context, small_model)
-    steps.take_turn(context)
-    lines: list[str] = []
-    second = make_context(stack, lines, tmp_path)
-    open_run(second, small_model)
+    second, lines = queue_behind(context, stack, small_model, tmp_path)
     backend = ScriptedBackend([JobState("failed", "reached")])
 
     def train_second() -> None:
@@ -321,11 +329,7 @@ def test_a_run_waits_until_the_run_in_front_has_ended(
 def test_a_run_that_is_stopped_while_it_waits_fails_the_step(
     context: PipelineContext, stack: Endpoints, small_model: Any, tmp_path: Path
 ) -> None:
-    open_run(context, small_model)
-    steps.take_turn(context)
-    lines: list[str] = []
-    second = make_context(stack, lines, tmp_path)
-    open_run(second, small_model)
+    second, lines = queue_behind(context, stack, small_model, tmp_path)
     failures: list[str] = []
 
     def wait() -> None:
