@@ -49,6 +49,10 @@ class EngineDriver(Protocol):
         """Raises `EngineLost` unless the engine generates."""
         ...
 
+    async def metrics(self) -> str:
+        """Returns the engine's own metrics in Prometheus's text format; empty if it has none."""
+        ...
+
     async def close(self) -> None:
         """Stops the engine."""
         ...
@@ -90,6 +94,10 @@ class TransformersDriver:
 
     async def check(self) -> None:
         """Never raises: the engine runs as long as this process does."""
+
+    async def metrics(self) -> str:
+        """Returns nothing: this engine has no metrics of its own."""
+        return ""
 
     async def close(self) -> None:
         """Does nothing: the engine ends with this process."""

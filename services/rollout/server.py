@@ -77,7 +77,7 @@ def create_app(
 
     app = FastAPI(title="bapo rollout replica", version="1", lifespan=lifespan)
     install_problem_handlers(app)
-    _health_routes(app, replica)
+    _health_routes(app, replica, driver)
     guard = [Depends(require_shared_token(token))]
 
     @app.get("/v1/replica", tags=["generate"], dependencies=guard)
@@ -127,7 +127,7 @@ def _terminate_with(task: asyncio.Task[None]) -> None:
         signal.raise_signal(signal.SIGTERM)
 
 
-def _health_routes(app: FastAPI, replica: Replica) -> None:
+def _health_routes(app: FastAPI, replica: Replica, driver: EngineDriver) -> None:
     @app.get("/health", tags=["health"])
     async def health() -> JSONResponse:
         """Checks that the engine generates; 503 if it does not."""
@@ -146,8 +146,9 @@ def _health_routes(app: FastAPI, replica: Replica) -> None:
 
     @app.get("/metrics", tags=["health"])
     async def metrics() -> Response:
-        """Returns metrics in Prometheus's text format."""
-        return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+        """Returns metrics in Prometheus's text format, those of the engine (`vllm:…`) included."""
+        text = generate_latest() + (await driver.metrics()).encode()
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 async def _lines(replica: Replica, request: GenerateRequest) -> AsyncIterator[str]:

@@ -63,6 +63,7 @@ EVERYTHING = {
     "httpRoute.parentRefs": [{"name": "public", "namespace": "gateways"}],
     "httpRoute.hostnames": ["bapo.example.com"],
     "monitoring.serviceMonitor.labels": {"release": "prometheus"},
+    "monitoring.rules.labels": {"release": "prometheus"},
 }
 LEAST = {
     "networkPolicy.enabled": False,

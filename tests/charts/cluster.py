@@ -27,7 +27,10 @@ KINDS = {
     "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy", "ingresses": "Ingress"},
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
     "autoscaling/v2": {"horizontalpodautoscalers": "HorizontalPodAutoscaler"},
-    "monitoring.coreos.com/v1": {"servicemonitors": "ServiceMonitor"},
+    "monitoring.coreos.com/v1": {
+        "prometheusrules": "PrometheusRule",
+        "servicemonitors": "ServiceMonitor",
+    },
     "rbac.authorization.k8s.io/v1": {"roles": "Role", "rolebindings": "RoleBinding"},
 }
 

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import promql_parser
 import pytest
 
 from pipelines.pytorchjob import CA_DIRECTORY
@@ -358,7 +359,7 @@ def test_migrations_are_limited_in_time_and_retries(production: list[Object]) ->
 def test_ingress_and_route_lead_to_the_buffer_service(
     dev: list[Object], everything: list[Object]
 ) -> None:
-    assert not of_kind(dev, "Ingress", "HTTPRoute", "ServiceMonitor")
+    assert not of_kind(dev, "Ingress", "HTTPRoute", "ServiceMonitor", "PrometheusRule")
     (ingress,) = of_kind(everything, "Ingress")
     (rule,) = ingress["spec"]["rules"]
     (path,) = rule["http"]["paths"]
@@ -381,16 +382,22 @@ def test_prometheus_scrapes_the_services_with_metrics(production: list[Object]) 
 def test_the_dashboard_shows_metrics_that_exist(production: list[Object]) -> None:
     data = one(production, "ConfigMap", "bapo-dashboard")["data"]
     dashboard = json.loads(data["bapo.json"])
-    code = "".join(path.read_text() for path in (ROOT / "services").rglob("*.py"))
-    defined = set(re.findall(r'"(bapo_[a-z_]+)"', code))
     shown = {
         metric.removesuffix("_total")
         for panel in dashboard["panels"]
+METRIC = re.compile(r"bapo_[a-z_]+")
+
+
+def defined_metrics() -> set[str]:
+    code = "".join(path.read_text() for path in (ROOT / "services").rglob("*.py"))
+    return set(re.findall(r'"(bapo_[a-z_]+)"', code))
+
+
         for target in panel["targets"]
-        for metric in re.findall(r"bapo_[a-z_]+", target["expr"])
+        for metric in METRIC.findall(target["expr"])
     }
     assert shown
-    assert shown <= defined
+    assert shown <= defined_metrics()
 
 
 def test_versions_are_those_of_the_project() -> None:
@@ -398,3 +405,16 @@ def test_versions_are_those_of_the_project() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     (version,) = re.findall(r'^version = "(.*)"$', project, re.MULTILINE)
     assert f'appVersion: "{version}"' in chart
+
+
+def test_alerts_are_about_metrics_that_exist_in_the_release(production: list[Object]) -> None:
+    (rule,) = of_kind(production, "PrometheusRule")
+    alerts = [alert for group in rule["spec"]["groups"] for alert in group["rules"]]
+    assert len(alerts) == 6
+    for alert in alerts:
+        promql_parser.parse(alert["expr"])
+        assert set(METRIC.findall(alert["expr"])) <= defined_metrics()
+        selectors = alert["expr"].count("bapo_")
+        assert alert["expr"].count('{namespace="ml"') == selectors, "it must ignore other releases"
+        assert alert["annotations"].keys() == {"summary", "description"}
+        assert "{{" not in re.sub(r"{{ (humanizeDuration )?\$\w+(\.\w+)? }}", "", str(alert))

@@ -16,7 +16,7 @@ from tests.charts.cases import CASES, FILES
 from tests.charts.helm import CHART, Object, render, run
 
 GOLDEN = Path(__file__).parent / "golden"
-CUSTOM = {"ServiceMonitor", "HTTPRoute"}
+CUSTOM = {"ServiceMonitor", "PrometheusRule", "HTTPRoute"}
 """Kinds that are custom resources, which test_crds.py validates."""
 KUBERNETES = ("1.31", "1.32", "1.33", "1.34", "1.35", "1.36")
 

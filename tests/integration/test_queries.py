@@ -11,6 +11,7 @@ from collections import defaultdict
 import httpx
 import pyarrow.parquet as pq
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from services.buffer.api import wire
 from services.buffer.api.trajectories import decode_groups, encode_groups
@@ -488,3 +489,37 @@ def test_evaluations_are_listed_once_complete(stack: Endpoints) -> None:
     assert evaluation.prompts == len(prompts)
     correct = sum(group.correct for group in groups)
     assert evaluation.mean_accuracy == pytest.approx(correct / (SIZE * len(prompts)))
+
+
+def test_prometheus_reads_the_state_of_open_runs(account: Account) -> None:
+    client = account.client
+    client.report_replica(
+        "r0",
+        wire.ReplicaReport(
+            url="http://r0",
+            state="serving",
+            detail="",
+            loaded_version=1,
+            manifest_digest="",
+            prompts_per_request=0,
+        ),
+    )
+
+    def read() -> dict[str, dict[tuple[str, ...], float]]:
+        text = httpx.get(f"{account.driver.stack.buffer_url}/metrics").text
+        return {
+            family.name: {tuple(sample.labels.values()): sample.value for sample in family.samples}
+            for family in text_string_to_metric_families(text)
+        }
+
+    before = read()
+    assert before["bapo_current_step"][("queries",)] == STEPS
+    assert 0 <= before["bapo_seconds_since_commit"][("queries",)] < 3600
+    assert before["bapo_replicas"][("queries", "serving")] == 1
+    bins = client.steps(after=STEPS - 1)[0].bins
+    reward = sum(k * count for k, count in enumerate(bins)) / (SIZE * sum(bins))
+    assert before["bapo_mean_reward"][("queries",)] == pytest.approx(reward)
+    client.stop()
+    after = read()
+    assert ("queries",) not in after["bapo_current_step"]
+    assert after["bapo_runs"][("stopped",)] == before["bapo_runs"].get(("stopped",), 0) + 1

@@ -23,6 +23,7 @@ import httpx
 import pytest
 import torch
 import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
 from torch import Tensor
 
 from bapo_core.errors import BapoError
@@ -178,6 +179,9 @@ class FakeEngine:
     async def check(self) -> None:
         if self.lost:
             raise EngineLost("the engine has crashed")
+
+    async def metrics(self) -> str:
+        return "# TYPE vllm:num_requests_running gauge\nvllm:num_requests_running 2.0\n"
 
     async def close(self) -> None:
         self.lost = True
@@ -855,6 +859,10 @@ def test_health_readiness_and_tokens(testbed: Testbed) -> None:
                 set_target(testbed, 1)
                 await testbed.until("r", lambda view: view.loaded_version == 1)
                 assert (await client.get("/readyz")).status_code == 200
+                families = text_string_to_metric_families((await client.get("/metrics")).text)
+                names = [family.name for family in families]
+                assert {"bapo_tokens_generated", "vllm:num_requests_running"} <= set(names)
+                assert len(names) == len(set(names)), "Prometheus refuses duplicates"
                 state = (await client.get("/v1/replica", headers=headers)).json()
                 assert state["manifest_digest"] == stored.manifest_digest
                 answer = await client.post(

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -169,6 +170,10 @@ def test_log_probs_are_those_of_the_whole_distribution(
         groups = runner.run(generate(driver, asked))
         check_logprobs(models["v1"], asked, groups)
         responses = [response for group in groups for response in group.responses]
+        metrics = runner.run(driver.metrics())
+        names = [family.name for family in text_string_to_metric_families(metrics)]
+        assert {"vllm:generation_tokens", "vllm:num_requests_running"} <= set(names)
+        assert all(name.startswith("vllm:") for name in names), "others are the replica's own"
         assert [len(group.responses) for group in groups] == [4] * 6
         # The samples of a group differ, although they have one seed among them.
         assert all(len({tuple(r.token_ids) for r in g.responses}) > 1 for g in groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Request, Response
@@ -10,13 +11,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from services.buffer import garbage, tokens
+from services.buffer import garbage, metrics, tokens
 from services.buffer.api import wire
 from services.buffer.routes.common import LARGEST
 from services.buffer.service import Service, ServiceDep
 from services.buffer.tokens import require_scope
 from services.common.objectstore import ObjectStoreError
 
+log = logging.getLogger(__name__)
 health_router = APIRouter(tags=["health"])
 scope_router = APIRouter(prefix="/v1", tags=["admin"])
 admin_router = APIRouter(
@@ -43,9 +45,18 @@ def readyz(service: ServiceDep, response: Response) -> wire.Readiness:
 
 
 @health_router.get("/metrics", response_class=PlainTextResponse)
-def metrics() -> Response:
-    """Returns the metrics of this process in the text format of Prometheus."""
-    return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
+def show_metrics(service: ServiceDep) -> Response:
+    """Returns metrics of this process and of the runs in the text format of Prometheus.
+
+    Those of the runs are absent while the database does not answer.
+    """
+    text = generate_latest()
+    try:
+        with service.sessions() as session:
+            text += metrics.run_metrics(session)
+    except SQLAlchemyError as error:
+        log.warning("the metrics of the runs are left out: %s", error)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 def _check_database(service: Service) -> str:

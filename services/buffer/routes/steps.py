@@ -6,7 +6,7 @@ from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter
 from starlette.concurrency import run_in_threadpool
 
 from services.buffer import batches, commits, ingest, runs, step_prompts
@@ -16,7 +16,6 @@ from services.buffer.service import Service, ServiceDep
 from services.buffer.tokens import require_scope
 
 GROUPS = Counter("bapo_groups_accepted", "Groups accepted", ["run", "kind"])
-COMMITS = Gauge("bapo_current_step", "Last committed step", ["run"])
 
 ARROW_BODY = {
     "requestBody": {
@@ -127,7 +126,6 @@ def commit_step(
     with service.write_transaction(name) as session:
         run = runs.lock_run(session, name, attempt)
         commits.commit_step(session, run, step, body)
-        COMMITS.labels(name).set(run.current_step)
         return runs.run_state(run)
 
 

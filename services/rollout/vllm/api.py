@@ -8,6 +8,7 @@ only and have no authentication, so the server must listen on loopback.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ KEEPALIVE_S = 2.0
 at that moment would be lost and look like a lost engine."""
 LOWEST_LOGPROB = -9998.0
 """vLLM replaces a log-prob that is not a number by -9999."""
+_OF_VLLM = re.compile(r"(# (HELP|TYPE) )?vllm:")
+"""A line of a metric whose name begins with `vllm:`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +198,16 @@ class VllmApi:
 
     async def generated_tokens(self) -> float:
         """Returns the number of tokens generated since the server started, to measure progress."""
-        text = (await self._raw("GET", "/metrics")).text
         return sum(
             float(line.rsplit(" ", 1)[1])
-            for line in text.splitlines()
+            for line in (await self.metrics()).splitlines()
             if line.startswith("vllm:generation_tokens_total")
         )
+
+    async def metrics(self) -> str:
+        """Returns vLLM's metrics in Prometheus's text format, without those of any process."""
+        text = (await self._raw("GET", "/metrics")).text
+        return "".join(line for line in text.splitlines(keepends=True) if _OF_VLLM.match(line))
 
     async def _events(
         self, path: str, body: dict[str, Any]

@@ -331,6 +331,13 @@ class VllmDriver:
                 f"vLLM has requests and has generated no token for {STALL_TIMEOUT_S:.0f} s"
             )
 
+    async def metrics(self) -> str:
+        """Returns vLLM's metrics; empty while it does not answer, which `check` reports."""
+        try:
+            return "" if self._server is None else await self._server.api.metrics()
+        except EngineLost:
+            return ""
+
     async def close(self) -> None:
         """Stops vLLM."""
         server, self._server = self._server, None
