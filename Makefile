@@ -80,7 +80,7 @@ test: $(STAMP) $(TRL_STAMP) ## run the tests, two files at a time
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP) ## run the slow tests
-	$(BIN)/pytest -m slow --timeout 1800
+	$(BIN)/pytest -m "slow and not cluster" --timeout 1800
 
 # Installs without the constraints, as users do who install the package today.
 test-newest: ## test with the newest dependencies (also the newest torch: TORCH=torch)
@@ -118,6 +118,9 @@ test-images: $(STAMP) ## test chart and pipeline in containers of those images (
 
 # For example on kind: BAPO_TEST_REGISTRY names where its nodes find the images of this version.
 test-cluster: $(STAMP) ## test chart and pipeline on the cluster of KUBECONFIG (docs/deploy.md)
+	$(BIN)/pytest -m "cluster and not slow" --timeout 1800 tests/cluster
+
+test-cluster-all: $(STAMP) ## also test what needs Kueue or takes long
 	$(BIN)/pytest -m cluster --timeout 1800 tests/cluster
 
 lint: $(STAMP) ## check style, types, import contracts, Dockerfile

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from bapo_core.errors import BapoError
-from pipelines.pytorchjob import SPEC_HASH_LABEL
+from pipelines.training_job import TrainingJob
 
 Phase = Literal["waiting", "running", "restarting", "succeeded", "failed", "terminating"]
 """`terminating`: the job was deleted, but its object or its pods still exist."""
@@ -23,7 +23,7 @@ class JobState:
     reason: str = ""
     """Why the job failed or what it waits for, and the remedy where one is known."""
     spec_hash: str = ""
-    """Value of the job's label `SPEC_HASH_LABEL`."""
+    """The job's `TrainingJob.spec_hash`."""
 
     @property
     def finished(self) -> bool:
@@ -36,8 +36,8 @@ class TrainerBackend(Protocol):
     Every method is idempotent. All raise `BapoError` with the remedy in its message.
     """
 
-    def create(self, job: dict[str, Any]) -> bool:
-        """Creates a job from its manifest; returns False if one of this name exists."""
+    def create(self, job: TrainingJob) -> bool:
+        """Creates a job; returns False if one of its name exists."""
         ...
 
     def state(self, name: str) -> JobState | None:
@@ -68,23 +68,22 @@ class TrainerBackend(Protocol):
         ...
 
 
-def ensure_job(backend: TrainerBackend, job: dict[str, Any]) -> None:
+def ensure_job(backend: TrainerBackend, job: TrainingJob) -> None:
     """Makes sure that the job exists and has not finished.
 
     A job with the same spec hash is adopted. One that has finished, or that was built from another
     spec, is replaced. Raises `BapoError`.
     """
-    name = job["metadata"]["name"]
     while not backend.create(job):
-        state = backend.state(name)
+        state = backend.state(job.name)
         if (
             state is not None
-            and state.spec_hash == job["metadata"]["labels"][SPEC_HASH_LABEL]
+            and state.spec_hash == job.spec_hash
             and not state.finished
             and state.phase != "terminating"
         ):
             return
-        remove_job(backend, name)
+        remove_job(backend, job.name)
 
 
 def remove_job(backend: TrainerBackend, name: str) -> None:
@@ -94,11 +93,10 @@ def remove_job(backend: TrainerBackend, name: str) -> None:
     """
     deadline = time.monotonic() + DELETE_TIMEOUT_S
     backend.delete(name)
-    while backend.state(name) is not None:
+    while (state := backend.state(name)) is not None:
         if time.monotonic() > deadline:
             raise BapoError(
                 f"job {name} was deleted but still exists after {DELETE_TIMEOUT_S:.0f} s; "
-                f"`kubectl describe pytorchjob {name}` shows what holds it (a finalizer, a node "
-                "that does not answer)"
+                f"{state.reason} (a finalizer, a node that does not answer)"
             )
         time.sleep(POLL_INTERVAL_S)

@@ -11,7 +11,7 @@ from kfp import dsl, kubernetes
 
 from pipelines import SEGMENTS
 from pipelines.configuration import COUNTDOWN
-from pipelines.pytorchjob import CA_DIRECTORY
+from pipelines.training_job import CA_DIRECTORY
 
 SERVICE_IMAGE, TRAINER_IMAGE = "bapo/service:0.2.0", "bapo/trainer:0.2.0"
 """Images of the components; `bapo pipeline compile` can replace them."""
@@ -84,9 +84,9 @@ def train(
     memory: str,
     start_within_minutes: int,
 ) -> None:
-    """Waits until the run's PyTorchJob has trained a segment; creates the job if necessary."""
+    """Waits until the run's training job has trained a segment; creates the job if necessary."""
     from pipelines import steps
-    from pipelines.pytorchjob import Resources
+    from pipelines.training_job import Resources
 
     with steps.pipeline_step(run) as (context, jobs):
         steps.train(
@@ -159,7 +159,7 @@ def export_model(run: str, accuracy: float, model: dsl.Output[dsl.Model]) -> Non
 
 @dsl.component(**ON_SERVICE)
 def clean_up(run: str) -> str:
-    """Deletes the PyTorchJob, and marks the run as finished or stops it."""
+    """Deletes the training job, and marks the run as finished or stops it."""
     from pipelines import steps
 
     with steps.pipeline_step(run) as (context, jobs):
@@ -182,6 +182,7 @@ CONNECTION = (
     "BAPO_CA_BUNDLE",
     "BAPO_TRAINER_IMAGE",
     "BAPO_TRAINER_SERVICE_ACCOUNT",
+    "BAPO_TRAINER_JOB_KIND",
     "BAPO_TRAINER_QUEUE",
     "BAPO_TRAINER_PULL_SECRETS",
     "BAPO_TRAINER_PULL_POLICY",
@@ -284,7 +285,7 @@ def build_pipeline(segments: int = SEGMENTS) -> Any:
                 configuration says.
             group_size: Responses to each prompt, `rollout.group_size`. 0: as the configuration
                 says.
-            workers: Number of pods of the PyTorchJob.
+            workers: Number of pods of the training job.
             gpus_per_worker: GPUs of each worker; 0 trains on CPUs.
             cpu_per_worker: Cores that each worker requests, for example `4` or `500m`.
             memory_per_worker: Memory request and limit of each worker, for example `32Gi`.

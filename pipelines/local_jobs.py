@@ -25,7 +25,8 @@ from typing import Any
 
 from bapo_core.errors import BapoError
 from pipelines.backends import JobState
-from pipelines.pytorchjob import RUN_LABEL, SPEC_HASH_LABEL
+from pipelines.pytorchjob import build_pytorchjob
+from pipelines.training_job import RUN_LABEL, SPEC_HASH_LABEL, TrainingJob
 from services.common.process import ChildProcess, python_command, stop_on_signals
 from services.stack.supervisor import free_ports
 
@@ -44,10 +45,10 @@ class LocalBackend:
         self._directory = directory
         directory.mkdir(parents=True, exist_ok=True)
 
-    def create(self, job: dict[str, Any]) -> bool:
-        directory = self._directory / job["metadata"]["name"]
+    def create(self, job: TrainingJob) -> bool:
+        directory = self._directory / job.name
         new = Path(tempfile.mkdtemp(prefix=".", dir=self._directory))
-        (new / MANIFEST).write_text(json.dumps(job, indent=2))
+        (new / MANIFEST).write_text(json.dumps(build_pytorchjob(job), indent=2))
         _write_state(new, JobState("waiting"))
         try:
             new.rename(directory)

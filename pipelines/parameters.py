@@ -10,7 +10,7 @@ from bapo_core.config import RunConfig, config_from, flatten, read_values
 from bapo_core.errors import BapoError
 from pipelines.bapo_pipeline import build_pipeline
 from pipelines.configuration import COUNTDOWN, KEYS, read_config
-from pipelines.pytorchjob import Resources
+from pipelines.training_job import Resources
 
 RUN = "bapo_run"
 """Parameter with the run's name. It sorts before the others, so that Kubeflow's form begins with

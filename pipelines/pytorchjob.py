@@ -1,312 +1,53 @@
-"""Builds the PyTorchJob that trains a run (training-operator 1.9).
+"""Builds the PyTorchJob of a training job (Kubeflow training operator 1.9).
 
-One job trains the whole run. All of its workers are of the type Worker: torchrun's elastic
-rendezvous needs no Master, whose init container the restricted pod security standard would refuse.
-When a worker exits with 128 to 255, the whole job restarts and continues from the last checkpoint;
-1 to 127 fail it.
+All of its workers are of the type Worker: torchrun's elastic rendezvous needs no Master, whose init
+container the restricted pod security standard would refuse.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bapo_core.errors import BapoError
-from pipelines.settings import DeploymentSettings, TrainerPod
+from pipelines.training_job import MAX_RESTARTS, RENDEZVOUS_CONF, TrainingJob
 
 GROUP, VERSION, PLURAL = "kubeflow.org", "v1", "pytorchjobs"
-RENDEZVOUS_PORT = 23456
-MAX_NAME_LENGTH = 50
-"""Pods and services get the job's name and the worker's as theirs, in at most 63 characters."""
-RUN_LABEL = "bapo/run"
-"""Label with the run that a job trains."""
-SPEC_HASH_LABEL = "bapo/made-from"
-"""Label with a digest of what the pipeline asked for."""
-QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
-LABELS = {"app.kubernetes.io/name": "bapo", "app.kubernetes.io/component": "trainer"}
-"""Labels of every training job and its pods; network policies select by them."""
-CA_DIRECTORY = "/etc/bapo/ca"
-"""Where the certificates of `DeploymentSettings.ca_bundle` are mounted, as in the chart's pods."""
-
-_MEMORY = re.compile(r"[0-9]+(\.[0-9]+)?[KMGT]i?")
 
 
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """Compute resources of a training job.
-
-    Raises `BapoError` for values that Kubernetes would refuse.
-    """
-
-    workers: int = 1
-    """Number of pods."""
-    gpus: int = 1
-    """GPUs of each pod, with one process for each. At 0, a pod runs `trainer.processes` of the
-    run's configuration on CPUs."""
-    cpu: str = "4"
-    """Cores that each pod requests, as Kubernetes writes them: `4` or `500m`."""
-    memory: str = "32Gi"
-    """Memory request and limit of each pod."""
-
-    def __post_init__(self) -> None:
-        if self.workers < 1 or self.gpus < 0:
-            raise BapoError(
-                f"{self.workers} workers of {self.gpus} GPUs each cannot train; give at least one "
-                "worker, and 0 GPUs for a run on CPUs"
-            )
-        _threads(self.cpu, 1)
-        if not _MEMORY.fullmatch(self.memory):
-            raise BapoError(f"memory {self.memory!r} is no amount of memory; give 32Gi or 500Mi")
-
-
-@dataclass(frozen=True, slots=True)
-class Deployment:
-    """Names and scheduling settings that a training job takes from the chart's release."""
-
-    namespace: str
-    release: str
-    connection: str
-    """Name of the ConfigMap with the services' addresses."""
-    token_secret: str
-    s3_secret: str
-    image: str
-    service_account: str
-    pull_policy: str = "IfNotPresent"
-    pull_secrets: tuple[str, ...] = ()
-    queue: str = ""
-    """Kueue's local queue; none if empty."""
-    ca_bundle: str = ""
-    """ConfigMap with certificates of authorities; none if empty."""
-    pod: TrainerPod = field(default_factory=TrainerPod)
-
-    @classmethod
-    def from_settings(cls, settings: DeploymentSettings, namespace: str) -> Deployment:
-        return cls(
-            namespace=namespace,
-            release=settings.release,
-            connection=settings.connection,
-            token_secret=settings.token_secret,
-            s3_secret=settings.s3_secret,
-            image=settings.trainer_image,
-            service_account=settings.trainer_service_account,
-            pull_policy=settings.trainer_pull_policy,
-            pull_secrets=settings.trainer_pull_secrets,
-            queue=settings.trainer_queue,
-            ca_bundle=settings.ca_bundle,
-            pod=settings.trainer_pod,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """The Argo workflow that owns a job; Kubernetes deletes the job together with it."""
-
-    name: str
-    uid: str
-
-    def reference(self) -> dict[str, Any]:
-        return {
-            "apiVersion": "argoproj.io/v1alpha1",
-            "kind": "Workflow",
-            "name": self.name,
-            "uid": self.uid,
-        }
-
-
-def job_name(release: str, run: str) -> str:
-    """Returns the name of the run's only job; it depends on nothing but its arguments."""
-    name = f"{release}-{run}"
-    if not name[0].isalpha():
-        name = f"bapo-{name}"
-    if len(name) <= MAX_NAME_LENGTH and not name.endswith("-"):
-        return name
-    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
-    return f"{name[: MAX_NAME_LENGTH - 9].rstrip('-')}-{digest}"
-
-
-def build_job(
-    run: str,
-    deployment: Deployment,
-    resources: Resources,
-    *,
-    processes: int = 1,
-    owner: Owner | None = None,
-) -> dict[str, Any]:
-    """Builds the job's manifest.
-
-    processes: processes of each worker when it has no GPUs; otherwise there is one for each GPU.
-    owner: workflow that the job is deleted with.
-    """
-    name = job_name(deployment.release, run)
-    labels = {
-        **LABELS,
-        "app.kubernetes.io/part-of": "bapo",
-        "app.kubernetes.io/instance": deployment.release,
-        RUN_LABEL: run,
-    }
-    queue = {QUEUE_LABEL: deployment.queue} if deployment.queue else {}
-    metadata: dict[str, Any] = {
-        "name": name,
-        "namespace": deployment.namespace,
-        "labels": {**labels, **queue},
-    }
-    if owner is not None:
-        metadata["ownerReferences"] = [owner.reference()]
-    worker = {
-        "replicas": resources.workers,
-        # Exit codes 1 to 127 fail the job, 128 to 255 restart the pod (services/common/process.py).
-        "restartPolicy": "ExitCode",
-        "template": {
-            "metadata": {
-                # A sidecar would run on after the training, so that the job would never finish.
-                "labels": {"sidecar.istio.io/inject": "false"} | deployment.pod.pod_labels | labels,
-                "annotations": deployment.pod.pod_annotations,
-            },
-            "spec": _pod(run, name, deployment, resources, resources.gpus or processes),
-        },
-    }
-    job: dict[str, Any] = {
+def build_pytorchjob(job: TrainingJob) -> dict[str, Any]:
+    """Builds the manifest."""
+    workers = job.resources.workers
+    return {
         "apiVersion": f"{GROUP}/{VERSION}",
         "kind": "PyTorchJob",
-        "metadata": metadata,
+        "metadata": job.metadata(),
         "spec": {
             "elasticPolicy": {
                 "rdzvBackend": "c10d",
-                "rdzvId": name,
+                "rdzvId": job.name,
                 # The sharded state needs every worker, so the number of workers never changes.
-                "minReplicas": resources.workers,
-                "maxReplicas": resources.workers,
+                "minReplicas": workers,
+                "maxReplicas": workers,
                 # torchrun must not restart a worker itself: the pod ends with its exit code.
                 "maxRestarts": 0,
-                # A worker waits for its peers as long as these wait for their nodes.
                 "rdzvConf": [
-                    {"key": "join_timeout", "value": "3600"},
-                    {"key": "read_timeout", "value": "600"},
+                    {"key": key, "value": str(value)} for key, value in RENDEZVOUS_CONF.items()
                 ],
             },
             "runPolicy": {
-                "backoffLimit": 20,
+                "backoffLimit": MAX_RESTARTS,
                 "cleanPodPolicy": "Running",
                 # Kueue's webhook suspends a job with a queue itself. One that is created suspended
                 # would wait for ever where Kueue does not manage PyTorchJobs.
                 "suspend": False,
                 "ttlSecondsAfterFinished": 24 * 3600,
             },
-            "pytorchReplicaSpecs": {"Worker": worker},
+            "pytorchReplicaSpecs": {
+                "Worker": {
+                    "replicas": workers,
+                    # Exit codes 1 to 127 fail the job, 128 to 255 restart the pod.
+                    "restartPolicy": "ExitCode",
+                    "template": job.pod_template("pytorch", {}),
+                }
+            },
         },
     }
-    # What the pipeline asked for, and not what the release adds: an upgrade of the release during a
-    # run would otherwise replace a healthy job at the next segment.
-    asked = [asdict(resources), processes, metadata.get("ownerReferences")]
-    content = json.dumps(asked, sort_keys=True)
-    metadata["labels"][SPEC_HASH_LABEL] = hashlib.sha256(content.encode()).hexdigest()[:16]
-    return job
-
-
-def _pod(
-    run: str, name: str, deployment: Deployment, resources: Resources, processes: int
-) -> dict[str, Any]:
-    settings = deployment.pod
-    pod: dict[str, Any] = {
-        "serviceAccountName": deployment.service_account,
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        # An upload that takes longer is lost; the run then continues from an earlier checkpoint.
-        "terminationGracePeriodSeconds": 60,
-        "securityContext": settings.pod_security_context,
-        "containers": [_container(run, deployment, resources, processes)],
-        "volumes": [
-            # The initial model, and checkpoints in transfer.
-            {"name": "scratch", "emptyDir": {"sizeLimit": settings.scratch_size}},
-            {"name": "tmp", "emptyDir": {"sizeLimit": settings.tmp_size}},
-            # NCCL exchanges tensors between the GPUs of a pod here. It counts as the pod's memory.
-            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": settings.shm_size}},
-            *settings.extra_volumes,
-        ],
-    }
-    if deployment.ca_bundle:
-        pod["volumes"].append({"name": "ca", "configMap": {"name": deployment.ca_bundle}})
-    if resources.workers > 1:
-        # Two workers on one node gain nothing, and would both be lost with it.
-        pod["topologySpreadConstraints"] = [
-            {
-                "maxSkew": 1,
-                "topologyKey": "kubernetes.io/hostname",
-                "whenUnsatisfiable": "ScheduleAnyway",
-                "labelSelector": {"matchLabels": {"training.kubeflow.org/job-name": name}},
-            }
-        ]
-    optional = {
-        "imagePullSecrets": [{"name": secret} for secret in deployment.pull_secrets],
-        "priorityClassName": settings.priority_class_name,
-        "nodeSelector": settings.node_selector,
-        "tolerations": list(settings.tolerations),
-        "affinity": settings.affinity,
-        "runtimeClassName": settings.runtime_class_name,
-        "schedulerName": settings.scheduler_name,
-    }
-    return pod | {key: value for key, value in optional.items() if value}
-
-
-def _container(
-    run: str, deployment: Deployment, resources: Resources, processes: int
-) -> dict[str, Any]:
-    settings = deployment.pod
-    devices = dict(settings.extra_resources)
-    if resources.gpus:
-        devices[settings.gpu_resource] = str(resources.gpus)
-    limits = {"memory": resources.memory, **devices}
-    if settings.cpu_limit:
-        limits["cpu"] = resources.cpu
-    mounts = [
-        {"name": "scratch", "mountPath": "/scratch"},
-        {"name": "tmp", "mountPath": "/tmp"},
-        {"name": "shm", "mountPath": "/dev/shm"},
-        *settings.extra_volume_mounts,
-    ]
-    if deployment.ca_bundle:
-        mounts.append({"name": "ca", "mountPath": CA_DIRECTORY, "readOnly": True})
-    secrets = [deployment.token_secret, *filter(None, [deployment.s3_secret])]
-    return {
-        "name": "pytorch",  # the operator looks for a container of this name
-        "image": deployment.image,
-        "imagePullPolicy": deployment.pull_policy,
-        # The operator's variable for the number of processes has another name in other versions;
-        # torchrun's option has not.
-        "command": ["python", "-m", "services.trainer.launch"],
-        "args": ["--nproc-per-node", str(processes)],
-        "ports": [{"name": "pytorchjob-port", "containerPort": RENDEZVOUS_PORT}],
-        "envFrom": [
-            {"configMapRef": {"name": deployment.connection}},
-            *({"secretRef": {"name": secret}} for secret in secrets),
-        ],
-        "env": [
-            {"name": "BAPO_RUN", "value": run},
-            {"name": "BAPO_SCRATCH", "value": "/scratch"},
-            {"name": "HOME", "value": "/tmp"},
-            {"name": "OMP_NUM_THREADS", "value": _threads(resources.cpu, processes)},
-            *settings.extra_env,
-        ],
-        "resources": {
-            "requests": {"cpu": resources.cpu, "memory": resources.memory, **devices},
-            "limits": limits,
-        },
-        "securityContext": settings.security_context,
-        "volumeMounts": mounts,
-    }
-
-
-def _threads(cpu: str, processes: int) -> str:
-    """Returns OMP_NUM_THREADS: the pod's cores, shared by its processes.
-
-    Without it, torch starts a thread for every core of the node. Raises `BapoError` when `cpu` is
-    not a number of cores.
-    """
-    try:
-        cores = float(cpu[:-1]) / 1000 if cpu.endswith("m") else float(cpu)
-    except ValueError as error:
-        raise BapoError(f"cpu {cpu!r} is no amount of cores; give 4 or 500m") from error
-    return str(max(1, int(cores) // processes))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 from pydantic.alias_generators import to_camel
@@ -111,6 +111,8 @@ class DeploymentSettings(Settings):
     """Image of the training job."""
     trainer_service_account: str
     """Service account of the training job's pods."""
+    trainer_job_kind: Literal["PyTorchJob", "TrainJob"] = "PyTorchJob"
+    """Kind of the training job: of the Kubeflow training operator 1.9, or of Kubeflow Trainer 2."""
     trainer_pull_policy: str = "IfNotPresent"
     """When nodes pull the image: `Always`, `IfNotPresent` or `Never`."""
     trainer_pull_secrets: Annotated[tuple[str, ...], NoDecode] = ()

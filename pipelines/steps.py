@@ -20,12 +20,19 @@ from urllib.parse import urlsplit
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from pipelines.backends import TrainerBackend, ensure_job, remove_job
-from pipelines.pytorchjob import Deployment, Owner, Resources, build_job, job_name
 from pipelines.settings import (
     DeploymentSettings,
     LocalJobsSettings,
     RetrySettings,
     StepSettings,
+)
+from pipelines.training_job import (
+    Deployment,
+    JobKindName,
+    Owner,
+    Resources,
+    TrainingJob,
+    job_name,
 )
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient, none_if_missing
@@ -36,6 +43,11 @@ from services.exporters.mlflow import mirror_to_mlflow, update_mlflow
 POLL_INTERVAL_S = 2.0
 HEARTBEAT_TIMEOUT_S = 30.0
 """Age of a replica's last heartbeat, in seconds, beyond which the pipeline does not wait for it."""
+KUEUE_FRAMEWORKS: dict[JobKindName, str] = {
+    "PyTorchJob": "kubeflow.org/pytorchjob",
+    "TrainJob": "trainer.kubeflow.org/trainjob",
+}
+"""What Kueue's configuration calls each kind of job."""
 KUEUE_TIMEOUT_S = 30.0
 """Seconds within which Kueue notices a job that it manages."""
 LAST_ERROR = "last-error"
@@ -72,7 +84,7 @@ class PipelineContext:
         settings = StepSettings.load()
         workflow = None
         if settings.workflow and LocalJobsSettings.load().local_jobs is None:
-            from pipelines.kubeflow import current_namespace
+            from pipelines.cluster import current_namespace
 
             workflow = f"{current_namespace()}/{settings.workflow}"
         return cls(
@@ -113,7 +125,8 @@ class TrainerJobs:
 
             deployment = Deployment.from_settings(DeploymentSettings.load(), "local")
             return cls(LocalBackend(directory), deployment)
-        from pipelines.kubeflow import KubeflowBackend, current_namespace
+        from pipelines.cluster import current_namespace
+        from pipelines.kubeflow import KubeflowBackend
 
         namespace = current_namespace()
         deployment = Deployment.from_settings(DeploymentSettings.load(), namespace)
@@ -297,7 +310,7 @@ def train(
         return
     take_turn(context)
     context.log(f"training from step {state.current_step + 1} to {until}")
-    job = build_job(
+    job = TrainingJob(
         run,
         jobs.deployment,
         resources,
@@ -307,8 +320,8 @@ def train(
     with mirror_to_mlflow(config, context.buffer):
         ensure_job(jobs.backend, job)
         if jobs.deployment.queue:
-            _require_queue(jobs, jobs.job_name(run))
-        _log_until_trained(context, jobs.backend, jobs.job_name(run), config, until, start_within_s)
+            _require_queue(jobs, job.name)
+        _log_until_trained(context, jobs.backend, job.name, config, until, start_within_s)
 
 
 def _require_queue(jobs: TrainerJobs, name: str) -> None:
@@ -322,8 +335,9 @@ def _require_queue(jobs: TrainerJobs, name: str) -> None:
             remove_job(jobs.backend, name)
             raise BapoError(
                 f"the chart's kueue.queue is {jobs.deployment.queue!r}, but Kueue does not manage "
-                f"job {name}: add kubeflow.org/pytorchjob to integrations.frameworks of Kueue's "
-                "configuration (it is no default from 0.19 on), or clear kueue.queue"
+                f"job {name}: add {KUEUE_FRAMEWORKS[jobs.deployment.job_kind]} to "
+                "integrations.frameworks of Kueue's configuration (PyTorchJobs are no default from "
+                "0.19 on), or clear kueue.queue"
             )
         time.sleep(POLL_INTERVAL_S)
 

@@ -7,8 +7,9 @@ from functools import partial
 
 import pytest
 
-from pipelines.pytorchjob import Deployment, Resources, build_job
+from pipelines.pytorchjob import build_pytorchjob
 from pipelines.settings import DeploymentSettings
+from pipelines.training_job import Deployment, Resources, TrainingJob
 from tests.charts.cases import CASES, FROM_INGRESS
 from tests.charts.helm import NAMESPACE, WORKLOADS, Case, Object, of_kind, one, pod_of, render
 from tests.charts.network import Address, End, Flow, Pod, allowed
@@ -32,7 +33,7 @@ def release_pod(component: str, objects: list[Object]) -> Pod:
         for name, value in connection.items():
             environment.setenv(name, value)
         deployment = Deployment.from_settings(DeploymentSettings.load(), NAMESPACE)
-    job = build_job("countdown", deployment, Resources())
+    job = build_pytorchjob(TrainingJob("countdown", deployment, Resources()))
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
     return Pod(worker["template"]["metadata"]["labels"])
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import promql_parser
 import pytest
 
-from pipelines.pytorchjob import CA_DIRECTORY
 from pipelines.settings import TrainerPod
+from pipelines.training_job import CA_DIRECTORY
 from tests.charts.cases import CASES, LONG
 from tests.charts.helm import (
     CHART,
@@ -140,6 +140,7 @@ def test_the_connection_has_these_settings(everything: list[Object]) -> None:
         "BAPO_DASHBOARD_URL": "https://bapo.example.com",
         "BAPO_TRAINER_IMAGE": "registry.example.com/mirror/bapo/trainer:0.2.0",
         "BAPO_TRAINER_SERVICE_ACCOUNT": "bapo-trainer",
+        "BAPO_TRAINER_JOB_KIND": "PyTorchJob",
         "BAPO_TRAINER_QUEUE": "gpus",
         "BAPO_TRAINER_PULL_SECRETS": "mirror,other",
         "BAPO_TRAINER_PULL_POLICY": "IfNotPresent",
@@ -258,15 +259,22 @@ READ_PODS = {
 }
 RIGHTS = {
     "bapo-pipeline": {
+        *(("kubeflow.org", "pytorchjobs", verb) for verb in ("get", "list", "create", "delete")),
         *(
-            ("kubeflow.org", "pytorchjobs", verb)
-            for verb in ("get", "list", "watch", "create", "patch", "delete")
+            ("trainer.kubeflow.org", kind, verb)
+            for kind in ("trainjobs", "trainingruntimes")
+            for verb in ("get", "list", "create", "update", "delete")
         ),
         *READ_PODS,
         ("argoproj.io", "workflows", "get"),
     },
     "bapo-reaper": {
         *(("kubeflow.org", "pytorchjobs", verb) for verb in ("get", "list", "delete")),
+        *(
+            ("trainer.kubeflow.org", kind, verb)
+            for kind in ("trainjobs", "trainingruntimes")
+            for verb in ("get", "list", "delete")
+        ),
         *READ_PODS,
         ("argoproj.io", "workflows", "get"),
     },
@@ -379,12 +387,6 @@ def test_prometheus_scrapes_the_services_with_metrics(production: list[Object]) 
     assert scraped == {"bapo-buffer", "bapo-verifier", "bapo-rollout"}
 
 
-def test_the_dashboard_shows_metrics_that_exist(production: list[Object]) -> None:
-    data = one(production, "ConfigMap", "bapo-dashboard")["data"]
-    dashboard = json.loads(data["bapo.json"])
-    shown = {
-        metric.removesuffix("_total")
-        for panel in dashboard["panels"]
 METRIC = re.compile(r"bapo_[a-z_]+")
 
 
@@ -393,6 +395,12 @@ def defined_metrics() -> set[str]:
     return set(re.findall(r'"(bapo_[a-z_]+)"', code))
 
 
+def test_the_dashboard_shows_metrics_that_exist(production: list[Object]) -> None:
+    data = one(production, "ConfigMap", "bapo-dashboard")["data"]
+    dashboard = json.loads(data["bapo.json"])
+    shown = {
+        metric.removesuffix("_total")
+        for panel in dashboard["panels"]
         for target in panel["targets"]
         for metric in METRIC.findall(target["expr"])
     }

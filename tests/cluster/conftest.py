@@ -42,6 +42,11 @@ class Release:
     buffer_url: str
     token: str
     sets: list[str]
+    registry: str = REGISTRY
+
+    def jobs(self) -> set[str]:
+        """Returns the names of the training jobs, with the runtimes of TrainJobs."""
+        return self.namespace.names("pytorchjobs,trainjobs,trainingruntimes")
 
     def client(self, run: str) -> BufferClient:
         return BufferClient(self.buffer_url, self.token, run=run)
@@ -72,7 +77,11 @@ def namespace() -> Namespace:
     created.kubectl("create", "quota", "profile", "--hard=requests.cpu=64,requests.memory=256Gi")
     kubectl("apply", "-f", str(Path(__file__).parent / "workflow-crd.yaml"))
     crds = kubectl("get", "crd", "-o", "name")
-    assert "pytorchjobs.kubeflow.org" in crds, "install the Kubeflow training operator 1.9 first"
+    for kind, operator in (
+        ("pytorchjobs.kubeflow.org", "the Kubeflow training operator 1.9"),
+        ("trainjobs.trainer.kubeflow.org", "Kubeflow Trainer 2.3"),
+    ):
+        assert kind in crds, f"install {operator} first"
     return created
 
 
@@ -184,4 +193,4 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 def no_run(release: Release) -> None:
     """Stops the runs of other tests."""
     stop_open_runs(release.buffer_url, release.token)
-    wait_until(lambda: not release.namespace.names("pytorchjobs"), "deletion of the jobs", 120)
+    wait_until(lambda: not release.jobs(), "deletion of the jobs", 120)

@@ -54,9 +54,20 @@ class Namespace:
         text = self.kubectl("get", kind, name, "-o", "json", "--ignore-not-found")
         return json.loads(text) if text.strip() else None
 
-    def names(self, kind: str) -> set[str]:
-        items = json.loads(self.kubectl("get", kind, "-o", "json"))["items"]
+    def names(self, kind: str, label: str = "") -> set[str]:
+        """Returns the names of the objects of a kind, or of several: `jobs,pods`."""
+        items = json.loads(self.kubectl("get", kind, "-l", label, "-o", "json"))["items"]
         return {item["metadata"]["name"] for item in items}
+
+    def evict(self, pod: str) -> None:
+        """Evicts a pod, as the draining of its node does."""
+        eviction = {
+            "apiVersion": "policy/v1",
+            "kind": "Eviction",
+            "metadata": {"name": pod, "namespace": self.name},
+        }
+        path = f"/api/v1/namespaces/{self.name}/pods/{pod}/eviction"
+        kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(eviction))
 
     def not_restricted(self) -> str:
         """Returns what the admission plugin says of the pods that are not restricted ones."""

@@ -74,7 +74,7 @@ def test_a_run_that_fails_is_retried_survives_an_upgrade_and_is_exported(
         run.execute()
     client = release.client("first")
     assert client.run_state().status == "stopped", "clean-up stops the run"
-    assert not release.namespace.names("pytorchjobs"), "clean-up deletes the job"
+    assert not release.jobs(), "clean-up deletes the job"
     assert set(run.succeeded) == {"prepare-data", "create-or-resume-run", "clean-up"}
 
     _set_trainer_image(release, image)
@@ -97,7 +97,7 @@ def test_a_run_that_fails_is_retried_survives_an_upgrade_and_is_exported(
     assert "is trained already" in run.logs["train-2"] or "step 6" in run.logs["train-2"]
     assert "model in " in run.logs["export-model"]
     assert client.evaluations()[-1].version == STEPS + 1
-    assert not release.namespace.names("pytorchjobs")
+    assert not release.jobs()
 
     # Running the same pipeline again repeats no work.
     attempt = client.run_state().attempt
@@ -139,17 +139,68 @@ def test_a_second_run_waits_and_the_reaper_ends_the_one_whose_workflow_was_delet
     line = "waiting: run lost is in front, of 300 steps"
     wait_until(lambda: line in second.log(), "the line of the step's log", WAIT_S, second.log)
     assert release.client("next").run_state().status == "queued"
-    assert release.namespace.names("pytorchjobs") == {"bapo-lost"}, "no GPUs are held meanwhile"
+    assert release.jobs() == {"bapo-lost"}, "no GPUs are held meanwhile"
 
     first.delete_workflow()
     # Kubernetes deletes the job with its owner, and nothing tells the run.
-    wait_until(lambda: not release.namespace.names("pytorchjobs"), "deletion of the job", WAIT_S)
+    wait_until(lambda: not release.jobs(), "deletion of the job", WAIT_S)
     assert client.run_state().status == "running"
     release.namespace.kubectl("create", "job", "reap", "--from=cronjob/bapo-reaper")
     wait_until(lambda: client.run_state().status == "stopped", "the reaper", WAIT_S)
     thread.join(WAIT_S)
     assert not thread.is_alive(), second.log()
     assert release.client("next").run_state().status == "finished", second.logs
+
+
+@pytest.mark.parametrize("kind", ["PyTorchJob", "TrainJob"])
+def test_two_workers_train_on_after_one_was_evicted(
+    release: Release, no_run: None, kind: str
+) -> None:
+    release.upgrade(f"trainer.jobKind={kind}")
+    name = f"two-{kind.lower()}"
+    run = pipeline(release, name, workers=2)
+    thread = run.start()
+    wait_for_first_step(release, run)
+    client = release.client(name)
+    assert release.namespace.names(kind) == {f"bapo-{name}"}
+    attempt = client.run_state().attempt
+    workers = release.namespace.names("pods", f"bapo/run={name}")
+    assert len(workers) == 2
+    release.namespace.evict(max(workers))
+    thread.join(WAIT_S)
+    assert not thread.is_alive(), run.log()
+    assert client.run_state().status == "finished", run.logs
+    assert client.run_state().attempt > attempt, "it did not restart"
+    assert not release.jobs()
+
+
+def test_a_trainjob_fails_at_once_and_can_be_suspended(release: Release, no_run: None) -> None:
+    wrong = "trainer.extraEnv[0].name=BAPO_S3_PATH_STYLE,trainer.extraEnv[0].value=sideways"
+    release.upgrade("trainer.jobKind=TrainJob", wrong)
+    run = pipeline(release, "suspended")
+    run.retries = 0
+    with pytest.raises(StepFailed, match=r"exited with 1 \(Error\): .*BAPO_S3_PATH_STYLE"):
+        run.execute()
+    assert not release.jobs()
+
+    release.upgrade("trainer.jobKind=TrainJob")
+    thread = run.start()
+    wait_for_first_step(release, run)
+
+    def suspend(value: bool) -> None:
+        change = json.dumps({"spec": {"suspend": value}})
+        patch = ["patch", "trainjob", "bapo-suspended", "--type=merge", "-p", change]
+        release.namespace.kubectl(*patch)
+
+    def pods() -> set[str]:
+        return release.namespace.names("pods", "bapo/run=suspended")
+
+    suspend(True)
+    wait_until(lambda: not pods(), "the end of the pods", WAIT_S)
+    suspend(False)
+    thread.join(WAIT_S)
+    assert not thread.is_alive(), run.log()
+    assert release.client("suspended").run_state().status == "finished", run.logs
 
 
 def test_a_terminated_run_stops_and_deletes_its_job(release: Release, no_run: None) -> None:
@@ -162,7 +213,7 @@ def test_a_terminated_run_stops_and_deletes_its_job(release: Release, no_run: No
     thread.join(60)
     assert not thread.is_alive()
     assert client.run_state().status == "stopped"
-    assert not release.namespace.names("pytorchjobs")
+    assert not release.jobs()
 
 
 def _set_trainer_image(release: Release, image: str) -> None:

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from pipelines.local_jobs import MANIFEST, OPERATOR
-from pipelines.pytorchjob import job_name
+from pipelines.training_job import job_name
 from services.buffer.api.client import BufferClient
 from services.stack.stack import running_stack
 from tests.e2e.test_run import TIMEOUT_S, configuration

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pipelines.local_jobs import RETRYABLE_FROM, injected_variables
-from pipelines.pytorchjob import RENDEZVOUS_PORT
+from pipelines.training_job import RENDEZVOUS_PORT
 from tests.images.node import Node
 from tests.integration.fake_kubernetes import FakeKubernetes
 

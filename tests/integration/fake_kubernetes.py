@@ -31,6 +31,8 @@ class Refusal:
     status: int
     message: str = ""
     delay_s: float = 0.0
+    method: str = ""
+    """Method of the requests that it answers; any if empty."""
 
 
 @dataclass
@@ -42,8 +44,8 @@ class FakeKubernetes:
     logs: dict[str, str] = field(default_factory=dict)
     refusals: list[Refusal] = field(default_factory=list)
     """Responses to the next requests, in place of the real ones."""
-    operator: bool = True
-    """Whether the training operator, and so its resource types, are installed."""
+    operators: tuple[str, ...] = ("kubeflow.org", "trainer.kubeflow.org")
+    """API groups of the operators that are installed."""
     kueue: str = "none"
     """Version of Kueue's API."""
     finalizer: bool = False
@@ -62,12 +64,12 @@ class FakeKubernetes:
     def answer(self, method: str, target: str, body: Object | None) -> tuple[int, Any]:
         url = urlsplit(target)
         self.requests.append(f"{method} {url.path}")
-        if self.refusals:
+        if self.refusals and self.refusals[0].method in ("", method):
             refusal = self.refusals.pop(0)
             time.sleep(refusal.delay_s)
             return refusal.status, status(refusal.status, refusal.message)
         group, plural, name, rest = self._parse(url.path)
-        if group == "kubeflow.org" and not self.operator:
+        if group.endswith("kubeflow.org") and group not in self.operators:
             return 404, "404 page not found\n"
         if group == "kueue.x-k8s.io" and f"/{self.kueue}/" not in url.path:
             return 404, "404 page not found\n"
@@ -78,11 +80,17 @@ class FakeKubernetes:
             return 200, self._list(plural, parse_qs(url.query))
         if name not in self.objects[plural]:
             return 404, status(404, f'{plural} "{name}" not found')
+        if method == "PUT":
+            assert body is not None
+            assert name is not None
+            assert body["metadata"].pop("resourceVersion", None) == "1", "a conflict"
+            self.objects[plural][name] = body
+            return 200, self._read(plural, name)
         if method == "DELETE":
             return self._delete(plural, name, body)
         if rest == "log":
             return 200, self.logs.get(name, "")
-        return 200, self.objects[plural][name]
+        return 200, self._read(plural, name)
 
     def _parse(self, path: str) -> tuple[str, str, str | None, str | None]:
         segments = path.strip("/").split("/")
@@ -99,12 +107,24 @@ class FakeKubernetes:
         if name in self.objects[plural]:
             return 409, status(409, f'{plural} "{name}" already exists')
         self.objects[plural][name] = body
-        return 201, body
+        return 201, self._read(plural, name)
+
+    def _read(self, plural: str, name: str) -> Object:
+        """Returns an object with what the server adds."""
+        stored = self.objects[plural][name]
+        metadata = {"uid": f"uid-of-{name}", "resourceVersion": "1", **stored["metadata"]}
+        return {**stored, "metadata": metadata}
 
     def _delete(self, plural: str, name: str, options: Object | None) -> tuple[int, Any]:
         assert (options or {}).get("propagationPolicy") == "Foreground", "pods would be orphaned"
         if not self.finalizer:
             del self.objects[plural][name]
+        if plural == "trainjobs":
+            # The garbage collector's part.
+            runtime = self.objects["trainingruntimes"].pop(name, None)
+            assert runtime is not None, "the API refuses the end of its deletion"
+            (owner,) = runtime["metadata"]["ownerReferences"]
+            assert (owner["kind"], owner["uid"]) == ("TrainJob", f"uid-of-{name}")
         return 200, status(200, "")
 
     def _list(self, plural: str, query: dict[str, list[str]]) -> Object:
@@ -122,26 +142,34 @@ class FakeKubernetes:
 
     # -- what an operator and a kubelet write
 
-    def condition(self, name: str, kind: str, reason: str = "", message: str = "") -> None:
-        job_status = self.objects["pytorchjobs"][name].setdefault("status", {"conditions": []})
+    def condition(
+        self, name: str, kind: str, reason: str = "", message: str = "", jobs: str = "pytorchjobs"
+    ) -> None:
+        job_status = self.objects[jobs][name].setdefault("status", {"conditions": []})
         for earlier in job_status["conditions"]:
             if earlier["type"] in ("Running", "Restarting"):
                 earlier["status"] = "False"
         condition = {"type": kind, "status": "True", "reason": reason, "message": message}
         job_status["conditions"].append(condition)
 
-    def pod(self, job: str, number: int = 0, **status: Any) -> str:
+    def pod(
+        self,
+        job: str,
+        number: int = 0,
+        labels: tuple[str, ...] = ("training.kubeflow.org/job-name",),
+        **status: Any,
+    ) -> str:
         name = f"{job}-worker-{number}"
         self.objects["pods"][name] = {
-            "metadata": {"name": name, "labels": {"training.kubeflow.org/job-name": job}},
+            "metadata": {"name": name, "labels": dict.fromkeys(labels, job)},
             "status": {"phase": "Pending", **status},
         }
         return name
 
-    def event(self, job: str, reason: str, message: str) -> None:
+    def event(self, job: str, reason: str, message: str, kind: str = "PyTorchJob") -> None:
         self.objects["events"][f"{job}.{len(self.objects['events'])}"] = {
             "metadata": {"name": f"{job}.1"},
-            "involvedObject": {"kind": "PyTorchJob", "name": job},
+            "involvedObject": {"kind": kind, "name": job},
             "type": "Warning",
             "reason": reason,
             "message": message,
@@ -176,7 +204,7 @@ def fake_kubernetes(
             self.end_headers()
             self.wfile.write(data)
 
-        do_GET = do_POST = do_DELETE = _serve
+        do_GET = do_POST = do_PUT = do_DELETE = _serve
 
         def log_message(self, format: str, *args: object) -> None:
             """Silences the access log."""

@@ -11,10 +11,13 @@ import pytest
 from bapo_core.errors import BapoError
 from pipelines import backends
 from pipelines.backends import JobState, ensure_job, remove_job
-from pipelines.kubeflow import ApiUnavailable, KubeflowBackend
-from pipelines.pytorchjob import Owner, Resources, build_job, job_name
+from pipelines.cluster import ApiUnavailable
+from pipelines.kubeflow import KubeflowBackend
+from pipelines.pytorchjob import build_pytorchjob
+from pipelines.training_job import JobKindName, Owner, Resources, TrainingJob, job_name
+from pipelines.trainjob import build_runtime, build_trainjob
 from tests.integration.fake_kubernetes import FakeKubernetes, Refusal, fake_kubernetes
-from tests.unit.pipelines.test_pytorchjob import DEPLOYMENT
+from tests.unit.pipelines.test_training_job import DEPLOYMENT
 
 NAME = job_name("bapo", "countdown")
 WAITING = {"state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}}
@@ -37,33 +40,122 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "DELETE_TIMEOUT_S", 0.2)
 
 
-def job(run: str = "countdown", **resources: Any) -> dict[str, Any]:
-    return build_job(run, DEPLOYMENT, Resources(**resources))
+def job(run: str = "countdown", kind: JobKindName = "PyTorchJob", **options: Any) -> TrainingJob:
+    owner = options.pop("owner", None)
+    deployment = replace(DEPLOYMENT, job_kind=kind)
+    return TrainingJob(run, deployment, Resources(**options), owner=owner)
 
 
-def test_a_job_arrives_as_it_was_built(cluster: FakeKubernetes, backend: KubeflowBackend) -> None:
-    assert backend.state(NAME) is None
-    assert backend.create(job(workers=2))
-    assert cluster.objects["pytorchjobs"][NAME] == job(workers=2)
+def phase(backend: KubeflowBackend) -> str:
     state = backend.state(NAME)
     assert state is not None
-    assert state.phase == "waiting"
+    return state.phase
+
+
+def test_a_pytorchjob_arrives_as_it_was_built(
+    cluster: FakeKubernetes, backend: KubeflowBackend
+) -> None:
+    assert backend.state(NAME) is None
+    assert backend.create(job(workers=2))
+    assert cluster.objects["pytorchjobs"][NAME] == build_pytorchjob(job(workers=2))
+    assert phase(backend) == "waiting"
+
+
+def test_a_trainjob_arrives_with_its_runtime(
+    cluster: FakeKubernetes, backend: KubeflowBackend
+) -> None:
+    asked = job(kind="TrainJob", workers=2)
+    # A step that was killed left a runtime of an earlier request.
+    cluster.objects["trainingruntimes"][NAME] = build_runtime(job(kind="TrainJob"))
+    assert backend.state(NAME) is None
+    assert backend.create(asked)
+    owner = Owner(NAME, f"uid-of-{NAME}", "trainer.kubeflow.org/v1alpha1", "TrainJob")
+    assert cluster.objects["trainingruntimes"][NAME] == build_runtime(asked, owner)
+    assert cluster.objects["trainjobs"][NAME] == build_trainjob(asked)
+    assert phase(backend) == "waiting"
+    assert not backend.create(asked), "it exists"
+    backend.delete(NAME)
+    assert not cluster.objects["trainjobs"]
+    assert not cluster.objects["trainingruntimes"]
+
+
+def test_a_trainjob_is_removed_when_its_runtime_is(
+    cluster: FakeKubernetes, backend: KubeflowBackend
+) -> None:
+    """A new TrainJob could otherwise refer to a runtime that is about to go."""
+    backend.create(job(kind="TrainJob"))
+    del cluster.objects["trainjobs"][NAME]
+    assert phase(backend) == "terminating", "the runtime still exists"
+    del cluster.objects["trainingruntimes"][NAME]
+    assert backend.state(NAME) is None
+
+
+def test_a_runtime_without_a_job_is_deleted(
+    cluster: FakeKubernetes, backend: KubeflowBackend
+) -> None:
+    cluster.objects["trainingruntimes"][NAME] = build_runtime(job(kind="TrainJob"))
+    remove_job(backend, NAME)
+    assert not cluster.objects["trainingruntimes"]
+
+
+def test_the_status_of_a_trainjob_becomes_its_phase(
+    cluster: FakeKubernetes, backend: KubeflowBackend
+) -> None:
+    backend.create(job(kind="TrainJob"))
+    workers = f"{NAME}-node-0"
+    cluster.event(workers, "FailedCreate", "exceeded quota: gpus", kind="Job")
+    assert _reason(backend) == "FailedCreate: exceeded quota: gpus"
+    labels = ("jobset.sigs.k8s.io/jobset-name",)
+    pod = cluster.pod(NAME, labels=labels, containerStatuses=[_container(WAITING)])
+    assert _reason(backend) == f"{pod}: ImagePullBackOff: no such image"
+    status = cluster.objects["trainjobs"][NAME].setdefault("status", {"conditions": []})
+    status["jobsStatus"] = [{"name": "node", "ready": 1}]
+    assert phase(backend) == "running"
+    status["jobsStatus"] = [{"name": "node", "ready": 0}]
+    cluster.objects["pods"][pod]["metadata"]["labels"]["jobset.sigs.k8s.io/restart-attempt"] = "2"
+    assert backend.state(NAME) == JobState(
+        "restarting", "restart 2", job(kind="TrainJob").spec_hash
+    )
+    cluster.condition(NAME, "Complete", jobs="trainjobs")
+    assert phase(backend) == "succeeded"
+    cluster.condition(NAME, "Failed", "FailedJobs", "jobset failed", jobs="trainjobs")
+    ended = {"state": {"terminated": {"exitCode": 1, "reason": "Error"}}}
+    cluster.pod(NAME, labels=labels, phase="Failed", containerStatuses=[_container(ended)])
+    cluster.logs[pod] = "error: no such model\n"
+    assert phase(backend) == "failed"
+    assert _reason(backend) == f"{pod} exited with 1 (Error): error: no such model"
+
+
+def test_an_upgrade_to_another_kind_of_job_keeps_the_healthy_one(
+    cluster: FakeKubernetes, backend: KubeflowBackend
+) -> None:
+    """Two jobs of one run would take it from each other."""
+    ensure_job(backend, job())
+    cluster.condition(NAME, "Running")
+    ensure_job(backend, job(kind="TrainJob"))
+    assert not cluster.objects["trainjobs"]
+    assert phase(backend) == "running"
+    ensure_job(backend, job(kind="TrainJob", workers=2))
+    assert not cluster.objects["pytorchjobs"]
+    assert cluster.objects["trainjobs"].keys() == {NAME}
 
 
 @pytest.mark.parametrize("version", ["v1beta1", "v1beta2"])
+@pytest.mark.parametrize("kind", ["PyTorchJob", "TrainJob"])
 def test_a_job_that_kueue_suspends_says_why_it_waits(
-    cluster: FakeKubernetes, backend: KubeflowBackend, version: str
+    cluster: FakeKubernetes, backend: KubeflowBackend, version: str, kind: JobKindName
 ) -> None:
     cluster.kueue = version
-    queued = build_job("countdown", replace(DEPLOYMENT, queue="gpus"), Resources())
-    assert backend.create(queued)
+    queued = replace(DEPLOYMENT, queue="gpus", job_kind=kind)
+    assert backend.create(TrainingJob("countdown", queued, Resources()))
     assert not backend.is_queued(NAME)
-    stored = cluster.objects["pytorchjobs"][NAME]
-    stored["spec"]["runPolicy"]["suspend"] = True  # as Kueue's webhook does
-    cluster.condition(NAME, "Suspended", "PyTorchJobSuspended", "PyTorchJob is suspended.")
+    plural = f"{kind.lower()}s"
+    spec = cluster.objects[plural][NAME]["spec"]
+    spec.get("runPolicy", spec)["suspend"] = True  # as Kueue's webhook does
+    cluster.condition(NAME, "Suspended", "Suspended", "the job is suspended.", jobs=plural)
     message = "couldn't assign flavors to pod set worker: insufficient unused quota"
-    cluster.objects["workloads"]["pytorchjob-countdown-1"] = {
-        "metadata": {"ownerReferences": [{"kind": "PyTorchJob", "name": NAME}]},
+    cluster.objects["workloads"]["countdown-1"] = {
+        "metadata": {"ownerReferences": [{"kind": kind, "name": NAME}]},
         "status": {
             "conditions": [{"type": "QuotaReserved", "status": "False", "message": message}]
         },
@@ -86,7 +178,7 @@ def test_a_job_that_exists_is_adopted(cluster: FakeKubernetes, backend: Kubeflow
     ensure_job(backend, job())
     cluster.condition(NAME, "Running")
     ensure_job(backend, job())
-    assert cluster.objects["pytorchjobs"][NAME]["spec"] == job()["spec"]
+    assert cluster.objects["pytorchjobs"][NAME]["spec"] == build_pytorchjob(job())["spec"]
     assert not [request for request in cluster.requests if request.startswith("DELETE")]
 
 
@@ -94,14 +186,14 @@ def test_a_job_of_other_resources_or_another_workflow_is_replaced(
     cluster: FakeKubernetes, backend: KubeflowBackend
 ) -> None:
     """Deleting the old workflow would delete the job with it."""
-    old = build_job("countdown", DEPLOYMENT, Resources(), owner=Owner("bapo-1", "u-1"))
+    old = job(owner=Owner("bapo-1", "u-1"))
     ensure_job(backend, old)
     cluster.condition(NAME, "Running")
-    new = build_job("countdown", DEPLOYMENT, Resources(), owner=Owner("bapo-2", "u-2"))
+    new = job(owner=Owner("bapo-2", "u-2"))
     ensure_job(backend, new)
-    assert cluster.objects["pytorchjobs"][NAME] == new
+    assert cluster.objects["pytorchjobs"][NAME] == build_pytorchjob(new)
     ensure_job(backend, job(workers=3))
-    assert cluster.objects["pytorchjobs"][NAME] == job(workers=3)
+    assert cluster.objects["pytorchjobs"][NAME] == build_pytorchjob(job(workers=3))
 
 
 def test_a_new_job_waits_until_the_old_one_of_its_name_is_deleted(
@@ -129,7 +221,7 @@ def test_a_job_that_has_finished_is_replaced(
     ensure_job(backend, job())
     cluster.condition(NAME, end)
     ensure_job(backend, job(workers=2))
-    assert cluster.objects["pytorchjobs"][NAME] == job(workers=2)
+    assert cluster.objects["pytorchjobs"][NAME] == build_pytorchjob(job(workers=2))
 
 
 @pytest.mark.parametrize(
@@ -219,10 +311,10 @@ def test_removing_a_job_waits_for_its_end(
 def test_only_our_own_jobs_are_listed(cluster: FakeKubernetes, backend: KubeflowBackend) -> None:
     backend.create(job())
     backend.create(job("other"))
-    stranger = job("stranger")
+    stranger = build_pytorchjob(job("stranger"))
     stranger["metadata"]["labels"] = {"app.kubernetes.io/name": "another-project"}
     cluster.objects["pytorchjobs"]["stranger"] = stranger
-    cousin = build_job("countdown", replace(DEPLOYMENT, release="other-release"), Resources())
+    cousin = TrainingJob("countdown", replace(DEPLOYMENT, release="other-release"), Resources())
     assert backend.create(cousin), "the release is part of its name"
     assert backend.jobs() == {NAME: "countdown", "bapo-other": "other"}
 
@@ -241,7 +333,7 @@ def test_a_job_belongs_to_its_workflow(cluster: FakeKubernetes, backend: Kubeflo
 def test_a_job_whose_workflow_has_finished_or_was_deleted_is_abandoned(
     cluster: FakeKubernetes, backend: KubeflowBackend
 ) -> None:
-    backend.create(build_job("countdown", DEPLOYMENT, Resources(), owner=Owner("bapo-1", "u-1")))
+    backend.create(job(owner=Owner("bapo-1", "u-1")))
     workflow = {"metadata": {"name": "bapo-1", "uid": "u-1"}, "status": {"phase": "Running"}}
     cluster.objects["workflows"]["bapo-1"] = workflow
     assert not backend.abandoned(NAME)
@@ -281,8 +373,8 @@ def test_a_job_whose_creation_was_reported_as_an_error_is_adopted(
     cluster: FakeKubernetes, backend: KubeflowBackend
 ) -> None:
     """The server creates the job and then fails, so the retry finds that the job exists."""
-    cluster.objects["pytorchjobs"][NAME] = job()
-    cluster.refusals = [Refusal(500, "connection to etcd lost")]
+    cluster.objects["pytorchjobs"][NAME] = build_pytorchjob(job())
+    cluster.refusals = [Refusal(500, "connection to etcd lost", method="POST")]
     cluster.requests.clear()
     ensure_job(backend, job())
     assert not [request for request in cluster.requests if request.startswith("DELETE")]
@@ -292,7 +384,7 @@ def test_an_api_that_stays_unavailable_fails_the_call(
     cluster: FakeKubernetes, backend: KubeflowBackend
 ) -> None:
     cluster.refusals = [Refusal(503, "no leader")] * 100
-    with pytest.raises(ApiUnavailable, match="could not create bapo-countdown for 1 s"):
+    with pytest.raises(ApiUnavailable, match="could not read bapo-countdown for 1 s"):
         backend.create(job())
 
 
@@ -300,7 +392,7 @@ def test_an_api_that_stays_unavailable_fails_the_call(
 def test_an_api_that_never_answers_fails_the_call(
     cluster: FakeKubernetes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.kubeflow.REQUEST_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("pipelines.cluster.REQUEST_TIMEOUT_S", 0.2)
     backend = KubeflowBackend("team", "bapo", cluster.configuration(), retry_for_s=0.3)
     cluster.refusals = [Refusal(500, "", delay_s=60)] * 100
     with pytest.raises(ApiUnavailable, match="check that the control plane is healthy"):
@@ -310,13 +402,16 @@ def test_an_api_that_never_answers_fails_the_call(
 @pytest.mark.parametrize(
     ("refusal", "remedy"),
     [
-        (Refusal(403, "pods is forbidden"), "bind the chart's pipeline role"),
+        (Refusal(403, "pods is forbidden", method="POST"), "bind the chart's pipeline role"),
         (
-            Refusal(403, "exceeded quota: team"),
+            Refusal(403, "exceeded quota: team", method="POST"),
             "a quota is used up: free some of it, or request less",
         ),
-        (Refusal(401, "Unauthorized"), "token is not accepted"),
-        (Refusal(422, "spec.elasticPolicy: unknown"), "is the training operator 1.9"),
+        (Refusal(401, "Unauthorized", method="POST"), "token is not accepted"),
+        (
+            Refusal(422, "spec.elasticPolicy: unknown", method="POST"),
+            "has the operators' versions",
+        ),
     ],
 )
 def test_a_refusal_names_the_remedy(
@@ -328,10 +423,17 @@ def test_a_refusal_names_the_remedy(
     assert refusal.message in str(caught.value)
 
 
-def test_a_missing_operator_is_named(cluster: FakeKubernetes, backend: KubeflowBackend) -> None:
-    cluster.operator = False
-    with pytest.raises(BapoError, match="is the Kubeflow training operator installed"):
-        backend.create(job())
+@pytest.mark.parametrize("kind", ["PyTorchJob", "TrainJob"])
+def test_a_missing_operator_is_named(
+    cluster: FakeKubernetes, backend: KubeflowBackend, kind: JobKindName
+) -> None:
+    installed = {"PyTorchJob": "trainer.kubeflow.org", "TrainJob": "kubeflow.org"}
+    cluster.operators = (installed[kind],)
+    assert backend.jobs() == {}
+    with pytest.raises(
+        BapoError, match=r"is the operator of the chart's trainer\.jobKind installed"
+    ):
+        backend.create(job(kind=kind))
 
 
 def test_a_programming_error_is_not_retried(
@@ -340,7 +442,9 @@ def test_a_programming_error_is_not_retried(
     def broken(*_: object, **__: object) -> None:
         raise TypeError("no such argument")
 
-    monkeypatch.setattr(backend._client.custom_api, "create_namespaced_custom_object", broken)
+    monkeypatch.setattr(
+        backend._cluster.training.custom_api, "create_namespaced_custom_object", broken
+    )
     with pytest.raises(RuntimeError, match="no such argument"):
         backend.create(job())
 

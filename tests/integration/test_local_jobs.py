@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ import pytest
 
 from pipelines.backends import JobState, ensure_job, remove_job
 from pipelines.local_jobs import OPERATOR, LocalBackend
-from pipelines.pytorchjob import Resources, build_job, job_name
-from tests.unit.pipelines.test_pytorchjob import DEPLOYMENT
+from pipelines.training_job import Resources, TrainingJob, job_name
+from tests.unit.pipelines.test_training_job import DEPLOYMENT
 
 NAME = job_name("bapo", "local")
 WITHIN_S = 300.0
@@ -28,12 +29,20 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalBackend:
     return LocalBackend(tmp_path)
 
 
-def job(program: str, *, workers: int = 1) -> dict[str, Any]:
-    """Builds a job whose container runs a Python program instead of the trainer."""
-    manifest = build_job("local", DEPLOYMENT, Resources(workers=workers, gpus=0))
-    template = manifest["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
-    template["spec"]["containers"][0] |= {"command": ["python", "-c", program], "args": []}
-    return manifest
+@dataclass(frozen=True, slots=True)
+class ProgramJob(TrainingJob):
+    """A job whose container runs a Python program instead of the trainer."""
+
+    program: str = ""
+
+    def pod_template(self, container: str, variables: dict[str, str]) -> dict[str, Any]:
+        template = TrainingJob.pod_template(self, container, variables)
+        template["spec"]["containers"][0] |= {"command": ["python", "-c", self.program], "args": []}
+        return template
+
+
+def job(program: str, *, workers: int = 1) -> TrainingJob:
+    return ProgramJob("local", DEPLOYMENT, Resources(workers=workers, gpus=0), program=program)
 
 
 def final_state(backend: LocalBackend) -> JobState:
@@ -80,14 +89,16 @@ def test_other_codes_restart_the_workers(backend: LocalBackend, tmp_path: Path, 
     assert (tmp_path / NAME / "volumes-0/scratch/tries").read_text() == "xxx"
 
 
-def test_restarts_are_limited(backend: LocalBackend, tmp_path: Path) -> None:
+def test_restarts_are_limited(
+    backend: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipelines.pytorchjob.MAX_RESTARTS", 2)
     failing = job(
         "import os, pathlib, sys\n"
         "tries = pathlib.Path(os.environ['BAPO_SCRATCH']) / 'tries'\n"
         "with tries.open('a') as file: file.write('x')\n"
         "sys.exit(138)\n"
     )
-    failing["spec"]["runPolicy"]["backoffLimit"] = 2
     backend.create(failing)
     assert "2 restarts did not mend it" in final_state(backend).reason
     assert (tmp_path / NAME / "volumes-0/scratch/tries").read_text() == "xxx"

@@ -17,16 +17,16 @@ from bapo_core.errors import BapoError, ConfigError
 from pipelines import steps
 from pipelines.backends import JobState
 from pipelines.configuration import load_stored_config, read_config
-from pipelines.pytorchjob import Resources, job_name
 from pipelines.settings import LOCAL_JOBS
 from pipelines.steps import PipelineContext, TrainerJobs, dashboard_link
+from pipelines.training_job import Resources, TrainingJob, job_name
 from services.buffer.api.client import BufferClient
 from services.common.errors import ServiceError
 from services.common.objectstore import ObjectStore
 from services.stack.stack import Endpoints
 from tests.conftest import EASY
 from tests.integration.driver import stop_open_runs
-from tests.unit.pipelines.test_pytorchjob import DEPLOYMENT
+from tests.unit.pipelines.test_training_job import DEPLOYMENT
 
 _NUMBERS = count()
 
@@ -36,14 +36,14 @@ class ScriptedBackend:
     """Reports one state of its job after another, and then the last one for ever."""
 
     script: list[JobState | None] = field(default_factory=list)
-    created: list[dict[str, Any]] = field(default_factory=list)
+    created: list[TrainingJob] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
     without_pipeline: list[str] = field(default_factory=list)
     ended_workflows: list[str] = field(default_factory=list)
     kueue: bool = True
     """Whether Kueue manages the jobs."""
 
-    def create(self, job: dict[str, Any]) -> bool:
+    def create(self, job: TrainingJob) -> bool:
         self.created.append(job)
         return True
 
@@ -56,9 +56,7 @@ class ScriptedBackend:
         self.deleted.append(name)
 
     def jobs(self) -> dict[str, str]:
-        return {
-            job["metadata"]["name"]: job["metadata"]["labels"]["bapo/run"] for job in self.created
-        }
+        return {job.name: job.run for job in self.created}
 
     def is_queued(self, name: str) -> bool:  # noqa: ARG002
         return self.kueue
@@ -418,8 +416,8 @@ def test_orphans_are_jobs_without_an_active_run_and_runs_without_a_pipeline(
     steps.take_turn(replace(context, workflow="team/bapo-1"))
     assert context.buffer.run_state().workflow == "team/bapo-1"
     name = context.buffer.run
-    backend.create({"metadata": {"name": "ours", "labels": {"bapo/run": name}}})
-    backend.create({"metadata": {"name": "old", "labels": {"bapo/run": "deleted-long-ago"}}})
+    backend.create(TrainingJob(name, DEPLOYMENT, Resources()))
+    backend.create(TrainingJob("deleted", DEPLOYMENT, Resources()))
     waiting = replace(make_context(stack, [], tmp_path), workflow="team/bapo-2")
     open_run(waiting, small_model)
     waiting.buffer.take_turn(workflow=waiting.workflow)
@@ -427,15 +425,17 @@ def test_orphans_are_jobs_without_an_active_run_and_runs_without_a_pipeline(
     def find() -> steps.Orphans:
         return steps.find_orphans(context.buffer, backend)
 
-    assert find() == steps.Orphans({"old": "deleted-long-ago"}, [])
+    assert find() == steps.Orphans({job_name("bapo", "deleted"): "deleted"}, [])
     # A pipeline that was killed with its node leaves a run whose status is still `running`.
-    backend.without_pipeline.append("ours")
+    backend.without_pipeline.append(job_name("bapo", name))
     # And one whose workflow was deleted leaves no job, but a run that keeps others waiting.
     backend.ended_workflows.append("team/bapo-2")
     orphans = find()
-    assert orphans == steps.Orphans({"old": "deleted-long-ago", "ours": name}, [waiting.buffer.run])
+    assert orphans == steps.Orphans(
+        {job_name("bapo", "deleted"): "deleted", job_name("bapo", name): name}, [waiting.buffer.run]
+    )
     steps.remove_orphans(context.buffer, backend, orphans)
-    assert sorted(backend.deleted) == ["old", "ours"]
+    assert sorted(backend.deleted) == [job_name("bapo", "deleted"), job_name("bapo", name)]
     context.buffer.run = name
     assert context.buffer.run_state().status == "stopped"
     assert waiting.buffer.run_state().status == "stopped"

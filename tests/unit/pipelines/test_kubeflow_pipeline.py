@@ -18,7 +18,7 @@ from pipelines import SEGMENTS
 from pipelines.bapo_pipeline import CONNECTION
 from pipelines.configuration import COUNTDOWN, read_config
 from pipelines.parameters import config_of, parameters_of
-from pipelines.settings import StepSettings
+from pipelines.settings import DeploymentSettings, StepSettings
 from pipelines.steps import segment_ends
 from services.cli import COMPILED
 from services.cli.main import main
@@ -302,6 +302,8 @@ def test_the_charts_configmap_has_every_key_that_the_pipeline_reads() -> None:
     text = (ROOT / "charts/bapo/templates/connection.yaml").read_text()
     text += (ROOT / "charts/bapo/templates/_helpers.tpl").read_text()
     assert set(CONNECTION) <= set(re.findall(r"^\s*([A-Z][A-Z0-9_]+):", text, re.MULTILINE))
+    settings = {f"BAPO_{name.upper()}" for name in DeploymentSettings.model_fields}
+    assert settings <= set(CONNECTION), "a step would silently take the default"
 
 
 def test_a_step_that_lacks_its_configmap_or_a_secret_says_so(

@@ -17,16 +17,18 @@ from torch.distributed.run import parse_args
 
 from bapo_core.errors import BapoError, ConfigError
 from pipelines.local_jobs import injected_variables
-from pipelines.pytorchjob import (
+from pipelines.pytorchjob import build_pytorchjob
+from pipelines.settings import DeploymentSettings, TrainerPod
+from pipelines.training_job import (
     MAX_NAME_LENGTH,
-    SPEC_HASH_LABEL,
+    RENDEZVOUS_PORT,
     Deployment,
     Owner,
     Resources,
-    build_job,
+    TrainingJob,
     job_name,
 )
-from pipelines.settings import DeploymentSettings, TrainerPod
+from pipelines.trainjob import build_runtime, build_trainjob
 
 DEPLOYMENT = Deployment(
     namespace="team",
@@ -60,17 +62,28 @@ FULL = replace(
         scratch_size="1Gi",
     ),
 )
-JOBS = {
-    "cpu": build_job("countdown", DEPLOYMENT, Resources(gpus=0), processes=2),
-    "gpus": build_job("countdown", DEPLOYMENT, Resources(workers=2, gpus=8, cpu="64")),
-    "full": build_job("countdown", FULL, Resources(), owner=Owner("bapo-x7", "1234-5678")),
+ASKED = {
+    "cpu": TrainingJob("countdown", DEPLOYMENT, Resources(gpus=0), processes=2),
+    "gpus": TrainingJob("countdown", DEPLOYMENT, Resources(workers=2, gpus=8, cpu="64")),
+    "full": TrainingJob("countdown", FULL, Resources(), owner=Owner("bapo-x7", "1234-5678")),
 }
+JOBS = {name: build_pytorchjob(job) for name, job in ASKED.items()}
+RUNTIMES = {name: build_runtime(job) for name, job in ASKED.items()}
 VERSIONS = [f"1.{minor}" for minor in range(31, 37)]
 
 
 def pod_of(job: dict[str, Any]) -> dict[str, Any]:
-    template: dict[str, Any] = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
+    """Returns the pods' template of a PyTorchJob or of a TrainingRuntime."""
+    if job["kind"] == "PyTorchJob":
+        template: dict[str, Any] = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
+    else:
+        (workers,) = job["spec"]["template"]["spec"]["replicatedJobs"]
+        template = workers["template"]["spec"]["template"]
     return template
+
+
+ALL_PODS = [pod_of(job) for job in (*JOBS.values(), *RUNTIMES.values())]
+POD_NAMES = [f"{kind}-{name}" for kind in ("pytorchjob", "trainjob") for name in ASKED]
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -84,9 +97,8 @@ def test_the_operators_types_have_every_key_of_the_manifest(name: str) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", JOBS)
-def test_the_schemas_of_kubernetes_accept_the_pods(name: str, version: str) -> None:
-    template = pod_of(JOBS[name])
+@pytest.mark.parametrize("template", ALL_PODS, ids=POD_NAMES)
+def test_the_schemas_of_kubernetes_accept_the_pods(template: dict[str, Any], version: str) -> None:
     pod = {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -96,10 +108,10 @@ def test_the_schemas_of_kubernetes_accept_the_pods(name: str, version: str) -> N
     kubernetes_validate.validate(pod, version, strict=True)
 
 
-@pytest.mark.parametrize("name", JOBS)
-def test_pods_are_restricted(name: str) -> None:
+@pytest.mark.parametrize("template", ALL_PODS, ids=POD_NAMES)
+def test_pods_are_restricted(template: dict[str, Any]) -> None:
     """Checks the profile "restricted" of the Pod Security Standards."""
-    spec = pod_of(JOBS[name])["spec"]
+    spec = template["spec"]
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["runAsUser"] > 0
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -148,6 +160,60 @@ def test_the_job_has_what_the_operator_looks_for() -> None:
     policy = job["spec"]["elasticPolicy"]
     assert policy["minReplicas"] == policy["maxReplicas"] == worker["replicas"] == 2
     assert job["spec"]["runPolicy"]["cleanPodPolicy"] == "Running"
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_a_trainjob_refers_to_a_runtime_with_the_same_pods(name: str) -> None:
+    job, runtime = build_trainjob(ASKED[name]), RUNTIMES[name]
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert job["spec"]["runtimeRef"]["kind"] == runtime["kind"]
+    assert job["metadata"] == JOBS[name]["metadata"]
+    assert "kueue.x-k8s.io/queue-name" not in runtime["metadata"]["labels"], "it runs nothing"
+    workers = ASKED[name].resources.workers
+    assert job["spec"]["trainer"]["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"] == workers
+    (container,) = pod_of(runtime)["spec"]["containers"]
+    (reference,) = pod_of(JOBS[name])["spec"]["containers"]
+    changed = {key for key in reference if container[key] != reference[key]}
+    assert changed == {"name", "env"}
+    assert container["name"] == "node", "Kubeflow Trainer looks for it"
+    own = {variable["name"] for variable in container["env"] if variable not in reference["env"]}
+    assert all(variable.startswith("PET_") for variable in own)
+
+
+def test_exit_codes_below_128_fail_a_trainjob_and_others_restart_all_workers() -> None:
+    jobset = RUNTIMES["gpus"]["spec"]["template"]["spec"]
+    (workers,) = jobset["replicatedJobs"]
+    job = workers["template"]["spec"]
+    assert job["backoffLimit"] == 0, "no worker restarts alone"
+    assert job["template"]["spec"]["restartPolicy"] == "Never"
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule["action"] == "FailJob"
+    assert rule["onExitCodes"]["values"] == list(range(1, 128))
+    policy = jobset["failurePolicy"]
+    assert policy["maxRestarts"] == JOBS["gpus"]["spec"]["runPolicy"]["backoffLimit"]
+    (fatal,) = policy["rules"]
+    assert (fatal["action"], fatal["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+
+
+def test_torchrun_finds_the_first_worker_of_a_trainjob(monkeypatch: pytest.MonkeyPatch) -> None:
+    (container,) = pod_of(RUNTIMES["gpus"])["spec"]["containers"]
+    # The second group is what Kubeflow Trainer adds.
+    for variable in container["env"]:
+        monkeypatch.setenv(variable["name"], variable["value"])
+    for name, value in {
+        "PET_NNODES": "2",
+        "PET_NPROC_PER_NODE": "8",
+        "PET_NODE_RANK": "1",
+        "PET_MASTER_ADDR": "bapo-countdown-node-0-0.bapo-countdown",
+        "PET_MASTER_PORT": "29400",
+    }.items():
+        monkeypatch.setenv(name, value)
+    arguments = parse_args([*container["args"], "-m", "services.trainer.loop"])
+    assert (arguments.nnodes, arguments.rdzv_backend) == ("2", "c10d")
+    host = "bapo-countdown-node-0-0.bapo-countdown"
+    assert arguments.rdzv_endpoint == f"{host}:{RENDEZVOUS_PORT}"
+    assert arguments.rdzv_conf == "join_timeout=3600,read_timeout=600"
+    assert (int(arguments.max_restarts), int(arguments.nproc_per_node)) == (0, 8)
 
 
 def test_the_job_refers_to_secrets_and_contains_none() -> None:
@@ -204,21 +270,20 @@ def test_the_job_follows_the_settings_of_the_release() -> None:
 def test_an_upgrade_of_the_release_does_not_replace_a_healthy_job() -> None:
     """`ensure_job` replaces a job with another digest, and so would end the training."""
 
-    def digest(job: dict[str, Any]) -> str:
-        value: str = job["metadata"]["labels"][SPEC_HASH_LABEL]
-        return value
+    def digest(deployment: Deployment, resources: Resources, **options: Any) -> str:
+        return TrainingJob("countdown", deployment, resources, **options).spec_hash
 
     asked = Resources(workers=2)
-    before = digest(build_job("countdown", DEPLOYMENT, asked))
+    before = digest(DEPLOYMENT, asked)
     upgraded = replace(FULL, image="registry.example/bapo/trainer:0.3.0", pull_policy="Always")
-    assert digest(build_job("countdown", upgraded, asked)) == before
-    assert digest(build_job("countdown", DEPLOYMENT, Resources(workers=3))) != before
-    assert digest(build_job("countdown", DEPLOYMENT, asked, processes=2)) != before
-    assert digest(build_job("countdown", DEPLOYMENT, asked, owner=Owner("w", "1"))) != before
+    assert digest(upgraded, asked) == before
+    assert digest(DEPLOYMENT, Resources(workers=3)) != before
+    assert digest(DEPLOYMENT, asked, processes=2) != before
+    assert digest(DEPLOYMENT, asked, owner=Owner("w", "1")) != before
 
 
 def test_a_release_with_cloud_identities_has_no_secret_of_keys() -> None:
-    job = build_job("countdown", replace(DEPLOYMENT, s3_secret=""), Resources())
+    job = build_pytorchjob(TrainingJob("countdown", replace(DEPLOYMENT, s3_secret=""), Resources()))
     assert pod_of(job)["spec"]["containers"][0]["envFrom"] == [
         {"configMapRef": {"name": "bapo-connection"}},
         {"secretRef": {"name": "bapo-token"}},
@@ -230,7 +295,8 @@ def test_security_contexts_can_be_replaced() -> None:
     pod = TrainerPod.model_validate(
         {"podSecurityContext": {"runAsNonRoot": True}, "securityContext": {"privileged": False}}
     )
-    spec = pod_of(build_job("countdown", replace(DEPLOYMENT, pod=pod), Resources()))["spec"]
+    job = TrainingJob("countdown", replace(DEPLOYMENT, pod=pod), Resources())
+    spec = pod_of(build_pytorchjob(job))["spec"]
     assert spec["securityContext"] == {"runAsNonRoot": True}
     assert spec["containers"][0]["securityContext"] == {"privileged": False}
 
@@ -256,6 +322,8 @@ def test_names_are_short_and_dns_labels(release: str, run: str) -> None:
     assert len(name) <= MAX_NAME_LENGTH
     assert re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name)
     assert name == job_name(release, run)
+    # Kubernetes gives a pod of a TrainJob's Job five random characters.
+    assert len(f"{name}-node-0-100-abcde") <= 63
 
 
 def test_long_names_stay_different() -> None:
@@ -269,7 +337,6 @@ def test_long_names_stay_different() -> None:
         (lambda: Resources(workers=0), "at least one worker"),
         (lambda: Resources(gpus=-1), "0 GPUs for a run on CPUs"),
         (lambda: Resources(cpu="many"), "give 4 or 500m"),
-        (lambda: build_job("x", DEPLOYMENT, Resources(cpu="many")), "give 4 or 500m"),
         (lambda: Resources(memory="8gb"), "'8gb' is no amount of memory"),
     ],
 )

@@ -1,0 +1,269 @@
+"""The Kubernetes API as the pipeline uses it, with time-outs, retries and remedies."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from kubeflow.training import TrainingClient
+from kubernetes import client as kubernetes_client
+from kubernetes.client.exceptions import ApiException
+from kubernetes.client.rest import RESTClientObject
+from kubernetes.config import ConfigException
+from urllib3.exceptions import HTTPError
+
+from bapo_core.errors import BapoError, TransientError
+
+NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+RETRY_FOR_S = 120.0
+"""Seconds for which a transient error is retried. Upgrading an API server takes less."""
+TRANSIENT_STATUSES = (0, 429, 500, 502, 503, 504)
+"""HTTP statuses of transient errors; 0 stands for no response."""
+REQUEST_TIMEOUT_S = 15.0
+FOREGROUND = kubernetes_client.V1DeleteOptions(propagation_policy="Foreground")
+"""Deletes an object's pods before the object itself."""
+
+Object = dict[str, Any]
+Response = TypeVar("Response")
+
+
+class ApiUnavailable(TransientError):
+    """The Kubernetes API does not answer, or reports a transient error."""
+
+
+class RequestRefused(BapoError):
+    """The API server refused a request with an HTTP status that no retry changes."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def current_namespace() -> str:
+    """Returns the namespace of this pod. Raises `BapoError` outside of a cluster."""
+    try:
+        return NAMESPACE_FILE.read_text().strip()
+    except OSError as error:
+        raise BapoError(
+            f"{NAMESPACE_FILE} cannot be read, so this is no pod of a cluster; "
+            "`bapo pipeline run-local` runs the pipeline on this machine"
+        ) from error
+
+
+class Cluster:
+    """A namespace of a cluster.
+
+    Transient errors are retried for `retry_for_s` seconds, then `ApiUnavailable` is raised. Any
+    other refusal is a `RequestRefused` with the server's message and the remedy.
+    """
+
+    def __init__(
+        self,
+        namespace: str,
+        configuration: kubernetes_client.Configuration | None = None,
+        *,
+        retry_for_s: float = RETRY_FOR_S,
+    ) -> None:
+        """Connects to the cluster that `kubectl` would use, or to that of `configuration`."""
+        self.namespace, self._retry_for_s = namespace, retry_for_s
+        try:
+            self.training = TrainingClient(client_configuration=configuration, namespace=namespace)
+        except ConfigException as error:
+            raise BapoError(
+                f"no Kubernetes cluster is configured: {error}; `kubectl get nodes` must work"
+            ) from error
+        self._custom, self._core = self.training.custom_api, self.training.core_api
+        api = self._custom.api_client
+        api.rest_client = _ClientWithTimeouts(api.configuration)
+
+    # -- custom objects; a kind is (API group, version, plural)
+
+    def get(self, kind: tuple[str, str, str], name: str) -> Object | None:
+        """Returns an object, or None if there is none of this name or the kind is not installed."""
+        return self._unless_missing(
+            "read",
+            name,
+            lambda: self._custom.get_namespaced_custom_object(*self._in_namespace(kind), name),
+        )
+
+    def select(self, kind: tuple[str, str, str], labels: dict[str, str]) -> list[Object] | None:
+        """Returns the objects with these labels, or None if the kind is not installed."""
+        selector = ",".join(f"{key}={value}" for key, value in labels.items())
+        response = self._unless_missing(
+            "list",
+            kind[2],
+            lambda: self._custom.list_namespaced_custom_object(
+                *self._in_namespace(kind), label_selector=selector
+            ),
+        )
+        return None if response is None else list(response["items"])
+
+    def create(self, kind: tuple[str, str, str], manifest: Object) -> Object:
+        """Creates an object and returns it."""
+        created: Object = self.call(
+            "create",
+            manifest["metadata"]["name"],
+            lambda: self._custom.create_namespaced_custom_object(
+                *self._in_namespace(kind), manifest
+            ),
+        )
+        return created
+
+    def put(self, kind: tuple[str, str, str], manifest: Object) -> None:
+        """Creates an object, or replaces the one of its name."""
+        name = manifest["metadata"]["name"]
+        existing = self.get(kind, name)
+        if existing is None:
+            self.create(kind, manifest)
+            return
+        version = {"resourceVersion": existing["metadata"]["resourceVersion"]}
+        replacement = manifest | {"metadata": manifest["metadata"] | version}
+        self.call(
+            "replace",
+            name,
+            lambda: self._custom.replace_namespaced_custom_object(
+                *self._in_namespace(kind), name, replacement
+            ),
+        )
+
+    def delete(self, kind: tuple[str, str, str], name: str) -> None:
+        """Deletes an object and what it owns; does nothing if it does not exist."""
+        self._unless_missing(
+            "delete",
+            name,
+            lambda: self._custom.delete_namespaced_custom_object(
+                *self._in_namespace(kind), name, body=FOREGROUND
+            ),
+        )
+
+    def _in_namespace(self, kind: tuple[str, str, str]) -> tuple[str, str, str, str]:
+        group, version, plural = kind
+        return group, version, self.namespace, plural
+
+    # -- pods and events
+
+    def pods(self, label: str, value: str) -> list[Any]:
+        """Returns the pods with a label."""
+        response = self.call(
+            "list the pods of",
+            value,
+            lambda: self._core.list_namespaced_pod(
+                self.namespace, label_selector=f"{label}={value}"
+            ),
+        )
+        return list(response.items)
+
+    def last_line(self, pod: str) -> str:
+        """Returns the last line of a pod's log; empty if the pod was deleted."""
+        log = self._unless_missing(
+            "read the log of",
+            pod,
+            lambda: self._core.read_namespaced_pod_log(pod, self.namespace, tail_lines=1),
+        )
+        return (log or "").strip()
+
+    def warning(self, kind: str, name: str) -> str:
+        """Returns the last warning event of an object, such as an exceeded quota; else nothing."""
+        response = self.call(
+            "read the events of",
+            name,
+            lambda: self._core.list_namespaced_event(
+                self.namespace,
+                field_selector=f"involvedObject.kind={kind},involvedObject.name={name}",
+            ),
+        )
+        warnings = [event for event in response.items if event.type == "Warning"]
+        return f"{warnings[-1].reason}: {warnings[-1].message}" if warnings else ""
+
+    # -- requests
+
+    def _unless_missing(
+        self, verb: str, name: str, call: Callable[[], Response]
+    ) -> Response | None:
+        try:
+            return self.call(verb, name, call)
+        except RequestRefused as error:
+            if error.status != 404:
+                raise
+            return None
+
+    def call(self, verb: str, name: str, call: Callable[[], Response]) -> Response:
+        """Calls the API and retries transient errors. Raises `RequestRefused` for any other."""
+        deadline = time.monotonic() + self._retry_for_s
+        pause = 0.2
+        while True:
+            try:
+                return call()
+            except (ApiException, HTTPError, RuntimeError, TimeoutError) as error:
+                refusal = _find_cause(error, ApiException)
+                if refusal is None and _find_cause(error, HTTPError, TimeoutError) is None:
+                    raise
+                status = 0 if refusal is None else int(refusal.status or 0)
+                if status not in TRANSIENT_STATUSES:
+                    message = _describe_refusal(verb, name, status, refusal)
+                    raise RequestRefused(status, message) from error
+                if time.monotonic() + pause > deadline:
+                    raise ApiUnavailable(
+                        f"the Kubernetes API could not {verb} {name} for {self._retry_for_s:.0f} s "
+                        f"({refusal.reason if refusal is not None else error}); check that the "
+                        "control plane is healthy, then retry the step"
+                    ) from error
+            time.sleep(pause)
+            pause = min(2 * pause, 5.0)
+
+
+class _ClientWithTimeouts(RESTClientObject):  # type: ignore[misc]
+    """Gives every request a time-out; kubeflow-training itself would wait for ever."""
+
+    def request(self, *arguments: Any, _request_timeout: Any = None, **options: Any) -> Any:
+        # (connect, read): the client ignores a single number unless it is an integer.
+        timeout = _request_timeout or (REQUEST_TIMEOUT_S, REQUEST_TIMEOUT_S)
+        return super().request(*arguments, _request_timeout=timeout, **options)
+
+
+def _find_cause(error: BaseException, *kinds: type[BaseException]) -> Any:
+    """Returns the first error of these kinds in the chain of causes, or None.
+
+    kubeflow-training raises `RuntimeError` for every error, and chains the cause.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, kinds):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def _describe_refusal(verb: str, name: str, status: int, error: ApiException | None) -> str:
+    """Returns the server's message, and the remedy where one is known."""
+    message = _message(error)
+    remedy = {
+        401: "the service account's token is not accepted; see the pod's serviceAccountName",
+        403: (
+            "a quota is used up: free some of it, or request less"
+            if "exceeded quota" in message
+            else "bind the chart's pipeline role to the pipeline's service account "
+            "(pipeline.serviceAccounts in its values)"
+        ),
+        404: (
+            "is the operator of the chart's trainer.jobKind installed? `kubectl get crd "
+            "pytorchjobs.kubeflow.org trainjobs.trainer.kubeflow.org` must find its kind"
+            if verb == "create"
+            else "it does not exist"
+        ),
+        422: "the API server refuses the manifest; docs/deploy.md has the operators' versions",
+    }.get(status, "the message is the API server's own")
+    return f"Kubernetes refused to {verb} {name} (HTTP {status}): {message}; {remedy}"
+
+
+def _message(error: ApiException | None) -> str:
+    """Returns the message of the `Status` object that the API server answered with."""
+    if error is None:
+        return ""
+    try:
+        return str(json.loads(error.body)["message"])
+    except (TypeError, ValueError, KeyError):
+        return str(error.reason)
