@@ -77,6 +77,7 @@ class Cluster:
             ) from error
         self._custom, self._core = self.training.custom_api, self.training.core_api
         api = self._custom.api_client
+        self._apps = kubernetes_client.AppsV1Api(api)
         api.rest_client = _ClientWithTimeouts(api.configuration)
 
     # -- custom objects; a kind is (API group, version, plural)
@@ -142,6 +143,26 @@ class Cluster:
     def _in_namespace(self, kind: tuple[str, str, str]) -> tuple[str, str, str, str]:
         group, version, plural = kind
         return group, version, self.namespace, plural
+
+    # -- StatefulSets
+
+    def replicas(self, name: str) -> int:
+        """Returns the number of pods that a StatefulSet should have."""
+        scale = self.call(
+            "read",
+            name,
+            lambda: self._apps.read_namespaced_stateful_set_scale(name, self.namespace),
+        )
+        return int(scale.spec.replicas or 0)
+
+    def scale(self, name: str, replicas: int) -> None:
+        """Sets the number of pods that a StatefulSet should have."""
+        change = {"spec": {"replicas": replicas}}
+        self.call(
+            "scale",
+            name,
+            lambda: self._apps.patch_namespaced_stateful_set_scale(name, self.namespace, change),
+        )
 
     # -- pods and events
 

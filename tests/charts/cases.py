@@ -98,5 +98,6 @@ CASES = {
             "s3.bundled.podAnnotations": {"example.com/a": "b"},
         },
     ),
+    "scaled to zero": Case(("production",), {"rollout.scaleToZero.enabled": True}),
     "a long name": Case(("dev",), release=LONG),
 }

@@ -110,6 +110,12 @@ def test_flows_from_an_ingress_and_between_trainers_and_rollouts(everything: lis
     assert set(flows(everything, COMPONENTS)) == expected
 
 
+def test_flows_of_the_scaler() -> None:
+    objects = render(CASES["scaled to zero"])
+    scaler = {flow for flow in flows(objects, (*COMPONENTS, "scaler")) if "scaler" in flow}
+    assert scaler == {("scaler", "buffer", 8700), ("scaler", "internet", 443)}
+
+
 def test_air_gapped_reaches_named_namespaces_and_no_address() -> None:
     objects = render(CASES["air-gapped"])
     may = partial(allowed, objects)

@@ -311,6 +311,25 @@ def test_with_a_queue_a_pipeline_may_read_workloads(everything: list[Object]) ->
     assert (rule["resources"], rule["verbs"]) == (["workloads"], ["get", "list"])
 
 
+def test_the_scaler_may_change_one_number_and_upgrades_do_not() -> None:
+    objects = render(CASES["scaled to zero"])
+    assert "replicas" not in one(objects, "StatefulSet", "bapo-rollout")["spec"]
+    (rule,) = one(objects, "Role", "bapo-scaler")["rules"]
+    assert rule == {
+        "apiGroups": ["apps"],
+        "resources": ["statefulsets/scale"],
+        "resourceNames": ["bapo-rollout"],
+        "verbs": ["get", "patch"],
+    }
+    (container,) = pod_of(one(objects, "Deployment", "bapo-scaler"))["spec"]["containers"]
+    assert container["args"] == [
+        "--namespace=ml",
+        "--statefulset=bapo-rollout",
+        "--replicas=4",
+        "--idle-minutes=10",
+    ]
+
+
 def test_no_service_account_means_no_role(everything: list[Object]) -> None:
     assert not of_kind(render(CASES["least"]), "Role", "RoleBinding", "CronJob")
     binding = one(everything, "RoleBinding", "bapo-pipeline")

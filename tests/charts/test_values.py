@@ -87,6 +87,14 @@ BY_TEMPLATE = [
         "rollout.extraEnv: the chart sets variables that begin with BAPO_ itself; remove BAPO_PORT",
     ),
     (
+        {"rollout.scaleToZero.enabled": True, "rollout.queue": "gpus"},
+        "rollout.scaleToZero: Kueue refuses changes of the number of pods of rollout.queue",
+    ),
+    (
+        {"rollout.scaleToZero.enabled": True, "rollout.replicas": 0},
+        "rollout.replicas: it is 0, so scaleToZero would never start a pod; set at least 1",
+    ),
+    (
         {"verifier.autoscaling.maxReplicas": 2},
         "verifier.autoscaling: minReplicas is 3, and maxReplicas only 2; raise maxReplicas",
     ),

@@ -145,6 +145,17 @@ would wait for a missing Secret without an error of the release. */}}
   rollout.vllmArgs: the chart sets {{ . }} itself; use rollout.tensorParallelSize
 {{- end }}
 {{- end }}
+{{- if $rollout.scaleToZero.enabled }}
+{{- if $rollout.queue }}
+- >-
+  rollout.scaleToZero: Kueue refuses changes of the number of pods of rollout.queue; clear the queue, or
+  turn scaleToZero off
+{{- end }}
+{{- if lt (int $rollout.replicas) 1 }}
+- >-
+  rollout.replicas: it is {{ $rollout.replicas }}, so scaleToZero would never start a pod; set at least 1
+{{- end }}
+{{- end }}
 {{- range $rollout.extraEnv }}
 {{- if hasPrefix "BAPO_" .name }}
 - >-

@@ -15,6 +15,7 @@ from services.cli.options import ConfigArguments, pipeline_arguments
 
 if TYPE_CHECKING:
     from pipelines.backends import TrainerBackend
+    from services.buffer.api.client import BufferClient
 
 # Imported within functions: kfp takes seconds, and most modules of `pipelines` import it.
 
@@ -157,12 +158,8 @@ def reap(namespace: str, release: str, delete: bool) -> None:
     The chart does this every few minutes. Needs `BAPO_BUFFER_URL` and `BAPO_TOKEN`.
     """
     from pipelines.steps import find_orphans, remove_orphans
-    from services.buffer.api.client import BufferClient
-    from services.common.settings import BufferClientSettings
 
-    backend = _backend(namespace, release)
-    settings = BufferClientSettings.load()
-    buffer = BufferClient(settings.buffer_url, settings.token.get_secret_value())
+    backend, buffer = _backend(namespace, release), _buffer()
     orphans = find_orphans(buffer, backend)
     if delete:
         remove_orphans(buffer, backend, orphans)
@@ -172,6 +169,36 @@ def reap(namespace: str, release: str, delete: bool) -> None:
         click.echo(f"{'stopped' if delete else 'orphaned'}  run {run}")
     if not orphans.jobs and not orphans.runs:
         click.echo("no job and no run is orphaned")
+
+
+@pipeline.command("scale-rollouts")
+@click.option("--namespace", default="default", metavar="NAME", help="Kubernetes namespace.")
+@click.option("--statefulset", required=True, metavar="NAME", help="The rollout replicas.")
+@click.option("--replicas", required=True, type=int, metavar="COUNT", help="Replicas for a run.")
+@click.option(
+    "--idle-minutes", default=10.0, metavar="MINUTES", help="Time without a run, before zero."
+)
+def scale_rollouts(namespace: str, statefulset: str, replicas: int, idle_minutes: float) -> None:
+    """Scale the rollout replicas up for a run, and to zero without one, until this is ended.
+
+    The chart does this with `rollout.scaleToZero`. Needs `BAPO_BUFFER_URL` and `BAPO_TOKEN`.
+    """
+    from pipelines.cluster import Cluster
+    from pipelines.scaling import RolloutScaler
+    from services.common.process import stop_on_signals
+
+    stop_on_signals()
+    RolloutScaler(
+        _buffer(), Cluster(namespace), statefulset, replicas, idle_minutes * 60, click.echo
+    ).run()
+
+
+def _buffer() -> BufferClient:
+    from services.buffer.api.client import BufferClient
+    from services.common.settings import BufferClientSettings
+
+    settings = BufferClientSettings.load()
+    return BufferClient(settings.buffer_url, settings.token.get_secret_value())
 
 
 def _backend(namespace: str, release: str) -> TrainerBackend:
