@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from kubeflow.training import TrainingClient
 from kubernetes import client as kubernetes_client
@@ -23,8 +23,6 @@ RETRY_FOR_S = 120.0
 TRANSIENT_STATUSES = (0, 429, 500, 502, 503, 504)
 """HTTP statuses of transient errors; 0 stands for no response."""
 REQUEST_TIMEOUT_S = 15.0
-FOREGROUND = kubernetes_client.V1DeleteOptions(propagation_policy="Foreground")
-"""Deletes an object's pods before the object itself."""
 
 Object = dict[str, Any]
 Response = TypeVar("Response")
@@ -130,13 +128,22 @@ class Cluster:
             ),
         )
 
-    def delete(self, kind: tuple[str, str, str], name: str) -> None:
-        """Deletes an object and what it owns; does nothing if it does not exist."""
+    def delete(
+        self,
+        kind: tuple[str, str, str],
+        name: str,
+        propagation: Literal["Foreground", "Background"] = "Foreground",
+    ) -> None:
+        """Deletes an object and what it owns; does nothing if it does not exist.
+
+        propagation: whether what it owns is deleted before it, or after it.
+        """
+        options = kubernetes_client.V1DeleteOptions(propagation_policy=propagation)
         self._unless_missing(
             "delete",
             name,
             lambda: self._custom.delete_namespaced_custom_object(
-                *self._in_namespace(kind), name, body=FOREGROUND
+                *self._in_namespace(kind), name, body=options
             ),
         )
 

@@ -114,21 +114,25 @@ class TrainJobs(JobKind):
         self.cluster.put(self._runtime, trainjob.build_runtime(job, owner))
 
     def delete(self, name: str) -> None:
-        """Deletes the job, with which Kubernetes deletes its runtime.
+        """Deletes the job, and Kubernetes its runtime and its pods afterwards.
 
-        Nothing else may delete it before: the API refuses every change of a TrainJob without its
-        runtime, and so the end of its deletion, too.
+        The API refuses every change of a TrainJob whose runtime does not exist. Kubernetes deletes
+        objects in the foreground by such changes, and the runtime at the same time.
         """
         if self.cluster.get(self.resource, name) is None:
             self.cluster.delete(self._runtime, name)
         else:
-            super().delete(name)
+            self.cluster.delete(self.resource, name, "Background")
 
     def is_deleting(self, name: str) -> bool:
-        """Whether the runtime of a deleted job still exists, to which a new job could refer."""
+        """Whether a runtime, to which a new job could refer, or a pod of a deleted job exists."""
         runtime = self.cluster.get(self._runtime, name)
         metadata = {} if runtime is None else runtime["metadata"]
-        return "deletionTimestamp" in metadata or bool(metadata.get("ownerReferences"))
+        return (
+            "deletionTimestamp" in metadata
+            or bool(metadata.get("ownerReferences"))
+            or bool(self.cluster.pods(self.pod_label, name))
+        )
 
     def is_suspended(self, job: Object) -> bool:
         return bool(job["spec"].get("suspend"))
@@ -193,7 +197,7 @@ class KubeflowBackend:
         found = self._find(name)
         if found is None:
             if any(kind.is_deleting(name) for kind in self._kinds):
-                return JobState("terminating", "its runtime still exists")
+                return JobState("terminating", "its pods or its runtime still exist")
             return None
         kind, job = found
         labels = job["metadata"].get("labels", {})

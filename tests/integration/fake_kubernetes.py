@@ -116,13 +116,15 @@ class FakeKubernetes:
         return {**stored, "metadata": metadata}
 
     def _delete(self, plural: str, name: str, options: Object | None) -> tuple[int, Any]:
-        assert (options or {}).get("propagationPolicy") == "Foreground", "pods would be orphaned"
+        policy = (options or {}).get("propagationPolicy")
+        # In the foreground, the end of a TrainJob's deletion would be refused without its runtime.
+        assert policy == ("Background" if plural == "trainjobs" else "Foreground")
         if not self.finalizer:
             del self.objects[plural][name]
         if plural == "trainjobs":
             # The garbage collector's part.
             runtime = self.objects["trainingruntimes"].pop(name, None)
-            assert runtime is not None, "the API refuses the end of its deletion"
+            assert runtime is not None
             (owner,) = runtime["metadata"]["ownerReferences"]
             assert (owner["kind"], owner["uid"]) == ("TrainJob", f"uid-of-{name}")
         return 200, status(200, "")

@@ -85,8 +85,11 @@ def test_a_trainjob_is_removed_when_its_runtime_is(
     """A new TrainJob could otherwise refer to a runtime that is about to go."""
     backend.create(job(kind="TrainJob"))
     del cluster.objects["trainjobs"][NAME]
+    pod = cluster.pod(NAME, labels=("jobset.sigs.k8s.io/jobset-name",))
     assert phase(backend) == "terminating", "the runtime still exists"
     del cluster.objects["trainingruntimes"][NAME]
+    assert phase(backend) == "terminating", "it holds its GPUs until its pods have ended"
+    del cluster.objects["pods"][pod]
     assert backend.state(NAME) is None
 
 
