@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
@@ -11,6 +12,7 @@ from sqlalchemy import Engine, create_engine
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import DataError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
+from starlette.concurrency import run_in_threadpool
 
 from services.buffer.migrate import upgrade
 from services.buffer.routes import (
@@ -31,6 +33,11 @@ from services.common.errors import install_problem_handlers, problem_response, u
 from services.common.middleware import BodyLimit, EntityTags
 from services.common.objectstore import ObjectStore, ObjectStoreError, ObjectStoreUnavailable
 
+log = logging.getLogger(__name__)
+
+BUCKET_WITHIN_S = 10.0
+"""Seconds to wait for the bucket before the service answers without one."""
+BUCKET_RETRY_S = 2.0
 LARGEST_JSON = 16 << 20
 LARGEST_ARROW = 512 << 20
 """Largest body in bytes. A step of 256 groups x 8 responses x 4,096 tokens is some 80 MiB."""
@@ -45,15 +52,18 @@ JSON answers to GET carry an ETag: with `If-None-Match`, an unchanged one is 304
 
 
 def create_app(database_url: str, store: ObjectStore, admin_token: str) -> FastAPI:
-    """Builds the application. When it starts, it migrates the database, creates the bucket if it
-    does not exist, and accepts `admin_token` with scope `admin`."""
+    """Builds the application. When it starts, it migrates the database, accepts `admin_token` with
+    scope `admin`, and creates the bucket if it does not exist, which may take until the object
+    store answers."""
     engine = create_engine(database_url, pool_size=16, max_overflow=32, pool_pre_ping=True)
     service = Service(engine, store)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI):  # type: ignore[no-untyped-def]
         upgrade(database_url)
-        store.ensure_bucket()
+        # Routes that need the database alone are served meanwhile; /readyz says what is missing.
+        creating = asyncio.create_task(_create_bucket(store))
+        await asyncio.wait([creating], timeout=BUCKET_WITHIN_S)
         _accept_token(engine, admin_token)
         service.use_loop(asyncio.get_running_loop())
         # `gc.freeze()`: imported modules never become garbage; keep the garbage collector from
@@ -61,6 +71,7 @@ def create_app(database_url: str, store: ObjectStore, admin_token: str) -> FastA
         gc.collect()
         gc.freeze()
         yield
+        creating.cancel()
         engine.dispose()
 
     app = FastAPI(
@@ -85,6 +96,18 @@ def create_app(database_url: str, store: ObjectStore, admin_token: str) -> FastA
     app.add_middleware(EntityTags)
     app.add_middleware(BodyLimit, limit_of=_limit_of)
     return app
+
+
+async def _create_bucket(store: ObjectStore) -> None:
+    """Creates the bucket unless it exists; tries again until the object store answers."""
+    while True:
+        try:
+            await run_in_threadpool(store.ensure_bucket)
+        except ObjectStoreError as error:
+            log.warning("the bucket cannot be created yet: %s", error)
+            await asyncio.sleep(BUCKET_RETRY_S)
+        else:
+            return
 
 
 def _accept_token(engine: Engine, token: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -39,6 +40,26 @@ def test_an_outage_shows_and_calls_are_retried(breakable: Breakable, part: str, 
     breakable.revive(part)
     step.join(timeout=300)
     assert driver.client.run_state().current_step == 2
+    check_objects(driver)
+
+
+def test_the_buffer_service_starts_without_an_object_store(
+    breakable: Breakable,
+) -> None:
+    """In a cluster it would restart again and again, and answer nothing meanwhile."""
+    driver = Driver(breakable.endpoints, small_config("starts-without-s3"))
+    breakable.kill("s3")
+    breakable.kill("buffer")
+    arguments, options = breakable._started["buffer"]
+    breakable.start("buffer", *arguments, **options)
+    deadline = time.monotonic() + 300
+    while breakable.readiness() == 0:
+        assert time.monotonic() < deadline, "it does not answer"
+        time.sleep(0.05)
+    assert breakable.readiness() == 503
+    assert driver.client.run_state().current_step == 0
+    breakable.revive("s3")
+    driver.run_step(1)
     check_objects(driver)
 
 
