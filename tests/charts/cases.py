@@ -98,6 +98,38 @@ CASES = {
             "s3.bundled.podAnnotations": {"example.com/a": "b"},
         },
     ),
+    "own pods": Case(
+        ("production",),
+        {
+            "image.service": f"bapo/service@sha256:{'a' * 64}",
+            "database.existingSecretKey": "uri",
+            **{
+                f"{part}.{key}": value
+                for part in ("buffer", "verifier", "rollout", "collector")
+                for key, value in {
+                    "runtimeClassName": "gvisor",
+                    "schedulerName": "own",
+                    "extraEnv": [{"name": "TZ", "value": "UTC"}],
+                    "extraVolumes": [{"name": "cache", "emptyDir": {"sizeLimit": "1Gi"}}],
+                    "extraVolumeMounts": [{"name": "cache", "mountPath": "/cache"}],
+                }.items()
+            },
+            "extraObjects": [
+                {
+                    "apiVersion": "v1",
+                    "kind": "ConfigMap",
+                    "metadata": {
+                        "name": "{{ .Release.Name }}-notes",
+                        "namespace": "{{ .Release.Namespace }}",
+                        "labels": {
+                            "app.kubernetes.io/name": "bapo",
+                            "app.kubernetes.io/part-of": "bapo",
+                        },
+                    },
+                }
+            ],
+        },
+    ),
     "scaled to zero": Case(("production",), {"rollout.scaleToZero.enabled": True}),
     "a long name": Case(("dev",), release=LONG),
 }

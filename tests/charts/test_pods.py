@@ -13,6 +13,7 @@ import pytest
 
 from services.common.settings import Settings, variables
 from services.rollout.run_watcher import MODULES
+from tests.charts.cases import CASES
 from tests.charts.helm import (
     WORKLOADS,
     Object,
@@ -22,6 +23,7 @@ from tests.charts.helm import (
     of_kind,
     one,
     pod_of,
+    render,
 )
 from tests.charts.restricted import violations
 
@@ -99,6 +101,30 @@ def test_every_container_has_requests_and_a_memory_limit(objects: list[Object]) 
         resources = container["resources"]
         assert {"cpu", "memory"} <= resources["requests"].keys(), name
         assert "memory" in resources["limits"], name
+
+
+def test_pods_take_what_a_cluster_demands_of_them() -> None:
+    objects = render(CASES["own pods"])
+    services = ("bapo-buffer", "bapo-verifier", "bapo-rollout", "bapo-collector")
+    for workload in of_kind(objects, "Deployment", "StatefulSet"):
+        spec = pod_of(workload)["spec"]
+        assert workload["metadata"]["name"] in services
+        assert (spec["runtimeClassName"], spec["schedulerName"]) == ("gvisor", "own")
+        assert {"name": "cache", "emptyDir": {"sizeLimit": "1Gi"}} in spec["volumes"]
+        for container in spec["containers"]:
+            assert {"name": "cache", "mountPath": "/cache"} in container["volumeMounts"]
+            assert {"name": "TZ", "value": "UTC"} in container["env"]
+    images = {name: container["image"] for name, container in containers(objects)}
+    digest = f"registry.example.com/bapo/service@sha256:{'a' * 64}"
+    assert digest in images.values(), images
+    keys = [
+        variable["valueFrom"]["secretKeyRef"]["key"]
+        for _, container in containers(objects)
+        for variable in container["env"]
+        if variable["name"] == "BAPO_DATABASE_URL"
+    ]
+    assert keys == ["uri", "uri"], "of the buffer service and of the migration"
+    assert one(objects, "ConfigMap", "bapo-notes")
 
 
 def test_every_empty_dir_has_a_size_limit(objects: list[Object]) -> None:

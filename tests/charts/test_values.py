@@ -59,8 +59,8 @@ BY_TEMPLATE = [
     ({"database.url": DATABASE_URL}, "database: 2 of database.existingSecret, database.url"),
     ({"database.bundled.enabled": True}, "database: 2 of database.existingSecret, database.url"),
     (
-        {"database.existingSecret": "", "database.url": "postgres://a:b@c/d"},
-        "database.url: it must have the form postgresql+psycopg://user:password@host:port/database",
+        {"database.existingSecret": "", "database.url": "mysql://a:b@c/d"},
+        "database.url: it must have the form postgresql://user:password@host:port/database",
     ),
     ({"s3.endpoint": ""}, "s3: no object store is configured. Set s3.endpoint"),
     ({"s3.bundled.enabled": True}, "s3: s3.bundled.enabled is true, and the bundled server"),
@@ -85,6 +85,10 @@ BY_TEMPLATE = [
     (
         {"rollout.extraEnv": [{"name": "BAPO_PORT", "value": "1"}]},
         "rollout.extraEnv: the chart sets variables that begin with BAPO_ itself; remove BAPO_PORT",
+    ),
+    (
+        {"verifier.extraEnv": [{"name": "BAPO_TOKEN", "value": "x"}]},
+        "verifier.extraEnv: the chart sets variables that begin with BAPO_ itself; remove BAPO_T",
     ),
     (
         {"rollout.scaleToZero.enabled": True, "rollout.queue": "gpus"},
@@ -147,7 +151,7 @@ def test_the_defaults_alone_are_refused_with_what_to_set(version: str) -> None:
 
 
 def test_messages_contain_no_password() -> None:
-    sets = {"database.existingSecret": "", "database.url": "postgres://a:pass-word-1@c/d"}
+    sets = {"database.existingSecret": "", "database.url": "mysql://a:pass-word-1@c/d"}
     assert "pass-word-1" not in refused(Case(("production",), sets))
 
 

@@ -57,7 +57,8 @@ labels:
 {{- define "bapo.image" -}}
 {{- $image := .root.Values.image -}}
 {{- with $image.registry }}{{ trimSuffix "/" . }}/{{ end -}}
-{{- get $image .which }}:{{ $image.tag | default .root.Chart.AppVersion -}}
+{{- $name := get $image .which -}}
+{{- $name }}{{ if not (contains "@" $name) }}:{{ $image.tag | default .root.Chart.AppVersion }}{{ end -}}
 {{- end -}}
 
 {{/* ---- names of Secrets, and addresses ---- */}}
@@ -68,6 +69,11 @@ labels:
 
 {{- define "bapo.databaseSecret" -}}
 {{ .Values.database.existingSecret | default (printf "%s-database" (include "bapo.fullname" .)) }}
+{{- end -}}
+
+{{/* Only a Secret of yours may have another key. */}}
+{{- define "bapo.databaseKey" -}}
+{{ ternary .Values.database.existingSecretKey "BAPO_DATABASE_URL" (not (empty .Values.database.existingSecret)) }}
 {{- end -}}
 
 {{/* Empty where pods have a cloud identity instead of keys. */}}
@@ -184,6 +190,12 @@ a `false` for a value that is not set. */}}
 {{- define "bapo.scheduling" -}}
 {{- with .settings.priorityClassName }}
 priorityClassName: {{ . }}
+{{- end }}
+{{- with .settings.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
+{{- with .settings.schedulerName }}
+schedulerName: {{ . }}
 {{- end }}
 {{- with .settings.nodeSelector }}
 nodeSelector:

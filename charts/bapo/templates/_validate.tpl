@@ -22,9 +22,9 @@
   database: {{ len $given }} of database.existingSecret, database.url and database.bundled.enabled are
   set; set only one of them
 {{- end }}
-{{- if and $database.url (not (hasPrefix "postgresql+psycopg://" $database.url)) }}
+{{- if and $database.url (not (regexMatch "^(postgres|postgresql|postgresql\\+psycopg)://" $database.url)) }}
 - >-
-  database.url: it must have the form postgresql+psycopg://user:password@host:port/database
+  database.url: it must have the form postgresql://user:password@host:port/database
 {{- end }}
 {{- end -}}
 
@@ -65,7 +65,7 @@ would wait for a missing Secret without an error of the release. */}}
 {{- if lookup "v1" "Namespace" "" $namespace -}}
 {{- $named := dict
   "token.existingSecret" (list .Values.token.existingSecret "BAPO_TOKEN" "BAPO_VERIFIER_TOKEN")
-  "database.existingSecret" (list .Values.database.existingSecret "BAPO_DATABASE_URL")
+  "database.existingSecret" (list .Values.database.existingSecret .Values.database.existingSecretKey)
   "s3.existingSecret" (list .Values.s3.existingSecret "BAPO_S3_ACCESS_KEY" "BAPO_S3_SECRET_KEY")
 -}}
 {{- range $value, $secretAndKeys := $named }}
@@ -156,10 +156,12 @@ would wait for a missing Secret without an error of the release. */}}
   rollout.replicas: it is {{ $rollout.replicas }}, so scaleToZero would never start a pod; set at least 1
 {{- end }}
 {{- end }}
-{{- range $rollout.extraEnv }}
+{{- range $part := list "buffer" "verifier" "rollout" "collector" }}
+{{- range (get $.Values $part).extraEnv }}
 {{- if hasPrefix "BAPO_" .name }}
 - >-
-  rollout.extraEnv: the chart sets variables that begin with BAPO_ itself; remove {{ .name }}
+  {{ $part }}.extraEnv: the chart sets variables that begin with BAPO_ itself; remove {{ .name }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- end -}}
