@@ -13,13 +13,14 @@ TRL_STAMP := $(TRL)/.installed
 STORES := .stores
 STORES_STAMP := $(STORES)/.installed
 NEWEST := .venv-newest
+SBOM := .venv-sbom
 # torch without a version would install several GB of CUDA from PyPI. TORCH=torch does so.
 TORCH ?= torch==2.13.0
 CHROMIUMS := chromium google-chrome google-chrome-stable chromium-browser
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-trl install-stores install-chromium gpu-bundle run test test-slow test-newest test-vllm test-crds images test-images test-cluster lint compare bench docs clean
+.PHONY: help install install-vllm install-trl install-stores install-chromium gpu-bundle run test test-slow test-newest test-vllm test-crds images sbom chart test-images test-cluster test-cluster-all lint compare bench docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -113,6 +114,21 @@ images: ## build the three images (VARIANT=cpu, ENGINE=buildah, BUILD_OPTIONS="-
 			-t localhost/bapo/$$target:0.2.0 . || exit 1; \
 	done
 
+sbom: ## write what is in each image to dist/, as CycloneDX (ENGINE=podman)
+	$(PYTHON) -m venv $(SBOM)
+	$(SBOM)/bin/pip install --quiet --progress-bar off "cyclonedx-bom==7.5.0"
+	mkdir -p dist
+	for target in service trainer rollout; do \
+		$(ENGINE) run --rm localhost/bapo/$$target:0.2.0 sh -c \
+			'for python in /opt/*/bin/python; do $$python -m pip list --format=freeze; done' \
+			> dist/$$target.txt || exit 1; \
+		$(SBOM)/bin/cyclonedx-py requirements --output-file dist/$$target.cdx.json dist/$$target.txt || exit 1; \
+	done
+
+chart: $(STAMP) ## package the chart into dist/ (helm push dist/bapo-0.2.0.tgz oci://REGISTRY)
+	$(VENV)/helm/4.1/helm lint --strict charts/bapo --values charts/bapo/values-production.yaml
+	$(VENV)/helm/4.1/helm package charts/bapo --destination dist
+
 test-images: $(STAMP) ## test chart and pipeline in containers of those images (needs podman)
 	$(BIN)/pytest -m images tests/images
 
@@ -153,4 +169,4 @@ docs: $(STAMP) ## regenerate the reference pages, the chart's README and the com
 	$(BIN)/python -m benchmarks.gpu.table
 
 clean: ## remove the environments, the local stack's data and the runs
-	rm -rf $(VENV) $(VLLM) $(TRL) $(STORES) $(NEWEST) .gpu-bundle .bapo runs
+	rm -rf $(VENV) $(VLLM) $(TRL) $(STORES) $(NEWEST) $(SBOM) .gpu-bundle .bapo runs dist

@@ -29,6 +29,33 @@ def _cached_schemas() -> Any:
         yield
 
 
+def test_the_package_renders_as_the_chart_does(tmp_path: Path) -> None:
+    """A file that `.helmignore` leaves out would be missing."""
+    run("4.1", "package", str(CHART), "--destination", str(tmp_path))
+    (package,) = tmp_path.glob("bapo-*.tgz")
+    arguments = ["--namespace=ml", *FILES["production"].arguments()]
+    from_package, from_folder = (
+        run("4.1", "template", "bapo", str(chart), *arguments).splitlines()
+        for chart in (package, CHART)
+    )
+    different = {a for a, b in zip(from_package, from_folder, strict=True) if a != b}
+    assert {line.split(":")[0].strip() for line in different} == {
+        "BAPO_TOKEN",
+        "BAPO_VERIFIER_TOKEN",
+    }
+
+
+def test_the_package_lists_its_images() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    images = yaml.safe_load(chart["annotations"]["artifacthub.io/images"])
+    listed = {image["image"] for image in images}
+    names = [values["image"][name] for name in ("service", "trainer", "rollout")]
+    own = {f"{name}:{chart['appVersion']}" for name in names}
+    bundled = {values[name]["bundled"]["image"] for name in ("database", "s3")}
+    assert listed == own | bundled
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_the_chart_passes_lint(name: str, version: str) -> None:
     assert "0 chart(s) failed" in run(
