@@ -23,6 +23,8 @@ RETRY_FOR_S = 120.0
 TRANSIENT_STATUSES = (0, 429, 500, 502, 503, 504)
 """HTTP statuses of transient errors; 0 stands for no response."""
 REQUEST_TIMEOUT_S = 15.0
+LOG_LINES = 100
+"""Lines at the end of a pod's log, among which its last error is."""
 
 Object = dict[str, Any]
 Response = TypeVar("Response")
@@ -184,14 +186,13 @@ class Cluster:
         )
         return list(response.items)
 
-    def last_line(self, pod: str) -> str:
-        """Returns the last line of a pod's log; empty if the pod was deleted."""
-        log = self._unless_missing(
-            "read the log of",
-            pod,
-            lambda: self._core.read_namespaced_pod_log(pod, self.namespace, tail_lines=1),
+    def log(self, pod: str) -> str:
+        """Returns the end of a pod's log; empty if the pod was deleted."""
+        read = self._core.read_namespaced_pod_log
+        text = self._unless_missing(
+            "read the log of", pod, lambda: read(pod, self.namespace, tail_lines=LOG_LINES)
         )
-        return (log or "").strip()
+        return text or ""
 
     def warning(self, kind: str, name: str) -> str:
         """Returns the last warning event of an object, such as an exceeded quota; else nothing."""

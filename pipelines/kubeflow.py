@@ -22,6 +22,7 @@ from pipelines.training_job import (
     Owner,
     TrainingJob,
 )
+from services.common.process import find_error
 
 KUEUE_VERSIONS = ("v1beta2", "v1beta1")
 """Versions of Kueue's API, the newest first."""
@@ -301,6 +302,12 @@ class KubeflowBackend:
         for condition in (workload.get("status") or {}).get("conditions") or []:
             if condition["type"] == "QuotaReserved" and condition["status"] != "True":
                 return f"Kueue has not admitted it from the queue {queue}: {condition['message']}"
+            if condition["type"] == "Admitted" and condition["status"] == "True":
+                return (
+                    f"Kueue has admitted it from the queue {queue}, but has not started it; if "
+                    "this lasts, Kueue's log has the reason (it may support other versions of the "
+                    "job's operator)"
+                )
         return f"Kueue has not admitted it from the queue {queue}"
 
     def _obstacle(self, kind: JobKind, name: str) -> str:
@@ -316,15 +323,15 @@ class KubeflowBackend:
         return kind.warning(name)
 
     def _failure(self, kind: JobKind, name: str, reason: str) -> str:
-        """Returns how a container ended and the last line of its log, or else the job's `reason`
+        """Returns how a container ended and the last error of its log, or else the job's `reason`
         when its pods were deleted."""
         for pod in self._cluster.pods(kind.pod_label, name):
             for container in pod.status.container_statuses or []:
                 ended = container.state.terminated
                 if ended is not None and ended.exit_code:
-                    log = self._cluster.last_line(pod.metadata.name)
+                    error = find_error(self._cluster.log(pod.metadata.name))
                     code = f"{ended.exit_code} ({ended.reason})"
-                    return f"{pod.metadata.name} exited with {code}" + (f": {log}" if log else "")
+                    return f"{pod.metadata.name} exited with {code}" + (error and f": {error}")
             if pod.status.phase == "Failed":
                 return f"{pod.metadata.name}: {pod.status.reason}: {pod.status.message}"
         return f"{reason}; its pods were deleted"

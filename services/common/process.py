@@ -138,19 +138,25 @@ class ChildProcess:
 
 
 def last_error(log: Path) -> str:
-    """Returns the last error of a log, or else its last line, followed by the log's path.
+    """Returns the last error of a log, or else its last line, followed by the log's path."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    return f"{find_error(text) or 'it wrote nothing'} (log: {log})"
 
-    Lines that are JSON are those of `services.common.logs`.
+
+def find_error(text: str) -> str:
+    """Returns the message of the last error in the text of a log, or else its last line.
+
+    Lines that are JSON are those of `services.common.logs`; torchrun's own follow them.
     """
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    lines = text.strip().splitlines()
     for line in reversed(lines):
         try:
             entry = json.loads(line)
         except ValueError:
             continue
         if isinstance(entry, dict) and entry.get("level") == "error":
-            return f"{entry['message']} (log: {log})"
-    return f"{lines[-1] if lines else 'it wrote nothing'} (log: {log})"
+            return str(entry["message"])
+    return lines[-1] if lines else ""
 
 
 def describe_exit(code: int) -> str:

@@ -34,15 +34,57 @@ INSTALL_TIMEOUT = "5m"
 
 @dataclass
 class Release:
-    """A release of the chart."""
+    """A release of the chart, with the values for a trial."""
 
     namespace: Namespace
     package: Path
     """The compiled pipeline with the release's images."""
-    buffer_url: str
-    token: str
     sets: list[str]
+    """Values that differ."""
     registry: str = REGISTRY
+    buffer_url: str = ""
+    token: str = ""
+    _forward: subprocess.Popen[str] | None = None
+
+    def install(self) -> None:
+        self._helm("install", wait=True)
+
+    def upgrade(self, *sets: str, wait: bool = True) -> None:
+        """Upgrades the release with further values."""
+        self._helm("upgrade", *sets, wait=wait)
+
+    def _helm(self, verb: str, *sets: str, wait: bool) -> None:
+        helm(
+            *(verb, "bapo", str(ROOT / "charts/bapo"), "-n", self.namespace.name),
+            *("-f", str(ROOT / "charts/bapo/values-dev.yaml"), "--timeout", INSTALL_TIMEOUT),
+            *(argument for value in (*self.sets, *sets) for argument in ("--set", value)),
+            *(["--wait"] if wait else []),
+        )
+
+    def connect(self) -> None:
+        """Reads the token, and forwards a port of this machine to the buffer service.
+
+        A port-forward ends with the pod that it leads to.
+        """
+        self.disconnect()
+        data = (self.namespace.get("secret", "bapo-token") or {})["data"]
+        self.token = base64.b64decode(data["BAPO_TOKEN"]).decode()
+        ready = ["wait", "--for=condition=available", "deployment/bapo-buffer", "--timeout=300s"]
+        self.namespace.kubectl(*ready)
+        self._forward = subprocess.Popen(
+            ["kubectl", "-n", self.namespace.name, "port-forward", "service/bapo-buffer", ":8700"],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._forward.stdout is not None
+        found = re.search(r"127\.0\.0\.1:(\d+)", self._forward.stdout.readline())
+        assert found is not None, "kubectl port-forward did not start"
+        self.buffer_url = f"http://127.0.0.1:{found[1]}"
+
+    def disconnect(self) -> None:
+        if self._forward is not None:
+            self._forward.terminate()
+            self._forward.wait()
 
     def jobs(self) -> set[str]:
         """Returns the names of the training jobs, with the runtimes of TrainJobs."""
@@ -50,14 +92,6 @@ class Release:
 
     def client(self, run: str) -> BufferClient:
         return BufferClient(self.buffer_url, self.token, run=run)
-
-    def upgrade(self, *sets: str) -> None:
-        """Upgrades the release with further values."""
-        helm(
-            *("upgrade", "bapo", str(ROOT / "charts/bapo"), "-n", self.namespace.name, "--wait"),
-            *("-f", str(ROOT / "charts/bapo/values-dev.yaml"), "--timeout", INSTALL_TIMEOUT),
-            *(argument for value in (*self.sets, *sets) for argument in ("--set", value)),
-        )
 
 
 @pytest.fixture(scope="session")
@@ -115,30 +149,17 @@ def external(stack: Endpoints) -> Iterator[list[str]]:
 def release(
     namespace: Namespace, external: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Release]:
-    """Installs the chart with the values for a trial, and reaches it through a port-forward."""
+    """Installs the chart, and reaches it through a port-forward."""
     sets = [f"image.registry={REGISTRY}", "trainer.scratchSize=2Gi", *external]
     package = tmp_path_factory.mktemp("pipeline") / "bapo.yaml"
     images = [f"{REGISTRY}/bapo/{name}:0.2.0" for name in ("service", "trainer")]
     compile_pipeline = ["pipeline", "compile", "--output", str(package), "--segments", "2"]
     main([*compile_pipeline, "--service-image", images[0], "--trainer-image", images[1]])
-    helm(
-        *("install", "bapo", str(ROOT / "charts/bapo"), "-n", namespace.name, "--wait"),
-        *("-f", str(ROOT / "charts/bapo/values-dev.yaml"), "--timeout", INSTALL_TIMEOUT),
-        *(argument for value in sets for argument in ("--set", value)),
-    )
-    data = (namespace.get("secret", "bapo-token") or {})["data"]
-    token = base64.b64decode(data["BAPO_TOKEN"]).decode()
-    forward = subprocess.Popen(
-        ["kubectl", "-n", namespace.name, "port-forward", "service/bapo-buffer", ":8700"],
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert forward.stdout is not None
-    found = re.search(r"127\.0\.0\.1:(\d+)", forward.stdout.readline())
-    assert found is not None, "kubectl port-forward did not start"
-    yield Release(namespace, package, f"http://127.0.0.1:{found[1]}", token, sets)
-    forward.terminate()
-    forward.wait()
+    installed = Release(namespace, package, sets)
+    installed.install()
+    installed.connect()
+    yield installed
+    installed.disconnect()
 
 
 class Forwarder:

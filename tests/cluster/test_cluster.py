@@ -220,20 +220,3 @@ def _set_trainer_image(release: Release, image: str) -> None:
     change = {"data": {"BAPO_TRAINER_IMAGE": image}}
     patch = ["patch", "configmap", "bapo-connection", "--type=merge", "-p", json.dumps(change)]
     release.namespace.kubectl(*patch)
-
-
-@pytest.mark.slow
-def test_replicas_exist_only_while_there_is_a_run(release: Release, no_run: None) -> None:
-    release.upgrade("rollout.scaleToZero.enabled=true", "rollout.scaleToZero.idleMinutes=0.1")
-
-    def replicas() -> set[str]:
-        return {name for name in release.namespace.names("pods") if name.startswith("bapo-rollout")}
-
-    wait_until(lambda: not replicas(), "scaling to zero", WAIT_S)
-    run = pipeline(release, "scaled", steps=3)
-    run.execute()
-    assert release.client("scaled").run_state().status == "finished"
-    release.upgrade("rollout.scaleToZero.enabled=true", "rollout.scaleToZero.idleMinutes=0.1")
-    wait_until(lambda: not replicas(), "scaling to zero", WAIT_S)
-    release.upgrade()
-    wait_until(replicas, "the replicas of a release that does not scale", WAIT_S)

@@ -1,7 +1,8 @@
 """Tests queues of Kueue on a cluster that has it: admission, waiting for quota, preemption.
 
-`make test-cluster-all` runs them. Kueue must manage PyTorchJobs and TrainJobs (its configuration's
-`integrations.frameworks`).
+`make test-cluster-all` runs them. Kueue must manage PyTorchJobs (its configuration's
+`integrations.frameworks`). TrainJobs are not tried: Kueue 0.14 does not know `runtimePatches`, by
+which a Kueue of the time of Kubeflow Trainer 2.3 starts them.
 """
 
 from __future__ import annotations
@@ -82,13 +83,12 @@ def occupy(release: Release) -> None:
     wait_until(is_admitted, "the admission of the Job", WAIT_S)
 
 
-@pytest.mark.parametrize("kind", ["PyTorchJob", "TrainJob"])
 def test_a_job_waits_for_quota_is_preempted_and_resumes(
-    release: Release, no_run: None, queue: str, kind: str
+    release: Release, no_run: None, queue: str
 ) -> None:
-    release.upgrade(f"trainer.jobKind={kind}", f"kueue.queue={queue}")
+    release.upgrade(f"kueue.queue={queue}")
     occupy(release)
-    name = f"queued-{kind.lower()}"
+    name = "queued"
     run = pipeline(release, name, steps=12)
     thread = run.start()
     line = f"Kueue has not admitted it from the queue {queue}: couldn't assign flavors"

@@ -124,9 +124,10 @@ def test_the_status_of_a_trainjob_becomes_its_phase(
     cluster.condition(NAME, "Failed", "FailedJobs", "jobset failed", jobs="trainjobs")
     ended = {"state": {"terminated": {"exitCode": 1, "reason": "Error"}}}
     cluster.pod(NAME, labels=labels, phase="Failed", containerStatuses=[_container(ended)])
-    cluster.logs[pod] = "error: no such model\n"
+    error = '{"level": "error", "message": "no such model"}'
+    cluster.logs[pod] = f"{error}\nE1123 torch/distributed failed (exitcode: 1) local_rank: 0\n"
     assert phase(backend) == "failed"
-    assert _reason(backend) == f"{pod} exited with 1 (Error): error: no such model"
+    assert _reason(backend) == f"{pod} exited with 1 (Error): no such model"
 
 
 def test_an_upgrade_to_another_kind_of_job_keeps_the_healthy_one(
@@ -164,12 +165,11 @@ def test_a_job_that_kueue_suspends_says_why_it_waits(
         },
     }
     assert backend.is_queued(NAME)
-    state = backend.state(NAME)
-    assert state is not None
-    assert (state.phase, state.reason) == (
-        "waiting",
-        f"Kueue has not admitted it from the queue gpus: {message}",
-    )
+    assert phase(backend) == "waiting"
+    assert _reason(backend) == f"Kueue has not admitted it from the queue gpus: {message}"
+    conditions = [{"type": kind, "status": "True"} for kind in ("QuotaReserved", "Admitted")]
+    cluster.objects["workloads"]["countdown-1"]["status"] = {"conditions": conditions}
+    assert "has admitted it from the queue gpus, but has not started it" in _reason(backend)
 
 
 def test_without_kueue_no_job_is_queued(backend: KubeflowBackend) -> None:

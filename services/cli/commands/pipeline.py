@@ -176,9 +176,9 @@ def reap(namespace: str, release: str, delete: bool) -> None:
 @click.option("--statefulset", required=True, metavar="NAME", help="The rollout replicas.")
 @click.option("--replicas", required=True, type=int, metavar="COUNT", help="Replicas for a run.")
 @click.option(
-    "--idle-minutes", default=10.0, metavar="MINUTES", help="Time without a run, before zero."
+    "--idle-minutes", default=10, metavar="MINUTES", help="Time without a run, before zero."
 )
-def scale_rollouts(namespace: str, statefulset: str, replicas: int, idle_minutes: float) -> None:
+def scale_rollouts(namespace: str, statefulset: str, replicas: int, idle_minutes: int) -> None:
     """Scale the rollout replicas up for a run, and to zero without one, until this is ended.
 
     The chart does this with `rollout.scaleToZero`. Needs `BAPO_BUFFER_URL` and `BAPO_TOKEN`.
