@@ -20,6 +20,7 @@ from services.buffer.routes import (
     artifacts,
     configs,
     dashboard,
+    datasets,
     runs,
     statistics,
     steps,
@@ -85,6 +86,7 @@ def create_app(database_url: str, store: ObjectStore, admin_token: str) -> FastA
     app.include_router(dashboard.router)
     for router in (
         configs.router,
+        datasets.router,
         runs.router,
         steps.router,
         artifacts.router,

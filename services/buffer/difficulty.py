@@ -18,7 +18,8 @@ from sqlalchemy.dialects.postgresql import aggregate_order_by
 from sqlalchemy.orm import Session
 
 from services.buffer.api import wire
-from services.buffer.runs import dataset_size, run_config
+from services.buffer.datasets import dataset_size
+from services.buffer.runs import run_config
 from services.buffer.tables import (
     DifficultySnapshot,
     PromptDifficulty,

@@ -1,4 +1,4 @@
-"""Datasets, and runs: created, listed, locked, and their configuration."""
+"""Runs: created, listed, locked, and their configuration."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 from sqlalchemy import select
 from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from bapo_core.config import ConfigError, RunConfig, config_from
 from services.buffer.api import wire
+from services.buffer.datasets import dataset_size
 from services.buffer.pages import after_cursor, page_of
-from services.buffer.tables import Dataset, PromptRow, Run
+from services.buffer.tables import Run
 from services.common.errors import Problem, bad_request, conflict, not_found
 
 SUPERSEDED = "urn:bapo:superseded"
@@ -96,55 +96,6 @@ def run_state(run: Run) -> wire.RunState:
         created_at=run.created_at,
         workflow=run.workflow,
     )
-
-
-def upload_prompts(session: Session, name: str, upload: wire.DatasetUpload) -> wire.DatasetState:
-    """Inserts the prompts that the dataset lacks.
-
-    Raises 409 if another prompt has one of the positions, or if the dataset is in use by a run.
-    """
-    session.execute(insert(Dataset).values(name=name, size=0).on_conflict_do_nothing())
-    dataset = session.get_one(Dataset, name, with_for_update=True)
-    rows = [
-        {
-            "dataset": name,
-            "position": upload.first_position + index,
-            "uid": item.uid,
-            "task": item.task,
-            "payload": item.payload,
-        }
-        for index, item in enumerate(upload.prompts)
-    ]
-    try:
-        added = _insert_new(session, rows)
-    except IntegrityError as error:
-        raise conflict(
-            f"dataset {name!r} has another prompt at one of the positions "
-            f"{upload.first_position}..{upload.first_position + len(rows) - 1}; upload the same "
-            "prompts in the same order, or use another dataset name"
-        ) from error
-    uses_dataset = (Run.train_dataset == name) | (Run.test_dataset == name)
-    run_name = session.scalar(select(Run.name).where(uses_dataset).limit(1)) if added else None
-    if run_name is not None:
-        raise conflict(
-            f"dataset {name!r} is used by run {run_name!r}, whose prompts must not change; use "
-            "another dataset name"
-        )
-    dataset.size += added
-    return wire.DatasetState(dataset=name, prompts=dataset.size)
-
-
-def _insert_new(session: Session, rows: list[dict[str, Any]]) -> int:
-    if not rows:
-        return 0
-    statement = insert(PromptRow).on_conflict_do_nothing(index_elements=["dataset", "uid"])
-    return len(session.scalars(statement.returning(PromptRow.id), rows).all())
-
-
-def dataset_size(session: Session, name: str) -> int:
-    """Returns the number of prompts of a dataset; 0 if there is no dataset of this name."""
-    dataset = session.get(Dataset, name)
-    return 0 if dataset is None else dataset.size
 
 
 def create_run(session: Session, request: wire.RunCreate) -> Run:

@@ -13,7 +13,8 @@ from services.buffer.api import wire
 from services.buffer.api.trajectories import GroupRows
 from services.buffer.buffers import reevaluated_entries
 from services.buffer.bulk import insert_columns
-from services.buffer.runs import dataset_size, run_config
+from services.buffer.datasets import dataset_size
+from services.buffer.runs import run_config
 from services.buffer.tables import PromptRow, RolloutGroup, Run
 from services.common.errors import bad_request, conflict
 

@@ -13,7 +13,8 @@ from bapo_core.sampling import prompt_positions
 from services.buffer.api import wire
 from services.buffer.artifacts import is_set_aside
 from services.buffer.buffers import reevaluated_entries
-from services.buffer.runs import dataset_size, run_config
+from services.buffer.datasets import dataset_size
+from services.buffer.runs import run_config
 from services.buffer.step_groups import (
     ExpectedPrompt,
     check_step,

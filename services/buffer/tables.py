@@ -106,6 +106,10 @@ class Dataset(Base):
 
     name: Mapped[str] = mapped_column(primary_key=True)
     size: Mapped[int]
+    digest: Mapped[str | None]
+    """SHA-256 of all its prompts, as its uploader declared it; null if nothing was declared."""
+    source: Mapped[str | None]
+    """Address that the prompts were read from."""
 
 
 class PromptRow(Base):

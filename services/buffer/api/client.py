@@ -19,6 +19,8 @@ ARROW = {"Content-Type": "application/vnd.apache.arrow.stream"}
 LONG_POLL_S = 10.0
 """Seconds that one request waits for an answer that is not ready."""
 PROMPTS_PER_UPLOAD = 5_000
+BYTES_PER_UPLOAD = 8 << 20
+"""Bytes of prompts as JSON in one request, half of the service's limit."""
 
 
 class BufferClient:
@@ -82,15 +84,39 @@ class BufferClient:
 
     # -- datasets and runs
 
-    def upload_dataset(self, dataset: str, prompts: Sequence[wire.PromptItem]) -> None:
+    def upload_dataset(
+        self,
+        dataset: str,
+        prompts: Sequence[wire.PromptItem],
+        *,
+        digest: str | None = None,
+        source: str | None = None,
+    ) -> None:
         """Stores prompts in this order; those that the dataset has are kept as they are.
 
-        Raises `ServiceError` (409) if a run uses the dataset and the upload would change it.
+        digest: SHA-256 of all prompts, which the dataset then keeps to. source: address that they
+        were read from. Raises `ServiceError` (409) if the dataset has another digest, or if a run
+        uses it and the upload would change it.
         """
-        for start in range(0, len(prompts), PROMPTS_PER_UPLOAD):
-            chunk = list(prompts[start : start + PROMPTS_PER_UPLOAD])
-            upload = wire.DatasetUpload(first_position=start, prompts=chunk)
+        start = 0
+        for part in _parts(prompts):
+            upload = wire.DatasetUpload(
+                first_position=start, prompts=part, digest=digest, source=source
+            )
             self._send("POST", f"/v1/datasets/{dataset}", json=upload.model_dump())
+            start += len(part)
+
+    def dataset(self, dataset: str) -> wire.DatasetState:
+        """Returns a dataset without its prompts; one that does not exist has 0 prompts."""
+        return self._call(wire.DatasetState, "GET", f"/v1/datasets/{dataset}")
+
+    def datasets(self) -> list[wire.DatasetState]:
+        """Returns every dataset, by name."""
+        return list(self._get_all(wire.DatasetState, "datasets", limit=1000))
+
+    def dataset_prompts(self, dataset: str) -> Iterator[wire.PromptItem]:
+        """Yields the prompts of a dataset in their order."""
+        yield from self._get_all(wire.PromptItem, f"datasets/{dataset}/prompts", limit=1000)
 
     def create_run(self, request: wire.RunCreate) -> wire.RunState:
         """Creates a run, or returns the existing one that was created by the same request.
@@ -451,6 +477,21 @@ class BufferClient:
     def collect_garbage(self, *, dry_run: bool = True) -> wire.Garbage:
         """Lists objects that no row refers to; deletes those older than a day unless `dry_run`."""
         return self._call(wire.Garbage, "POST", "/v1/gc", params={"dry_run": dry_run})
+
+
+def _parts(prompts: Sequence[wire.PromptItem]) -> Iterator[list[wire.PromptItem]]:
+    """Yields the prompts in parts that fit into one request each."""
+    part: list[wire.PromptItem] = []
+    size = 0
+    for prompt in prompts:
+        prompt_size = len(prompt.model_dump_json())
+        if part and (len(part) == PROMPTS_PER_UPLOAD or size + prompt_size > BYTES_PER_UPLOAD):
+            yield part
+            part, size = [], 0
+        part.append(prompt)
+        size += prompt_size
+    if part:
+        yield part
 
 
 def none_if_missing(call: Callable[[], Result]) -> Result | None:

@@ -48,7 +48,8 @@ HEARTBEAT_TIMEOUT_S = 10.0
 Uid = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[^\x00]+$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 MetricName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[^\x00]+$")]
-DatasetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
+DATASET_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$"
+DatasetName = Annotated[str, Field(pattern=DATASET_NAME)]
 
 
 class Wire(BaseModel):
@@ -78,15 +79,32 @@ class DatasetUpload(Wire):
     """Position of the first of these prompts in the dataset, from 0 on."""
     prompts: list[PromptItem] = Field(max_length=10_000)
     """Prompts at consecutive positions."""
+    digest: Digest | None = None
+    """SHA-256 of all prompts of the dataset, the same in all of its uploads: a dataset with another
+    digest, or without one, refuses them. Null declares none."""
+    source: str | None = Field(
+        default=None,
+        max_length=2000,
+        pattern=r"^[^\x00]+$",
+        examples=["s3://data/sums.jsonl"],
+    )
+    """Address that the prompts were read from; that of the first upload is kept."""
 
 
 class DatasetState(Wire):
-    """The size of a dataset."""
+    """A dataset without its prompts."""
 
     dataset: str
     """Name of the dataset."""
     prompts: int
     """Number of prompts that the dataset holds; 0 for a dataset that does not exist."""
+    task: str | None = None
+    """Task of its first prompt; null for a dataset without prompts."""
+    digest: Digest | None = None
+    """SHA-256 of all its prompts, as its uploader declared it; null if nothing was declared. While
+    an upload is incomplete, the prompts have another digest."""
+    source: str | None = None
+    """Address that the prompts were read from; null if the uploader did not say."""
 
 
 class ConfigUpload(Wire):

@@ -1,10 +1,10 @@
-"""Datasets, and runs from their creation to their deletion."""
+"""Runs, from their creation to their deletion."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Path, Query
+from fastapi import APIRouter, Depends, Query
 from pydantic import Field
 
 from services.buffer import comparisons, lifecycle, runs
@@ -15,31 +15,7 @@ from services.buffer.tokens import require_scope
 
 READ, RUN = [Depends(require_scope("read"))], [Depends(require_scope("run"))]
 
-DatasetName = Annotated[str, Path(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")]
-
 router = APIRouter(prefix="/v1")
-
-
-# ---- datasets -----------------------------------------------------------------------------------
-
-
-@router.post("/datasets/{dataset}", tags=["datasets"], dependencies=RUN)
-def upload_prompts(
-    service: ServiceDep, dataset: DatasetName, upload: wire.DatasetUpload
-) -> wire.DatasetState:
-    """Appends prompts to a dataset. Prompts that it has are kept as they are.
-
-    Answers 409 if a run uses the dataset and the upload would add to it.
-    """
-    with service.sessions.begin() as session:
-        return runs.upload_prompts(session, dataset, upload)
-
-
-@router.get("/datasets/{dataset}", tags=["datasets"], dependencies=READ)
-def get_dataset(service: ServiceDep, dataset: DatasetName) -> wire.DatasetState:
-    """Returns the number of prompts in a dataset; 0 if it does not exist."""
-    with service.sessions() as session:
-        return wire.DatasetState(dataset=dataset, prompts=runs.dataset_size(session, dataset))
 
 
 # ---- runs ---------------------------------------------------------------------------------------
