@@ -28,7 +28,7 @@ RUN python3 -m venv /opt/bapo \
 FROM builder AS trainer-environment
 RUN python3 -m venv /opt/bapo \
  && /opt/bapo/bin/pip install -c constraints.txt ${TORCH_INDEX_URL:+--index-url ${TORCH_INDEX_URL}} "torch==2.13.0" \
- && /opt/bapo/bin/pip install -c constraints.txt ".[pipelines,train]" \
+ && /opt/bapo/bin/pip install -c constraints.txt ".[pipelines,train,hub]" \
  && /opt/bapo/bin/pip uninstall --yes bapo
 
 # vLLM has a separate environment, because it pins other versions of the same dependencies.

@@ -26,10 +26,10 @@ from bapo_core.tasks import get_task
 from bapo_core.types import GroupSummary
 
 # Keys of which this file implements the default value alone.
-DEFAULTS_ONLY = """task.train_path rollout.max_generation_rounds fresh.filter reevaluate.enabled
-reevaluate.rule replay.enabled hard_buffer.after hard_buffer.store_new_in_high replay_window.r_tot
-batch.dedup advantage.estimator loss.ratio loss.norm loss.weight_level kl.reference lora.rank
-evaluation.samples evaluation.temperature task.test_path sync.weights_dtype"""
+DEFAULTS_ONLY = """task.train_path task.test_path rollout.max_generation_rounds fresh.filter
+reevaluate.enabled reevaluate.rule replay.enabled hard_buffer.after hard_buffer.store_new_in_high
+replay_window.r_tot batch.dedup advantage.estimator loss.ratio loss.norm loss.weight_level
+task.columns kl.reference lora.rank evaluation.samples evaluation.temperature sync.weights_dtype"""
 
 
 def train(config, directory, sample=None, learner=None):

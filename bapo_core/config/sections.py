@@ -62,9 +62,14 @@ class TaskConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the task's constructor, for example `{template: short}` for `countdown`."""
     train_path: str | None = None
-    """Parquet or JSONL file of the training prompts; null generates them, if the task can."""
+    """Address of the training prompts: a Parquet, JSONL or JSON file,
+    `hf://organisation/name[@revision][:split]`, `s3://bucket/key`, or `dataset:NAME` for what
+    `bapo dataset upload` stored; null generates them, if the task can."""
     test_path: str | None = None
-    """Parquet or JSONL file of the held-out prompts; null generates them, if the task can."""
+    """Address of the held-out prompts, as that of the training prompts."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Columns of the data that are named otherwise than the task's: the task's name, and that of
+    the data, for example `{problem: question, answer: solution}` for `math`."""
     train_prompts: int = Field(2000, ge=1)
     """Number of training prompts to generate, or the most to read from `task.train_path`."""
     test_prompts: int = Field(200, ge=1)

@@ -51,7 +51,7 @@ def get_task(name: str, **options: Any) -> Task:
     if not isinstance(task, Task):
         raise TaskError(
             f"task {name}: its entry point makes a {type(task).__name__}, which lacks some of "
-            "name, uid, render, verify, load"
+            "name, uid, render, verify, columns, parse_row"
         )
     return task
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 Payload = Mapping[str, Any]
@@ -76,10 +75,16 @@ class Task(Protocol):
         """
         ...
 
-    def load(self, path: str | Path, *, limit: int | None = None) -> list[Payload]:
-        """Returns the problems of a Parquet or JSONL file, at most `limit`.
+    @property
+    def columns(self) -> Sequence[str]:
+        """The columns of a data set that a problem is made of."""
+        ...
 
-        Raises `ValueError` for a row that is not a problem of the task.
+    def parse_row(self, row: Mapping[str, Any]) -> Payload | None:
+        """Returns the problem of a row of a data set, or None to leave the row out.
+
+        row: value of each of `columns`. A row without an answer is left out, because no response to
+        it can be verified. Raises `ValueError` for a row that is not a problem of the task.
         """
         ...
 

@@ -7,11 +7,10 @@ columns of the public dataset Jiayi-Pan/Countdown-Tasks-3to4.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from bapo_core.seeding import derive_rng
@@ -23,16 +22,13 @@ from bapo_core.tasks.expressions import (
     parse,
     random_expression,
 )
-from bapo_core.tasks.files import rows_of
 
-__all__ = ["CountdownTask", "is_solvable", "load_countdown", "random_expression"]
+__all__ = ["CountdownTask", "is_solvable", "random_expression"]
 
 Template = Literal["short", "think"]
 
 MAX_NUMBERS = 6
 """Most numbers of a problem; with more, the search for a solution takes too long."""
-
-_EXAMPLE = '{"nums": [3, 4, 7], "target": 84}'
 
 # Consecutive draws without a new problem after which the space of problems counts as exhausted.
 _MAX_MISSES = 20_000
@@ -48,6 +44,7 @@ class CountdownTask:
     """Countdown with a prompt template and a distribution of generated problems."""
 
     name: ClassVar[str] = "countdown"
+    columns: ClassVar[Sequence[str]] = ("nums", "target")
 
     template: Template = "think"
     """Prompt template. `short`: the message is "3 4 7=84:" and the response is the expression
@@ -102,9 +99,29 @@ class CountdownTask:
         status, detail = _judge(expression, payload["nums"], payload["target"])
         return Verdict(1.0 if status is VerdictStatus.OK else 0.0, status, answer, detail)
 
-    def load(self, path: str | Path, *, limit: int | None = None) -> list[Payload]:
-        """Returns the problems of a file, as `load_countdown` does."""
-        return load_countdown(path, limit=limit)
+    def parse_row(self, row: Mapping[str, Any]) -> Payload:
+        """Returns the problem of a row.
+
+        To check that a problem of 4 numbers has a solution takes a fraction of a millisecond.
+        Raises `ValueError` for anything but 2 to 6 positive integers, a positive integer target,
+        and a solvable problem.
+        """
+        numbers, target = row["nums"], row["target"]
+        if not (
+            isinstance(numbers, list)
+            and 2 <= len(numbers) <= MAX_NUMBERS
+            and all(map(_is_positive_integer, numbers))
+        ):
+            raise ValueError(
+                f"nums is {numbers!r:.80}; make it a list of 2 to {MAX_NUMBERS} positive integers"
+            )
+        if not _is_positive_integer(target):
+            raise ValueError(f"target is {target!r:.80}; make it a positive integer")
+        if not is_solvable(numbers, target):
+            raise ValueError(
+                f"no expression over {numbers} equals {target}; correct or remove the row"
+            )
+        return {"nums": numbers, "target": target}
 
     def generate(self, seed: int, n: int) -> list[Payload]:
         """Returns n distinct solvable problems. Raises `ValueError` if there are not as many."""
@@ -266,45 +283,6 @@ def _splits(numbers: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[i
             )
 
 
-# ---- files --------------------------------------------------------------------------------------
-
-
-def load_countdown(path: str | Path, *, limit: int | None = None) -> list[Payload]:
-    """Returns the problems of a `.parquet` or `.jsonl` file with columns `nums` and `target`.
-
-    At most `limit` rows are read, and the first of equal problems is kept. To check that a problem
-    of 4 numbers has a solution takes a fraction of a millisecond.
-
-    Raises `ValueError` naming file and row for anything but 2 to 6 positive integers, a positive
-    integer target, and a solvable problem.
-    """
-    problems: dict[str, Payload] = {}
-    for where, row in rows_of(path, ("nums", "target"), _EXAMPLE, limit=limit):
-        problem = _checked(row, where)
-        problems.setdefault(_uid(problem["nums"], problem["target"]), problem)
-    return list(problems.values())
-
-
-def _checked(row: dict[str, Any], where: str) -> Payload:
-    numbers, target = row["nums"], row["target"]
-    if not (
-        isinstance(numbers, list)
-        and 2 <= len(numbers) <= MAX_NUMBERS
-        and all(map(_positive_integer, numbers))
-    ):
-        raise ValueError(
-            f"{where}: nums is {numbers!r:.80}; make it a list of 2 to {MAX_NUMBERS} positive "
-            "integers"
-        )
-    if not _positive_integer(target):
-        raise ValueError(f"{where}: target is {target!r:.80}; make it a positive integer")
-    if not is_solvable(numbers, target):
-        raise ValueError(
-            f"{where}: no expression over {numbers} equals {target}; correct or remove the row"
-        )
-    return {"nums": numbers, "target": target}
-
-
-def _positive_integer(value: Any) -> bool:
+def _is_positive_integer(value: Any) -> bool:
     # bool is a subclass of int, but JSON's true is not a number.
     return isinstance(value, int) and not isinstance(value, bool) and value > 0

@@ -1,12 +1,14 @@
 r"""Mathematics with a known answer, compared by the math-verify library.
 
 A payload is {"problem": text, "answer": reference answer in LaTeX or plain text}, the columns of
-the public datasets in the style of MATH.
+the public datasets in the style of MATH. A list of reference answers holds alternatives, as in
+Minerva: a response that equals one of them is correct.
 
-The answer of a response is the content of its last complete \boxed{...}; without any \boxed, it is
-the last expression near the end that math-verify extracts. math-verify decides equality, and is
-generous (docs/verifier.md lists the cases), with two exceptions: an equation that contradicts
-itself (7 = 42) is incorrect, and a small number does not equal 0 after rounding.
+The answer of a response is the content of its last complete \boxed{...}. With `boxed_only: false`,
+that of a response without any \boxed is the last expression near its end that math-verify extracts.
+math-verify decides equality, and is generous (docs/verifier.md lists the cases), with two
+exceptions: an equation that contradicts itself (7 = 42) is incorrect, and a small number does not
+equal 0 after rounding.
 """
 
 from __future__ import annotations
@@ -15,14 +17,12 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, ClassVar
 
 from bapo_core.tasks.base import Message, Payload, Verdict, VerdictStatus
-from bapo_core.tasks.files import rows_of
 
 MAX_ANSWER = 1_000
 """Most characters of an answer; a longer one is not parsed."""
@@ -32,7 +32,8 @@ MAX_TAIL = 1_000
 _BRACES = re.compile(r"\\boxed\s*\{|\\fbox\s*\{|\\.|[{}]", re.DOTALL)
 _BLANKS = re.compile(r"\s+")
 _DECIMALS = 6
-_EXAMPLE = '{"problem": "What is $6 \\\\cdot 7$?", "answer": "42"}'
+_SCIENTIFIC = re.compile(r"(-?\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})")
+"""A number such as 4.5e33, as Minerva has them. In LaTeX, its e would be Euler's number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +41,13 @@ class MathTask:
     """Mathematics with an instruction to the model."""
 
     name: ClassVar[str] = "math"
+    columns: ClassVar[Sequence[str]] = ("problem", "answer")
 
     instruction: str = r"Reason step by step, and put your final answer within \boxed{}."
     """Text that follows the problem in the user message."""
-    boxed_only: bool = False
-    r"""Whether an answer must be in a \boxed{...}."""
+    boxed_only: bool = True
+    r"""Whether an answer must be in a \boxed{...}, as the instruction asks. Set it to false for a
+    model that does not follow instructions."""
 
     def uid(self, payload: Payload) -> str:
         """Returns "math:<hash of the problem>", whatever its white space."""
@@ -74,7 +77,7 @@ class MathTask:
         if len(answer) > MAX_ANSWER:
             detail = f"the answer is longer than {MAX_ANSWER} characters"
             return Verdict(0.0, VerdictStatus.TOO_LARGE, None, detail)
-        if _BLANKS.sub("", answer) == _BLANKS.sub("", _gold_text(payload)):
+        if _without_blanks(_bare(answer)) in map(_without_blanks, _reference_answers(payload)):
             return Verdict(1.0, VerdictStatus.OK, answer)
         return _judged(payload, answer, _parse_latex)
 
@@ -90,17 +93,33 @@ class MathTask:
             return Verdict(0.0, VerdictStatus.NO_ANSWER, None, "no answer found")
         return verdict
 
-    def load(self, path: str | Path, *, limit: int | None = None) -> list[Payload]:
-        """Returns the problems of a Parquet or JSONL file with columns `problem` and `answer`.
+    def parse_row(self, row: Mapping[str, Any]) -> Payload | None:
+        """Returns the problem of a row, or None for one whose answer is null or empty.
 
-        At most `limit` rows are read, and the first of equal problems is kept. Raises `ValueError`
-        naming file and row unless both columns are text (an answer may be a number).
+        Raises `ValueError` unless the problem is text, and the answer text, a number or a list of
+        those.
         """
-        problems: dict[str, Payload] = {}
-        for where, row in rows_of(path, ("problem", "answer"), _EXAMPLE, limit=limit):
-            problem = _checked(row, where)
-            problems.setdefault(self.uid(problem), problem)
-        return list(problems.values())
+        problem, answer = row["problem"], row["answer"]
+        if not isinstance(problem, str) or not problem.strip():
+            raise ValueError(f"problem is {problem!r:.80}; make it the text of a problem")
+        if not isinstance(answer, list):
+            text = _answer_text(answer)
+            return {"problem": problem, "answer": text} if text.strip() else None
+        answers = [text for text in (_answer_text(item).strip() for item in answer) if text]
+        if not answers:
+            return None
+        return {"problem": problem, "answer": answers[0] if len(answers) == 1 else answers}
+
+
+def _answer_text(answer: Any) -> str:
+    """Returns a reference answer as text, which is empty for null."""
+    if answer is None:
+        return ""
+    if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
+        return str(answer)
+    if not isinstance(answer, str):
+        raise ValueError(f"answer is {answer!r:.80}; make it text, a number or a list of those")
+    return answer
 
 
 def _boxed(response: str) -> str | None:
@@ -119,11 +138,20 @@ def _boxed(response: str) -> str | None:
     return None if content is None else response[slice(*content)].strip()
 
 
-def _gold_text(payload: Payload) -> str:
-    """Returns the reference answer without \\boxed and dollar signs."""
-    gold = str(payload["answer"])
-    boxed = _boxed(gold)
-    return (gold if boxed is None else boxed).strip().strip("$").strip()
+def _reference_answers(payload: Payload) -> list[str]:
+    """Returns the reference answers, one of which an answer must equal."""
+    answers = payload["answer"]
+    return [_bare(str(answer)) for answer in (answers if isinstance(answers, list) else [answers])]
+
+
+def _bare(answer: str) -> str:
+    """Returns an answer without \\boxed, dollar signs and a final full stop."""
+    boxed = _boxed(answer)
+    return (answer if boxed is None else boxed).strip().rstrip(".").strip("$").strip()
+
+
+def _without_blanks(text: str) -> str:
+    return _BLANKS.sub("", text)
 
 
 # ---- math-verify, imported at first use, because `bapo_core` must import without it --------------
@@ -133,6 +161,9 @@ def _parse_latex(text: str) -> list[Any]:
     """Parses LaTeX without any text around it; returns [] if it has no meaning."""
     from math_verify import LatexExtractionConfig
 
+    number = _SCIENTIFIC.fullmatch(text)
+    if number is not None:
+        text = rf"{number[1]} \times 10^{{{number[2]}}}"
     return _parse(f"\\boxed{{{text}}}", [LatexExtractionConfig(boxed_match_priority=0)])
 
 
@@ -177,8 +208,17 @@ def _parsed_gold(text: str) -> tuple[list[Any], int]:
 
 
 def _judged(payload: Payload, answer: str, parse: Callable[[str], list[Any]]) -> Verdict:
+    """Returns the verdict by the first reference answer that `answer` equals, or by the last."""
+    for reference in _reference_answers(payload):
+        verdict = _judged_by(reference, answer, parse)
+        if verdict.status == VerdictStatus.OK:
+            break
+    return verdict
+
+
+def _judged_by(reference: str, answer: str, parse: Callable[[str], list[Any]]) -> Verdict:
     try:
-        gold, decimals = _parsed_gold(_gold_text(payload))
+        gold, decimals = _parsed_gold(reference)
         expressions = parse(answer)
         if not expressions:
             return Verdict(0.0, VerdictStatus.PARSE_ERROR, answer, "not mathematics")
@@ -192,9 +232,7 @@ def _judged(payload: Payload, answer: str, parse: Callable[[str], list[Any]]) ->
         # compare, and a response must not be able to raise in our callers.
         return Verdict(0.0, VerdictStatus.PARSE_ERROR, answer, type(error).__name__)
     if not equal:
-        return Verdict(
-            0.0, VerdictStatus.WRONG_VALUE, answer, f"does not equal {payload['answer']}"
-        )
+        return Verdict(0.0, VerdictStatus.WRONG_VALUE, answer, f"does not equal {reference}")
     return Verdict(1.0, VerdictStatus.OK, answer)
 
 
@@ -216,14 +254,3 @@ def _contradicts(expression: Any) -> bool:
         and not _equal(equation.lhs, equation.rhs)
         for equation in equations
     )
-
-
-def _checked(row: dict[str, Any], where: str) -> Payload:
-    problem, answer = row["problem"], row["answer"]
-    if not isinstance(problem, str) or not problem.strip():
-        raise ValueError(f"{where}: problem is {problem!r:.80}; make it the text of a problem")
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
-        answer = str(answer)
-    if not isinstance(answer, str) or not answer.strip():
-        raise ValueError(f"{where}: answer is {answer!r:.80}; make it text or a number, not empty")
-    return {"problem": problem, "answer": answer}

@@ -22,6 +22,7 @@ from bapo_core.importance import mismatch_metrics, weight_metrics
 from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
+from services.cli.service import data_sources
 from services.datasets import load_datasets
 from services.rollout.api.wire import GeneratedGroup, GenerateRequest, PromptRequest
 from services.rollout.collector import tokenize_conversation
@@ -122,7 +123,7 @@ async def _generate(
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     task = get_task(config.task.name, **config.task.options)
-    train, _ = load_datasets(config)
+    train, _ = load_datasets(config, data_sources())
     rollout = config.rollout
     request = GenerateRequest(
         policy_version=1,

@@ -37,7 +37,9 @@ all variables that are missing or invalid in one error. An empty variable counts
 set. This page is generated (`make docs`).
 """
 OTHERS = {
-    "HF_TOKEN": "Token of the Hugging Face hub, for `hf://` models behind a licence.",
+    "HF_TOKEN": "Token of the Hugging Face hub, for `hf://` models and data sets that are gated or "
+    "private.",
+    "HF_ENDPOINT": "Address of a mirror of the Hugging Face hub.",
     "CXX": "C++ compiler for vLLM on CPUs, `g++` unless set; without one, vLLM runs without "
     "`torch.compile`.",
     "RANK, LOCAL_RANK, WORLD_SIZE, PET_*": "Rank of a trainer process and its rendezvous, set by "

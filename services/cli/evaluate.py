@@ -13,6 +13,7 @@ from bapo_core.errors import BapoError
 from bapo_core.metrics import accuracy_bins, pass_at_k
 from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task
+from services.cli.service import data_sources
 from services.datasets import load_datasets
 from services.rollout.api.wire import PromptRequest, Sampling
 from services.rollout.collector import tokenize_conversation
@@ -31,7 +32,7 @@ def evaluate_directory(config: RunConfig, directory: Path) -> dict[str, Any]:
 
     from services.rollout.transformers_engine import TransformersEngine
 
-    _, held_out = load_datasets(config)
+    _, held_out = load_datasets(config, data_sources())
     tokenizer = AutoTokenizer.from_pretrained(directory)
     task = get_task(config.task.name, **config.task.options)
     samples = config.evaluation_samples

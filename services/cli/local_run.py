@@ -18,6 +18,7 @@ from bapo_core.errors import BapoError
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.cli.progress import RunDisplay
+from services.cli.service import data_sources
 from services.common.process import python_command
 from services.datasets import load_datasets
 from services.exporters.mlflow import mirror_to_mlflow
@@ -54,15 +55,17 @@ class LocalRun:
 
 def create_run(run: LocalRun) -> None:
     """Uploads the prompts and creates the run. Raises `BapoError` when its name is taken."""
-    train, test = load_datasets(run.config)
     client = run.client
-    for dataset in (train, test):
-        client.upload_dataset(dataset.name, dataset.prompts)
     if run.config.name in {state.name for state in client.runs()}:
         raise BapoError(
             f"run {run.config.name!r} exists; continue it with --resume, or take another name "
             "(name=...) or the next free one (--new)"
         )
+    train, test = load_datasets(run.config, data_sources(lambda: client))
+    for dataset in (train, test):
+        client.upload_dataset(dataset.name, dataset.prompts)
+        if dataset.notes:
+            run.console.print(f"note: {dataset.name}: {dataset.summary}", highlight=False)
     client.create_run(
         wire.RunCreate(
             name=run.config.name,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
 from services.cli.settings import CommandLineSettings
 from services.common.objectstore import ObjectStore
+from services.datasets import DataSources
 from services.model.resolve import object_store_of_environment
 from services.stack.settings import default_home
 from services.stack.stack import Endpoints, find_stack
@@ -49,6 +52,14 @@ def open_object_store() -> ObjectStore:
     if CommandLineSettings.load().s3_endpoint:
         return object_store_of_environment()
     return ObjectStore(require_stack("set BAPO_S3_ENDPOINT").object_store)
+
+
+def data_sources(connect: Callable[[], BufferClient] = connect) -> DataSources:
+    """Returns the services that hold data sets, and the directory that keeps rows of the hub.
+
+    connect: returns a client of the buffer service that `dataset:NAME` refers to.
+    """
+    return DataSources(default_home() / "datasets", open_object_store, connect)
 
 
 def open_local_object_store() -> ObjectStore:

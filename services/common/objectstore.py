@@ -30,6 +30,8 @@ from services.common.settings import ObjectStoreSettings
 
 Result = TypeVar("Result")
 
+S3_SCHEME = "s3://"
+"""Scheme of the address of an object, `s3://bucket/key`."""
 MANIFEST = "manifest.json"
 LARGEST_PART = 256 << 20
 """Bytes up to which an object is sent in one request; several requests halve the throughput."""
@@ -269,6 +271,25 @@ class ObjectStore:
     def read(self, key: str) -> bytes:
         """Returns the bytes of `key`, of which no digest is known."""
         return self._repeat(lambda: self._get(key))
+
+    def read_address(self, address: str) -> bytes:
+        """Returns the bytes of `s3://bucket/key`, of any bucket that the credentials open.
+
+        Raises `ObjectStoreError` for another kind of address, and when there is no such object.
+        """
+        bucket, _, key = address.removeprefix(S3_SCHEME).partition("/")
+        if not address.startswith(S3_SCHEME) or not bucket or not key:
+            raise ObjectStoreError(f"{address!r} is no address; give s3://bucket/key")
+        try:
+            return ObjectStore(self.settings.model_copy(update={"bucket": bucket})).read(key)
+        except ObjectStoreError as error:
+            code = getattr(error.__cause__, "code", "")
+            if code not in ("NoSuchKey", "NoSuchBucket"):
+                raise
+            raise ObjectStoreError(
+                f"{address}: object store {self.settings.endpoint} has no such object: {code}; "
+                "check the bucket and the key"
+            ) from error
 
     def _get(self, key: str) -> bytes:
         try:

@@ -86,7 +86,7 @@ def test_a_model_directory_that_is_not_one(command: Command, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"numbers": [1, 2]}, "needs the keys nums and target"),
+        ({"numbers": [1, 2]}, "no column nums, target (there are numbers)"),
         ({"nums": [1, 2], "target": 50}, "no expression over [1, 2] equals 50"),
         ({"nums": "1 2", "target": 3}, "make it a list"),
     ],

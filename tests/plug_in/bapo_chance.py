@@ -8,9 +8,8 @@ responses of a group, and cannot be learnt.
 from __future__ import annotations
 
 import hashlib
-import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 from bapo_core.tasks import Message, Payload, Verdict, VerdictStatus
@@ -24,6 +23,7 @@ class ChanceTask:
     """Generates successive numbers as problems, whose probabilities cycle through `CHANCES`."""
 
     name: ClassVar[str] = "chance"
+    columns: ClassVar[Sequence[str]] = ("number", "chance")
 
     def uid(self, payload: Payload) -> str:
         return f"chance:{payload['number']}"
@@ -37,9 +37,8 @@ class ChanceTask:
             return Verdict(1.0, VerdictStatus.OK, response)
         return Verdict(0.0, VerdictStatus.WRONG_VALUE, response)
 
-    def load(self, path: str | Path, *, limit: int | None = None) -> list[Payload]:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()[:limit]
-        return [json.loads(line) for line in lines]
+    def parse_row(self, row: Mapping[str, Any]) -> Payload:
+        return row
 
     def generate(self, seed: int, n: int) -> list[Payload]:
         return [build_problem(number) for number in range(1000 * seed, 1000 * seed + n)]

@@ -24,6 +24,7 @@ from services.cli.variants import (
     read_variants,
 )
 from services.common.process import stop_on_signals
+from services.datasets import pin_revisions
 from services.model.resolve import ensure_model
 from services.stack.settings import default_home
 from services.stack.stack import Endpoints, find_or_start_stack
@@ -149,17 +150,22 @@ def _train(
     """Trains a run, or continues it, or reads its results when it is finished.
 
     Returns its result, and whether it was trained. Raises `BapoError` for a run of this name with
-    another configuration.
+    another configuration, such as another commit of a data set of the hub.
     """
     from services.report.comparison import RunResult  # imports matplotlib
 
-    config = planned.config
+    config = pin_revisions(planned.config)
     run = LocalRun(config, endpoints, home, Path("runs") / config.name, console)
     state = {state.name: state for state in run.client.runs()}.get(config.name)
     if state is not None and state.config != config:
+        moved = [
+            f"; task.{key} was {former}, and is {present} now"
+            for key in ("train_path", "test_path")
+            if (former := getattr(state.config.task, key)) != (present := getattr(config.task, key))
+        ]
         raise BapoError(
             f"run {config.name!r} was started with another configuration; choose another name "
-            "(name=...)"
+            f"(name=...){''.join(moved)}"
         )
     if state is not None and state.status == "finished":
         console.print(f"{config.name}: finished already", highlight=False)

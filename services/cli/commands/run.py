@@ -15,6 +15,7 @@ from services.cli.options import ConfigArguments, config_arguments, port_option
 from services.cli.service import open_local_object_store
 from services.common.errors import ServiceError
 from services.common.process import stop_on_signals
+from services.datasets import pin_revisions
 from services.model.resolve import ensure_model
 from services.report.summary import RunHistory
 from services.stack.settings import default_home
@@ -59,6 +60,8 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
     loaded = config.load(*([f"trainer.profile_steps={profile}"] if profile else []))
     for warning in loaded.warnings():
         console.print(f"note: {warning}", highlight=False)
+    if not resume:
+        loaded = pin_revisions(loaded)
     model = ensure_model(loaded, home, open_store=open_local_object_store)
     with find_or_start_stack(home, port) as endpoints:
         client = BufferClient(endpoints.buffer_url, endpoints.token, run=loaded.name)

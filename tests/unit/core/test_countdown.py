@@ -5,8 +5,6 @@ import random
 from fractions import Fraction
 from itertools import combinations
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 from bapo_core.errors import TaskError
 from bapo_core.tasks import SyntheticTask, get_task, task_names
 from bapo_core.tasks.base import VerdictStatus
-from bapo_core.tasks.countdown import CountdownTask, is_solvable, load_countdown, random_expression
+from bapo_core.tasks.countdown import CountdownTask, is_solvable, random_expression
 
 PROBLEM = {"nums": [3, 4, 7], "target": 84}
 SHORT, THINK = CountdownTask(template="short"), CountdownTask(template="think")
@@ -217,73 +215,28 @@ def test_an_exhausted_space_is_explained():
         CountdownTask(numbers=[2], max_number=2, min_target=1).generate(0, 100)
 
 
-# ---- files ----
-
-ROWS = [{"nums": [3, 4, 7], "target": 84}, {"nums": [44, 19, 35], "target": 98}]
+# ---- rows ----
 
 
-def write(folder, rows, suffix):
-    path = folder / f"data{suffix}"
-    if suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+def test_a_row_is_read_as_it_is():
+    row = {"nums": [3, 4, 7], "target": 84}
+    assert THINK.parse_row(row) == row
 
 
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-def test_files_are_read_as_they_are(tmp_path, suffix):
-    extra = [{**row, "source": "x"} for row in ROWS]
-    assert load_countdown(write(tmp_path, extra, suffix)) == ROWS
-    assert THINK.load(write(tmp_path, extra, suffix), limit=1) == ROWS[:1]
-
-
-def test_a_repeated_problem_is_kept_once(tmp_path):
-    again = {"nums": [7, 4, 3], "target": 84}
-    assert load_countdown(write(tmp_path, [*ROWS, again], ".jsonl")) == ROWS
-
-
-@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"nums": [3, 4, 7], "target": 85}, "row 1: no expression over .* equals 85; correct"),
-        ({"nums": [3, 4, 7], "target": 0}, "row 1: target is 0; make it a positive"),
-        ({"nums": [3, 4, 7], "target": "84"}, "row 1: target is '84'"),
-        ({"nums": [3.0, 4.0], "target": 12}, "row 1: nums is"),
-        ({"nums": [3, 0], "target": 3}, "row 1: nums is"),
-        ({"nums": [3], "target": 3}, "row 1: nums is .* 2 to 6"),
-        ({"nums": [1] * 7, "target": 7}, "row 1: nums is .* 2 to 6"),
-        ({"nums": "3 4", "target": 12}, "row 1: nums is"),
-        ({"nums": None, "target": 12}, "row 1: nums is"),
-        ({"numbers": [3, 4], "target": 12}, "nums"),
+        ({"nums": [3, 4, 7], "target": 85}, "no expression over .* equals 85; correct"),
+        ({"nums": [3, 4, 7], "target": 0}, "target is 0; make it a positive"),
+        ({"nums": [3, 4, 7], "target": "84"}, "target is '84'"),
+        ({"nums": [3.0, 4.0], "target": 12}, "nums is"),
+        ({"nums": [3, 0], "target": 3}, "nums is"),
+        ({"nums": [3], "target": 3}, "nums is .* 2 to 6"),
+        ({"nums": [1] * 7, "target": 7}, "nums is .* 2 to 6"),
+        ({"nums": "3 4", "target": 12}, "nums is"),
+        ({"nums": None, "target": 12}, "nums is"),
     ],
 )
-def test_a_bad_row_is_named_with_its_file(tmp_path, suffix, row, message):
-    path = write(tmp_path, [row], suffix)
-    with pytest.raises(ValueError, match=message) as caught:
-        load_countdown(path)
-    assert str(caught.value).startswith(str(path))
-
-
-def test_the_row_named_is_the_bad_one(tmp_path):
-    path = write(tmp_path, [*ROWS, {"nums": [1, 1], "target": 50}], ".parquet")
-    with pytest.raises(ValueError, match="row 3"):
-        load_countdown(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("data.csv", b"nums,target", "name the file .parquet or .jsonl"),
-        ("data.parquet", b"not parquet", "not a Parquet file"),
-        ("data.jsonl", b"{", "row 1: not JSON"),
-        ("data.jsonl", b"\xff\xfe", "row 1: not JSON"),
-        ("data.jsonl", b"[1, 2]", "row 1: needs the keys"),
-    ],
-)
-def test_a_bad_file_is_explained(tmp_path, name, content, message):
-    path = tmp_path / name
-    path.write_bytes(content)
+def test_a_bad_row_is_explained(row, message):
     with pytest.raises(ValueError, match=message):
-        load_countdown(path)
+        THINK.parse_row(row)

@@ -94,7 +94,9 @@ def test_an_unknown_name_lists_the_known_ones(place: Path) -> None:
 
 def test_what_is_no_task_is_named(place: Path) -> None:
     distribution(place, "bapo-mine", "mine = bapo_mine:Task", "Task = int\n")
-    with pytest.raises(TaskError, match="makes a int, which lacks some of name, uid"):
+    with pytest.raises(
+        TaskError, match="makes a int, which lacks some of name, uid, render, verify, columns"
+    ):
         get_task("mine")
 
 

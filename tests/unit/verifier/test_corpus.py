@@ -16,6 +16,8 @@ from services.verifier.settings import VerifierSettings
 
 DEADLINE_S = 1.0
 CASES = corpus()
+OPTIONS = {"countdown": {}, "math": {"boxed_only": False}}
+"""Options under which a task reads the most of a response."""
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,8 @@ def score(client: httpx.Client, cases: list[Case]) -> tuple[list[str], list[str]
         for n, response in enumerate(responses)
     ]
     # `json` escapes lone surrogates and NUL, as a foreign client may; httpx's encoder does not.
-    body = json.dumps({"task": cases[0].task, "items": items})
+    task = cases[0].task
+    body = json.dumps({"task": task, "options": OPTIONS[task], "items": items})
     answer = client.post("/v1/verify", content=body)
     assert answer.status_code == 200, answer.text
     verdicts = [verdict for item in answer.json()["verdicts"] for verdict in item]
@@ -96,7 +99,8 @@ def test_text_that_is_not_unicode_gets_a_verdict_or_a_clean_refusal(
     client: httpx.Client, task: str, text: str
 ) -> None:
     payload = next(case.payload for case in CASES if case.task == task)
-    body = json.dumps({"task": task, "items": [{"payload": payload, "responses": [text]}]})
+    items = [{"payload": payload, "responses": [text]}]
+    body = json.dumps({"task": task, "options": OPTIONS[task], "items": items})
     answer = client.post("/v1/verify", content=body)
     if answer.status_code == 200:
         assert answer.json()["verdicts"][0][0]["reward"] == 0

@@ -1,0 +1,40 @@
+"""A dataset: the prompts of a run, named by their content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.buffer.api.wire import PromptItem
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """Prompts in a fixed order, whose name contains a digest of them: the same on every machine."""
+
+    name: str
+    prompts: Sequence[PromptItem]
+    left_out: int = 0
+    """Number of rows that were left out, because they have no answer."""
+    limit: int | None = None
+    """The limit of rows, if it was reached: there may be more."""
+
+    @property
+    def notes(self) -> str:
+        """What a person may not expect of it; empty if there is nothing."""
+        left_out = f", {self.left_out} rows without an answer left out" if self.left_out else ""
+        limit = f", read up to the limit of {self.limit} rows" if self.limit else ""
+        return left_out + limit
+
+    @property
+    def summary(self) -> str:
+        """Says, for people, how many prompts it has."""
+        return f"{len(self.prompts)} prompts{self.notes}"
+
+
+def digest_of_prompts(prompts: Sequence[PromptItem]) -> str:
+    """Returns the SHA-256 of prompts in their order, 64 hexadecimal digits."""
+    content = json.dumps([prompt.model_dump() for prompt in prompts], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()

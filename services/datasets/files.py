@@ -1,0 +1,93 @@
+"""Reads rows of Parquet, JSONL and JSON files, with errors that name the row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any, BinaryIO
+
+Row = Mapping[str, Any]
+"""The values of a row by column; further columns are ignored."""
+
+
+class RowError(ValueError):
+    """A row that cannot be read, or that is not a problem of the task."""
+
+    def __init__(self, number: int, reason: str) -> None:
+        """number: position of the row in its data set, from 1 on."""
+        super().__init__(f"row {number}: {reason}")
+
+
+def read_rows(file: BinaryIO, name: str, columns: Sequence[str]) -> Iterator[Row]:
+    """Yields the rows of a file, whose format is that of its name's suffix.
+
+    columns: columns that the caller needs; a Parquet file is read no further than these.
+    Raises `ValueError` for a file that cannot be read, or that lacks one of the columns, and
+    `RowError` for such a row.
+    """
+    match PurePosixPath(name).suffix:
+        case ".parquet":
+            rows = _read_parquet(file, columns)
+        case ".jsonl":
+            rows = _read_jsonl(file)
+        case ".json":
+            rows = _read_json(file)
+        case suffix:
+            raise ValueError(
+                f"the suffix is {suffix!r}; give a file that is named .parquet, .jsonl or .json"
+            )
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise RowError(number, f"is {row!r:.80}; make every row a JSON object")
+        try:
+            check_columns(row, columns)
+        except ValueError as error:
+            raise RowError(number, str(error)) from error
+        yield row
+
+
+def check_columns(present: Iterable[str], columns: Sequence[str]) -> None:
+    """Raises `ValueError`, which lists the columns that are present, if one of `columns` is not."""
+    names = list(present)
+    missing = [column for column in columns if column not in names]
+    if missing:
+        raise ValueError(
+            f"no column {', '.join(missing)} (there are {', '.join(names)}); map the task's "
+            f"columns to them, for example task.columns: {{{missing[0]}: {(names or ['x'])[0]}}}"
+        )
+
+
+def _read_parquet(file: BinaryIO, columns: Sequence[str]) -> Iterator[Any]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(file) as parquet:
+            check_columns(parquet.schema_arrow.names, columns)
+            for batch in parquet.iter_batches(columns=list(columns)):
+                yield from batch.to_pylist()
+    except (pa.ArrowInvalid, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"not a Parquet file ({reason}); export it again") from error
+
+
+def _read_jsonl(file: BinaryIO) -> Iterator[Any]:
+    for number, line in enumerate(file, start=1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise RowError(number, f"not JSON ({error}); write one object on each line") from error
+
+
+def _read_json(file: BinaryIO) -> Iterator[Any]:
+    try:
+        rows = json.loads(file.read())
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error}); write a list of objects") from error
+    if not isinstance(rows, list):
+        raise ValueError(
+            f"is a JSON {type(rows).__name__}; write a list of objects, or one object on each line "
+            "of a .jsonl file"
+        )
+    yield from rows

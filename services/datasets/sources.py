@@ -1,0 +1,74 @@
+"""Opens a data set by its address: a local file, or one of S3 or of the Hugging Face hub."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bapo_core.config import RunConfig
+from bapo_core.errors import BapoError
+from services.buffer.api.client import BufferClient
+from services.common.objectstore import S3_SCHEME, ObjectStore
+from services.datasets.files import Row, read_rows
+from services.datasets.hub import HUB, pin_revision, read_hub
+from services.model.resolve import object_store_of_environment
+
+
+def _refuse_buffer() -> BufferClient:
+    raise BapoError("dataset:NAME needs a buffer service; set BAPO_BUFFER_URL and BAPO_TOKEN")
+
+
+@dataclass(frozen=True, slots=True)
+class DataSources:
+    """Services that hold data sets. Each is connected only when an address needs it."""
+
+    cache: Path | None = None
+    """Directory that keeps the rows of the hub; None fetches them every time."""
+    open_store: Callable[[], ObjectStore] = object_store_of_environment
+    connect: Callable[[], BufferClient] = _refuse_buffer
+
+
+def open_rows(
+    address: str, columns: Sequence[str], limit: int | None, sources: DataSources
+) -> Iterator[Row]:
+    """Yields the rows of a file, of an object of S3, or of a data set of the hub.
+
+    columns: columns that the caller needs. limit: most rows that the caller needs.
+
+    Raises `BapoError` when there is no such data set, and `ValueError` for one that cannot be read
+    or that lacks a column.
+    """
+    if address.startswith(HUB):
+        yield from read_hub(pin_revision(address), columns, limit, sources.cache)
+    elif address.startswith(S3_SCHEME):
+        data = sources.open_store().read_address(address)
+        yield from read_rows(io.BytesIO(data), address, columns)
+    else:
+        try:
+            with Path(address).open("rb") as file:
+                yield from read_rows(file, address, columns)
+        except OSError as error:
+            raise BapoError(
+                f"{address}: {error.strerror}; give the path of a file, hf://organisation/name, "
+                "s3://bucket/key or dataset:NAME"
+            ) from error
+
+
+def pin_address(address: str) -> str:
+    """Returns the address of a data set, with a commit if it is one of the hub.
+
+    Raises `BapoError` when the hub cannot be reached, or has no such data set or revision.
+    """
+    return pin_revision(address) if address.startswith(HUB) else address
+
+
+def pin_revisions(config: RunConfig) -> RunConfig:
+    """Returns the configuration with the commits of its data sets of the hub.
+
+    Raises `BapoError` as `pin_address` does.
+    """
+    addresses = {"train_path": config.task.train_path, "test_path": config.task.test_path}
+    pinned = {key: address and pin_address(address) for key, address in addresses.items()}
+    return config.model_copy(update={"task": config.task.model_copy(update=pinned)})

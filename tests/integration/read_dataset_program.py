@@ -1,0 +1,42 @@
+"""Reads data sets of the hub in a process with its own environment, as a pod would.
+
+Each line of standard input is a JSON object: `address`, `limit`, and `environment` to change. The
+answer is a line with the `prompts` and their `name`, or with the `error`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from bapo_core.errors import BapoError
+from bapo_core.tasks import get_task
+from services.datasets import DataSources, pin_address, read_dataset
+from services.datasets.hub import pin_revision
+
+COLUMNS = {"problem": "question", "answer": "solution"}
+
+
+def main() -> None:
+    sources = DataSources(Path(sys.argv[1]))
+    task = get_task("math")
+    for line in sys.stdin:
+        request = json.loads(line)
+        for name, value in request["environment"].items():
+            os.environ[name] = value
+        pin_revision.cache_clear()
+        try:
+            address = pin_address(request["address"])
+            dataset = read_dataset(task, address, sources, COLUMNS, request["limit"])
+            prompts = [prompt.payload for prompt in dataset.prompts]
+            answer = {"address": address, "prompts": prompts, "name": dataset.name}
+        except BapoError as error:
+            answer = {"error": str(error)}
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
