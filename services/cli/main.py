@@ -23,6 +23,9 @@ SECTIONS = {
     },
     "Prepare": {
         "config": Lazy(f"{_IN}.config:config", "Show, check, describe or store a configuration."),
+        "dataset": Lazy(
+            f"{_IN}.dataset:dataset", "Store data sets in the buffer service, and list them."
+        ),
         "model": Lazy(f"{_IN}.model:model", "Show or rebuild models that come with bapo."),
         "doctor": Lazy(f"{_IN}.doctor:doctor", "Find out why a run does not learn."),
     },

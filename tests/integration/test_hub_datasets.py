@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -179,3 +180,25 @@ def test_a_column_that_is_missing_lists_those_that_are_there(hub: Hub, read: Rea
         hub.repositories["acme/other"].commit({name: data}, f"v{number}")
         error = read(f"hf://acme/other@v{number}")["error"]
         assert "no column question (there are prompt, solution)" in error
+
+
+def test_a_hub_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "services.cli",
+            "dataset",
+            "upload",
+            "hf://acme/sums:train",
+            "--task",
+            "math",
+        ],
+        env={**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1
+    assert "hf://acme/sums:train: cannot be read from the hub" in done.stderr
+    assert done.stderr.count("\n") == 1
