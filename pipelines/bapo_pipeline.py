@@ -277,8 +277,12 @@ def build_pipeline(segments: int = SEGMENTS) -> Any:
             model: Model to train, `model.path` of the configuration, for example
                 `hf://Qwen/Qwen3-0.6B`. Empty: as the configuration says.
             task: Task that scores the responses, `task.name`. Empty: as the configuration says.
-            train_data: Training prompts, `task.train_path`. Empty: as the configuration says.
-            test_data: Held-out prompts, `task.test_path`. Empty: as the configuration says.
+            train_data: Training prompts, `task.train_path`: `hf://organisation/name:split`,
+                `s3://bucket/key`, or `dataset:NAME` for what `bapo dataset upload` stored. Columns
+                that are named otherwise are mapped by `task.columns` of the configuration. Empty:
+                as the configuration says.
+            test_data: Held-out prompts, `task.test_path`, as the training prompts. Empty: as the
+                configuration says.
             steps: Training steps of the run. 0: as the configuration says.
             learning_rate: Learning rate, `optimizer.learning_rate`. 0: as the configuration says.
             prompts_per_step: Prompts of each step, `rollout.prompts_per_step`. 0: as the
@@ -293,8 +297,8 @@ def build_pipeline(segments: int = SEGMENTS) -> Any:
             connection: Name of the ConfigMap with the addresses of the chart's release.
             token_secret: Name of the release's Secret with the services' token.
             s3_secret: Name of the release's Secret with the object store's keys.
-            hub_secret: Name of your Secret with the key `HF_TOKEN`, for models of the Hugging Face
-                hub that need a token. It need not exist.
+            hub_secret: Name of your Secret with the key `HF_TOKEN`, for models and data sets of the
+                Hugging Face hub that need a token. It need not exist.
             ca_bundle: Name of the ConfigMap with certificates of authorities (`caBundle` of the
                 chart). It need not exist.
         """

@@ -9,7 +9,7 @@ from bapo_core.config import RunConfig, merge, nest, override_config, parse_over
 from bapo_core.errors import ConfigError
 from services.buffer.api.client import BufferClient
 from services.common.errors import ServiceError
-from services.common.objectstore import ObjectStore, ObjectStoreError
+from services.common.objectstore import S3_SCHEME, ObjectStore, ObjectStoreError
 
 COUNTDOWN: dict[str, Any] = {
     "steps": 120,
@@ -32,7 +32,6 @@ COUNTDOWN: dict[str, Any] = {
     "evaluation": {"every": 20},
 }
 """`examples/countdown-vllm.yaml`, which the form shows as the default configuration."""
-S3_SCHEME = "s3://"
 KEYS = {
     "model": "model.path",
     "task": "task.name",
@@ -76,11 +75,20 @@ def read_config(
                 "clear stored_config"
             )
         values = _stored_values(stored)
+    values = _drop_options_of_another_task(values, settings.get("task"))
     for name, value in settings.items():
         if value:
             values = merge(values, nest(KEYS[name], _restore_integers(value)))
     changes = merge(parse_overrides(_override_lines(overrides)), {"name": run})
     return override_config(values, changes)
+
+
+def _drop_options_of_another_task(values: dict[str, Any], name: object) -> dict[str, Any]:
+    """Returns the values without `task.options` if the parameter `task` names another task."""
+    section = values.get("task")
+    if not name or not isinstance(section, Mapping) or section.get("name", name) == name:
+        return values
+    return {**values, "task": {key: section[key] for key in section if key != "options"}}
 
 
 def _config_values(config: object) -> dict[str, Any]:
@@ -127,13 +135,11 @@ def load_stored_config(name: str, buffer: BufferClient, store: ObjectStore) -> s
 
 
 def _read_object(address: str, store: ObjectStore) -> str:
-    bucket, _, key = address.removeprefix(S3_SCHEME).partition("/")
-    if not bucket or not key:
-        raise ConfigError(f"stored_config: {address!r} is no address; give s3://bucket/key")
     try:
-        data = ObjectStore(store.settings.model_copy(update={"bucket": bucket})).read(key)
-        return data.decode()
-    except (ObjectStoreError, UnicodeDecodeError) as error:
+        return store.read_address(address).decode()
+    except ObjectStoreError as error:
+        raise ConfigError(f"stored_config: {error}") from error
+    except UnicodeDecodeError as error:
         raise ConfigError(f"stored_config: {address}: {error}") from error
 
 

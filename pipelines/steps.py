@@ -192,18 +192,25 @@ def prepare(context: PipelineContext, config: RunConfig) -> str:
     nulls when it runs locally. Raises `BapoError`.
     """
     from services.common.layout import MODEL_SCHEME
-    from services.datasets import load_datasets
+    from services.datasets import DataSources, keep_prompts, load_datasets, pin_revisions
     from services.model.resolve import ensure_model
     from services.model.stored import store_model
 
     for warning in config.warnings():
         context.log(f"note: {warning}")
-    stored_path = _stored_model(context.buffer)
-    train, test = load_datasets(config)
+    config = pin_revisions(config)
+    sources = DataSources(
+        context.scratch / "datasets", lambda: context.store, lambda: context.buffer
+    )
+    train, test = load_datasets(config, sources)
+    state = none_if_missing(context.buffer.run_state)
+    if state is not None:
+        config = keep_prompts(config, state, train, test)
     for dataset in (train, test):
         context.buffer.upload_dataset(dataset.name, dataset.prompts)
-        context.log(f"dataset {dataset.name}: {len(dataset.prompts)} prompts")
-    path = stored_path or config.model.path
+        context.log(f"dataset {dataset.name}: {dataset.summary}")
+    # That of the configuration may lead elsewhere by now.
+    path = config.model.path if state is None else state.config.model.path
     if not path.startswith(MODEL_SCHEME):
         model = ensure_model(config, context.scratch)
         path = store_model(context.store, model)
@@ -215,12 +222,6 @@ def prepare(context: PipelineContext, config: RunConfig) -> str:
         test_dataset=test.name,
     )
     return request.model_dump_json()
-
-
-def _stored_model(buffer: BufferClient) -> str | None:
-    """Returns the initial model of a run that exists, whose `model.path` may now lead elsewhere."""
-    state = none_if_missing(buffer.run_state)
-    return None if state is None else state.config.model.path
 
 
 def open_run(context: PipelineContext, request: str, segments: int) -> list[int]:

@@ -42,6 +42,11 @@ def test_numbers_arrive_as_floats_and_are_read_as_written() -> None:
     assert read_back.optimizer.learning_rate == 1e-4
 
 
+def test_another_task_does_not_get_the_options_of_the_configured_one() -> None:
+    assert read(task="math").task.options == {}
+    assert read(task="countdown").task.options == {"template": "short"}
+
+
 def test_each_parameter_of_the_form_sets_its_key() -> None:
     values: dict[str, Any] = {
         "model": "hf://Qwen/Qwen3-0.6B",
