@@ -6,10 +6,10 @@ Other distributions add tasks by the entry-point group `bapo.tasks` (docs/adding
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from bapo_core.errors import TaskError
+from bapo_core.plug_ins import load_plug_in, plug_in_names
 from bapo_core.tasks.base import Message, Payload, SyntheticTask, Task, Verdict, VerdictStatus
 from bapo_core.tasks.countdown import CountdownTask
 from bapo_core.tasks.mathematics import MathTask
@@ -34,7 +34,7 @@ _TASKS: dict[str, Callable[..., Task]] = {"countdown": CountdownTask, "math": Ma
 
 def task_names() -> list[str]:
     """Returns the names of all tasks, without loading a plug-in."""
-    return sorted({*_TASKS, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+    return sorted({*_TASKS, *plug_in_names(ENTRY_POINTS)})
 
 
 def get_task(name: str, **options: Any) -> Task:
@@ -43,7 +43,9 @@ def get_task(name: str, **options: Any) -> Task:
     Raises `TaskError` for an unknown name, an option that the task refuses, or a plug-in that
     cannot be loaded.
     """
-    factory = _TASKS.get(name) or _plug_in(name)
+    factory: Callable[..., Task] = _TASKS.get(name) or load_plug_in(
+        ENTRY_POINTS, "task", name, built_in=_TASKS, error=TaskError
+    )
     try:
         task = factory(**options)
     except (TypeError, ValueError) as error:
@@ -54,25 +56,3 @@ def get_task(name: str, **options: Any) -> Task:
             "name, uid, render, verify, columns, parse_row"
         )
     return task
-
-
-def _plug_in(name: str) -> Callable[..., Task]:
-    points = list(entry_points(group=ENTRY_POINTS, name=name))
-    if not points:
-        raise TaskError(f"no task {name!r}; known tasks: {', '.join(task_names())}")
-    if len({point.value for point in points}) > 1:
-        raise TaskError(
-            f"task {name}: installed more than once, as {' and '.join(map(_origin, points))}; "
-            "uninstall all but one"
-        )
-    try:
-        factory: Callable[..., Task] = points[0].load()
-    except (ImportError, AttributeError) as error:
-        raise TaskError(
-            f"task {name}: cannot load {_origin(points[0])}: {error}; install it again"
-        ) from error
-    return factory
-
-
-def _origin(point: EntryPoint) -> str:
-    return f"{point.value} of {point.dist.name}" if point.dist else point.value

@@ -17,14 +17,16 @@ from services.verifier.pool import VerifierPool
 DOCS = Path(__file__).parents[3] / "docs" / "adding-a-task.md"
 
 
-def distribution(directory: Path, name: str, entry_points: str, code: str) -> None:
+def distribution(
+    directory: Path, name: str, entry_points: str, code: str, group: str = "bapo.tasks"
+) -> None:
     """Writes what pip installs for a distribution."""
     module = name.replace("-", "_")
     (directory / f"{module}.py").write_text(code)
     info = directory / f"{module}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[bapo.tasks]\n{entry_points}\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{entry_points}\n")
 
 
 @pytest.fixture

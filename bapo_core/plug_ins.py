@@ -1,0 +1,45 @@
+"""Plug-ins: what other distributions add to a registry, found by their entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from bapo_core.errors import BapoError
+
+
+def plug_in_names(group: str) -> set[str]:
+    """Returns the names that installed distributions give to the entry points of `group`."""
+    return {point.name for point in entry_points(group=group)}
+
+
+def load_plug_in(
+    group: str, kind: str, name: str, *, built_in: Iterable[str], error: type[BapoError]
+) -> Any:
+    """Loads the entry point `name` of `group`.
+
+    kind: what the group's entry points are, for messages, as in "task". built_in: the names that
+    need no plug-in.
+
+    Raises `error` for a name that is unknown, ambiguous, or cannot be loaded.
+    """
+    points = list(entry_points(group=group, name=name))
+    if not points:
+        known = ", ".join(sorted({*built_in, *plug_in_names(group)}))
+        raise error(f"no {kind} {name!r}; known {kind}s: {known}")
+    if len({point.value for point in points}) > 1:
+        raise error(
+            f"{kind} {name}: installed more than once, as {' and '.join(map(_origin, points))}; "
+            "uninstall all but one"
+        )
+    try:
+        return points[0].load()
+    except (ImportError, AttributeError) as cause:
+        raise error(
+            f"{kind} {name}: cannot load {_origin(points[0])}: {cause}; install it again"
+        ) from cause
+
+
+def _origin(point: EntryPoint) -> str:
+    return f"{point.value} of {point.dist.name}" if point.dist else point.value
