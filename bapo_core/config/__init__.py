@@ -7,6 +7,7 @@ JSON Schema of a file.
 
 from __future__ import annotations
 
+from bapo_core.config.base import Section
 from bapo_core.config.loader import (
     config_from,
     flatten,
@@ -43,7 +44,6 @@ from bapo_core.config.sections import (
     ReplayWindowConfig,
     RolloutConfig,
     RunConfig,
-    Section,
     SyncConfig,
     TaskConfig,
     TrainerConfig,

@@ -159,7 +159,7 @@ def _kept_from_another_algorithm(
     return {
         key: given[key]
         for key in sorted(preset.keys() | flatten(PRESETS[before]).keys())
-        if key in given and key not in again and given[key] != preset.get(key, default[key])
+        if key in given and key not in again and given[key] != preset.get(key, default.get(key))
     }
 
 

@@ -6,6 +6,7 @@ import difflib
 
 from pydantic import BaseModel, ValidationError
 
+from bapo_core.config.base import section_of
 from bapo_core.config.sections import RunConfig
 
 RENAMED = {
@@ -40,10 +41,10 @@ def _suggest(location: tuple[int | str, ...]) -> str:
         return f"; it was renamed to {RENAMED[str(location[0])]}"
     model: type[BaseModel] = RunConfig
     for part in location[:-1]:
-        annotation = model.model_fields[str(part)].annotation
-        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        section = section_of(model.model_fields[str(part)].annotation)
+        if section is None:
             return ""
-        model = annotation
+        model = section
     close = difflib.get_close_matches(str(location[-1]), model.model_fields, n=1)
     if close:
         return f"; did you mean {close[0]}?"

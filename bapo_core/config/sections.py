@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from bapo_core.config.base import Section
 from bapo_core.schedule import SyncSchedule
 from bapo_core.thresholds import replay_window, within
 
@@ -35,14 +36,6 @@ LONG_RESPONSE_TOKENS = 1024
 """Responses that may have more tokens are journalled by default."""
 JOURNAL_INTERVAL_S = 1.0
 """The default of `rollout.journal_interval_s` where there is a journal."""
-
-
-class Section(BaseModel):
-    """A section of a configuration; unknown keys are refused, and values cannot be changed."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class ModelConfig(Section):
@@ -88,7 +81,7 @@ class RolloutConfig(Section):
     """Number of rollout engines that a local run starts; a cluster's chart sets its own."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype of vLLM; `auto` is float32 on CPUs and bfloat16 on GPUs."""
-    vllm_args: list[str] = []
+    vllm_args: list[str] = Field(default_factory=list)
     """Additional arguments of vLLM's server, for example `[--tensor-parallel-size, "2"]`."""
     prompts_per_step: int = Field(256, ge=1)
     """B, the number of prompts that are rolled out in a step (Table 3: 256)."""
