@@ -14,6 +14,7 @@ from torch import Tensor
 from bapo_core.numerics import MAX_LOG_RATIO
 
 Level = Literal["token", "sequence", "geometric"]
+Mode = Literal["truncate", "mask"]
 
 
 @torch.no_grad()
@@ -23,15 +24,21 @@ def truncated_weights(
     mask: Tensor,
     *,
     cap: float = 3.0,
+    floor: float = 0.0,
+    mode: Mode = "truncate",
     level: Level = "token",
 ) -> Tensor:
-    """Returns min(prox / behaviour, cap) of each token, (N, T), detached; 0 where masked.
+    """Returns prox / behaviour of each token within [floor, cap], (N, T), detached; 0 where masked.
+
+    `truncate` moves a weight outside of the bounds to the bound (TIS); `mask` sets it to 0, so that
+    the token has no policy loss (IcePop, with bounds 0.5 and 2).
 
     `token`: the token's own ratio. `sequence`: the product over the response, unbiased but of high
     variance. `geometric`: the geometric mean over the response. The last two are equal for all
-    tokens of a row, and truncated after the product or mean.
+    tokens of a row, and bounded after the product or mean.
     """
-    return _ratios(prox_logprobs, behavior_logprobs, mask, level).clamp(max=cap)
+    ratios = _ratios(prox_logprobs, behavior_logprobs, mask, level)
+    return torch.where(mask.bool(), _bounded(ratios, cap, floor, mode), 0.0)
 
 
 @torch.no_grad()
@@ -63,12 +70,14 @@ def weight_metrics(
     mask: Tensor,
     *,
     cap: float = 3.0,
+    floor: float = 0.0,
+    mode: Mode = "truncate",
     level: Level = "token",
 ) -> dict[str, float]:
     """Describes the weights that `truncated_weights` returns for the same arguments.
 
     ess_fraction: effective share of samples under the weights, (sum w)^2 / (n sum w^2).
-    truncated_fraction: share of tokens whose weight was above the cap.
+    truncated_fraction: share of tokens whose weight was outside of [floor, cap].
 
     Without a valid token they are 1 and 0.
     """
@@ -76,14 +85,19 @@ def weight_metrics(
     if not valid.any():
         return {"ess_fraction": 1.0, "truncated_fraction": 0.0}
     ratios = _ratios(prox_logprobs, behavior_logprobs, mask, level)[valid]
-    weights = ratios.clamp(max=cap)
+    weights = _bounded(ratios, cap, floor, mode)
     squares = len(weights) * weights.square().sum()
-    # All weights may have underflowed to 0.
+    # All weights may have underflowed to 0, or been masked.
     ess = torch.where(squares > 0, weights.sum().square() / squares, 0.0)
     return {
         "ess_fraction": float(ess),
-        "truncated_fraction": float((ratios > cap).float().mean()),
+        "truncated_fraction": float(((ratios > cap) | (ratios < floor)).float().mean()),
     }
+
+
+def _bounded(ratios: Tensor, cap: float, floor: float, mode: Mode) -> Tensor:
+    bounded = ratios.clamp(floor, cap)
+    return bounded if mode == "truncate" else torch.where(bounded == ratios, ratios, 0.0)
 
 
 def _ratios(prox: Tensor, behavior: Tensor, mask: Tensor, level: Level) -> Tensor:

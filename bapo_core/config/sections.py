@@ -9,6 +9,7 @@ mean reward; alpha is the rollout policy, and theta_t the trainer's weights befo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -303,7 +304,16 @@ class LossConfig(Section):
     """Dual clip: the loss of a token with a negative advantage A is at most this times |A|; null
     turns it off (released script: 10)."""
     weight_cap: float = Field(3.0, gt=0.0)
-    """Truncation of importance weights (released script: 3)."""
+    """Largest importance weight (released script: 3)."""
+    weight_floor: float = Field(0.0, ge=0.0)
+    """Smallest importance weight; 0 sets no floor (IcePop: 0.5)."""
+    weight_mode: Literal["truncate", "mask"] = "truncate"
+    """What becomes of importance weights outside of [weight_floor, weight_cap]: `truncate` moves
+    them to the bound (released script); `mask` sets them to 0, so that those tokens have no policy
+    loss (IcePop, with 0.5 and 2)."""
+    weight_norm: Literal["none", "batch"] = "none"
+    """Normaliser of importance weights: `batch` divides them by their mean over the valid tokens of
+    the batch, so that it is 1 (verl's rollout correction)."""
     weight_level: Literal["token", "sequence", "geometric"] = "token"
     """Level of importance weights: a token's ratio, the product over the response, or its geometric
     mean (released script: token)."""
@@ -315,6 +325,26 @@ class LossConfig(Section):
     (`nominal`, as in the authors' code)."""
     entropy_coefficient: float = Field(0.001, ge=0.0)
     """Coefficient of the entropy bonus (Table 3: 0.001)."""
+
+    @property
+    def weighting(self) -> dict[str, Any]:
+        """The arguments that importance weights depend on, of `bapo_core.importance`."""
+        return {
+            "cap": self.weight_cap,
+            "floor": self.weight_floor,
+            "mode": self.weight_mode,
+            "level": self.weight_level,
+        }
+
+    @model_validator(mode="after")
+    def _weights_are_bounded(self) -> LossConfig:
+        if self.weight_floor >= self.weight_cap:
+            raise ValueError(
+                f"weight_floor ({self.weight_floor:g}) is not below weight_cap "
+                f"({self.weight_cap:g}), so no importance weight is between them; lower "
+                "weight_floor or raise weight_cap"
+            )
+        return self
 
     @model_validator(mode="after")
     def _center_needs_behavior(self) -> LossConfig:
@@ -590,14 +620,8 @@ class RunConfig(Section):
                 f"the batch capacity ({self.batch_capacity}), so the last minibatch of a full "
                 "batch is short"
             )
-        unused = [
-            f"loss.{key}={value}"
-            for key, value, default in (
-                ("weight_cap", self.loss.weight_cap, LossConfig().weight_cap),
-                ("weight_level", self.loss.weight_level, LossConfig().weight_level),
-            )
-            if value != default
-        ]
+        weights = ("weight_cap", "weight_floor", "weight_mode", "weight_norm", "weight_level")
+        unused = _changed("loss", self.loss, weights)
         if self.loss.ratio == "behavior" and unused:
             warnings.append(
                 f"{' and '.join(unused)} change nothing with loss.ratio=behavior, whose ratio has "
@@ -622,3 +646,12 @@ class RunConfig(Section):
         ]
         empty = [not any(within(k / size, c2, c3) for k in range(size + 1)) for c2, c3 in windows]
         return sum(empty) / len(empty)
+
+
+def _changed(name: str, section: Section, keys: Sequence[str]) -> list[str]:
+    """Returns `name.key=value` for each of the section's keys that has not its default."""
+    fields = type(section).model_fields
+    values = {key: getattr(section, key) for key in keys}
+    return [
+        f"{name}.{key}={value}" for key, value in values.items() if value != fields[key].default
+    ]

@@ -108,9 +108,7 @@ def measure_parity(config: RunConfig, model: Path, *, prompts: int) -> Parity:
         for rows in microbatches(batch.lengths, all_rows, MICROBATCH_TOKENS):
             trainer_logprobs[rows] = response_logprobs(policy, batch, rows, request.temperature)[0]
     logprobs = (trainer_logprobs, batch.behavior_logprobs, batch.mask)
-    metrics = mismatch_metrics(*logprobs) | weight_metrics(
-        *logprobs, cap=config.loss.weight_cap, level=config.loss.weight_level
-    )
+    metrics = mismatch_metrics(*logprobs) | weight_metrics(*logprobs, **config.loss.weighting)
     half = torch.cuda.is_available() or config.rollout.dtype == "bfloat16"
     tolerance = TOLERANCES["bfloat16" if half else "float32"]
     return Parity(int(batch.mask.sum()), len(batch.tokens), metrics, tolerance)

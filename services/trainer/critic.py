@@ -84,12 +84,13 @@ class CriticTrainer:
         )
         errors = (returns - values)[batch.mask]
         metrics = {
-            "critic/value": self._moments(values[batch.mask])[0],
+            "critic/value": self.ranks.moments(values[batch.mask])[0],
             "critic/explained_variance": 1.0
-            - self._moments(errors)[1] / max(self._moments(returns[batch.mask])[1], 1e-12),
+            - self.ranks.moments(errors)[1]
+            / max(self.ranks.moments(returns[batch.mask])[1], 1e-12),
         }
         if settings.whiten:
-            mean, variance, count = self._moments(advantages[batch.mask])
+            mean, variance, count = self.ranks.moments(advantages[batch.mask])
             # As verl's and TRL's: the sample's variance, and the constant inside of the root.
             deviation = (variance * count / max(count - 1, 1) + 1e-8) ** 0.5
             advantages = torch.where(batch.mask, (advantages - mean) / deviation, 0.0)
@@ -128,20 +129,6 @@ class CriticTrainer:
         values = self.critic(pack(batch, rows).to(self.critic.device)).cpu()
         mask = batch.mask[rows]
         return torch.zeros(mask.shape).masked_scatter(mask, values)
-
-    def _moments(self, values: Tensor) -> tuple[float, float, float]:
-        """(mean, variance, number) of the values of all ranks."""
-        exact = values.double()
-        sums = self.ranks.all_reduce_sum(
-            {
-                "count": float(len(exact)),
-                "sum": float(exact.sum()),
-                "squares": float(exact.square().sum()),
-            }
-        )
-        count = max(sums["count"], 1.0)
-        mean = sums["sum"] / count
-        return mean, max(sums["squares"] / count - mean**2, 0.0), count
 
 
 def token_rewards(batch: Batch) -> Tensor:

@@ -134,8 +134,7 @@ def diagnose(
         results.proximal_logprobs,
         results.behavior_logprobs,
         results.mask,
-        cap=config.loss.weight_cap,
-        level=config.loss.weight_level,
+        **config.loss.weighting,
     )
     return {
         "trained_tokens": float(results.mask.sum()),

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 Value = TypeVar("Value")
 
@@ -39,6 +40,20 @@ class Ranks:
         total = torch.tensor([values[name] for name in names], dtype=torch.float64)
         dist.all_reduce(total, group=self.group)
         return dict(zip(names, total.tolist(), strict=True))
+
+    def moments(self, values: Tensor) -> tuple[float, float, float]:
+        """Returns the mean, the population variance and the number of the values of all ranks."""
+        exact = values.double()
+        sums = self.all_reduce_sum(
+            {
+                "count": float(len(exact)),
+                "sum": float(exact.sum()),
+                "squares": float(exact.square().sum()),
+            }
+        )
+        count = max(sums["count"], 1.0)
+        mean = sums["sum"] / count
+        return mean, max(sums["squares"] / count - mean**2, 0.0), count
 
     def all_reduce_max(self, value: int) -> int:
         """Returns the largest of the ranks' values."""

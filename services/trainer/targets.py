@@ -19,7 +19,7 @@ class Targets:
     proximal_logprobs: Tensor
     """Log-probs in the denominator of the PPO ratio, by `loss.ratio`."""
     weights: Tensor
-    """Importance weights: proximal over behaviour, truncated."""
+    """Importance weights: proximal over behaviour, within bounds."""
     reference_logprobs: Tensor
     """Log-probs of the policy that the KL is taken to."""
     center: Tensor | None
@@ -36,7 +36,7 @@ class TokenResults:
 
     logprobs: Tensor
     clipped: Tensor
-    """Whether the clip cut the token's gradient off."""
+    """Whether the objective cut the token's gradient off, or bounded its weight."""
 
     @classmethod
     def empty(cls, batch: Batch) -> TokenResults:

@@ -131,12 +131,6 @@ class Updater:
         behavior = batch.behavior_logprobs
         current = self.score(batch)
         proximal = self._proximal_logprobs(batch, current)
-        if loss.ratio == "behavior":
-            weights = batch.mask.float()
-        else:
-            weights = truncated_weights(
-                proximal, behavior, batch.mask, cap=loss.weight_cap, level=loss.weight_level
-            )
         reference = behavior
         if kl.coefficient > 0 and kl.reference == "initial":
             reference = self.score(batch, self.reference)
@@ -144,13 +138,26 @@ class Updater:
         targets = Targets(
             advantages=advantages,
             proximal_logprobs=proximal,
-            weights=weights,
+            weights=self._importance_weights(batch, proximal),
             reference_logprobs=reference,
             center=(current - behavior).exp() if loss.clip_center == "current" else None,
             current_logprobs=current,
             values=values,
         )
         return targets, metrics
+
+    def _importance_weights(self, batch: Batch, proximal_logprobs: Tensor) -> Tensor:
+        """(N, R) weights of the proximal over the behaviour policy; 1 where that is the same."""
+        loss = self.config.loss
+        if loss.ratio == "behavior":
+            return batch.mask.float()
+        weights = truncated_weights(
+            proximal_logprobs, batch.behavior_logprobs, batch.mask, **loss.weighting
+        )
+        if loss.weight_norm == "batch":
+            mean, _, _ = self.ranks.moments(weights[batch.mask])
+            weights = weights / (mean or 1.0)
+        return weights
 
     def _advantages(self, batch: Batch) -> tuple[Tensor, ValueTargets | None, dict[str, float]]:
         """(advantages (N, R), the critic's targets, the critic's metrics); Eq. 2 without one."""

@@ -69,6 +69,7 @@ def test_the_file_wins_over_the_preset_and_overrides_over_the_file(tmp_path: Pat
         ("task.train_prompts=100", "one step may draw 256"),
         ("checkpoint={keep_best: 1, every: 3}", "make evaluation.every (20) a multiple of"),
         ("algorithm=sac", "algorithm: 'sac' is not one of ba_ppo, bapo"),
+        ("loss={weight_floor: 3}", "weight_floor (3) is not below weight_cap (3)"),
         ("loss.clip_center=current", "set ratio to behavior or clip_center to one"),
         ("name=Bad Name", "name: string should match pattern"),
         ("steps=soon", "steps: input should be a valid integer"),

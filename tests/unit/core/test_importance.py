@@ -34,6 +34,23 @@ def test_weights(level, cap, expected):
     assert weights[0].tolist() == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [("truncate", [0.5, 0.5, 1.0, 2.0, 2.0]), ("mask", [0.0, 0.5, 1.0, 2.0, 0.0])],
+)
+def test_weights_outside_of_the_bounds_are_moved_or_masked(mode, expected):
+    ratios = torch.tensor([[0.4, 0.5, 1.0, 2.0, 2.1, math.nan]], dtype=torch.double)
+    mask = ~ratios.isnan()
+    arguments = (ratios.log(), torch.zeros_like(ratios), mask)
+    options = {"floor": 0.5, "cap": 2.0, "mode": mode}
+    weights = truncated_weights(*arguments, **options)
+    assert weights[0].tolist() == pytest.approx([*expected, 0.0])
+    metrics = weight_metrics(*arguments, **options)
+    assert metrics["truncated_fraction"] == pytest.approx(0.4)
+    squares = sum(weight**2 for weight in expected)
+    assert metrics["ess_fraction"] == pytest.approx(sum(expected) ** 2 / (5 * squares))
+
+
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_masked_positions_weigh_nothing_and_change_nothing(level):
     padded = torch.nn.functional.pad(PROX, (0, 1), value=math.nan)

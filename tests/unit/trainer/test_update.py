@@ -208,6 +208,22 @@ def test_on_policy_data_has_no_mismatch_and_its_weights_are_one() -> None:
     assert metrics["updates"] == 2
 
 
+def test_weights_normalised_over_the_batch_have_mean_one() -> None:
+    data = batch()
+
+    def weights(*overrides: str) -> Tensor:
+        targets, _ = updater_of(config(*overrides))._make_targets(data)
+        return targets.weights[data.mask]
+
+    plain, normed = weights(), weights("loss.weight_norm=batch")
+    assert plain.mean() != pytest.approx(1.0, abs=0.01)
+    torch.testing.assert_close(normed, plain / plain.mean())
+    masked = weights("loss.weight_mode=mask", "loss.weight_floor=0.5", "loss.weight_cap=2")
+    outside = (plain < 0.5) | (plain > 2.0)
+    assert outside.any()
+    assert torch.equal(masked == 0.0, outside)
+
+
 def test_behavior_and_prox_current_agree_on_the_first_update() -> None:
     """Without clipping and truncation, w * ratio is theta / behaviour in both."""
     wide = ["loss.clip_low=100", "loss.clip_high=100", "loss.weight_cap=100", "loss.dual_clip=null"]
