@@ -385,6 +385,9 @@ class OptimizerConfig(Section):
     """Decay of AdamW's second moment."""
     gradient_clip: float = Field(1.0, gt=0.0)
     """Global gradient norm above which gradients are scaled down (released script: 1)."""
+    epochs: int = Field(1, ge=1)
+    """Passes over a step's batch, each in minibatches of its own order (PPO epochs). The proximal
+    policy stays theta_t for all of them (Table 3 has no such key, so 1)."""
     minibatch_prompts: int = Field(64, ge=1)
     """Groups in a minibatch, which is one optimizer update (Table 3: 64, so 4 updates a step)."""
     microbatch_tokens: int = Field(16384, ge=1)

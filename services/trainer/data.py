@@ -159,14 +159,17 @@ def split_by_group(batch: Batch, values: Tensor) -> list[list[list[float]]]:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Which groups of a batch make an update together, and which rank takes which of them."""
+    """Which groups of a batch make an update together, and which rank takes which of them.
+
+    With several passes a group is in several updates, always of the same rank.
+    """
 
     updates: list[list[list[int]]]
     """For each update, for each rank: positions of groups in the manifest."""
 
     def of_rank(self, rank: int) -> list[int]:
         """Positions of all groups of a rank in the manifest, in order: the rank's own batch."""
-        return sorted(position for update in self.updates for position in update[rank])
+        return sorted({position for update in self.updates for position in update[rank]})
 
 
 def make_plan(
@@ -174,14 +177,14 @@ def make_plan(
 ) -> Plan:
     """Draws updates of whole groups by (seed, step), and balances each over the ranks by cost.
 
+    Passes after the first (`optimizer.epochs`) draw updates anew, by (seed, step, pass). Their
+    groups stay with their ranks, which have read and scored them, so those updates are not
+    balanced.
+
     width: size of the model's hidden states.
     """
-    order = list(range(len(members)))
-    derive_rng(config.seed, "minibatch", step).shuffle(order)
-    groups_per_update = config.optimizer.minibatch_prompts
     updates = []
-    for start in range(0, len(order), groups_per_update):
-        update = order[start : start + groups_per_update]
+    for update in _draw_minibatches(config, len(members), "minibatch", step):
         costs = [group_cost(members[position], width) for position in update]
         updates.append(
             [
@@ -189,7 +192,21 @@ def make_plan(
                 for indexes in balance_by_cost(costs, ranks)
             ]
         )
+    by_rank = [
+        {position for update in updates for position in update[rank]} for rank in range(ranks)
+    ]
+    for epoch in range(2, config.optimizer.epochs + 1):
+        for update in _draw_minibatches(config, len(members), "epoch", step, epoch):
+            updates.append([sorted(positions.intersection(update)) for positions in by_rank])
     return Plan(updates)
+
+
+def _draw_minibatches(config: RunConfig, count: int, *purpose: str | int) -> list[list[int]]:
+    """Shuffles `count` positions by (seed, purpose), and splits them into minibatches."""
+    order = list(range(count))
+    derive_rng(config.seed, *purpose).shuffle(order)
+    size = config.optimizer.minibatch_prompts
+    return [order[start : start + size] for start in range(0, count, size)]
 
 
 def group_cost(member: ManifestMember, width: int) -> float:

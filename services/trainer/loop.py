@@ -222,7 +222,13 @@ def train_batch(
         store_evidence(step, error, context, ranks)
         raise
     seconds = time.monotonic() - started
-    metrics |= measure_speed(updater.policy, int(batch.lengths.sum()), seconds, ranks)
+    metrics |= measure_speed(
+        updater.policy,
+        int(batch.lengths.sum()),
+        seconds,
+        ranks,
+        epochs=config.optimizer.epochs,
+    )
     return TrainedBatch(metrics, digest)
 
 

@@ -16,17 +16,20 @@ PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "A10": 125, "
 """The vendor's peak in dense bfloat16, by a part of the device's name."""
 
 
-def measure_speed(policy: Policy, tokens: int, seconds: float, ranks: Ranks) -> dict[str, float]:
+def measure_speed(
+    policy: Policy, tokens: int, seconds: float, ranks: Ranks, *, epochs: int = 1
+) -> dict[str, float]:
     """Returns a step's throughput and peak memory. Every rank calls it.
 
     trainer/tokens_per_second counts all ranks together, trainer/tflops each rank, trainer/mfu its
     share of the device's peak where that is known; trainer/peak_memory_mib is the ranks' largest.
 
-    tokens: of this rank's batch, prompts included. seconds: of scoring and training it.
+    tokens: of this rank's batch, prompts included. seconds: of scoring it and training on it.
+    epochs: how often it was trained on; statistics of an objective do not count.
     """
     total = ranks.all_reduce_sum({"tokens": float(tokens)})["tokens"]
     flops = sum(
-        parameter.numel() * (SCORING + (TRAINING if parameter.requires_grad else FROZEN))
+        parameter.numel() * (SCORING + epochs * (TRAINING if parameter.requires_grad else FROZEN))
         for parameter in policy.parameters()
     )
     tflops = flops * total / seconds / ranks.size / 1e12

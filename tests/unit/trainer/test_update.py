@@ -293,6 +293,54 @@ def test_minibatches_hold_whole_groups_once_each() -> None:
     assert sorted(data.rows_of(range(GROUPS)).tolist()) == list(range(GROUPS * G))
 
 
+def test_later_passes_hold_every_group_once_in_another_order() -> None:
+    assert three_passes(ranks=1) == three_passes(ranks=2) == three_passes(ranks=4)
+
+
+def three_passes(ranks: int) -> list[list[list[int]]]:
+    """Returns the groups of each update of each pass, whatever their ranks."""
+    data = batch()
+
+    def plan(epochs: int) -> Plan:
+        settings = config(f"optimizer.epochs={epochs}")
+        return make_plan(settings, 1, data.members, ranks=ranks, width=16)
+
+    one, three = plan(1), plan(3)
+    assert three.updates[:2] == one.updates
+    assert len(three.updates) == 6
+    passes = [
+        [sorted(position for rank in update for position in rank) for update in updates]
+        for updates in (three.updates[:2], three.updates[2:4], three.updates[4:])
+    ]
+    for updates in passes:
+        assert sorted(position for update in updates for position in update) == list(range(6))
+        assert [len(update) for update in updates] == [4, 2]
+    assert passes[0] != passes[1] != passes[2] != passes[0]
+    for rank in range(ranks):
+        assert three.of_rank(rank) == one.of_rank(rank)
+    return passes
+
+
+def test_a_second_pass_goes_on_from_the_first() -> None:
+    def updates(epochs: int) -> tuple[list[Tensor], dict[str, float]]:
+        updater = updater_of(config(f"optimizer.epochs={epochs}"))
+        weights: list[Tensor] = []
+        take = updater.optimizer.step
+
+        def recorded() -> None:
+            take()
+            weights.append(flat(updater.policy))
+
+        updater.optimizer.step = recorded  # type: ignore[assignment, method-assign]
+        return weights, step(updater, 1, batch())
+
+    (once, metrics), (twice, more) = updates(1), updates(2)
+    assert (metrics["updates"], more["updates"]) == (2, 4)
+    for first, second in zip(once, twice[:2], strict=True):
+        assert torch.equal(first, second)
+    assert not torch.equal(twice[1], twice[3])
+
+
 def test_the_learning_rate_warms_up() -> None:
     updater = updater_of(config("optimizer.warmup_steps=10"))
     rates = {}
