@@ -1,11 +1,176 @@
-"""Estimators of advantages: relative to the group (GRPO, Eq. 2), and GAE with a critic (PPO)."""
+"""Estimators of advantages, which `advantage.estimator` selects, and GAE, which needs a critic.
+
+An estimator is a function of the batch's responses, the settings, and a function that returns the
+moments of a quantity over all ranks. In the equations r is the reward of a response, G the size of
+its group, and mean is over the group unless said otherwise.
+
+Other distributions add estimators by the entry-point group `bapo.estimators`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from bapo_core.config import AdvantageConfig
+from bapo_core.config.objectives import ESTIMATOR_ENTRY_POINTS
+from bapo_core.errors import ConfigError
+from bapo_core.plug_ins import load_plug_in
+
+_WHITENING_EPS = 1e-8
+"""Added to a variance, as verl and TRL do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Responses:
+    """The responses that advantages are estimated for: N groups of G."""
+
+    rewards: Tensor
+    """(N, G)"""
+    mask: Tensor
+    """(N G, R) true at the valid tokens, a row for each response, group by group."""
+    penalties: Tensor
+    """(N G, R) subtracted from the reward of each token; 0 unless `kl.placement` is reward."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """(N, G) valid tokens of each response."""
+        return self.mask.sum(dim=1).view_as(self.rewards)
+
+
+Moments = Callable[[Tensor], tuple[float, float, float]]
+"""Function of the values of this rank, (n,), that returns the mean, the population variance and the
+number of those of all ranks."""
+Estimator = Callable[[Responses, AdvantageConfig, Moments], Tensor]
+"""Function that returns the advantages, (N G, 1) of responses or (N G, R) of tokens."""
+
+
+def group(responses: Responses, settings: AdvantageConfig, moments: Moments) -> Tensor:
+    """Compares the responses of a group (GRPO, arXiv 2402.03300; BAPO, arXiv 2602.20722, Eq. 2).
+
+        A = (r - mean) / sqrt(var + eps)       std: population, scale: group
+        A = (r - mean) / (s + eps)             std: sample, s with one degree of freedom less
+
+    Under `scale: batch`, the deviation is that of all rewards of the batch (LitePPO, arXiv
+    2508.08221), and under `scale: none` there is no division (Dr. GRPO, arXiv 2503.20783). The
+    default is Eq. 2 with eps 1e-6. A group of equal rewards gets exactly 0.
+    """
+    if settings.scale == "group":
+        advantages = group_relative(responses.rewards, std=settings.std, eps=settings.eps)
+    else:
+        advantages = _centre(responses.rewards)
+    if settings.scale == "batch":
+        _, variance, count = moments(responses.rewards.flatten())
+        if settings.std == "population":
+            advantages = advantages / (variance + settings.eps) ** 0.5
+        else:
+            deviation = (variance * count / max(count - 1, 1)) ** 0.5
+            advantages = advantages / (deviation + settings.eps)
+    return advantages.flatten()[:, None]
+
+
+def rloo(
+    responses: Responses,
+    settings: AdvantageConfig,  # noqa: ARG001
+    moments: Moments,  # noqa: ARG001
+) -> Tensor:
+    """Takes the mean of the other responses as the baseline (RLOO, arXiv 2402.14740).
+
+        A = r - mean of the other G - 1 rewards = G / (G - 1) (r - mean)
+
+    The baseline does not depend on the response, so that the estimate is unbiased.
+    """
+    size = responses.rewards.shape[1]
+    return (_centre(responses.rewards) * (size / (size - 1))).flatten()[:, None]
+
+
+def opo(
+    responses: Responses,
+    settings: AdvantageConfig,  # noqa: ARG001
+    moments: Moments,  # noqa: ARG001
+) -> Tensor:
+    """Takes the baseline of least variance, weighted by length (OPO, arXiv 2505.23585).
+
+        A = r - sum(length r) / sum(length)
+
+    The baseline is optimal for exactly on-policy updates, if the squared norm of a response's
+    gradient grows with its length. A group of equal rewards gets exactly 0.
+    """
+    rewards, lengths = responses.rewards, responses.lengths
+    total = lengths.sum(dim=1, keepdim=True).clamp(min=1)
+    baseline = (rewards * lengths).sum(dim=1, keepdim=True) / total
+    constant = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)
+    return torch.where(constant, 0.0, rewards - baseline).flatten()[:, None]
+
+
+def maxrl(
+    responses: Responses,
+    settings: AdvantageConfig,
+    moments: Moments,  # noqa: ARG001
+) -> Tensor:
+    """Divides by the mean reward, which weighs hard prompts most (MaxRL, arXiv 2602.02710).
+
+        A = (r - mean) / (mean + eps)
+
+    For rewards of 0 and 1, its gradient approximates that of the log-probability of a correct
+    response. eps is 1e-6.
+    """
+    rewards = responses.rewards
+    means = rewards.mean(dim=1, keepdim=True)
+    return (_centre(rewards) / (means + settings.eps)).flatten()[:, None]
+
+
+def reinforce_pp(responses: Responses, settings: AdvantageConfig, moments: Moments) -> Tensor:
+    """Whitens the returns of tokens over the whole batch (REINFORCE++, arXiv 2501.03262).
+
+        R_t = sum over k >= t of gamma^(k - t) (r at the last token - penalty_k)
+        A_t = (R_t - mean of R) / sqrt(variance of R + 1e-8)
+
+    The mean and the sample variance are over all valid tokens of the batch. The penalty is that of
+    the KL to the reference under `kl.placement: reward` (paper), else 0. gamma is 1. Groups have no
+    part in it, so that a group whose responses are all right or all wrong has advantages, too.
+    """
+    mask = responses.mask
+    rewards = token_rewards(responses.rewards, mask) - responses.penalties
+    returns = torch.zeros_like(rewards)
+    following = torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        value = rewards[:, t] + settings.gamma * following
+        following = torch.where(mask[:, t], value, following)
+        returns[:, t] = following
+    return whiten(returns, mask, moments)
+
+
+def reinforce_pp_baseline(
+    responses: Responses,
+    settings: AdvantageConfig,  # noqa: ARG001
+    moments: Moments,
+) -> Tensor:
+    """Whitens r - mean over the tokens of the batch (REINFORCE++ w/ baseline, arXiv 2501.03262).
+
+        A = (r - mean - mean over the batch) / sqrt(variance over the batch + 1e-8)
+
+    The statistics of the batch are over all valid tokens, with the sample variance.
+    """
+    centred = _centre(responses.rewards).flatten()[:, None].expand(responses.mask.shape)
+    return whiten(centred, responses.mask, moments)
+
+
+def whiten(values: Tensor, mask: Tensor, moments: Moments) -> Tensor:
+    """Scales the valid values of all ranks to mean 0 and sample variance 1; 0 where masked."""
+    mean, variance, count = moments(values[mask])
+    deviation = (variance * count / max(count - 1, 1) + _WHITENING_EPS) ** 0.5
+    return torch.where(mask, (values - mean) / deviation, 0.0)
+
+
+def token_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
+    """Returns rewards by token, like `mask`: that of a response at its last token, 0 elsewhere."""
+    last = mask & ~torch.nn.functional.pad(mask[:, 1:], (0, 1)).bool()
+    return torch.where(last, rewards.flatten()[:, None], 0.0)
 
 
 def group_relative(
@@ -22,25 +187,34 @@ def group_relative(
         raise ValueError(
             f"rewards have shape {tuple(rewards.shape)}; group statistics need (N, G) with G >= 2"
         )
-    centred = rewards - rewards.mean(dim=1, keepdim=True)
     if std == "population":
         scale = (rewards.var(dim=1, correction=0, keepdim=True) + eps).sqrt()
     else:
         scale = rewards.std(dim=1, correction=1, keepdim=True) + eps
-    # The mean of equal floats may differ from them by one ulp, which division by eps magnifies.
+    return _centre(rewards) / scale
+
+
+def _centre(rewards: Tensor) -> Tensor:
+    """Returns rewards (N, G) less the mean of their group, exactly 0 in a group of equal rewards.
+
+    The mean of equal floats may differ from them by one ulp, which division by eps magnifies.
+    """
     constant = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)
-    return torch.where(constant, 0.0, centred / scale)
+    return torch.where(constant, 0.0, rewards - rewards.mean(dim=1, keepdim=True))
 
 
 @torch.no_grad()
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns (advantages, returns), both (N, T), for token rewards and values (N, T).
+    """Returns (advantages, returns) of GAE (arXiv 1506.02438), for token rewards and values (N, T).
 
-    delta = r + gamma V' - V and A = delta + gamma lam A', where V' = 0 after the last token, and
-    returns are A + V. Nothing is whitened. Positions where `mask` (N, T) is false are skipped and
-    get 0; their rewards and values may be NaN.
+        delta = r + gamma V' - V
+        A     = delta + gamma lam A'
+
+    V' and A' are those of the next token, 0 after the last, and returns are A + V. Nothing is
+    whitened. Positions where `mask` (N, T) is false are skipped and get 0; their rewards and values
+    may be NaN.
     """
     valid = mask.bool()
     advantages = torch.zeros_like(values)
@@ -52,3 +226,27 @@ def gae(
         next_advantage = torch.where(valid[:, t], advantage, next_advantage)
         advantages[:, t] = torch.where(valid[:, t], advantage, 0.0)
     return advantages, torch.where(valid, advantages + values, 0.0)
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "group": group,
+    "rloo": rloo,
+    "opo": opo,
+    "maxrl": maxrl,
+    "reinforce_pp": reinforce_pp,
+    "reinforce_pp_baseline": reinforce_pp_baseline,
+}
+"""The built-in estimators that need no critic, by name."""
+
+
+def get_estimator(name: str) -> Estimator:
+    """Returns an estimator by name, which may be a plug-in's.
+
+    Raises `ConfigError` for an unknown name, or a plug-in that cannot be loaded.
+    """
+    if name in ESTIMATORS:
+        return ESTIMATORS[name]
+    loaded: Estimator = load_plug_in(
+        ESTIMATOR_ENTRY_POINTS, "estimator", name, built_in=ESTIMATORS, error=ConfigError
+    )
+    return loaded

@@ -6,6 +6,7 @@ have no influence, NaN and infinity included: results and gradients there are 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from bapo_core.numerics import MAX_LOG_RATIO
 
 __all__ = [
+    "AGGREGATIONS",
     "Aggregation",
     "aggregate",
     "clip_fraction",
@@ -24,7 +26,9 @@ __all__ = [
     "token_scale",
 ]
 
-Aggregation = Literal["token-mean", "seq-mean-token-mean"]
+Aggregation = Literal[
+    "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+]
 
 # GSPO's reference implementation clamps the log of a sequence's ratio here.
 _MAX_SEQUENCE_LOG_RATIO = 10.0
@@ -109,32 +113,88 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tens
     return mean.clamp(-MAX_LOG_RATIO, _MAX_SEQUENCE_LOG_RATIO).exp()
 
 
-def aggregate(loss: Tensor, mask: Tensor, mode: Aggregation) -> Tensor:
+def token_mean(valid: Tensor, longest: int) -> tuple[Tensor, int]:  # noqa: ARG001
+    """Weighs every valid token equally (DAPO, arXiv 2503.14476).
+
+        sum over all tokens of loss / number of all tokens
+
+    A long response weighs more than a short one.
+    """
+    return torch.ones(len(valid), 1, dtype=torch.long), int(valid.sum())
+
+
+def sequence_mean_of_token_mean(valid: Tensor, longest: int) -> tuple[Tensor, int]:  # noqa: ARG001
+    """Weighs every sequence equally, by the mean over its tokens (GRPO, arXiv 2402.03300).
+
+        mean over sequences of (sum over its tokens of loss / number of its tokens)
+
+    A token of a long response weighs less than one of a short response.
+    """
+    return valid.sum(dim=1, keepdim=True), _sequences(valid)
+
+
+def sequence_mean_of_token_sum(valid: Tensor, longest: int) -> tuple[Tensor, int]:  # noqa: ARG001
+    """Takes a sequence as one action, whose log-prob is a sum (RLOO, arXiv 2402.14740).
+
+        mean over sequences of (sum over its tokens of loss)
+
+    The gradient grows with the length of responses.
+    """
+    return torch.ones(len(valid), 1, dtype=torch.long), _sequences(valid)
+
+
+def sequence_mean_of_normed_token_sum(valid: Tensor, longest: int) -> tuple[Tensor, int]:
+    """Divides sums by one constant, so that length has no influence (Dr. GRPO, arXiv 2503.20783).
+
+        mean over sequences of (sum over its tokens of loss / max_response_tokens)
+
+    All tokens weigh the same, whatever the lengths of the batch's responses.
+    """
+    return torch.full((len(valid), 1), longest), _sequences(valid)
+
+
+AGGREGATIONS: dict[Aggregation, Callable[[Tensor, int], tuple[Tensor, int]]] = {
+    "token-mean": token_mean,
+    "seq-mean-token-mean": sequence_mean_of_token_mean,
+    "seq-mean-token-sum": sequence_mean_of_token_sum,
+    "seq-mean-token-sum-norm": sequence_mean_of_normed_token_sum,
+}
+"""Name of an aggregation -> function of (valid tokens (N, T), longest response) that returns the
+number by which a token's loss is divided in its sequence, (N, 1), and the count by which the sum of
+all sequences is divided."""
+
+
+def aggregate(loss: Tensor, mask: Tensor, mode: Aggregation, *, longest: int = 1) -> Tensor:
     """Returns one number for token losses (N, T): their sum, each times its `token_scale`."""
-    return (torch.where(mask.bool(), loss, 0.0) * token_scale(mask, mode)).sum()
+    scale = token_scale(mask, mode, longest=longest)
+    return (torch.where(mask.bool(), loss, 0.0) * scale).sum()
 
 
-def token_scale(mask: Tensor, mode: Aggregation, *, count: int | None = None) -> Tensor:
+def token_scale(
+    mask: Tensor, mode: Aggregation, *, longest: int = 1, count: int | None = None
+) -> Tensor:
     """Returns the factor of each token's loss in the aggregate, (N, T); 0 where masked.
 
-    `token-mean` weighs every valid token equally (DAPO). `seq-mean-token-mean` weighs every
-    sequence equally, by the mean over its tokens (Eq. 1); sequences without a valid token do not
-    count. Without any valid token all factors are 0.
+    Sequences without a valid token do not count. Without any valid token all factors are 0.
 
-    count: the `scale_count` of a whole minibatch, if `mask` is a micro-batch of it. The aggregates
-    of the micro-batches then sum to that of the minibatch, however its rows are split.
+    longest: the most tokens that a response may have, for "seq-mean-token-sum-norm". count: the
+    `scale_count` of a whole minibatch, if `mask` is a micro-batch of it. The aggregates of the
+    micro-batches then sum to that of the minibatch, however its rows are split.
     """
     valid = mask.bool()
-    total = max(1, scale_count(mask, mode) if count is None else count)
-    if mode == "token-mean":
-        return valid / torch.tensor(float(total))
-    return valid / (valid.sum(dim=1, keepdim=True) * total).clamp(min=1)
+    divisors, own_count = AGGREGATIONS[mode](valid, longest)
+    total = max(1, own_count if count is None else count)
+    return valid / (divisors * total).clamp(min=1)
 
 
 def scale_count(mask: Tensor, mode: Aggregation) -> int:
     """Returns the size of the mean: the valid tokens, or the sequences with a valid token."""
-    valid = mask.bool()
-    return int(valid.sum() if mode == "token-mean" else valid.any(dim=1).sum())
+    return AGGREGATIONS[mode](mask.bool(), 1)[1]
+
+
+def _sequences(valid: Tensor) -> int:
+    """Returns the number of sequences with a valid token."""
+    return int(valid.any(dim=1).sum())
 
 
 def _ratio(logprobs: Tensor, prox_logprobs: Tensor, valid: Tensor) -> Tensor:

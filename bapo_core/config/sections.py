@@ -15,6 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from bapo_core.config.base import Section
+from bapo_core.config.objectives import ESTIMATOR_ENTRY_POINTS, ESTIMATOR_NAMES
+from bapo_core.plug_ins import plug_in_names
 from bapo_core.schedule import SyncSchedule
 from bapo_core.thresholds import replay_window, within
 
@@ -257,23 +259,52 @@ class BatchConfig(Section):
     in the authors' code)."""
 
 
-class AdvantageConfig(Section):
-    """Advantages, from the statistics of a group (Eq. 2) or from a critic (A.9)."""
+def _check_known(key: str, value: str, built_in: Sequence[str], entry_points: str) -> str:
+    """Returns `value` if it names something built in or a plug-in, which is not loaded."""
+    if value not in built_in:
+        known = sorted({*built_in, *plug_in_names(entry_points)})
+        if value not in known:
+            raise ValueError(f"{key} is {value!r}, which is not one of {', '.join(known)}")
+    return value
 
+
+class AdvantageConfig(Section):
+    """Advantages, from the statistics of a group (Eq. 2), of the batch, or from a critic (A.9)."""
+
+    estimator: str = "group"
+    """Estimator of advantages (docs/methods.md): `group` compares the G responses to a prompt
+    (Eq. 2); `gae` is generalised advantage estimation, by token, with a critic (BA-PPO, A.9);
+    `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `opo`, `maxrl`; or one that an installed
+    package adds."""
+    scale: Literal["group", "batch", "none"] = "group"
+    """Standard deviation that `estimator: group` divides by: that of the group's rewards (Eq. 2),
+    of all rewards of the batch (LitePPO, arXiv 2508.08221), or none (Dr. GRPO, arXiv
+    2503.20783)."""
     std: Literal["population", "sample"] = "population"
     """Normalisation of group advantages: (r - mean) / sqrt(var + eps) (`population`, Eq. 2); or by
     the sample standard deviation plus eps (`sample`, as in the authors' code)."""
     eps: float = Field(1e-6, gt=0.0)
-    """eps of Eq. 2."""
-    estimator: Literal["group", "gae"] = "group"
-    """Estimator of advantages: `group` compares the G responses to a prompt (Eq. 2); `gae` is
-    generalised advantage estimation, by token, with a critic (BA-PPO, A.9)."""
+    """eps of Eq. 2, and of the mean that `estimator: maxrl` divides by."""
     gamma: Fraction = 1.0
-    """gamma, the discount of GAE."""
+    """gamma, the discount of the estimators `gae` and `reinforce_pp`."""
     lam: Fraction = 1.0
     """lambda of GAE (Table 3: 1)."""
     whiten: bool = True
     """Whether GAE's advantages are scaled to mean 0 and standard deviation 1 over the batch."""
+
+    @field_validator("estimator")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        return _check_known("estimator", value, ESTIMATOR_NAMES, ESTIMATOR_ENTRY_POINTS)
+
+    @model_validator(mode="after")
+    def _scales_groups(self) -> AdvantageConfig:
+        if self.scale != "group" and self.estimator != "group":
+            raise ValueError(
+                f"scale is '{self.scale}' but estimator is '{self.estimator}', which has a scale "
+                "of its own; set estimator to group, or scale to group"
+            )
+        return self
 
 
 class CriticConfig(Section):
@@ -317,9 +348,12 @@ class LossConfig(Section):
     weight_level: Literal["token", "sequence", "geometric"] = "token"
     """Level of importance weights: a token's ratio, the product over the response, or its geometric
     mean (released script: token)."""
-    aggregation: Literal["token-mean", "seq-mean-token-mean"] = "token-mean"
-    """Aggregation of token losses: the mean over tokens (released script), or over responses of
-    their mean over tokens (Eq. 1)."""
+    aggregation: Literal[
+        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    """Aggregation of token losses (docs/methods.md): the mean over tokens (released script), or
+    over responses of their mean over tokens (Eq. 1), of their sum, or of their sum divided by
+    `rollout.max_response_tokens` (Dr. GRPO)."""
     norm: Literal["actual", "nominal"] = "actual"
     """Normaliser of a last minibatch that is short: its own size, or `optimizer.minibatch_prompts`
     (`nominal`, as in the authors' code)."""
@@ -361,6 +395,10 @@ class KLConfig(Section):
 
     coefficient: float = Field(0.001, ge=0.0)
     """beta, the coefficient of the KL penalty in Eq. 3 (Table 3: 0.001); 0 turns it off."""
+    placement: Literal["loss", "reward"] = "loss"
+    """Where the KL penalty acts: as a term of the loss (Eq. 3), or subtracted from the reward of
+    each token before advantages are estimated, as beta (log theta_t - log reference)
+    (REINFORCE++)."""
     reference: Literal["rollout", "initial"] = "rollout"
     """Policy that the KL penalty is taken to: the behaviour policy of each group (alpha in Eq. 3),
     or the initial model (Eq. 1, GRPO)."""
@@ -571,6 +609,17 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _advantages_fit_the_loss(self) -> RunConfig:
+        estimator = self.advantage.estimator
+        if self.kl.placement == "reward" and estimator != "reinforce_pp":
+            raise ValueError(
+                f"kl.placement is 'reward' but advantage.estimator is '{estimator}', which has no "
+                "rewards of single tokens; set advantage.estimator=reinforce_pp or "
+                "kl.placement=loss"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         minibatch = self.optimizer.minibatch_prompts
         if self.batch_capacity < minibatch:
@@ -630,6 +679,7 @@ class RunConfig(Section):
                 f"{' and '.join(unused)} change nothing with loss.ratio=behavior, whose ratio has "
                 "the behaviour policy in the denominator and needs no importance weights"
             )
+        warnings += self._warnings_about_methods()
         empty = self._empty_windows()
         if self.replay.enabled and empty:
             warnings.append(
@@ -637,6 +687,25 @@ class RunConfig(Section):
                 f"holds no mean reward k/G for {empty:.0%} of the values of r_tot, so nothing is "
                 "stored for replay then; widen replay_window.c2_range and c3_range, or raise the "
                 "group size"
+            )
+        return warnings
+
+    def _warnings_about_methods(self) -> list[str]:
+        """Returns warnings about estimators."""
+        warnings = []
+        estimator = self.advantage.estimator
+        if estimator == "opo" and self.optimizer.minibatch_prompts < self.batch_capacity:
+            warnings.append(
+                "advantage.estimator=opo is derived for exactly on-policy updates, but "
+                f"optimizer.minibatch_prompts ({self.optimizer.minibatch_prompts}) is below the "
+                f"batch capacity ({self.batch_capacity}), so later minibatches are off-policy; "
+                "raise optimizer.minibatch_prompts"
+            )
+        unused = _changed("advantage", self.advantage, ("gamma",))
+        if estimator not in ("gae", "reinforce_pp") and unused:
+            warnings.append(
+                f"{unused[0]} changes nothing with advantage.estimator={estimator}, which does "
+                "not discount"
             )
         return warnings
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bapo_core.advantages import gae
+from bapo_core.advantages import gae, token_rewards, whiten
 from bapo_core.config import RunConfig
 from services.trainer.data import PADDING, Batch, Packed, pack
 from services.trainer.policy import Policy, device_of, make_optimizer, target_hidden_states
@@ -80,7 +80,11 @@ class CriticTrainer:
                 values[rows] = row_values
         settings = self.config.advantage
         advantages, returns = gae(
-            token_rewards(batch), values, batch.mask, gamma=settings.gamma, lam=settings.lam
+            token_rewards(batch.rewards, batch.mask),
+            values,
+            batch.mask,
+            gamma=settings.gamma,
+            lam=settings.lam,
         )
         errors = (returns - values)[batch.mask]
         metrics = {
@@ -90,10 +94,7 @@ class CriticTrainer:
             / max(self.ranks.moments(returns[batch.mask])[1], 1e-12),
         }
         if settings.whiten:
-            mean, variance, count = self.ranks.moments(advantages[batch.mask])
-            # As verl's and TRL's: the sample's variance, and the constant inside of the root.
-            deviation = (variance * count / max(count - 1, 1) + 1e-8) ** 0.5
-            advantages = torch.where(batch.mask, (advantages - mean) / deviation, 0.0)
+            advantages = whiten(advantages, batch.mask, self.ranks.moments)
         return advantages, ValueTargets(values, returns), metrics
 
     def backward(
@@ -129,9 +130,3 @@ class CriticTrainer:
         values = self.critic(pack(batch, rows).to(self.critic.device)).cpu()
         mask = batch.mask[rows]
         return torch.zeros(mask.shape).masked_scatter(mask, values)
-
-
-def token_rewards(batch: Batch) -> Tensor:
-    """(N, R) rewards: that of the response at its last token, 0 elsewhere."""
-    last = batch.mask & ~nn.functional.pad(batch.mask[:, 1:], (0, 1)).bool()
-    return torch.where(last, batch.rewards.flatten()[:, None].float(), 0.0)

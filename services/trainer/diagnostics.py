@@ -40,7 +40,7 @@ class StepResults:
     new_logprobs: Tensor
     """Log-probs when the response was trained on."""
     clipped: Tensor
-    """Whether the clip then cut the token's gradient off."""
+    """Whether the objective then cut the token's gradient off, or bounded its weight."""
     mask: Tensor
     advantages: Tensor
     """(N,) advantage of each response."""
@@ -125,9 +125,10 @@ def diagnose(
     """Returns how far off-policy the data of a step was, and the bound of Theorem 3.2.
 
     window: [c2, c3] of the step. theta is the policy at the time it trained on each update: the
-    step's last update is not in it, which spares a pass over the batch. The bound is about
-    advantages within groups, so there is none with a critic.
+    step's last update is not in it, which spares a pass over the batch. The bound is about the
+    advantages of Eq. 2, so there is none with another estimator.
     """
+    of_eq_2 = config.advantage.estimator == "group" and config.advantage.scale == "group"
     mismatch = mismatch_metrics(
         results.current_logprobs, results.behavior_logprobs, results.mask
     ) | weight_metrics(
@@ -141,7 +142,7 @@ def diagnose(
         "response_length": float(results.mask.sum(dim=1).float().mean()),
         **{f"mismatch/{name}": value for name, value in mismatch.items()},
         **results.clip_fractions(),
-        **({} if config.advantage.estimator == "gae" else _bound(config, results, window)),
+        **(_bound(config, results, window) if of_eq_2 else {}),
     }
 
 

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from bapo_core.advantages import group_relative
+from bapo_core.advantages import Responses, get_estimator
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError, TransientError
 from bapo_core.importance import truncated_weights
 from bapo_core.kl import kl_penalty
 from bapo_core.losses import (
+    Aggregation,
     clip_fraction,
     clipped_surrogate,
     clipped_tokens,
@@ -134,7 +135,7 @@ class Updater:
         reference = behavior
         if kl.coefficient > 0 and kl.reference == "initial":
             reference = self.score(batch, self.reference)
-        advantages, values, metrics = self._advantages(batch)
+        advantages, values, metrics = self._advantages(batch, current - reference)
         targets = Targets(
             advantages=advantages,
             proximal_logprobs=proximal,
@@ -159,15 +160,23 @@ class Updater:
             weights = weights / (mean or 1.0)
         return weights
 
-    def _advantages(self, batch: Batch) -> tuple[Tensor, ValueTargets | None, dict[str, float]]:
-        """(advantages (N, R), the critic's targets, the critic's metrics); Eq. 2 without one."""
+    def _advantages(
+        self, batch: Batch, log_ratios: Tensor
+    ) -> tuple[Tensor, ValueTargets | None, dict[str, float]]:
+        """(advantages (N, R), the critic's targets, the critic's metrics).
+
+        log_ratios: (N, R) of the policy to the reference of the KL penalty, for the reward.
+        """
         if self.critic is not None:
             all_rows = torch.arange(len(batch.lengths))
             return self.critic.advantages(batch, self._micro_batches(batch, all_rows))
-        per_response = group_relative(
-            batch.rewards, std=self.config.advantage.std, eps=self.config.advantage.eps
-        ).flatten()
-        return per_response[:, None].expand_as(batch.behavior_logprobs), None, {}
+        kl, settings = self.config.kl, self.config.advantage
+        coefficient = kl.coefficient if kl.placement == "reward" else 0.0
+        # A rank without groups does not see their size in its rewards.
+        rewards = batch.rewards.reshape(len(batch.members), self.config.rollout.group_size)
+        responses = Responses(rewards, batch.mask, coefficient * log_ratios)
+        advantages = get_estimator(settings.estimator)(responses, settings, self.ranks.moments)
+        return advantages.expand_as(batch.behavior_logprobs), None, {}
 
     def _proximal_logprobs(self, batch: Batch, current_logprobs: Tensor) -> Tensor:
         """(N, R) log-probs in the denominator of the PPO ratio, by `loss.ratio`."""
@@ -205,8 +214,8 @@ class Updater:
 
         group_count: groups of the update, on all ranks. results: gets the results of `rows`.
         """
-        scale = torch.zeros_like(batch.behavior_logprobs)
-        scale[rows] = self._loss_scale(batch.mask[rows])
+        scale = self._loss_scale(batch.mask, rows, self.config.loss.aggregation)
+        metric_scale = self._metric_scale(batch.mask, rows, scale)
         # It is no part of the scale, so that metrics are means whatever the size of the update.
         factor = 1.0
         if self.config.loss.norm == "nominal":
@@ -217,7 +226,7 @@ class Updater:
         micro_batches = self._micro_batches(batch, rows)
         if self.critic is not None and targets.values is not None:
             totals["critic/loss"] = sum(
-                self.critic.backward(batch, micro_batch, targets.values, scale, factor)
+                self.critic.backward(batch, micro_batch, targets.values, metric_scale, factor)
                 for micro_batch in micro_batches
             )
         for micro_batch in micro_batches:
@@ -225,7 +234,8 @@ class Updater:
                 logprobs, _ = self._forward(batch, None, self.policy, entropy=True)
                 (logprobs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
                 continue
-            loss, metrics = self._loss(batch, micro_batch, targets, scale[micro_batch], results)
+            scales = scale[micro_batch], metric_scale[micro_batch]
+            loss, metrics = self._loss(batch, micro_batch, targets, scales, results)
             (loss * factor).backward()  # type: ignore[no-untyped-call]
             for name, value in metrics.items():
                 totals[name] += value
@@ -238,15 +248,23 @@ class Updater:
             optimizer.step()
         return totals
 
-    def _loss_scale(self, mask: Tensor) -> Tensor:
-        """(n, R) factors of the losses of this rank's tokens.
+    def _loss_scale(self, mask: Tensor, rows: Tensor, aggregation: Aggregation) -> Tensor:
+        """(N, R) factors of the losses of this rank's tokens in `rows`; 0 elsewhere.
 
         They are shares of the whole update, so that the sum over all ranks is its aggregate loss.
         """
-        aggregation = self.config.loss.aggregation
-        local_count = {"count": float(scale_count(mask, aggregation))}
+        local_count = {"count": float(scale_count(mask[rows], aggregation))}
         count = int(self.ranks.all_reduce_sum(local_count)["count"])
-        return token_scale(mask, aggregation, count=count)
+        longest = self.config.rollout.max_response_tokens
+        scale = torch.zeros(mask.shape)
+        scale[rows] = token_scale(mask[rows], aggregation, longest=longest, count=count)
+        return scale
+
+    def _metric_scale(self, mask: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
+        """(N, R) factors whose sum over all ranks is 1: those of the loss, if it is a mean."""
+        if self.config.loss.aggregation in ("token-mean", "seq-mean-token-mean"):
+            return scale
+        return self._loss_scale(mask, rows, "token-mean")
 
     def _clip_gradient(self, module: nn.Module) -> float:
         """Clips the gradient in place; returns its global norm before clipping."""
@@ -258,12 +276,14 @@ class Updater:
         batch: Batch,
         rows: Tensor,
         targets: Targets,
-        scale: Tensor,
+        scales: tuple[Tensor, Tensor],
         results: TokenResults,
     ) -> tuple[Tensor, dict[str, float]]:
-        """Returns the share of `rows` in the update's loss, by `scale`, and in its metrics."""
+        """Returns the share of `rows` in the update's loss and in its metrics, by their scales."""
         settings, kl = self.config.loss, self.config.kl
+        scale, metric_scale = scales
         entropy_bonus = settings.entropy_coefficient
+        kl_coefficient = kl.coefficient if kl.placement == "loss" else 0.0
         logprobs, entropy = self._forward(batch, rows, self.policy, entropy=True)
         results.logprobs[rows] = logprobs.detach()
         mask = batch.mask[rows]
@@ -284,7 +304,7 @@ class Updater:
             mask,
             estimator=kl.estimator,
         )
-        losses = surrogate + kl.coefficient * penalty
+        losses = surrogate + kl_coefficient * penalty
         if entropy_bonus:
             losses = losses - entropy_bonus * entropy
         loss = (losses * scale).sum()
@@ -295,11 +315,11 @@ class Updater:
             dual_clip=settings.dual_clip,
             clip_center=center,
         )
-        share = float((mask * scale).sum())
+        share = float((mask * metric_scale).sum())
         return loss, {
             "loss": float(loss.detach()),
-            "kl": float((penalty.detach() * scale).sum()),
-            "entropy": float((entropy.detach() * scale).sum()),
+            "kl": float((penalty.detach() * metric_scale).sum()),
+            "entropy": float((entropy.detach() * metric_scale).sum()),
             "clip_fraction": share * clip_fraction(clipped, mask),
         }
 

@@ -6,11 +6,14 @@ import pytest
 import torch
 
 from bapo_core.losses import (
+    AGGREGATIONS,
     aggregate,
     clip_fraction,
     clipped_surrogate,
     clipped_tokens,
+    scale_count,
     sequence_ratio,
+    token_scale,
 )
 
 CLIP = dict(clip_low=0.2, clip_high=0.28)
@@ -45,6 +48,29 @@ def test_aggregation():
     assert aggregate(loss, mask, "token-mean").item() == pytest.approx(-0.57, abs=1e-6)
     per_sequence = aggregate(loss, mask, "seq-mean-token-mean").item()
     assert per_sequence == pytest.approx(-0.046667, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-mean", lambda rows: sum(map(sum, rows)) / sum(map(len, rows))),
+        ("seq-mean-token-mean", lambda rows: sum(sum(r) / len(r) for r in rows) / len(rows)),
+        ("seq-mean-token-sum", lambda rows: sum(map(sum, rows)) / len(rows)),
+        ("seq-mean-token-sum-norm", lambda rows: sum(sum(r) / 9 for r in rows) / len(rows)),
+    ],
+)
+def test_aggregations_are_those_of_the_equations(mode, expected):
+    rows = [[0.3, -1.2, 2.0], [0.7], [-0.4, 0.9, 0.1, 3.0]]
+    filled = [[*row, *[math.nan] * (5 - len(row))] for row in [*rows, []]]
+    loss = torch.tensor(filled, dtype=torch.double)
+    mask = ~loss.isnan()
+    assert aggregate(loss, mask, mode, longest=9).item() == pytest.approx(expected(rows))
+    # Micro-batches sum to the same, if they know the size of the whole.
+    count = scale_count(mask, mode)
+    parts = [
+        token_scale(mask[part], mode, longest=9, count=count) for part in (slice(0, 1), slice(1, 4))
+    ]
+    assert torch.equal(torch.cat(parts), token_scale(mask, mode, longest=9))
 
 
 # Worked example: log alpha, log prox and log theta of four tokens.
@@ -136,7 +162,7 @@ def test_an_exploded_ratio_stays_finite():
     assert logprobs.grad.tolist() == [0.0]
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("mode", list(AGGREGATIONS))
 def test_aggregation_without_tokens_is_zero(mode):
     loss = torch.ones(2, 3, requires_grad=True)
     total = aggregate(loss, torch.zeros(2, 3), mode)

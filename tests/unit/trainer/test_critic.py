@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from bapo_core.advantages import gae
+from bapo_core.advantages import gae, token_rewards
 from services.trainer import attention
-from services.trainer.critic import Critic, CriticTrainer, token_rewards
+from services.trainer.critic import Critic, CriticTrainer
 from services.trainer.policy import Policy
 from services.trainer.ranks import Ranks
 from services.trainer.update import Updater
@@ -37,7 +37,7 @@ def all_rows(batch: Any) -> list[torch.Tensor | None]:
 
 def test_the_last_token_of_a_response_gets_its_reward() -> None:
     batch = single.batch()
-    rewards = token_rewards(batch)
+    rewards = token_rewards(batch.rewards, batch.mask)
     assert torch.equal(rewards.sum(dim=1), batch.rewards.flatten())
     last = batch.mask.sum(dim=1) - 1
     assert torch.equal(rewards[torch.arange(len(last)), last], batch.rewards.flatten())
@@ -51,7 +51,9 @@ def test_advantages_are_the_whitened_gae_of_the_values() -> None:
         trainer.critic.value.weight.normal_(generator=torch.Generator().manual_seed(1))
     advantages, targets, _ = trainer.advantages(batch, all_rows(batch))
     assert targets.old_values[batch.mask].std() > 0.1
-    plain, returns = gae(token_rewards(batch), targets.old_values, batch.mask, gamma=0.9, lam=0.8)
+    plain, returns = gae(
+        token_rewards(batch.rewards, batch.mask), targets.old_values, batch.mask, gamma=0.9, lam=0.8
+    )
     torch.testing.assert_close(targets.returns, returns)
     valid = plain[batch.mask]
     expected = (valid - valid.mean()) / (valid.var() + 1e-8).sqrt()
