@@ -16,20 +16,21 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from bapo_core import buffers, filters, importance, losses, sampling, thresholds
+from bapo_core import buffers, filters, importance, losses, sampling, thresholds, types
 from bapo_core.advantages import group_relative
 from bapo_core.batch import build_batch
 from bapo_core.config import RunConfig, load_config
 from bapo_core.kl import kl_penalty
 from bapo_core.seeding import derive_rng, derive_seed
 from bapo_core.tasks import get_task
-from bapo_core.types import GroupSummary
 
 # Keys of which this file implements the default value alone.
-DEFAULTS_ONLY = """task.train_path task.test_path rollout.max_generation_rounds fresh.filter
-reevaluate.enabled reevaluate.rule replay.enabled hard_buffer.after hard_buffer.store_new_in_high
-replay_window.r_tot batch.dedup advantage.estimator loss.ratio loss.norm loss.weight_level
-task.columns kl.reference lora.rank evaluation.samples evaluation.temperature sync.weights_dtype"""
+DEFAULTS_ONLY = """task.train_path rollout.max_generation_rounds fresh.filter reevaluate.enabled
+reevaluate.rule replay.enabled hard_buffer.after hard_buffer.store_new_in_high replay_window.r_tot
+batch.dedup advantage.estimator advantage.scale loss.objective loss.ratio loss.norm
+loss.weight_floor loss.weight_mode loss.weight_norm loss.weight_level loss.aggregation kl.placement
+kl.reference optimizer.epochs lora.rank evaluation.samples evaluation.temperature task.test_path
+task.columns sync.weights_dtype"""
 
 
 def train(config, directory, sample=None, learner=None):
@@ -57,7 +58,7 @@ def train(config, directory, sample=None, learner=None):
             texts = tokenizer.batch_decode([r[0] for r in responses], skip_special_tokens=True)
             rewards = [task.verify(prompt, text).reward for text in texts]
             uid, k, version = task.uid(prompt), int(sum(rewards)), config.rollout_version(t, kind)
-            summaries.append(GroupSummary(len(groups), uid, t, k, len(rewards), version))
+            summaries.append(types.GroupSummary(len(groups), uid, t, k, len(rewards), version))
             groups.append((tokens, responses, rewards))
         return summaries
 
@@ -165,7 +166,7 @@ class Learner:
             penalty = kl_penalty(logprobs, alpha, alpha, mask[at], estimator=config.kl.estimator)
             total = policy + config.kl.coefficient * penalty - loss.entropy_coefficient * entropy
             self.optimizer.zero_grad()
-            (total * losses.token_scale(mask[at], loss.aggregation)).sum().backward()
+            (total * losses.token_scale(mask[at], "token-mean")).sum().backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), settings.gradient_clip)
             self.optimizer.step()
 
@@ -191,8 +192,7 @@ def main():
         if attrgetter(key)(config) != attrgetter(key)(defaults):
             sys.exit(f"{key}: only {attrgetter(key)(defaults)} is implemented; use `bapo run`")
     tiny = Path(__file__).parents[1] / "services/model/tiny_model"
-    for _ in train(config, tiny if config.model.path == "tiny" else config.model.path):
-        pass
+    list(train(config, tiny if config.model.path == "tiny" else config.model.path))
 
 
 if __name__ == "__main__":

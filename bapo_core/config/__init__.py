@@ -1,8 +1,8 @@
 """The configuration of a run: every switch of the method, with its source and its default.
 
-`sections` has the models, `presets` the changes that each `algorithm` makes to the defaults,
-`loader` the readers of YAML files and overrides, `messages` the text of errors, and `schema` the
-JSON Schema of a file.
+`sections` has the models, `objectives` the settings of single objectives, `presets` the changes
+that each `algorithm` makes to the defaults, `loader` the readers of YAML files and overrides,
+`messages` the text of errors, and `schema` the JSON Schema of a file.
 """
 
 from __future__ import annotations
@@ -19,6 +19,17 @@ from bapo_core.config.loader import (
     parse_overrides,
     parse_values,
     read_values,
+)
+from bapo_core.config.objectives import (
+    AdaptiveClippingConfig,
+    CispoConfig,
+    ClipCovConfig,
+    GmpoConfig,
+    GspoConfig,
+    KlCovConfig,
+    M2poConfig,
+    SapoConfig,
+    ToprConfig,
 )
 from bapo_core.config.presets import PRESETS
 from bapo_core.config.schema import json_schema
@@ -52,20 +63,27 @@ from bapo_core.errors import ConfigError
 
 __all__ = [
     "PRESETS",
+    "AdaptiveClippingConfig",
     "AdvantageConfig",
     "Algorithm",
     "BatchConfig",
     "CheckpointConfig",
+    "CispoConfig",
+    "ClipCovConfig",
     "ConfigError",
     "CriticConfig",
     "EvaluationConfig",
     "Fraction",
     "FreshConfig",
+    "GmpoConfig",
+    "GspoConfig",
     "HardBufferConfig",
     "HighQualityBufferConfig",
     "KLConfig",
+    "KlCovConfig",
     "LoraConfig",
     "LossConfig",
+    "M2poConfig",
     "MlflowConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -74,9 +92,11 @@ __all__ = [
     "ReplayWindowConfig",
     "RolloutConfig",
     "RunConfig",
+    "SapoConfig",
     "Section",
     "SyncConfig",
     "TaskConfig",
+    "ToprConfig",
     "TrainerConfig",
     "config_from",
     "flatten",

@@ -15,7 +15,24 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from bapo_core.config.base import Section
-from bapo_core.config.objectives import ESTIMATOR_ENTRY_POINTS, ESTIMATOR_NAMES
+from bapo_core.config.objectives import (
+    BEHAVIOR_OBJECTIVES,
+    ESTIMATOR_ENTRY_POINTS,
+    ESTIMATOR_NAMES,
+    OBJECTIVE_ENTRY_POINTS,
+    OBJECTIVE_NAMES,
+    OBJECTIVE_SECTIONS,
+    SEQUENCE_OBJECTIVES,
+    AdaptiveClippingConfig,
+    CispoConfig,
+    ClipCovConfig,
+    GmpoConfig,
+    GspoConfig,
+    KlCovConfig,
+    M2poConfig,
+    SapoConfig,
+    ToprConfig,
+)
 from bapo_core.plug_ins import plug_in_names
 from bapo_core.schedule import SyncSchedule
 from bapo_core.thresholds import replay_window, within
@@ -319,21 +336,47 @@ class CriticConfig(Section):
 class LossConfig(Section):
     """The policy loss (Eq. 3): ratios, clipping, importance weights and normalisation."""
 
+    objective: str = "ppo"
+    """Policy loss of a token (docs/methods.md): `ppo`, the clipped surrogate of Eq. 3; `gspo`,
+    `cispo`, `sapo`, `gmpo`, `topr`, `m2po`, `clip_cov`, `kl_cov`, `adaptive_clipping`, each with a
+    section of settings; or one that an installed package adds."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Settings of an objective that an installed package adds."""
+    gspo: GspoConfig | None = None
+    """Settings of `objective: gspo`."""
+    cispo: CispoConfig | None = None
+    """Settings of `objective: cispo`."""
+    sapo: SapoConfig | None = None
+    """Settings of `objective: sapo`."""
+    gmpo: GmpoConfig | None = None
+    """Settings of `objective: gmpo`."""
+    topr: ToprConfig | None = None
+    """Settings of `objective: topr`."""
+    m2po: M2poConfig | None = None
+    """Settings of `objective: m2po`."""
+    clip_cov: ClipCovConfig | None = None
+    """Settings of `objective: clip_cov`."""
+    kl_cov: KlCovConfig | None = None
+    """Settings of `objective: kl_cov`."""
+    adaptive_clipping: AdaptiveClippingConfig | None = None
+    """Settings of `objective: adaptive_clipping`."""
     ratio: Literal["prox_current", "behavior", "decoupled"] = "prox_current"
     """Off-policy correction. `prox_current`: PPO ratio theta / theta_t with the importance weight
     theta_t / behaviour, for every source. `behavior`: PPO ratio theta / behaviour (Eq. 3).
     `decoupled`: as `prox_current`, but X3 has the trainer's weights at the step of its rollout in
     place of theta_t (authors' code)."""
     clip_center: Literal["one", "current"] = "one"
-    """Centre of the clip range under `ratio: behavior`: 1, or theta_t / behaviour (delayed
-    GRPO)."""
+    """Centre of the clip range of `objective: ppo` under `ratio: behavior`: 1, or theta_t /
+    behaviour (delayed GRPO)."""
     clip_low: float = Field(0.2, gt=0.0)
-    """Distance of the lower clip bound from the centre (released script: 0.2)."""
+    """Distance of the lower clip bound of `objective: ppo` from the centre (released script:
+    0.2)."""
     clip_high: float = Field(0.28, gt=0.0)
-    """Distance of the upper clip bound from the centre (released script: 0.28)."""
+    """Distance of the upper clip bound of `objective: ppo` from the centre (released script:
+    0.28)."""
     dual_clip: float | None = Field(10.0, gt=1.0)
-    """Dual clip: the loss of a token with a negative advantage A is at most this times |A|; null
-    turns it off (released script: 10)."""
+    """Dual clip of `objective: ppo`: the loss of a token with a negative advantage A is at most
+    this times |A|; null turns it off (released script: 10)."""
     weight_cap: float = Field(3.0, gt=0.0)
     """Largest importance weight (released script: 3)."""
     weight_floor: float = Field(0.0, ge=0.0)
@@ -361,6 +404,15 @@ class LossConfig(Section):
     """Coefficient of the entropy bonus (Table 3: 0.001)."""
 
     @property
+    def objective_settings(self) -> Any:
+        """The settings of the objective: its section, this one for `ppo`, or `options`."""
+        if self.objective == "ppo":
+            return self
+        return (
+            getattr(self, self.objective) if self.objective in OBJECTIVE_SECTIONS else self.options
+        )
+
+    @property
     def weighting(self) -> dict[str, Any]:
         """The arguments that importance weights depend on, of `bapo_core.importance`."""
         return {
@@ -369,6 +421,58 @@ class LossConfig(Section):
             "mode": self.weight_mode,
             "level": self.weight_level,
         }
+
+    @field_validator("objective")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        return _check_known("objective", value, OBJECTIVE_NAMES, OBJECTIVE_ENTRY_POINTS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _select_section(cls, values: Any) -> Any:
+        """Gives the objective its section with the defaults, so that they are shown and stored."""
+        if isinstance(values, dict):
+            name = str(values.get("objective"))
+            if name in OBJECTIVE_SECTIONS and values.get(name) is None:
+                return {**values, name: {}}
+        return values
+
+    @model_validator(mode="after")
+    def _sections_need_their_objective(self) -> LossConfig:
+        for name in OBJECTIVE_SECTIONS:
+            if getattr(self, name) is not None and self.objective != name:
+                raise ValueError(
+                    f"{name} is given but objective is '{self.objective}', which does not read it; "
+                    f"remove {name}, or set objective to {name}"
+                )
+        if self.options and self.objective in OBJECTIVE_NAMES:
+            raise ValueError(
+                f"options is {self.options} but objective is '{self.objective}': options are of "
+                "objectives that an installed package adds; remove options"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _objective_fits_the_ratio(self) -> LossConfig:
+        if self.objective in BEHAVIOR_OBJECTIVES and self.ratio != "behavior":
+            raise ValueError(
+                f"objective is '{self.objective}' but ratio is '{self.ratio}': its equation has "
+                "the ratio of the current to the behaviour policy, which sampled the tokens; set "
+                "ratio to behavior"
+            )
+        token_weights = self.ratio != "behavior" and self.weight_level == "token"
+        if self.objective in SEQUENCE_OBJECTIVES and token_weights:
+            raise ValueError(
+                f"objective is '{self.objective}' but weight_level is 'token': a response has one "
+                "ratio and needs one importance weight; set weight_level to geometric or sequence, "
+                "or ratio to behavior"
+            )
+        if self.clip_center == "current" and self.objective != "ppo":
+            raise ValueError(
+                f"clip_center is 'current' but objective is '{self.objective}', whose bounds have "
+                "no centre that moves; set objective to ppo or clip_center to one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _weights_are_bounded(self) -> LossConfig:
@@ -610,12 +714,23 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _advantages_fit_the_loss(self) -> RunConfig:
-        estimator = self.advantage.estimator
-        if self.kl.placement == "reward" and estimator != "reinforce_pp":
+        estimator, objective = self.advantage.estimator, self.loss.objective
+        in_reward = self.kl.placement == "reward"
+        if in_reward and estimator != "reinforce_pp":
             raise ValueError(
                 f"kl.placement is 'reward' but advantage.estimator is '{estimator}', which has no "
                 "rewards of single tokens; set advantage.estimator=reinforce_pp or "
                 "kl.placement=loss"
+            )
+        by_token = estimator == "gae" or (
+            estimator == "reinforce_pp" and (in_reward or self.advantage.gamma < 1.0)
+        )
+        if objective in SEQUENCE_OBJECTIVES and by_token:
+            raise ValueError(
+                f"loss.objective is '{objective}', which needs one advantage for a response, but "
+                f"advantage.estimator={estimator} gives one for each token; set "
+                "advantage.estimator=group (or reinforce_pp with advantage.gamma=1 and "
+                "kl.placement=loss)"
             )
         return self
 
@@ -691,9 +806,23 @@ class RunConfig(Section):
         return warnings
 
     def _warnings_about_methods(self) -> list[str]:
-        """Returns warnings about estimators."""
+        """Returns warnings about objectives and estimators."""
         warnings = []
-        estimator = self.advantage.estimator
+        objective, estimator = self.loss.objective, self.advantage.estimator
+        unused = _changed("loss", self.loss, ("clip_low", "clip_high", "dual_clip"))
+        if objective != "ppo" and unused:
+            warnings.append(
+                f"{' and '.join(unused)} change nothing with loss.objective={objective}: its "
+                f"settings are the keys of loss.{objective}"
+            )
+        stale = self.sync.every > 1 or self.replay.enabled
+        if objective == "gspo" and self.loss.ratio == "behavior" and stale:
+            warnings.append(
+                "loss.objective=gspo with loss.ratio=behavior clips almost every response that an "
+                "earlier policy sampled (sync.every above 1, or replay), because its bounds are "
+                "3e-4 and 4e-4 from 1; set loss.ratio=prox_current with "
+                "loss.weight_level=geometric"
+            )
         if estimator == "opo" and self.optimizer.minibatch_prompts < self.batch_capacity:
             warnings.append(
                 "advantage.estimator=opo is derived for exactly on-policy updates, but "

@@ -55,6 +55,14 @@ class Ranks:
         mean = sums["sum"] / count
         return mean, max(sums["squares"] / count - mean**2, 0.0), count
 
+    def all_gather(self, values: Tensor) -> Tensor:
+        """Returns the columns of all ranks' (n, columns), in the order of the ranks."""
+        if self.size == 1:
+            return values
+        box = [values] * self.size
+        dist.all_gather_object(box, values, group=self.group)
+        return torch.cat(box, dim=1)
+
     def all_reduce_max(self, value: int) -> int:
         """Returns the largest of the ranks' values."""
         if self.size == 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,14 +15,8 @@ from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError, TransientError
 from bapo_core.importance import truncated_weights
 from bapo_core.kl import kl_penalty
-from bapo_core.losses import (
-    Aggregation,
-    clip_fraction,
-    clipped_surrogate,
-    clipped_tokens,
-    scale_count,
-    token_scale,
-)
+from bapo_core.losses import Aggregation, clip_fraction, scale_count, token_scale
+from bapo_core.objectives import get_objective
 from bapo_core.types import Source
 from services.trainer.checkpoint import Trained
 from services.trainer.critic import Critic, CriticTrainer, ValueTargets
@@ -29,6 +25,13 @@ from services.trainer.diagnostics import StepResults, diagnose
 from services.trainer.phases import PhaseTimer
 from services.trainer.policy import Policy, make_optimizer, response_logprobs
 from services.trainer.ranks import Ranks
+from services.trainer.statistics import (
+    NO_STATISTICS,
+    UpdateStatistics,
+    draw_tokens,
+    gather_tokens,
+    select_tokens,
+)
 from services.trainer.targets import Targets, TokenResults
 
 
@@ -59,6 +62,7 @@ class Updater:
         self.config, self.policy, self.reference = config, policy, reference
         self.critic = None if critic is None else CriticTrainer(config, critic, ranks)
         self.ranks = ranks
+        self.objective = get_objective(config.loss.objective)
         self.optimizer = make_optimizer(policy, config.optimizer.learning_rate, config.optimizer)
 
     @property
@@ -86,9 +90,12 @@ class Updater:
         results = TokenResults.empty(batch)
         positions = plan.of_rank(self.ranks.rank)
         with timer.phase("update"):
-            for update in plan.updates:
+            for index, update in enumerate(plan.updates):
                 rows = batch.rows_of([positions.index(p) for p in update[self.ranks.rank]])
-                totals = self._update(batch, rows, sum(map(len, update)), targets, results)
+                statistics = self._statistics(batch, rows, targets, positions, (step, index))
+                totals = self._update(
+                    batch, rows, sum(map(len, update)), targets, results, statistics
+                )
                 for name, value in totals.items():
                     metrics[name] = metrics.get(name, 0.0) + value / len(plan.updates)
         metrics["updates"] = float(len(plan.updates))
@@ -102,13 +109,20 @@ class Updater:
     # -- targets of the loss
 
     @torch.no_grad()
-    def score(self, batch: Batch, policy: Policy | None = None) -> Tensor:
-        """(N, R) log-probs of this rank's batch under `policy`, or the trained one as it is now."""
+    def score(
+        self, batch: Batch, policy: Policy | None = None, rows: Tensor | None = None
+    ) -> Tensor:
+        """(N, R) log-probs of this rank's batch under `policy`, or the trained one as it is now.
+
+        rows: those to score; None is all. The others get 0.
+        """
         scores = torch.zeros_like(batch.behavior_logprobs)
-        for rows in self._micro_batches(batch, torch.arange(len(batch.lengths))):
-            logprobs, _ = self._forward(batch, rows, policy or self.policy)
-            if rows is not None:
-                scores[rows] = logprobs
+        if rows is None:
+            rows = torch.arange(len(batch.lengths))
+        for micro_batch in self._micro_batches(batch, rows):
+            logprobs, _ = self._forward(batch, micro_batch, policy or self.policy)
+            if micro_batch is not None:
+                scores[micro_batch] = logprobs
         return scores
 
     def _forward(
@@ -202,6 +216,32 @@ class Updater:
 
     # -- one optimizer update
 
+    def _statistics(
+        self,
+        batch: Batch,
+        rows: Tensor,
+        targets: Targets,
+        positions: Sequence[int],
+        update: tuple[int, int],
+    ) -> UpdateStatistics:
+        """Returns what the objective needs of the whole update, of which this rank has `rows`.
+
+        positions: of the batch's groups in the manifest. update: the step, and the update's index.
+        """
+        if self.objective.statistics is None:
+            return NO_STATISTICS
+        # Before the step's first update, the policy is theta_t, whose log-probs are known.
+        first = update[1] == 0
+        scored = targets.current_logprobs if first else self.score(batch, rows=rows)
+        draws = None
+        if self.objective.draws:
+            draws = draw_tokens(batch, positions, self.config.seed, *update)
+        statistics = UpdateStatistics({}, scored, draws)
+        tokens = select_tokens(batch, rows, targets, statistics, scored[rows])
+        settings = self.config.loss.objective_settings
+        values = self.objective.statistics(gather_tokens(tokens, self.ranks), settings)
+        return replace(statistics, values=values)
+
     def _update(
         self,
         batch: Batch,
@@ -209,6 +249,7 @@ class Updater:
         group_count: int,
         targets: Targets,
         results: TokenResults,
+        statistics: UpdateStatistics = NO_STATISTICS,
     ) -> dict[str, float]:
         """Accumulates gradients over micro-batches of `rows`, then takes one optimizer step.
 
@@ -235,11 +276,11 @@ class Updater:
                 (logprobs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
                 continue
             scales = scale[micro_batch], metric_scale[micro_batch]
-            loss, metrics = self._loss(batch, micro_batch, targets, scales, results)
+            loss, metrics = self._loss(batch, micro_batch, targets, scales, results, statistics)
             (loss * factor).backward()  # type: ignore[no-untyped-call]
             for name, value in metrics.items():
                 totals[name] += value
-        totals = self.ranks.all_reduce_sum(totals)
+        totals = self.ranks.all_reduce_sum(totals) | statistics.values
         for name, (module, _) in self.trained.items():
             prefix = "" if name == "model" else f"{name}/"
             totals[f"{prefix}gradient_norm"] = self._clip_gradient(module)
@@ -278,6 +319,7 @@ class Updater:
         targets: Targets,
         scales: tuple[Tensor, Tensor],
         results: TokenResults,
+        statistics: UpdateStatistics,
     ) -> tuple[Tensor, dict[str, float]]:
         """Returns the share of `rows` in the update's loss and in its metrics, by their scales."""
         settings, kl = self.config.loss, self.config.kl
@@ -287,16 +329,11 @@ class Updater:
         logprobs, entropy = self._forward(batch, rows, self.policy, entropy=True)
         results.logprobs[rows] = logprobs.detach()
         mask = batch.mask[rows]
-        center = None if targets.center is None else targets.center[rows]
-        arguments = (logprobs, targets.proximal_logprobs[rows], targets.advantages[rows], mask)
-        surrogate = clipped_surrogate(
-            *arguments,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            dual_clip=settings.dual_clip,
-            weights=targets.weights[rows],
-            clip_center=center,
+        tokens = select_tokens(batch, rows, targets, statistics, logprobs)
+        policy_losses, clipped = self.objective.loss(
+            tokens, settings.objective_settings, statistics.values
         )
+        results.clipped[rows] = clipped
         penalty = kl_penalty(
             logprobs,
             targets.reference_logprobs[rows],
@@ -304,17 +341,10 @@ class Updater:
             mask,
             estimator=kl.estimator,
         )
-        losses = surrogate + kl_coefficient * penalty
+        losses = policy_losses + kl_coefficient * penalty
         if entropy_bonus:
             losses = losses - entropy_bonus * entropy
         loss = (losses * scale).sum()
-        clipped = results.clipped[rows] = clipped_tokens(
-            *arguments,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            dual_clip=settings.dual_clip,
-            clip_center=center,
-        )
         share = float((mask * metric_scale).sum())
         return loss, {
             "loss": float(loss.detach()),

@@ -1,0 +1,90 @@
+"""What an objective needs of a whole update before its first backward pass, over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bapo_core.objectives import Tokens
+from bapo_core.seeding import derive_seed
+from services.trainer.data import Batch
+from services.trainer.ranks import Ranks
+from services.trainer.targets import Targets
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateStatistics:
+    """Statistics of an update, which its micro-batches share."""
+
+    values: dict[str, float]
+    """The objective's numbers, which are metrics as well."""
+    scored_logprobs: Tensor | None = None
+    """(N, R) log-probs just before the update, from which the numbers were computed."""
+    draws: Tensor | None = None
+    """(N, R) uniform random numbers of the tokens."""
+
+
+NO_STATISTICS = UpdateStatistics({})
+"""Those of an objective that needs none."""
+
+
+def select_tokens(
+    batch: Batch, rows: Tensor, targets: Targets, statistics: UpdateStatistics, logprobs: Tensor
+) -> Tokens:
+    """Returns the arguments of an objective for `rows`, whose log-probs are given."""
+
+    def select(values: Tensor | None) -> Tensor | None:
+        return None if values is None else values[rows]
+
+    return Tokens(
+        logprobs=logprobs,
+        proximal_logprobs=targets.proximal_logprobs[rows],
+        advantages=targets.advantages[rows],
+        mask=batch.mask[rows],
+        weights=targets.weights[rows],
+        center=select(targets.center),
+        scored_logprobs=select(statistics.scored_logprobs),
+        draws=select(statistics.draws),
+    )
+
+
+def gather_tokens(tokens: Tokens, ranks: Ranks) -> Tokens:
+    """Returns the valid tokens of all ranks, (T,), on every rank.
+
+    Every rank then computes the same numbers, which may be sums or quantiles. A token takes 16
+    bytes, which is little beside its logits.
+    """
+    assert tokens.scored_logprobs is not None
+    draws = torch.zeros_like(tokens.advantages) if tokens.draws is None else tokens.draws
+    columns = (tokens.scored_logprobs, tokens.proximal_logprobs, tokens.advantages, draws)
+    gathered = ranks.all_gather(torch.stack([column[tokens.valid] for column in columns]))
+    scored, proximal, advantages, draws = gathered
+    return Tokens(
+        logprobs=scored,
+        proximal_logprobs=proximal,
+        advantages=advantages,
+        mask=torch.ones_like(scored, dtype=torch.bool),
+        weights=torch.ones_like(scored),
+        scored_logprobs=scored,
+        draws=draws,
+    )
+
+
+def draw_tokens(batch: Batch, positions: Sequence[int], seed: int, *update: int) -> Tensor:
+    """(N, R) uniform random numbers by (seed, update) and the place of a response in the manifest.
+
+    They depend neither on the ranks nor on the lengths of other responses. positions: of the
+    batch's groups in the manifest.
+    """
+    draws = torch.zeros_like(batch.behavior_logprobs)
+    group_size = batch.rewards.shape[1]
+    for row, (group, length) in enumerate(
+        zip(batch.group.tolist(), batch.mask.sum(dim=1).tolist(), strict=True)
+    ):
+        purpose = ("tokens", *update, positions[group], row % group_size)
+        generator = torch.Generator().manual_seed(derive_seed(seed, *purpose))
+        draws[row, :length] = torch.rand(length, generator=generator)
+    return draws
