@@ -1,7 +1,7 @@
 """Presets: the values of the defaults that each `algorithm` changes.
 
-The method's variants and ablations, and the baselines that the paper compares it with: PPO, GRPO,
-GRPO with delayed syncs (v = 5), and DAPO.
+The method's variants and ablations, the baselines that the paper compares it with, and further
+methods of the field, which share one batch: all groups of the step, by the current policy.
 """
 
 from __future__ import annotations
@@ -23,6 +23,28 @@ _GRPO: dict[str, Any] = {
     },
     "kl": {"coefficient": 0.001, "reference": "initial", "estimator": "k3"},
 }
+
+_ON_POLICY: dict[str, Any] = {
+    "sync": {"every": 1},
+    "fresh": {"filter": "none"},
+    "reevaluate": {"enabled": False},
+    "replay": {"enabled": False},
+    "loss": {"ratio": "behavior", "aggregation": "token-mean", "entropy_coefficient": 0.0},
+    "kl": {"coefficient": 0.0},
+}
+
+
+def _on_policy(
+    objective: str = "ppo", *, aggregation: str = "token-mean", **sections: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns a preset without KL penalty and entropy bonus; `sections` are added to it."""
+    loss = {**_ON_POLICY["loss"], "aggregation": aggregation}
+    if objective == "ppo":
+        loss |= {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
+    else:
+        loss |= {"objective": objective}
+    return {**_ON_POLICY, **sections, "loss": {**loss, **sections.get("loss", {})}}
+
 
 PRESETS: dict[str, dict[str, Any]] = {
     "bapo": {},
@@ -64,5 +86,68 @@ PRESETS: dict[str, dict[str, Any]] = {
         },
         "kl": {"coefficient": 0.0},
     },
+    "dr_grpo": _on_policy(aggregation="seq-mean-token-sum-norm", advantage={"scale": "none"}),
+    "rloo": _on_policy(
+        aggregation="seq-mean-token-sum",
+        advantage={"estimator": "rloo"},
+    ),
+    "reinforce_pp": _on_policy(
+        advantage={"estimator": "reinforce_pp"},
+        kl={"coefficient": 0.001, "placement": "reward", "reference": "initial"},
+    ),
+    "opo": _on_policy(advantage={"estimator": "opo"}),
+    "maxrl": _on_policy(advantage={"estimator": "maxrl"}),
+    "gspo": _on_policy(
+        "gspo",
+        aggregation="seq-mean-token-mean",
+        loss={"ratio": "prox_current", "weight_level": "geometric"},
+    ),
+    "cispo": _on_policy("cispo"),
+    "sapo": _on_policy("sapo", aggregation="seq-mean-token-mean"),
+    "gmpo": _on_policy("gmpo", aggregation="seq-mean-token-mean"),
+    "topr": _on_policy("topr", aggregation="seq-mean-token-sum", advantage={"scale": "none"}),
+    "m2po": _on_policy("m2po", sync={"every": 5}),
+    "clip_cov": _on_policy("clip_cov"),
+    "kl_cov": _on_policy("kl_cov"),
+    "bapo_adaptive_clipping": _on_policy("adaptive_clipping"),
 }
 """Name of an algorithm -> the keys whose values differ from the defaults, by section."""
+
+SUMMARIES: dict[str, str] = {
+    "bapo": "Batch adaptation (arXiv 2602.20722): fresh, re-evaluated and replayed groups.",
+    "ba_ppo": "Batch adaptation with a critic (arXiv 2602.20722, A.9).",
+    "bapo_mini": "Batch adaptation without parameters: hard prompts are those that nothing solved, "
+    "and groups with half of the responses correct are replayed (arXiv 2602.20722).",
+    "bapo_without_x2": "The ablation without re-evaluated groups (arXiv 2602.20722).",
+    "bapo_without_x3": "The ablation without replayed groups (arXiv 2602.20722).",
+    "bapo_fixed_window": "The ablation with a replay window that does not move (arXiv 2602.20722).",
+    "ppo": "PPO with a critic and GAE, on policy (arXiv 1707.06347).",
+    "grpo": "Group-relative advantages, on policy (arXiv 2402.03300).",
+    "grpo_delayed": "GRPO whose rollout policy is synced every v = 5 steps (arXiv 2505.22257).",
+    "dapo": "Clip-higher, token mean and dynamic sampling (arXiv 2503.14476).",
+    "dr_grpo": "GRPO without its two biases: no division by the standard deviation or by a "
+    "response's length (arXiv 2503.20783).",
+    "rloo": "The mean reward of the other responses as the baseline (arXiv 2402.14740), with PPO's "
+    "clip, as minibatches after the first are off-policy.",
+    "reinforce_pp": "Returns by token, with the KL penalty in the reward, whitened over the batch "
+    "(arXiv 2501.03262).",
+    "opo": "The baseline of least variance, weighted by length (arXiv 2505.23585). It is derived "
+    "for exactly on-policy updates: set `optimizer.minibatch_prompts` to the batch's size.",
+    "maxrl": "Advantages divided by the mean reward, which approximates maximum likelihood "
+    "(arXiv 2602.02710).",
+    "gspo": "One ratio and one clip for a response (arXiv 2507.18071). The ratio is to theta_t; "
+    "a response of another policy has an importance weight.",
+    "cispo": "Weights of gradients are clipped instead of losses (arXiv 2506.13585).",
+    "sapo": "A soft gate in place of the clip (arXiv 2511.20347).",
+    "gmpo": "The geometric mean of a response's ratios (arXiv 2507.20673).",
+    "topr": "No ratio for better responses, a truncated one for worse (arXiv 2503.14286); the "
+    "group's mean reward is the baseline.",
+    "m2po": "A bound on the second moment of the log-ratio (arXiv 2510.01161), for stale data: the "
+    "rollout policy is synced every 5 steps.",
+    "clip_cov": "The gradient of a few tokens of high covariance is cut off (arXiv 2505.22617).",
+    "kl_cov": "A KL penalty on the tokens of highest covariance (arXiv 2505.22617).",
+    "bapo_adaptive_clipping": "The other BAPO (arXiv 2510.18927): clip bounds that are searched in "
+    "each update, so that tokens with positive advantages keep their share. With batch adaptation: "
+    "`algorithm: bapo`, `loss.objective: adaptive_clipping`, `loss.ratio: behavior`.",
+}
+"""Name of an algorithm -> what it is, and its source, for docs/methods.md."""

@@ -48,6 +48,20 @@ Algorithm = Literal[
     "dapo",
     "ba_ppo",
     "ppo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_pp",
+    "opo",
+    "maxrl",
+    "gspo",
+    "cispo",
+    "sapo",
+    "gmpo",
+    "topr",
+    "m2po",
+    "clip_cov",
+    "kl_cov",
+    "bapo_adaptive_clipping",
 ]
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]

@@ -177,10 +177,12 @@ def _train(
 
 
 def _print_table(results: Sequence[RunResult], console: Console) -> None:
-    for label in dict.fromkeys(result.label for result in results):
+    labels = list(dict.fromkeys(result.label for result in results))
+    width = max(map(len, labels))
+    for label in labels:
         finals = [result.final.mean_accuracy for result in results if result.label == label]
         console.print(
-            f"{label:16} held-out accuracy {statistics.mean(finals):.3f} "
+            f"{label:{width}} held-out accuracy {statistics.mean(finals):.3f} "
             f"({min(finals):.3f} .. {max(finals):.3f}, {len(finals)} seeds)",
             highlight=False,
         )

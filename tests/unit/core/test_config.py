@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapo_core.config import PRESETS, ConfigError, RunConfig, load_config, parse_overrides
+from bapo_core.config import (
+    PRESETS,
+    Algorithm,
+    CispoConfig,
+    ConfigError,
+    RunConfig,
+    load_config,
+    parse_overrides,
+)
+from bapo_core.config.presets import SUMMARIES
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 
@@ -47,6 +58,11 @@ def test_the_file_wins_over_the_preset_and_overrides_over_the_file(tmp_path: Pat
     assert load_config(path, ["optimizer.learning_rate=1e-4"]).optimizer.learning_rate == 1e-4
 
 
+def split(overrides: str) -> list[str]:
+    """Splits overrides where a key follows a space."""
+    return re.split(r" (?=[\w.]+=)", overrides)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -69,10 +85,44 @@ def test_the_file_wins_over_the_preset_and_overrides_over_the_file(tmp_path: Pat
         ("task.train_prompts=100", "one step may draw 256"),
         ("checkpoint={keep_best: 1, every: 3}", "make evaluation.every (20) a multiple of"),
         ("algorithm=sac", "algorithm: 'sac' is not one of ba_ppo, bapo"),
+        (
+            "loss.objective=sac",
+            "loss.objective: objective is 'sac', which is not one of adaptive_cl",
+        ),
         ("advantage.estimator=gaee", "estimator is 'gaee', which is not one of gae, group, maxrl"),
+        ("loss.cispo.clip_high=1", "cispo is given but objective is 'ppo', which does not read it"),
+        ("loss.options={a: 1}", "options are of objectives that an installed package adds"),
+        ("loss={objective: cispo, cispo: {hgh: 1}}", "loss.cispo.hgh: no such key; known keys: cl"),
+        ("loss={objective: cispo, cispo: {cliphigh: 1}}", "no such key; did you mean clip_high?"),
+        ("loss.objective=gspo", "weight_level is 'token': a response has one ratio"),
+        ("loss.objective=gmpo", "set weight_level to geometric or sequence, or ratio to behavior"),
+        ("loss.objective=topr", "objective is 'topr' but ratio is 'prox_current': its equation"),
+        ("loss.objective=m2po", "set ratio to behavior"),
+        ("loss.objective=adaptive_clipping", "set ratio to behavior"),
+        ("loss={ratio: behavior, clip_center: current, objective: sapo}", "have no centre that"),
+        ("loss={weight_floor: 3}", "weight_floor (3) is not below weight_cap (3)"),
         ("advantage={estimator: rloo, scale: batch}", "rloo', which has a scale of its own"),
         ("kl.placement=reward", "kl.placement is 'reward' but advantage.estimator is 'group'"),
-        ("loss={weight_floor: 3}", "weight_floor (3) is not below weight_cap (3)"),
+        (
+            "algorithm=bapo_adaptive_clipping loss.adaptive_clipping.low_range=[0.9,0.6]",
+            "loss.adaptive_clipping: low_range is [0.9, 0.6]: write the lower bound first",
+        ),
+        (
+            "algorithm=bapo_adaptive_clipping loss.adaptive_clipping.high_range=[0.2,0.3]",
+            "which are bounds of the ratio and not distances from 1",
+        ),
+        (
+            "algorithm=clip_cov loss.clip_cov.covariances=[5,1]",
+            "loss.clip_cov: covariances is [5, 1]: write the lower bound first",
+        ),
+        (
+            "algorithm=gspo advantage.estimator=gae",
+            "which needs one advantage for a response, but advantage.estimator=gae gives one for",
+        ),
+        (
+            "algorithm=gmpo advantage={estimator: reinforce_pp, gamma: 0.9}",
+            "advantage.estimator=reinforce_pp gives one for each token",
+        ),
         ("loss.clip_center=current", "set ratio to behavior or clip_center to one"),
         ("name=Bad Name", "name: string should match pattern"),
         ("steps=soon", "steps: input should be a valid integer"),
@@ -83,7 +133,7 @@ def test_the_file_wins_over_the_preset_and_overrides_over_the_file(tmp_path: Pat
 )
 def test_what_cannot_be_run_is_refused_in_one_line(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(None, [override])
+        load_config(None, split(override))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -122,6 +172,45 @@ def test_importance_weights_that_change_nothing_are_pointed_out() -> None:
     assert not load_config(None, overrides).warnings()
     (warning,) = load_config(None, [*overrides, "loss.ratio=behavior"]).warnings()
     assert warning.startswith("loss.weight_cap=5.0 and loss.weight_level=sequence change nothing")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "warning"),
+    [
+        ("algorithm=cispo loss.clip_low=0.3", "loss.clip_low=0.3 change nothing with loss.objec"),
+        (
+            "algorithm=gspo loss.ratio=behavior sync.every=5 loss.weight_level=token",
+            "loss.objective=gspo with loss.ratio=behavior clips almost every response",
+        ),
+        ("algorithm=opo", "advantage.estimator=opo is derived for exactly on-policy updates"),
+        (
+            "advantage.gamma=0.9",
+            "advantage.gamma=0.9 changes nothing with advantage.estimator=group",
+        ),
+        (
+            "algorithm=grpo loss.weight_norm=batch",
+            "loss.weight_norm=batch change nothing with loss.",
+        ),
+    ],
+)
+def test_what_is_legal_and_surprising_is_pointed_out(overrides: str, warning: str) -> None:
+    (found,) = load_config(None, split(overrides)).warnings()
+    assert found.startswith(warning)
+
+
+def test_an_objective_has_its_section_and_no_other() -> None:
+    loss = load_config(None, ["algorithm=cispo"]).loss
+    assert loss.objective_settings == loss.cispo == CispoConfig()
+    assert loss.sapo is None
+    changed = load_config(None, ["algorithm=cispo", "loss.cispo.clip_high=4"]).loss
+    assert changed.objective_settings.clip_high == 4.0
+    assert RunConfig().loss.objective_settings == RunConfig().loss
+
+
+@pytest.mark.parametrize("algorithm", PRESETS)
+def test_every_preset_has_a_summary_with_its_source(algorithm: str) -> None:
+    assert re.search(r"arXiv \d{4}\.\d{5}", SUMMARIES[algorithm])
+    assert SUMMARIES.keys() == PRESETS.keys() == set(get_args(Algorithm))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,223 @@
+"""Every preset trains, and statistics of an update depend on its tokens alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bapo_core.config import PRESETS, RunConfig, load_config
+from services.buffer.api.trajectories import SCHEMA
+from services.trainer.critic import Critic
+from services.trainer.data import Batch, collate
+from services.trainer.ranks import Ranks
+from services.trainer.statistics import draw_tokens
+from services.trainer.update import Updater
+from tests.integration.ranks_program import batch_of_rank
+from tests.unit.trainer import test_update as single
+
+STEPS = 3
+WITHOUT_STATISTICS = [
+    ("loss.objective=gspo", "loss.weight_level=geometric"),
+    ("loss.objective=cispo", "loss.aggregation=seq-mean-token-sum"),
+    ("loss.objective=sapo", "loss.aggregation=seq-mean-token-sum-norm"),
+    ("loss.objective=gmpo", "loss.weight_level=sequence", "loss.aggregation=seq-mean-token-mean"),
+    ("loss.objective=topr", "loss.ratio=behavior"),
+]
+WITH_STATISTICS = [
+    ("loss.objective=adaptive_clipping", "loss.ratio=behavior"),
+    ("loss.objective=m2po", "loss.ratio=behavior"),
+    ("loss.objective=m2po", "loss.ratio=behavior", "loss.m2po.rule=clip"),
+    ("loss.objective=clip_cov", "loss.clip_cov={fraction: 0.2, covariances: [0, 9]}"),
+    ("loss.objective=kl_cov", "loss.kl_cov.fraction=0.2"),
+]
+
+
+def preset(algorithm: str, *overrides: str) -> RunConfig:
+    """Returns the configuration of a preset in the sizes of the tests' model."""
+    return single.config(f"algorithm={algorithm}", *overrides)
+
+
+def updater_of(config: RunConfig) -> Updater:
+    reference = single.policy(seed=1) if config.kl.reference == "initial" else None
+    critic = Critic(single.policy()) if config.advantage.estimator == "gae" else None
+    return Updater(config, single.policy(), Ranks(0, 1), reference, critic)
+
+
+@pytest.mark.parametrize("algorithm", sorted(PRESETS))
+def test_every_preset_trains(algorithm: str) -> None:
+    updater = updater_of(preset(algorithm))
+    before = single.flat(updater.policy)
+    for number in range(1, STEPS + 1):
+        metrics = single.step(updater, number, single.batch())
+        assert all(torch.isfinite(torch.tensor(value)) for value in metrics.values())
+        assert 0.0 <= metrics["clip_fraction"] <= 1.0
+        assert metrics["gradient_norm"] > 0.0
+    after = single.flat(updater.policy)
+    assert after.isfinite().all()
+    assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "topr", "gspo"])
+def test_better_responses_become_likelier(algorithm: str) -> None:
+    updater, data = updater_of(preset(algorithm, "kl.coefficient=0")), single.batch()
+    data.behavior_logprobs.copy_(updater.score(data))
+    before = updater.score(data).sum(dim=1)
+    for number in range(1, 6):
+        single.step(updater, number, data)
+    gain = updater.score(data).sum(dim=1) - before
+    rewards = data.rewards - data.rewards.mean(dim=1, keepdim=True)
+    assert float((gain * rewards.flatten()).mean()) > 0
+
+
+@pytest.mark.parametrize("overrides", [*WITH_STATISTICS, *WITHOUT_STATISTICS], ids=" ".join)
+def test_an_update_does_not_depend_on_its_micro_batches(overrides: tuple[str, ...]) -> None:
+    results = []
+    for tokens in (13, 30, 10_000):
+        updater = updater_of(single.config(f"optimizer.microbatch_tokens={tokens}", *overrides))
+        metrics = single.step(updater, 1, single.batch())
+        results.append((single.flat(updater.policy), metrics))
+    for weights, metrics in results[1:]:
+        # AdamW divides a gradient by its own size, as in tests/integration/test_ranks.py.
+        difference = weights - results[0][0]
+        assert difference.abs().max() < 5e-6
+        assert difference.square().mean().sqrt() < 2e-7
+        assert metrics == pytest.approx(results[0][1], rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["group", "rloo", "opo", "maxrl", "reinforce_pp"])
+def test_a_rank_without_groups_has_no_advantages(estimator: str) -> None:
+    empty = collate([], SCHEMA.empty_table())
+    updater = updater_of(single.config(f"advantage.estimator={estimator}"))
+    advantages, _, _ = updater._advantages(empty, torch.zeros_like(empty.behavior_logprobs))
+    assert advantages.shape == empty.mask.shape == (0, 1)
+
+
+def forward_passes(*overrides: str) -> int:
+    """Returns how many micro-batches of a step with two updates pass through the policy."""
+    updater = updater_of(single.config("optimizer.microbatch_tokens=10000", *overrides))
+    passes = 0
+    forward = updater.policy.forward
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        return forward(*arguments)
+
+    updater.policy.forward = counted  # type: ignore[method-assign]
+    single.step(updater, 1, single.batch())
+    return passes
+
+
+def test_only_objectives_with_statistics_take_a_pass_more() -> None:
+    scoring, updates = 1, 2
+    for overrides in ((), *WITHOUT_STATISTICS):
+        assert forward_passes(*overrides) == scoring + updates
+    # The first update's statistics are those of the scoring pass.
+    for overrides in WITH_STATISTICS:
+        assert forward_passes(*overrides) == scoring + updates + 1
+
+
+def test_statistics_are_of_all_ranks() -> None:
+    """The tokens of two ranks, gathered, give the same numbers as those of one."""
+    config = single.config(*WITH_STATISTICS[3], "optimizer.minibatch_prompts=6")
+    data = single.batch()
+    updater = updater_of(config)
+    targets, _ = updater._make_targets(data)
+    whole = updater._statistics(data, torch.arange(len(data.mask)), targets, range(6), (1, 0))
+    columns = []
+    for positions in ([0, 3, 5], [1, 2, 4]):
+        part = batch_of_rank(data, positions)
+        one = updater_of(config)
+        one.ranks = GatheringRanks(columns)
+        targets, _ = one._make_targets(part)
+        last = one._statistics(part, torch.arange(len(part.mask)), targets, positions, (1, 0))
+    assert last.values == pytest.approx(whole.values)
+
+
+class GatheringRanks(Ranks):
+    """Ranks of a process that is the last to arrive at each collective."""
+
+    def __init__(self, columns: list[Tensor]) -> None:
+        super().__init__(0, 1)
+        object.__setattr__(self, "columns", columns)
+
+    def all_gather(self, values: Tensor) -> Tensor:
+        self.columns.append(values)  # type: ignore[attr-defined]
+        return torch.cat(self.columns, dim=1)  # type: ignore[attr-defined]
+
+
+def test_draws_depend_neither_on_ranks_nor_on_other_responses() -> None:
+    data = single.batch()
+    whole = draw_tokens(data, range(6), 1, 2, 0)
+    part = draw_tokens(batch_of_rank(data, [4, 1]), [4, 1], 1, 2, 0)
+    assert torch.equal(part, whole[data.rows_of([4, 1])])
+    assert len(set(whole[data.mask].tolist())) == int(data.mask.sum())
+    assert not torch.equal(whole, draw_tokens(data, range(6), 1, 2, 1))
+
+
+def stale_batch(updater: Updater) -> Batch:
+    """Returns a batch: since its sampling, better responses became likelier, worse ones less so."""
+    data = single.batch()
+    scored = updater.score(data)
+    bad = data.rewards.flatten() == 0.0
+    data.behavior_logprobs.copy_(torch.where(bad[:, None], scored + 0.3, scored - 0.5) * data.mask)
+    return data
+
+
+def test_adaptive_clipping_reports_its_bounds() -> None:
+    """The better tokens' ratio is e^.5, above the first upper bound; the worse ones' is e^-.3."""
+    updater = updater_of(preset("bapo_adaptive_clipping", "optimizer.minibatch_prompts=6"))
+    metrics = single.step(updater, 1, stale_batch(updater))
+    assert metrics["clip/high"] == pytest.approx(1.65)  # the first above e^.5 = 1.6487
+    assert metrics["clip/low"] == pytest.approx(0.6)
+    assert metrics["clip/rho"] >= 0.4
+
+
+def test_adaptive_clipping_is_composed_with_batch_adaptation() -> None:
+    overrides = ("loss.objective=adaptive_clipping", "loss.ratio=behavior")
+    config = preset("bapo", *overrides)
+    assert config.replay.enabled
+    assert config.reevaluate.enabled
+    metrics = single.step(updater_of(config), 1, single.batch("replayed"))
+    assert {"clip/low", "clip/high", "clip/rho", "clip_fraction/replayed"} <= metrics.keys()
+
+
+def test_a_kl_penalty_in_the_reward_is_none_of_the_loss() -> None:
+    """Without a difference in rewards, the penalty alone makes advantages."""
+    data = single.batch()
+    data.rewards.fill_(1.0)
+    zero = updater_of(preset("reinforce_pp", "kl.coefficient=0"))
+    targets, _ = zero._make_targets(data)
+    assert targets.advantages[data.mask].abs().max() < 1e-3
+    updater = updater_of(preset("reinforce_pp", "kl.coefficient=0.1"))
+    targets, _ = updater._make_targets(data)
+    difference = 0.1 * (targets.current_logprobs - targets.reference_logprobs) * data.mask
+    returns = -difference.flip(1).cumsum(1).flip(1)[data.mask]
+    expected = (returns - returns.mean()) / returns.std()
+    torch.testing.assert_close(targets.advantages[data.mask], expected, atol=1e-4, rtol=1e-4)
+    in_loss = updater_of(
+        preset("reinforce_pp", "kl={placement: loss, coefficient: 0.1, reference: initial}")
+    )
+    plain = single.step(in_loss, 1, single.batch())
+    moved = single.step(updater, 1, single.batch())
+    assert plain["kl"] == pytest.approx(moved["kl"], rel=0.2)
+    assert plain["loss"] != pytest.approx(moved["loss"], rel=1e-3)
+
+
+def test_metrics_are_means_whatever_the_aggregation() -> None:
+    data = single.batch()
+    of_mean = single.step(updater_of(preset("grpo", "loss.aggregation=token-mean")), 1, data)
+    of_sum = single.step(updater_of(preset("grpo", "loss.aggregation=seq-mean-token-sum")), 1, data)
+    # Before the first update, the policies are the same; the metrics are means over two updates.
+    assert of_sum["entropy"] == pytest.approx(of_mean["entropy"], rel=0.01)
+
+
+@pytest.mark.parametrize("algorithm", sorted(PRESETS))
+def test_no_preset_has_a_surprising_combination(algorithm: str) -> None:
+    warnings = load_config(None, [f"algorithm={algorithm}"]).warnings()
+    assert [warning[:23] for warning in warnings] == (
+        ["advantage.estimator=opo"] if algorithm == "opo" else []
+    )
