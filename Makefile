@@ -162,6 +162,7 @@ bench: $(STAMP) ## run the benchmarks of benchmarks/
 docs: $(STAMP) ## regenerate the reference pages, the chart's README and the compiled pipeline
 	$(BIN)/python -m bapo_core.config.reference docs/configuration.md
 	$(BIN)/python -m bapo_core.config.reference --schema docs/config.schema.json
+	$(BIN)/python -m bapo_core.methods docs/methods.md
 	$(BIN)/python -m services.cli.reference docs/cli.md
 	$(BIN)/python -m services.cli.environment docs/environment.md
 	$(BIN)/python charts/readme.py

@@ -21,18 +21,9 @@ import torch
 from bapo_core.clipping import search_bounds
 from bapo_core.config import AdaptiveClippingConfig, ConfigError, LossConfig
 from bapo_core.config.objectives import BEHAVIOR_OBJECTIVES, OBJECTIVE_NAMES
+from bapo_core.methods import EXAMPLE
 from bapo_core.objectives import OBJECTIVES, Tokens, get_objective
 from tests.unit.core.test_plug_ins import distribution
-
-EXAMPLE = """import torch
-
-from bapo_core.objectives import TokenLosses
-
-
-def reinforce(tokens, settings, statistics):
-    losses = -settings["factor"] * tokens.gains * tokens.valid_logprobs
-    return TokenLosses(losses, torch.zeros_like(tokens.valid))
-"""
 
 Rows = list[list[float]]
 
