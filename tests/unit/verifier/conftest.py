@@ -39,8 +39,10 @@ class OddTask:
     def render(self, payload):
         return [{"role": "user", "content": str(payload["n"])}]
 
-    def load(self, path, *, limit=None):
-        return []
+    columns = ("n",)
+
+    def parse_row(self, row):
+        return {"n": row["n"]}
 
     def verify(self, payload, response):
         if response == "hang":
