@@ -36,7 +36,7 @@ from services.common.objectstore import ObjectStore, ObjectStoreError, ObjectSto
 
 log = logging.getLogger(__name__)
 
-BUCKET_WITHIN_S = 10.0
+BUCKET_WITHIN_S = 5.0
 """Seconds to wait for the bucket before the service answers without one."""
 BUCKET_RETRY_S = 2.0
 LARGEST_JSON = 16 << 20

@@ -37,7 +37,8 @@ class _Families(Collector):
 
 def _run_families(session: Session) -> Iterator[GaugeMetricFamily]:
     statuses = GaugeMetricFamily("bapo_runs", "Runs by status", labels=["status"])
-    counts = dict(session.execute(select(Run.status, func.count()).group_by(Run.status)).tuples())
+    by_status = select(Run.status, func.count()).group_by(Run.status)
+    counts = {status: count for status, count in session.execute(by_status)}
     for status in get_args(Status):
         statuses.add_metric([status], counts.get(status, 0))  # 0, too: alerts compare with it
     yield statuses
