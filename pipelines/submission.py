@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import re
 import warnings
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from bapo_core.errors import BapoError
 from pipelines.bapo_pipeline import MAX_SEGMENTS, SERVICE_IMAGE, TRAINER_IMAGE, build_pipeline
@@ -67,14 +71,16 @@ def submit_pipeline(
     _check(package, parameters)
     profile = {} if namespace is None else {"namespace": namespace}
     try:
-        run = Client(host=host, **profile).create_run_from_pipeline_package(
-            str(package),
-            arguments=dict(parameters),
-            run_name=f"bapo {run_of(parameters)}",
-            experiment_name=experiment,
-            enable_caching=False,
-            **profile,
-        )
+        # kfp prints links to the API's address, which may have no pages (`run_page`).
+        with redirect_stdout(io.StringIO()):
+            run = Client(host=host, **profile).create_run_from_pipeline_package(
+                str(package),
+                arguments=dict(parameters),
+                run_name=f"bapo {run_of(parameters)}",
+                experiment_name=experiment,
+                enable_caching=False,
+                **profile,
+            )
     except (ApiException, HTTPError) as error:
         if isinstance(error, MaxRetryError):
             error = error.reason or error
@@ -84,6 +90,27 @@ def submit_pipeline(
             "`kubectl port-forward -n kubeflow svc/ml-pipeline-ui 8080:80`"
         ) from error
     return str(run.run_id)
+
+
+def run_page(host: str | None, run: str) -> str:
+    """Returns the address of a run's page in Kubeflow, or how to reach it.
+
+    host: URL of the KFP API, which only Kubeflow's own pages serve together with themselves.
+    """
+    path = f"#/runs/details/{run}"
+    if host is not None:
+        address = host.rstrip("/")
+        try:
+            answer = httpx.get(f"{address}/", timeout=5.0, follow_redirects=True)
+        except httpx.HTTPError:
+            pass  # the run was taken: what follows is for people alone
+        else:
+            if answer.headers.get("content-type", "").startswith("text/html"):
+                return f"{address}/{path}"
+    return (
+        "run `kubectl port-forward -n kubeflow svc/ml-pipeline-ui 8080:80`, and open "
+        f"http://127.0.0.1:8080/{path}"
+    )
 
 
 def _check(package: Path, parameters: Mapping[str, Any]) -> None:

@@ -23,7 +23,12 @@ class Pipelines(BaseHTTPRequestHandler):
 
     sent: dict[str, Any]
 
+    pages: bool
+
     def do_GET(self) -> None:
+        if self.path == "/" and self.pages:
+            self._send(200, "text/html", b"<html></html>")
+            return
         responses = {"/apis/v2beta1/healthz": {"multi_user": True}, "/apis/v2beta1/experiments": {}}
         self._answer(responses.get(self.path.partition("?")[0]))
 
@@ -35,8 +40,11 @@ class Pipelines(BaseHTTPRequestHandler):
 
     def _answer(self, content: dict[str, Any] | None) -> None:
         data = json.dumps(content or {}).encode()
-        self.send_response(404 if content is None else 200)
-        self.send_header("Content-Type", "application/json")
+        self._send(404 if content is None else 200, "application/json", data)
+
+    def _send(self, status: int, kind: str, data: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
@@ -46,9 +54,15 @@ class Pipelines(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def api() -> Iterator[tuple[str, dict[str, Any]]]:
+def pages() -> bool:
+    """Whether the address serves Kubeflow's pages, too; tests may say otherwise."""
+    return False
+
+
+@pytest.fixture
+def api(pages: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     sent: dict[str, Any] = {}
-    handler = type("Handler", (Pipelines,), {"sent": sent})
+    handler = type("Handler", (Pipelines,), {"sent": sent, "pages": pages})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}", sent
@@ -62,12 +76,16 @@ def submit(host: str, *more: str) -> None:
     main(["pipeline", "submit", config, *more, *package, "--namespace", "team"])
 
 
+@pytest.mark.parametrize("pages", [True, False])
 def test_a_run_is_sent_with_its_parameters(
-    api: tuple[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+    api: tuple[str, dict[str, Any]], pages: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     host, sent = api
     submit(host, "name=mine", "workers=2", "--experiment", "mine", "steps=40", "seed=3")
-    assert capsys.readouterr().out.splitlines()[-1] == "r-1"
+    printed = capsys.readouterr()
+    assert printed.out == "r-1\n"
+    page = host if pages else "http://127.0.0.1:8080"
+    assert printed.err.endswith(f"{page}/#/runs/details/r-1\n")
     assert sent["/apis/v2beta1/experiments"]["namespace"] == "team"
     run = sent["/apis/v2beta1/runs"]
     assert run["experiment_id"] == "e-1"

@@ -85,20 +85,21 @@ def compile_pipeline(output: Path, service_image: str, trainer_image: str, segme
 def submit(
     config: ConfigArguments, host: str | None, namespace: str | None, experiment: str, package: Path
 ) -> None:
-    """Start the pipeline on Kubeflow and print the id of its run.
+    """Start the pipeline on Kubeflow, and print the id of its run and where its page is.
 
     \b
     Example:
       bapo pipeline submit examples/countdown-vllm.yaml name=mine workers=2 --namespace team
     """
     from pipelines.parameters import parameters_of
-    from pipelines.submission import submit_pipeline
+    from pipelines.submission import run_page, submit_pipeline
 
     parameters = parameters_of(config.file, config.overrides)
     run_id = submit_pipeline(
         package, parameters, host=host, namespace=namespace, experiment=experiment
     )
     click.echo(run_id)
+    click.echo(f"its page: {run_page(host, run_id)}", err=True)
 
 
 @pipeline.command("run-local")
