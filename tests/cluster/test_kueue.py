@@ -1,8 +1,8 @@
 """Tests queues of Kueue on a cluster that has it: admission, waiting for quota, preemption.
 
 `make test-cluster-all` runs them. Kueue must manage PyTorchJobs (its configuration's
-`integrations.frameworks`). TrainJobs are not tried: Kueue 0.14 does not know `runtimePatches`, by
-which a Kueue of the time of Kubeflow Trainer 2.3 starts them.
+`integrations.frameworks`). TrainJobs are not tried: Kueue 0.14 does not start those of Kubeflow
+Trainer 2.3 (docs/decisions/0006-kubernetes.md).
 """
 
 from __future__ import annotations
