@@ -72,19 +72,27 @@ def test_better_responses_become_likelier(algorithm: str) -> None:
     assert float((gain * rewards.flatten()).mean()) > 0
 
 
+def gradients(updater: Updater) -> Tensor:
+    """Returns AdamW's running mean of the gradients, of shape (elements,).
+
+    Weights do not show what two gradients have in common: AdamW divides a gradient by its own
+    size, so the rounding of an element that is almost 0 becomes a part of a learning rate.
+    """
+    state = updater.optimizer.state
+    return torch.cat([state[parameter]["exp_avg"].flatten() for parameter in state])
+
+
 @pytest.mark.parametrize("overrides", [*WITH_STATISTICS, *WITHOUT_STATISTICS], ids=" ".join)
 def test_an_update_does_not_depend_on_its_micro_batches(overrides: tuple[str, ...]) -> None:
     results = []
     for tokens in (13, 30, 10_000):
         updater = updater_of(single.config(f"optimizer.microbatch_tokens={tokens}", *overrides))
         metrics = single.step(updater, 1, single.batch())
-        results.append((single.flat(updater.policy), metrics))
-    for weights, metrics in results[1:]:
-        # AdamW divides a gradient by its own size, as in tests/integration/test_ranks.py.
-        difference = weights - results[0][0]
-        assert difference.abs().max() < 5e-6
-        assert difference.square().mean().sqrt() < 2e-7
-        assert metrics == pytest.approx(results[0][1], rel=1e-4, abs=1e-5)
+        results.append((gradients(updater), metrics))
+    expected, expected_metrics = results[0]
+    for actual, metrics in results[1:]:
+        assert (actual - expected).abs().max() < 1e-4 * expected.abs().max()
+        assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["group", "rloo", "opo", "maxrl", "reinforce_pp"])
