@@ -341,3 +341,43 @@ persistentVolumeClaimRetentionPolicy:
       requests:
         storage: {{ .storage.size }}
 {{- end -}}
+
+{{/* ---- pods that call the Kubernetes API, as the command line with an account of their own ---- */}}
+
+{{/* Variables of their containers. */}}
+{{- define "bapo.commandEnv" -}}
+- name: HOME
+  value: /tmp
+- name: BAPO_BUFFER_URL
+  valueFrom:
+    configMapKeyRef:
+      name: {{ include "bapo.fullname" . }}-connection
+      key: BAPO_BUFFER_URL
+- name: BAPO_TOKEN
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "bapo.tokenSecret" . }}
+      key: BAPO_TOKEN
+{{- end -}}
+
+{{/* The account of such a pod, and the binding of the Role of the same name. */}}
+{{- define "bapo.boundAccount" -}}
+apiVersion: v1
+kind: ServiceAccount
+metadata:
+  {{- include "bapo.metadata" . | nindent 2 }}
+automountServiceAccountToken: false
+---
+apiVersion: rbac.authorization.k8s.io/v1
+kind: RoleBinding
+metadata:
+  {{- include "bapo.metadata" . | nindent 2 }}
+roleRef:
+  apiGroup: rbac.authorization.k8s.io
+  kind: Role
+  name: {{ include "bapo.fullname" .root }}-{{ .component }}
+subjects:
+  - kind: ServiceAccount
+    name: {{ include "bapo.fullname" .root }}-{{ .component }}
+    namespace: {{ .root.Release.Namespace }}
+{{- end -}}
