@@ -8,22 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-_GRPO: dict[str, Any] = {
-    "sync": {"every": 1},
-    "fresh": {"filter": "none"},
-    "reevaluate": {"enabled": False},
-    "replay": {"enabled": False},
-    "loss": {
-        "ratio": "behavior",
-        "clip_low": 0.2,
-        "clip_high": 0.2,
-        "dual_clip": None,
-        "aggregation": "seq-mean-token-mean",
-        "entropy_coefficient": 0.0,
-    },
-    "kl": {"coefficient": 0.001, "reference": "initial", "estimator": "k3"},
-}
-
 _ON_POLICY: dict[str, Any] = {
     "sync": {"every": 1},
     "fresh": {"filter": "none"},
@@ -46,6 +30,11 @@ def _on_policy(
     return {**_ON_POLICY, **sections, "loss": {**loss, **sections.get("loss", {})}}
 
 
+_GRPO = _on_policy(
+    aggregation="seq-mean-token-mean",
+    kl={"coefficient": 0.001, "reference": "initial", "estimator": "k3"},
+)
+
 PRESETS: dict[str, dict[str, Any]] = {
     "bapo": {},
     "ba_ppo": {
@@ -61,31 +50,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     "bapo_without_x2": {"reevaluate": {"enabled": False}},
     "bapo_without_x3": {"replay": {"enabled": False}},
     "bapo_fixed_window": {"replay_window": {"direction": "off"}},
-    "ppo": {
-        **_GRPO,
-        "advantage": {"estimator": "gae"},
-        "loss": {**_GRPO["loss"], "aggregation": "token-mean"},
-    },
+    "ppo": _on_policy(advantage={"estimator": "gae"}, kl=_GRPO["kl"]),
     "grpo": _GRPO,
     "grpo_delayed": {
         **_GRPO,
         "sync": {"every": 5},
         "loss": {**_GRPO["loss"], "clip_center": "current"},
     },
-    "dapo": {
-        **_GRPO,
-        "fresh": {"filter": "range"},
-        "rollout": {"max_generation_rounds": 4},
-        "loss": {
-            "ratio": "behavior",
-            "clip_low": 0.2,
-            "clip_high": 0.28,
-            "dual_clip": None,
-            "aggregation": "token-mean",
-            "entropy_coefficient": 0.0,
-        },
-        "kl": {"coefficient": 0.0},
-    },
+    "dapo": _on_policy(
+        fresh={"filter": "range"},
+        rollout={"max_generation_rounds": 4},
+        loss={"clip_high": 0.28},
+    ),
     "dr_grpo": _on_policy(aggregation="seq-mean-token-sum-norm", advantage={"scale": "none"}),
     "rloo": _on_policy(
         aggregation="seq-mean-token-sum",
