@@ -27,6 +27,8 @@ LOG_LINES = 100
 """Lines at the end of a pod's log, among which its last error is."""
 
 Object = dict[str, Any]
+ResourceType = tuple[str, str, str]
+"""API group, version and plural of a kind of custom objects."""
 Response = TypeVar("Response")
 
 
@@ -80,9 +82,9 @@ class Cluster:
         self._apps = kubernetes_client.AppsV1Api(api)
         api.rest_client = _ClientWithTimeouts(api.configuration)
 
-    # -- custom objects; a kind is (API group, version, plural)
+    # -- custom objects
 
-    def get(self, kind: tuple[str, str, str], name: str) -> Object | None:
+    def get(self, kind: ResourceType, name: str) -> Object | None:
         """Returns an object, or None if there is none of this name or the kind is not installed."""
         return self._unless_missing(
             "read",
@@ -90,7 +92,7 @@ class Cluster:
             lambda: self._custom.get_namespaced_custom_object(*self._in_namespace(kind), name),
         )
 
-    def select(self, kind: tuple[str, str, str], labels: dict[str, str]) -> list[Object] | None:
+    def select(self, kind: ResourceType, labels: dict[str, str]) -> list[Object] | None:
         """Returns the objects with these labels, or None if the kind is not installed."""
         selector = ",".join(f"{key}={value}" for key, value in labels.items())
         response = self._unless_missing(
@@ -102,7 +104,7 @@ class Cluster:
         )
         return None if response is None else list(response["items"])
 
-    def create(self, kind: tuple[str, str, str], manifest: Object) -> Object:
+    def create(self, kind: ResourceType, manifest: Object) -> Object:
         """Creates an object and returns it."""
         created: Object = self.call(
             "create",
@@ -113,7 +115,7 @@ class Cluster:
         )
         return created
 
-    def put(self, kind: tuple[str, str, str], manifest: Object) -> None:
+    def put(self, kind: ResourceType, manifest: Object) -> None:
         """Creates an object, or replaces the one of its name."""
         name = manifest["metadata"]["name"]
         existing = self.get(kind, name)
@@ -132,7 +134,7 @@ class Cluster:
 
     def delete(
         self,
-        kind: tuple[str, str, str],
+        kind: ResourceType,
         name: str,
         propagation: Literal["Foreground", "Background"] = "Foreground",
     ) -> None:
@@ -149,7 +151,7 @@ class Cluster:
             ),
         )
 
-    def _in_namespace(self, kind: tuple[str, str, str]) -> tuple[str, str, str, str]:
+    def _in_namespace(self, kind: ResourceType) -> tuple[str, str, str, str]:
         group, version, plural = kind
         return group, version, self.namespace, plural
 

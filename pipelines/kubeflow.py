@@ -12,13 +12,13 @@ from kubernetes import client as kubernetes_client
 
 from pipelines import pytorchjob, trainjob
 from pipelines.backends import JobState
-from pipelines.cluster import RETRY_FOR_S, Cluster, Object, RequestRefused
+from pipelines.cluster import RETRY_FOR_S, Cluster, Object, RequestRefused, ResourceType
+from pipelines.settings import JobKindName
 from pipelines.training_job import (
     LABELS,
     QUEUE_LABEL,
     RUN_LABEL,
     SPEC_HASH_LABEL,
-    JobKindName,
     Owner,
     TrainingJob,
 )
@@ -33,8 +33,7 @@ class JobKind(ABC):
     """One kind of object that stands for a training job."""
 
     name: ClassVar[JobKindName]
-    resource: ClassVar[tuple[str, str, str]]
-    """API group, version and plural."""
+    resource: ClassVar[ResourceType]
     pod_label: ClassVar[str]
     """Label of the pods with the job's name."""
 

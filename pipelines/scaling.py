@@ -14,7 +14,7 @@ POLL_INTERVAL_S = 5.0
 
 
 class StatefulSets(Protocol):
-    """What the scaler needs of a cluster."""
+    """The part of the Kubernetes API that the scaler calls."""
 
     def replicas(self, name: str) -> int:
         """Returns the number of pods that a StatefulSet should have."""

@@ -19,6 +19,8 @@ from services.common.settings import (
 
 USER_ID = 10001
 """User and group of the images."""
+JobKindName = Literal["PyTorchJob", "TrainJob"]
+"""Kind of the object that stands for a training job."""
 LOCAL_JOBS = "BAPO_LOCAL_JOBS"
 """Variable of `LocalJobsSettings.local_jobs`."""
 
@@ -111,7 +113,7 @@ class DeploymentSettings(Settings):
     """Image of the training job."""
     trainer_service_account: str
     """Service account of the training job's pods."""
-    trainer_job_kind: Literal["PyTorchJob", "TrainJob"] = "PyTorchJob"
+    trainer_job_kind: JobKindName = "PyTorchJob"
     """Kind of the training job: of the Kubeflow training operator 1.9, or of Kubeflow Trainer 2."""
     trainer_pull_policy: str = "IfNotPresent"
     """When nodes pull the image: `Always`, `IfNotPresent` or `Never`."""

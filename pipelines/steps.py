@@ -22,13 +22,13 @@ from bapo_core.errors import BapoError
 from pipelines.backends import TrainerBackend, ensure_job, remove_job
 from pipelines.settings import (
     DeploymentSettings,
+    JobKindName,
     LocalJobsSettings,
     RetrySettings,
     StepSettings,
 )
 from pipelines.training_job import (
     Deployment,
-    JobKindName,
     Owner,
     Resources,
     TrainingJob,
@@ -47,7 +47,7 @@ KUEUE_FRAMEWORKS: dict[JobKindName, str] = {
     "PyTorchJob": "kubeflow.org/pytorchjob",
     "TrainJob": "trainer.kubeflow.org/trainjob",
 }
-"""What Kueue's configuration calls each kind of job."""
+"""Name of each kind of job among `integrations.frameworks` of Kueue's configuration."""
 KUEUE_TIMEOUT_S = 30.0
 """Seconds within which Kueue notices a job that it manages."""
 LAST_ERROR = "last-error"

@@ -11,12 +11,11 @@ import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from bapo_core.errors import BapoError
-from pipelines.settings import DeploymentSettings, TrainerPod
+from pipelines.settings import DeploymentSettings, JobKindName, TrainerPod
 
-JobKindName = Literal["PyTorchJob", "TrainJob"]
 RENDEZVOUS_PORT = 23456
 RENDEZVOUS_PORT_NAME = "pytorchjob-port"
 """Name by which the training operator finds the port."""

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from sqlalchemy import and_, case, func, select
 from sqlalchemy.orm import Session
 
-from services.buffer.api.wire import HEARTBEAT_TIMEOUT_S, OPEN_STATUSES, Status
+from services.buffer.api.wire import HEARTBEAT_TIMEOUT_S, OPEN_STATUSES, Status, mean_reward
 from services.buffer.tables import EvaluationRecord, Replica, Run, StepRecord
 
 
@@ -87,8 +87,7 @@ def _run_families(session: Session) -> Iterator[GaugeMetricFamily]:
         if status == "running":
             ages.add_metric([name], float(age))
         if bins is not None and sum(bins):
-            correct = sum(k * count for k, count in enumerate(bins))
-            rewards.add_metric([name], correct / (sum(bins) * (len(bins) - 1)))
+            rewards.add_metric([name], mean_reward(bins))
         if accuracy is not None:
             accuracies.add_metric([name], accuracy)
     yield from (steps, ages, rewards, accuracies)

@@ -42,7 +42,7 @@ class Settings(BaseSettings):
     )
 
     remedy: ClassVar[str] = ""
-    """What follows the names of the variables in an error: where they should have come from."""
+    """End of the error that names missing variables; it says where they should have come from."""
 
     @classmethod
     def load(cls) -> Self:

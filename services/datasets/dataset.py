@@ -23,7 +23,7 @@ class Dataset:
 
     @property
     def notes(self) -> str:
-        """What a person may not expect of it; empty if there is nothing."""
+        """Describes the rows that were left out and the limit that was reached; empty without."""
         left_out = f", {self.left_out} rows without an answer left out" if self.left_out else ""
         limit = f", read up to the limit of {self.limit} rows" if self.limit else ""
         return left_out + limit

@@ -22,8 +22,8 @@ from typing import Any
 
 from bapo_core.errors import BapoError
 from services.datasets.files import Row, RowError, check_columns, read_rows
+from services.model.stored import HUB
 
-HUB = "hf://"
 _ADDRESS = re.compile(
     r"hf://(?P<repository>[^@:/]+(/[^@:/]+)?)(@(?P<revision>[^:]+))?"
     r"(:((?P<configuration>[^/]+)/)?(?P<split>[^/]+))?"

@@ -12,8 +12,9 @@ from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
 from services.common.objectstore import S3_SCHEME, ObjectStore
 from services.datasets.files import Row, read_rows
-from services.datasets.hub import HUB, pin_revision, read_hub
+from services.datasets.hub import pin_revision, read_hub
 from services.model.resolve import object_store_of_environment
+from services.model.stored import HUB
 
 
 def _refuse_buffer() -> BufferClient:

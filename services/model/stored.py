@@ -17,6 +17,7 @@ from services.common.layout import MODEL_SCHEME
 from services.common.objectstore import ObjectStore, files_of
 
 HUB = "hf://"
+"""Scheme of the addresses of models and data sets of the Hugging Face hub."""
 """Scheme of models of the Hugging Face hub."""
 WEIGHTS = ".safetensors"
 _FROM_HUB = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]

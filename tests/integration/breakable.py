@@ -39,19 +39,23 @@ class Breakable(Supervisor):
         child.process.wait()
         self._children.remove(child)
 
+    def restart(self, name: str) -> None:
+        """Starts a process that has ended, with the arguments that it had."""
+        arguments, options = self._started[name]
+        super().start(name, *arguments, **options)
+
     def revive(self, name: str) -> None:
         """Restarts a killed process and waits until the buffer service is ready.
 
         The first attempts may fail: Postgres refuses to start while its orphaned backends run.
         """
-        arguments, options = self._started[name]
         deadline = time.monotonic() + 300
-        super().start(name, *arguments, **options)
+        self.restart(name)
         while not self._ready():
             child = self._child(name)
             if child.process.exit_code is not None:
                 self._children.remove(child)
-                super().start(name, *arguments, **options)
+                self.restart(name)
             assert time.monotonic() < deadline, (
                 f"{name} is not ready after 300 s: see {child.process.log}"
             )

@@ -14,7 +14,8 @@ from pipelines.backends import JobState, ensure_job, remove_job
 from pipelines.cluster import ApiUnavailable
 from pipelines.kubeflow import KubeflowBackend
 from pipelines.pytorchjob import build_pytorchjob
-from pipelines.training_job import JobKindName, Owner, Resources, TrainingJob, job_name
+from pipelines.settings import JobKindName
+from pipelines.training_job import Owner, Resources, TrainingJob, job_name
 from pipelines.trainjob import build_runtime, build_trainjob
 from tests.integration.fake_kubernetes import FakeKubernetes, Refusal, fake_kubernetes
 from tests.unit.pipelines.test_training_job import DEPLOYMENT

@@ -50,8 +50,7 @@ def test_the_buffer_service_starts_without_an_object_store(
     driver = Driver(breakable.endpoints, small_config("starts-without-s3"))
     breakable.kill("s3")
     breakable.kill("buffer")
-    arguments, options = breakable._started["buffer"]
-    breakable.start("buffer", *arguments, **options)
+    breakable.restart("buffer")
     deadline = time.monotonic() + 300
     while breakable.readiness() == 0:
         assert time.monotonic() < deadline, "it does not answer"
