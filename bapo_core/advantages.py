@@ -1,8 +1,8 @@
 """Estimators of advantages, which `advantage.estimator` selects, and GAE, which needs a critic.
 
 An estimator is a function of the batch's responses, the settings, and a function that returns the
-moments of a quantity over all ranks. In the equations r is the reward of a response, G the size of
-its group, and mean is over the group unless said otherwise.
+moments of a quantity over all ranks. In the equations, r is the reward of a response and G is the
+size of its group. A mean is taken over the group, unless an equation names another set.
 
 Other distributions add estimators by the entry-point group `bapo.estimators`.
 """

@@ -48,7 +48,7 @@ A method is a preset of three choices, each of which can also be made by itself:
 (`loss.objective`), the loss of a token; the **estimator** of advantages (`advantage.estimator`);
 and the **aggregation** of token losses (`loss.aggregation`). Every objective has its own section of
 settings, which is only allowed with it. [Configuration](configuration.md) has all keys, and
-[decision 7](decisions/0008-methods.md) says where a method differs from its paper or its authors'
+[decision 8](decisions/0008-methods.md) says where a method differs from its paper or its authors'
 code.
 
 In the formulas, r is the ratio of the current to the proximal policy, whose choice is `loss.ratio`;

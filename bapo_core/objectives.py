@@ -42,7 +42,7 @@ __all__ = ["OBJECTIVES", "Objective", "TokenLosses", "Tokens", "get_objective"]
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What a loss is computed from, (N, T) each; (T,) and all valid where statistics are taken.
+    """The inputs of a loss, (N, T) each. Statistics get those of an update, (T,), which are valid.
 
     Only `logprobs` has a gradient.
     """

@@ -396,8 +396,8 @@ class LossConfig(Section):
     weight_floor: float = Field(0.0, ge=0.0)
     """Smallest importance weight; 0 sets no floor (IcePop: 0.5)."""
     weight_mode: Literal["truncate", "mask"] = "truncate"
-    """What becomes of importance weights outside of [weight_floor, weight_cap]: `truncate` moves
-    them to the bound (released script); `mask` sets them to 0, so that those tokens have no policy
+    """Treatment of importance weights outside of [weight_floor, weight_cap]: `truncate` moves them
+    to the bound (released script); `mask` sets them to 0, so that those tokens have no policy
     loss (IcePop, with 0.5 and 2)."""
     weight_norm: Literal["none", "batch"] = "none"
     """Normaliser of importance weights: `batch` divides them by their mean over the valid tokens of

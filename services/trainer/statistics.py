@@ -1,4 +1,4 @@
-"""What an objective needs of a whole update before its first backward pass, over all ranks."""
+"""Statistics of a whole update, over all ranks, that an objective takes before it is trained."""
 
 from __future__ import annotations
 
