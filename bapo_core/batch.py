@@ -75,18 +75,18 @@ def _draw(groups: Sequence[GroupSummary], room: int, rng: random.Random) -> list
 
 def _check_candidates(candidates: Sequence[GroupSummary], window: tuple[float, float]) -> None:
     for group in candidates:
-        if not within(group.mean_reward, *window):
+        if not within(group.accuracy, *window):
             raise ValueError(
-                f"candidate group {group.group_id} has mean reward {group.mean_reward}, outside "
+                f"candidate group {group.group_id} has accuracy {group.accuracy}, outside "
                 f"the replay window {window}; choose candidates with buffers.eligible_high"
             )
 
 
 def _check_promoted(reevaluated: Sequence[GroupSummary], c1: float) -> None:
     for group in reevaluated:
-        if not (above(group.mean_reward, c1) and group.correct < group.size):
+        if not (above(group.accuracy, c1) and group.correct < group.size):
             raise ValueError(
-                f"re-evaluated group {group.group_id} has mean reward {group.mean_reward}, not in "
+                f"re-evaluated group {group.group_id} has accuracy {group.accuracy}, not in "
                 f"({c1}, 1); choose X2 with buffers.promoted, and pass c1=None unless its rule "
                 "is 'paper'"
             )

@@ -109,7 +109,7 @@ def admit_hard(
     dedup: Dedup = "prompt",
 ) -> BufferChange:
     """Inserts the step's unfiltered fresh groups with mu <= c1 into B_bad (FIFO)."""
-    hard = [group for group in fresh if at_most(group.mean_reward, c1)]
+    hard = [group for group in fresh if at_most(group.accuracy, c1)]
     return admit(entries, hard, capacity=capacity, dedup=dedup)
 
 
@@ -135,12 +135,12 @@ def promoted(
     too. `any_gain`: mu_stored < mu_new, so mu_new = 1 counts too, with its zero advantages
     (authors' code).
     """
-    improved = above(new.mean_reward, stored.mean_reward)
+    improved = above(new.accuracy, stored.accuracy)
     if rule == "any_gain":
         return improved
     if rule == "improved_window":
         return improved and new.correct < new.size
-    return above(new.mean_reward, c1) and new.correct < new.size
+    return above(new.accuracy, c1) and new.correct < new.size
 
 
 def evict_solved(
@@ -157,7 +157,7 @@ def evict_solved(
     """
     if after == "keep":
         return []
-    solved = {uid for uid, new in new_by_prompt.items() if above(new.mean_reward, c1)}
+    solved = {uid for uid, new in new_by_prompt.items() if above(new.accuracy, c1)}
     return [(entry, EvictionReason.SOLVED) for entry in entries if entry.prompt_uid in solved]
 
 
@@ -186,7 +186,7 @@ def admit_high(
                 "being committed; pass only the groups of this step"
             )
     expired = find_expired(entries, step=step, max_age=max_age)
-    medium = [group for group in fresh if within(group.mean_reward, *window)]
+    medium = [group for group in fresh if within(group.accuracy, *window)]
     change = admit(_without(entries, expired), medium, capacity=capacity, dedup=dedup)
     return BufferChange(change.admitted, [*expired, *change.evicted])
 
@@ -199,7 +199,7 @@ def eligible_high(
     The window is that of `step`: an entry admitted under an earlier window may be outside of it.
     """
     recent = eligible(entries, step=step, max_age=max_age)
-    return [entry for entry in recent if within(entry.mean_reward, *window)]
+    return [entry for entry in recent if within(entry.accuracy, *window)]
 
 
 def _without(entries: Sequence[GroupSummary], evicted: Evicted) -> list[GroupSummary]:

@@ -27,7 +27,7 @@ def gaussian_filter(
     """Keeps each mixed group with probability exp(-(mu - mean)^2 / (2 sigma^2)) (A.3)."""
 
     def accepted(group: GroupSummary) -> bool:
-        distance = (group.mean_reward - mean) / sigma
+        distance = (group.accuracy - mean) / sigma
         return rng.random() < math.exp(-0.5 * distance * distance)
 
     return [group for group in groups if group.mixed and accepted(group)]

@@ -11,9 +11,9 @@ Direction = Literal["eq8", "easy_to_hard", "off"]
 RewardKind = Literal["batch", "ema", "buffer"]
 
 TOLERANCE = 1e-9
-"""Tolerance of comparisons: far above rounding errors, far below the spacing 1/G of mean rewards.
+"""Tolerance of comparisons: far above rounding errors, far below the spacing 1/G of accuracies.
 
-Mean rewards lie on the grid k/G but thresholds are computed: 0.3 * 0.375 + 0.125 may miss a grid
+Accuracies lie on the grid k/G but thresholds are computed: 0.3 * 0.375 + 0.125 may miss a grid
 value by one ulp.
 """
 
@@ -47,7 +47,7 @@ def replay_window(
     c3_range: tuple[float, float],
     direction: Direction = "eq8",
 ) -> tuple[float, float]:
-    """Returns the replay window (c2, c3) at the mean reward r_tot in [0, 1].
+    """Returns the replay window (c2, c3) at the accuracy r_tot in [0, 1].
 
     `eq8` rises with r_tot: c = r_tot * (high - low) + low (Eq. 8). `easy_to_hard` falls, as in the
     authors' code: c = high - q * (high - low), q = clip((r_tot - 0.2) / 0.6, 0, 1). `off` is the
@@ -82,14 +82,14 @@ def running_reward(
 ) -> float:
     """Returns r_tot of Eq. 8, which the paper calls only the "global average performance".
 
-    `batch`: mean reward of this step's unfiltered fresh groups. `ema`: its moving average,
-    decay * previous + (1 - decay) * batch. `buffer`: mean reward of the groups in B_bad and B_high,
+    `batch`: accuracy of this step's unfiltered fresh groups. `ema`: its moving average,
+    decay * previous + (1 - decay) * batch. `buffer`: accuracy of the groups in B_bad and B_high,
     of which one that is in both counts once (authors' code; biased low, because B_bad dominates).
     Without groups to average over it is
     `previous`, the r_tot of the step before, or 0 at the first step.
     """
     distinct = {group.group_id: group for group in buffer}
-    mean = _mean_reward(list(distinct.values()) if kind == "buffer" else fresh)
+    mean = _accuracy(list(distinct.values()) if kind == "buffer" else fresh)
     if mean is None:
         return 0.0 if previous is None else previous
     if kind == "ema" and previous is not None:
@@ -97,7 +97,7 @@ def running_reward(
     return mean
 
 
-def _mean_reward(groups: Sequence[GroupSummary]) -> float | None:
+def _accuracy(groups: Sequence[GroupSummary]) -> float | None:
     """Returns the share of correct responses, or None without responses."""
     responses = sum(group.size for group in groups)
     return sum(group.correct for group in groups) / responses if responses else None

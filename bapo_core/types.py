@@ -22,7 +22,7 @@ class Source(StrEnum):
 class GroupSummary:
     """The metadata of a group (the G responses to a prompt), without its tokens.
 
-    The mean reward is kept as the count k of k/G, which is exact.
+    The accuracy is kept as the count k of k/G, which is exact.
     """
 
     group_id: int
@@ -31,7 +31,7 @@ class GroupSummary:
     step: int
     """The step that the group was rolled out for."""
     correct: int
-    """k, the number of responses with reward 1."""
+    """k, the number of correct responses."""
     size: int
     """G, the number of responses."""
     policy_version: int = 0
@@ -45,8 +45,8 @@ class GroupSummary:
             )
 
     @property
-    def mean_reward(self) -> float:
-        """mu = k / G, the mean reward."""
+    def accuracy(self) -> float:
+        """mu = k / G."""
         return self.correct / self.size
 
     @property

@@ -19,7 +19,14 @@ def batch_of(groups: list[Group]) -> Batch:
             group.prompt,
             1,
             [
-                TrajectoryResponse(response.tokens, response.logprobs, response.reward, "stop", "")
+                TrajectoryResponse(
+                    response.tokens,
+                    response.logprobs,
+                    response.reward,
+                    "stop",
+                    "",
+                    response.reward > 0,
+                )
                 for response in group.responses
             ],
         )

@@ -34,6 +34,7 @@ import numpy as np
 import psutil
 import psycopg
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 from rich.console import Console
 
@@ -142,8 +143,8 @@ def _fill_groups(
 ) -> int:
     first = _next(connection, "rollout_group")
     columns = (
-        "run_id, step, kind, prompt_id, position, policy_version, correct, size, mean_reward,"
-        " object_key, object_digest, row_start, row_count, token_count"
+        "run_id, step, kind, prompt_id, position, policy_version, correct, size, accuracy,"
+        " mean_reward, reward_parts, object_key, object_digest, row_start, row_count, token_count"
     )
     digest = "0" * 64
 
@@ -153,7 +154,8 @@ def _fill_groups(
             key = f"runs/{run.name}/trajectories/step={step}/fresh-0.arrow"
             yield "".join(
                 f"{run_id}\t{step}\tfresh\t{first_prompt + p}\t{n}\t{max(1, step - step % 5)}\t{c}"
-                f"\t{SIZE}\t{c / SIZE}\t{key}\t{digest}\t{n * SIZE}\t{SIZE}\t{SIZE * 100}\n"
+                f"\t{SIZE}\t{c / SIZE}\t{c / SIZE}\t{_parts(c / SIZE)}\t{key}\t{digest}"
+                f"\t{n * SIZE}\t{SIZE}\t{SIZE * 100}\n"
                 for n, (p, c) in enumerate(
                     zip(position[index].tolist(), correct[index].tolist(), strict=True)
                 )
@@ -204,7 +206,8 @@ def _fill_derived(
         step_bins = np.bincount(successes, minlength=SIZE + 1).tolist()
         records.write(
             f"{run_id}\t{step}\t0.5\t0.3\t0.45\t{composition}\t{BATCH * SIZE}\t{BATCH * SIZE * 100}"
-            f"\t{step_bins}\t{counts.tolist()}\t{metrics}\t2026-01-01\n"
+            f"\t{step_bins}\t{counts.tolist()}\t{metrics}"
+            f"\t{statistics.mean(mean)}\t{_parts(statistics.mean(mean))}\t2026-01-01\n"
         )
         if step % SNAPSHOT_EVERY == 0:
             snapshots.append((step, bins.tobytes()))
@@ -216,7 +219,7 @@ def _fill_derived(
         connection,
         "step_record",
         "run_id, step, r_tot, c2, c3, counts, rollouts, tokens, bins, difficulty_bins, metrics,"
-        " committed_at",
+        " mean_reward, reward_parts, committed_at",
         iter([records.getvalue()]),
     )
     _copy(
@@ -275,7 +278,7 @@ def _fill_members(
     _copy(
         connection,
         "buffer_entry",
-        "run_id, buffer, group_id, mean_reward, inserted_step, evicted_step, eviction_reason",
+        "run_id, buffer, group_id, accuracy, inserted_step, evicted_step, eviction_reason",
         entries(),
     )
 
@@ -354,6 +357,8 @@ def trajectories(uids: list[str], version: int, tokens: int, rng: np.random.Gene
     def lists(values: NDArray[Any]) -> pa.Array:
         return pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
 
+    rewards = pa.array(rng.integers(0, 2, rows).astype(np.float32))
+    names = pa.array(["answer"] * rows)
     columns = [
         pa.array(np.repeat(np.arange(len(uids), dtype=np.int32), SIZE)),
         pa.array([uid for uid in uids for _ in range(SIZE)]),
@@ -362,9 +367,11 @@ def trajectories(uids: list[str], version: int, tokens: int, rng: np.random.Gene
         lists(rng.integers(0, 150_000, rows * tokens).astype(np.int32)),
         lists(-rng.random(rows * tokens).astype(np.float32)),
         pa.array(np.full(rows, version, dtype=np.int64)),
-        pa.array(rng.integers(0, 2, rows).astype(np.float32)),
+        rewards,
         pa.array(["stop"] * rows),
         pa.array(["x" * 3 * tokens] * rows),
+        pc.equal(rewards, 1),
+        pa.MapArray.from_arrays(np.arange(rows + 1, dtype=np.int32), names, rewards),
     ]
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression="zstd")
@@ -434,17 +441,22 @@ def ingest(stack: Endpoints, run: Filled, url: str) -> dict[str, float]:
     }
 
 
+def _parts(mean: float) -> str:
+    return json.dumps({"answer": mean})
+
+
 _BARE_COLUMNS = (
-    "id, run_id, step, kind, prompt_id, position, policy_version, correct, size, mean_reward,"
-    " object_key, object_digest, row_start, row_count, token_count"
+    "id, run_id, step, kind, prompt_id, position, policy_version, correct, size, accuracy,"
+    " mean_reward, reward_parts, object_key, object_digest, row_start, row_count, token_count"
 )
 
 
 def _bare_rows(run: Filled, number: int, digest: str) -> Iterator[str]:
     for n in range(BATCH):
         yield (
-            f"{number * BATCH + n}\t1\t{number}\tfresh\t{n + 1}\t{n}\t1\t4\t{SIZE}\t0.5"
-            f"\tbare/{run.name}/{number}.arrow\t{digest}\t{n * SIZE}\t{SIZE}\t{SIZE * TOKENS}\n"
+            f"{number * BATCH + n}\t1\t{number}\tfresh\t{n + 1}\t{n}\t1\t4\t{SIZE}\t0.5\t0.5"
+            f"\t{_parts(0.5)}\tbare/{run.name}/{number}.arrow\t{digest}"
+            f"\t{n * SIZE}\t{SIZE}\t{SIZE * TOKENS}\n"
         )
 
 

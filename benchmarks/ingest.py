@@ -56,11 +56,13 @@ def make_groups(uids: list[str], version: int, rng: np.random.Generator) -> list
                 TrajectoryResponse(
                     rng.integers(2, 150_000, TOKENS).tolist(),
                     (-rng.exponential(1.0, TOKENS)).astype(np.float32).tolist(),
-                    float(rng.integers(0, 2)),
+                    float(correct),
                     "stop",
                     "1+2",
+                    bool(correct),
+                    {"answer": float(correct)},
                 )
-                for _ in range(SIZE)
+                for correct in rng.integers(0, 2, SIZE)
             ],
         )
         for uid in uids

@@ -64,7 +64,7 @@ class ServiceLearner:
                 prompt,
                 member.policy_version,
                 [
-                    TrajectoryResponse(tokens, logprobs, reward, "stop", "")
+                    TrajectoryResponse(tokens, logprobs, reward, "stop", "", reward > 0)
                     for (tokens, logprobs), reward in zip(responses, rewards, strict=True)
                 ],
             )

@@ -97,7 +97,7 @@ def group(uid: str, draw: np.random.Generator) -> TrajectoryGroup:
         tokens = draw.integers(2, VOCABULARY, length).tolist()
         logprobs = (-np.log(VOCABULARY) + draw.normal(0.0, 0.3, length)).tolist()
         reward = float(index < correct)
-        responses.append(TrajectoryResponse(tokens, logprobs, reward, "stop", "1+1"))
+        responses.append(TrajectoryResponse(tokens, logprobs, reward, "stop", "1+1", reward > 0))
     return TrajectoryGroup(uid, draw.integers(2, VOCABULARY, 24).tolist(), 1, responses)
 
 

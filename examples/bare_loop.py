@@ -66,7 +66,7 @@ def train(config, directory, sample=None, learner=None):
     for t in range(1, config.steps + 2):
         theta_t.load_state_dict(learner.model.state_dict())
         if config.evaluates_at(t):
-            scores = [group.mean_reward for group in roll_out("evaluation", t, held_out, theta_t)]
+            scores = [group.accuracy for group in roll_out("evaluation", t, held_out, theta_t)]
             print(f"theta_{t}: held-out accuracy {sum(scores) / len(scores):.3f}", flush=True)
         if t > config.steps:
             return

@@ -60,7 +60,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dapo": _on_policy(
         fresh={"filter": "range"},
         rollout={"max_generation_rounds": 4},
-        loss={"clip_high": 0.28},
+        reward={"wrong": -1.0, "overlong_share": 0.2},
+        loss={"clip_high": 0.28, "mask_truncated": True},
     ),
     "dr_grpo": _on_policy(aggregation="seq-mean-token-sum-norm", advantage={"scale": "none"}),
     "rloo": _on_policy(
@@ -100,7 +101,8 @@ SUMMARIES: dict[str, str] = {
     "ppo": "PPO with a critic and GAE, on policy (arXiv 1707.06347).",
     "grpo": "Group-relative advantages, on policy (arXiv 2402.03300).",
     "grpo_delayed": "GRPO whose rollout policy is synced every v = 5 steps (arXiv 2505.22257).",
-    "dapo": "Clip-higher, token mean and dynamic sampling (arXiv 2503.14476).",
+    "dapo": "Clip-higher, token mean, dynamic sampling, rewards of +1 and -1, overlong filtering "
+    "and soft overlong punishment (arXiv 2503.14476).",
     "dr_grpo": "GRPO without its two biases: no division by the standard deviation or by a "
     "response's length (arXiv 2503.20783).",
     "rloo": "The mean reward of the other responses as the baseline (arXiv 2402.14740), with PPO's "

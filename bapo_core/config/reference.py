@@ -47,7 +47,7 @@ script* and *authors' code* are its authors' release. Where paper and release di
 | --- | --- | --- |
 | B | prompts rolled out in a step | `rollout.prompts_per_step` |
 | G | responses to a prompt, which are a group | `rollout.group_size` |
-| mu | mean reward of a group, k/G | |
+| mu | accuracy of a group, k/G | |
 | alpha | rollout policy: the behaviour policy of fresh groups | |
 | theta_t | the trainer's weights before update t, which are policy version t | |
 | v | steps between syncs, which set alpha to theta_t | `sync.every` |
@@ -59,7 +59,7 @@ script* and *authors' code* are its authors' release. Where paper and release di
 | B_high | high-quality buffer, of groups with c2 <= mu <= c3 | `high_quality_buffer.*` |
 | c1 | largest mu of a hard group | `reevaluate.c1` |
 | [c2, c3] | replay window: the mu of groups that are replayed | `replay_window.*` |
-| r_tot | mean reward that moves the replay window (Eq. 8) | `replay_window.r_tot` |
+| r_tot | accuracy that moves the replay window (Eq. 8) | `replay_window.r_tot` |
 | beta | coefficient of the KL penalty (Eq. 3) | `kl.coefficient` |
 
 The [glossary](glossary.md) has all terms. An editor with a YAML language server completes and

@@ -4,7 +4,7 @@ Defaults are those of Table 3 of arXiv 2602.20722 and, where the paper is silent
 authors' code, those argued in `docs/decisions/`. Each field's docstring is its description in
 `docs/configuration.md` and in `docs/config.schema.json`. Symbols are the paper's: X1, X2 and X3 are
 the sources of a batch; B_bad and B_high are the hard and the high-quality buffer; mu is a group's
-mean reward; alpha is the rollout policy, and theta_t the trainer's weights before update t.
+accuracy; alpha is the rollout policy, and theta_t the trainer's weights before update t.
 """
 
 from __future__ import annotations
@@ -161,6 +161,40 @@ class RolloutConfig(Section):
         return self
 
 
+class RewardConfig(Section):
+    """The reward of a response, from the parts of its verdict. Difficulty does not depend on it:
+    the accuracy k/G of a group counts correct responses."""
+
+    wrong: float = 0.0
+    """Reward of an answer to which the verifier gives 0, for example -1 (DAPO)."""
+    correct: float = 1.0
+    """Reward of an answer to which the verifier gives 1; partial credit lies in between."""
+    weights: dict[str, float] = Field(default_factory=dict)
+    """Weights of further parts of the task's verdicts, which are added to the reward: `format` of
+    `countdown` and `math`, which is 1 for a response that has an answer."""
+    overlong_share: Fraction = 0.0
+    """Soft overlong punishment (arXiv 2503.14476, Eq. 13): share of `rollout.max_response_tokens`,
+    before its end, over which a part `overlong` falls from 0 to -1 (DAPO: 0.2, 4,096 of 20,480
+    tokens); 0 turns it off."""
+    overlong_weight: float = Field(1.0, ge=0.0)
+    """Weight of the soft overlong punishment."""
+
+    @model_validator(mode="after")
+    def _correct_is_better(self) -> RewardConfig:
+        if self.wrong >= self.correct:
+            raise ValueError(
+                f"wrong ({self.wrong:g}) is not below correct ({self.correct:g}), so wrong answers "
+                "would be learned; lower wrong or raise correct"
+            )
+        return self
+
+    @property
+    def may_be_negative(self) -> bool:
+        """Whether a verdict between 0 and 1 can have a reward below 0."""
+        punished = self.overlong_share > 0 and self.overlong_weight > 0
+        return self.wrong < 0 or punished or any(weight < 0 for weight in self.weights.values())
+
+
 class SyncConfig(Section):
     """Weight synchronisation: when, and how, rollout replicas receive the trainer's weights."""
 
@@ -199,7 +233,7 @@ class ReevaluateConfig(Section):
     enabled: bool = True
     """Whether batches have re-evaluated groups (X2); false is the ablation "w/o X2"."""
     c1: Fraction = 0.125
-    """c1, the largest mean reward mu of a hard group, which enters B_bad (Table 3: 1/8); X2 takes
+    """c1, the largest accuracy mu of a hard group, which enters B_bad (Table 3: 1/8); X2 takes
     groups above it (Eq. 6)."""
     rule: Literal["paper", "improved_window", "any_gain"] = "paper"
     """Rule by which a re-evaluated group enters X2: c1 < mu_new < 1 (`paper`, Eq. 6);
@@ -239,7 +273,7 @@ class HighQualityBufferConfig(Section):
 
 
 class ReplayWindowConfig(Section):
-    """The replay window [c2, c3] of mean rewards that enter B_high and X3 (Eq. 7, Eq. 8)."""
+    """The replay window [c2, c3] of accuracies that enter B_high and X3 (Eq. 7, Eq. 8)."""
 
     direction: Literal["eq8", "easy_to_hard", "off"] = "eq8"
     """Movement of [c2, c3] with r_tot: rising (`eq8`, Eq. 8 as printed); falling (`easy_to_hard`,
@@ -249,8 +283,8 @@ class ReplayWindowConfig(Section):
     c3_range: tuple[Fraction, Fraction] = (0.25, 0.625)
     """Lowest and highest value of c3, the upper bound of the replay window (Table 3: 2/8, 5/8)."""
     r_tot: Literal["batch", "ema", "buffer"] = "batch"
-    """Definition of r_tot in Eq. 8: the mean reward of the step's unfiltered fresh groups
-    (`batch`); its moving average (`ema`); or the mean reward of B_bad and B_high (`buffer`, as in
+    """Definition of r_tot in Eq. 8: the accuracy of the step's unfiltered fresh groups
+    (`batch`); its moving average (`ema`); or the accuracy of B_bad and B_high (`buffer`, as in
     the authors' code)."""
     ema_decay: float = Field(0.9, ge=0.0, lt=1.0)
     """Decay of the moving average that is r_tot when `replay_window.r_tot` is `ema`."""
@@ -411,6 +445,9 @@ class LossConfig(Section):
     """Aggregation of token losses (docs/methods.md): the mean over tokens (released script), or
     over responses of their mean over tokens (Eq. 1), of their sum, or of their sum divided by
     `rollout.max_response_tokens` (Dr. GRPO)."""
+    mask_truncated: bool = False
+    """Whether responses that were cut off at `rollout.max_response_tokens` have no loss (overlong
+    filtering, arXiv 2503.14476); their rewards count for the advantages of their group."""
     norm: Literal["actual", "nominal"] = "actual"
     """Normaliser of a last minibatch that is short: its own size, or `optimizer.minibatch_prompts`
     (`nominal`, as in the authors' code)."""
@@ -639,6 +676,7 @@ class RunConfig(Section):
     model: ModelConfig = ModelConfig()
     task: TaskConfig = TaskConfig()
     rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
     sync: SyncConfig = SyncConfig()
     fresh: FreshConfig = FreshConfig()
     reevaluate: ReevaluateConfig = ReevaluateConfig()
@@ -749,6 +787,16 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _rewards_fit(self) -> RunConfig:
+        if self.advantage.estimator == "maxrl" and self.reward.may_be_negative:
+            raise ValueError(
+                "advantage.estimator is 'maxrl', which divides by the mean reward of a group, but "
+                "the reward section allows rewards below 0; set reward.wrong=0, "
+                "reward.overlong_share=0 and no negative weight, or another estimator"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         minibatch = self.optimizer.minibatch_prompts
         if self.batch_capacity < minibatch:
@@ -813,7 +861,7 @@ class RunConfig(Section):
         if self.replay.enabled and empty:
             warnings.append(
                 f"with rollout.group_size {self.rollout.group_size}, the replay window [c2, c3] "
-                f"holds no mean reward k/G for {empty:.0%} of the values of r_tot, so nothing is "
+                f"holds no accuracy k/G for {empty:.0%} of the values of r_tot, so nothing is "
                 "stored for replay then; widen replay_window.c2_range and c3_range, or raise the "
                 "group size"
             )
@@ -853,7 +901,7 @@ class RunConfig(Section):
         return warnings
 
     def _empty_windows(self) -> float:
-        """Returns the share of r_tot in [0, 1] at which no mean reward k/G is in the window."""
+        """Returns the share of r_tot in [0, 1] at which no accuracy k/G is in the window."""
         settings, size = self.replay_window, self.rollout.group_size
         windows = [
             replay_window(share / 1000, settings.c2_range, settings.c3_range, settings.direction)

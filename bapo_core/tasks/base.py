@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,7 +15,7 @@ Message = dict[str, str]
 
 
 class VerdictStatus(StrEnum):
-    """The outcome of verifying a response; only OK has reward 1."""
+    """The outcome of verifying a response; only OK counts as correct."""
 
     OK = "ok"
     """The answer is correct."""
@@ -35,15 +35,26 @@ class VerdictStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict on a response: its reward, 0 or 1, and the reason."""
+    """The verdict on a response: its reward, whether it is correct, and the reason."""
 
     reward: float
+    """Any finite number: usually 1 for a correct answer, 0 for another, and partial credit in
+    between (`reward.correct` and `reward.wrong` of the configuration rescale it)."""
     status: str
-    """A `VerdictStatus`, or a status of the task: at most 40 lower-case letters and underscores."""
+    """A `VerdictStatus`, or a status of the task: at most 40 lower-case letters and underscores.
+    The response is correct, for the difficulty k/G of its prompt, if it is OK."""
     answer: str | None = None
     """The answer extracted from the response, if there is one within the length limit."""
     detail: str = ""
     """An explanation of the status, on one line."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Further parts of the reward by name, which `reward.weights` of the configuration weighs."""
+
+
+def with_format(verdict: Verdict) -> Verdict:
+    """Returns the verdict with the part `format`: 1 for a response that has an answer, else 0."""
+    has_answer = verdict.status not in (VerdictStatus.NO_ANSWER, VerdictStatus.TOO_LARGE)
+    return replace(verdict, parts={"format": float(has_answer)})
 
 
 @runtime_checkable
@@ -52,7 +63,7 @@ class Task(Protocol):
 
     A constructor raises `ValueError` or `TypeError` for an option that it refuses. A task may also
     have `warm_up() -> None`, for slow imports and tables, which the verifier calls before the first
-    deadline starts.
+    deadline starts, and `reward_parts: Sequence[str]`, the names of the parts of its verdicts.
     """
 
     @property

@@ -14,7 +14,7 @@ from itertools import combinations
 from typing import Any, ClassVar, Literal
 
 from bapo_core.seeding import derive_rng
-from bapo_core.tasks.base import Message, Payload, Verdict, VerdictStatus
+from bapo_core.tasks.base import Message, Payload, Verdict, VerdictStatus, with_format
 from bapo_core.tasks.expressions import (
     MAX_LENGTH,
     Expression,
@@ -45,6 +45,7 @@ class CountdownTask:
 
     name: ClassVar[str] = "countdown"
     columns: ClassVar[Sequence[str]] = ("nums", "target")
+    reward_parts: ClassVar[Sequence[str]] = ("format",)
 
     template: Template = "think"
     """Prompt template. `short`: the message is "3 4 7=84:" and the response is the expression
@@ -86,6 +87,9 @@ class CountdownTask:
 
     def verify(self, payload: Payload, response: str) -> Verdict:
         """Rewards an answer that uses exactly the given numbers and equals the target exactly."""
+        return with_format(self._judge_response(payload, response))
+
+    def _judge_response(self, payload: Payload, response: str) -> Verdict:
         answer = response if self.template == "short" else _last_answer(response)
         if answer is None or not (answer := answer.strip()):
             return Verdict(0.0, VerdictStatus.NO_ANSWER, None, "no answer found")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from bapo_core.tasks.base import Message, Payload, Verdict, VerdictStatus
+from bapo_core.tasks.base import Message, Payload, Verdict, VerdictStatus, with_format
 
 MAX_ANSWER = 1_000
 """Most characters of an answer; a longer one is not parsed."""
@@ -42,6 +42,7 @@ class MathTask:
 
     name: ClassVar[str] = "math"
     columns: ClassVar[Sequence[str]] = ("problem", "answer")
+    reward_parts: ClassVar[Sequence[str]] = ("format",)
 
     instruction: str = r"Reason step by step, and put your final answer within \boxed{}."
     """Text that follows the problem in the user message."""
@@ -69,6 +70,9 @@ class MathTask:
         SymPy may never return, so the caller must set a deadline. math-verify's own deadline uses a
         signal, which works in the main thread only.
         """
+        return with_format(self._judge_response(payload, response))
+
+    def _judge_response(self, payload: Payload, response: str) -> Verdict:
         answer = _boxed(response)
         if answer is None:
             return self._verify_plain(payload, response)

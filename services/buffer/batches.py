@@ -30,6 +30,7 @@ from services.buffer.stored_groups import (
     LOCATION_COLUMNS,
     count_training_tokens,
     manifest_member,
+    mean_rewards,
     read_summaries,
 )
 from services.buffer.tables import BatchMemberRow, PromptRow, RolloutGroup, Run, StepRecord
@@ -116,10 +117,13 @@ def _record_batch(session: Session, run: Run, config: RunConfig, step: int) -> S
         **{source.value: batch.counts[source] for source in Source},
     }
     bins = accuracy_bins([group.correct for group in fresh], config.rollout.group_size)
+    mean_reward, parts = mean_rewards(session, run, step)
     record = StepRecord(
         run_id=run.id,
         step=step,
         bins=bins,
+        mean_reward=mean_reward,
+        reward_parts=parts,
         r_tot=r_tot,
         c2=window[0],
         c3=window[1],
@@ -207,7 +211,7 @@ def _replay_window(config: RunConfig, r_tot: float) -> tuple[float, float]:
 def _r_tot(
     session: Session, run: Run, config: RunConfig, step: int, fresh: Sequence[GroupSummary]
 ) -> float:
-    """Returns r_tot of Eq. 8, the running mean reward that moves the replay window."""
+    """Returns r_tot of Eq. 8, the running accuracy that moves the replay window."""
     previous = session.get(StepRecord, (run.id, step - 1))
     stored: list[GroupSummary] = []
     if config.replay_window.r_tot == "buffer":

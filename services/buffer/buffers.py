@@ -70,7 +70,7 @@ def apply_change(
         {"run_id": run.id, "buffer": buffer, "inserted_step": step},
         {
             "group_id": [group.group_id for group in change.admitted],
-            "mean_reward": [group.mean_reward for group in change.admitted],
+            "accuracy": [group.accuracy for group in change.admitted],
         },
     )
     group_ids_by_reason: dict[str, list[int]] = {}
@@ -143,7 +143,7 @@ def _buffer_item(entry: BufferEntry, group: RolloutGroup, uid: str, step: int) -
         policy_version=group.policy_version,
         age=step - group.step,
         staleness=step - group.policy_version,
-        mean_reward=entry.mean_reward,
+        accuracy=entry.accuracy,
         inserted_step=entry.inserted_step,
         evicted_step=entry.evicted_step,
         eviction_reason=entry.eviction_reason,
@@ -170,7 +170,7 @@ def list_events(
             BufferEntry.id.label("id"),
             BufferEntry.eviction_reason.label("reason"),
             BufferEntry.group_id.label("group_id"),
-            BufferEntry.mean_reward.label("mean_reward"),
+            BufferEntry.accuracy.label("accuracy"),
         )
         statement = select(*columns).where(
             BufferEntry.run_id == run.id, BufferEntry.buffer == buffer, step > after
@@ -208,12 +208,12 @@ def list_events(
             reason=row.reason if row.event == "evicted" else _ADMISSION_REASON[buffer],
             group_id=row.group_id,
             prompt_uid=row.uid,
-            mean_reward=row.mean_reward,
+            accuracy=row.accuracy,
         ),
     )
 
 
 _ADMISSION_REASON: dict[wire.BufferName, str] = {
-    "hard": "mean reward at most c1",
-    "high_quality": "mean reward in the replay window [c2, c3] of its step",
+    "hard": "accuracy at most c1",
+    "high_quality": "accuracy in the replay window [c2, c3] of its step",
 }

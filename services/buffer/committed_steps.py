@@ -46,6 +46,8 @@ def _step_view(record: StepRecord) -> wire.StepView:
         tokens=record.tokens,
         metrics=record.metrics or {},
         bins=record.bins,
+        mean_reward=record.mean_reward,
+        reward_parts=record.reward_parts,
         committed_at=record.committed_at,
         digests=record.digests and wire.ChainLink.model_validate(record.digests),
     )

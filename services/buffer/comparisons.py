@@ -33,14 +33,14 @@ def _compared(session: Session, run: Run, points: int) -> wire.ComparedRun:
     evaluations = list_evaluations(session, run)
     sampled = set(sampled_steps(run, 0, points))
     evaluated = {evaluation.version - 1 for evaluation in evaluations}
-    rewards = _reward_points(session, run, sampled | evaluated)
+    fresh = _fresh_accuracy(session, run, sampled | evaluated)
     # Version v holds the weights after v - 1 steps.
-    costs = {point.step: _cost(point) for point in rewards}
+    costs = {point.step: _cost(point) for point in fresh}
     return wire.ComparedRun(
         run=run.name,
         step=run.current_step,
         cost=costs.get(run.current_step, wire.Cost()),
-        rewards=[point for point in rewards if point.step in sampled],
+        fresh=[point for point in fresh if point.step in sampled],
         evaluations=[
             wire.AccuracyPoint(
                 version=evaluation.version,
@@ -53,12 +53,12 @@ def _compared(session: Session, run: Run, points: int) -> wire.ComparedRun:
     )
 
 
-def _cost(point: wire.RewardPoint) -> wire.Cost:
+def _cost(point: wire.FreshAccuracyPoint) -> wire.Cost:
     return wire.Cost(rollouts=point.rollouts, tokens=point.tokens, seconds=point.seconds)
 
 
-def _reward_points(session: Session, run: Run, steps: set[int]) -> list[wire.RewardPoint]:
-    """Returns the reward of each of these steps, with the sums over all steps up to it."""
+def _fresh_accuracy(session: Session, run: Run, steps: set[int]) -> list[wire.FreshAccuracyPoint]:
+    """Returns the fresh accuracy of each of these steps, with the sums over all steps up to it."""
     metric = func.jsonb_each_text(StepRecord.metrics.cast(JSONB)).table_valued("key", "value")
     phases = (
         select(func.coalesce(func.sum(metric.c.value.cast(Float)), 0.0))
@@ -78,9 +78,9 @@ def _reward_points(session: Session, run: Run, steps: set[int]) -> list[wire.Rew
     )
     rows = session.execute(select(totals).where(totals.c.step.in_(steps)).order_by(totals.c.step))
     return [
-        wire.RewardPoint(
+        wire.FreshAccuracyPoint(
             step=row.step,
-            mean_reward=wire.mean_reward(row.bins),
+            accuracy=wire.accuracy(row.bins),
             rollouts=int(row.rollouts),
             tokens=int(row.tokens),
             seconds=float(row.seconds),

@@ -57,7 +57,7 @@ class _Case:
                 "outcome": outcome,
                 "reason": reason,
                 "group_id": None if group is None else group.group_id,
-                "mean_reward": None if group is None else group.mean_reward,
+                "accuracy": None if group is None else group.accuracy,
             }
         )
 
@@ -164,7 +164,7 @@ def _decide_reevaluated(case: _Case) -> wire.SourceDecision:
         return case.decide(
             "reevaluated", "not_used", "its re-evaluated group has not landed", stored
         )
-    change = f"mean reward {stored.mean_reward:g} when stored, {group.mean_reward:g} re-evaluated"
+    change = f"accuracy {stored.accuracy:g} when stored, {group.accuracy:g} re-evaluated"
     if case.is_used_as("reevaluated"):
         return case.decide("reevaluated", "used", change, group)
     if is_promoted(config, stored, group):
@@ -196,7 +196,7 @@ def _decide_replayed(case: _Case) -> wire.SourceDecision:
     if case.is_used_as("replayed"):
         return case.decide("replayed", "used", f"{_score(stored)}, within {window}", stored)
     # The buffer holds no entry that is too old: the commit of the step before evicted it.
-    if not within(stored.mean_reward, record.c2, record.c3):
+    if not within(stored.accuracy, record.c2, record.c3):
         reason = f"{_score(stored)}, outside {window}"
     elif case.member is not None:
         reason = case.explain_no_place()
@@ -225,9 +225,7 @@ def _count_candidates(case: _Case, entries: Sequence[GroupSummary]) -> int:
     dedup = case.config.batch.dedup
     excluded: set[str | int] = set(taken) if dedup == "prompt" else set()
     keys = {
-        dedup_key(entry, dedup)
-        for entry in entries
-        if within(entry.mean_reward, record.c2, record.c3)
+        dedup_key(entry, dedup) for entry in entries if within(entry.accuracy, record.c2, record.c3)
     }
     return len(keys - excluded)
 

@@ -40,9 +40,9 @@ _ADD_GROUPS = text("""
         (run_id, prompt_id, attempts, first_mean, last_mean, best_mean, first_solved_step,
          last_step, bin)
     select run_id, prompt_id, count(*),
-        (array_agg(mean_reward order by step, kind))[1],
-        (array_agg(mean_reward order by step desc, kind desc))[1],
-        max(mean_reward),
+        (array_agg(accuracy order by step, kind))[1],
+        (array_agg(accuracy order by step desc, kind desc))[1],
+        max(accuracy),
         min(step) filter (where correct > 0),
         max(step),
         (array_agg(correct order by step desc, kind desc))[1]

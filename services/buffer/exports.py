@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from sqlalchemy import select
 from sqlalchemy.orm import Session, sessionmaker
 
-from services.buffer.api.trajectories import SCHEMA
+from services.buffer.api.trajectories import SCHEMA, with_all_columns
 from services.buffer.api.wire import ManifestMember
 from services.buffer.tables import PromptDifficulty, PromptRow, Run
 from services.common.objectstore import ObjectStore
@@ -85,9 +85,8 @@ def _rows_of(store: ObjectStore, members: Sequence[ManifestMember]) -> Iterator[
                     # Rows before this group are not needed any more.
                     passed = min(max(member.row_start - first, 0), buffered.num_rows)
                     buffered, first = buffered.slice(passed), first + passed
-                    buffered = pa.concat_tables(
-                        [buffered, pa.Table.from_batches([reader.read_next_batch()])]
-                    )
+                    rows = pa.Table.from_batches([reader.read_next_batch()])
+                    buffered = pa.concat_tables([buffered, with_all_columns(rows)])
                 yield buffered.slice(member.row_start - first, member.row_count)
             stream.check()
 

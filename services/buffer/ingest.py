@@ -16,11 +16,11 @@ from services.buffer import runs
 from services.buffer.api import wire
 from services.buffer.api.trajectories import (
     PROXIMAL_SCHEMA,
-    SCHEMA,
     GroupRows,
     TrajectoryError,
     check_groups,
     read_table,
+    read_trajectories,
 )
 from services.buffer.artifacts import is_set_aside, weights_digest
 from services.buffer.evaluations import record_evaluation
@@ -79,7 +79,7 @@ def accept_groups(
 
 def _read_groups(body: bytes) -> list[GroupRows]:
     try:
-        groups = check_groups(read_table(body, SCHEMA))
+        groups = check_groups(read_trajectories(body))
     except TrajectoryError as error:
         raise bad_request(f"the body is refused: {error}") from error
     if len({group.prompt_uid for group in groups}) != len(groups):

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from sqlalchemy import and_, case, func, select
 from sqlalchemy.orm import Session
 
-from services.buffer.api.wire import HEARTBEAT_TIMEOUT_S, OPEN_STATUSES, Status, mean_reward
+from services.buffer.api.wire import HEARTBEAT_TIMEOUT_S, OPEN_STATUSES, Status
 from services.buffer.tables import EvaluationRecord, Replica, Run, StepRecord
 
 
@@ -66,7 +66,7 @@ def _run_families(session: Session) -> Iterator[GaugeMetricFamily]:
             Run.status,
             Run.current_step,
             func.extract("epoch", func.now() - last_event).label("age"),
-            StepRecord.bins,
+            StepRecord.mean_reward,
             EvaluationRecord.mean_accuracy,
         )
         .outerjoin(
@@ -82,12 +82,12 @@ def _run_families(session: Session) -> Iterator[GaugeMetricFamily]:
         )
         .where(Run.status.in_(OPEN_STATUSES))
     )
-    for name, status, step, age, bins, accuracy in rows:
+    for name, status, step, age, mean_reward, accuracy in rows:
         steps.add_metric([name], step)
         if status == "running":
             ages.add_metric([name], float(age))
-        if bins is not None and sum(bins):
-            rewards.add_metric([name], mean_reward(bins))
+        if mean_reward is not None:
+            rewards.add_metric([name], mean_reward)
         if accuracy is not None:
             accuracies.add_metric([name], accuracy)
     yield from (steps, ages, rewards, accuracies)

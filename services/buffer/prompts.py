@@ -217,7 +217,9 @@ def _attempt(group: RolloutGroup, batches: list[int]) -> wire.PromptAttempt:
         policy_version=group.policy_version,
         correct=group.correct,
         size=group.size,
+        accuracy=group.accuracy,
         mean_reward=group.mean_reward,
+        reward_parts=group.reward_parts,
         tokens=group.token_count,
         batches=batches,
     )
@@ -227,7 +229,7 @@ def _stay(entry: BufferEntry) -> wire.Residency:
     return wire.Residency(
         buffer=entry.buffer,
         group_id=entry.group_id,
-        mean_reward=entry.mean_reward,
+        accuracy=entry.accuracy,
         inserted_step=entry.inserted_step,
         evicted_step=entry.evicted_step,
         eviction_reason=entry.eviction_reason,

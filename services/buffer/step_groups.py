@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -129,7 +130,9 @@ def record_groups(
             "policy_version": [group.policy_version for group in groups],
             "correct": [group.correct for group in groups],
             "size": [group.row_count for group in groups],
-            "mean_reward": [group.correct / group.row_count for group in groups],
+            "accuracy": [group.correct / group.row_count for group in groups],
+            "mean_reward": [group.mean_reward for group in groups],
+            "reward_parts": [json.dumps(group.reward_parts) for group in groups],
             "row_start": [group.row_start for group in groups],
             "row_count": [group.row_count for group in groups],
             "token_count": [group.token_count for group in groups],

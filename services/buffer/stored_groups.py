@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,6 +53,25 @@ def read_summaries(session: Session, run: Run, step: int, kind: wire.Kind) -> li
         .order_by(RolloutGroup.position)
     )
     return [GroupSummary(*row) for row in rows]
+
+
+def mean_rewards(session: Session, run: Run, step: int) -> tuple[float, dict[str, float]]:
+    """Returns the mean reward of the fresh groups of a step, and the mean of each of its parts."""
+    groups = session.execute(
+        select(RolloutGroup.mean_reward, RolloutGroup.reward_parts)
+        .where(
+            RolloutGroup.run_id == run.id,
+            RolloutGroup.step == step,
+            RolloutGroup.kind == "fresh",
+        )
+        .order_by(RolloutGroup.position)
+    ).all()
+    sums: Counter[str] = Counter()
+    for _, parts in groups:
+        sums.update(parts)
+    count = max(1, len(groups))
+    mean = sum(reward for reward, _ in groups) / count
+    return mean, {name: value / count for name, value in sums.items()}
 
 
 def count_training_tokens(session: Session, run: Run, step: int) -> int:
@@ -123,12 +143,16 @@ def group_view(
         step=group.step,
         kind=group.kind,
         policy_version=group.policy_version,
+        accuracy=group.accuracy,
         mean_reward=group.mean_reward,
+        reward_parts=group.reward_parts,
         prompt_token_ids=trajectory.prompt_token_ids,
         responses=[
             wire.ResponseView(
                 text=response.text,
                 reward=response.reward,
+                correct=response.correct,
+                reward_parts=response.reward_parts,
                 finish_reason=response.finish_reason,
                 token_ids=response.token_ids,
                 logprobs=response.logprobs,

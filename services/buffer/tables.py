@@ -153,11 +153,11 @@ class PromptDifficulty(Base):
     attempts: Mapped[int]
     """Number of its groups, fresh and re-evaluated."""
     first_mean: Mapped[float]
-    """Mean reward of its first group."""
+    """Accuracy of its first group."""
     last_mean: Mapped[float]
-    """Mean reward of its last group."""
+    """Accuracy of its last group."""
     best_mean: Mapped[float]
-    """Highest mean reward of its groups."""
+    """Highest accuracy of its groups."""
     first_solved_step: Mapped[int | None]
     """First step with a correct response; null while it is unsolved."""
     last_step: Mapped[int]
@@ -220,11 +220,15 @@ class RolloutGroup(Base):
     policy_version: Mapped[int]
     """Version t (theta_t) of the weights that generated the responses."""
     correct: Mapped[int]
-    """k: responses with reward 1."""
+    """k: correct responses."""
     size: Mapped[int]
     """G: responses."""
-    mean_reward: Mapped[float]
+    accuracy: Mapped[float]
     """mu = k / G."""
+    mean_reward: Mapped[float]
+    """Mean reward of the responses, any number; the accuracy while rewards are 0 or 1."""
+    reward_parts: Mapped[dict[str, Any]]
+    """Mean of each part of the reward, by name and without weights (`bapo_core.rewards`)."""
     object_key: Mapped[str]
     """Arrow object with the trajectories of this and other groups (`layout.trajectories`)."""
     object_digest: Mapped[str]
@@ -258,7 +262,7 @@ class BufferEntry(Base):
     run_id: Mapped[int] = _run()
     buffer: Mapped[str]
     group_id: Mapped[int] = mapped_column(ForeignKey("rollout_group.id", ondelete="CASCADE"))
-    mean_reward: Mapped[float]
+    accuracy: Mapped[float]
     """mu of the group, repeated here so that listings need no join."""
     inserted_step: Mapped[int]
     """Step whose commit admitted the group."""
@@ -312,7 +316,7 @@ class StepRecord(Base):
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"), primary_key=True)
     step: Mapped[int] = mapped_column(primary_key=True)
     r_tot: Mapped[float]
-    """Running mean reward, in [0, 1], that moves the replay window (Eq. 8); the setting
+    """Running accuracy, in [0, 1], that moves the replay window (Eq. 8); the setting
     `replay_window.r_tot` chooses the groups that it averages."""
     c2: Mapped[float]
     """Lower end of the replay window of this step: Eq. 8 applied to `replay_window.c2_range`."""
@@ -328,6 +332,10 @@ class StepRecord(Base):
     """Tokens of these responses."""
     bins: Mapped[list[Any]]
     """Number of the step's fresh groups with k of G correct, for k = 0..G."""
+    mean_reward: Mapped[float]
+    """Mean reward of the step's fresh groups, before any filter."""
+    reward_parts: Mapped[dict[str, Any]]
+    """Mean of each part of their reward, by name and without weights."""
     difficulty_bins: Mapped[list[Any] | None]
     """Number of all attempted training prompts with k of G correct in their last group, for
     k = 0..G; null before the commit."""

@@ -92,7 +92,9 @@ def measure_parity(config: RunConfig, model: Path, *, prompts: int) -> Parity:
                     prompt_token_ids=prompt.prompt_token_ids,
                     policy_version=group.policy_version,
                     responses=[
-                        TrajectoryResponse(r.token_ids, r.logprobs, 0.0, r.finish_reason, "")
+                        TrajectoryResponse(
+                            r.token_ids, r.logprobs, 0.0, r.finish_reason, "", correct=False
+                        )
                         for r in group.responses
                     ],
                 )

@@ -14,7 +14,7 @@ export const count = (value) => (isNumber(value) ? whole.format(value) : NONE);
 export const compact = (value) =>
   isNumber(value) ? (Math.abs(value) < 10_000 ? count(value) : short.format(value)) : NONE;
 
-/** A mean reward or an accuracy: three decimals. */
+/** An accuracy or a mean reward: three decimals. */
 export const score = (value) => (isNumber(value) ? value.toFixed(3) : NONE);
 
 /** A share of a whole, in percent. */

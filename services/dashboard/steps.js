@@ -49,7 +49,10 @@ export class Steps {
 }
 
 /** Returns the mean reward of the step's fresh rollouts, before any filter. */
-export function reward({ bins }) {
+export const reward = (step) => step.mean_reward;
+
+/** Returns the accuracy of the step's fresh rollouts, before any filter. */
+export function accuracy({ bins }) {
   const total = bins.reduce((sum, groups) => sum + groups, 0);
   if (!total) return null;
   return bins.reduce((sum, groups, k) => sum + groups * k, 0) / (total * (bins.length - 1));

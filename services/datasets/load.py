@@ -10,6 +10,7 @@ from typing import Any
 
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
+from bapo_core.rewards import check_reward
 from bapo_core.tasks import Payload, SyntheticTask, Task, get_task
 from services.buffer.api import wire
 from services.datasets.dataset import Dataset, digest_of_prompts
@@ -48,6 +49,7 @@ def load_datasets(config: RunConfig, sources: DataSources = NO_SERVICES) -> tupl
 def _load_both(config: RunConfig, sources: DataSources) -> tuple[Dataset, Dataset]:
     settings = config.task
     task = get_task(settings.name, **settings.options)
+    check_reward(task, config.reward)
     if (settings.train_path is None) != (settings.test_path is None):
         missing = "test_path" if settings.test_path is None else "train_path"
         raise BapoError(

@@ -24,7 +24,9 @@ class Position:
 def curves(step: StepView) -> dict[str, float]:
     """Returns the value of every curve at a training step, by the curve's name."""
     counts = {f"groups/{source}": float(count) for source, count in step.counts.items()}
-    rewards = {"reward": step.mean_reward, "window/c2": step.c2, "window/c3": step.c3}
+    rewards = {"reward": step.mean_reward, "accuracy": step.accuracy}
+    rewards |= {f"reward/{name}": value for name, value in step.reward_parts.items()}
+    rewards |= {"window/c2": step.c2, "window/c3": step.c3}
     return rewards | counts | {"rollout_tokens": float(step.tokens)} | step.metrics
 
 

@@ -136,8 +136,8 @@ def bins_over_time(x: Sequence[float], bins: Sequence[Sequence[int]]) -> str:
 def replay_window(
     x: Sequence[float], c2: Sequence[float], c3: Sequence[float], r_tot: Sequence[float]
 ) -> str:
-    """Draws the replay window [c2, c3] and the mean reward r_tot that moves it (Eq. 8)."""
-    with chart(y="mean reward of a group") as drawn:
+    """Draws the replay window [c2, c3] and the accuracy r_tot that moves it (Eq. 8)."""
+    with chart(y="accuracy of a group") as drawn:
         drawn.axes.fill_between(
             x, c2, c3, color=SERIES[2], alpha=0.35, label="replay window [c2, c3]"
         )

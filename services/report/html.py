@@ -135,12 +135,16 @@ def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
     groups = {
         SOURCE_LABELS[source]: [step.counts[source.value] for step in steps] for source in Source
     }
+    rewards = {"reward": [step.mean_reward for step in steps]}
+    accuracies = [step.accuracy for step in steps]
+    if rewards["reward"] != accuracies:
+        rewards["accuracy"] = accuracies
     phases = {name: value for name, value in summary["seconds"].items() if name != "wall"}
     return [
         figure(
             "Reward",
-            "Mean reward of each step's fresh rollouts, before any filter.",
-            charts.lines(x, {"reward": [step.mean_reward for step in steps]}, raw=True),
+            "Mean reward of each step's fresh rollouts, before any filter, and their accuracy.",
+            charts.lines(x, rewards, raw=True),
         ),
         figure(
             "Held-out accuracy",
@@ -168,8 +172,8 @@ def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
         ),
         figure(
             "Replay window",
-            "Groups of the high-quality buffer with a mean reward in [c2, c3] may be replayed; the "
-            "window follows the mean reward r_tot (Eq. 8).",
+            "Groups of the high-quality buffer with an accuracy in [c2, c3] may be replayed; the "
+            "window follows the accuracy r_tot (Eq. 8).",
             charts.replay_window(
                 x,
                 [step.c2 for step in steps],

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
+from bapo_core.rewards import check_reward, reward_parts, total_reward
 from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task
 from services.buffer.api import wire
@@ -30,13 +31,18 @@ from services.common.errors import ServiceError, ServiceUnavailable, Superseded
 from services.common.objectstore import ObjectStore
 from services.common.threads import run_detached
 from services.model.stored import fetch_model, model_on_disk
-from services.rollout.api.wire import GeneratedGroup, GenerateRequest, PromptRequest
+from services.rollout.api.wire import (
+    GeneratedGroup,
+    GeneratedResponse,
+    GenerateRequest,
+    PromptRequest,
+)
 from services.rollout.fleet import Fleet
 from services.rollout.journal import Journal, delete_journals
 from services.rollout.settings import CollectorSettings
 from services.rollout.unfinished import UnfinishedGroups
 from services.verifier.api.client import VerifierClient
-from services.verifier.api.wire import VerifyItem
+from services.verifier.api.wire import ItemVerdict, VerifyItem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -149,6 +155,7 @@ class Collector:
         self._verifier, self._tokenizer = verifier, tokenizer
         self._follows = follows
         self._task = get_task(config.task.name, **config.task.options)
+        check_reward(self._task, config.reward)
         self._version = 0
         self._running: dict[asyncio.Task[bool], _FinishedGroups] = {}
         self._spans = SpanRecorder(buffer, "collector")
@@ -446,18 +453,7 @@ class Collector:
                 prompt_uid=prompt.uid,
                 prompt_token_ids=request.prompts[group.index].prompt_token_ids,
                 policy_version=group.policy_version,
-                responses=[
-                    TrajectoryResponse(
-                        response.token_ids,
-                        response.logprobs,
-                        verdict.reward,
-                        response.finish_reason,
-                        answer,
-                    )
-                    for response, verdict, answer in zip(
-                        group.responses, group_verdicts, answers, strict=True
-                    )
-                ],
+                responses=list(map(self._score_response, group.responses, group_verdicts, answers)),
             )
             for prompt, group, group_verdicts, answers in zip(
                 prompts, generated, verdicts, texts, strict=True
@@ -469,6 +465,27 @@ class Collector:
             )
         log.info("%d %s groups delivered", len(groups), job.kind, extra={"step": job.step})
         return accepted.complete
+
+    def _score_response(
+        self, response: GeneratedResponse, verdict: ItemVerdict, text: str
+    ) -> TrajectoryResponse:
+        settings = self._config.reward
+        parts = reward_parts(
+            verdict.reward,
+            verdict.parts,
+            tokens=len(response.token_ids),
+            max_tokens=self._config.rollout.max_response_tokens,
+            settings=settings,
+        )
+        return TrajectoryResponse(
+            response.token_ids,
+            response.logprobs,
+            total_reward(parts, settings),
+            response.finish_reason,
+            text,
+            verdict.correct,
+            parts,
+        )
 
 
 def tokenize_conversation(

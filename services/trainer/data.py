@@ -14,7 +14,7 @@ from torch import Tensor
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from bapo_core.seeding import derive_rng
-from services.buffer.api.trajectories import SCHEMA, decode_proximal, read_table
+from services.buffer.api.trajectories import SCHEMA, decode_proximal, read_trajectories
 from services.buffer.api.wire import ManifestMember
 from services.common.objectstore import ObjectStore
 from services.trainer.attention import Sequences
@@ -45,6 +45,8 @@ class Batch:
     """(N, R) bool: true at the tokens of the responses, false at padding."""
     rewards: Tensor
     """(groups, G) float32"""
+    truncated: Tensor
+    """(N,) bool: whether the response was cut off at `rollout.max_response_tokens`."""
     storage_logprobs: Tensor | None = None
     """(N, R) log-probs of the trainer at the storage step, where recorded; NaN elsewhere."""
 
@@ -88,6 +90,7 @@ def collate(members: Sequence[ManifestMember], table: pa.Table) -> Batch:
         ),
         mask=mask,
         rewards=_values(table["reward"]).reshape(groups, group_size),
+        truncated=_values(pc.equal(table["finish_reason"], "length")),
     )
 
 
@@ -128,7 +131,7 @@ class TrajectoryReader:
         if key in self._tables:
             self._tables.move_to_end(key)
         else:
-            self._tables[key] = read_table(self._store.get(key, digest), SCHEMA)
+            self._tables[key] = read_trajectories(self._store.get(key, digest))
             if len(self._tables) > self._keep:
                 self._tables.popitem(last=False)
         return self._tables[key]

@@ -32,7 +32,7 @@ NO_STATISTICS = UpdateStatistics({})
 
 
 def select_tokens(
-    batch: Batch, rows: Tensor, targets: Targets, statistics: UpdateStatistics, logprobs: Tensor
+    rows: Tensor, targets: Targets, statistics: UpdateStatistics, logprobs: Tensor
 ) -> Tokens:
     """Returns the arguments of an objective for `rows`, whose log-probs are given."""
 
@@ -43,7 +43,7 @@ def select_tokens(
         logprobs=logprobs,
         proximal_logprobs=targets.proximal_logprobs[rows],
         advantages=targets.advantages[rows],
-        mask=batch.mask[rows],
+        mask=targets.mask[rows],
         weights=targets.weights[rows],
         center=select(targets.center),
         scored_logprobs=select(statistics.scored_logprobs),
@@ -61,6 +61,10 @@ def gather_tokens(tokens: Tokens, ranks: Ranks) -> Tokens:
     draws = torch.zeros_like(tokens.advantages) if tokens.draws is None else tokens.draws
     columns = (tokens.scored_logprobs, tokens.proximal_logprobs, tokens.advantages, draws)
     gathered = ranks.all_gather(torch.stack([column[tokens.valid] for column in columns]))
+    if gathered.shape[1] == 0:
+        # All responses were cut off (`loss.mask_truncated`), so no token has a loss. One without
+        # advantage stands in, because means and quantiles of no token do not exist.
+        gathered = torch.zeros(len(columns), 1)
     scored, proximal, advantages, draws = gathered
     return Tokens(
         logprobs=scored,

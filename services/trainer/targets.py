@@ -15,6 +15,8 @@ from services.trainer.data import Batch
 class Targets:
     """Constants of a step's loss (Eq. 3), (N, R) each."""
 
+    mask: Tensor
+    """Tokens that have a loss: those of all responses, or only of complete ones."""
     advantages: Tensor
     proximal_logprobs: Tensor
     """Log-probs in the denominator of the PPO ratio, by `loss.ratio`."""

@@ -150,7 +150,11 @@ class Updater:
         if kl.coefficient > 0 and kl.reference == "initial":
             reference = self.score(batch, self.reference)
         advantages, values, metrics = self._advantages(batch, current - reference)
+        mask = batch.mask
+        if loss.mask_truncated:
+            mask = mask & ~batch.truncated[:, None]
         targets = Targets(
+            mask=mask,
             advantages=advantages,
             proximal_logprobs=proximal,
             weights=self._importance_weights(batch, proximal),
@@ -237,7 +241,7 @@ class Updater:
         if self.objective.draws:
             draws = draw_tokens(batch, positions, self.config.seed, *update)
         statistics = UpdateStatistics({}, scored, draws)
-        tokens = select_tokens(batch, rows, targets, statistics, scored[rows])
+        tokens = select_tokens(rows, targets, statistics, scored[rows])
         settings = self.config.loss.objective_settings
         values = self.objective.statistics(gather_tokens(tokens, self.ranks), settings)
         return replace(statistics, values=values)
@@ -255,8 +259,8 @@ class Updater:
 
         group_count: groups of the update, on all ranks. results: gets the results of `rows`.
         """
-        scale = self._loss_scale(batch.mask, rows, self.config.loss.aggregation)
-        metric_scale = self._metric_scale(batch.mask, rows, scale)
+        scale = self._loss_scale(targets.mask, rows, self.config.loss.aggregation)
+        metric_scale = self._metric_scale(targets.mask, rows, scale)
         # It is no part of the scale, so that metrics are means whatever the size of the update.
         factor = 1.0
         if self.config.loss.norm == "nominal":
@@ -328,8 +332,8 @@ class Updater:
         kl_coefficient = kl.coefficient if kl.placement == "loss" else 0.0
         logprobs, entropy = self._forward(batch, rows, self.policy, entropy=True)
         results.logprobs[rows] = logprobs.detach()
-        mask = batch.mask[rows]
-        tokens = select_tokens(batch, rows, targets, statistics, logprobs)
+        mask = targets.mask[rows]
+        tokens = select_tokens(rows, targets, statistics, logprobs)
         policy_losses, clipped = self.objective.loss(
             tokens, settings.objective_settings, statistics.values
         )

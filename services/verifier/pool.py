@@ -24,7 +24,7 @@ from typing import Any
 from bapo_core.errors import BapoError, TransientError
 from services.verifier.api.wire import LONGEST_RESPONSE, ItemVerdict
 from services.verifier.process import NOT_BEGUN, TaskKey, TaskRefused, WorkerLost, WorkerProcess
-from services.verifier.worker import Result, Work
+from services.verifier.worker import Result, Work, failed
 
 __all__ = ["Batch", "Busy", "Draining", "TaskRefused", "VerifierPool"]
 
@@ -36,7 +36,7 @@ CHUNK_CHARACTERS = 2_000_000
 MAX_TRIES = 3
 """Workers that may be lost before they begin a chunk, or while they prepare a task, before the
 chunk or the task is blamed."""
-_TOO_LONG: Result = (0.0, "too_large", None, None)
+_TOO_LONG = failed("too_large")
 _RETRY_START_S = 1.0
 
 
@@ -106,8 +106,10 @@ class VerifierPool:
         Raises `TaskRefused` for the task or its options, `Busy` and `Draining`.
         """
         return [
-            ItemVerdict(reward=reward, status=status, extracted=answer, detail=detail)
-            for reward, status, answer, detail in self.submit(task, options, work).done.result()
+            ItemVerdict(reward=reward, status=status, extracted=answer, detail=detail, parts=parts)
+            for reward, status, answer, detail, parts in self.submit(
+                task, options, work
+            ).done.result()
         ]
 
     def submit(self, task: str, options: dict[str, Any], work: Sequence[Work]) -> Batch:
@@ -311,7 +313,7 @@ class _Slot(threading.Thread):
         self._pool.give_back(chunk.batch, culprit + 1, chunk.stop)
         # Items that were scored, but whose results had not been sent when the process ended.
         self._pool.give_back(chunk.batch, position, culprit)
-        self._pool.record(chunk.batch, culprit, [(0.0, process.fate, None, None)])
+        self._pool.record(chunk.batch, culprit, [failed(process.fate)])
 
     def _start_process(self) -> WorkerProcess:
         process = WorkerProcess(self._memory_bytes)

@@ -51,8 +51,14 @@ def answer_body(request: VerifyRequest, results: Sequence[Result]) -> bytes:
     """Returns a `VerifyAnswer` as JSON."""
     flat = iter(
         [
-            {"reward": reward, "status": status, "extracted": answer, "detail": detail}
-            for reward, status, answer, detail in results
+            {
+                "reward": reward,
+                "status": status,
+                "extracted": answer,
+                "detail": detail,
+                "parts": parts,
+            }
+            for reward, status, answer, detail, parts in results
         ]
     )
     verdicts = [[next(flat) for _ in item.responses] for item in request.items]
@@ -60,7 +66,7 @@ def answer_body(request: VerifyRequest, results: Sequence[Result]) -> bytes:
 
 
 def count_statuses(results: Sequence[Result]) -> Counter[str]:
-    return Counter([status for _, status, _, _ in results])
+    return Counter([status for _, status, *_ in results])
 
 
 def _check_size(field: str, size: int) -> None:

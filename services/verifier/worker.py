@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import json
+import math
 import mmap
 import os
 import pickle
@@ -32,11 +33,13 @@ from bapo_core.tasks import Task, VerdictStatus, get_task
 
 Work = tuple[Mapping[str, Any], str]
 """(payload, response)."""
-Result = tuple[float, str, str | None, str | None]
-"""(reward, status, extracted answer, error: for the status `crashed` only)."""
+Result = tuple[float, str, str | None, str | None, dict[str, float]]
+"""(reward, status, extracted answer, error: for the status `crashed` only, parts of the reward)."""
 
 FLUSH_S = 0.05
 """Results are sent at this interval: a message for each would cost more than most verdicts."""
+MAX_PARTS = 16
+"""Parts of a reward that a verdict may have."""
 MAX_EXTRACTED = 1_000
 """Characters of an extracted answer that are kept."""
 PROGRESS = struct.Struct("dq")
@@ -115,7 +118,7 @@ class _Worker:
                 results.append(score(self._task, payload, response))
             except MemoryError:
                 # Code that ran out of memory half-way may be broken: a new process goes on.
-                self._retire([*results, (0.0, "too_large", None, None)])
+                self._retire([*results, failed("too_large")])
         if _address_space() > self._first_size + self._memory_bytes:
             self._retire(results)
         self.send([results, False])
@@ -130,17 +133,29 @@ def score(task: Task, payload: Mapping[str, Any], response: str) -> Result:
     try:
         verdict = task.verify(payload, response)
         reward, status, answer = float(verdict.reward), str(verdict.status), verdict.answer
-        if reward not in (0.0, 1.0):
-            raise ValueError(f"the reward is {reward}; make it 0 or 1")
+        parts = {str(name): float(value) for name, value in verdict.parts.items()}
+        if not all(map(math.isfinite, (reward, *parts.values()))):
+            raise ValueError(f"the reward is {reward}, with the parts {parts}; make all finite")
+        if len(parts) > MAX_PARTS or not all(map(_STATUS.fullmatch, parts)):
+            raise ValueError(
+                f"the parts of the reward are {sorted(parts)!r:.200}; give at most {MAX_PARTS}, "
+                "named with lower-case letters and _"
+            )
         if status not in _COMMON_STATUSES and not _STATUS.fullmatch(status):
             raise ValueError(f"the status is {status!r:.60}; use lower-case letters and _")
-        return reward, status, None if answer is None else str(answer)[:MAX_EXTRACTED], None
+        extracted = None if answer is None else str(answer)[:MAX_EXTRACTED]
+        return reward, status, extracted, None, parts
     except MemoryError:
         raise
     except BaseException as error:  # noqa: BLE001
         # Tasks must not raise, but a plug-in may (sys.exit() included), and a payload may lack what
         # the task needs. One such item must not cost the others their process.
-        return 0.0, "crashed", None, f"{type(error).__name__}: {error}"[:MAX_EXTRACTED]
+        return failed("crashed", f"{type(error).__name__}: {error}"[:MAX_EXTRACTED])
+
+
+def failed(status: str, error: str | None = None) -> Result:
+    """Returns the result of a response for which the task gave no verdict."""
+    return 0.0, status, None, error, {}
 
 
 def _address_space() -> int:

@@ -73,7 +73,7 @@ class ImprovingRun(Driver):
         text = self.hostile or _answer(prompt.payload, rng, right)
         ids = [ord(character) % 30_000 + 2 for character in text] + [END_OF_SEQUENCE]
         logprobs = [-rng.expovariate(1.5) for _ in ids]
-        return TrajectoryResponse(ids, logprobs, float(right), "stop", text)
+        return TrajectoryResponse(ids, logprobs, float(right), "stop", text, right)
 
     def evaluate(self, version: int) -> None:
         self.client.post_groups(
@@ -235,7 +235,7 @@ def addresses(play: ImprovingRun) -> dict[str, tuple[str, str]]:
         "held out": (f"{run}/difficulty?set=held-out&unit=prompts", "Held-out prompts by bin"),
         "buffers": (
             f"{run}/buffers?buffer=high_quality",
-            "mean reward in the replay window [c2, c3]",
+            "accuracy in the replay window [c2, c3]",
         ),
         "batches": (f"{run}/batches?step=4&uid={uid_of(play)}", "Decision of each source"),
         "prompts": (f"{run}/prompts?order=hardest", "Hardest first"),

@@ -179,7 +179,7 @@ def test_batches_equal_an_independent_recomputation(bapo: Bapo, undisturbed: str
     """Recomputes X1, X2, X3, B_bad and B_high in plain lists from the recorded rewards alone."""
     client = bapo.client(undisturbed)
     hard: list[tuple[int, str]] = []  # B_bad: (step, uid), oldest first
-    high: list[tuple[int, str, float]] = []  # B_high: (step, uid, mean reward)
+    high: list[tuple[int, str, float]] = []  # B_high: (step, uid, accuracy)
     counts = {"reevaluated": 0, "replayed": 0}
     for step in range(1, STEPS + 1):
         fresh, reevaluated = _means(bapo, undisturbed, step)
@@ -404,7 +404,7 @@ def _url(bapo: Bapo) -> str:
 
 
 def _means(bapo: Bapo, name: str, step: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the mean rewards (fresh, re-evaluated) by uid, in the order of the prompts."""
+    """Returns the accuracies (fresh, re-evaluated) by uid, in the order of the prompts."""
     with psycopg.connect(_url(bapo)) as connection:
         rows = connection.execute(
             "select g.kind, p.uid, g.correct::float / g.size from rollout_group g "

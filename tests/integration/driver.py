@@ -105,13 +105,17 @@ def synthetic_group(
     responses = []
     for _ in range(size):
         tokens = [rng.randrange(2, 20) for _ in range(rng.randrange(1, 6))]
+        logprobs = [-rng.random() for _ in tokens]
+        correct = rng.random() < ability
         responses.append(
             TrajectoryResponse(
                 token_ids=tokens,
-                logprobs=[-rng.random() for _ in tokens],
-                reward=float(rng.random() < ability),
+                logprobs=logprobs,
+                reward=float(correct),
                 finish_reason="stop",
                 text="1+2",
+                correct=correct,
+                reward_parts={"answer": float(correct)},
             )
         )
     return TrajectoryGroup(uid, [2, 3, 4], policy_version, responses)

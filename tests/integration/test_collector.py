@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
+from bapo_core.errors import ConfigError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import encode_groups
 from services.common import layout
 from services.common.errors import ServiceError, Superseded
 from services.common.objectstore import ObjectStore
+from services.datasets import load_datasets
 from services.model.resolve import TINY_MODEL
 from services.rollout import collector as collector_module
 from services.rollout.api.wire import (
@@ -195,6 +197,51 @@ def test_only_missing_groups_are_generated(stack: Endpoints) -> None:
     asyncio.run(work())
     assert fleet.asked == [1, 4, 5]
     assert driver.client.step_prompts(1).complete
+
+
+def test_rewards_are_composed_of_the_verdict_and_the_length(stack: Endpoints) -> None:
+    """Wrong answers of DAPO are -1; the one token of each response is the last of two."""
+    shaped = {"wrong": -1.0, "weights": {"format": 0.5}, "overlong_share": 1.0}
+    driver = Driver(
+        stack,
+        small_config(
+            "shaped",
+            reward=shaped | {"overlong_weight": 0.2},
+            rollout={"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 2},
+        ),
+    )
+    driver.client.publish_weights(1, "a" * 64)
+    collector = make_collector(driver, ScriptedFleet(answers=8))
+
+    async def work() -> None:
+        async with asyncio.timeout(300):
+            await collector._run(Job(1, "fresh"))
+            await collector._limit_running(0)
+
+    asyncio.run(work())
+    members = driver.client.batch(1).members
+    assert not members, "groups without a correct response have no gradient"
+    prompt = driver.client.step_prompts(1).prompts[0]
+    (attempt,) = driver.client.prompt_history(prompt.uid).attempts
+    group = driver.client.group(attempt.group_id)
+    expected = {"answer": 0.0, "format": 1.0, "overlong": -0.5}
+    assert group.reward_parts == expected
+    for response in group.responses:
+        assert not response.correct
+        assert response.reward_parts == expected
+        assert response.reward == pytest.approx(-1.0 + 0.5 * 1.0 + 0.2 * -0.5)
+    assert (group.accuracy, group.mean_reward) == (0.0, pytest.approx(-0.6))
+
+
+def test_a_weight_that_no_verdict_has_stops_the_run_and_the_collector(stack: Endpoints) -> None:
+    driver = Driver(stack, small_config("unknown-part"))
+    unknown = small_config("unknown-part", reward={"weights": {"style": 1.0}})
+    message = r"reward.weights names 'style', .* countdown have the parts format"
+    with pytest.raises(ConfigError, match=message):
+        load_datasets(unknown)
+    driver.config = unknown
+    with pytest.raises(ConfigError, match=message):
+        make_collector(driver, ScriptedFleet(answers=1))
 
 
 @pytest.mark.parametrize(

@@ -103,11 +103,17 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
         connection.execute("delete from span")
         connection.execute("delete from stored_config")
         connection.execute("update run set target_version = 0, workflow = null, queued_at = null")
+        # Rewards other than 0 and 1 cannot be computed from what the older schema has.
+        for table in ("rollout_group", "step_record"):
+            connection.execute(f"update {table} set mean_reward = 0, reward_parts = '{{}}'")
     before = rows(database)
     assert before["difficulty_snapshot"]
     assert before["evaluation"]
     downgrade(database, "0001")
     upgrade(database)
+    with psycopg.connect(plain(database)) as connection:
+        for table in ("rollout_group", "step_record"):
+            connection.execute(f"update {table} set mean_reward = 0, reward_parts = '{{}}'")
     after = rows(database)
     # Going back loses the names of tokens, and the revoked ones.
     for table in before:
@@ -164,6 +170,51 @@ def test_the_configuration_of_an_older_run_keeps_its_values(database: str) -> No
         (row,) = connection.execute("select config, wanted_version from run")
         assert row == (stored, 2)
         assert list(connection.execute("select part, step from activity")) == [("trainer", 3)]
+
+
+def test_the_rewards_of_an_older_run_are_its_accuracies(database: str) -> None:
+    """0010 adds mean rewards, which were k/G while rewards were 0 or 1."""
+    upgrade(database, "0009")
+    with psycopg.connect(plain(database)) as connection:
+        connection.execute(
+            "insert into run (name, config, train_dataset, test_dataset, status, current_step,"
+            " attempt) values ('older', '{}', 'a', 'b', 'running', 1, 1)"
+        )
+        connection.execute(
+            "insert into prompt (dataset, uid, position, task, payload)"
+            " values ('a', 'p', 0, 'countdown', '{}')"
+        )
+        connection.execute(
+            "insert into rollout_group (run_id, step, kind, prompt_id, position, policy_version,"
+            " correct, size, mean_reward, object_key, object_digest, row_start, row_count,"
+            " token_count) select run.id, 1, 'fresh', prompt.id, 0, 1, 3, 4, 0.75, 'k', 'd', 0, 4,"
+            " 9 from run, prompt"
+        )
+        connection.execute(
+            "insert into buffer_entry (run_id, buffer, group_id, mean_reward, inserted_step)"
+            " select run_id, 'high_quality', id, mean_reward, 1 from rollout_group"
+        )
+        for step, bins in ((1, [1, 0, 0, 2, 1]), (2, [0, 0, 0, 0, 0])):
+            connection.execute(
+                "insert into step_record (run_id, step, r_tot, c2, c3, counts, rollouts, tokens,"
+                " bins) select id, %s, 0.5, 0.2, 0.5, '{}', 16, 30, %s from run",
+                [step, json.dumps(bins)],
+            )
+    upgrade(database)
+    with psycopg.connect(plain(database)) as connection:
+        columns = "accuracy, mean_reward, reward_parts"
+        (group,) = connection.execute(f"select {columns} from rollout_group")
+        assert group == (0.75, 0.75, {"answer": 0.75})
+        assert list(connection.execute("select accuracy from buffer_entry")) == [(0.75,)]
+        steps = connection.execute(
+            "select mean_reward, reward_parts from step_record order by step"
+        )
+        # Of 16 responses, 2 x 3 + 1 x 4 are correct; a step without groups has the reward 0.
+        assert list(steps) == [(0.625, {"answer": 0.625}), (0.0, {"answer": 0.0})]
+    downgrade(database, "0009")
+    with psycopg.connect(plain(database)) as connection:
+        assert list(connection.execute("select mean_reward from rollout_group")) == [(0.75,)]
+        assert list(connection.execute("select mean_reward from buffer_entry")) == [(0.75,)]
 
 
 def test_a_configuration_without_a_renamed_section_is_left_alone(database: str) -> None:

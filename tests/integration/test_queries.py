@@ -53,7 +53,7 @@ class Account:
         return {uid: correct for made_at, _, uid, correct in self.groups if made_at <= step}
 
     def means(self) -> dict[str, list[float]]:
-        """Returns the mean reward of each attempt, by uid."""
+        """Returns the accuracy of each attempt, by uid."""
         means: dict[str, list[float]] = defaultdict(list)
         for _, _, uid, correct in self.groups:
             means[uid].append(correct / SIZE)
@@ -438,14 +438,14 @@ def test_runs_side_by_side(account: Account, stack: Endpoints) -> None:
     assert answer.differing_config["reevaluate.c1"] == [0.25, 0.5, 0.25]
     assert not {"name", "rollout.group_size"} & answer.differing_config.keys()
     steps = account.client.steps()
-    assert [point.step for point in first.rewards] == [step.step for step in steps]
-    assert [point.mean_reward for point in first.rewards] == [step.mean_reward for step in steps]
+    assert [point.step for point in first.fresh] == [step.step for step in steps]
+    assert [point.accuracy for point in first.fresh] == [step.accuracy for step in steps]
     for name in ("rollouts", "tokens"):
         costs = list(itertools.accumulate(getattr(step, name) for step in steps))
-        assert [getattr(point, name) for point in first.rewards] == costs
-    assert first.cost.rollouts == first.rewards[-1].rollouts
+        assert [getattr(point, name) for point in first.fresh] == costs
+    assert first.cost.rollouts == first.fresh[-1].rollouts
     assert second.cost.rollouts == 8 * SIZE
-    assert (third.cost, third.rewards, third.evaluations) == (wire.Cost(), [], [])
+    assert (third.cost, third.fresh, third.evaluations) == (wire.Cost(), [], [])
     assert first.difficulty == account.client.difficulty_bins()
 
 

@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
-from services.buffer.api.trajectories import encode_groups
+from services.buffer.api.trajectories import TrajectoryGroup, encode_groups
 from services.common.errors import ServiceError, ServiceUnavailable, Superseded
 from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.stack.stack import Endpoints
@@ -58,7 +58,7 @@ def test_a_group_is_recorded_once_even_if_other_content_is_sent_for_it(
     rivals = [
         dataclasses.replace(
             group,
-            responses=[dataclasses.replace(r, reward=1.0 - r.reward) for r in group.responses],
+            responses=[dataclasses.replace(r, correct=not r.correct) for r in group.responses],
         )
         for group in groups
     ]
@@ -66,6 +66,55 @@ def test_a_group_is_recorded_once_even_if_other_content_is_sent_for_it(
     answer = driver.client.post_groups(1, "fresh", encode_groups(rivals))
     assert answer.accepted == 0
     assert snapshot(driver) == before
+
+
+def test_difficulty_counts_correct_responses_whatever_their_rewards(
+    drive: Callable[..., Driver],
+) -> None:
+    """Rewards of +1 and -1 with a part each: k/G, filter and window are those of 1 and 0."""
+    plain = drive(reevaluate={"enabled": False})
+    shaped = Driver(plain.stack, small_config("shaped-rewards", reevaluate={"enabled": False}))
+    for step in (1, 2, 3):
+        for driver in (plain, shaped):
+            groups = driver.groups(step)
+            if driver is shaped:
+                groups = [shape(group) for group in groups]
+            driver.client.post_groups(step, "fresh", encode_groups(groups))
+            driver.client.batch(step)
+            driver.client.commit(step, {"loss": 0.0})
+    for expected, actual in zip(plain.client.steps(), shaped.client.steps(), strict=True):
+        assert (actual.bins, actual.counts, actual.r_tot) == (
+            expected.bins,
+            expected.counts,
+            expected.r_tot,
+        )
+        assert actual.accuracy == expected.accuracy == pytest.approx(expected.mean_reward)
+        assert expected.reward_parts == {"answer": pytest.approx(expected.accuracy)}
+        assert actual.mean_reward == pytest.approx(2 * expected.accuracy - 1)
+        assert actual.reward_parts == {"answer": pytest.approx(expected.accuracy), "length": -0.5}
+    member = shaped.client.recorded_batch(3).members[0]
+    view = shaped.client.group(member.group_id)
+    assert view.mean_reward == pytest.approx(2 * view.accuracy - 1)
+    assert [response.reward for response in view.responses] == [
+        1.0 if response.correct else -1.0 for response in view.responses
+    ]
+    assert {response.reward_parts["length"] for response in view.responses} == {-0.5}
+    (attempt,) = shaped.client.prompt_history(view.prompt_uid).attempts
+    assert (attempt.accuracy, attempt.mean_reward) == (view.accuracy, view.mean_reward)
+    assert attempt.reward_parts == view.reward_parts
+
+
+def shape(group: TrajectoryGroup) -> TrajectoryGroup:
+    """Returns the group with rewards of +1 and -1, and a part that no reward depends on."""
+    responses = [
+        dataclasses.replace(
+            response,
+            reward=2 * response.reward - 1,
+            reward_parts={"answer": response.reward, "length": -0.5},
+        )
+        for response in group.responses
+    ]
+    return dataclasses.replace(group, responses=responses)
 
 
 def test_a_superseded_attempt_is_refused_everywhere(drive: Callable[..., Driver]) -> None:
@@ -165,7 +214,7 @@ def evaluate(driver: Driver, version: int, correct: int = 2) -> None:
     for prompt in driver.client.step_prompts(version, "evaluation").prompts:
         group = synthetic_group(prompt.uid, version, size=4, rng=rng)
         responses = [
-            dataclasses.replace(response, reward=float(index < correct))
+            dataclasses.replace(response, correct=index < correct)
             for index, response in enumerate(group.responses)
         ]
         groups.append(dataclasses.replace(group, responses=responses))
@@ -367,7 +416,7 @@ def test_dynamic_sampling_continues_until_enough_groups_are_mixed(
         dataclasses.replace(next(iter(groups.values())), prompt_uid=uid) for uid in uids[8:16]
     ]
     mixed_responses = [
-        dataclasses.replace(response, reward=float(index % 2))
+        dataclasses.replace(response, correct=index % 2 == 1)
         for index, response in enumerate(second[0].responses)
     ]
     second = [dataclasses.replace(group, responses=mixed_responses) for group in second]

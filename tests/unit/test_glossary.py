@@ -26,7 +26,7 @@ ROWS = [
 ]
 TERMS = set(
     """prompt, response, group, trajectory, rollout policy, behaviour policy, proximal policy,
-    policy version, target version, staleness, hard buffer, high-quality buffer, mean reward, bin,
+    policy version, target version, staleness, hard buffer, high-quality buffer, accuracy, bin,
     unlocked, rollout, importance weight, sync window, replay window, attempt, span, replica,
     collector, run watcher, verifier, buffer service, difficulty, migration matrix, micro-batch,
     minibatch, manifest, digest, checkpoint, c1, r_tot""".replace("\n    ", " ").split(", ")

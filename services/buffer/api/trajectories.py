@@ -7,13 +7,15 @@ those of the trainer's log-probs at the storage step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
+
+from bapo_core.rewards import ANSWER
 
 SCHEMA = pa.schema(
     [
@@ -27,8 +29,13 @@ SCHEMA = pa.schema(
         ("reward", pa.float32()),
         ("finish_reason", pa.string()),
         ("text", pa.string()),
+        ("correct", pa.bool_()),
+        ("reward_parts", pa.map_(pa.string(), pa.float32())),
     ]
 )
+
+_OLD_SCHEMA = pa.schema(list(SCHEMA)[:-2])
+"""The columns of objects that were stored while rewards were 0 or 1."""
 
 PROXIMAL_SCHEMA = pa.schema(
     [
@@ -48,7 +55,8 @@ class TrajectoryResponse:
     """A response to a prompt.
 
     token_ids: tokens of the response, without the prompt's. logprobs: their log-probs under the
-    policy that sampled them, of the same length. reward: 0 or 1.
+    policy that sampled them, of the same length. correct: whether it counts for the difficulty of
+    its prompt. reward_parts: parts of the reward by name, without weights (`bapo_core.rewards`).
     """
 
     token_ids: list[int]
@@ -56,6 +64,8 @@ class TrajectoryResponse:
     reward: float
     finish_reason: str
     text: str
+    correct: bool
+    reward_parts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +79,8 @@ class TrajectoryGroup:
 
     @property
     def correct(self) -> int:
-        """k: number of responses with reward 1."""
-        return sum(1 for response in self.responses if response.reward > 0.5)
+        """k: number of correct responses."""
+        return sum(response.correct for response in self.responses)
 
     @property
     def token_count(self) -> int:
@@ -91,10 +101,11 @@ def write_table(table: pa.Table) -> bytes:
     return bytes(sink.getvalue().to_pybytes())
 
 
-def read_table(data: bytes, schema: pa.Schema) -> pa.Table:
+def read_table(data: bytes, schema: pa.Schema, *older: pa.Schema) -> pa.Table:
     """Decodes an Arrow IPC stream.
 
-    Raises `TrajectoryError` unless it has exactly the columns of `schema`, without nulls.
+    Raises `TrajectoryError` unless it has exactly the columns of `schema`, or of one of the `older`
+    ones, without nulls.
     """
     try:
         with pa.ipc.open_stream(data) as reader:
@@ -102,12 +113,38 @@ def read_table(data: bytes, schema: pa.Schema) -> pa.Table:
         table.validate(full=True)
     except (pa.ArrowInvalid, OSError) as error:
         raise TrajectoryError(f"not an Arrow IPC stream: {error}") from error
-    if not table.schema.equals(schema):
+    if not any(map(table.schema.equals, (schema, *older))):
         columns = ", ".join(f"{field.name}: {field.type}" for field in schema)
         raise TrajectoryError(f"the columns must be exactly ({columns})")
     if any(column.null_count for column in table.columns):
         raise TrajectoryError("the columns must not hold nulls")
     return table
+
+
+def read_trajectories(data: bytes) -> pa.Table:
+    """Decodes an Arrow IPC stream of trajectories to a table of `SCHEMA`.
+
+    Raises `TrajectoryError` for other columns than those of this version or an earlier one.
+    """
+    return with_all_columns(read_table(data, SCHEMA, _OLD_SCHEMA))
+
+
+def with_all_columns(table: pa.Table) -> pa.Table:
+    """Returns the table with the columns `correct` and `reward_parts`.
+
+    Tables of earlier versions lack them; their rewards are 0 or 1, from which both follow.
+    """
+    if table.schema.equals(SCHEMA):
+        return table
+    rewards = table["reward"].combine_chunks()
+    offsets = pa.array(range(table.num_rows + 1), pa.int32())
+    names = pa.array([ANSWER] * table.num_rows, pa.string())
+    columns = [
+        *table.columns,
+        pc.equal(rewards, 1),
+        pa.MapArray.from_arrays(offsets, names, rewards),
+    ]
+    return pa.Table.from_arrays(columns, schema=SCHEMA)
 
 
 def encode_groups(groups: Sequence[TrajectoryGroup]) -> bytes:
@@ -129,6 +166,8 @@ def table_of(groups: Sequence[TrajectoryGroup]) -> pa.Table:
             "reward": response.reward,
             "finish_reason": response.finish_reason,
             "text": response.text,
+            "correct": response.correct,
+            "reward_parts": response.reward_parts,
         }
         for index, group in enumerate(groups)
         for position, response in enumerate(group.responses)
@@ -140,7 +179,9 @@ def table_of(groups: Sequence[TrajectoryGroup]) -> pa.Table:
 class GroupRows:
     """The rows of a group in a table, and its totals.
 
-    correct: k, number of responses with reward 1. token_count: number of response tokens.
+    correct: k, number of correct responses. token_count: number of response tokens. mean_reward:
+    mean reward of the responses. reward_parts: mean of each part of the reward, where a response
+    without the part counts as 0.
     """
 
     prompt_uid: str
@@ -149,6 +190,8 @@ class GroupRows:
     row_count: int
     correct: int
     token_count: int
+    mean_reward: float
+    reward_parts: dict[str, float]
 
 
 def check_groups(table: pa.Table) -> list[GroupRows]:
@@ -156,7 +199,7 @@ def check_groups(table: pa.Table) -> list[GroupRows]:
 
     Works on whole columns: a step of a million tokens is checked in milliseconds. Raises
     `TrajectoryError` unless the groups are whole, log-probs are finite and not above 0, and rewards
-    are 0 or 1.
+    and their parts are finite.
     """
     if table.num_rows == 0:
         return []
@@ -181,19 +224,28 @@ def check_groups(table: pa.Table) -> list[GroupRows]:
         "log-probs must be finite and not above 0",
     )
     rewards = rows.numbers("reward")
-    rows.check(
-        (rewards == 0) | (rewards == 1),
-        lambda row: f"reward is {rewards[row]}, must be 0 or 1",
-    )
+    rows.check(np.isfinite(rewards), lambda row: f"the reward is {rewards[row]}, must be finite")
     uids = rows.column("prompt_uid").take(pa.array(rows.starts)).to_pylist()
     versions = rows.numbers("policy_version")[rows.starts].tolist()
     counts = np.diff(np.append(rows.starts, table.num_rows)).tolist()
-    correct = np.add.reduceat(rewards, rows.starts).astype(int).tolist()
+    correct = np.add.reduceat(rows.numbers("correct").astype(int), rows.starts).tolist()
+    mean_rewards = (np.add.reduceat(rewards.astype(float), rows.starts) / counts).tolist()
+    parts = rows.mean_parts(np.array(counts))
     token_counts = np.add.reduceat(tokens, rows.starts).tolist()
     starts = rows.starts.tolist()
     return [
         GroupRows(*values)
-        for values in zip(uids, versions, starts, counts, correct, token_counts, strict=True)
+        for values in zip(
+            uids,
+            versions,
+            starts,
+            counts,
+            correct,
+            token_counts,
+            mean_rewards,
+            parts,
+            strict=True,
+        )
     ]
 
 
@@ -253,13 +305,48 @@ class _Rows:
             ends = np.cumsum(self.lengths(name))
             self._refuse(int(np.searchsorted(ends, first_invalid, side="right")), rule)
 
+    def mean_parts(self, counts: NDArray[np.int_]) -> list[dict[str, float]]:
+        """Returns the mean of each part of the rewards of each group, of `counts` responses.
+
+        Raises `TrajectoryError` for a part that is not finite, or that a response has twice.
+        """
+        parts = self.column("reward_parts")
+        lengths = np.diff(parts.offsets.to_numpy())
+        row_of_part = np.repeat(np.arange(len(lengths)), lengths)
+        first, last = int(parts.offsets[0].as_py()), int(parts.offsets[-1].as_py())
+        names = parts.keys.slice(first, last - first).dictionary_encode()
+        values = parts.items.slice(first, last - first)
+        if values.null_count:
+            raise TrajectoryError("the column reward_parts must not hold nulls")
+        values = values.to_numpy(zero_copy_only=False).astype(float)
+        finite = np.isfinite(values)
+        if not finite.all():
+            self._refuse(int(row_of_part[np.argmin(finite)]), "parts of rewards must be finite")
+        codes = names.indices.to_numpy(zero_copy_only=False)
+        known: list[str] = names.dictionary.to_pylist()
+        cells = row_of_part * max(1, len(known)) + codes
+        unique, firsts = np.unique(cells, return_index=True)
+        if len(unique) < len(cells):
+            repeated = np.setdiff1d(np.arange(len(cells)), firsts)[0]
+            self._refuse(int(row_of_part[repeated]), "a part of a reward is given twice")
+        sums = np.zeros((len(lengths), len(known)))
+        sums[row_of_part, codes] = values
+        present = np.zeros((len(lengths), len(known)), dtype=bool)
+        present[row_of_part, codes] = True
+        means = np.add.reduceat(sums, self.starts) / counts[:, None]
+        in_group = np.logical_or.reduceat(present, self.starts)
+        return [
+            {name: value for name, value, has in zip(known, row, mask, strict=True) if has}
+            for row, mask in zip(means.tolist(), in_group.tolist(), strict=True)
+        ]
+
     def _refuse(self, row: int, rule: str) -> None:
         raise TrajectoryError(f"group {self.groups[row]}, response {self.indexes[row]}: {rule}")
 
 
 def decode_groups(data: bytes) -> list[TrajectoryGroup]:
     """Decodes whole groups, in order. Raises `TrajectoryError` for anything else."""
-    return groups_of(read_table(data, SCHEMA))
+    return groups_of(read_trajectories(data))
 
 
 def groups_of(table: pa.Table) -> list[TrajectoryGroup]:
@@ -271,7 +358,13 @@ def _group(table: pa.Table) -> TrajectoryGroup:
     rows = table.to_pylist()
     responses = [
         TrajectoryResponse(
-            row["token_ids"], row["logprobs"], row["reward"], row["finish_reason"], row["text"]
+            row["token_ids"],
+            row["logprobs"],
+            row["reward"],
+            row["finish_reason"],
+            row["text"],
+            row["correct"],
+            dict(row["reward_parts"]),
         )
         for row in rows
     ]

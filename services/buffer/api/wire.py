@@ -267,7 +267,7 @@ class ManifestMember(Wire):
     policy_version: int
     """Policy version that generated the group."""
     correct: int
-    """k: number of responses with reward 1, from 0 to `size`."""
+    """k: number of correct responses, from 0 to `size`."""
     size: int
     """G: number of responses."""
     object_key: str
@@ -300,11 +300,11 @@ class BatchManifest(Wire):
     """Groups that may be replayed later and whose log-probs under the trainer of this step must be
     stored; empty unless `loss.ratio` is decoupled."""
     r_tot: float = 0.0
-    """r_tot of Eq. 8: the mean reward that moves the replay window, from 0 to 1."""
+    """r_tot of Eq. 8: the accuracy that moves the replay window, from 0 to 1."""
     c2: float = 0.0
-    """c2: lower bound of the replay window of mean rewards, from 0 to 1."""
+    """c2: lower bound of the replay window of accuracies, from 0 to 1."""
     c3: float = 0.0
-    """c3: upper bound of the replay window of mean rewards, from 0 to 1."""
+    """c3: upper bound of the replay window of accuracies, from 0 to 1."""
     counts: dict[str, int] = {}
     """Number of groups by source (fresh, reevaluated, replayed), and of all groups generated
     before filter and promotion (rolled_out, reevaluated_total); empty while not ready."""
@@ -443,11 +443,11 @@ class StepView(Wire):
     step: int
     """Training step, from 1 on."""
     r_tot: float
-    """r_tot of Eq. 8: the mean reward that moves the replay window, from 0 to 1."""
+    """r_tot of Eq. 8: the accuracy that moves the replay window, from 0 to 1."""
     c2: float
-    """c2: lower bound of the replay window of mean rewards, from 0 to 1."""
+    """c2: lower bound of the replay window of accuracies, from 0 to 1."""
     c3: float
-    """c3: upper bound of the replay window of mean rewards, from 0 to 1."""
+    """c3: upper bound of the replay window of accuracies, from 0 to 1."""
     counts: dict[str, int]
     """Number of groups in the batch by source (fresh, reevaluated, replayed), and of all groups
     generated before filter and promotion (rolled_out, reevaluated_total)."""
@@ -460,22 +460,26 @@ class StepView(Wire):
     bins: list[int]
     """Number of fresh groups by correct responses. It has G + 1 entries: index k = groups with k
     of G correct."""
+    mean_reward: float
+    """Mean reward of the fresh groups, any number; the accuracy while rewards are 0 or 1."""
+    reward_parts: dict[str, float]
+    """Mean of each part of their reward by name, without weights."""
     committed_at: datetime
     """Time of the commit."""
     digests: ChainLink | None = None
     """The step's link of the digest chain; null if the trainer sent none."""
 
     @property
-    def mean_reward(self) -> float:
-        """Mean reward of the step's fresh groups, before any filter; 0 without groups.
+    def accuracy(self) -> float:
+        """Accuracy of the step's fresh groups, before any filter; 0 without groups.
 
         It is r_tot only where `replay_window.r_tot` is `batch`.
         """
-        return mean_reward(self.bins)
+        return accuracy(self.bins)
 
 
-def mean_reward(bins: Sequence[int]) -> float:
-    """Returns the mean reward of groups by their bins, k of G correct for k = 0..G; 0 of none."""
+def accuracy(bins: Sequence[int]) -> float:
+    """Returns the accuracy of groups by their bins, k of G correct for k = 0..G; 0 of none."""
     responses = (len(bins) - 1) * sum(bins)
     correct = sum(k * groups for k, groups in enumerate(bins))
     return correct / responses if responses else 0.0
@@ -566,11 +570,11 @@ class DifficultyView(Wire):
     attempts: int
     """Number of groups generated for the prompt, fresh and re-evaluated."""
     first_mean: float
-    """Mean reward of the first group, from 0 to 1."""
+    """Accuracy of the first group, from 0 to 1."""
     last_mean: float
-    """Mean reward of the last group, from 0 to 1."""
+    """Accuracy of the last group, from 0 to 1."""
     best_mean: float
-    """Largest mean reward of any group, from 0 to 1."""
+    """Largest accuracy of any group, from 0 to 1."""
     first_solved_step: int | None
     """First step with a correct response; null until there is one."""
     last_step: int
@@ -591,11 +595,16 @@ class PromptAttempt(Wire):
     policy_version: int
     """Policy version that generated the group."""
     correct: int
-    """k: number of responses with reward 1, from 0 to `size`."""
+    """k: number of correct responses, from 0 to `size`."""
     size: int
     """Number of responses: G, or `evaluation.samples`."""
-    mean_reward: float
+    accuracy: float
     """k / G, from 0 to 1."""
+    mean_reward: float
+    """Mean reward of the responses, any number; the accuracy while rewards are 0 or 1."""
+    reward_parts: dict[str, float]
+    """Mean of each part of the reward by name, without weights: `answer`, which is the verdict's
+    own reward, the task's further parts, and `overlong`."""
     tokens: int
     """Number of response tokens of all responses together."""
     batches: list[int]
@@ -609,8 +618,8 @@ class Residency(Wire):
     """hard (B_bad) or high_quality (B_high)."""
     group_id: int
     """Identifier of the group."""
-    mean_reward: float
-    """Mean reward of the group, from 0 to 1."""
+    accuracy: float
+    """Accuracy of the group, from 0 to 1."""
     inserted_step: int
     """Step after whose update the group was inserted."""
     evicted_step: int | None
@@ -653,8 +662,8 @@ class BufferItem(Wire):
     """Steps from the generation of the group to t."""
     staleness: int
     """t minus the policy version that generated the group, in steps."""
-    mean_reward: float
-    """Mean reward of the group, from 0 to 1."""
+    accuracy: float
+    """Accuracy of the group, from 0 to 1."""
     inserted_step: int
     """Step after whose update the group was inserted."""
     evicted_step: int | None
@@ -677,8 +686,8 @@ class BufferEvent(Wire):
     """Identifier of the group."""
     prompt_uid: str
     """Identifier of the prompt."""
-    mean_reward: float
-    """Mean reward of the group, from 0 to 1."""
+    accuracy: float
+    """Accuracy of the group, from 0 to 1."""
 
 
 class SourceDecision(Wire):
@@ -692,8 +701,8 @@ class SourceDecision(Wire):
     """Explanation of the outcome, with the values and the limits that it rests on."""
     group_id: int | None = None
     """Group that the source considered; null without one."""
-    mean_reward: float | None = None
-    """Mean reward of that group, from 0 to 1; null without one."""
+    accuracy: float | None = None
+    """Accuracy of that group, from 0 to 1; null without one."""
 
 
 class Decision(Wire):
@@ -708,11 +717,11 @@ class Decision(Wire):
     source: str | None
     """Source that put the prompt into the batch: fresh, reevaluated or replayed; null if none."""
     c2: float
-    """c2: lower bound of the replay window of mean rewards at this step."""
+    """c2: lower bound of the replay window of accuracies at this step."""
     c3: float
-    """c3: upper bound of the replay window of mean rewards at this step."""
+    """c3: upper bound of the replay window of accuracies at this step."""
     c1: float
-    """c1: groups with at most this mean reward enter the hard buffer."""
+    """c1: groups with at most this accuracy enter the hard buffer."""
     capacity: int
     """Largest number of groups in a batch."""
     counts: dict[str, int]
@@ -731,11 +740,11 @@ class BatchSummary(Wire):
     """Number of groups in the batch by source (fresh, reevaluated, replayed), and of all groups
     generated before filter and promotion (rolled_out, reevaluated_total)."""
     c2: float
-    """c2: lower bound of the replay window of mean rewards, from 0 to 1."""
+    """c2: lower bound of the replay window of accuracies, from 0 to 1."""
     c3: float
-    """c3: upper bound of the replay window of mean rewards, from 0 to 1."""
+    """c3: upper bound of the replay window of accuracies, from 0 to 1."""
     r_tot: float
-    """r_tot of Eq. 8: the mean reward that moves the replay window, from 0 to 1."""
+    """r_tot of Eq. 8: the accuracy that moves the replay window, from 0 to 1."""
 
 
 class ResponseView(Wire):
@@ -744,7 +753,11 @@ class ResponseView(Wire):
     text: str
     """Decoded text of the response."""
     reward: float
-    """Reward of the verifier: 0 or 1."""
+    """Reward with which the response is trained, any number."""
+    correct: bool
+    """Whether the response counts as correct for the difficulty of its prompt."""
+    reward_parts: dict[str, float]
+    """Parts of the reward by name, without weights."""
     finish_reason: str
     """stop, or length when the response was cut at its largest number of tokens."""
     token_ids: list[int]
@@ -768,8 +781,13 @@ class GroupView(Wire):
     """Purpose of the rollout: fresh, reevaluation or evaluation."""
     policy_version: int
     """Policy version that generated the group."""
+    accuracy: float
+    """Accuracy of the group, from 0 to 1."""
     mean_reward: float
-    """Mean reward of the group, from 0 to 1."""
+    """Mean reward of the responses, any number; the accuracy while rewards are 0 or 1."""
+    reward_parts: dict[str, float]
+    """Mean of each part of the reward by name, without weights: `answer`, which is the verdict's
+    own reward, the task's further parts, and `overlong`."""
     prompt_token_ids: list[int]
     """Token ids of the rendered prompt."""
     responses: list[ResponseView]
@@ -849,13 +867,13 @@ class Cost(Wire):
     """Seconds of the trainer's phases so far, waiting for rollouts included."""
 
 
-class RewardPoint(Cost):
-    """The reward of a committed step, and the cumulative cost of the run up to it."""
+class FreshAccuracyPoint(Cost):
+    """The accuracy of a committed step's fresh groups, and the run's cumulative cost up to it."""
 
     step: int
     """Training step, from 1 on."""
-    mean_reward: float
-    """Mean reward of the step's fresh groups, before any filter; 0 without groups."""
+    accuracy: float
+    """Accuracy of the step's fresh groups, before any filter; 0 without groups."""
 
 
 class AccuracyPoint(Cost):
@@ -876,8 +894,8 @@ class ComparedRun(Wire):
     """Its last committed step."""
     cost: Cost
     """Cumulative cost of the run up to its last committed step."""
-    rewards: list[RewardPoint]
-    """Steps, evenly spaced, with the last one."""
+    fresh: list[FreshAccuracyPoint]
+    """Accuracy of the fresh groups of steps, evenly spaced, with the last one."""
     evaluations: list[AccuracyPoint]
     """Every complete evaluation, by policy version."""
     difficulty: DifficultyBins

@@ -20,7 +20,7 @@ from services.buffer import (
     stored_groups,
 )
 from services.buffer.api import wire
-from services.buffer.api.trajectories import SCHEMA, groups_of, read_table
+from services.buffer.api.trajectories import groups_of, read_trajectories
 from services.buffer.routes.common import (
     LARGEST,
     AsOfStep,
@@ -260,7 +260,7 @@ def get_group(service: ServiceDep, name: RunName, group_id: GroupId) -> wire.Gro
     """Returns the responses of a group: text, tokens, log-probs and rewards."""
     with service.sessions() as session:
         group, prompt = stored_groups.find_group(session, runs.get_run(session, name), group_id)
-    table = read_table(service.store.get(group.object_key, group.object_digest), SCHEMA)
+    table = read_trajectories(service.store.get(group.object_key, group.object_digest))
     trajectory = groups_of(table.slice(group.row_start, group.row_count))[0]
     return stored_groups.group_view(group, prompt, trajectory)
 

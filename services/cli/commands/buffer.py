@@ -57,7 +57,7 @@ def buffer(
     rows = [
         (
             item.prompt_uid,
-            f"{item.mean_reward:.3f}",
+            f"{item.accuracy:.3f}",
             item.inserted_step,
             item.age,
             item.staleness,
@@ -65,5 +65,5 @@ def buffer(
         )
         for item in items
     ]
-    columns = ["prompt", "mean reward", "inserted at", "age", "staleness", "group"]
+    columns = ["prompt", "accuracy", "inserted at", "age", "staleness", "group"]
     show(items, columns, rows, as_json=as_json)

@@ -261,7 +261,7 @@ function decisionView(name, decision) {
           cell: (decided) => h("span", { class: `outcome ${decided.outcome}` }, format.term(decided.outcome)),
         },
         { title: "Reason", cell: (decided) => h("span", { class: "reason" }, decided.reason) },
-        { title: "Mean reward", number: true, cell: (decided) => format.score(decided.mean_reward) },
+        { title: "Accuracy", number: true, cell: (decided) => format.score(decided.accuracy) },
       ],
     }),
   ];

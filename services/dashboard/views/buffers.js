@@ -16,15 +16,15 @@ const BUFFERS = [
   ["high_quality", "High-quality"],
 ];
 const ABOUT = {
-  hard: "Groups with a mean reward of at most c1. Their prompts are re-evaluated every m steps (X2).",
+  hard: "Groups with an accuracy of at most c1. Their prompts are re-evaluated every m steps (X2).",
   high_quality:
-    "Recent groups with a mean reward in the replay window [c2, c3], replayed if the batch has room (X3).",
+    "Recent groups with an accuracy in the replay window [c2, c3], replayed if the batch has room (X3).",
 };
 const REASONS = {
   capacity: "the buffer was full, and this was its oldest entry",
   expired: "older than high_quality_buffer.max_age steps",
   replaced: "a newer group of the same prompt was admitted",
-  solved: "the mean reward was above c1 when re-evaluated",
+  solved: "the accuracy was above c1 when re-evaluated",
 };
 const EVENTS_PER_PAGE = 25;
 const MAX_PAGE = 1000;
@@ -181,7 +181,7 @@ export function showBuffers(visit) {
       facts,
       tiles([
         ["Entries", format.count(items.length), at],
-        ["Mean reward", format.score(mean(items.map((entry) => entry.mean_reward))), "of the stored groups"],
+        ["Accuracy", format.score(mean(items.map((entry) => entry.accuracy))), "of the stored groups"],
         ["Age", average((entry) => entry.age), "steps on average"],
         ["Staleness", average((entry) => entry.staleness), "steps on average"],
       ]),
@@ -196,7 +196,7 @@ export function showBuffers(visit) {
     );
     drawBars(
       rewards,
-      items.map((entry) => Math.round(entry.mean_reward * size)),
+      items.map((entry) => Math.round(entry.accuracy * size)),
       [0, size],
     );
     contents.show(
@@ -213,8 +213,8 @@ export function showBuffers(visit) {
           },
           {
             title: "Correct",
-            by: (entry) => entry.mean_reward,
-            cell: (entry) => binChip(Math.round(entry.mean_reward * size), size),
+            by: (entry) => entry.accuracy,
+            cell: (entry) => binChip(Math.round(entry.accuracy * size), size),
           },
           {
             title: "Generated at step",
@@ -284,7 +284,7 @@ export function showBuffers(visit) {
         { title: "Step", number: true, cell: (event) => batchLink(name, event.step) },
         { title: "Event", cell: (event) => h("span", { class: `event ${event.event}` }, event.event) },
         { title: "Prompt", cell: (event) => promptLink(name, event.prompt_uid, { first: event.group_id }) },
-        { title: "Correct", cell: (event) => binChip(Math.round(event.mean_reward * size), size) },
+        { title: "Correct", cell: (event) => binChip(Math.round(event.accuracy * size), size) },
         {
           title: "Reason",
           cell: (event) =>

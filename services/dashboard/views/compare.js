@@ -146,15 +146,15 @@ function comparisonView({ runs, differing_config: differing }, cost) {
     (run) => run.evaluations,
     (point) => point.mean_accuracy,
   );
-  const reward = curves(
+  const fresh = curves(
     {
-      title: "Reward",
-      note: `Moving mean of the mean reward of each step's fresh rollouts, by ${cost.title}.`,
-      y: "mean reward",
+      title: "Accuracy of fresh rollouts",
+      note: `Moving mean of the accuracy of each step's fresh rollouts, by ${cost.title}.`,
+      y: "accuracy",
       empty: "No run has committed a step yet.",
     },
-    (run) => run.rewards,
-    (point) => point.mean_reward,
+    (run) => run.fresh,
+    (point) => point.accuracy,
     smoothed,
   );
   const measured = runs.map((run) => run.evaluations.map((point) => point.mean_accuracy));
@@ -170,7 +170,7 @@ function comparisonView({ runs, differing_config: differing }, cost) {
   const columns = (cell, attributes = {}) =>
     runs.map((run, i) => ({ title: run.run, ...attributes, cell: (row) => cell(row, run, i) }));
   return [
-    h("div", { class: "charts wide" }, accuracy, reward),
+    h("div", { class: "charts wide" }, accuracy, fresh),
     h(
       "section",
       { class: "card" },

@@ -8,7 +8,7 @@ import * as format from "../format.js";
 import { POLL_INTERVAL_MS, keep, keeper, refusal } from "../live.js";
 import { go, href, setQuery } from "../router.js";
 import { smoothed } from "../scales.js";
-import { duration, mean, metric, phases, reward, Steps, throughput } from "../steps.js";
+import { accuracy, duration, mean, metric, phases, reward, Steps, throughput } from "../steps.js";
 import { tiles } from "./pieces.js";
 
 const NO_STEP = "No step is committed yet.";
@@ -51,7 +51,7 @@ export function showOverview(visit) {
   function drawSteps() {
     const x = steps.map((step) => step.step);
     const valuesOf = (measure) => steps.map((step) => measure(step));
-    charts.reward.update({ x, series: smoothLine("reward", valuesOf(reward), "var(--blue)") });
+    charts.reward.update({ x, series: rewardLines(steps) });
     charts.batch.update({
       x,
       series: Object.entries(SOURCES).map(([source, color]) => ({
@@ -206,6 +206,24 @@ function capacity(run) {
   return value ? { value, name: `capacity ${format.count(value)}` } : undefined;
 }
 
+/** Returns the mean reward, with its parts and the accuracy if the reward is another number. */
+function rewardLines(steps) {
+  const rewards = steps.map(reward);
+  const lines = smoothLine("reward", rewards, "var(--blue)");
+  const parts = [...new Set(steps.flatMap((step) => Object.keys(step.reward_parts)))];
+  const accuracies = steps.map(accuracy);
+  if (parts.length < 2 && rewards.every((value, i) => Math.abs(value - accuracies[i]) < 1e-6)) return lines;
+  return [
+    ...lines,
+    { name: "accuracy", color: "var(--orange)", values: accuracies },
+    ...parts.map((part, i) => ({
+      name: `part: ${format.term(part)}`,
+      color: series(i + 2),
+      values: steps.map((step) => step.reward_parts[part] ?? null),
+    })),
+  ];
+}
+
 function makeCharts({ name }) {
   const openBatch = {
     label: "open this step's batch",
@@ -214,7 +232,7 @@ function makeCharts({ name }) {
   return {
     reward: chart({
       title: "Reward",
-      note: "Mean of each step's fresh rollouts, before any filter.",
+      note: "Mean of each step's fresh rollouts, before any filter, with its parts if it has several.",
       y: "mean reward",
       format: format.score,
       empty: NO_STEP,
@@ -237,8 +255,8 @@ function makeCharts({ name }) {
     }),
     window: chart({
       title: "Replay window",
-      note: "Groups with a mean reward in [c2, c3] may be replayed; r_tot moves the window (Eq. 8).",
-      y: "mean reward",
+      note: "Groups with an accuracy in [c2, c3] may be replayed; r_tot moves the window (Eq. 8).",
+      y: "accuracy",
       format: format.score,
       empty: NO_STEP,
     }),

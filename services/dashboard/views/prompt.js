@@ -77,8 +77,8 @@ function summary(history, size) {
     difficulty
       ? tiles([
           ["Now", binChip(difficulty.bin, size), `at step ${format.count(difficulty.last_step)}`],
-          ["First", format.score(difficulty.first_mean), "mean reward"],
-          ["Best", format.score(difficulty.best_mean), "mean reward"],
+          ["First", format.score(difficulty.first_mean), "accuracy"],
+          ["Best", format.score(difficulty.best_mean), "accuracy"],
           ["Attempts", format.count(difficulty.attempts), "in training"],
           [
             "First solved",
@@ -168,6 +168,12 @@ function attemptTable(name, { attempts, stays }, compare) {
           title: "Correct",
           by: (attempt) => attempt.correct,
           cell: (attempt) => binChip(attempt.correct, attempt.size),
+        },
+        {
+          title: "Mean reward",
+          number: true,
+          by: (attempt) => attempt.mean_reward,
+          cell: (attempt) => format.score(attempt.mean_reward),
         },
         {
           title: "Tokens",

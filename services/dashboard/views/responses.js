@@ -15,7 +15,7 @@ export function responses(group, withTokens) {
     group.responses.map((response, i) =>
       h(
         "li",
-        { class: response.reward > 0 ? "response right" : "response" },
+        { class: response.correct ? "response right" : "response" },
         head(response, i),
         withTokens ? tokens(response, characters) : text(response),
       ),
@@ -24,7 +24,8 @@ export function responses(group, withTokens) {
 }
 
 function head(response, i) {
-  const right = response.reward > 0;
+  const right = response.correct;
+  const parts = Object.entries(response.reward_parts);
   const mean = response.logprobs.length
     ? response.logprobs.reduce((sum, logprob) => sum + logprob, 0) / response.logprobs.length
     : null;
@@ -37,6 +38,13 @@ function head(response, i) {
       h("span", { "aria-hidden": "true" }, right ? "✓ " : "✗ "),
       `reward ${format.number(response.reward)}`,
     ),
+    // A reward that is the answer's alone needs no explanation.
+    parts.length > 1 &&
+      h(
+        "span",
+        { class: "note" },
+        parts.map(([name, value]) => `${format.term(name)} ${format.number(value)}`).join(", "),
+      ),
     h(
       "span",
       { class: "note" },

@@ -44,7 +44,8 @@ class ItemVerdict(Wire):
     """The verdict on one response."""
 
     reward: float
-    """0 or 1; 1 only with the status `ok`."""
+    """Reward that the task gives to the answer: usually 1 with the status `ok`, and else 0 or
+    partial credit."""
     status: str
     """`ok`, `timeout`, `too_large` (the response is, or verifying it takes more memory than
     `BAPO_VERIFIER_MEMORY_MB`), `parse_error`, `crashed`, or a status of the task's own."""
@@ -52,6 +53,13 @@ class ItemVerdict(Wire):
     """The answer that the task found in the response, at most 1,000 characters; null if none."""
     detail: str | None = None
     """The error for which a response has the status `crashed`; null otherwise."""
+    parts: dict[str, float] = {}
+    """Further parts of the reward by name, such as `format`, without their weights."""
+
+    @property
+    def correct(self) -> bool:
+        """Whether the response counts as correct for the difficulty of its prompt."""
+        return self.status == "ok"
 
 
 class VerifyAnswer(Wire):

@@ -37,6 +37,8 @@ def view(step: int, found: wire.ChainLink | None) -> wire.StepView:
         tokens=0,
         metrics={},
         bins=[],
+        mean_reward=0.0,
+        reward_parts={},
         committed_at=datetime.now(UTC),
         digests=found,
     )

@@ -1,4 +1,4 @@
-"""The mean reward of a step is that of its fresh groups, whatever r_tot is."""
+"""The accuracy of a step is that of its fresh groups, whatever r_tot is."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from services.buffer.api.wire import StepView
 
 
 @pytest.mark.parametrize(
-    ("bins", "mean_reward"), [([2, 0, 1], 1 / 3), ([0, 0, 0], 0.0), ([0, 0, 4], 1.0)]
+    ("bins", "accuracy"), [([2, 0, 1], 1 / 3), ([0, 0, 0], 0.0), ([0, 0, 4], 1.0)]
 )
-def test_the_mean_reward_is_that_of_the_fresh_groups(bins: list[int], mean_reward: float) -> None:
+def test_the_accuracy_is_that_of_the_fresh_groups(bins: list[int], accuracy: float) -> None:
     view = StepView(
         step=1,
         r_tot=0.9,
@@ -23,7 +23,9 @@ def test_the_mean_reward_is_that_of_the_fresh_groups(bins: list[int], mean_rewar
         tokens=0,
         metrics={},
         bins=bins,
+        mean_reward=0.0,
+        reward_parts={},
         committed_at=datetime.now(UTC),
     )
-    assert view.mean_reward == pytest.approx(mean_reward)
-    assert "mean_reward" not in view.model_dump()
+    assert view.accuracy == pytest.approx(accuracy)
+    assert "accuracy" not in view.model_dump()

@@ -14,10 +14,12 @@ from services.buffer.api.trajectories import (
     TrajectoryError,
     TrajectoryGroup,
     TrajectoryResponse,
+    check_groups,
     decode_groups,
     decode_proximal,
     encode_groups,
     encode_proximal,
+    read_trajectories,
     write_table,
 )
 
@@ -30,9 +32,13 @@ def responses(draw: st.DrawFn) -> TrajectoryResponse:
     return TrajectoryResponse(
         token_ids=tokens,
         logprobs=draw(st.lists(logprobs, min_size=len(tokens), max_size=len(tokens))),
-        reward=draw(st.sampled_from([0.0, 1.0])),
+        reward=draw(st.floats(-1e6, 1e6, width=32)),
         finish_reason=draw(st.sampled_from(["stop", "length"])),
         text=draw(st.text(max_size=10)),
+        correct=draw(st.booleans()),
+        reward_parts=draw(
+            st.dictionaries(st.sampled_from(["answer", "format"]), st.floats(-9, 9, width=32))
+        ),
     )
 
 
@@ -64,6 +70,8 @@ def rows() -> list[dict[str, Any]]:
             "reward": 1.0,
             "finish_reason": "stop",
             "text": "x",
+            "correct": True,
+            "reward_parts": {"answer": 1.0},
         }
         for group in range(2)
         for index in range(2)
@@ -73,7 +81,9 @@ def rows() -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("row", "change", "message"),
     [
-        (1, {"reward": 0.5}, "group 0, response 1: reward is 0.5"),
+        (1, {"reward": float("nan")}, "group 0, response 1: the reward is nan, must be finite"),
+        (2, {"reward_parts": {"answer": float("inf")}}, "group 1, response 0: parts of rewards"),
+        (3, {"reward_parts": [("a", 1.0), ("a", 1.0)]}, "response 1: a part of a reward is given"),
         (3, {"logprobs": [-1.0]}, "group 1, response 1: 2 tokens but 1 log-probs"),
         (2, {"logprobs": [-1.0, float("nan")]}, "must be finite"),
         (2, {"logprobs": [-1.0, 0.5]}, "not above 0"),
@@ -92,6 +102,37 @@ def test_anything_but_whole_groups_is_refused(
     wrong[row] |= change
     with pytest.raises(TrajectoryError, match=message):
         decode_groups(write_table(pa.Table.from_pylist(wrong, schema=SCHEMA)))
+
+
+@given(st.lists(groups, min_size=1, max_size=4))
+def test_the_rewards_of_a_group_are_means(written: list[TrajectoryGroup]) -> None:
+    read = check_groups(read_trajectories(encode_groups(written)))
+    for group, expected in zip(read, written, strict=True):
+        size = len(expected.responses)
+        assert group.correct == expected.correct
+        mean = sum(response.reward for response in expected.responses) / size
+        assert group.mean_reward == pytest.approx(mean, rel=1e-6, abs=1e-6)
+        names = {name for response in expected.responses for name in response.reward_parts}
+        assert group.reward_parts == {
+            name: pytest.approx(
+                sum(response.reward_parts.get(name, 0.0) for response in expected.responses) / size
+            )
+            for name in names
+        }
+
+
+def test_trajectories_of_earlier_versions_are_read() -> None:
+    """Their rewards are 0 or 1: a response is correct if its reward is 1."""
+    earlier = pa.schema(list(SCHEMA)[:-2])
+    assert earlier.names[-1] == "text"
+    stored = [row | {"reward": float(number % 2)} for number, row in enumerate(rows())]
+    read = decode_groups(write_table(pa.Table.from_pylist(stored, schema=earlier)))
+    for group in read:
+        assert [response.correct for response in group.responses] == [False, True]
+        assert [response.reward_parts for response in group.responses] == [
+            {"answer": 0.0},
+            {"answer": 1.0},
+        ]
 
 
 def test_other_formats_are_refused() -> None:

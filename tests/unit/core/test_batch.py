@@ -45,7 +45,7 @@ def make_example(high=HIGH, *, c1=1 / 8, rule="paper", window=None):
     r_tot = running_reward("batch", FRESH, None, [])
     assert r_tot == pytest.approx(0.583333, abs=1e-6)
     window = window or replay_window(r_tot, (1 / 8, 4 / 8), (2 / 8, 5 / 8))
-    stored = [old for old in HARD if old.mean_reward <= c1]
+    stored = [old for old in HARD if old.accuracy <= c1]
     again = {new.prompt_uid: new for new in AGAIN}
     x2 = [
         again[old.prompt_uid]

@@ -231,7 +231,7 @@ def test_replay_is_recent_of_medium_difficulty_and_never_of_its_own_step(
         candidates = eligible_high(entries, step=step, window=WINDOW, max_age=max_age)
         assert all(step - max_age <= g.step < step for g in candidates)
         # Everything kept is of use: only the window, which moves, may exclude it.
-        assert candidates == [g for g in entries if within(g.mean_reward, *WINDOW)]
+        assert candidates == [g for g in entries if within(g.accuracy, *WINDOW)]
         change = admit_high(
             entries,
             fresh,
@@ -242,7 +242,7 @@ def test_replay_is_recent_of_medium_difficulty_and_never_of_its_own_step(
             dedup=dedup,
         )
         assert set(ids(change.admitted)) <= {
-            g.group_id for g in fresh if within(g.mean_reward, *WINDOW)
+            g.group_id for g in fresh if within(g.accuracy, *WINDOW)
         }
         entries = change.apply(entries)
         assert len(entries) <= capacity

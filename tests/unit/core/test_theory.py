@@ -15,7 +15,7 @@ from bapo_core.theory import (
 )
 
 
-def test_the_constant_is_smallest_at_a_mean_reward_of_one_half():
+def test_the_constant_is_smallest_at_a_accuracy_of_one_half():
     # Proposition A.3: sigma = 1/2, K = 1.
     assert stability_constant(0.25, 0.0) == 1.0
     assert all(stability_constant(mu * (1 - mu), 0.0) > 1.0 for mu in (0.1, 0.4, 0.6, 0.9))

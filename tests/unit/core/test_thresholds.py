@@ -93,7 +93,7 @@ def test_a_group_in_both_buffers_counts_once_in_r_tot():
     assert running_reward("buffer", [], None, [*hard, shared, shared]) == 1 / 24
 
 
-def test_r_tot_is_the_mean_reward_of_the_batch_its_average_or_the_buffers():
+def test_r_tot_is_the_accuracy_of_the_batch_its_average_or_the_buffers():
     fresh, buffer = [group(8), group(4)], [group(1), group(1)]
     assert running_reward("batch", fresh, 0.1, buffer) == 0.75
     assert running_reward("ema", fresh, 0.25, buffer, ema_decay=0.9) == pytest.approx(0.3)

@@ -38,6 +38,8 @@ def step(number: int, rollouts: int, seconds: float) -> StepView:
             "seconds/wait": 1.0,
         },
         bins=[1, 0],
+        mean_reward=0.0,
+        reward_parts={},
         committed_at=NOW,
     )
 

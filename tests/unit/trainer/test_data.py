@@ -80,7 +80,7 @@ def batches(draw: st.DrawFn) -> list[TrajectoryGroup]:
         length = int(rng.integers(1, 9))
         logprobs = (-rng.exponential(2.0, length)).astype(np.float32).tolist()
         ids = rng.integers(0, 2**31 - 1, length).tolist()
-        return TrajectoryResponse(ids, logprobs, float(rng.integers(2)), "stop", "")
+        return TrajectoryResponse(ids, logprobs, float(rng.integers(2)), "stop", "", correct=False)
 
     return [
         TrajectoryGroup(
@@ -101,7 +101,7 @@ def test_columns_give_the_same_tensors_as_responses_one_by_one(
 
 
 def test_groups_of_different_sizes_are_refused() -> None:
-    response = TrajectoryResponse([1], [-1.0], 0.0, "stop", "")
+    response = TrajectoryResponse([1], [-1.0], 0.0, "stop", "", correct=False)
     sizes = [3, 1]
     groups = [TrajectoryGroup(str(n), [1], 1, [response] * n) for n in sizes]
     with pytest.raises(ValueError, match="differ in size"):
@@ -183,7 +183,7 @@ def test_a_batch_takes_its_groups_from_any_objects_in_the_manifests_order(
 
 def test_an_object_is_read_once_while_it_is_among_the_recent_ones() -> None:
     store = MemoryStore()
-    response = TrajectoryResponse([1, 2], [-1.0, -2.0], 1.0, "stop", "")
+    response = TrajectoryResponse([1, 2], [-1.0, -2.0], 1.0, "stop", "", correct=True)
     keys = [
         store.put(encode_groups([TrajectoryGroup(str(n), [n], 1, [response])])) for n in range(3)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,6 +94,58 @@ def test_an_update_does_not_depend_on_its_micro_batches(overrides: tuple[str, ..
     for actual, metrics in results[1:]:
         assert (actual - expected).abs().max() < 1e-4 * expected.abs().max()
         assert metrics == pytest.approx(expected_metrics, rel=1e-4, abs=1e-5)
+
+
+def truncated(data: Batch, rows: list[int]) -> Batch:
+    """Returns the batch as if the responses of these rows had been cut off."""
+    cut_off = torch.zeros_like(data.truncated)
+    cut_off[rows] = True
+    return replace(data, truncated=cut_off)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_truncated_responses_have_advantages_and_no_loss(aggregation: str) -> None:
+    """As if the tokens of row 3 had no advantage, in a mean over the other rows' tokens."""
+    overrides = (f"loss.aggregation={aggregation}", "loss.entropy_coefficient=0")
+    overrides += ("kl.coefficient=0", "optimizer.minibatch_prompts=8", "loss.mask_truncated=true")
+    updater = updater_of(single.config(*overrides))
+    data = single.batch()
+    plain, _ = updater._make_targets(data)
+    masked, _ = updater._make_targets(truncated(data, [3]))
+    assert torch.equal(plain.advantages, masked.advantages)
+    assert torch.equal(plain.mask, data.mask)
+    assert not masked.mask[3].any()
+    others = [row for row in range(len(data.lengths)) if row != 3]
+    assert torch.equal(masked.mask[others], data.mask[others])
+    rows = torch.arange(len(data.lengths))
+    scale = updater._loss_scale(masked.mask, rows, aggregation)
+    assert not scale[3].any()
+    assert torch.equal(
+        scale[others], updater._loss_scale(data.mask, torch.tensor(others), aggregation)[others]
+    )
+    # The text that was cut off does not change the update.
+    changed = truncated(data, [3])
+    length, prompt = int(changed.lengths[3]), int(changed.prompt_lengths[3])
+    tokens = changed.tokens.clone()
+    tokens[3, prompt:length] = 13 - tokens[3, prompt:length]
+    results = []
+    for text in (changed.tokens, tokens):
+        updater = updater_of(single.config(*overrides, "loss.ratio=behavior"))
+        single.step(updater, 1, replace(changed, tokens=text))
+        results.append(gradients(updater))
+    assert not torch.equal(changed.tokens, tokens)
+    assert (results[0] - results[1]).abs().max() < 1e-5 * results[0].abs().max()
+
+
+@pytest.mark.parametrize("overrides", [*WITH_STATISTICS, *WITHOUT_STATISTICS], ids=" ".join)
+def test_a_batch_of_truncated_responses_changes_nothing(overrides: tuple[str, ...]) -> None:
+    overrides += ("loss.mask_truncated=true", "kl.coefficient=0", "optimizer.weight_decay=0")
+    updater = updater_of(single.config(*overrides))
+    data = single.batch()
+    before = single.flat(updater.policy)
+    metrics = single.step(updater, 1, truncated(data, list(range(len(data.lengths)))))
+    assert metrics["gradient_norm"] == 0.0
+    assert torch.equal(single.flat(updater.policy), before)
 
 
 @pytest.mark.parametrize("estimator", ["group", "rloo", "opo", "maxrl", "reinforce_pp"])

@@ -95,6 +95,7 @@ def batch(source: str = "fresh", behavior: float | None = None) -> Batch:
                     float(position <= index % 3),
                     "stop",
                     "",
+                    correct=position <= index % 3,
                 )
             )
         groups.append(TrajectoryGroup(str(index), integers(2, 12, 2 + index), 1, responses))

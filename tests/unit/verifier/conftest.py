@@ -60,7 +60,15 @@ class OddTask:
         elif response == "memory":
             hoard = [bytes(1 << 20) for _ in range(100_000)]
         elif response == "half":
-            return Verdict(0.5, VerdictStatus.OK)
+            return Verdict(0.5, VerdictStatus.WRONG_VALUE, parts={"format": 1.0, "length": -2.5})
+        elif response == "nan":
+            return Verdict(float("nan"), VerdictStatus.OK)
+        elif response == "infinite part":
+            return Verdict(1.0, VerdictStatus.OK, parts={"format": float("inf")})
+        elif response == "named part":
+            return Verdict(1.0, VerdictStatus.OK, parts={"The Format": 1.0})
+        elif response == "parts":
+            return Verdict(1.0, VerdictStatus.OK, parts={"p" * n: 1.0 for n in range(1, 30)})
         elif response == "status":
             return Verdict(0.0, "Not A Status")
         elif response == "secret":

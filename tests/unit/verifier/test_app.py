@@ -63,6 +63,7 @@ def test_a_verdict_for_every_response(client: httpx.Client) -> None:
     answer = ask(client, items=[ITEM, {"payload": PAYLOAD, "responses": []}, ITEM])
     assert answer.status_code == 200
     ok = {"reward": 1.0, "status": "ok", "extracted": "1+2+3", "detail": None}
+    ok |= {"parts": {"format": 1.0}}
     assert answer.json() == {"verdicts": [[ok], [], [ok]]}
 
 

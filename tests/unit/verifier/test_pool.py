@@ -136,7 +136,10 @@ def test_a_crash_costs_one_response(pool: VerifierPool, how: str) -> None:
     [
         ("raise", "KeyError: 'nums'"),
         ("sys.exit", "SystemExit: 3"),
-        ("half", "make it 0 or 1"),
+        ("nan", "the reward is nan, with the parts {}; make all finite"),
+        ("infinite part", "the parts {'format': inf}; make all finite"),
+        ("named part", "give at most 16, named with lower-case letters and _"),
+        ("parts", "give at most 16, named with lower-case letters and _"),
         ("status", "lower-case letters"),
     ],
 )
@@ -147,6 +150,14 @@ def test_the_error_of_a_task_is_in_the_verdict(pool: VerifierPool, how: str, why
     assert verdicts[1].detail is not None
     assert why in verdicts[1].detail
     assert processes() == before
+
+
+def test_partial_credit_and_parts_of_the_reward_are_in_the_verdict(pool: VerifierPool) -> None:
+    (verdict,) = pool.verify("odd", {}, [(ODD, "half")])
+    assert (verdict.reward, verdict.status, verdict.correct) == (0.5, "wrong_value", False)
+    assert verdict.parts == {"format": 1.0, "length": -2.5}
+    (verdict,) = pool.verify("odd", {}, [(ODD, "a")])
+    assert (verdict.reward, verdict.correct, verdict.parts) == (1.0, True, {})
 
 
 def test_too_much_memory_costs_one_response(pool: VerifierPool) -> None:
@@ -171,7 +182,7 @@ def test_a_worker_that_dies_before_it_begins_costs_no_response(pool: VerifierPoo
     wait_until(lambda: not batch.waiting)
     for process in workers:
         process.kill()
-    assert [status for _, status, _, _ in batch.done.result(300)] == ["ok"]
+    assert [status for _, status, *_ in batch.done.result(300)] == ["ok"]
 
 
 def test_a_worker_that_dies_while_it_prepares_is_replaced(

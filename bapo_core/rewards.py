@@ -1,0 +1,66 @@
+"""The reward of a response: the weighted sum of the parts that the verifier and its length give.
+
+Difficulty does not depend on it: the accuracy k/G of a group counts the responses whose verdict is
+`ok`, whatever their reward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from bapo_core.config import RewardConfig
+from bapo_core.errors import ConfigError
+from bapo_core.tasks.base import Task
+
+ANSWER = "answer"
+"""Name of the part that is the verdict's own reward, which every response has."""
+OVERLONG = "overlong"
+"""Name of the part that punishes long responses (`overlong_punishment`)."""
+
+
+def reward_parts(
+    answer: float,
+    parts: Mapping[str, float],
+    *,
+    tokens: int,
+    max_tokens: int,
+    settings: RewardConfig,
+) -> dict[str, float]:
+    """Returns the parts of a response's reward by name, without weights.
+
+    answer: reward of the verdict. parts: further parts of the verdict. tokens: length of the
+    response, of at most `max_tokens`.
+    """
+    named = {ANSWER: answer, **parts}
+    if settings.overlong_share:
+        named[OVERLONG] = overlong_punishment(tokens, max_tokens, settings.overlong_share)
+    return named
+
+
+def total_reward(parts: Mapping[str, float], settings: RewardConfig) -> float:
+    """Returns the reward of a response with these parts.
+
+    R = wrong + (correct - wrong) answer + sum_p weight_p part_p + overlong_weight overlong
+    """
+    reward = settings.wrong + (settings.correct - settings.wrong) * parts[ANSWER]
+    reward += sum(weight * parts.get(name, 0.0) for name, weight in settings.weights.items())
+    return reward + settings.overlong_weight * parts.get(OVERLONG, 0.0)
+
+
+def overlong_punishment(tokens: int, max_tokens: int, share: float) -> float:
+    """Returns the soft overlong punishment in [-1, 0] (DAPO, arXiv 2503.14476, Eq. 13).
+
+    It is 0 up to `(1 - share) * max_tokens` tokens and falls linearly to -1 at `max_tokens`.
+    """
+    return -min(1.0, max(0.0, 1.0 + (tokens - max_tokens) / (share * max_tokens)))
+
+
+def check_reward(task: Task, settings: RewardConfig) -> None:
+    """Raises `ConfigError` for a weight of a part that the task's verdicts do not have."""
+    known = getattr(task, "reward_parts", ())
+    for name in settings.weights:
+        if name not in known:
+            raise ConfigError(
+                f"reward.weights names {name!r}, but the verdicts of task {task.name} have "
+                f"{'the parts ' + ', '.join(known) if known else 'no parts'}; correct or remove it"
+            )
