@@ -45,7 +45,7 @@ class ImprovingRun(Driver):
     """A run whose policy improves: easy prompts are solved early, hard ones late."""
 
     hostile: str = ""
-    """Text of every response, instead of an arithmetic expression."""
+    """Text of every response, instead of an arithmetic expression; rewards are then +1 and -1."""
 
     def groups(self, step: int, kind: wire.Kind = "fresh") -> list[TrajectoryGroup]:
         prompts = self.client.step_prompts(step, kind)
@@ -73,7 +73,11 @@ class ImprovingRun(Driver):
         text = self.hostile or _answer(prompt.payload, rng, right)
         ids = [ord(character) % 30_000 + 2 for character in text] + [END_OF_SEQUENCE]
         logprobs = [-rng.expovariate(1.5) for _ in ids]
-        return TrajectoryResponse(ids, logprobs, float(right), "stop", text, right)
+        parts = (
+            {"answer": float(right), "format": 0.5} if self.hostile else {"answer": float(right)}
+        )
+        reward = 2.0 * right - 1.0 if self.hostile else float(right)
+        return TrajectoryResponse(ids, logprobs, reward, "stop", text, right, parts)
 
     def evaluate(self, version: int) -> None:
         self.client.post_groups(
@@ -309,13 +313,13 @@ def test_runs_are_added_to_a_comparison_and_removed(
         page.get_by_label(f"Compare {name}", exact=True).check()
     page.get_by_role("button", name="Compare 2 runs").click()
     expect(page).to_have_url(re.compile("runs=dashboard%2Cdashboard-hostile"))
-    reward = page.get_by_role("slider", name="Reward")
-    expect(reward).to_have_attribute("aria-valuemax", str(STEPS))
+    fresh = page.get_by_role("slider", name="Accuracy of fresh rollouts")
+    expect(fresh).to_have_attribute("aria-valuemax", str(STEPS))
     page.get_by_label("Curves by").select_option("generated tokens")
     expect(page).to_have_url(re.compile("by=tokens"))
     compared = play.client.compare("dashboard-hostile").runs
     tokens = max(run.cost.tokens for run in compared)
-    expect(reward).to_have_attribute("aria-valuemax", str(tokens))
+    expect(fresh).to_have_attribute("aria-valuemax", str(tokens))
     page.get_by_role("button", name="Remove dashboard-hostile").click()
     expect(page.get_by_role("list", name="Compared runs").get_by_role("listitem")).to_have_count(1)
     expect(page.locator("main")).to_contain_text("The configurations are equal.")
@@ -326,7 +330,7 @@ def test_runs_are_added_to_a_comparison_and_removed(
     assert "404" in error
     console_errors.clear()
     page.get_by_role("button", name="Remove nowhere").click()
-    expect(page.get_by_role("slider", name="Reward")).to_be_visible()
+    expect(page.get_by_role("slider", name="Accuracy of fresh rollouts")).to_be_visible()
 
 
 def test_a_run_without_steps_says_so(stack: Endpoints, page: Page) -> None:
@@ -578,6 +582,22 @@ def test_hostile_text_is_text(stack: Endpoints, hostile: ImprovingRun, page: Pag
     assert page.evaluate("document.documentElement.scrollWidth") <= 1400
 
 
+def test_the_parts_of_rewards_are_shown(
+    stack: Endpoints, hostile: ImprovingRun, page: Page
+) -> None:
+    visit(page, stack, "/runs/dashboard-hostile")
+    chart = page.get_by_role("figure", name="Reward")
+    for line in ("reward -0.", "accuracy 0.", "part: answer 0.", "part: format 0.500"):
+        expect(chart).to_contain_text(line)
+    visit(page, stack, f"/runs/dashboard-hostile/prompt?uid={uid_of(hostile)}")
+    head = page.locator(".response-head").first
+    expect(head).to_contain_text(re.compile("reward (1answer 1|−1answer 0), format 0.500"))
+    visit(page, stack, "/runs/dashboard")
+    chart = page.get_by_role("figure", name="Reward")
+    expect(chart.get_by_role("slider")).to_be_visible()
+    expect(chart).not_to_contain_text("part:")
+
+
 def test_inline_code_does_not_run(stack: Endpoints, page: Page, console_errors: list[str]) -> None:
     """The content security policy stops code even if markup got into a page."""
     visit(page, stack, "/runs")
@@ -739,6 +759,8 @@ class Large:
             "counts": {"fresh": rng.randrange(3000), "reevaluated": 500, "replayed": 596},
             "rollouts": 65_536,
             "tokens": 268_435_456,
+            "mean_reward": -12_345.678,
+            "reward_parts": {"answer": 0.5, "format": -1e-6},
             "metrics": {
                 "entropy": rng.random() * 1e-7,
                 "staleness_mean": 123.456,
