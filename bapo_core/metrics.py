@@ -3,7 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+NORMAL_QUANTILE = 1.959964
+"""97.5% quantile of the normal distribution, which makes two-sided intervals of 95%."""
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A metric of an evaluation: its mean over the prompts, with a 95% confidence interval."""
+
+    metric: Literal["mean", "pass", "maj"]
+    """Kind of the metric, as in mean@k, pass@k and maj@k."""
+    k: int
+    """Number of responses that the metric looks at."""
+    value: float
+    low: float
+    high: float
 
 
 def accuracy_bins(correct: Iterable[int], group_size: int) -> list[int]:
@@ -39,6 +59,73 @@ def pass_at_k(n: int, c: int, k: int) -> float:
             f"pass@{k} of {c} correct among {n} responses needs c <= n and 1 <= k <= n"
         )
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def majority_at_k(answers: Sequence[str], correct: Sequence[bool], k: int) -> float:
+    """Returns maj@k of a prompt: how often the majority of k responses has a correct answer.
+
+    answers: normalised answer of each response, empty if it has none and so no vote.
+    correct: whether each response is correct.
+
+    The n responses are taken in n // k blocks of k, in their order, and the result is the share of
+    blocks whose most frequent answer is correct. Of equally frequent answers, the one that occurs
+    first counts. An answer is as correct as the first response that gives it.
+
+    Raises `ValueError` unless there are as many answers as verdicts and 1 <= k <= n.
+    """
+    if len(answers) != len(correct) or not 1 <= k <= len(answers):
+        raise ValueError(
+            f"maj@{k} of {len(answers)} answers with {len(correct)} verdicts needs as many of both "
+            "and 1 <= k <= n"
+        )
+    starts = range(0, len(answers) - k + 1, k)
+    return sum(
+        _majority_is_correct(answers[start : start + k], correct[start : start + k])
+        for start in starts
+    ) / len(starts)
+
+
+def _majority_is_correct(answers: Sequence[str], correct: Sequence[bool]) -> bool:
+    votes = Counter(answer for answer in answers if answer)
+    if not votes:
+        return False
+    # A Counter keeps the order of first occurrences, and so does `most_common` among equals.
+    winner, _ = votes.most_common(1)[0]
+    return correct[answers.index(winner)]
+
+
+def sample_counts(samples: int) -> list[int]:
+    """Returns the k of which pass@k and maj@k are reported: 2, 4, 8, ... below n, and n itself."""
+    powers = (2**exponent for exponent in range(1, samples.bit_length()))
+    return sorted({*(k for k in powers if k < samples), samples} - {1})
+
+
+def mean_score(metric: Literal["mean", "pass", "maj"], k: int, values: Sequence[float]) -> Score:
+    """Returns the mean of the prompts' values with its 95% confidence interval.
+
+    The interval is the normal one of the mean over prompts, which are the independent draws: mean
+    +- 1.96 s / sqrt(N), with the sample standard deviation s of the N values, cut off at 0 and 1
+    (arXiv 2411.00640). It spans [0, 1] for a single prompt, and has no width if all values are
+    equal. Raises `ValueError` without values.
+    """
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return Score(metric, k, mean, 0.0, 1.0)
+    half = NORMAL_QUANTILE * statistics.stdev(values, mean) / math.sqrt(len(values))
+    return Score(metric, k, mean, max(0.0, mean - half), min(1.0, mean + half))
+
+
+def scores_of_bins(bins: Sequence[int]) -> list[Score]:
+    """Returns mean@n, and pass@k for the k of `sample_counts`, of prompts by correct responses.
+
+    bins: number of prompts with c of n correct, for c = 0..n (`accuracy_bins`).
+    """
+    n = len(bins) - 1
+    correct = [c for c, prompts in enumerate(bins) for _ in range(prompts)]
+    scores = [mean_score("mean", n, [c / n for c in correct])]
+    for k in sample_counts(n):
+        scores.append(mean_score("pass", k, [pass_at_k(n, c, k) for c in correct]))
+    return scores
 
 
 def unlocked_fraction(before: Mapping[str, int], after: Mapping[str, int]) -> float:

@@ -119,8 +119,9 @@ def _fill_run(connection: psycopg.Connection[Any], run: Filled) -> tuple[int, in
     for dataset, count in zip(names, (run.prompts, 8), strict=True):
         connection.execute("insert into dataset values (%s, %s)", [dataset, count])
     row = connection.execute(
-        "insert into run (name, config, train_dataset, test_dataset, status, current_step, attempt)"
-        " values (%s, %s, %s, %s, 'running', %s, 1) returning id",
+        "insert into run"
+        " (name, config, train_dataset, test_datasets, status, current_step, attempt)"
+        " values (%s, %s, %s, jsonb_build_object('test', %s::text), 'running', %s, 1) returning id",
         [run.name, run.config.model_dump_json(), *names, run.steps],
     ).fetchone()
     assert row is not None
@@ -236,8 +237,8 @@ def _fill_derived(
     _copy(
         connection,
         "evaluation",
-        "run_id, version, mean_accuracy, bins, prompts, tokens",
-        (f"{run_id}\t{v}\t0.5\t{[1] * 8 + [0]}\t8\t800\n" for v in range(20, run.steps, 200)),
+        "run_id, version, evaluation_set, mean_accuracy, bins, prompts, tokens",
+        (f"{run_id}\t{v}\ttest\t0.5\t{[1] * 8 + [0]}\t8\t800\n" for v in range(20, run.steps, 200)),
     )
 
 
@@ -372,6 +373,7 @@ def trajectories(uids: list[str], version: int, tokens: int, rng: np.random.Gene
         pa.array(["x" * 3 * tokens] * rows),
         pc.equal(rewards, 1),
         pa.MapArray.from_arrays(np.arange(rows + 1, dtype=np.int32), names, rewards),
+        pa.array([""] * rows),
     ]
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression="zstd")

@@ -87,14 +87,14 @@ def config(name: str) -> RunConfig:
 
 def create(stack: Endpoints, name: str) -> BufferClient:
     client = BufferClient(stack.buffer_url, stack.token, run=name)
-    train, test = load_datasets(config(name))
-    for dataset in (train, test):
+    datasets = load_datasets(config(name))
+    for dataset in datasets.all:
         client.upload_dataset(dataset.name, dataset.prompts)
     request = wire.RunCreate(
         name=name,
         config=config(name).model_dump(mode="json"),
-        train_dataset=train.name,
-        test_dataset=test.name,
+        train_dataset=datasets.train.name,
+        test_datasets=datasets.test_names,
     )
     client.create_run(request)
     client.begin_attempt()

@@ -197,14 +197,14 @@ def running(
 ) -> Iterator[Run]:
     settings = config(name, replicas, sync_every, workload)
     client = BufferClient(stack.buffer_url, stack.token, run=name)
-    train, test = load_datasets(settings)
-    for dataset in (train, test):
+    datasets = load_datasets(settings)
+    for dataset in datasets.all:
         client.upload_dataset(dataset.name, dataset.prompts)
     request = wire.RunCreate(
         name=name,
         config=settings.model_dump(mode="json"),
-        train_dataset=train.name,
-        test_dataset=test.name,
+        train_dataset=datasets.train.name,
+        test_datasets=datasets.test_names,
     )
     client.create_run(request)
     client.begin_attempt()

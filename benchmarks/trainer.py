@@ -70,14 +70,14 @@ def config(model: Path, steps: int, every: int) -> RunConfig:
 def prepare(stack: Endpoints, settings: RunConfig) -> BufferClient:
     """Creates the run with trajectories for every step: ragged, both rewards in each group."""
     client = BufferClient(stack.buffer_url, stack.token, run=settings.name)
-    train_set, test_set = load_datasets(settings)
-    for dataset in (train_set, test_set):
+    datasets = load_datasets(settings)
+    for dataset in datasets.all:
         client.upload_dataset(dataset.name, dataset.prompts)
     request = wire.RunCreate(
         name=settings.name,
         config=settings.model_dump(mode="json"),
-        train_dataset=train_set.name,
-        test_dataset=test_set.name,
+        train_dataset=datasets.train.name,
+        test_datasets=datasets.test_names,
     )
     client.create_run(request)
     client.begin_attempt()

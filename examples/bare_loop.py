@@ -29,8 +29,8 @@ DEFAULTS_ONLY = """task.train_path rollout.max_generation_rounds fresh.filter re
 reevaluate.rule replay.enabled hard_buffer.after hard_buffer.store_new_in_high replay_window.r_tot
 batch.dedup advantage.estimator advantage.scale loss.objective loss.ratio loss.norm
 loss.weight_floor loss.weight_mode loss.weight_norm loss.weight_level loss.aggregation kl.placement
-kl.reference optimizer.epochs lora.rank evaluation.samples evaluation.temperature task.test_path
-task.columns sync.weights_dtype"""
+kl.reference optimizer.epochs lora.rank evaluation.samples evaluation.temperature
+evaluation.top_p evaluation.sets task.test_path task.columns sync.weights_dtype"""
 
 
 def train(config, directory, sample=None, learner=None):

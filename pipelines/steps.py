@@ -202,11 +202,11 @@ def prepare(context: PipelineContext, config: RunConfig) -> str:
     sources = DataSources(
         context.scratch / "datasets", lambda: context.store, lambda: context.buffer
     )
-    train, test = load_datasets(config, sources)
+    datasets = load_datasets(config, sources)
     state = none_if_missing(context.buffer.run_state)
     if state is not None:
-        config = keep_prompts(config, state, train, test)
-    for dataset in (train, test):
+        config = keep_prompts(config, state, datasets)
+    for dataset in datasets.all:
         context.buffer.upload_dataset(dataset.name, dataset.prompts)
         context.log(f"dataset {dataset.name}: {dataset.summary}")
     # That of the configuration may lead elsewhere by now.
@@ -218,8 +218,8 @@ def prepare(context: PipelineContext, config: RunConfig) -> str:
     request = wire.RunCreate(
         name=config.name,
         config=config.model_dump(mode="json") | {"model": {"path": path}},
-        train_dataset=train.name,
-        test_dataset=test.name,
+        train_dataset=datasets.train.name,
+        test_datasets=datasets.test_names,
     )
     return request.model_dump_json()
 

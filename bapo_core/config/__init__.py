@@ -8,6 +8,7 @@ that each `algorithm` makes to the defaults, `loader` the readers of YAML files 
 from __future__ import annotations
 
 from bapo_core.config.base import Section
+from bapo_core.config.evaluation import EvaluationConfig, EvaluationSet, EvaluationSetConfig
 from bapo_core.config.loader import (
     config_from,
     flatten,
@@ -39,7 +40,6 @@ from bapo_core.config.sections import (
     BatchConfig,
     CheckpointConfig,
     CriticConfig,
-    EvaluationConfig,
     Fraction,
     FreshConfig,
     HardBufferConfig,
@@ -74,6 +74,8 @@ __all__ = [
     "ConfigError",
     "CriticConfig",
     "EvaluationConfig",
+    "EvaluationSet",
+    "EvaluationSetConfig",
     "Fraction",
     "FreshConfig",
     "GmpoConfig",

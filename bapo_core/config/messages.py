@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from typing import get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -40,11 +41,16 @@ def _suggest(location: tuple[int | str, ...]) -> str:
     if len(location) == 1 and location[0] in RENAMED:
         return f"; it was renamed to {RENAMED[str(location[0])]}"
     model: type[BaseModel] = RunConfig
+    by_name = False  # whether the next part of the location is the name of a section, and no key
     for part in location[:-1]:
-        section = section_of(model.model_fields[str(part)].annotation)
+        if by_name:
+            by_name = False
+            continue
+        annotation = model.model_fields[str(part)].annotation
+        section = section_of(annotation)
         if section is None:
             return ""
-        model = section
+        model, by_name = section, get_origin(annotation) is dict
     close = difflib.get_close_matches(str(location[-1]), model.model_fields, n=1)
     if close:
         return f"; did you mean {close[0]}?"

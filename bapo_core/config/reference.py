@@ -13,6 +13,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_origin
 
 import yaml
 from pydantic import BaseModel
@@ -100,7 +101,12 @@ def _sections(name: str, model: type[BaseModel]) -> Iterator[tuple[str, type[Bas
     for key, field in model.model_fields.items():
         section = section_of(field.annotation)
         if section is not None:
-            yield from _sections(_join(name, key), section)
+            yield from _sections(_join(name, _key_of_section(key, field.annotation)), section)
+
+
+def _key_of_section(key: str, annotation: Any) -> str:
+    """Returns the key of a section; that of sections by name ends in a placeholder of the name."""
+    return f"{key}.NAME" if get_origin(annotation) is dict else key
 
 
 def _join(name: str, key: str) -> str:

@@ -15,6 +15,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from bapo_core.config.base import Section
+from bapo_core.config.evaluation import (
+    TEST_SET,
+    EvaluationConfig,
+    EvaluationSet,
+    EvaluationSetConfig,
+)
 from bapo_core.config.objectives import (
     BEHAVIOR_OBJECTIVES,
     ESTIMATOR_ENTRY_POINTS,
@@ -588,17 +594,6 @@ class OptimizerConfig(Section):
     does not change the gradient."""
 
 
-class EvaluationConfig(Section):
-    """Evaluations of theta_t on the held-out prompts."""
-
-    every: int = Field(20, ge=1)
-    """Steps between two evaluations; the initial and the final weights are always evaluated."""
-    samples: int | None = Field(None, ge=1)
-    """Responses sampled for each held-out prompt; null is G."""
-    temperature: float | None = Field(None, gt=0.0)
-    """Sampling temperature of evaluations; null is `rollout.temperature`."""
-
-
 class CheckpointConfig(Section):
     """Checkpoints, from which a run resumes."""
 
@@ -607,7 +602,8 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1)
     """Number of latest checkpoints to keep."""
     keep_best: int = Field(0, ge=0)
-    """Number of checkpoints to keep besides: those with the best evaluations."""
+    """Number of checkpoints to keep besides: those with the best evaluations, on the set
+    `evaluation.primary`."""
 
 
 class TrainerConfig(Section):
@@ -712,14 +708,29 @@ class RunConfig(Section):
         return self.hard_buffer.capacity or self.rollout.prompts_per_step
 
     @property
-    def evaluation_samples(self) -> int:
-        """Responses to a held-out prompt: `evaluation.samples`, or G."""
-        return self.evaluation.samples or self.rollout.group_size
+    def evaluation_sets(self) -> dict[str, EvaluationSet]:
+        """The evaluation sets in the order of their names: `evaluation.sets`, or the set `test`."""
+        sets = self.evaluation.sets or {TEST_SET: EvaluationSetConfig(path=self.task.test_path)}
+        return {name: self._complete_set(name, sets[name]) for name in sorted(sets)}
+
+    def _complete_set(self, name: str, settings: EvaluationSetConfig) -> EvaluationSet:
+        defaults, rollout = self.evaluation, self.rollout
+        return EvaluationSet(
+            name=name,
+            path=settings.path,
+            options={**self.task.options, **settings.options},
+            columns={**self.task.columns, **settings.columns},
+            prompts=settings.prompts or self.task.test_prompts,
+            samples=settings.samples or defaults.samples or rollout.group_size,
+            temperature=settings.temperature or defaults.temperature or rollout.temperature,
+            top_p=settings.top_p or defaults.top_p,
+            every=settings.every or defaults.every,
+        )
 
     @property
-    def evaluation_temperature(self) -> float:
-        """Sampling temperature of evaluations: `evaluation.temperature`, or the rollouts'."""
-        return self.evaluation.temperature or self.rollout.temperature
+    def primary_set(self) -> str:
+        """The name of the set that stands for the run: `evaluation.primary`, or the first."""
+        return self.evaluation.primary or min(self.evaluation.sets or {TEST_SET})
 
     @property
     def journal_interval_s(self) -> float:
@@ -735,8 +746,14 @@ class RunConfig(Section):
         return self.schedule.policy_version(t) if kind == "fresh" else t
 
     def evaluates_at(self, t: int) -> bool:
-        """Whether theta_t is evaluated: initially, every `evaluation.every` steps, and finally."""
-        return t == 1 or t % self.evaluation.every == 0 or t == self.steps + 1
+        """Whether theta_t is evaluated on any set."""
+        return bool(self.evaluation_sets_at(t))
+
+    def evaluation_sets_at(self, t: int) -> list[str]:
+        """Returns the sets on which theta_t is evaluated: all of them initially and finally, and
+        each every `evaluation.every` steps, or as many as the set has of its own."""
+        ends = t in (1, self.steps + 1)
+        return [name for name, one in self.evaluation_sets.items() if ends or t % one.every == 0]
 
     def publishes_at(self, t: int) -> bool:
         """Whether theta_t is published: for a sync, a re-evaluation, or an evaluation."""
@@ -797,6 +814,22 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _names_its_sets(self) -> RunConfig:
+        names, primary = sorted(self.evaluation.sets) or [TEST_SET], self.evaluation.primary
+        if primary is not None and primary not in names:
+            raise ValueError(
+                f"evaluation.primary is {primary!r}, which is no set of evaluation.sets; choose "
+                f"one of {', '.join(names)}"
+            )
+        if self.evaluation.sets and self.task.test_path is not None:
+            raise ValueError(
+                f"task.test_path is {self.task.test_path}, but the held-out prompts are those of "
+                f"evaluation.sets ({', '.join(names)}); remove task.test_path, or make it the "
+                "path of a set"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         minibatch = self.optimizer.minibatch_prompts
         if self.batch_capacity < minibatch:
@@ -817,12 +850,12 @@ class RunConfig(Section):
                 f"sync.transport is nccl, which rollout.engine {self.rollout.engine} does not "
                 "support; set rollout.engine to vllm, or sync.transport to object_store"
             )
-        if self.checkpoint.keep_best and self.evaluation.every % self.checkpoint.every:
+        every = self.evaluation_sets[self.primary_set].every
+        if self.checkpoint.keep_best and every % self.checkpoint.every:
             raise ValueError(
                 f"checkpoint.keep_best is {self.checkpoint.keep_best}, which needs a checkpoint of "
-                f"every policy version that is evaluated; make evaluation.every "
-                f"({self.evaluation.every}) a multiple of checkpoint.every "
-                f"({self.checkpoint.every})"
+                f"every policy version that is evaluated; make evaluation.every ({every}) a "
+                f"multiple of checkpoint.every ({self.checkpoint.every})"
             )
         needed = self.rollout.prompts_per_step * self.rollout.max_generation_rounds
         if self.task.train_prompts < needed:

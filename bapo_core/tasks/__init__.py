@@ -10,7 +10,15 @@ from typing import Any
 
 from bapo_core.errors import TaskError
 from bapo_core.plug_ins import load_plug_in, plug_in_names
-from bapo_core.tasks.base import Message, Payload, SyntheticTask, Task, Verdict, VerdictStatus
+from bapo_core.tasks.base import (
+    Message,
+    Payload,
+    SyntheticTask,
+    Task,
+    Verdict,
+    VerdictStatus,
+    normalise_answer,
+)
 from bapo_core.tasks.countdown import CountdownTask
 from bapo_core.tasks.mathematics import MathTask
 
@@ -23,6 +31,7 @@ __all__ = [
     "Verdict",
     "VerdictStatus",
     "get_task",
+    "normalise_answer",
     "task_names",
 ]
 

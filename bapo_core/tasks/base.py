@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
@@ -63,7 +63,8 @@ class Task(Protocol):
 
     A constructor raises `ValueError` or `TypeError` for an option that it refuses. A task may also
     have `warm_up() -> None`, for slow imports and tables, which the verifier calls before the first
-    deadline starts, and `reward_parts: Sequence[str]`, the names of the parts of its verdicts.
+    deadline starts; `reward_parts: Sequence[str]`, the names of the parts of its verdicts; and
+    `normalise(answer) -> str`, for `normalise_answer`, in linear time.
     """
 
     @property
@@ -98,6 +99,18 @@ class Task(Protocol):
         it can be verified. Raises `ValueError` for a row that is not a problem of the task.
         """
         ...
+
+
+def normalise_answer(task: Task, answer: str | None) -> str:
+    """Returns an extracted answer in a form that equal answers share, for majority votes.
+
+    It is the task's own form, if it has `normalise`, or else the answer without blanks. Empty
+    without an answer.
+    """
+    if answer is None:
+        return ""
+    normalise: Callable[[str], str] | None = getattr(task, "normalise", None)
+    return "".join(answer.split()) if normalise is None else normalise(answer)
 
 
 @runtime_checkable

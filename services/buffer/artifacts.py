@@ -101,10 +101,9 @@ def _settle_set_aside(session: Session, run: Run, version: int, digest: str) -> 
     if row.manifest_digest == digest:
         row.status = "published"
         session.flush()
-        if run_config(run).evaluates_at(version) and not missing_groups(
-            session, run, version, "evaluation"
-        ):
-            record_evaluation(session, run, version)
+        for name in run_config(run).evaluation_sets_at(version):
+            if not missing_groups(session, run, version, "evaluation", name):
+                record_evaluation(session, run, version, name)
         return
     log.warning(
         "version %d of run %s was trained again and differs: its groups, and those of later "
@@ -216,10 +215,12 @@ def latest_checkpoint(session: Session, run: Run) -> wire.StoredVersion | None:
 
 
 def list_checkpoints(session: Session, run: Run) -> list[wire.CheckpointView]:
-    """Returns the kept checkpoints, newest first, with the accuracy of their weights."""
+    """Returns the kept checkpoints, newest first, with the accuracy of their weights on the
+    primary evaluation set."""
     evaluation_of_weights = and_(
         EvaluationRecord.run_id == Checkpoint.run_id,
         EvaluationRecord.version == Checkpoint.step + 1,
+        EvaluationRecord.evaluation_set == run_config(run).primary_set,
     )
     rows = session.execute(
         select(Checkpoint, EvaluationRecord.mean_accuracy)
@@ -268,9 +269,9 @@ def _prune(session: Session, run: Run) -> list[str]:
     stale = [
         row
         for row in stale
-        if not (
-            config.evaluates_at(row.version)
-            and missing_groups(session, run, row.version, "evaluation")
+        if not any(
+            missing_groups(session, run, row.version, "evaluation", name)
+            for name in config.evaluation_sets_at(row.version)
         )
     ]
     for row in stale:
@@ -286,12 +287,17 @@ def _best_or_pending(
         return []
     rows = session.execute(
         select(EvaluationRecord.version, EvaluationRecord.mean_accuracy).where(
-            EvaluationRecord.run_id == run.id
+            EvaluationRecord.run_id == run.id,
+            EvaluationRecord.evaluation_set == config.primary_set,
         )
     )
     accuracy = {version - 1: mean_accuracy for version, mean_accuracy in rows.tuples()}
     best_first = sorted(
         accuracy.keys() & steps, key=lambda step: (accuracy[step], step), reverse=True
     )
-    pending = [step for step in steps if config.evaluates_at(step + 1) and step not in accuracy]
+    pending = [
+        step
+        for step in steps
+        if config.primary_set in config.evaluation_sets_at(step + 1) and step not in accuracy
+    ]
     return [*best_first[: config.checkpoint.keep_best], *pending]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import select
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy import cast, func, select
+from sqlalchemy.dialects.postgresql import JSONB, JSONPATH, insert
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -47,7 +47,8 @@ def upload_prompts(session: Session, name: str, upload: wire.DatasetUpload) -> w
             f"{upload.first_position}..{upload.first_position + len(rows) - 1}; upload the same "
             "prompts in the same order, or use another dataset name"
         ) from error
-    uses_dataset = (Run.train_dataset == name) | (Run.test_dataset == name)
+    held_out = func.jsonb_path_query_array(Run.test_datasets, cast("$.*", JSONPATH), type_=JSONB)
+    uses_dataset = (Run.train_dataset == name) | held_out.contains([name])
     run_name = session.scalar(select(Run.name).where(uses_dataset).limit(1)) if added else None
     if run_name is not None:
         raise conflict(

@@ -1,69 +1,156 @@
-"""Evaluations of policy versions on the held-out prompts."""
+"""Evaluations of policy versions on the held-out prompts of evaluation sets."""
 
 from __future__ import annotations
 
-from sqlalchemy import select
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from sqlalchemy import Row, null, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
-from bapo_core.metrics import accuracy_bins, migration_matrix, unlocked_fraction
+from bapo_core.metrics import (
+    Score,
+    accuracy_bins,
+    mean_score,
+    migration_matrix,
+    sample_counts,
+    scores_of_bins,
+    unlocked_fraction,
+)
 from services.buffer.api import wire
 from services.buffer.runs import run_config
 from services.buffer.tables import EvaluationRecord, PromptRow, RolloutGroup, Run
 from services.common.errors import not_found
 
 
-def record_evaluation(session: Session, run: Run, version: int) -> None:
-    """Stores the result of a complete evaluation, so that readers need not count its groups."""
-    size = run_config(run).evaluation_samples
-    groups = session.execute(
-        select(RolloutGroup.correct, RolloutGroup.token_count).where(
-            RolloutGroup.run_id == run.id,
-            RolloutGroup.step == version,
-            RolloutGroup.kind == "evaluation",
-        )
-    ).all()
+def record_evaluation(
+    session: Session, run: Run, version: int, evaluation_set: str | None = None
+) -> None:
+    """Stores the result of a complete evaluation, so that readers need not count its groups.
+
+    evaluation_set: name of the set; None is the primary one, here and below.
+    """
+    name, size = _named(run, evaluation_set)
+    groups = _groups(session, run, version, name)
     correct = [group.correct for group in groups]
     session.execute(
         insert(EvaluationRecord)
         .values(
             run_id=run.id,
             version=version,
+            evaluation_set=name,
             mean_accuracy=sum(correct) / (len(correct) * size),
             bins=accuracy_bins(correct, size),
             prompts=len(correct),
             tokens=sum(group.token_count for group in groups),
+            # Without null(), None would be stored as the null of JSON.
+            majority=null() if (scores := _majority_scores(groups, size)) is None else scores,
         )
-        .on_conflict_do_nothing(index_elements=["run_id", "version"])
+        .on_conflict_do_nothing(index_elements=["run_id", "version", "evaluation_set"])
     )
 
 
-def list_evaluations(session: Session, run: Run) -> list[wire.Evaluation]:
-    """Returns every complete evaluation, by policy version."""
+def _named(run: Run, evaluation_set: str | None) -> tuple[str, int]:
+    """Returns the name of a set and its samples; raises 404 if the run has no such set."""
+    config = run_config(run)
+    name = evaluation_set or config.primary_set
+    if name not in config.evaluation_sets:
+        raise not_found(
+            f"evaluation set {name!r} in run {run.name!r}, whose sets are "
+            f"{', '.join(config.evaluation_sets)}"
+        )
+    return name, config.evaluation_sets[name].samples
+
+
+def _groups(
+    session: Session, run: Run, version: int, name: str
+) -> Sequence[Row[tuple[str, int, int, dict[str, float] | None]]]:
+    """Returns (uid, correct, token_count, majority) of every prompt of the set `name`."""
+    return session.execute(
+        select(PromptRow.uid, RolloutGroup.correct, RolloutGroup.token_count, RolloutGroup.majority)
+        .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
+        .where(
+            RolloutGroup.run_id == run.id,
+            RolloutGroup.step == version,
+            RolloutGroup.kind == "evaluation",
+            PromptRow.dataset == run.test_datasets[name],
+        )
+    ).all()
+
+
+def _majority_scores(
+    groups: Sequence[Row[tuple[str, int, int, dict[str, float] | None]]], size: int
+) -> list[dict[str, object]] | None:
+    """Returns the scores maj@k as JSON; None if a group has none."""
+    majorities = [group.majority for group in groups if group.majority is not None]
+    if len(majorities) < len(groups):
+        return None
+    scores = [
+        mean_score("maj", k, [majority[str(k)] for majority in majorities])
+        for k in sample_counts(size)
+    ]
+    return [asdict(score) for score in scores]
+
+
+def list_evaluations(
+    session: Session, run: Run, evaluation_set: str | None = None
+) -> list[wire.Evaluation]:
+    """Returns every complete evaluation on a set, by policy version; 404 if there is no set."""
+    name, _ = _named(run, evaluation_set)
     rows = session.scalars(
         select(EvaluationRecord)
-        .where(EvaluationRecord.run_id == run.id)
+        .where(EvaluationRecord.run_id == run.id, EvaluationRecord.evaluation_set == name)
         .order_by(EvaluationRecord.version)
     )
     return [
         wire.Evaluation(
             version=row.version,
+            evaluation_set=name,
             mean_accuracy=row.mean_accuracy,
             bins=row.bins,
             prompts=row.prompts,
             tokens=row.tokens,
+            scores=[
+                *map(_wire_score, scores_of_bins(row.bins)),
+                *(wire.Score(**score) for score in row.majority or []),
+            ],
         )
         for row in rows
     ]
 
 
-def evaluation_migration(session: Session, run: Run, before: int, after: int) -> wire.Migration:
-    """Counts how the held-out prompts moved between bins from one version to another.
+def _wire_score(score: Score) -> wire.Score:
+    return wire.Score(**asdict(score))
 
-    Raises 404 unless both versions have a complete evaluation.
+
+def list_sets(session: Session, run: Run) -> list[wire.EvaluationSetView]:
+    """Returns the evaluation sets of a run by name, with every complete evaluation on them."""
+    config = run_config(run)
+    return [
+        wire.EvaluationSetView(
+            name=name,
+            primary=name == config.primary_set,
+            dataset=run.test_datasets[name],
+            samples=settings.samples,
+            temperature=settings.temperature,
+            top_p=settings.top_p,
+            every=settings.every,
+            evaluations=list_evaluations(session, run, name),
+        )
+        for name, settings in config.evaluation_sets.items()
+    ]
+
+
+def evaluation_migration(
+    session: Session, run: Run, before: int, after: int, evaluation_set: str | None = None
+) -> wire.Migration:
+    """Counts how the prompts of a set moved between bins from one version to another.
+
+    Raises 404 unless both versions have a complete evaluation on the set.
     """
-    size = run_config(run).evaluation_samples
-    first, second = (_correct_by_uid(session, run, version) for version in (before, after))
+    name, size = _named(run, evaluation_set)
+    first, second = (_correct_by_uid(session, run, version, name) for version in (before, after))
     return wire.Migration(
         before=before,
         after=after,
@@ -72,16 +159,9 @@ def evaluation_migration(session: Session, run: Run, before: int, after: int) ->
     )
 
 
-def _correct_by_uid(session: Session, run: Run, version: int) -> dict[str, int]:
-    if session.get(EvaluationRecord, (run.id, version)) is None:
-        raise not_found(f"complete evaluation of version {version} in run {run.name!r}")
-    rows = session.execute(
-        select(PromptRow.uid, RolloutGroup.correct)
-        .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
-        .where(
-            RolloutGroup.run_id == run.id,
-            RolloutGroup.kind == "evaluation",
-            RolloutGroup.step == version,
+def _correct_by_uid(session: Session, run: Run, version: int, name: str) -> dict[str, int]:
+    if session.get(EvaluationRecord, (run.id, version, name)) is None:
+        raise not_found(
+            f"complete evaluation of version {version} in run {run.name!r} on the set {name}"
         )
-    )
-    return {uid: correct for uid, correct in rows}
+    return {group.uid: group.correct for group in _groups(session, run, version, name)}

@@ -53,6 +53,8 @@ class _Delivery:
     groups: list[GroupRows]
     weights: str | None
     """Manifest digest of the weights that made them, if the sender gave it."""
+    evaluation_set: str | None
+    """Name of the set of an evaluation; None is the primary one."""
 
 
 def accept_groups(
@@ -63,6 +65,7 @@ def accept_groups(
     kind: wire.Kind,
     body: bytes,
     weights: str | None = None,
+    evaluation_set: str | None = None,
 ) -> wire.GroupsAccepted:
     """Records the whole groups of an Arrow stream, except those that are recorded already.
 
@@ -71,7 +74,7 @@ def accept_groups(
     """
     groups = _read_groups(body)
     digest = hashlib.sha256(body).hexdigest()
-    delivery = _Delivery(name, step, attempt, kind, body, digest, groups, weights)
+    delivery = _Delivery(name, step, attempt, kind, body, digest, groups, weights, evaluation_set)
     has_new = _check(service, delivery)
     key, expected = _store(service, delivery, has_new)
     return _record(service, delivery, key, expected)
@@ -93,7 +96,12 @@ def _check(service: Service, delivery: _Delivery) -> bool:
         run = runs.get_run(session, delivery.run)
         runs.check_attempt(run, delivery.attempt)
         _check_weights(session, run, delivery)
-        return bool(select_new(session, run, delivery.step, delivery.kind, delivery.groups))
+        return bool(_select_new(session, run, delivery))
+
+
+def _select_new(session: Session, run: Run, delivery: _Delivery) -> list[GroupRows]:
+    step, kind, groups = delivery.step, delivery.kind, delivery.groups
+    return select_new(session, run, step, kind, groups, delivery.evaluation_set)
 
 
 def _check_weights(session: Session, run: Run, delivery: _Delivery) -> None:
@@ -121,7 +129,9 @@ def _store(
         service.sessions.begin() as session,
     ):
         run = runs.get_run(session, delivery.run)
-        return key, expected_prompts(session, run, delivery.step, delivery.kind)
+        return key, expected_prompts(
+            session, run, delivery.step, delivery.kind, delivery.evaluation_set
+        )
 
 
 def _record(
@@ -132,15 +142,15 @@ def _record(
     with service.write_transaction(delivery.run) as session:
         run = runs.lock_run(session, delivery.run, delivery.attempt)
         _check_weights(session, run, delivery)
-        new = select_new(session, run, step, kind, delivery.groups)
+        new = _select_new(session, run, delivery)
         if kind == "reevaluation":
             # A rewind may have changed the hard buffer since `_store` read it.
             expected = expected_prompts(session, run, step, kind)
         record_groups(session, run, step, kind, new, expected, key, delivery.digest)
-        complete = not missing_groups(session, run, step, kind)
+        complete = not missing_groups(session, run, step, kind, delivery.evaluation_set)
         # The result of a version that is set aside may be another one's: publishing it records it.
         if complete and kind == "evaluation" and not is_set_aside(session, run, step):
-            record_evaluation(session, run, step)
+            record_evaluation(session, run, step, delivery.evaluation_set)
     return wire.GroupsAccepted(
         accepted=len(new), duplicates=len(delivery.groups) - len(new), complete=complete
     )

@@ -52,12 +52,9 @@ def _run_families(session: Session) -> Iterator[GaugeMetricFamily]:
         "bapo_mean_reward", "Mean reward of the last step's fresh responses", labels=["run"]
     )
     accuracies = GaugeMetricFamily(
-        "bapo_held_out_accuracy", "Mean accuracy of the last evaluation", labels=["run"]
-    )
-    newest = (
-        select(EvaluationRecord.run_id, func.max(EvaluationRecord.version).label("version"))
-        .group_by(EvaluationRecord.run_id)
-        .subquery()
+        "bapo_held_out_accuracy",
+        "Mean accuracy of the last evaluation on a set",
+        labels=["run", "evaluation_set"],
     )
     last_event = func.greatest(StepRecord.committed_at, Run.queued_at, Run.created_at)
     rows = session.execute(
@@ -67,29 +64,27 @@ def _run_families(session: Session) -> Iterator[GaugeMetricFamily]:
             Run.current_step,
             func.extract("epoch", func.now() - last_event).label("age"),
             StepRecord.mean_reward,
-            EvaluationRecord.mean_accuracy,
         )
         .outerjoin(
             StepRecord, and_(StepRecord.run_id == Run.id, StepRecord.step == Run.current_step)
         )
-        .outerjoin(newest, newest.c.run_id == Run.id)
-        .outerjoin(
-            EvaluationRecord,
-            and_(
-                EvaluationRecord.run_id == Run.id,
-                EvaluationRecord.version == newest.c.version,
-            ),
-        )
         .where(Run.status.in_(OPEN_STATUSES))
     )
-    for name, status, step, age, mean_reward, accuracy in rows:
+    for name, status, step, age, mean_reward in rows:
         steps.add_metric([name], step)
         if status == "running":
             ages.add_metric([name], float(age))
         if mean_reward is not None:
             rewards.add_metric([name], mean_reward)
-        if accuracy is not None:
-            accuracies.add_metric([name], accuracy)
+    last_evaluations = (
+        select(Run.name, EvaluationRecord.evaluation_set, EvaluationRecord.mean_accuracy)
+        .join(Run, Run.id == EvaluationRecord.run_id)
+        .where(Run.status.in_(OPEN_STATUSES))
+        .distinct(Run.name, EvaluationRecord.evaluation_set)
+        .order_by(Run.name, EvaluationRecord.evaluation_set, EvaluationRecord.version.desc())
+    )
+    for name, evaluation_set, accuracy in session.execute(last_evaluations):
+        accuracies.add_metric([name, evaluation_set], accuracy)
     yield from (steps, ages, rewards, accuracies)
 
 

@@ -165,11 +165,14 @@ def _difficulty_view(row: PromptDifficulty, prompt: PromptRow) -> wire.Difficult
 
 
 def find_prompt(session: Session, run: Run, uid: str) -> PromptRow:
-    """Returns the training or held-out prompt of this uid; raises 404 if the run has none."""
+    """Returns the training or held-out prompt of this uid, by several evaluation sets that of the
+    first dataset by name; raises 404 if the run has none."""
+    datasets = [run.train_dataset, *run.test_datasets.values()]
     prompt = session.scalar(
-        select(PromptRow).where(
-            PromptRow.dataset.in_([run.train_dataset, run.test_dataset]), PromptRow.uid == uid
-        )
+        select(PromptRow)
+        .where(PromptRow.dataset.in_(datasets), PromptRow.uid == uid)
+        .order_by(PromptRow.dataset)
+        .limit(1)
     )
     if prompt is None:
         raise not_found(f"prompt {uid!r} in the datasets of run {run.name!r}")

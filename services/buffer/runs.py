@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from sqlalchemy import select
@@ -90,7 +91,7 @@ def run_state(run: Run) -> wire.RunState:
         status=run.status,
         config=run.config,  # type: ignore[arg-type]
         train_dataset=run.train_dataset,
-        test_dataset=run.test_dataset,
+        test_datasets=run.test_datasets,
         current_step=run.current_step,
         attempt=run.attempt,
         created_at=run.created_at,
@@ -105,17 +106,19 @@ def create_run(session: Session, request: wire.RunCreate) -> Run:
     this name exists with other arguments.
     """
     try:
-        config = config_from(request.config, where="config").model_dump(mode="json")
+        validated = config_from(request.config, where="config")
     except ConfigError as error:
         raise Problem(422, "Invalid configuration", str(error)) from error
-    for dataset in (request.train_dataset, request.test_dataset):
+    _check_test_datasets(validated, request.test_datasets)
+    config = validated.model_dump(mode="json")
+    for dataset in (request.train_dataset, *request.test_datasets.values()):
         if dataset_size(session, dataset) == 0:
             raise bad_request(f"dataset {dataset!r} has no prompts; upload them first")
     values: dict[str, Any] = {
         "name": request.name,
         "config": config,
         "train_dataset": request.train_dataset,
-        "test_dataset": request.test_dataset,
+        "test_datasets": request.test_datasets,
     }
     session.execute(insert(Run).values(values).on_conflict_do_nothing(index_elements=["name"]))
     run = get_run(session, request.name)
@@ -126,6 +129,22 @@ def create_run(session: Session, request: wire.RunCreate) -> Run:
             "the configuration it was created with, or choose another name"
         )
     return run
+
+
+def _check_test_datasets(config: RunConfig, datasets: Mapping[str, str]) -> None:
+    """Raises 400 unless each evaluation set of the configuration has a dataset of its own."""
+    names = set(config.evaluation_sets)
+    if datasets.keys() != names:
+        raise bad_request(
+            f"test_datasets names the sets {', '.join(sorted(datasets)) or 'none'}, but the "
+            f"evaluation sets of the configuration are {', '.join(sorted(names))}; give a dataset "
+            "for each of these"
+        )
+    if len(set(datasets.values())) < len(datasets):
+        raise bad_request(
+            "test_datasets has the same dataset for two sets, whose results could not be told "
+            "apart; upload the prompts under a second name"
+        )
 
 
 def list_runs(

@@ -10,6 +10,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from bapo_core.config import RunConfig
+from bapo_core.metrics import majority_at_k, sample_counts
 from services.buffer.api import wire
 from services.buffer.api.trajectories import GroupRows
 from services.buffer.buffers import reevaluated_entries
@@ -28,8 +29,13 @@ class ExpectedPrompt(NamedTuple):
     """Rank in the order in which the prompts of the step and kind were drawn."""
 
 
-def check_step(config: RunConfig, step: int, kind: wire.Kind) -> None:
-    """Raises 400 unless the schedule has rollouts of this kind at this step."""
+def check_step(
+    config: RunConfig, step: int, kind: wire.Kind, evaluation_set: str | None = None
+) -> None:
+    """Raises 400 unless the schedule has rollouts of this kind, or on this set, at this step.
+
+    evaluation_set: name of the set of an evaluation; None is the primary one, here and below.
+    """
     last = config.steps + 1 if kind == "evaluation" else config.steps
     if not 1 <= step <= last:
         counter = "version" if kind == "evaluation" else "step"
@@ -41,10 +47,32 @@ def check_step(config: RunConfig, step: int, kind: wire.Kind) -> None:
             f"step {step} has no re-evaluation: sync.reevaluate_every (m) is "
             f"{config.sync.reevaluate_every}"
         )
-    if kind == "evaluation" and not config.evaluates_at(step):
+    if kind == "evaluation":
+        _check_evaluation(config, step, evaluation_set)
+    elif evaluation_set is not None:
         raise bad_request(
-            f"version {step} is not evaluated: evaluation.every is {config.evaluation.every}"
+            f"{kind} groups are of no evaluation set; leave evaluation_set={evaluation_set} out"
         )
+
+
+def _check_evaluation(config: RunConfig, version: int, evaluation_set: str | None) -> None:
+    name = evaluation_set or config.primary_set
+    sets = config.evaluation_sets
+    if name not in sets:
+        raise bad_request(
+            f"run {config.name!r} has no evaluation set {name!r}; its sets are {', '.join(sets)}"
+        )
+    if name not in config.evaluation_sets_at(version):
+        raise bad_request(
+            f"version {version} is not evaluated on {name}: its evaluation.every is "
+            f"{sets[name].every}"
+        )
+
+
+def dataset_of_set(run: Run, evaluation_set: str | None) -> str:
+    """Returns the dataset of an evaluation set, which is the primary one if None."""
+    dataset: str = run.test_datasets[evaluation_set or run_config(run).primary_set]
+    return dataset
 
 
 def reevaluates_at(config: RunConfig, step: int) -> bool:
@@ -53,7 +81,12 @@ def reevaluates_at(config: RunConfig, step: int) -> bool:
 
 
 def select_new(
-    session: Session, run: Run, step: int, kind: wire.Kind, groups: Sequence[GroupRows]
+    session: Session,
+    run: Run,
+    step: int,
+    kind: wire.Kind,
+    groups: Sequence[GroupRows],
+    evaluation_set: str | None = None,
 ) -> list[GroupRows]:
     """Returns the groups that are not recorded yet.
 
@@ -61,12 +94,14 @@ def select_new(
     one arrives after the commit of its step.
     """
     config = run_config(run)
-    check_step(config, step, kind)
-    recorded = recorded_uids(session, run, step, kind)
+    check_step(config, step, kind, evaluation_set)
+    recorded = recorded_uids(session, run, step, kind, evaluation_set)
     new = [group for group in groups if group.prompt_uid not in recorded]
     if new and kind != "evaluation" and step <= run.current_step:
         raise conflict(f"step {step} is committed; no group can be added to it")
-    size = config.evaluation_samples if kind == "evaluation" else config.rollout.group_size
+    size = config.rollout.group_size
+    if kind == "evaluation":
+        size = config.evaluation_sets[evaluation_set or config.primary_set].samples
     version = config.rollout_version(step, kind)
     for group in groups:
         if group.row_count != size:
@@ -82,19 +117,22 @@ def select_new(
     return new
 
 
-def recorded_uids(session: Session, run: Run, step: int, kind: wire.Kind) -> set[str]:
+def recorded_uids(
+    session: Session, run: Run, step: int, kind: wire.Kind, evaluation_set: str | None = None
+) -> set[str]:
     """Returns the prompts of a step that have a group of this kind."""
-    return set(
-        session.scalars(
-            select(PromptRow.uid)
-            .join(RolloutGroup, RolloutGroup.prompt_id == PromptRow.id)
-            .where(
-                RolloutGroup.run_id == run.id,
-                RolloutGroup.step == step,
-                RolloutGroup.kind == kind,
-            )
+    statement = (
+        select(PromptRow.uid)
+        .join(RolloutGroup, RolloutGroup.prompt_id == PromptRow.id)
+        .where(
+            RolloutGroup.run_id == run.id,
+            RolloutGroup.step == step,
+            RolloutGroup.kind == kind,
         )
     )
+    if kind == "evaluation":
+        statement = statement.where(PromptRow.dataset == dataset_of_set(run, evaluation_set))
+    return set(session.scalars(statement))
 
 
 def record_groups(
@@ -136,13 +174,27 @@ def record_groups(
             "row_start": [group.row_start for group in groups],
             "row_count": [group.row_count for group in groups],
             "token_count": [group.token_count for group in groups],
+            "majority": [_majority(group) if kind == "evaluation" else None for group in groups],
         },
     )
 
 
-def missing_groups(session: Session, run: Run, step: int, kind: wire.Kind) -> str:
+def _majority(group: GroupRows) -> str | None:
+    """Returns maj@k of a group by k as JSON; None if the answer of a response was not recorded."""
+    answers = [answer for answer in group.answers if answer is not None]
+    if len(answers) < group.row_count:
+        return None
+    counts = sample_counts(group.row_count)
+    return json.dumps({k: majority_at_k(answers, group.verdicts, k) for k in counts})
+
+
+def missing_groups(
+    session: Session, run: Run, step: int, kind: wire.Kind, evaluation_set: str | None = None
+) -> str:
     """Describes the groups of this kind that a step still lacks; empty when it has all of them."""
     config = run_config(run)
+    if kind == "evaluation":
+        return _missing_of_set(session, run, step, dataset_of_set(run, evaluation_set))
     is_mixed = RolloutGroup.correct.between(1, RolloutGroup.size - 1)
     recorded, mixed = session.execute(
         select(func.count(), func.count().filter(is_mixed)).where(
@@ -151,11 +203,26 @@ def missing_groups(session: Session, run: Run, step: int, kind: wire.Kind) -> st
     ).one()
     if kind == "fresh":
         return _missing_fresh(config, step, recorded, mixed)
-    if kind == "evaluation":
-        needed = dataset_size(session, run.test_dataset)
-    else:
-        needed = len(reevaluated_entries(session, run, config, step))
+    needed = len(reevaluated_entries(session, run, config, step))
     return "" if recorded == needed else f"{recorded} of {needed} {kind} groups of step {step}"
+
+
+def _missing_of_set(session: Session, run: Run, version: int, dataset: str) -> str:
+    recorded = session.scalar(
+        select(func.count())
+        .select_from(RolloutGroup)
+        .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
+        .where(
+            RolloutGroup.run_id == run.id,
+            RolloutGroup.step == version,
+            RolloutGroup.kind == "evaluation",
+            PromptRow.dataset == dataset,
+        )
+    )
+    needed = dataset_size(session, dataset)
+    return (
+        "" if recorded == needed else f"{recorded} of {needed} evaluation groups of step {version}"
+    )
 
 
 def _missing_fresh(config: RunConfig, step: int, recorded: int, mixed: int) -> str:

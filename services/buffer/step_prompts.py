@@ -18,6 +18,7 @@ from services.buffer.runs import run_config
 from services.buffer.step_groups import (
     ExpectedPrompt,
     check_step,
+    dataset_of_set,
     missing_groups,
     recorded_uids,
 )
@@ -30,34 +31,43 @@ _CONTENT = (*_ID, PromptRow.task, PromptRow.payload)
 
 
 def select_prompts(
-    session: Session, run: Run, step: int, kind: wire.Kind, generation_round: int
+    session: Session,
+    run: Run,
+    step: int,
+    kind: wire.Kind,
+    generation_round: int,
+    evaluation_set: str | None = None,
 ) -> wire.StepPrompts:
     """Returns the prompts to roll out at a step, and the policy version that answers them.
+
+    evaluation_set: name of the set of an evaluation; None is the primary one, here and below.
 
     They are not ready while the run is paused or the version is set aside, and re-evaluations not
     before the commit of the step before. Raises 400 if the schedule has no such rollouts at this
     step.
     """
     config = run_config(run)
-    check_step(config, step, kind)
+    check_step(config, step, kind, evaluation_set)
     version = config.rollout_version(step, kind)
     undecided = kind == "reevaluation" and run.current_step < step - 1
     if undecided or run.status == "paused" or is_set_aside(session, run, version):
         return wire.StepPrompts(ready=False, policy_version=version, prompts=[])
-    rows = _prompt_rows(session, run, config, step, kind, generation_round, _CONTENT)
+    rows = _prompt_rows(
+        session, run, config, step, kind, generation_round, evaluation_set, _CONTENT
+    )
     items = [wire.PromptItem(uid=row.uid, task=row.task, payload=row.payload) for row in rows]
-    recorded = recorded_uids(session, run, step, kind)
+    recorded = recorded_uids(session, run, step, kind, evaluation_set)
     return wire.StepPrompts(
         ready=True,
         policy_version=version,
         prompts=items,
         recorded=[item.uid for item in items if item.uid in recorded],
-        complete=not missing_groups(session, run, step, kind),
+        complete=not missing_groups(session, run, step, kind, evaluation_set),
     )
 
 
 def expected_prompts(
-    session: Session, run: Run, step: int, kind: wire.Kind
+    session: Session, run: Run, step: int, kind: wire.Kind, evaluation_set: str | None = None
 ) -> dict[str, ExpectedPrompt]:
     """Returns every prompt that may be rolled out at a step, by uid.
 
@@ -72,7 +82,9 @@ def expected_prompts(
     rows = [
         row
         for generation_round in range(rounds)
-        for row in _prompt_rows(session, run, config, step, kind, generation_round, _ID)
+        for row in _prompt_rows(
+            session, run, config, step, kind, generation_round, evaluation_set, _ID
+        )
     ]
     return {row.uid: ExpectedPrompt(row.id, position) for position, row in enumerate(rows)}
 
@@ -84,6 +96,7 @@ def _prompt_rows(
     step: int,
     kind: wire.Kind,
     generation_round: int,
+    evaluation_set: str | None,
     columns: Columns,
 ) -> list[Row[*tuple[Any, ...]]]:
     """Returns `columns` of the prompts of a step and kind, in the order of their rollout."""
@@ -91,7 +104,8 @@ def _prompt_rows(
         uids = [entry.prompt_uid for entry in reevaluated_entries(session, run, config, step)]
         return _rows_by_uid(session, run.train_dataset, uids, columns)
     if kind == "evaluation":
-        statement = select(*columns).where(PromptRow.dataset == run.test_dataset)
+        dataset = dataset_of_set(run, evaluation_set)
+        statement = select(*columns).where(PromptRow.dataset == dataset)
         return list(session.execute(statement.order_by(PromptRow.position)))
     positions = prompt_positions(
         config.seed,

@@ -62,8 +62,9 @@ class Run(Base):
     config: Mapped[dict[str, Any]]
     """The whole `RunConfig` as JSON, defaults included; never changed after creation."""
     train_dataset: Mapped[str]
-    test_dataset: Mapped[str]
-    """Held-out prompts, for evaluations."""
+    test_datasets: Mapped[dict[str, Any]]
+    """Dataset of the held-out prompts of each evaluation set, by the set's name. Each set has its
+    own, so the dataset of a prompt tells the set of its groups."""
     status: Mapped[str] = mapped_column(default="created")
     current_step: Mapped[int] = mapped_column(default=0)
     """The last committed step; 0 before the first commit."""
@@ -238,6 +239,9 @@ class RolloutGroup(Base):
     row_count: Mapped[int]
     token_count: Mapped[int]
     """Response tokens of the group."""
+    majority: Mapped[dict[str, Any] | None]
+    """maj@k of an evaluation by k (`bapo_core.metrics.majority_at_k`); null for other kinds, and
+    if the answers of the responses were not recorded."""
     proximal_key: Mapped[str | None]
     """Object with the trainer's log-probs at the storage step (`loss.ratio: decoupled`)."""
     proximal_digest: Mapped[str | None]
@@ -348,19 +352,23 @@ class StepRecord(Base):
 
 
 class EvaluationRecord(Base):
-    """A complete evaluation of a policy version; derived from `rollout_group`."""
+    """A complete evaluation of a policy version on a set; derived from `rollout_group`."""
 
     __tablename__ = "evaluation"
 
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"), primary_key=True)
     version: Mapped[int] = mapped_column(primary_key=True)
+    evaluation_set: Mapped[str] = mapped_column(primary_key=True)
+    """Name of the set, a key of `run.test_datasets`."""
     mean_accuracy: Mapped[float]
-    """Share of correct responses over all held-out prompts."""
+    """Share of correct responses over all prompts of the set."""
     bins: Mapped[list[Any]]
-    """Number of prompts with k correct responses, for k = 0..evaluation.samples."""
+    """Number of prompts with k correct responses, for k = 0..n with n samples."""
     prompts: Mapped[int]
     tokens: Mapped[int]
     """Response tokens of the evaluation."""
+    majority: Mapped[list[Any] | None]
+    """The scores maj@k (`wire.Score`); null if a group has none."""
 
 
 class WeightVersion(Base):

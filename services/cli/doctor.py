@@ -123,7 +123,7 @@ async def _generate(
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     task = get_task(config.task.name, **config.task.options)
-    train, _ = load_datasets(config, data_sources())
+    train = load_datasets(config, data_sources()).train
     rollout = config.rollout
     request = GenerateRequest(
         policy_version=1,

@@ -1,99 +1,134 @@
-"""Measures the accuracy of a model directory on held-out prompts, without any service."""
+"""Measures the accuracy of a model directory on evaluation sets, without any service."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from rich.console import Console
-from rich.table import Table
+from rich.progress import track
 
-from bapo_core.config import RunConfig
+from bapo_core.config import EvaluationSet, RunConfig
 from bapo_core.errors import BapoError
-from bapo_core.metrics import accuracy_bins, pass_at_k
+from bapo_core.metrics import (
+    accuracy_bins,
+    majority_at_k,
+    mean_score,
+    sample_counts,
+    scores_of_bins,
+)
 from bapo_core.seeding import derive_seed
-from bapo_core.tasks import get_task
+from bapo_core.tasks import VerdictStatus, get_task, normalise_answer
+from services.buffer.api.wire import Evaluation, Score
 from services.cli.service import data_sources
-from services.datasets import load_datasets
-from services.rollout.api.wire import PromptRequest, Sampling
+from services.datasets import Dataset, load_datasets, load_evaluation_sets
+from services.rollout.api.wire import GeneratedGroup, PromptRequest, Sampling
 from services.rollout.collector import tokenize_conversation
+from services.rollout.transformers_engine import TransformersEngine
 from services.verifier.pool import VerifierPool
 
+Value = TypeVar("Value")
 
-def evaluate_directory(config: RunConfig, directory: Path) -> dict[str, Any]:
-    """Samples every held-out prompt and scores the responses in processes of their own.
+PROMPTS_AT_ONCE = 16
+"""Prompts between two movements of the progress bar."""
 
-    Returns mean accuracy, pass@k, and the number of prompts by correct samples (`bins`). Raises
-    `BapoError` when `directory` holds no model.
+
+def evaluate_directory(config: RunConfig, directory: Path) -> list[Evaluation]:
+    """Samples the prompts of every evaluation set and scores the responses.
+
+    The model counts as policy version 1. Raises `BapoError` when `directory` holds no model, and
+    when a set cannot be read.
     """
     if not (directory / "config.json").is_file():
         raise BapoError(f"{directory} is not a model directory: it has no config.json")
-    from transformers import AutoTokenizer
-
-    from services.rollout.transformers_engine import TransformersEngine
-
-    _, held_out = load_datasets(config, data_sources())
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    task = get_task(config.task.name, **config.task.options)
-    samples = config.evaluation_samples
+    held_out = _load_held_out(config)
     engine = TransformersEngine()
     engine.load(directory, 1)
-    generated = engine.generate(
-        [
-            PromptRequest(
-                prompt_token_ids=tokenize_conversation(tokenizer, task.render(prompt.payload)),
-                seed=derive_seed(config.seed, "evaluation", 1, prompt.uid),
-            )
-            for prompt in held_out.prompts
-        ],
-        Sampling(
-            temperature=config.evaluation_temperature,
-            max_tokens=config.rollout.max_response_tokens,
-            group_size=samples,
-        ),
-        policy_version=1,
-    )
+    return [
+        _evaluate_set(config, settings, held_out[name], engine, directory)
+        for name, settings in config.evaluation_sets.items()
+    ]
+
+
+def _load_held_out(config: RunConfig) -> dict[str, Dataset]:
+    """Returns the prompts of each set. Those of a run without sets depend on its training data."""
+    if config.evaluation.sets:
+        return load_evaluation_sets(config, data_sources())
+    return load_datasets(config, data_sources()).test
+
+
+def _evaluate_set(
+    config: RunConfig,
+    settings: EvaluationSet,
+    dataset: Dataset,
+    engine: TransformersEngine,
+    directory: Path,
+) -> Evaluation:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    task = get_task(config.task.name, **settings.options)
+    requests = [
+        PromptRequest(
+            prompt_token_ids=tokenize_conversation(tokenizer, task.render(prompt.payload)),
+            seed=derive_seed(config.seed, "evaluation", 1, prompt.uid),
+        )
+        for prompt in dataset.prompts
+    ]
+    groups = list(_generate(config, settings, engine, requests))
     responses = [
         (prompt.payload, str(tokenizer.decode(response.token_ids, skip_special_tokens=True)))
-        for prompt, group in zip(held_out.prompts, generated, strict=True)
+        for prompt, group in zip(dataset.prompts, groups, strict=True)
         for response in group.responses
     ]
     pool = VerifierPool(workers=1, deadline_s=5.0)
     try:
-        verdicts = pool.verify(config.task.name, config.task.options, responses)
+        verdicts = pool.verify(task.name, dict(settings.options), responses)
     finally:
         pool.close()
-    rewards = [verdict.reward for verdict in verdicts]
-    corrects = [
-        int(sum(rewards[start : start + samples])) for start in range(0, len(rewards), samples)
+    n = settings.samples
+    correct = _by_prompt([verdict.status == VerdictStatus.OK for verdict in verdicts], n)
+    answers = _by_prompt([normalise_answer(task, verdict.extracted) for verdict in verdicts], n)
+    bins = accuracy_bins([sum(group) for group in correct], n)
+    majority = [
+        mean_score(
+            "maj", k, [majority_at_k(*pair, k) for pair in zip(answers, correct, strict=True)]
+        )
+        for k in sample_counts(n)
     ]
-    passes = {
-        k: sum(pass_at_k(samples, c, k) for c in corrects) / len(corrects)
-        for k in (1, 2, 4, 8, 16, 32)
-        if k <= samples
-    }
-    return {
-        "model": str(directory),
-        "prompts": len(corrects),
-        "samples": samples,
-        "mean_accuracy": sum(corrects) / (samples * len(corrects)),
-        "bins": accuracy_bins(corrects, samples),
-        "pass_at_k": passes,
-    }
-
-
-def show(console: Console, result: dict[str, Any]) -> None:
-    """Prints the result as tables."""
-    console.print(
-        f"{result['model']}: {result['prompts']} prompts, {result['samples']} samples each, "
-        f"mean accuracy {result['mean_accuracy']:.4f}",
-        highlight=False,
+    return Evaluation(
+        version=1,
+        evaluation_set=settings.name,
+        mean_accuracy=sum(map(sum, correct)) / len(verdicts),
+        bins=bins,
+        prompts=len(correct),
+        tokens=sum(len(response.token_ids) for group in groups for response in group.responses),
+        scores=[Score(**asdict(score)) for score in [*scores_of_bins(bins), *majority]],
     )
-    bins = Table("correct", "prompts", title="prompts by correct samples", title_justify="left")
-    for correct, count in enumerate(result["bins"]):
-        bins.add_row(str(correct), str(count))
-    console.print(bins)
-    passes = Table("k", "pass@k")
-    for k, value in result["pass_at_k"].items():
-        passes.add_row(str(k), f"{value:.4f}")
-    console.print(passes)
+
+
+def _by_prompt(values: Sequence[Value], samples: int) -> list[Sequence[Value]]:
+    return [values[start : start + samples] for start in range(0, len(values), samples)]
+
+
+def _generate(
+    config: RunConfig,
+    settings: EvaluationSet,
+    engine: TransformersEngine,
+    requests: Sequence[PromptRequest],
+) -> Iterator[GeneratedGroup]:
+    """Yields the group of each request in order, while a bar on standard error shows progress."""
+    sampling = Sampling(
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+        max_tokens=config.rollout.max_response_tokens,
+        group_size=settings.samples,
+    )
+    starts = range(0, len(requests), PROMPTS_AT_ONCE)
+    console = Console(stderr=True)
+    for start in track(starts, settings.name, console=console, transient=True):
+        yield from engine.generate(
+            requests[start : start + PROMPTS_AT_ONCE], sampling, policy_version=1
+        )

@@ -61,8 +61,8 @@ def create_run(run: LocalRun) -> None:
             f"run {run.config.name!r} exists; continue it with --resume, or take another name "
             "(name=...) or the next free one (--new)"
         )
-    train, test = load_datasets(run.config, data_sources(lambda: client))
-    for dataset in (train, test):
+    datasets = load_datasets(run.config, data_sources(lambda: client))
+    for dataset in datasets.all:
         client.upload_dataset(dataset.name, dataset.prompts)
         if dataset.notes:
             run.console.print(f"note: {dataset.name}: {dataset.summary}", highlight=False)
@@ -70,8 +70,8 @@ def create_run(run: LocalRun) -> None:
         wire.RunCreate(
             name=run.config.name,
             config=run.config.model_dump(mode="json"),
-            train_dataset=train.name,
-            test_dataset=test.name,
+            train_dataset=datasets.train.name,
+            test_datasets=datasets.test_names,
         )
     )
 

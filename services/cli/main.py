@@ -31,6 +31,9 @@ SECTIONS = {
     },
     "Ask about a run": {
         "metrics": Lazy(f"{_IN}.metrics:metrics", "Show or export the metrics of each step."),
+        "evaluations": Lazy(
+            f"{_IN}.evaluations:evaluations", "Show the scores of a run on its evaluation sets."
+        ),
         "prompts": Lazy(f"{_IN}.prompts:prompts", "List training prompts by difficulty."),
         "prompt": Lazy(f"{_IN}.prompts:prompt", "Show the attempts at one prompt."),
         "batches": Lazy(f"{_IN}.batches:batches", "Show the composition of the batches."),

@@ -33,9 +33,12 @@ def trajectories(run: str, step: int, kind: str, digest: str) -> str:
     return f"{run_prefix(run)}/trajectories/step={step}/{kind}-{digest[:16]}.arrow"
 
 
-def journal(run: str, step: int, kind: str, generation_round: int) -> str:
-    """Prefix of the journal of unfinished responses of a kind; each round has its own."""
-    return f"{run_prefix(run)}/journal/step={step}/{kind}-{generation_round}"
+def journal(run: str, step: int, kind: str, part: int | str) -> str:
+    """Prefix of the journal of unfinished responses of a kind.
+
+    part: the generation round, or the set of an evaluation, each of which has its own.
+    """
+    return f"{run_prefix(run)}/journal/step={step}/{kind}-{part}"
 
 
 def profiles(run: str) -> str:

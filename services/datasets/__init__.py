@@ -5,15 +5,24 @@ An address of a data set is a local file, `hf://organisation/name[@revision][:sp
 """
 
 from services.datasets.dataset import Dataset, digest_of_prompts
-from services.datasets.load import keep_prompts, load_datasets, read_dataset
-from services.datasets.sources import DataSources, pin_address, pin_revisions
+from services.datasets.load import (
+    RunDatasets,
+    keep_prompts,
+    load_datasets,
+    load_evaluation_sets,
+    read_dataset,
+)
+from services.datasets.sources import DataSources, data_addresses, pin_address, pin_revisions
 
 __all__ = [
     "DataSources",
     "Dataset",
+    "RunDatasets",
+    "data_addresses",
     "digest_of_prompts",
     "keep_prompts",
     "load_datasets",
+    "load_evaluation_sets",
     "pin_address",
     "pin_revisions",
     "read_dataset",

@@ -6,36 +6,68 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from bapo_core.config import RunConfig
+from bapo_core.config.evaluation import TEST_SET, EvaluationSet
 from bapo_core.errors import BapoError
 from bapo_core.rewards import check_reward
 from bapo_core.tasks import Payload, SyntheticTask, Task, get_task
 from services.buffer.api import wire
 from services.datasets.dataset import Dataset, digest_of_prompts
 from services.datasets.files import RowError
-from services.datasets.sources import DataSources, open_rows
+from services.datasets.sources import (
+    TRAIN_PATH,
+    DataSources,
+    address_key,
+    data_addresses,
+    open_rows,
+)
 from services.datasets.uploaded import DATASET, read_uploaded
 from services.verifier.api.wire import LARGEST_PAYLOAD
 
 NO_SERVICES = DataSources()
 
 
-def load_datasets(config: RunConfig, sources: DataSources = NO_SERVICES) -> tuple[Dataset, Dataset]:
-    """Returns the training and the held-out prompts of a run.
+class RunDatasets(NamedTuple):
+    """The prompts of a run."""
 
-    Raises `BapoError` when a data set cannot be read, when the two overlap, or when there are fewer
-    training prompts than a step may draw.
+    train: Dataset
+    test: dict[str, Dataset]
+    """Held-out prompts of each evaluation set, by its name."""
+
+    @property
+    def test_names(self) -> dict[str, str]:
+        """The name of the dataset of each evaluation set."""
+        return {name: dataset.name for name, dataset in self.test.items()}
+
+    @property
+    def all(self) -> list[Dataset]:
+        """All datasets, which a run needs in the buffer service."""
+        return [self.train, *self.test.values()]
+
+
+def load_datasets(config: RunConfig, sources: DataSources = NO_SERVICES) -> RunDatasets:
+    """Returns the training prompts of a run, and the held-out prompts of its evaluation sets.
+
+    Raises `BapoError` when a data set cannot be read, when training prompts are held out, or when
+    there are fewer training prompts than a step may draw.
     """
-    train, test = _load_both(config, sources)
-    held_out = {prompt.uid for prompt in test.prompts}
-    overlap = [prompt.uid for prompt in train.prompts if prompt.uid in held_out]
-    if overlap:
-        raise BapoError(
-            f"{len(overlap)} training prompts are held-out prompts too (the first: {overlap[0]}); "
-            "remove them from one of task.train_path and task.test_path"
-        )
+    if config.evaluation.sets:
+        test = load_evaluation_sets(config, sources)
+        train = _load_training_prompts(config, sources, test)
+    else:
+        train, only = _load_both(config, sources)
+        test = {TEST_SET: only}
+    for name, dataset in test.items():
+        held_out = {prompt.uid for prompt in dataset.prompts}
+        overlap = [prompt.uid for prompt in train.prompts if prompt.uid in held_out]
+        if overlap:
+            raise BapoError(
+                f"{len(overlap)} training prompts are held-out prompts too (the first: "
+                f"{overlap[0]}); remove them from one of {TRAIN_PATH} and "
+                f"{address_key(config, name)}"
+            )
     needed = config.rollout.prompts_per_step * config.rollout.max_generation_rounds
     if len(train.prompts) < needed:
         raise BapoError(
@@ -43,7 +75,63 @@ def load_datasets(config: RunConfig, sources: DataSources = NO_SERVICES) -> tupl
             "lower rollout.prompts_per_step or rollout.max_generation_rounds, or provide more "
             "prompts"
         )
-    return train, test
+    return RunDatasets(train, test)
+
+
+def load_evaluation_sets(
+    config: RunConfig, sources: DataSources = NO_SERVICES
+) -> dict[str, Dataset]:
+    """Returns the held-out prompts of each set of `evaluation.sets`, by its name.
+
+    Raises `BapoError`, which names the set, when its prompts can be neither read nor generated.
+    """
+    return {
+        name: _load_set(config, settings, sources)
+        for name, settings in config.evaluation_sets.items()
+    }
+
+
+def _load_set(config: RunConfig, settings: EvaluationSet, sources: DataSources) -> Dataset:
+    try:
+        task = get_task(config.task.name, **settings.options)
+        if settings.path is not None:
+            columns, limit = settings.columns, settings.prompts
+            return read_dataset(task, settings.path, sources, columns, limit, split=settings.name)
+        if not isinstance(task, SyntheticTask):
+            raise BapoError(f"task {task.name} cannot generate prompts; set the path of the set")
+        _, problems = _generate(task, config.task.data_seed, train=0, test=settings.prompts)
+        return _dataset(task, problems, settings.name)
+    except BapoError as error:
+        raise BapoError(f"evaluation.sets.{settings.name}: {error}") from error
+
+
+def _load_training_prompts(
+    config: RunConfig, sources: DataSources, held_out: Mapping[str, Dataset]
+) -> Dataset:
+    """Returns the training prompts; generated ones are in no evaluation set."""
+    settings = config.task
+    task = get_task(settings.name, **settings.options)
+    if settings.train_path is not None:
+        address, columns, limit = settings.train_path, settings.columns, settings.train_prompts
+        return read_dataset(task, address, sources, columns, limit, split="train")
+    if not isinstance(task, SyntheticTask):
+        raise BapoError(f"task {settings.name} cannot generate prompts; set task.train_path")
+    uids = {prompt.uid for dataset in held_out.values() for prompt in dataset.prompts}
+    try:
+        drawn = task.generate(settings.data_seed, settings.train_prompts + len(uids))
+    except ValueError as error:
+        raise BapoError(str(error)) from error
+    problems = [problem for problem in drawn if task.uid(problem) not in uids]
+    return _dataset(task, problems[: settings.train_prompts], "train")
+
+
+def _generate(
+    task: SyntheticTask, seed: int, *, train: int, test: int
+) -> tuple[list[Payload], list[Payload]]:
+    try:
+        return task.generate_split(seed, train=train, test=test)
+    except ValueError as error:
+        raise BapoError(str(error)) from error
 
 
 def _load_both(config: RunConfig, sources: DataSources) -> tuple[Dataset, Dataset]:
@@ -69,12 +157,9 @@ def _load_both(config: RunConfig, sources: DataSources) -> tuple[Dataset, Datase
         raise BapoError(
             f"task {settings.name} cannot generate prompts; set task.train_path and task.test_path"
         )
-    try:
-        train, test = task.generate_split(
-            settings.data_seed, train=settings.train_prompts, test=settings.test_prompts
-        )
-    except ValueError as error:
-        raise BapoError(str(error)) from error
+    train, test = _generate(
+        task, settings.data_seed, train=settings.train_prompts, test=settings.test_prompts
+    )
     return _dataset(task, train, "train"), _dataset(task, test, "test")
 
 
@@ -167,24 +252,40 @@ def _plain(payload: Payload) -> dict[str, Any]:
     return plain
 
 
-def keep_prompts(config: RunConfig, run: wire.RunState, train: Dataset, test: Dataset) -> RunConfig:
+def keep_prompts(config: RunConfig, run: wire.RunState, datasets: RunDatasets) -> RunConfig:
     """Returns the configuration with which a run that exists goes on: with its own task's data.
 
     Its data sets may have moved, or have other revisions, as long as the prompts are the same.
     Raises `BapoError` when they are not, because the results would be a mixture of two.
     """
-    for key, recorded, dataset in (
-        ("train_path", run.train_dataset, train),
-        ("test_path", run.test_dataset, test),
-    ):
-        if dataset.name != recorded:
-            present, former = (getattr(task, key) for task in (config.task, run.config.task))
+    now, before = data_addresses(config), data_addresses(run.config)
+    names = {TRAIN_PATH: datasets.train.name} | _by_address_key(config, datasets.test_names)
+    recorded = {TRAIN_PATH: run.train_dataset} | _by_address_key(run.config, run.test_datasets)
+    if names.keys() != recorded.keys():
+        raise BapoError(
+            f"run {run.name!r} was created with the evaluation sets "
+            f"{', '.join(sorted(run.test_datasets))}, and the configuration has "
+            f"{', '.join(sorted(datasets.test))} now; give the former sets, or choose another run "
+            "name"
+        )
+    for key, name in names.items():
+        if name != recorded[key]:
             raise BapoError(
-                f"task.{key}: run {run.name!r} was created with other prompts ({recorded} of "
-                f"{former or 'generated ones'}) than {present or 'the task generates'} has now "
-                f"({dataset.name}); give the former data or revision, or choose another run name"
+                f"{key}: run {run.name!r} was created with other prompts ({recorded[key]} of "
+                f"{before[key] or 'generated ones'}) than {now[key] or 'the task generates'} has "
+                f"now ({name}); give the former data or revision, or choose another run name"
             )
     task = run.config.task.model_copy(
         update={"name": config.task.name, "options": config.task.options}
     )
-    return config.model_copy(update={"task": task})
+    sets = {
+        name: settings.model_copy(update={"path": run.config.evaluation.sets[name].path})
+        for name, settings in config.evaluation.sets.items()
+    }
+    evaluation = config.evaluation.model_copy(update={"sets": sets})
+    return config.model_copy(update={"task": task, "evaluation": evaluation})
+
+
+def _by_address_key(config: RunConfig, values: Mapping[str, str]) -> dict[str, str]:
+    """Returns the values of evaluation sets by the configuration's key of the set's address."""
+    return {address_key(config, name): value for name, value in values.items()}

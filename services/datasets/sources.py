@@ -72,4 +72,27 @@ def pin_revisions(config: RunConfig) -> RunConfig:
     """
     addresses = {"train_path": config.task.train_path, "test_path": config.task.test_path}
     pinned = {key: address and pin_address(address) for key, address in addresses.items()}
-    return config.model_copy(update={"task": config.task.model_copy(update=pinned)})
+    sets = {
+        name: settings.model_copy(update={"path": settings.path and pin_address(settings.path)})
+        for name, settings in config.evaluation.sets.items()
+    }
+    return config.model_copy(
+        update={
+            "task": config.task.model_copy(update=pinned),
+            "evaluation": config.evaluation.model_copy(update={"sets": sets}),
+        }
+    )
+
+
+TRAIN_PATH = "task.train_path"
+
+
+def address_key(config: RunConfig, evaluation_set: str) -> str:
+    """Returns the key of the configuration that holds the address of an evaluation set."""
+    return f"evaluation.sets.{evaluation_set}.path" if config.evaluation.sets else "task.test_path"
+
+
+def data_addresses(config: RunConfig) -> dict[str, str | None]:
+    """Returns the addresses of a run's data sets by their keys; None for generated prompts."""
+    sets = {address_key(config, name): one.path for name, one in config.evaluation_sets.items()}
+    return {TRAIN_PATH: config.task.train_path, **sets}

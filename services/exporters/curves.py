@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -30,14 +31,14 @@ def curves(step: StepView) -> dict[str, float]:
     return rewards | counts | {"rollout_tokens": float(step.tokens)} | step.metrics
 
 
-def evaluation_curves(evaluation: Evaluation) -> dict[str, float]:
-    """Returns the curves' values of an evaluation.
+def evaluation_curves(evaluation: Evaluation, prefix: str = "evaluation") -> dict[str, float]:
+    """Returns the curves' values of an evaluation, by name below `prefix`.
 
     They belong to step `version - 1`, whose update made the version.
     """
     return {
-        "evaluation/accuracy": evaluation.mean_accuracy,
-        "evaluation/prompts_at_0": float(evaluation.bins[0]),
+        f"{prefix}/accuracy": evaluation.mean_accuracy,
+        f"{prefix}/prompts_at_0": float(evaluation.bins[0]),
     }
 
 
@@ -52,7 +53,26 @@ def new_points(
     for step in buffer.steps(after=position.step):
         position.step, unix_time = step.step, step.committed_at.timestamp()
         yield step.step, unix_time, curves(step)
-    for evaluation in buffer.evaluations():
-        if evaluation.version > position.version:
-            position.version = evaluation.version
-            yield position.version - 1, unix_time or time.time(), evaluation_curves(evaluation)
+    for version, values in _complete_evaluations(buffer, position.version):
+        position.version = version
+        yield version - 1, unix_time or time.time(), values
+
+
+def _complete_evaluations(
+    buffer: BufferClient, after: int
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """Yields (version, values on all sets) in order, up to the first that lacks an evaluation."""
+    config, sets = buffer.run_state().config, buffer.evaluation_sets()
+    evaluations: dict[int, dict[str, Evaluation]] = defaultdict(dict)
+    for one in sets:
+        for evaluation in one.evaluations:
+            evaluations[evaluation.version][one.name] = evaluation
+    for version in sorted(version for version in evaluations if version > after):
+        measured = evaluations[version]
+        if measured.keys() != set(config.evaluation_sets_at(version)):
+            return
+        values: dict[str, float] = {}
+        for name, evaluation in measured.items():
+            prefix = "evaluation" if name == config.primary_set else f"evaluation/{name}"
+            values |= evaluation_curves(evaluation, prefix)
+        yield version, values

@@ -10,7 +10,9 @@ from typing import Any
 import yaml
 
 from bapo_core.types import Source
+from services.buffer.api.wire import EvaluationSetView
 from services.report import charts
+from services.report.scores import COLUMNS, INTERVALS, score_rows
 from services.report.summary import RunHistory
 from services.report.timeline import SyncWindow, assign_lanes
 
@@ -86,6 +88,7 @@ def write_report(history: RunHistory, summary: dict[str, Any], path: Path) -> No
         f"<h1>{html.escape(name)}</h1>",
         f'<p class="lead">{html.escape(_lead(history))}</p>',
         tiles(_headline(summary)),
+        _sets_table(history.sets),
         f'<div class="charts">{"".join(_figures(history, summary))}</div>',
         "<details><summary>Configuration</summary><pre>",
         html.escape(yaml.safe_dump(history.config.model_dump(mode="json"), sort_keys=False)),
@@ -123,6 +126,25 @@ def _headline(summary: dict[str, Any]) -> list[tuple[str, str]]:
     return values
 
 
+def _sets_table(sets: Sequence[EvaluationSetView]) -> str:
+    """Returns the scores of the first and of the last evaluation on every set."""
+    measured = [one for one in sets if one.evaluations]
+    first = score_rows([one.evaluations[0] for one in measured])
+    last = score_rows([one.evaluations[-1] for one in measured])
+    heads = ["set", "prompts", "n", "mean@n, base", *COLUMNS[3:]]
+    rows = [[*row[:3], base[3], *row[3:]] for base, row in zip(first, last, strict=True)]
+    cells = "".join(
+        f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows
+    )
+    return (
+        '<div class="charts"><figure class="wide scrolls"><h2>Evaluation sets</h2>'
+        f"<figcaption>The last evaluation on each set. {html.escape(INTERVALS)} Bins: number of "
+        "prompts with 0, 1, ... n correct responses.</figcaption><table><thead><tr>"
+        f"{''.join(f'<th>{head}</th>' for head in heads)}</tr></thead><tbody>{cells}</tbody>"
+        "</table></figure></div>"
+    )
+
+
 def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
     steps, evaluations = history.steps, history.evaluations
     x = [step.step for step in steps]
@@ -148,7 +170,8 @@ def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
         ),
         figure(
             "Held-out accuracy",
-            "Mean accuracy on the held-out prompts, by policy version.",
+            f"Mean accuracy on the evaluation set {evaluations[0].evaluation_set}, by policy "
+            "version.",
             charts.lines(
                 versions, {"accuracy": [evaluation.mean_accuracy for evaluation in evaluations]}
             ),

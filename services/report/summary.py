@@ -9,7 +9,13 @@ from typing import Any
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
-from services.buffer.api.wire import Evaluation, Migration, RunState, StepView
+from services.buffer.api.wire import (
+    Evaluation,
+    EvaluationSetView,
+    Migration,
+    RunState,
+    StepView,
+)
 from services.report.timeline import SyncWindow, read_sync_windows
 
 
@@ -21,6 +27,9 @@ class RunHistory:
     config: RunConfig
     steps: list[StepView]
     evaluations: list[Evaluation]
+    """Evaluations on the primary set."""
+    sets: list[EvaluationSetView]
+    """All evaluation sets by name, with the evaluations on them."""
     migration: Migration
     """Movement of held-out prompts between accuracy bins, first to last evaluation."""
     unlocked_over_time: list[float]
@@ -57,6 +66,7 @@ def read_history(buffer: BufferClient) -> RunHistory:
         config=state.config,
         steps=steps,
         evaluations=evaluations,
+        sets=buffer.evaluation_sets(),
         migration=migrations[-1],
         unlocked_over_time=[migration.unlocked_fraction for migration in migrations],
         unlocked_training_prompts=_unlocked(buffer),
@@ -97,6 +107,14 @@ def summarise(history: RunHistory, wall_seconds: float | None = None) -> dict[st
             "initial": _evaluation(history.evaluations[0]),
             "final": _evaluation(history.evaluations[-1]),
         },
+        "evaluation_sets": {
+            one.name: {
+                "initial": _evaluation(one.evaluations[0]),
+                "final": _evaluation(one.evaluations[-1]),
+            }
+            for one in history.sets
+            if one.evaluations
+        },
         "unlocked_fraction": history.migration.unlocked_fraction,
         "unlocked_training_prompts": {"unlocked": unlocked, "initially_unsolved": unsolved},
         "seconds": {name: round(value, 3) for name, value in seconds.items()},
@@ -104,7 +122,9 @@ def summarise(history: RunHistory, wall_seconds: float | None = None) -> dict[st
         "tokens": {
             "generated": sum(step.tokens for step in history.steps),
             "trained": int(sum(step.metrics.get("trained_tokens", 0) for step in history.steps)),
-            "evaluation": sum(evaluation.tokens for evaluation in history.evaluations),
+            "evaluation": sum(
+                evaluation.tokens for one in history.sets for evaluation in one.evaluations
+            ),
         },
     }
 
@@ -128,4 +148,5 @@ def _evaluation(evaluation: Evaluation) -> dict[str, Any]:
         "mean_accuracy": evaluation.mean_accuracy,
         "bins": evaluation.bins,
         "prompts": evaluation.prompts,
+        "scores": [score.model_dump() for score in evaluation.scores],
     }

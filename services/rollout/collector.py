@@ -21,7 +21,7 @@ from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from bapo_core.rewards import check_reward, reward_parts, total_reward
 from bapo_core.seeding import derive_seed
-from bapo_core.tasks import get_task
+from bapo_core.tasks import Task, get_task, normalise_answer
 from services.buffer.api import wire
 from services.buffer.api.client import LONG_POLL_S, BufferClient
 from services.buffer.api.spans import SpanRecorder
@@ -66,10 +66,11 @@ DELIVER_WITHIN_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Rollouts of one kind for one step."""
+    """Rollouts of one kind for one step; those of an evaluation, for one set."""
 
     step: int
     kind: wire.Kind
+    evaluation_set: str | None = None
 
 
 def plan_jobs(config: RunConfig, first_step: int) -> Iterator[Job]:
@@ -78,8 +79,7 @@ def plan_jobs(config: RunConfig, first_step: int) -> Iterator[Job]:
     Evaluations of earlier steps come first, because a run may have been interrupted before them.
     """
     for step in range(1, first_step):
-        if config.evaluates_at(step):
-            yield Job(step, "evaluation")
+        yield from _evaluations(config, step)
     step = first_step
     while step <= config.steps:
         end = min(config.schedule.sync_window(step).stop, config.steps + 1)
@@ -88,10 +88,13 @@ def plan_jobs(config: RunConfig, first_step: int) -> Iterator[Job]:
             if config.reevaluate.enabled and config.schedule.reevaluates_at(t):
                 yield Job(t, "reevaluation")
         for t in range(step, end):
-            if config.evaluates_at(t):
-                yield Job(t, "evaluation")
+            yield from _evaluations(config, t)
         step = end
-    yield Job(config.steps + 1, "evaluation")
+    yield from _evaluations(config, config.steps + 1)
+
+
+def _evaluations(config: RunConfig, version: int) -> list[Job]:
+    return [Job(version, "evaluation", name) for name in config.evaluation_sets_at(version)]
 
 
 @dataclass
@@ -154,8 +157,15 @@ class Collector:
         self._config, self._buffer, self._store, self._fleet = config, buffer, store, fleet
         self._verifier, self._tokenizer = verifier, tokenizer
         self._follows = follows
-        self._task = get_task(config.task.name, **config.task.options)
-        check_reward(self._task, config.reward)
+        self._sets = config.evaluation_sets
+        self._options: dict[str | None, dict[str, Any]] = {
+            None: config.task.options,
+            **{name: dict(settings.options) for name, settings in self._sets.items()},
+        }
+        self._tasks = {
+            name: get_task(config.task.name, **options) for name, options in self._options.items()
+        }
+        check_reward(self._tasks[None], config.reward)
         self._version = 0
         self._running: dict[asyncio.Task[bool], _FinishedGroups] = {}
         self._spans = SpanRecorder(buffer, "collector")
@@ -276,7 +286,8 @@ class Collector:
         rounds = self._config.rollout.max_generation_rounds if job.kind == "fresh" else 1
         for generation_round in range(rounds):
             prompts = await run_detached(
-                self._buffer.step_prompts, job.step, job.kind, generation_round
+                partial(self._buffer.step_prompts, evaluation_set=job.evaluation_set),
+                *(job.step, job.kind, generation_round),
             )
             if prompts.complete or not prompts.prompts:
                 await self._delete_journals(job, generation_round)
@@ -365,24 +376,24 @@ class Collector:
             await asyncio.to_thread(delete_journals, self._store, prefix)
 
     def _journal_prefix(self, job: Job, generation_round: int) -> str:
-        return layout.journal(self._buffer.run, job.step, job.kind, generation_round)
+        part = job.evaluation_set or generation_round
+        return layout.journal(self._buffer.run, job.step, job.kind, part)
 
     async def _prepare_request(self, job: Job, prompts: wire.StepPrompts) -> GenerateRequest:
         """Waits until the job's version is published and tokenizes the prompts."""
         weights = await self._wait_for_weights(prompts.policy_version)
         rollout = self._config.rollout
-        evaluating = job.kind == "evaluation"
+        evaluated = self._sets[job.evaluation_set] if job.evaluation_set else None
         return GenerateRequest(
             policy_version=prompts.policy_version,
             manifest_digest=weights.manifest_digest,
-            temperature=(
-                self._config.evaluation_temperature if evaluating else rollout.temperature
-            ),
+            temperature=evaluated.temperature if evaluated else rollout.temperature,
+            top_p=evaluated.top_p if evaluated else 1.0,
             max_tokens=rollout.max_response_tokens,
-            group_size=self._config.evaluation_samples if evaluating else rollout.group_size,
+            group_size=evaluated.samples if evaluated else rollout.group_size,
             prompts=[
                 PromptRequest(
-                    prompt_token_ids=self._tokenize(prompt),
+                    prompt_token_ids=self._tokenize(job, prompt),
                     seed=derive_seed(self._config.seed, job.kind, job.step, prompt.uid),
                 )
                 for prompt in prompts.prompts
@@ -414,8 +425,9 @@ class Collector:
                 if error.status != 404:
                     raise
 
-    def _tokenize(self, prompt: wire.PromptItem) -> list[int]:
-        token_ids = tokenize_conversation(self._tokenizer, self._task.render(prompt.payload))
+    def _tokenize(self, job: Job, prompt: wire.PromptItem) -> list[int]:
+        messages = self._tasks[job.evaluation_set].render(prompt.payload)
+        token_ids = tokenize_conversation(self._tokenizer, messages)
         limit = self._config.rollout.max_prompt_tokens
         if len(token_ids) > limit:
             raise BapoError(
@@ -433,6 +445,7 @@ class Collector:
     ) -> bool:
         """Scores and delivers groups; returns whether the job is complete with them."""
         prompts = [step_prompts.prompts[group.index] for group in generated]
+        task = self._tasks[job.evaluation_set]
         texts = [
             self._tokenizer.batch_decode(
                 [response.token_ids for response in group.responses], skip_special_tokens=True
@@ -442,7 +455,7 @@ class Collector:
         with self._spans.span("verify", job.step):
             verdicts = self._verifier.verify(
                 self._config.task.name,
-                self._config.task.options,
+                self._options[job.evaluation_set],
                 [
                     VerifyItem(payload=prompt.payload, responses=answers)
                     for prompt, answers in zip(prompts, texts, strict=True)
@@ -453,21 +466,28 @@ class Collector:
                 prompt_uid=prompt.uid,
                 prompt_token_ids=request.prompts[group.index].prompt_token_ids,
                 policy_version=group.policy_version,
-                responses=list(map(self._score_response, group.responses, group_verdicts, answers)),
+                responses=[
+                    self._score_response(response, verdict, text, task)
+                    for response, verdict, text in zip(
+                        group.responses, group_verdicts, group_texts, strict=True
+                    )
+                ],
             )
-            for prompt, group, group_verdicts, answers in zip(
+            for prompt, group, group_verdicts, group_texts in zip(
                 prompts, generated, verdicts, texts, strict=True
             )
         ]
         with self._spans.span("deliver", job.step):
             accepted = self._buffer.post_groups(
-                job.step, job.kind, encode_groups(groups), weights=request.manifest_digest
+                *(job.step, job.kind, encode_groups(groups)),
+                weights=request.manifest_digest,
+                evaluation_set=job.evaluation_set,
             )
         log.info("%d %s groups delivered", len(groups), job.kind, extra={"step": job.step})
         return accepted.complete
 
     def _score_response(
-        self, response: GeneratedResponse, verdict: ItemVerdict, text: str
+        self, response: GeneratedResponse, verdict: ItemVerdict, text: str, task: Task
     ) -> TrajectoryResponse:
         settings = self._config.reward
         parts = reward_parts(
@@ -485,6 +505,7 @@ class Collector:
             text,
             verdict.correct,
             parts,
+            normalise_answer(task, verdict.extracted),
         )
 
 

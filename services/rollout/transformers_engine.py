@@ -252,7 +252,7 @@ class _Wave:
         rows = torch.arange(len(positions), device=self._device)
         finished = torch.zeros(len(rows), dtype=torch.bool, device=self._device)
         for t in range(length):
-            tokens, logprobs = _sample(logits, self._sampling.temperature, self._uniforms[rows, t])
+            tokens, logprobs = _sample(logits, self._sampling, self._uniforms[rows, t])
             self._tokens[rows, t] = torch.where(finished, 0, tokens)
             self._logprobs[rows, t] = logprobs
             ending = torch.isin(tokens, self._ends) & ~finished
@@ -334,9 +334,11 @@ class _Wave:
         ]
 
 
-def _sample(logits: Tensor, temperature: float, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+def _sample(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (tokens, log-probs), each (rows,), by inversion of the distribution function."""
-    logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
+    logprobs = torch.log_softmax(logits.float() / sampling.temperature, dim=-1)
+    if sampling.top_p < 1:
+        logprobs = _truncate(logprobs, sampling.top_p)
     # Double precision keeps small probabilities exact when a large vocabulary is summed.
     cumulative = logprobs.double().exp().cumsum(dim=-1)
     total = cumulative[:, -1:]
@@ -346,6 +348,18 @@ def _sample(logits: Tensor, temperature: float, uniforms: Tensor) -> tuple[Tenso
     # The clamp is for outputs that are not finite, which are refused at the end.
     tokens = torch.searchsorted(cumulative, thresholds, right=True).clamp(max=logits.shape[-1] - 1)
     return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+
+
+def _truncate(logprobs: Tensor, top_p: float) -> Tensor:
+    """Returns the log-probs (rows, V) of the nucleus, renormalised; -inf outside of it.
+
+    The nucleus is the smallest set of the most probable tokens whose probability reaches `top_p`.
+    """
+    ordered, tokens = logprobs.sort(dim=-1, descending=True, stable=True)
+    probabilities = ordered.double().exp()
+    before = probabilities.cumsum(dim=-1) - probabilities
+    kept = torch.empty_like(tokens, dtype=torch.bool).scatter_(-1, tokens, before < top_p)
+    return torch.log_softmax(logprobs.masked_fill(~kept, -torch.inf), dim=-1)
 
 
 def _uniforms(seed: int, group_size: int, length: int) -> Tensor:

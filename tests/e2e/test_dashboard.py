@@ -24,6 +24,7 @@ from services.buffer.api import wire
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
 from services.stack.stack import Endpoints
 from tests.integration.driver import Driver, small_config
+from tests.integration.test_evaluation_sets import SETS, evaluate, sets_config
 
 CHROMIUMS = ("chromium", "google-chrome", "google-chrome-stable", "chromium-browser")
 """The names of the program, those of the Makefile."""
@@ -299,6 +300,40 @@ def test_charts_show_the_committed_steps(stack: Endpoints, play: ImprovingRun, p
     )
     page.get_by_label("Metric", exact=True).select_option("gradient_norm")
     expect(page).to_have_url(re.compile("metric=gradient_norm"))
+
+
+def test_the_scores_of_every_evaluation_set_are_shown(stack: Endpoints, page: Page) -> None:
+    run = ImprovingRun(stack, sets_config("dashboard-sets"))
+    for version in (1, 12):
+        for name in SETS:
+            evaluate(run, version, name)
+    visit(page, stack, "/runs/dashboard-sets")
+    first, second = run.client.evaluation_sets()
+    rows = page.get_by_role("region", name="Evaluation sets").locator("tbody tr")
+    expect(rows).to_have_count(2)
+    for row, one in zip((0, 1), (first, second), strict=True):
+        last = one.evaluations[-1]
+        (mean,) = (score for score in last.scores if score.metric == "mean")
+        for text in (
+            one.name,
+            f"{mean.value:.3f} [{mean.low:.3f}–{mean.high:.3f}]",
+            " · ".join(map(str, last.bins)),
+        ):
+            expect(rows.nth(row)).to_contain_text(text)
+    chart = page.get_by_role("slider", name="Held-out evaluation")
+    expect(chart).to_have_attribute(
+        "aria-valuetext",
+        f"version 12: cd-34 {first.evaluations[-1].mean_accuracy:.3f}, "
+        f"cd-4 {second.evaluations[-1].mean_accuracy:.3f}",
+    )
+    expect(page.locator("[aria-busy]")).to_have_count(0)
+    assert page.evaluate(ACCESSIBILITY_ERRORS) == []
+    visit(page, stack, "/runs/dashboard-sets/difficulty?set=held-out&unit=prompts")
+    page.get_by_label("Evaluation set").select_option("cd-4")
+    expect(page).to_have_url(re.compile("evaluation=cd-4"))
+    migration = run.client.evaluation_migration(1, 12, "cd-4")
+    cells = page.locator(".heatmap tbody tr").first.locator("td")
+    expect(cells).to_have_text([*map(str, migration.matrix[0]), str(sum(migration.matrix[0]))])
 
 
 def test_runs_are_added_to_a_comparison_and_removed(
@@ -712,8 +747,8 @@ class Large:
                     self._step(s)
                     for s in (range(25, 10_001, 25) if sampled else range(9981, 10_001))
                 ]
-            case "/evaluations":
-                return [self._evaluation(version) for version in range(1, 10_001, 20)]
+            case "/evaluation-sets":
+                return [self._evaluation_set()]
             case "/difficulty/bins/history":
                 return [self._bins(step) for step in range(50, 10_001, 50)]
             case "/difficulty/migration":
@@ -743,7 +778,7 @@ class Large:
                 "rollout": {"group_size": self.SIZE, "prompts_per_step": 4096},
             },
             "train_dataset": "t",
-            "test_dataset": "h",
+            "test_datasets": {"test": "h"},
             "current_step": 10_000,
             "attempt": 12_345,
             "created_at": "2025-01-01T00:00:00Z",
@@ -773,9 +808,23 @@ class Large:
             "committed_at": "2025-01-01T00:00:00Z",
         }
 
+    def _evaluation_set(self) -> dict[str, Any]:
+        return {
+            "name": "test",
+            "primary": True,
+            "dataset": "h",
+            "samples": self.SIZE,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "every": 20,
+            "evaluations": [self._evaluation(version) for version in range(1, 10_001, 20)],
+        }
+
     def _evaluation(self, version: int) -> dict[str, Any]:
         return {
             "version": version,
+            "evaluation_set": "test",
+            "scores": [{"metric": "mean", "k": self.SIZE, "value": 0.1, "low": 0.0, "high": 1.0}],
             "mean_accuracy": version / 20_000,
             "bins": [1] * (self.SIZE + 1),
             "prompts": 17,
@@ -836,7 +885,7 @@ def test_the_scale_test_answers_as_the_service_does() -> None:
     large = Large()
     wire.RunState.model_validate(large._run())
     wire.StepView.model_validate(large._step(1))
-    wire.Evaluation.model_validate(large._evaluation(1))
+    wire.EvaluationSetView.model_validate(large._evaluation_set())
     wire.DifficultyBins.model_validate(large._bins(1))
     wire.DifficultyView.model_validate(large._prompt(1))
     wire.DifficultyMigration.model_validate(large._answer_of("/difficulty/migration", ""))

@@ -37,15 +37,15 @@ def small_config(name: str, **sections: Any) -> RunConfig:
 
 def create_run(client: BufferClient, config: RunConfig) -> None:
     """Uploads the prompts of a run and creates it; its first attempt has not begun."""
-    train, test = load_datasets(config)
-    for dataset in (train, test):
+    datasets = load_datasets(config)
+    for dataset in datasets.all:
         client.upload_dataset(dataset.name, dataset.prompts)
     client.create_run(
         wire.RunCreate(
             name=config.name,
             config=config.model_dump(mode="json"),
-            train_dataset=train.name,
-            test_dataset=test.name,
+            train_dataset=datasets.train.name,
+            test_datasets=datasets.test_names,
         )
     )
 
@@ -116,6 +116,7 @@ def synthetic_group(
                 text="1+2",
                 correct=correct,
                 reward_parts={"answer": float(correct)},
+                answer="1+2",
             )
         )
     return TrajectoryGroup(uid, [2, 3, 4], policy_version, responses)
@@ -130,7 +131,7 @@ ORDER_BY = {
     "weight_version": "version",
     "checkpoint": "step",
     "difficulty_snapshot": "step",
-    "evaluation": "version",
+    "evaluation": "version, evaluation_set",
 }
 
 

@@ -207,9 +207,10 @@ def test_a_run_of_this_machine_takes_data_of_the_services(
     create_run(run)
     state = run.client.run_state()
     assert client.dataset(state.train_dataset).prompts == 8
-    assert client.dataset(state.test_dataset).prompts == 2
+    test_dataset = state.test_datasets["test"]
+    assert client.dataset(test_dataset).prompts == 2
     printed = capsys.readouterr().out
-    assert printed == f"note: {state.test_dataset}: 2 prompts, 1 rows without an answer left out\n"
+    assert printed == f"note: {test_dataset}: 2 prompts, 1 rows without an answer left out\n"
     with pytest.raises(BapoError, match="run 'own-local' exists"):
         create_run(run)
 

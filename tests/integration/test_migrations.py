@@ -19,6 +19,7 @@ from sqlalchemy.orm import Session
 from bapo_core.errors import BapoError
 from services.buffer import migrate
 from services.buffer.api.trajectories import encode_groups
+from services.buffer.evaluations import list_evaluations
 from services.buffer.migrate import alembic_config, downgrade, upgrade
 from services.buffer.runs import get_run, run_config
 from services.buffer.tables import Base, SpanRow
@@ -106,6 +107,10 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
         # Rewards other than 0 and 1 cannot be computed from what the older schema has.
         for table in ("rollout_group", "step_record"):
             connection.execute(f"update {table} set mean_reward = 0, reward_parts = '{{}}'")
+        # It has no majority votes either, and one evaluation set for each run.
+        connection.execute("delete from run where not test_datasets ? 'test'")
+        connection.execute("update rollout_group set majority = null")
+        connection.execute("update evaluation set majority = null")
     before = rows(database)
     assert before["difficulty_snapshot"]
     assert before["evaluation"]
@@ -227,6 +232,38 @@ def test_a_configuration_without_a_renamed_section_is_left_alone(database: str) 
     upgrade(database)
     with psycopg.connect(plain(database)) as connection:
         assert list(connection.execute("select config from run")) == [({"seed": 1},)]
+
+
+def test_an_older_run_has_the_set_test_and_keeps_its_evaluations(database: str) -> None:
+    """0011 gives every run evaluation sets; going back keeps the primary one."""
+    upgrade(database, "0009")
+    with psycopg.connect(plain(database)) as connection:
+        connection.execute(
+            "insert into run (name, config, train_dataset, test_dataset, status, current_step,"
+            " attempt) values ('older', '{}', 'a', 'b', 'running', 3, 1)"
+        )
+        connection.execute("insert into evaluation select id, 1, 0.5, '[1, 1]', 2, 9 from run")
+    upgrade(database)
+    engine = create_engine(database)
+    with Session(engine) as session:
+        run = get_run(session, "older")
+        assert run.test_datasets == {"test": "b"}
+        (evaluation,) = list_evaluations(session, run)
+        assert (evaluation.evaluation_set, evaluation.mean_accuracy) == ("test", 0.5)
+        assert [score.metric for score in evaluation.scores] == ["mean"]
+    engine.dispose()
+    with psycopg.connect(plain(database)) as connection:
+        connection.execute(
+            "update run set test_datasets = jsonb_build_object('test', 'b', 'second', 'c'),"
+            ' config = \'{"evaluation": {"primary": "test"}}\''
+        )
+        connection.execute(
+            "insert into evaluation select id, 1, 0.75, '[0, 1]', 1, 4, 'second' from run"
+        )
+    downgrade(database, "0009")
+    with psycopg.connect(plain(database)) as connection:
+        assert list(connection.execute("select test_dataset from run")) == [("b",)]
+        assert list(connection.execute("select mean_accuracy from evaluation")) == [(0.5,)]
 
 
 def copy_database(stack: Endpoints, name: str) -> None:

@@ -202,15 +202,29 @@ class BufferClient:
         return config
 
     def step_prompts(
-        self, step: int, kind: wire.Kind = "fresh", generation_round: int = 0
+        self,
+        step: int,
+        kind: wire.Kind = "fresh",
+        generation_round: int = 0,
+        *,
+        evaluation_set: str | None = None,
     ) -> wire.StepPrompts:
         """Returns the prompts of a step; waits until they are known.
+
+        evaluation_set: name of the set of an evaluation; None is the primary one, here and below.
 
         Their policy version becomes the target of the rollout replicas. All its requests are made
         on behalf of the attempt at the time of the call.
         """
         headers = {"X-Bapo-Attempt": str(self.attempt)}
-        params = {"kind": kind, "generation_round": generation_round, "wait": LONG_POLL_S}
+        params = _without_none(
+            {
+                "kind": kind,
+                "generation_round": generation_round,
+                "evaluation_set": evaluation_set,
+                "wait": LONG_POLL_S,
+            }
+        )
         path = self._step_path(step, "prompts")
         while True:
             prompts = self._call(wire.StepPrompts, "POST", path, params=params, headers=headers)
@@ -218,7 +232,13 @@ class BufferClient:
                 return prompts
 
     def post_groups(
-        self, step: int, kind: wire.Kind, body: bytes, *, weights: str | None = None
+        self,
+        step: int,
+        kind: wire.Kind,
+        body: bytes,
+        *,
+        weights: str | None = None,
+        evaluation_set: str | None = None,
     ) -> wire.GroupsAccepted:
         """Sends whole groups, encoded by `trajectories.encode_groups`.
 
@@ -226,7 +246,7 @@ class BufferClient:
         counts as a duplicate. Raises `ServiceError`: 400 if a group is not one of this step and
         kind, 409 if their policy version has other weights now.
         """
-        params = {"kind": kind} | ({} if weights is None else {"weights": weights})
+        params = _without_none({"kind": kind, "weights": weights, "evaluation_set": evaluation_set})
         path = self._step_path(step, "groups")
         return self._call(
             wire.GroupsAccepted, "POST", path, params=params, content=body, headers=ARROW
@@ -353,16 +373,28 @@ class BufferClient:
                 return steps
             steps += page
 
-    def evaluations(self) -> list[wire.Evaluation]:
-        """Returns all complete evaluations, by policy version."""
-        return self._get(list[wire.Evaluation], "evaluations")
+    def evaluations(self, evaluation_set: str | None = None) -> list[wire.Evaluation]:
+        """Returns all complete evaluations on a set, by policy version."""
+        return self._get(list[wire.Evaluation], "evaluations", evaluation_set=evaluation_set)
 
-    def evaluation_migration(self, before: int, after: int) -> wire.Migration:
-        """Returns how held-out prompts moved between bins between two policy versions.
+    def evaluation_sets(self) -> list[wire.EvaluationSetView]:
+        """Returns the evaluation sets of the run by name, with all evaluations on them."""
+        return self._get(list[wire.EvaluationSetView], "evaluation-sets")
+
+    def evaluation_migration(
+        self, before: int, after: int, evaluation_set: str | None = None
+    ) -> wire.Migration:
+        """Returns how the prompts of a set moved between bins between two policy versions.
 
         Raises `ServiceError` (404) unless both were evaluated.
         """
-        return self._get(wire.Migration, "evaluations/migration", before=before, after=after)
+        return self._get(
+            wire.Migration,
+            "evaluations/migration",
+            before=before,
+            after=after,
+            evaluation_set=evaluation_set,
+        )
 
     def difficulty_bins(self, step: int | None = None) -> wire.DifficultyBins:
         """Returns training prompts by bin as of a step, by default the last committed one."""

@@ -31,10 +31,13 @@ SCHEMA = pa.schema(
         ("text", pa.string()),
         ("correct", pa.bool_()),
         ("reward_parts", pa.map_(pa.string(), pa.float32())),
+        ("answer", pa.string()),
     ]
 )
+"""`answer` may be null, because earlier versions did not record it; no other column may."""
 
-_OLD_SCHEMA = pa.schema(list(SCHEMA)[:-2])
+_SCHEMA_WITHOUT_ANSWERS = pa.schema(list(SCHEMA)[:-1])
+_OLD_SCHEMA = pa.schema(list(SCHEMA)[:-3])
 """The columns of objects that were stored while rewards were 0 or 1."""
 
 PROXIMAL_SCHEMA = pa.schema(
@@ -57,6 +60,8 @@ class TrajectoryResponse:
     token_ids: tokens of the response, without the prompt's. logprobs: their log-probs under the
     policy that sampled them, of the same length. correct: whether it counts for the difficulty of
     its prompt. reward_parts: parts of the reward by name, without weights (`bapo_core.rewards`).
+    answer: the extracted answer, as the task normalises it; empty without one, None if it was not
+    recorded.
     """
 
     token_ids: list[int]
@@ -66,6 +71,7 @@ class TrajectoryResponse:
     text: str
     correct: bool
     reward_parts: dict[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +122,7 @@ def read_table(data: bytes, schema: pa.Schema, *older: pa.Schema) -> pa.Table:
     if not any(map(table.schema.equals, (schema, *older))):
         columns = ", ".join(f"{field.name}: {field.type}" for field in schema)
         raise TrajectoryError(f"the columns must be exactly ({columns})")
-    if any(column.null_count for column in table.columns):
+    if any(table[name].null_count for name in table.schema.names if name != "answer"):
         raise TrajectoryError("the columns must not hold nulls")
     return table
 
@@ -126,16 +132,20 @@ def read_trajectories(data: bytes) -> pa.Table:
 
     Raises `TrajectoryError` for other columns than those of this version or an earlier one.
     """
-    return with_all_columns(read_table(data, SCHEMA, _OLD_SCHEMA))
+    return with_all_columns(read_table(data, SCHEMA, _SCHEMA_WITHOUT_ANSWERS, _OLD_SCHEMA))
 
 
 def with_all_columns(table: pa.Table) -> pa.Table:
-    """Returns the table with the columns `correct` and `reward_parts`.
+    """Returns the table with the columns `correct`, `reward_parts` and `answer`.
 
-    Tables of earlier versions lack them; their rewards are 0 or 1, from which both follow.
+    Tables of earlier versions lack some of them: answers, which are null then; or all, if rewards
+    are 0 or 1, from which `correct` and `reward_parts` follow.
     """
     if table.schema.equals(SCHEMA):
         return table
+    answers = pa.nulls(table.num_rows, pa.string())
+    if table.schema.equals(_SCHEMA_WITHOUT_ANSWERS):
+        return pa.Table.from_arrays([*table.columns, answers], schema=SCHEMA)
     rewards = table["reward"].combine_chunks()
     offsets = pa.array(range(table.num_rows + 1), pa.int32())
     names = pa.array([ANSWER] * table.num_rows, pa.string())
@@ -143,6 +153,7 @@ def with_all_columns(table: pa.Table) -> pa.Table:
         *table.columns,
         pc.equal(rewards, 1),
         pa.MapArray.from_arrays(offsets, names, rewards),
+        answers,
     ]
     return pa.Table.from_arrays(columns, schema=SCHEMA)
 
@@ -168,6 +179,7 @@ def table_of(groups: Sequence[TrajectoryGroup]) -> pa.Table:
             "text": response.text,
             "correct": response.correct,
             "reward_parts": response.reward_parts,
+            "answer": response.answer,
         }
         for index, group in enumerate(groups)
         for position, response in enumerate(group.responses)
@@ -181,7 +193,8 @@ class GroupRows:
 
     correct: k, number of correct responses. token_count: number of response tokens. mean_reward:
     mean reward of the responses. reward_parts: mean of each part of the reward, where a response
-    without the part counts as 0.
+    without the part counts as 0. verdicts: whether each response is correct. answers: the answer of
+    each response, as in `TrajectoryResponse`.
     """
 
     prompt_uid: str
@@ -192,6 +205,8 @@ class GroupRows:
     token_count: int
     mean_reward: float
     reward_parts: dict[str, float]
+    verdicts: list[bool]
+    answers: list[str | None]
 
 
 def check_groups(table: pa.Table) -> list[GroupRows]:
@@ -228,11 +243,14 @@ def check_groups(table: pa.Table) -> list[GroupRows]:
     uids = rows.column("prompt_uid").take(pa.array(rows.starts)).to_pylist()
     versions = rows.numbers("policy_version")[rows.starts].tolist()
     counts = np.diff(np.append(rows.starts, table.num_rows)).tolist()
-    correct = np.add.reduceat(rows.numbers("correct").astype(int), rows.starts).tolist()
+    is_correct = rows.numbers("correct")
+    correct = np.add.reduceat(is_correct.astype(int), rows.starts).tolist()
     mean_rewards = (np.add.reduceat(rewards.astype(float), rows.starts) / counts).tolist()
     parts = rows.mean_parts(np.array(counts))
     token_counts = np.add.reduceat(tokens, rows.starts).tolist()
     starts = rows.starts.tolist()
+    verdicts, answers = is_correct.tolist(), rows.column("answer").to_pylist()
+    slices = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
     return [
         GroupRows(*values)
         for values in zip(
@@ -244,6 +262,8 @@ def check_groups(table: pa.Table) -> list[GroupRows]:
             token_counts,
             mean_rewards,
             parts,
+            [verdicts[of_group] for of_group in slices],
+            [answers[of_group] for of_group in slices],
             strict=True,
         )
     ]
@@ -365,6 +385,7 @@ def _group(table: pa.Table) -> TrajectoryGroup:
             row["text"],
             row["correct"],
             dict(row["reward_parts"]),
+            row["answer"],
         )
         for row in rows
     ]

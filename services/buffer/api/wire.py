@@ -22,6 +22,7 @@ from pydantic import (
 )
 
 from bapo_core.config import RunConfig
+from bapo_core.config.evaluation import SetName
 from bapo_core.config.messages import explain_validation_error
 from bapo_core.errors import ConfigError
 from services.common.scopes import Scope
@@ -135,8 +136,9 @@ class RunCreate(Wire):
     `algorithm` names, and over the defaults."""
     train_dataset: DatasetName
     """Dataset of the training prompts, uploaded before."""
-    test_dataset: DatasetName
-    """Dataset of the held-out prompts, uploaded before."""
+    test_datasets: dict[SetName, DatasetName]
+    """Dataset of the held-out prompts of each evaluation set, uploaded before, by the set's name:
+    those of `evaluation.sets`, or `test` without any."""
 
 
 class RunPatch(Wire):
@@ -189,8 +191,8 @@ class RunState(Wire):
     """The whole configuration, with its preset and its defaults."""
     train_dataset: str
     """Dataset of the training prompts."""
-    test_dataset: str
-    """Dataset of the held-out prompts."""
+    test_datasets: dict[str, str]
+    """Dataset of the held-out prompts of each evaluation set, by the set's name."""
     current_step: int
     """Last committed step; 0 before the first."""
     attempt: int
@@ -485,24 +487,72 @@ def accuracy(bins: Sequence[int]) -> float:
     return correct / responses if responses else 0.0
 
 
+class Score(Wire):
+    """A metric of an evaluation: its mean over the prompts, with a 95% confidence interval."""
+
+    metric: Literal["mean", "pass", "maj"]
+    """mean@k: share of correct responses; pass@k: probability that k responses include a correct
+    one; maj@k: share of blocks of k responses whose most frequent answer is correct."""
+    k: int
+    """Number of responses that the metric looks at."""
+    value: float
+    """Mean over the prompts, from 0 to 1."""
+    low: float
+    """Lower end of the interval, mean - 1.96 s / sqrt(N) with the sample standard deviation s of
+    the values of N prompts, at least 0."""
+    high: float
+    """Upper end of the interval, at most 1."""
+
+
 class Evaluation(Wire):
-    """The accuracy of a policy version on the held-out prompts."""
+    """The accuracy of a policy version on an evaluation set."""
 
     version: int
     """Policy version; version t holds the weights after t - 1 steps, 1 is the initial model."""
+    evaluation_set: str
+    """Name of the evaluation set."""
     mean_accuracy: float
-    """Share of correct responses over all held-out prompts, from 0 to 1."""
+    """Share of correct responses over all prompts of the set, from 0 to 1."""
     bins: list[int]
     """Number of prompts by correct responses. It has n + 1 entries for n responses per prompt
     (`evaluation.samples`): index k = prompts with k of n correct."""
     prompts: int
-    """Number of held-out prompts."""
+    """Number of prompts of the set."""
     tokens: int
     """Number of tokens of all responses."""
+    scores: list[Score]
+    """mean@n, then pass@k and maj@k for k = 2, 4, 8, ... and n; no maj@k for evaluations of an
+    older version, which did not record answers."""
+
+    @property
+    def samples(self) -> int:
+        """n, the number of responses to each prompt."""
+        return len(self.bins) - 1
+
+
+class EvaluationSetView(Wire):
+    """An evaluation set of a run, and every evaluation on it."""
+
+    name: str
+    """Name of the set."""
+    primary: bool
+    """Whether the set stands for the run in lists and comparisons, and selects checkpoints."""
+    dataset: str
+    """Dataset of its prompts."""
+    samples: int
+    """Responses sampled for each prompt."""
+    temperature: float
+    """Sampling temperature."""
+    top_p: float
+    """Nucleus sampling; 1 is off."""
+    every: int
+    """Steps between two evaluations."""
+    evaluations: list[Evaluation]
+    """Every complete evaluation, by policy version."""
 
 
 class Migration(Wire):
-    """How the held-out prompts moved between bins from one policy version to another."""
+    """How the prompts of a set moved between bins from one policy version to another."""
 
     before: int
     """Earlier policy version."""

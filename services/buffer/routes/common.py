@@ -35,6 +35,10 @@ Points = Annotated[
         ge=1, le=2000, description="Largest number of steps, evenly spaced, the last one included"
     ),
 ]
+EvaluationSet = Annotated[
+    str | None,
+    Query(max_length=32, description="Name of an evaluation set; default: the primary one"),
+]
 AsOfStep = Annotated[
     int | None, Query(ge=0, le=LARGEST, description="As of this step; default: the last one")
 ]

@@ -25,6 +25,7 @@ from services.buffer.routes.common import (
     LARGEST,
     AsOfStep,
     Cursor,
+    EvaluationSet,
     Limit,
     Points,
     RunName,
@@ -65,19 +66,34 @@ def list_steps(
 
 
 @router.get("/evaluations", tags=["evaluations"])
-def list_evaluations(service: ServiceDep, name: RunName) -> list[wire.Evaluation]:
-    """Lists the accuracy and the bins of every evaluated policy version, on held-out prompts."""
+def list_evaluations(
+    service: ServiceDep, name: RunName, evaluation_set: EvaluationSet = None
+) -> list[wire.Evaluation]:
+    """Lists the scores and the bins of every evaluated policy version on one evaluation set."""
     with service.sessions() as session:
-        return evaluations.list_evaluations(session, runs.get_run(session, name))
+        return evaluations.list_evaluations(session, runs.get_run(session, name), evaluation_set)
+
+
+@router.get("/evaluation-sets", tags=["evaluations"])
+def list_evaluation_sets(service: ServiceDep, name: RunName) -> list[wire.EvaluationSetView]:
+    """Lists the evaluation sets of a run, with the evaluations of all policy versions on each."""
+    with service.sessions() as session:
+        return evaluations.list_sets(session, runs.get_run(session, name))
 
 
 @router.get("/evaluations/migration", tags=["evaluations"])
 def evaluation_migration(
-    service: ServiceDep, name: RunName, before: AnyStep, after: AnyStep
+    service: ServiceDep,
+    name: RunName,
+    before: AnyStep,
+    after: AnyStep,
+    evaluation_set: EvaluationSet = None,
 ) -> wire.Migration:
-    """Counts how held-out prompts moved between bins from one policy version to another."""
+    """Counts how the prompts of an evaluation set moved between bins from one policy version to
+    another."""
     with service.sessions() as session:
-        return evaluations.evaluation_migration(session, runs.get_run(session, name), before, after)
+        run = runs.get_run(session, name)
+        return evaluations.evaluation_migration(session, run, before, after, evaluation_set)
 
 
 # ---- difficulty ---------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from starlette.concurrency import run_in_threadpool
 
 from services.buffer import batches, commits, ingest, runs, step_prompts
 from services.buffer.api import wire
-from services.buffer.routes.common import Attempt, RunName, Step, Wait
+from services.buffer.routes.common import Attempt, EvaluationSet, RunName, Step, Wait
 from services.buffer.service import Service, ServiceDep
 from services.buffer.tokens import require_scope
 
@@ -41,6 +41,7 @@ async def select_prompts(
     attempt: Attempt,
     kind: wire.Kind = "fresh",
     generation_round: Annotated[int, Query(ge=0, le=1000)] = 0,
+    evaluation_set: EvaluationSet = None,
     wait: Wait = 0,
 ) -> wire.StepPrompts:
     """Returns the prompts to roll out at this step.
@@ -53,7 +54,9 @@ async def select_prompts(
         with service.sessions.begin() as session:
             run = runs.get_run(session, name)
             runs.check_attempt(run, attempt)
-            prompts = step_prompts.select_prompts(session, run, step, kind, generation_round)
+            prompts = step_prompts.select_prompts(
+                session, run, step, kind, generation_round, evaluation_set
+            )
             return prompts, run.target_version
 
     prompts, target = await service.wait_until(name, wait, read, lambda result: result[0].ready)
@@ -81,11 +84,12 @@ async def post_groups(
         wire.Digest | None,
         Query(description="Manifest digest of the weights that made the groups"),
     ] = None,
+    evaluation_set: EvaluationSet = None,
 ) -> wire.GroupsAccepted:
     """Records whole groups, sent as an Arrow IPC stream; each once, however often it is sent."""
     body = await request.body()
     accept = partial(ingest.accept_groups, service, name, step, attempt, kind, body, weights)
-    result = await run_in_threadpool(accept)
+    result = await run_in_threadpool(accept, evaluation_set)
     GROUPS.labels(name, kind).inc(result.accepted)
     return result
 

@@ -24,7 +24,7 @@ from services.cli.variants import (
     read_variants,
 )
 from services.common.process import stop_on_signals
-from services.datasets import pin_revisions
+from services.datasets import data_addresses, pin_revisions
 from services.model.resolve import ensure_model
 from services.stack.settings import default_home
 from services.stack.stack import Endpoints, find_or_start_stack
@@ -158,10 +158,11 @@ def _train(
     run = LocalRun(config, endpoints, home, Path("runs") / config.name, console)
     state = {state.name: state for state in run.client.runs()}.get(config.name)
     if state is not None and state.config != config:
+        before = data_addresses(state.config)
         moved = [
-            f"; task.{key} was {former}, and is {present} now"
-            for key in ("train_path", "test_path")
-            if (former := getattr(state.config.task, key)) != (present := getattr(config.task, key))
+            f"; {key} was {before[key]}, and is {address} now"
+            for key, address in data_addresses(config).items()
+            if key in before and before[key] != address
         ]
         raise BapoError(
             f"run {config.name!r} was started with another configuration; choose another name "

@@ -211,11 +211,13 @@ function showMigration(visit, root) {
   }
 
   function heldOutMigration() {
+    let chosen = query.evaluation;
     keep({
       signal,
-      load: () => get(path`/runs/${name}/evaluations`, {}, signal),
-      show: (evaluations) => {
-        const versions = evaluations.map((evaluation) => evaluation.version);
+      load: () => get(path`/runs/${name}/evaluation-sets`, {}, signal),
+      show: function showSets(sets) {
+        const set = sets.find((one) => one.name === chosen) ?? sets.find((one) => one.primary);
+        const versions = set.evaluations.map((evaluation) => evaluation.version);
         if (versions.length < 2)
           return results.show(
             empty(versions.length ? "One evaluation so far; a migration needs two." : "No evaluation yet."),
@@ -223,9 +225,21 @@ function showMigration(visit, root) {
         let before = versions.includes(whole(query.before)) ? whole(query.before) : versions[0];
         let after = versions.includes(whole(query.after)) ? whole(query.after) : versions.at(-1);
         const options = versions.map((version) => [String(version), `version ${format.count(version)}`]);
-        const update = () => load(path`/runs/${name}/evaluations/migration`, before, after, heldOutResult);
+        const update = () =>
+          load(path`/runs/${name}/evaluations/migration`, before, after, heldOutResult, {
+            evaluation_set: set.name,
+          });
         fill(
           controls,
+          sets.length > 1 &&
+            field(
+              "Evaluation set",
+              select(
+                sets.map((one) => [one.name, one.name]),
+                set.name,
+                (value) => ((chosen = value), setQuery({ evaluation: value }), showSets(sets)),
+              ),
+            ),
           field(
             "Before",
             select(
@@ -249,9 +263,9 @@ function showMigration(visit, root) {
     });
   }
 
-  function load(address, before, after, result) {
+  function load(address, before, after, result, parameters = {}) {
     keepMatrix({
-      load: (signal) => get(address, { before, after }, signal),
+      load: (signal) => get(address, { before, after, ...parameters }, signal),
       show: (migration) => results.show(result(migration)),
       refuse: (problem) => results.show(refusal(problem)),
     });

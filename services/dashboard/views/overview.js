@@ -9,6 +9,7 @@ import { POLL_INTERVAL_MS, keep, keeper, refusal } from "../live.js";
 import { go, href, setQuery } from "../router.js";
 import { smoothed } from "../scales.js";
 import { accuracy, duration, mean, metric, phases, reward, Steps, throughput } from "../steps.js";
+import { table } from "../tables.js";
 import { tiles } from "./pieces.js";
 
 const NO_STEP = "No step is committed yet.";
@@ -19,9 +20,10 @@ export function showOverview(visit) {
   const { name, signal, root } = visit;
   const charts = makeCharts(visit);
   const facts = h("div");
+  const scores = h("div");
   const store = new Steps(name, signal);
   let steps = [];
-  let evaluations = [];
+  let sets = [];
   let metricName = visit.query.metric ?? "loss";
 
   const picker = h("select", {
@@ -29,7 +31,7 @@ export function showOverview(visit) {
   });
   const figures = Object.values(charts).map(({ element }) => element);
   charts.metric.element.querySelector(".chart-head").append(field("Metric", picker));
-  fill(root, facts, h("div", { class: "charts" }, figures));
+  fill(root, facts, scores, h("div", { class: "charts" }, figures));
 
   const keepSteps = keeper(signal);
   visit.changed((run) =>
@@ -43,8 +45,8 @@ export function showOverview(visit) {
   keep({
     signal,
     every: 2 * POLL_INTERVAL_MS,
-    load: () => get(path`/runs/${name}/evaluations`, {}, signal),
-    show: (loaded) => ((evaluations = loaded), drawEvaluations()),
+    load: () => get(path`/runs/${name}/evaluation-sets`, {}, signal),
+    show: (loaded) => ((sets = loaded), drawEvaluations()),
     refuse: (problem) => fill(facts, refusal(problem)),
   });
 
@@ -133,16 +135,23 @@ export function showOverview(visit) {
   }
 
   function drawEvaluations() {
+    // Sets may be evaluated at different versions.
+    const versions = new Set(sets.flatMap((set) => set.evaluations.map(({ version }) => version)));
+    const x = [...versions].sort((a, b) => a - b);
     charts.evaluation.update({
-      x: evaluations.map(({ version }) => version),
-      series: [
-        {
-          name: "accuracy",
-          color: "var(--blue)",
-          values: evaluations.map((evaluation) => evaluation.mean_accuracy),
-        },
-      ],
+      x,
+      series: sets.map((set, i) => {
+        const byVersion = new Map(set.evaluations.map((evaluation) => [evaluation.version, evaluation]));
+        return {
+          name: sets.length > 1 ? set.name : "accuracy",
+          color: series(i),
+          joined: true,
+          values: x.map((version) => byVersion.get(version)?.mean_accuracy ?? null),
+        };
+      }),
     });
+    const measured = sets.filter((set) => set.evaluations.length);
+    fill(scores, measured.length ? scoreTable(measured) : null);
     drawFacts();
   }
 
@@ -151,6 +160,7 @@ export function showOverview(visit) {
     const last = steps.at(-1);
     const left = visit.run.config.steps - visit.run.current_step;
     const pace = mean(recent.map(duration));
+    const evaluations = sets.find((set) => set.primary)?.evaluations ?? [];
     const [base, newest] = [evaluations[0]?.mean_accuracy, evaluations.at(-1)?.mean_accuracy];
     fill(
       facts,
@@ -166,7 +176,7 @@ export function showOverview(visit) {
           "Held-out accuracy",
           format.score(newest),
           evaluations.length
-            ? `version ${format.count(evaluations.at(-1).version)}; base model ${format.score(base)}`
+            ? `${sets.length > 1 ? `${evaluations.at(-1).evaluation_set}, ` : ""}version ${format.count(evaluations.at(-1).version)}; base model ${format.score(base)}`
             : "no evaluation yet",
         ],
         ["Entropy", format.number(last ? metric(last, "entropy") : null), "nats per token"],
@@ -191,6 +201,47 @@ export function showOverview(visit) {
     );
   }
 }
+
+/** Returns the scores of the last evaluation on each set. */
+function scoreTable(sets) {
+  const scoreOf = (set, metric) =>
+    set.evaluations.at(-1).scores.findLast((score) => score.metric === metric);
+  const column = (metric, hint) => ({
+    title: `${metric}@n`,
+    hint,
+    number: true,
+    by: (set) => scoreOf(set, metric)?.value ?? -1,
+    cell: (set) => interval(scoreOf(set, metric)),
+  });
+  return table({
+    caption: "Evaluation sets: last evaluation, with 95% confidence intervals",
+    rows: sets,
+    columns: [
+      { title: "Set", cell: (set) => (set.primary && sets.length > 1 ? `${set.name} (primary)` : set.name) },
+      { title: "Version", number: true, cell: (set) => format.count(set.evaluations.at(-1).version) },
+      { title: "Prompts", number: true, cell: (set) => format.count(set.evaluations.at(-1).prompts) },
+      { title: "n", number: true, hint: "Responses to each prompt", cell: (set) => format.count(set.samples) },
+      column("mean", "Share of correct responses"),
+      column("pass", "Share of prompts with a correct response among n"),
+      column("maj", "Share of prompts whose most frequent answer is correct"),
+      {
+        title: "Bins",
+        hint: "Prompts with 0, 1, … n correct responses",
+        cell: (set) => set.evaluations.at(-1).bins.map(format.count).join(" · "),
+      },
+    ],
+  });
+}
+
+/** A score with its interval, or a dash. */
+const interval = (score) =>
+  score
+    ? h(
+        "span",
+        { class: "nowrap" },
+        `${format.score(score.value)} [${format.score(score.low)}–${format.score(score.high)}]`,
+      )
+    : format.NONE;
 
 /** Returns the values as a faint line and their moving mean; of few values, one line. */
 function smoothLine(name, values, color) {
@@ -239,7 +290,7 @@ function makeCharts({ name }) {
     }),
     evaluation: chart({
       title: "Held-out evaluation",
-      note: "Mean accuracy on the held-out prompts.",
+      note: "Mean accuracy on the held-out prompts of each evaluation set.",
       y: "accuracy",
       x: "version",
       format: format.score,

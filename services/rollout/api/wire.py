@@ -48,10 +48,13 @@ class PromptRequest(Wire):
 
 
 class Sampling(Wire):
-    """How to sample: from softmax(logits / temperature), without truncation."""
+    """How to sample: from softmax(logits / temperature), without truncation for training."""
 
     temperature: float = Field(gt=0)
     """Sampling temperature."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: the most probable tokens, up to and with the one that makes their
+    probability reach top_p. 1 is off; only evaluations truncate."""
     max_tokens: int = Field(ge=1)
     """Maximum number of tokens of a response, the end token included."""
     group_size: int = Field(ge=1)

@@ -94,8 +94,8 @@ class VllmApi:
             "sampling_params": {
                 "n": sampling.group_size,
                 "temperature": sampling.temperature,
-                # No truncation, whatever the model's generation_config.json says.
-                "top_p": 1.0,
+                # No further truncation, whatever the model's generation_config.json says.
+                "top_p": sampling.top_p,
                 "top_k": 0,
                 "min_p": 0.0,
                 "repetition_penalty": 1.0,

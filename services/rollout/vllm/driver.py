@@ -242,6 +242,7 @@ class VllmDriver:
             request.prompts[index].prompt_token_ids + started,
             Sampling(
                 temperature=request.temperature,
+                top_p=request.top_p,
                 max_tokens=request.max_tokens - len(started),
                 group_size=len(members),
             ),

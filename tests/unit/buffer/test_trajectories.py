@@ -123,7 +123,7 @@ def test_the_rewards_of_a_group_are_means(written: list[TrajectoryGroup]) -> Non
 
 def test_trajectories_of_earlier_versions_are_read() -> None:
     """Their rewards are 0 or 1: a response is correct if its reward is 1."""
-    earlier = pa.schema(list(SCHEMA)[:-2])
+    earlier = pa.schema(list(SCHEMA)[:-3])
     assert earlier.names[-1] == "text"
     stored = [row | {"reward": float(number % 2)} for number, row in enumerate(rows())]
     read = decode_groups(write_table(pa.Table.from_pylist(stored, schema=earlier)))
@@ -133,6 +133,13 @@ def test_trajectories_of_earlier_versions_are_read() -> None:
             {"answer": 0.0},
             {"answer": 1.0},
         ]
+
+
+def test_trajectories_without_answers_are_read() -> None:
+    earlier = pa.schema(list(SCHEMA)[:-1])
+    assert earlier.names[-1] == "reward_parts"
+    read = decode_groups(write_table(pa.Table.from_pylist(rows(), schema=earlier)))
+    assert all(response.answer is None for group in read for response in group.responses)
 
 
 def test_other_formats_are_refused() -> None:

@@ -62,7 +62,7 @@ def run(config: dict[str, Any]) -> dict[str, Any]:
         "status": "running",
         "config": config,
         "train_dataset": "train",
-        "test_dataset": "test",
+        "test_datasets": {"test": "test"},
         "current_step": 0,
         "attempt": 0,
         "created_at": "2026-01-01T00:00:00Z",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -15,8 +15,11 @@ from bapo_core.config import (
     Algorithm,
     CispoConfig,
     ConfigError,
+    EvaluationSet,
     RunConfig,
+    config_from,
     load_config,
+    parse_config,
     parse_overrides,
 )
 from bapo_core.config.presets import SUMMARIES
@@ -266,3 +269,87 @@ def test_every_version_that_a_rollout_needs_is_published(
 
 def test_overrides_nest() -> None:
     assert parse_overrides(["a.b=1", "a.c=x", "d=[1, 2]"]) == {"a": {"b": 1, "c": "x"}, "d": [1, 2]}
+
+
+# ---- evaluation sets -----------------------------------------------------------------------------
+
+
+def test_a_set_takes_what_it_does_not_say_from_the_run() -> None:
+    config = config_from(
+        {
+            "task": {"options": {"template": "short", "max_number": 9}, "test_prompts": 50},
+            "rollout": {"temperature": 0.9},
+            "evaluation": {
+                "every": 8,
+                "samples": 16,
+                "sets": {
+                    "cd-4": {"options": {"numbers": [4]}, "every": 4},
+                    "cd-34": {"top_p": 0.7},
+                },
+            },
+        }
+    )
+    assert list(config.evaluation_sets) == ["cd-34", "cd-4"]
+    assert config.primary_set == "cd-34"
+    assert config.evaluation_sets["cd-4"] == EvaluationSet(
+        name="cd-4",
+        path=None,
+        options={"template": "short", "max_number": 9, "numbers": [4]},
+        columns={},
+        prompts=50,
+        samples=16,
+        temperature=0.9,
+        top_p=1.0,
+        every=4,
+    )
+    assert config.evaluation_sets["cd-34"].top_p == 0.7
+    assert config.evaluation_sets_at(4) == ["cd-4"]
+    assert config.evaluation_sets_at(8) == ["cd-34", "cd-4"]
+
+
+def test_a_run_without_sets_has_the_set_test() -> None:
+    config = config_from({"task": {"train_path": "a.jsonl", "test_path": "b.jsonl"}})
+    assert list(config.evaluation_sets) == ["test"]
+    assert config.evaluation_sets["test"].path == "b.jsonl"
+    assert config.primary_set == "test"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"primary": "amc"},
+            "evaluation.primary is 'amc', which is no set .* one of aime24, minerva",
+        ),
+        ({"sets": {"AIME": {}}}, "evaluation.sets.AIME.*string should match pattern"),
+        (
+            {"sets": {"a": {"sample": 3}}},
+            "evaluation.sets.a.sample: no such key; did you mean samples",
+        ),
+        ({"sets": {"a": {"top_p": 1.5}}}, "evaluation.sets.a.top_p: .* less than or equal to 1"),
+    ],
+)
+def test_what_is_wrong_with_evaluation_sets_is_said(values: dict[str, Any], message: str) -> None:
+    sets = {"aime24": {"path": "a"}, "minerva": {"path": "b"}}
+    with pytest.raises(ConfigError, match=message):
+        config_from({"evaluation": {"sets": sets, **values}})
+
+
+def test_a_test_path_beside_evaluation_sets_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"test_path is x.json, but .* evaluation.sets \(amc"):
+        config_from({"task": {"test_path": "x.json"}, "evaluation": {"sets": {"amc": {}}}})
+
+
+def test_a_set_that_is_given_twice_is_refused() -> None:
+    text = "evaluation:\n  sets:\n    amc: {path: a}\n    amc: {path: b}\n"
+    with pytest.raises(ConfigError, match="amc is given twice, at lines 3 and 4"):
+        parse_config(text)
+
+
+def test_the_best_checkpoints_need_one_for_each_evaluation_of_the_primary_set() -> None:
+    sets = {"a": {"every": 10}, "b": {"every": 7}}
+    values = {"checkpoint": {"every": 5, "keep_best": 1}, "evaluation": {"sets": sets}}
+    assert config_from(values).primary_set == "a"
+    values["evaluation"]["primary"] = "b"
+    with pytest.raises(ConfigError, match=r"make evaluation.every \(7\) a multiple"):
+        config_from(values)

@@ -1,12 +1,22 @@
 """Bins, migration matrix, pass@k and unlocked prompts are counted correctly."""
 
+import statistics
 from itertools import combinations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapo_core.metrics import accuracy_bins, migration_matrix, pass_at_k, unlocked_fraction
+from bapo_core.metrics import (
+    accuracy_bins,
+    majority_at_k,
+    mean_score,
+    migration_matrix,
+    pass_at_k,
+    sample_counts,
+    scores_of_bins,
+    unlocked_fraction,
+)
 
 
 def test_bins_count_groups_by_their_correct_responses():
@@ -50,3 +60,57 @@ def test_unlocked_is_the_share_of_the_unsolved_solved_since():
     assert unlocked_fraction(before, after) == 0.5
     assert unlocked_fraction({"c": 3}, {"c": 5}) == 0.0
     assert unlocked_fraction({}, {}) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answers", "correct", "k", "expected"),
+    [
+        (["7", "8", "7"], [True, False, True], 3, 1.0),
+        (["7", "8", "8"], [True, False, False], 3, 0.0),
+        (["8", "7", "8", "7"], [False, True, False, True], 4, 0.0),  # a tie: 8 comes first
+        (["7", "8", "8", "7"], [True, False, False, True], 4, 1.0),  # a tie: 7 comes first
+        (["", "", "7"], [False, False, True], 3, 1.0),  # no answer, no vote
+        (["", ""], [False, False], 2, 0.0),
+        (["8", "7", "7", "7"], [False, True, True, True], 2, 0.5),  # blocks 8, 7 and 7, 7
+        (["7", "7", "8"], [True, True, False], 2, 1.0),  # the third response is in no block of 2
+    ],
+)
+def test_majority_of_answers(answers, correct, k, expected):
+    assert majority_at_k(answers, correct, k) == expected
+
+
+def test_a_majority_of_more_answers_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="maj@3 of 2 answers"):
+        majority_at_k(["1", "2"], [True, False], 3)
+
+
+def test_reported_k_are_powers_of_two_and_the_number_of_samples():
+    assert {n: sample_counts(n) for n in (1, 2, 3, 8, 12)} == {
+        1: [],
+        2: [2],
+        3: [2, 3],
+        8: [2, 4, 8],
+        12: [2, 4, 8, 12],
+    }
+
+
+def test_the_interval_is_that_of_the_mean_over_prompts():
+    score = mean_score("mean", 4, [0.25, 0.5, 0.75, 0.5])
+    half = 1.959964 * statistics.stdev([0.25, 0.5, 0.75, 0.5]) / 2
+    assert (score.value, score.low, score.high) == (0.5, 0.5 - half, 0.5 + half)
+
+
+def test_an_interval_stays_within_zero_and_one_and_one_prompt_tells_nothing():
+    assert mean_score("pass", 2, [0.0, 0.0, 1.0]).low == 0.0
+    assert mean_score("pass", 2, [1.0, 1.0, 0.0]).high == 1.0
+    single = mean_score("pass", 2, [1.0])
+    assert (single.value, single.low, single.high) == (1.0, 0.0, 1.0)
+
+
+def test_scores_of_bins():
+    scores = {(score.metric, score.k): score.value for score in scores_of_bins([1, 0, 1, 0, 2])}
+    assert scores == {
+        ("mean", 4): (0 + 0.5 + 1 + 1) / 4,
+        ("pass", 2): pytest.approx((0 + (1 - 1 / 6) + 2) / 4),
+        ("pass", 4): 0.75,
+    }

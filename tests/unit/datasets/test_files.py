@@ -150,7 +150,8 @@ def test_training_and_held_out_prompts_are_named_by_their_part(tmp_path: Path) -
     test = write(tmp_path / "test.jsonl", [{"question": "2+2?", "solution": 4}])
     config = math_config(train_path=train, test_path=test, columns=COLUMNS)
     datasets = load_datasets(config)
-    assert [dataset.name.rsplit("-", 1)[0] for dataset in datasets] == ["math-train", "math-test"]
+    names = [dataset.name.rsplit("-", 1)[0] for dataset in datasets.all]
+    assert names == ["math-train", "math-test"]
 
 
 @pytest.mark.parametrize(
@@ -164,3 +165,66 @@ def test_training_and_held_out_prompts_are_named_by_their_part(tmp_path: Path) -
 def test_half_of_the_data_is_refused(task: dict[str, Any], message: str) -> None:
     with pytest.raises(BapoError, match=message):
         load_datasets(math_config(**task))
+
+
+# ---- evaluation sets -----------------------------------------------------------------------------
+
+
+def sets_config(tmp_path: Path, **sets: dict[str, Any]) -> RunConfig:
+    train = write(tmp_path / "train.jsonl", ROWS)
+    config = math_config(train_path=train, columns=COLUMNS)
+    return config_from(config.model_dump() | {"evaluation": {"sets": sets}})
+
+
+def test_each_set_is_read_with_its_own_columns_and_limit(tmp_path: Path) -> None:
+    rows = [{"problem": f"{n}+0?", "answer": n} for n in range(5)]
+    plain = write(tmp_path / "plain.jsonl", rows)
+    mapped = write(tmp_path / "mapped.json", [{"question": "2+2?", "solution": 4}])
+    own = {"problem": "problem", "answer": "answer"}
+    datasets = load_datasets(
+        sets_config(
+            tmp_path, plain={"path": plain, "columns": own, "prompts": 3}, mapped={"path": mapped}
+        )
+    )
+    assert {name: len(test.prompts) for name, test in datasets.test.items()} == {
+        "mapped": 1,
+        "plain": 3,
+    }
+    assert datasets.test["plain"].name.rsplit("-", 1)[0] == "math-plain"
+    assert datasets.test_names["mapped"] == datasets.test["mapped"].name
+
+
+def test_what_is_wrong_with_a_set_is_said_with_its_name(tmp_path: Path) -> None:
+    empty = write(tmp_path / "empty.jsonl", [{"question": "?", "solution": None}])
+    other = write(tmp_path / "other.jsonl", [{"nums": [1, 2], "target": 3}])
+    trained = write(tmp_path / "trained.jsonl", ROWS[:1])
+    for settings, message in [
+        ({"path": str(tmp_path / "none.json")}, "evaluation.sets.amc: .*none.json: No such file"),
+        ({"path": empty}, "evaluation.sets.amc: .*has no row with an answer"),
+        ({"path": other}, r"evaluation.sets.amc: .*no column question, solution \(there are nums"),
+        ({}, "evaluation.sets.amc: task math cannot generate prompts; set the path of the set"),
+        (
+            {"path": trained},
+            "1 training prompts are held-out .* task.train_path and evaluation.sets.amc.path",
+        ),
+        ({"options": {"box": 1}}, "evaluation.sets.amc: task math: .*box"),
+    ]:
+        with pytest.raises(BapoError, match=message):
+            load_datasets(sets_config(tmp_path, amc=settings))
+
+
+def test_a_training_prompt_that_a_set_generates_is_left_out_of_the_training_prompts() -> None:
+    """The few problems of this distribution are in both, so many would be drawn twice."""
+    options = {"numbers": [2], "max_number": 9, "min_target": 1, "max_target": 9}
+    values = {
+        "task": {"options": options, "train_prompts": 40, "test_prompts": 25},
+        "rollout": {"prompts_per_step": 8},
+        "optimizer": {"minibatch_prompts": 8},
+    }
+    datasets = load_datasets(config_from(values | {"evaluation": {"sets": {"small": {}}}}))
+    test = {prompt.uid for prompt in datasets.test["small"].prompts}
+    train = {prompt.uid for prompt in datasets.train.prompts}
+    assert (len(test), len(train), len(test & train)) == (25, 40, 0)
+    without_sets = load_datasets(config_from(values))
+    assert test == {prompt.uid for prompt in without_sets.test["test"].prompts}
+    assert train == {prompt.uid for prompt in without_sets.train.prompts}

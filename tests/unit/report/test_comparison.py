@@ -48,10 +48,12 @@ def evaluation(version: int, accuracy: float) -> Evaluation:
     zero = round(8 * (1 - accuracy))
     return Evaluation(
         version=version,
+        evaluation_set="test",
         mean_accuracy=accuracy,
         bins=[zero, 8 - zero],
         prompts=8,
         tokens=0,
+        scores=[],
     )
 
 
@@ -64,7 +66,7 @@ def result(label: str, seed: int, accuracies: list[float], rollouts: int) -> Run
         status="finished",
         config=config,
         train_dataset="train",
-        test_dataset="test",
+        test_datasets={"test": "test"},
         current_step=4,
         attempt=1,
         created_at=NOW,
@@ -75,6 +77,7 @@ def result(label: str, seed: int, accuracies: list[float], rollouts: int) -> Run
         steps=[step(number, rollouts, 0.5) for number in range(1, 5)],
         evaluations=evaluations,
         migration=Migration(before=1, after=5, matrix=[[0, 0], [0, 0]], unlocked_fraction=0.25),
+        sets=[],
         unlocked_over_time=[0.0, 0.0, 0.25],
         unlocked_training_prompts=(0, 1),
         sync_windows=[],

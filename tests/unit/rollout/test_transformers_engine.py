@@ -169,7 +169,9 @@ class TestSamples:
     def test_are_never_impossible(self) -> None:
         logits = torch.tensor([[-torch.inf, 0.3, -torch.inf, 1.1, 0.2, -torch.inf]])
         for uniform in (0.0, 0.25, 0.5, 1 - 2**-53):
-            tokens, logprobs = _sample(logits, 1.0, torch.tensor([uniform], dtype=torch.float64))
+            tokens, logprobs = _sample(
+                logits, sampling(), torch.tensor([uniform], dtype=torch.float64)
+            )
             assert int(tokens) in (1, 3, 4)
             assert bool(torch.isfinite(logprobs).all())
 
@@ -343,3 +345,16 @@ def test_sampling_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     options: dict[str, Any] = {"temperature": 1.0, "max_tokens": 1, "group_size": 1}
     with pytest.raises(ValidationError, match=f"{next(iter(wrong))}\n.*greater than"):
         Sampling(**(options | wrong))
+
+
+def test_a_nucleus_is_the_smallest_set_of_tokens_that_reaches_top_p() -> None:
+    logits = torch.tensor([[0.05, 0.5, 0.15, 0.3]]).log().repeat(1000, 1)
+    uniforms = torch.linspace(0, 1 - 1e-6, 1000)
+    for top_p, nucleus in {0.45: {1: 1.0}, 0.6: {1: 0.625, 3: 0.375}, 0.81: {1: 10 / 19}}.items():
+        one = Sampling(temperature=1.0, top_p=top_p, max_tokens=1, group_size=1)
+        tokens, logprobs = _sample(logits, one, uniforms)
+        for token, probability in nucleus.items():
+            drawn = tokens == token
+            assert drawn.float().mean() == pytest.approx(probability, abs=2e-3)
+            assert logprobs[drawn].exp() == pytest.approx(probability, abs=1e-5)
+    assert 0 not in tokens
