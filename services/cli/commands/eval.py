@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from rich.console import Console
 
 from services.cli.options import ConfigArguments, config_arguments, json_option
+from services.cli.suites import SUITES, suite_config
 from services.cli.tables import show
 from services.model.resolve import TINY_MODEL
 
@@ -14,24 +16,51 @@ from services.model.resolve import TINY_MODEL
 @click.command("eval")
 @click.argument("model", help="A Hugging Face directory, or `tiny`.")
 @config_arguments
+@click.option(
+    "--suite",
+    type=click.Choice(sorted(SUITES)),
+    help="Evaluate these sets instead of the configuration's: `maths` is AIME24, AIME25, AMC, "
+    "MATH500, Minerva and OlympiadBench; `countdown` is CD-34 and CD-4.",
+)
+@click.option(
+    "--data",
+    multiple=True,
+    metavar="DIRECTORY|SET=ADDRESS",
+    help="With --suite maths: a directory with aime24.json, amc.json, math500.json, minerva.json "
+    "and olympiad.json (or .jsonl, .parquet), or the address of one set. May be repeated.",
+)
 @json_option
-def evaluate(model: str, config: ConfigArguments, as_json: bool) -> None:
+def evaluate(
+    model: str, config: ConfigArguments, suite: str | None, data: tuple[str, ...], as_json: bool
+) -> None:
     """Measure the accuracy of a model directory.
 
-    Samples the prompts of a configuration's evaluation sets, and prints for each set the mean
-    accuracy (mean@n), pass@k and maj@k with 95% confidence intervals, and how many
+    Samples the prompts of a configuration's evaluation sets, or of a suite, and prints for each
+    set the mean accuracy (mean@n), pass@k and maj@k with 95% confidence intervals, and how many
     prompts have 0, 1, ... n correct samples.
 
     \b
     Examples:
       bapo eval tiny examples/countdown.yaml
+      bapo eval tiny examples/countdown.yaml --suite countdown
       bapo eval exported/ examples/countdown.yaml evaluation.samples=16 --json
+      bapo eval exported/ rollout.max_response_tokens=4096 --suite maths --data benchmarks/
     """
     from services.cli.evaluate import evaluate_directory  # imports torch
     from services.report.scores import COLUMNS, INTERVALS, score_rows
 
+    console = Console(stderr=True)
+    if suite is None:
+        if data:
+            raise click.UsageError("--data needs --suite.")
+        loaded = config.load()
+    else:
+        chosen = suite_config(suite, config.file, config.overrides, data)
+        loaded = chosen.config
+        if chosen.left_out:
+            console.print(f"note: no data of {', '.join(chosen.left_out)}", highlight=False)
     directory = TINY_MODEL if model == "tiny" else Path(model)
-    evaluations = evaluate_directory(config.load(), directory)
+    evaluations = evaluate_directory(loaded, directory)
     show(evaluations, COLUMNS, score_rows(evaluations), as_json=as_json)
     if not as_json:
         click.echo(f"pass@k and maj@k for every k: --json. {INTERVALS}")

@@ -1,0 +1,126 @@
+"""The suites of `bapo eval` find their data and measure every set."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from bapo_core.errors import BapoError
+from services.buffer.api.wire import Evaluation
+from services.cli.main import bapo
+from services.cli.suites import suite_config
+from services.datasets import load_evaluation_sets
+
+FILES = Path(__file__).parents[1] / "datasets/maths"
+"""The forms of the public files, with problems of our own."""
+
+
+def maths(*data: str, overrides: tuple[str, ...] = (), file: str | None = None) -> Any:
+    return suite_config("maths", file, overrides, data)
+
+
+def test_the_maths_suite_finds_the_public_files_by_their_names() -> None:
+    suite = maths(str(FILES))
+    assert suite.left_out == ("aime25",)
+    sets = suite.config.evaluation_sets
+    assert {name: Path(one.path or "").name for name, one in sets.items()} == {
+        "aime24": "aime.json",
+        "amc": "amc.json",
+        "math500": "math.json",
+        "minerva": "minerva.json",
+        "olympiad": "olympiad_bench.json",
+    }
+    assert {(one.samples, one.temperature) for one in sets.values()} == {(32, 0.6)}
+    loaded = load_evaluation_sets(suite.config)
+    assert {name: len(dataset.prompts) for name, dataset in loaded.items()} == {
+        "aime24": 2,
+        "amc": 2,
+        "math500": 4,
+        "minerva": 3,
+        "olympiad": 6,
+    }
+
+
+@pytest.mark.maths
+def test_the_public_files_are_loaded_whole() -> None:
+    directory = os.environ.get("BAPO_MATHS_DATA")
+    if directory is None:
+        pytest.skip("needs the public files: set BAPO_MATHS_DATA to their directory")
+    loaded = load_evaluation_sets(maths(directory).config)
+    assert {name: len(dataset.prompts) for name, dataset in loaded.items()} == {
+        "aime24": 30,
+        "amc": 83,
+        "math500": 500,
+        "minerva": 272,
+        "olympiad": 675,
+    }
+
+
+def test_the_address_of_a_set_may_be_given_alone_and_keys_may_be_overridden() -> None:
+    suite = maths(
+        "aime25=hf://organisation/aime25:test",
+        overrides=("evaluation.samples=4", "evaluation.sets.aime25.columns={problem: question}"),
+    )
+    (one,) = suite.config.evaluation_sets.values()
+    assert (one.name, one.path, one.samples) == ("aime25", "hf://organisation/aime25:test", 4)
+    assert one.columns == {"problem": "question"}
+
+
+def test_a_suite_replaces_the_sets_of_a_file_and_keeps_the_options_of_its_own_task(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "run.yaml"
+    values: dict[str, Any] = {
+        "task": {"name": "math", "options": {"instruction": "Box it."}, "train_path": "t.json"},
+        "evaluation": {"sets": {"own": {"path": "x.json"}}, "primary": "own"},
+    }
+    file.write_text(yaml.safe_dump(values))
+    config = maths(str(FILES), file=str(file)).config
+    assert "own" not in config.evaluation_sets
+    assert config.evaluation_sets["amc"].options == {"instruction": "Box it."}
+    countdown = suite_config("countdown", str(file), [], []).config
+    assert {name: dict(one.options) for name, one in countdown.evaluation_sets.items()} == {
+        "cd-34": {"numbers": [3, 4]},
+        "cd-4": {"numbers": [4]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ((), "suite maths needs data: give --data DIRECTORY with files such as aime24.json"),
+        (("nowhere",), "--data nowhere: is no directory and no SET=ADDRESS; the sets .* aime24"),
+        (("gsm8k=x.json",), "--data gsm8k=x.json: is no directory and no SET=ADDRESS"),
+    ],
+)
+def test_what_is_wrong_with_the_data_of_a_suite_is_said(
+    data: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(BapoError, match=message):
+        maths(*data)
+
+
+def test_a_model_is_measured_on_every_set_of_a_suite(small_model: Path) -> None:
+    arguments = [
+        *("eval", str(small_model), "task={options: {template: short}, test_prompts: 3}"),
+        *("rollout.max_response_tokens=8", "rollout.max_prompt_tokens=24"),
+        *("evaluation.samples=4", "--suite", "countdown"),
+    ]
+    result = CliRunner().invoke(bapo, [*arguments, "--json"], catch_exceptions=False)
+    first, second = map(Evaluation.model_validate, json.loads(result.stdout))
+    assert (first.evaluation_set, second.evaluation_set) == ("cd-34", "cd-4")
+    assert sum(first.bins) == first.prompts == 3
+    assert {(score.metric, score.k) for score in second.scores} == {
+        ("mean", 4),
+        *[("pass", 2), ("pass", 4)],
+        *[("maj", 2), ("maj", 4)],
+    }
+    table = CliRunner().invoke(bapo, arguments, catch_exceptions=False, env={"COLUMNS": "160"})
+    assert "mean@n" in table.stdout
+    assert "average" in table.stdout
