@@ -4,8 +4,8 @@ Text is parsed with an explicit stack and never evaluated by Python, so no input
 exhaust the stack or take more than linear time in its (bounded) length.
 
 Grammar: non-negative integers in ASCII digits without leading zeros, the four binary operators
-with the usual precedence, parentheses, and white space between tokens. There is no unary sign, no
-`**` and no `//`.
+with the usual precedence, unary minus wherever an operand may begin, parentheses, and white space
+between tokens. There is no unary plus, no `**` and no `//`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ MAX_LENGTH = 512
 """Most characters of an expression; a longer text is not parsed."""
 
 _TOKEN = re.compile(r"[ \t\r\n]*(0|[1-9][0-9]*|[-+*/()])")
-_PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
+_NEGATE = "negate"
+"""Unary minus, which is no token of its own."""
+_PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2, _NEGATE: 3}
 _LOWEST, _ATOM = 1, 3
 _APPLY: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
     "+": lambda a, b: a + b,
@@ -51,6 +53,8 @@ class Expression:
         for item in self.postfix:
             if isinstance(item, int):
                 stack.append(Fraction(item))
+            elif item == _NEGATE:
+                stack.append(-stack.pop())
             else:
                 right, left = stack.pop(), stack.pop()
                 stack.append(_APPLY[item](left, right))
@@ -64,13 +68,14 @@ def parse(text: str) -> Expression:
     output: list[int | str] = []
     pending: list[str] = []  # operators and open parentheses (Dijkstra's shunting yard)
     operand_next = True
-    for position, token in _tokens(text):
-        if (token == "(" or token.isdigit()) != operand_next:
+    for position, token in _mark_negations(_tokens(text)):
+        opens = token in ("(", _NEGATE)
+        if (opens or token.isdigit()) != operand_next:
             raise ExpressionError(f"unexpected {token!r} at character {position + 1}")
         if token.isdigit():
             output.append(int(token))
             operand_next = False
-        elif token == "(":
+        elif opens:
             pending.append(token)
         elif token == ")":
             _unwind(pending, output, down_to=_LOWEST)
@@ -93,6 +98,15 @@ def _unwind(pending: list[str], output: list[int | str], *, down_to: int) -> Non
     """Moves operators of at least the precedence `down_to` to the output, up to a parenthesis."""
     while pending and pending[-1] != "(" and _PRECEDENCE[pending[-1]] >= down_to:
         output.append(pending.pop())
+
+
+def _mark_negations(tokens: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
+    """Returns the tokens with `_NEGATE` for each "-" that stands where an operand may begin."""
+    before = ["(", *(token for _, token in tokens)]
+    return [
+        (position, _NEGATE if token == "-" and previous in "(+-*/" else token)
+        for (position, token), previous in zip(tokens, before, strict=False)
+    ]
 
 
 def _tokens(text: str) -> list[tuple[int, str]]:

@@ -38,6 +38,8 @@ def evaluate(node: ast.expr, used: list[int]) -> Fraction:
         case ast.Constant(value=int(number)):
             used.append(number)
             return Fraction(number)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -evaluate(operand, used)
         case ast.BinOp(left=left, op=op, right=right):
             a, b = evaluate(left, used), evaluate(right, used)
             match op:

@@ -25,6 +25,12 @@ from bapo_core.tasks.expressions import ExpressionError, parse, random_expressio
         (" ( 10 - 4 )\t/\n3 ", Fraction(2)),
         ("((((5))))", Fraction(5)),
         ("0-0", Fraction(0)),
+        ("-3+45", Fraction(42)),
+        ("-(3-45)", Fraction(42)),
+        ("6*-7", Fraction(-42)),
+        ("-8/-(4/2)", Fraction(4)),
+        ("1--1", Fraction(2)),
+        ("- - 5 - -2", Fraction(7)),
     ],
 )
 def test_values_are_exact_with_the_usual_precedence(text, value):
@@ -34,7 +40,8 @@ def test_values_are_exact_with_the_usual_precedence(text, value):
 @pytest.mark.parametrize(
     "text",
     [
-        "", " ", "()", "(", ")", ")(", "(1", "1)", "1+", "+1", "-1", "1--1", "1 2", "1(2)",
+        "", " ", "()", "(", ")", ")(", "(1", "1)", "1+", "+1", "-", "1-", "1-+1", "(-)",
+        "1 2", "1(2)",
         "(1)(2)", "2**3", "7//2", "1.5", "1e3", "0x1", "007", "1_000", "1,2", "1=1", "1+a", "1%2",
         "2^3", "~1", "1\x00", "1+\x002", "\ud800", "\u0661+1", "\u00b2", "1\u22122",
         "2\u00d73", "1\u00a0+1",
@@ -54,6 +61,7 @@ def test_an_error_says_where():
 def test_depth_is_limited_by_length_alone():
     assert parse("(" * 255 + "1" + ")" * 255).value() == 1
     assert parse("1-(" * 100 + "1" + ")" * 100).value() == 1
+    assert parse("-" * 511 + "1").value() == -1
 
 
 def test_division_by_zero_has_no_value():
@@ -63,7 +71,7 @@ def test_division_by_zero_has_no_value():
 
 @given(st.text(alphabet="0123456789+-*/() ", max_size=40))
 def test_what_is_read_has_the_value_that_python_gives_it(text):
-    """Python's own parser as the oracle; ours is a subset of it (no unary signs, ** or //)."""
+    """Python's own parser as the oracle; ours is a subset of it (no unary plus, ** or //)."""
     try:
         expression = parse(text)
     except ExpressionError:

@@ -78,7 +78,7 @@ _WRONG_EXPRESSIONS = {
     "comment": "3*4*7 # right",
     "assignment": "x=3*4*7",
     "semicolon": "3*4*7;",
-    "unary-minus": "-3*4*-7",
+    "unary-minus": "-3*4*7",
     "unary-plus": "+3*4*7",
     "double-minus": "3--4*7",
     "float": "3.0*4*7",
