@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -32,6 +33,16 @@ MAX_TAIL = 1_000
 _BRACES = re.compile(r"\\boxed\s*\{|\\fbox\s*\{|\\.|[{}]", re.DOTALL)
 _BLANKS = re.compile(r"\s+")
 _DECIMALS = 6
+_MARKS = {
+    **dict.fromkeys(("\\left", "\\right", "\\!", "\\,", "\\;", "\\$", "\\%", "%"), ""),
+    **dict.fromkeys(("^\\circ", "^{\\circ}"), ""),
+    **dict.fromkeys(("\\dfrac", "\\tfrac"), "\\frac"),
+}
+"""Spellings of LaTeX that `normalise` replaces."""
+_THOUSANDS = re.compile(r"-?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
+_NUMBER = re.compile(
+    r"(-)?(?:([0-9]+(?:\.[0-9]+)?)|([0-9]+)/([0-9]+)|\\frac\{([0-9]+)\}\{([0-9]+)\})"
+)
 _SCIENTIFIC = re.compile(r"(-?\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})")
 """A number such as 4.5e33, as Minerva has them. In LaTeX, its e would be Euler's number."""
 
@@ -84,6 +95,27 @@ class MathTask:
         if _without_blanks(_bare(answer)) in map(_without_blanks, _reference_answers(payload)):
             return Verdict(1.0, VerdictStatus.OK, answer)
         return _judged(payload, answer, _parse_latex)
+
+    def normalise(self, answer: str) -> str:
+        r"""Returns an answer without blanks and marks that carry no meaning, for majority votes.
+
+        Numbers become reduced fractions, so that 0.5, \dfrac{2}{4} and 1/2 are one answer.
+        Other answers are equal if their texts are.
+        """
+        text = _without_blanks(_bare(answer))
+        for mark, plain in _MARKS.items():
+            text = text.replace(mark, plain)
+        if _THOUSANDS.fullmatch(text):
+            text = text.replace(",", "")
+        number = _NUMBER.fullmatch(text)
+        if number is None:
+            return text
+        sign, decimal, *ratio = number.groups()
+        numerator, denominator = ratio[:2] if ratio[0] else ratio[2:]
+        if decimal is None and not int(denominator):
+            return text
+        value = Fraction(decimal) if decimal else Fraction(int(numerator), int(denominator))
+        return str(-value if sign else value)
 
     def _verify_plain(self, payload: Payload, response: str) -> Verdict:
         # An unclosed \boxed is an answer that was cut off, not an answer elsewhere.

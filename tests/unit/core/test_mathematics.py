@@ -159,3 +159,22 @@ def test_a_row_without_an_answer_is_left_out(answer: Any) -> None:
 def test_a_bad_row_is_explained(row: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         TASK.parse_row(row)
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        ["0.5", r"\frac{1}{2}", r"\dfrac{2}{4}", "1/2", r"\tfrac{1}{2}"],
+        ["1234567", "1,234,567", r"1,234,567.0", r"\$1,234,567"],
+        ["-7", "-14/2", r"-\frac{7}{1}", " -7. "],
+        [r"\left( 3, 4 \right)", "(3,4)", r"(3,\, 4)"],
+        ["90", r"90^\circ", r"90^{\circ}", r"90\%"],
+    ],
+)
+def test_answers_that_vote_together(answers: list[str]) -> None:
+    assert len({MathTask().normalise(answer) for answer in answers}) == 1
+
+
+@pytest.mark.parametrize("answer", ["1/0", r"\frac{1}{0}", "1,2", "x", "", r"\{1,2\}", "9" * 1000])
+def test_other_answers_vote_by_their_text(answer: str) -> None:
+    assert MathTask().normalise(answer) == answer
