@@ -77,7 +77,11 @@ class Task(Protocol):
         ...
 
     def render(self, payload: Payload) -> list[Message]:
-        """Returns the conversation that poses the problem."""
+        """Returns the conversation that poses the problem.
+
+        A last message of the assistant is the beginning of the response, which continues it; it is
+        not part of what `verify` gets.
+        """
         ...
 
     def verify(self, payload: Payload, response: str) -> Verdict:

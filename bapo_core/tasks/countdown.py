@@ -1,7 +1,7 @@
 """Countdown: an expression over given numbers, each used exactly once, that equals a target.
 
-Operators are + - * /. A payload is {"nums": [positive integers], "target": positive integer}, the
-columns of the public dataset Jiayi-Pan/Countdown-Tasks-3to4.
+Operators are + - * / and unary minus. A payload is {"nums": [positive integers], "target": positive
+integer}, the columns of the public dataset Jiayi-Pan/Countdown-Tasks-3to4.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 from bapo_core.seeding import derive_rng
 from bapo_core.tasks.base import Message, Payload, Verdict, VerdictStatus, with_format
@@ -25,7 +25,7 @@ from bapo_core.tasks.expressions import (
 
 __all__ = ["CountdownTask", "is_solvable", "random_expression"]
 
-Template = Literal["short", "think"]
+Template = Literal["short", "think", "prefilled"]
 
 MAX_NUMBERS = 6
 """Most numbers of a problem; with more, the search for a solution takes too long."""
@@ -39,6 +39,9 @@ Reason inside <think> </think> tags first. Then give only the expression inside 
 <answer> </answer> tags, for example <answer>(1 + 2) / 3</answer>."""
 
 
+_PREFIX = "Let me solve this step by step.\n<think>"
+
+
 @dataclass(frozen=True, slots=True)
 class CountdownTask:
     """Countdown with a prompt template and a distribution of generated problems."""
@@ -50,7 +53,8 @@ class CountdownTask:
     template: Template = "think"
     """Prompt template. `short`: the message is "3 4 7=84:" and the response is the expression
     alone, for a tiny character-level model. `think`: instructions for a chat model, whose answer is
-    in the last <answer> tag."""
+    in the last <answer> tag. `prefilled`: the same, and the response continues a message of the
+    assistant that opens <think>, as in MoPPS."""
     numbers: Sequence[int] = (3, 4)
     """Possible counts of numbers in a generated problem, all equally likely."""
     max_number: int = 99
@@ -61,8 +65,10 @@ class CountdownTask:
     """Largest target of a generated problem."""
 
     def __post_init__(self) -> None:
-        if self.template not in ("short", "think"):
-            raise ValueError(f"template is {self.template!r}; choose short or think")
+        if self.template not in get_args(Template):
+            raise ValueError(
+                f"template is {self.template!r}; choose {', '.join(get_args(Template))}"
+            )
         if not self.numbers or not all(2 <= n <= MAX_NUMBERS for n in self.numbers):
             raise ValueError(f"numbers is {self.numbers}; list sizes between 2 and {MAX_NUMBERS}")
         if self.max_number < 1 or not 1 <= self.min_target <= self.max_target:
@@ -77,13 +83,16 @@ class CountdownTask:
         return _uid(payload["nums"], payload["target"])
 
     def render(self, payload: Payload) -> list[Message]:
-        """Returns one user message."""
+        """Returns one user message, and with `prefilled` the beginning of the assistant's."""
         numbers, target = payload["nums"], payload["target"]
         if self.template == "short":
             content = f"{' '.join(map(str, numbers))}={target}:"
         else:
             content = _THINK.format(numbers=", ".join(map(str, numbers)), target=target)
-        return [{"role": "user", "content": content}]
+        messages = [{"role": "user", "content": content}]
+        if self.template == "prefilled":
+            messages.append({"role": "assistant", "content": _PREFIX})
+        return messages
 
     def verify(self, payload: Payload, response: str) -> Verdict:
         """Rewards an answer that uses exactly the given numbers and equals the target exactly."""

@@ -512,11 +512,19 @@ class Collector:
 def tokenize_conversation(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]
 ) -> list[int]:
-    """Returns the token ids of a conversation, up to where the response begins."""
+    """Returns the token ids of a conversation, up to where the response begins.
+
+    A last message of the assistant follows the generation prompt as it is, because chat templates
+    add to it: that of Qwen3 puts an empty <think></think> before it.
+    """
+    prefix = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
     rendered: Any = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        messages[:-1] if prefix else messages,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
     )
-    return list(rendered)
+    return [*rendered, *tokenizer.encode(prefix, add_special_tokens=False)]
 
 
 def tokenizer_directory(path: str, settings: CollectorSettings) -> Path:

@@ -52,7 +52,7 @@ def test_an_unknown_name_or_option_is_explained():
         get_task("countup")
     with pytest.raises(TaskError, match=r"task countdown: .*colour"):
         get_task("countdown", colour="red")
-    with pytest.raises(TaskError, match="choose short or think"):
+    with pytest.raises(TaskError, match="choose short, think, prefilled"):
         get_task("countdown", template="long")
     with pytest.raises(TaskError, match="sizes between 2 and 6"):
         get_task("countdown", numbers=[7])
@@ -91,7 +91,8 @@ def test_the_uid_ignores_the_order_of_the_numbers_only():
         ("84", "wrong_numbers"),
         ("7/(4-3-4+3)", "wrong_numbers"),
         ("3*4*7=84", "parse_error"),
-        ("-3*-4*7", "parse_error"),
+        ("-3*-4*7", "ok"),
+        ("+3*4*7", "parse_error"),
         ("", "no_answer"),
         (" \n", "no_answer"),
         ("(" * 600, "too_large"),
@@ -240,3 +241,13 @@ def test_a_row_is_read_as_it_is():
 def test_a_bad_row_is_explained(row, message):
     with pytest.raises(ValueError, match=message):
         THINK.parse_row(row)
+
+
+def test_a_prefilled_prompt_begins_the_message_of_the_assistant():
+    task = CountdownTask(template="prefilled")
+    user, assistant = task.render(PROBLEM)
+    assert user == THINK.render(PROBLEM)[0]
+    assert assistant["role"] == "assistant"
+    assert assistant["content"].endswith("<think>")
+    verdict = task.verify(PROBLEM, "3*4 is 12. </think> <answer>3*4*7</answer>")
+    assert verdict.status == "ok"

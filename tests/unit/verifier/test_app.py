@@ -79,7 +79,7 @@ def test_a_request_without_a_valid_token_is_refused_unread(client: httpx.Client)
         ({"task": "nonsense"}, ["task", "countdown, math"]),
         ({"task": 7}, ["task", "valid string"]),
         ({"tusk": 7}, ["tusk", "not permitted"]),
-        ({"options": {"template": "x"}}, ["options", "choose short or think"]),
+        ({"options": {"template": "x"}}, ["options", "choose short, think, prefilled"]),
         ({"options": {"nonsense": 1}}, ["options", "nonsense"]),
         ({"options": {"template": "x" * (LARGEST_PAYLOAD + 1)}}, ["options", "at most"]),
         ({"items": [{"payload": PAYLOAD}]}, ["items.0.responses", "required"]),
