@@ -11,6 +11,7 @@ from typing import Any
 from bapo_core.errors import TaskError
 from bapo_core.plug_ins import load_plug_in, plug_in_names
 from bapo_core.tasks.base import (
+    ImageTask,
     Message,
     Payload,
     SyntheticTask,
@@ -20,10 +21,12 @@ from bapo_core.tasks.base import (
     normalise_answer,
 )
 from bapo_core.tasks.countdown import CountdownTask
+from bapo_core.tasks.geometry import GeometryTask
 from bapo_core.tasks.mathematics import MathTask
 
 __all__ = [
     "ENTRY_POINTS",
+    "ImageTask",
     "Message",
     "Payload",
     "SyntheticTask",
@@ -38,7 +41,11 @@ __all__ = [
 ENTRY_POINTS = "bapo.tasks"
 """The group of entry points: task name → callable that takes the options and returns a `Task`."""
 
-_TASKS: dict[str, Callable[..., Task]] = {"countdown": CountdownTask, "math": MathTask}
+_TASKS: dict[str, Callable[..., Task]] = {
+    "countdown": CountdownTask,
+    "geometry": GeometryTask,
+    "math": MathTask,
+}
 
 
 def task_names() -> list[str]:

@@ -10,8 +10,12 @@ from typing import Any, Protocol, runtime_checkable
 Payload = Mapping[str, Any]
 """A problem, as a JSON object."""
 
-Message = dict[str, str]
-"""A chat message: {"role": ..., "content": ...}."""
+Message = dict[str, Any]
+"""A chat message: {"role": ..., "content": ...}.
+
+The content is text, or for a prompt with images a list of parts in the form of transformers' chat
+templates: {"type": "text", "text": ...} and {"type": "image", **reference}.
+"""
 
 
 class VerdictStatus(StrEnum):
@@ -132,4 +136,19 @@ class SyntheticTask(Task, Protocol):
         self, seed: int, *, train: int, test: int
     ) -> tuple[list[Payload], list[Payload]]:
         """Returns disjoint (train, test) problems; the test problems do not depend on `train`."""
+        ...
+
+
+@runtime_checkable
+class ImageTask(Task, Protocol):
+    """A task whose prompts hold images.
+
+    Its payloads refer to images: {"digest": SHA-256 of the file, "width": pixels, "height": pixels}
+    in a list `payload["images"]`. `parse_row` gets such references in place of the images of a row.
+    A `SyntheticTask` generates payloads that hold the bytes of images instead of references.
+    """
+
+    @property
+    def image_columns(self) -> Sequence[str]:
+        """The columns that hold images, each a list of them or one."""
         ...

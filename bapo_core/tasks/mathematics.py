@@ -25,6 +25,8 @@ from typing import Any, ClassVar
 
 from bapo_core.tasks.base import Message, Payload, Verdict, VerdictStatus, with_format
 
+INSTRUCTION = r"Reason step by step, and put your final answer within \boxed{}."
+"""The default instruction to the model."""
 MAX_ANSWER = 1_000
 """Most characters of an answer; a longer one is not parsed."""
 MAX_TAIL = 1_000
@@ -55,7 +57,7 @@ class MathTask:
     columns: ClassVar[Sequence[str]] = ("problem", "answer")
     reward_parts: ClassVar[Sequence[str]] = ("format",)
 
-    instruction: str = r"Reason step by step, and put your final answer within \boxed{}."
+    instruction: str = INSTRUCTION
     """Text that follows the problem in the user message."""
     boxed_only: bool = True
     r"""Whether an answer must be in a \boxed{...}, as the instruction asks. Set it to false for a

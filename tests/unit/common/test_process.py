@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[3]
     [
         (BapoError("wrong configuration"), 1),
         (ConfigError("config: seed: input should be a valid integer"), 1),
-        (TaskError("no task 'countup'; known tasks: countdown, math"), 1),
+        (TaskError("no task 'countup'; known tasks: countdown, geometry, math"), 1),
         (ServiceError(400, "refused"), 1),
         (ObjectStoreError("damaged"), 1),
         (ObjectStoreUnavailable("away"), EXIT_RETRYABLE),

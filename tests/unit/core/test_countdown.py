@@ -48,7 +48,7 @@ def test_tasks_are_found_by_name():
 
 
 def test_an_unknown_name_or_option_is_explained():
-    with pytest.raises(TaskError, match=r"known tasks: .*countdown, math"):
+    with pytest.raises(TaskError, match=r"known tasks: .*countdown, geometry, math"):
         get_task("countup")
     with pytest.raises(TaskError, match=r"task countdown: .*colour"):
         get_task("countdown", colour="red")
