@@ -192,7 +192,13 @@ def prepare(context: PipelineContext, config: RunConfig) -> str:
     nulls when it runs locally. Raises `BapoError`.
     """
     from services.common.layout import MODEL_SCHEME
-    from services.datasets import DataSources, keep_prompts, load_datasets, pin_revisions
+    from services.datasets import (
+        DataSources,
+        keep_prompts,
+        load_datasets,
+        pin_revisions,
+        store_dataset,
+    )
     from services.model.resolve import ensure_model
     from services.model.stored import store_model
 
@@ -207,7 +213,7 @@ def prepare(context: PipelineContext, config: RunConfig) -> str:
     if state is not None:
         config = keep_prompts(config, state, datasets)
     for dataset in datasets.all:
-        context.buffer.upload_dataset(dataset.name, dataset.prompts)
+        store_dataset(context.buffer, dataset)
         context.log(f"dataset {dataset.name}: {dataset.summary}")
     # That of the configuration may lead elsewhere by now.
     path = config.model.path if state is None else state.config.model.path

@@ -101,10 +101,13 @@ class GeometryTask:
     def parse_row(self, row: Mapping[str, Any]) -> Payload | None:
         """Returns the problem of a row, or None for one without an answer.
 
-        Without `<image>` in the problem, its images come first. Raises `ValueError` for another
+        A column may hold one image instead of a list. Without `<image>` in the problem, its images
+        come first. Raises `ValueError` for another
         number of `<image>` than of images, and as `MathTask.parse_row` does.
         """
         images = row["images"]
+        if isinstance(images, Mapping):
+            images = [images]
         if not isinstance(images, list) or not images:
             raise ValueError(f"images is {images!r:.80}; make it a list of at least one image")
         payload = self._grader.parse_row({column: row[column] for column in ("problem", "answer")})

@@ -21,6 +21,7 @@ from services.buffer.routes import (
     configs,
     dashboard,
     datasets,
+    images,
     runs,
     statistics,
     steps,
@@ -87,6 +88,7 @@ def create_app(database_url: str, store: ObjectStore, admin_token: str) -> FastA
     for router in (
         configs.router,
         datasets.router,
+        images.router,
         runs.router,
         steps.router,
         artifacts.router,

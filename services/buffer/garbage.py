@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 
-from sqlalchemy import select
+from sqlalchemy import func, select
+from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Session
 
 from services.buffer.api import wire
+from services.buffer.images import IMAGE_DIGESTS
 from services.buffer.service import Service
-from services.buffer.tables import Checkpoint, RolloutGroup, Run, WeightVersion
+from services.buffer.tables import Checkpoint, PromptRow, RolloutGroup, Run, WeightVersion
 from services.common import layout
 from services.common.objectstore import MANIFEST
 
@@ -25,7 +27,7 @@ def collect_garbage(service: Service, *, dry_run: bool) -> wire.Garbage:
     """
     stored = {
         item.key: item.modified
-        for prefix in ("runs/", "models/")
+        for prefix in ("runs/", "models/", "images/")
         for item in service.store.listing(prefix)
     }
     with service.sessions() as session:
@@ -55,6 +57,8 @@ def _referenced_keys(session: Session) -> Iterable[str]:
     yield from session.scalars(select(RolloutGroup.object_key).distinct())
     proximal = select(RolloutGroup.proximal_key).where(RolloutGroup.proximal_key.is_not(None))
     yield from (key for key in session.scalars(proximal.distinct()) if key is not None)
+    digest = func.jsonb_path_query(PromptRow.payload, IMAGE_DIGESTS, type_=JSONB)
+    yield from map(layout.image, session.scalars(select(digest).distinct()))
 
 
 def _referenced_prefixes(session: Session) -> Iterable[str]:

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from sqlalchemy import Row, func, select, update
+from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Session
 
 from bapo_core.types import GroupSummary
 from services.buffer.api import wire
 from services.buffer.api.trajectories import TrajectoryGroup
+from services.buffer.images import IMAGE_DIGESTS
 from services.buffer.tables import PromptRow, RolloutGroup, Run
 from services.common.errors import not_found
 
@@ -40,6 +42,7 @@ LOCATION_COLUMNS = (
     RolloutGroup.token_count.label("tokens"),
     RolloutGroup.proximal_key,
     RolloutGroup.proximal_digest,
+    func.jsonb_path_query_array(PromptRow.payload, IMAGE_DIGESTS, type_=JSONB).label("images"),
 )
 """The fields of a `ManifestMember`, all but its `source`."""
 

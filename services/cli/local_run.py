@@ -20,7 +20,7 @@ from services.buffer.api.client import BufferClient
 from services.cli.progress import RunDisplay
 from services.cli.service import data_sources
 from services.common.process import python_command
-from services.datasets import load_datasets
+from services.datasets import load_datasets, store_dataset
 from services.exporters.mlflow import mirror_to_mlflow
 from services.report.summary import RunHistory, read_history, summarise
 from services.stack.stack import Endpoints
@@ -63,7 +63,7 @@ def create_run(run: LocalRun) -> None:
         )
     datasets = load_datasets(run.config, data_sources(lambda: client))
     for dataset in datasets.all:
-        client.upload_dataset(dataset.name, dataset.prompts)
+        store_dataset(client, dataset)
         if dataset.notes:
             run.console.print(f"note: {dataset.name}: {dataset.summary}", highlight=False)
     client.create_run(

@@ -51,6 +51,11 @@ def failure(run: str, step: int, rank: int) -> str:
     return f"{run_prefix(run)}/failures/step-{step}-rank-{rank}.pt"
 
 
+def image(digest: str) -> str:
+    """Key of an image of prompts; `digest` is the SHA-256 of its file."""
+    return f"images/{digest}"
+
+
 def model(content: str) -> str:
     """Prefix of an initial model; `content` is the digest of its files."""
     return f"models/{content}"

@@ -347,6 +347,18 @@ class ObjectStore:
         if errors:
             raise ObjectStoreError(f"object store: cannot delete {errors[0].name}: {errors[0]}")
 
+    def exists(self, key: str) -> bool:
+        """Returns whether there is an object of this key."""
+        try:
+            self._size(key)
+        except S3Error as error:
+            if error.code in ("NoSuchKey", "NoSuchObject"):
+                return False
+            raise self._failure("find", key, error) from error
+        except (MinioException, urllib3.exceptions.HTTPError) as error:
+            raise self._failure("find", key, error) from error
+        return True
+
     def put_content(self, key: str, content: Content) -> str:
         """Stores `content`, reading it as it is sent. Returns its SHA-256."""
         return self._repeat(lambda: self._put_content(key, content))

@@ -25,6 +25,8 @@ export const setToken = (value) => sessionStorage.setItem(TOKEN_KEY, value);
 export function forgetToken() {
   sessionStorage.removeItem(TOKEN_KEY);
   answers.clear();
+  for (const url of images.values()) URL.revokeObjectURL(url);
+  images.clear();
 }
 
 /** The last answers by URL: {tag, data}. Unchanged data is returned as the same object. */
@@ -47,6 +49,23 @@ export async function get(path, query = {}, signal = undefined) {
 
 export async function post(path) {
   return body(await send(address(path, {}), { method: "POST" }));
+}
+
+/** The images shown last, by digest: the address of a copy in memory. */
+const images = new Map();
+
+/** Returns an address for <img>, whose own requests would not carry the token. */
+export async function imageAddress(digest, signal = undefined) {
+  if (!images.has(digest)) {
+    const response = await send(address(path`/images/${digest}`, {}), { signal });
+    images.set(digest, URL.createObjectURL(await answeredOrProblem(response.blob())));
+    if (images.size > MAX_CACHED) {
+      const [oldest, url] = images.entries().next().value;
+      URL.revokeObjectURL(url);
+      images.delete(oldest);
+    }
+  }
+  return images.get(digest);
 }
 
 function address(path, query) {

@@ -11,6 +11,7 @@ from services.datasets.load import (
     load_datasets,
     load_evaluation_sets,
     read_dataset,
+    store_dataset,
 )
 from services.datasets.sources import DataSources, data_addresses, pin_address, pin_revisions
 
@@ -26,4 +27,5 @@ __all__ = [
     "pin_address",
     "pin_revisions",
     "read_dataset",
+    "store_dataset",
 ]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.buffer.api.wire import PromptItem
+from services.datasets.images import Images
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,8 @@ class Dataset:
     prompts: Sequence[PromptItem]
     left_out: int = 0
     """Number of rows that were left out, because they have no answer."""
+    images: Images | None = None
+    """The images of its prompts; None if the task has none."""
     limit: int | None = None
     """The limit of rows, if it was reached: there may be more."""
 

@@ -6,6 +6,7 @@ needs the name of one, as `:configuration/split`.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import logging
@@ -28,6 +29,8 @@ _ADDRESS = re.compile(
     r"hf://(?P<repository>[^@:/]+(/[^@:/]+)?)(@(?P<revision>[^:]+))?"
     r"(:((?P<configuration>[^/]+)/)?(?P<split>[^/]+))?"
 )
+_BASE64 = "__base64__"
+"""Key of bytes in the cache, which is JSON."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -120,7 +123,8 @@ def read_hub(
     if not file.is_file():
         _write_rows(list(_stream(HubAddress.parse(address), columns, limit)), file)
     with file.open("rb") as opened:
-        yield from read_rows(opened, file.name, columns)
+        for row in read_rows(opened, file.name, columns):
+            yield {name: _restore_bytes(value) for name, value in row.items()}
 
 
 def _stream(address: HubAddress, columns: Sequence[str], limit: int | None) -> Iterator[Row]:
@@ -177,6 +181,8 @@ def _open_split(address: HubAddress, columns: Sequence[str]) -> Any:
     except (httpx.HTTPError, OSError) as error:
         raise BapoError(_unreachable(str(address), error)) from error
     rows = splits[_choose_split(address, list(splits))]
+    if rows.features is not None:
+        rows = rows.decode(False)  # images stay files, whose digests name them
     if rows.column_names is None:
         return rows
     check_columns(rows.column_names, columns)
@@ -206,13 +212,30 @@ def _choose_split(address: HubAddress, splits: Sequence[str]) -> str:
 def _write_rows(rows: Sequence[Row], file: Path) -> None:
     """Writes the rows as JSON; another process sees the whole file or none."""
     try:
-        text = json.dumps(rows)
+        text = json.dumps(rows, default=_encode_bytes)
     except TypeError as error:
         raise ValueError(f"holds values that are no text, numbers or lists: {error}") from error
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as partial:
         partial.write(text)
     os.replace(partial.name, file)
+
+
+def _encode_bytes(value: Any) -> dict[str, str]:
+    if isinstance(value, bytes):
+        return {_BASE64: base64.b64encode(value).decode()}
+    raise TypeError(f"{type(value).__name__} {value!r:.40}")
+
+
+def _restore_bytes(value: Any) -> Any:
+    """Returns a value of the cache with the bytes that `_encode_bytes` has encoded."""
+    if isinstance(value, list):
+        return [_restore_bytes(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {_BASE64}:
+        return base64.b64decode(value[_BASE64])
+    return {name: _restore_bytes(item) for name, item in value.items()}
 
 
 def _gated(address: str, parsed: HubAddress) -> str:

@@ -6,16 +6,20 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from bapo_core.config import RunConfig
 from bapo_core.config.evaluation import TEST_SET, EvaluationSet
 from bapo_core.errors import BapoError
 from bapo_core.rewards import check_reward
-from bapo_core.tasks import Payload, SyntheticTask, Task, get_task
+from bapo_core.tasks import ImageTask, Payload, SyntheticTask, Task, get_task
 from services.buffer.api import wire
+from services.buffer.api.client import BufferClient
+from services.common.objectstore import S3_SCHEME
 from services.datasets.dataset import Dataset, digest_of_prompts
 from services.datasets.files import RowError
+from services.datasets.images import Images, digests_of_prompts
 from services.datasets.sources import (
     TRAIN_PATH,
     DataSources,
@@ -24,6 +28,7 @@ from services.datasets.sources import (
     open_rows,
 )
 from services.datasets.uploaded import DATASET, read_uploaded
+from services.model.stored import HUB
 from services.verifier.api.wire import LARGEST_PAYLOAD
 
 NO_SERVICES = DataSources()
@@ -53,6 +58,7 @@ def load_datasets(config: RunConfig, sources: DataSources = NO_SERVICES) -> RunD
     Raises `BapoError` when a data set cannot be read, when training prompts are held out, or when
     there are fewer training prompts than a step may draw.
     """
+    check_reward(get_task(config.task.name, **config.task.options), config.reward)
     if config.evaluation.sets:
         test = load_evaluation_sets(config, sources)
         train = _load_training_prompts(config, sources, test)
@@ -100,7 +106,7 @@ def _load_set(config: RunConfig, settings: EvaluationSet, sources: DataSources) 
         if not isinstance(task, SyntheticTask):
             raise BapoError(f"task {task.name} cannot generate prompts; set the path of the set")
         _, problems = _generate(task, config.task.data_seed, train=0, test=settings.prompts)
-        return _dataset(task, problems, settings.name)
+        return _of_problems(task, problems, settings.name, sources)
     except BapoError as error:
         raise BapoError(f"evaluation.sets.{settings.name}: {error}") from error
 
@@ -121,8 +127,10 @@ def _load_training_prompts(
         drawn = task.generate(settings.data_seed, settings.train_prompts + len(uids))
     except ValueError as error:
         raise BapoError(str(error)) from error
-    problems = [problem for problem in drawn if task.uid(problem) not in uids]
-    return _dataset(task, problems[: settings.train_prompts], "train")
+    images = _images(sources)
+    payloads = [images.take_row(task, problem) for problem in drawn]
+    kept = [payload for payload in payloads if task.uid(payload) not in uids]
+    return _dataset(task, kept[: settings.train_prompts], "train", images)
 
 
 def _generate(
@@ -137,7 +145,6 @@ def _generate(
 def _load_both(config: RunConfig, sources: DataSources) -> tuple[Dataset, Dataset]:
     settings = config.task
     task = get_task(settings.name, **settings.options)
-    check_reward(task, config.reward)
     if (settings.train_path is None) != (settings.test_path is None):
         missing = "test_path" if settings.test_path is None else "train_path"
         raise BapoError(
@@ -160,7 +167,15 @@ def _load_both(config: RunConfig, sources: DataSources) -> tuple[Dataset, Datase
     train, test = _generate(
         task, settings.data_seed, train=settings.train_prompts, test=settings.test_prompts
     )
-    return _dataset(task, train, "train"), _dataset(task, test, "test")
+    return _of_problems(task, train, "train", sources), _of_problems(task, test, "test", sources)
+
+
+def _of_problems(
+    task: Task, problems: Sequence[Payload], split: str, sources: DataSources
+) -> Dataset:
+    """Returns the dataset of generated problems, whose images become references."""
+    images = _images(sources)
+    return _dataset(task, [images.take_row(task, problem) for problem in problems], split, images)
 
 
 def read_dataset(
@@ -190,14 +205,16 @@ def read_dataset(
     if address.startswith(DATASET):
         uploaded = read_uploaded(address, task, sources.connect())
         reached = limit if limit is not None and len(uploaded) >= limit else None
-        return replace(_dataset(task, uploaded[:limit], split), limit=reached)
+        return replace(_dataset(task, uploaded[:limit], split, _images(sources)), limit=reached)
     theirs = {column: columns.get(column, column) for column in task.columns}
+    images = _images(sources, address)
     problems: dict[str, Payload] = {}
     left_out = number = 0
     try:
         rows = open_rows(address, list(theirs.values()), limit, sources)
         for number, row in enumerate(islice(rows, limit), start=1):
-            problem = _parse_row(task, {ours: row[name] for ours, name in theirs.items()}, number)
+            values = {ours: row[name] for ours, name in theirs.items()}
+            problem = _parse_row(task, values, number, images)
             if problem is None:
                 left_out += 1
             else:
@@ -208,13 +225,20 @@ def read_dataset(
         raise BapoError(f"{address}: {error}") from error
     if not problems:
         raise BapoError(f"{address}: has no row with an answer; give a data set that has problems")
-    dataset = _dataset(task, list(problems.values()), split)
+    dataset = _dataset(task, list(problems.values()), split, images)
     return replace(dataset, left_out=left_out, limit=limit if number == limit else None)
 
 
-def _parse_row(task: Task, row: Mapping[str, Any], number: int) -> Payload | None:
+def _images(sources: DataSources, address: str = "") -> Images:
+    """Returns a place for the images of a data set, whose rows may name files if it is a file."""
+    local = bool(address) and not address.startswith((HUB, S3_SCHEME))
+    directory = Path(address).parent if local else None
+    return Images(lambda digest: sources.connect().image(digest), directory)
+
+
+def _parse_row(task: Task, row: Mapping[str, Any], number: int, images: Images) -> Payload | None:
     try:
-        problem = task.parse_row(row)
+        problem = task.parse_row(images.take_row(task, row))
         _check_text(problem)
         if len(json.dumps(problem)) > LARGEST_PAYLOAD:
             raise ValueError(f"the problem is longer than {LARGEST_PAYLOAD} bytes; shorten it")
@@ -237,19 +261,46 @@ def _check_text(value: Any) -> None:
             _check_text(item)
 
 
-def _dataset(task: Task, payloads: Sequence[Payload], split: str) -> Dataset:
+def _dataset(task: Task, payloads: Sequence[Payload], split: str, images: Images) -> Dataset:
     prompts = [
         wire.PromptItem(uid=task.uid(payload), task=task.name, payload=_plain(payload))
         for payload in payloads
     ]
     digest = digest_of_prompts(prompts)[:12]
     name = "-".join(filter(None, (task.name, split, digest)))
-    return Dataset(name, prompts)
+    return Dataset(name, prompts, images=images if isinstance(task, ImageTask) else None)
 
 
 def _plain(payload: Payload) -> dict[str, Any]:
     plain: dict[str, Any] = json.loads(json.dumps(dict(payload)))
     return plain
+
+
+def store_dataset(
+    client: BufferClient,
+    dataset: Dataset,
+    *,
+    name: str | None = None,
+    digest: str | None = None,
+    source: str | None = None,
+) -> None:
+    """Stores the images of a dataset that are not stored yet, and then its prompts.
+
+    name: another name than that of the dataset. digest, source: as in `upload_dataset`.
+
+    Raises `BapoError` for prompts of `dataset:NAME` whose images are not stored, and as
+    `upload_dataset` does.
+    """
+    if dataset.images is not None:
+        taken = set(dataset.images.digests)
+        for missing in client.missing_images(digests_of_prompts(dataset.prompts)):
+            if missing not in taken:
+                raise BapoError(
+                    f"dataset {name or dataset.name}: image {missing[:12]} of its prompts is not "
+                    "stored; run `bapo dataset upload` for the dataset again"
+                )
+            client.upload_image(missing, dataset.images.get(missing))
+    client.upload_dataset(name or dataset.name, dataset.prompts, digest=digest, source=source)
 
 
 def keep_prompts(config: RunConfig, run: wire.RunState, datasets: RunDatasets) -> RunConfig:

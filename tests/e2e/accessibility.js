@@ -14,7 +14,8 @@
     if (!nameOf(element)) report("no name", element);
   }
   for (const element of all("svg, img")) {
-    if (!element.closest("[aria-hidden=true]") && !element.getAttribute("aria-label")) report("no name", element);
+    const name = element.getAttribute("aria-label") || element.getAttribute("alt");
+    if (!element.closest("[aria-hidden=true]") && !name) report("no name", element);
   }
   for (const element of all("table")) if (!element.caption) report("no caption", element);
   for (const element of all("[tabindex]")) if (element.tabIndex > 0) report("tabindex", element);

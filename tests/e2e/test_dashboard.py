@@ -18,10 +18,13 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 
+from bapo_core.config import config_from
 from bapo_core.seeding import derive_rng
 from bapo_core.tasks.countdown import CountdownTask
 from services.buffer.api import wire
+from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
+from services.datasets import load_datasets, store_dataset
 from services.stack.stack import Endpoints
 from tests.integration.driver import Driver, small_config
 from tests.integration.test_evaluation_sets import SETS, evaluate, sets_config
@@ -447,6 +450,36 @@ def test_a_prompt_opens_with_its_trajectories(
     other = attempts[1]
     page.get_by_role("combobox", name="First group").select_option(str(other.group_id))
     expect(page).to_have_url(re.compile(f"first={other.group_id}"))
+
+
+def test_a_prompt_shows_its_images(stack: Endpoints, page: Page) -> None:
+    config = config_from(
+        {
+            "name": "with-images",
+            "task": {"name": "geometry", "train_prompts": 4, "test_prompts": 2},
+            "rollout": {"prompts_per_step": 2},
+            "optimizer": {"minibatch_prompts": 2},
+        }
+    )
+    client = BufferClient(stack.buffer_url, stack.token, run=config.name)
+    train, test = load_datasets(config)
+    for dataset in (train, test):
+        store_dataset(client, dataset)
+    client.create_run(
+        wire.RunCreate(
+            name=config.name,
+            config=config.model_dump(mode="json"),
+            train_dataset=train.name,
+            test_dataset=test.name,
+        )
+    )
+    prompt = train.prompts[0]
+    visit(page, stack, f"/runs/with-images/prompt?uid={prompt.uid}")
+    image = page.get_by_role("img", name="Image 1 of the prompt")
+    expect(image).to_be_visible()
+    expect(image).to_have_js_property("naturalWidth", 224)
+    expect(page.locator("main")).not_to_contain_text(prompt.payload["images"][0]["digest"])
+    assert page.evaluate(ACCESSIBILITY_ERRORS) == []
 
 
 def test_why_a_prompt_is_in_a_batch(stack: Endpoints, play: ImprovingRun, page: Page) -> None:

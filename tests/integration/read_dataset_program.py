@@ -1,7 +1,8 @@
 """Reads data sets of the hub in a process with its own environment, as a pod would.
 
 Each line of standard input is a JSON object: `address`, `limit`, and `environment` to change. The
-answer is a line with the `prompts` and their `name`, or with the `error`.
+answer is a line with the `prompts` and their `name`, or with the `error`. The task is `math`, with
+the columns of `COLUMNS`, unless `task` names another.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ COLUMNS = {"problem": "question", "answer": "solution"}
 
 def main() -> None:
     sources = DataSources(Path(sys.argv[1]))
-    task = get_task("math")
     for line in sys.stdin:
         request = json.loads(line)
         for name, value in request["environment"].items():
@@ -29,7 +29,9 @@ def main() -> None:
         pin_revision.cache_clear()
         try:
             address = pin_address(request["address"])
-            dataset = read_dataset(task, address, sources, COLUMNS, request["limit"])
+            task = get_task(request.get("task", "math"))
+            columns = COLUMNS if task.name == "math" else {}
+            dataset = read_dataset(task, address, sources, columns, request["limit"])
             prompts = [prompt.payload for prompt in dataset.prompts]
             answer = {"address": address, "prompts": prompts, "name": dataset.name}
         except BapoError as error:

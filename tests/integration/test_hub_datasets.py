@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -16,9 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from bapo_core.tasks.diagrams import Diagram, draw_png
 from tests.integration.hub import Hub, Repository, running_hub
 
-pytest.importorskip("datasets", reason="needs datasets: run `make install`")
+datasets = pytest.importorskip("datasets", reason="needs datasets: run `make install`")
 
 Answer = dict[str, Any]
 Read = Callable[..., Answer]
@@ -96,8 +98,10 @@ def read(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Read]:
     assert process.stdin is not None
     assert process.stdout is not None
 
-    def read(address: str, limit: int | None = None, **changes: str) -> Answer:
-        request = {"address": address, "limit": limit, "environment": changes}
+    def read(
+        address: str, limit: int | None = None, *, task: str = "math", **changes: str
+    ) -> Answer:
+        request = {"address": address, "limit": limit, "task": task, "environment": changes}
         process.stdin.write(json.dumps(request) + "\n")
         process.stdin.flush()
         answer: Answer = json.loads(process.stdout.readline())
@@ -119,6 +123,32 @@ def test_a_split_is_streamed_and_kept(hub: Hub, read: Read) -> None:
     hub.requests.clear()
     assert read(answer["address"], 60) == answer
     assert hub.requests == [], "a pinned data set needs no network the second time"
+
+
+def test_images_of_the_hub_stay_the_files_that_they_are(hub: Hub, read: Read) -> None:
+    files = [draw_png(Diagram(segments=[(0j, complex(1, n))]), 56) for n in (1, 2)]
+    rows = [
+        {"images": [file], "problem": "<image>Find x.", "answer": str(number)}
+        for number, file in enumerate(files)
+    ]
+    features = datasets.Features(
+        {
+            "images": datasets.List(datasets.Image()),
+            "problem": datasets.Value("string"),
+            "answer": datasets.Value("string"),
+        }
+    )
+    rows = [{**row, "images": [{"bytes": row["images"][0], "path": None}]} for row in rows]
+    buffer = io.BytesIO()
+    datasets.Dataset.from_list(rows, features=features).to_parquet(buffer)
+    hub.repositories["acme/diagrams"] = Repository()
+    hub.repositories["acme/diagrams"].commit({"data/train-0.parquet": buffer.getvalue()})
+    answer = read("hf://acme/diagrams", task="geometry")
+    digests = [prompt["images"][0]["digest"] for prompt in answer["prompts"]]
+    assert digests == [hashlib.sha256(file).hexdigest() for file in files]
+    hub.requests.clear()
+    assert read(answer["address"], task="geometry") == answer, "from the rows that were kept"
+    assert hub.requests == []
 
 
 def test_a_revision_is_recorded_as_its_commit(hub: Hub, read: Read) -> None:

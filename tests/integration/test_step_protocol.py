@@ -536,6 +536,7 @@ def test_every_route_but_health_requires_a_token(
             for method in methods:
                 url = stack.buffer_url + path.format(
                     dataset="d",
+                    digest="0" * 64,
                     name="n",
                     step=1,
                     version=1,

@@ -16,9 +16,11 @@ Model = TypeVar("Model")
 Result = TypeVar("Result")
 
 ARROW = {"Content-Type": "application/vnd.apache.arrow.stream"}
+BINARY = {"Content-Type": "application/octet-stream"}
 LONG_POLL_S = 10.0
 """Seconds that one request waits for an answer that is not ready."""
 PROMPTS_PER_UPLOAD = 5_000
+IMAGES_PER_REQUEST = 1_000
 BYTES_PER_UPLOAD = 8 << 20
 """Bytes of prompts as JSON in one request, half of the service's limit."""
 
@@ -105,6 +107,26 @@ class BufferClient:
             )
             self._send("POST", f"/v1/datasets/{dataset}", json=upload.model_dump())
             start += len(part)
+
+    def missing_images(self, digests: Sequence[str]) -> list[str]:
+        """Returns those digests of images that the object store does not have."""
+        missing: list[str] = []
+        for start in range(0, len(digests), IMAGES_PER_REQUEST):
+            body = wire.ImageDigests(digests=list(digests[start : start + IMAGES_PER_REQUEST]))
+            answer = self._call(
+                wire.ImageDigests, "POST", "/v1/images/missing", json=body.model_dump()
+            )
+            missing += answer.digests
+        return missing
+
+    def upload_image(self, digest: str, data: bytes) -> None:
+        """Stores an image by its digest. Raises `ServiceError` (400) for a file that is none."""
+        self._send("PUT", f"/v1/images/{digest}", content=data, headers=BINARY)
+
+    def image(self, digest: str) -> bytes:
+        """Returns the bytes of an image. Raises `ServiceError` (404) if there is none."""
+        data: bytes = self._send("GET", f"/v1/images/{digest}").content
+        return data
 
     def dataset(self, dataset: str) -> wire.DatasetState:
         """Returns a dataset without its prompts; one that does not exist has 0 prompts."""

@@ -70,7 +70,15 @@ class PromptItem(Wire):
     task: str = Field(min_length=1, max_length=100)
     """Name of the task that renders the prompt and verifies its responses."""
     payload: dict[str, Any]
-    """The problem in the task's own format, from which the prompt's text is rendered."""
+    """The problem in the task's own format, from which the prompt's text is rendered. Its images,
+    if it has any, are the list `images` of {digest, width, height}."""
+
+
+class ImageDigests(Wire):
+    """Names images by the SHA-256 of their files."""
+
+    digests: list[Digest] = Field(max_length=10_000)
+    """SHA-256 of each file, 64 hexadecimal digits."""
 
 
 class DatasetUpload(Wire):
@@ -287,6 +295,8 @@ class ManifestMember(Wire):
     `loss.ratio` is decoupled and the group may be replayed."""
     proximal_digest: str | None = None
     """SHA-256 of the file at `proximal_key`; null without one."""
+    images: list[str] = []
+    """Digests of the prompt's images, in their order; empty for a prompt without images."""
 
 
 class BatchManifest(Wire):

@@ -19,7 +19,9 @@ MEDIA_TYPES = {
 
 HEADERS = {
     # No inline code and none of other origins: the text of a response can never run as a script.
-    "Content-Security-Policy": "default-src 'self'; object-src 'none'; base-uri 'none'; "
+    # Images of prompts are fetched with the token and shown from memory (blob:).
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' blob:; object-src 'none'; "
+    "base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",

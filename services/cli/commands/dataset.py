@@ -43,14 +43,14 @@ def upload(address: str, task_name: str, name: str | None, columns: tuple[str, .
     """
     from bapo_core.tasks import get_task
     from services.cli.service import connect, data_sources
-    from services.datasets import digest_of_prompts, pin_address, read_dataset
+    from services.datasets import digest_of_prompts, pin_address, read_dataset, store_dataset
 
     task, source = get_task(task_name), pin_address(address)
     client = connect()
     stored = read_dataset(task, source, data_sources(), _parse_columns(columns))
     name = name or stored.name
     digest = digest_of_prompts(stored.prompts)
-    client.upload_dataset(name, stored.prompts, digest=digest, source=source)
+    store_dataset(client, stored, name=name, digest=digest, source=source)
     click.echo(f"dataset {name}: {stored.summary}")
     click.echo(f"use it as task.train_path=dataset:{name}")
 

@@ -1,6 +1,6 @@
 // A prompt: every attempt at it, and the trajectories of two groups side by side.
 
-import { get, path } from "../api.js";
+import { get, imageAddress, path } from "../api.js";
 import { chart } from "../charts/chart.js";
 import { KINDS } from "../colors.js";
 import { field, fill, h, select } from "../dom.js";
@@ -50,7 +50,7 @@ export function showPrompt(visit) {
     keepHistory({
       load: (signal) => get(path`/runs/${name}/prompts/history`, { uid }, signal),
       show: (history) => {
-        facts.show(summary(history, size));
+        facts.show(summary(history, size, signal));
         historyChart.update(historyData(history, run, size));
         fill(attempts, attemptTable(name, history, compared.compare));
         compared.offer(history.attempts);
@@ -63,15 +63,24 @@ export function showPrompt(visit) {
   );
 }
 
-function summary(history, size) {
+function summary(history, size, signal) {
   const { difficulty, payload } = history;
+  const images = imagesOf(payload);
   return [
+    images.length > 0 &&
+      h(
+        "div",
+        { class: "prompt-images" },
+        images.map((image, i) => figure(image, `Image ${i + 1} of the prompt`, signal)),
+      ),
     h(
       "dl",
       { class: "payload-list" },
-      Object.entries(payload).map(([key, value]) =>
-        h("div", {}, h("dt", {}, key), h("dd", { dir: "auto" }, format.any(value))),
-      ),
+      Object.entries(payload)
+        .filter(([key]) => key !== "images" || images.length === 0)
+        .map(([key, value]) =>
+          h("div", {}, h("dt", {}, key), h("dd", { dir: "auto" }, format.any(value))),
+        ),
     ),
     h("p", { class: "note" }, `Task ${history.task}, dataset ${history.dataset}`),
     difficulty
@@ -88,6 +97,19 @@ function summary(history, size) {
         ])
       : empty("A held-out prompt, or a training prompt that was not drawn yet."),
   ];
+}
+
+const imagesOf = ({ images }) => (Array.isArray(images) && images.every((image) => image?.digest) ? images : []);
+
+/** An image of the prompt; the reason in its place if it cannot be fetched. */
+function figure({ digest, width, height }, alt, signal) {
+  const image = h("img", { alt, width: String(width), height: String(height) });
+  const element = h("figure", {}, image);
+  imageAddress(digest, signal).then(
+    (url) => (image.src = url),
+    (problem) => problem.name === "AbortError" || fill(element, refusal(problem)),
+  );
+  return element;
 }
 
 function historyData(history, run, size) {

@@ -1,0 +1,67 @@
+"""Images of prompts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Path, Request, Response
+from starlette.concurrency import run_in_threadpool
+
+from services.buffer import images
+from services.buffer.api import wire
+from services.buffer.service import ServiceDep
+from services.buffer.tokens import require_scope
+from services.common.images import MEDIA_TYPES
+
+READ, RUN = [Depends(require_scope("read"))], [Depends(require_scope("run"))]
+
+IMAGE_BODY: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+IMAGE_ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The file",
+        "content": {
+            media_type: {"schema": {"type": "string", "format": "binary"}}
+            for media_type in MEDIA_TYPES.values()
+        },
+    }
+}
+HEADERS = {
+    # The address contains the digest of the content, which therefore never changes.
+    "Cache-Control": "private, max-age=31536000, immutable",
+    "Content-Security-Policy": "default-src 'none'; sandbox",
+    "X-Content-Type-Options": "nosniff",
+}
+
+ImageDigest = Annotated[
+    str, Path(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the image's file")
+]
+
+router = APIRouter(prefix="/v1/images", tags=["images"])
+
+
+@router.post("/missing", dependencies=READ)
+def missing_images(service: ServiceDep, body: wire.ImageDigests) -> wire.ImageDigests:
+    """Returns those of the digests under which no image is stored."""
+    return wire.ImageDigests(digests=images.missing_images(service.store, body.digests))
+
+
+@router.put("/{digest}", dependencies=RUN, openapi_extra=IMAGE_BODY)
+async def store_image(service: ServiceDep, request: Request, digest: ImageDigest) -> None:
+    """Stores an image: a PNG, JPEG or WebP file of at most 10 MiB and 25 million pixels.
+
+    Storing it again changes nothing.
+    """
+    body = await request.body()
+    await run_in_threadpool(images.store_image, service.store, digest, body)
+
+
+@router.get("/{digest}", dependencies=READ, responses=IMAGE_ANSWER, response_class=Response)
+def get_image(service: ServiceDep, digest: ImageDigest) -> Response:
+    """Returns the file of an image."""
+    data, media_type = images.read_image(service.store, digest)
+    return Response(data, media_type=media_type, headers=HEADERS)
