@@ -194,6 +194,7 @@ def prepare(context: PipelineContext, config: RunConfig) -> str:
     from services.common.layout import MODEL_SCHEME
     from services.datasets import (
         DataSources,
+        check_images,
         keep_prompts,
         load_datasets,
         pin_revisions,
@@ -219,11 +220,15 @@ def prepare(context: PipelineContext, config: RunConfig) -> str:
     path = config.model.path if state is None else state.config.model.path
     if not path.startswith(MODEL_SCHEME):
         model = ensure_model(config, context.scratch)
+        if datasets.train.images is not None:
+            check_images(config, model)
         path = store_model(context.store, model)
     context.log(f"model {path}")
     request = wire.RunCreate(
         name=config.name,
-        config=config.model_dump(mode="json") | {"model": {"path": path}},
+        config=config.model_copy(
+            update={"model": config.model.model_copy(update={"path": path})}
+        ).model_dump(mode="json"),
         train_dataset=datasets.train.name,
         test_datasets=datasets.test_names,
     )

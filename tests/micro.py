@@ -1,11 +1,24 @@
-"""A model of a few thousand random weights, for tests that need some model."""
+"""Models of a few thousand random weights, for tests that need some model."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 END = 1
 
@@ -32,3 +45,103 @@ def micro_model(*, seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     }
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(Qwen3Config(**(options | changes)))
+
+
+IMAGE = "<|image_pad|>"
+SPECIAL = ("<pad>", "<eos>", "<|vision_start|>", IMAGE, "<|vision_end|>", "<|video_pad|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def save_micro_vision_model(
+    directory: Path, architecture: str = "qwen2_5_vl", *, seed: int = 0
+) -> Path:
+    """Saves a model of a few thousand random weights that reads images, with its processor.
+
+    Its tokens are the characters of ASCII. An image of 112 x 112 pixels has 16 of them.
+    """
+    characters = [chr(code) for code in range(32, 127)]
+    vocabulary = {token: index for index, token in enumerate((*SPECIAL, "\n", "°", *characters))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        additional_special_tokens=list(SPECIAL[2:]),
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=512,
+    ).save_pretrained(directory)
+    Qwen2VLImageProcessorPil(
+        patch_size=14, merge_size=2, min_pixels=28 * 28, max_pixels=224 * 224
+    ).save_pretrained(directory)
+    text = {
+        "vocab_size": len(vocabulary),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [2, 1, 1],
+            **({"mrope_interleaved": True} if architecture == "qwen3_vl" else {}),
+        },
+        "pad_token_id": 0,
+        "eos_token_id": END,
+        "bos_token_id": None,
+        "initializer_range": 0.3,
+    }
+    vision = {
+        "depth": 2,
+        "hidden_size": 32,
+        "num_heads": 2,
+        "patch_size": 14,
+        "initializer_range": 0.1,
+        **{
+            "qwen2_vl": {"embed_dim": 32, "mlp_ratio": 2},
+            "qwen2_5_vl": {
+                "intermediate_size": 48,
+                "out_hidden_size": 32,
+                "window_size": 56,
+                "fullatt_block_indexes": [1],
+            },
+            "qwen3_vl": {
+                "intermediate_size": 48,
+                "out_hidden_size": 32,
+                "deepstack_visual_indexes": [0],
+                "num_position_embeddings": 64,
+            },
+        }[architecture],
+    }
+    tokens = {
+        "image_token_id": 3,
+        "video_token_id": 5,
+        "vision_start_token_id": 2,
+        "vision_end_token_id": 4,
+    }
+    config_class, model_class = {
+        "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration),
+        "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+        "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+    }[architecture]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(
+            config_class(
+                text_config=text, vision_config=vision, tie_word_embeddings=False, **tokens
+            )
+        )
+    model.generation_config.eos_token_id = END
+    model.generation_config.pad_token_id = 0
+    model.save_pretrained(directory)
+    return directory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TypeVar
@@ -23,7 +23,9 @@ from bapo_core.seeding import derive_seed
 from bapo_core.tasks import VerdictStatus, get_task, normalise_answer
 from services.buffer.api.wire import Evaluation, Score
 from services.cli.service import data_sources
-from services.datasets import Dataset, load_datasets, load_evaluation_sets
+from services.datasets import Dataset, check_images, load_datasets, load_evaluation_sets
+from services.datasets.images import image_digests
+from services.model.vision import OpenImage, load_processor
 from services.rollout.api.wire import GeneratedGroup, PromptRequest, Sampling
 from services.rollout.collector import tokenize_conversation
 from services.rollout.transformers_engine import TransformersEngine
@@ -44,7 +46,7 @@ def evaluate_directory(config: RunConfig, directory: Path) -> list[Evaluation]:
     if not (directory / "config.json").is_file():
         raise BapoError(f"{directory} is not a model directory: it has no config.json")
     held_out = _load_held_out(config)
-    engine = TransformersEngine()
+    engine = TransformersEngine(open_image=_image_opener(config, held_out, directory))
     engine.load(directory, 1)
     return [
         _evaluate_set(config, settings, held_out[name], engine, directory)
@@ -59,6 +61,25 @@ def _load_held_out(config: RunConfig) -> dict[str, Dataset]:
     return load_datasets(config, data_sources()).test
 
 
+def _image_opener(
+    config: RunConfig, held_out: Mapping[str, Dataset], directory: Path
+) -> OpenImage | None:
+    """Returns what opens the images of prompts; None if they have none.
+
+    Raises `BapoError` unless the model takes images.
+    """
+    images = [dataset.images for dataset in held_out.values() if dataset.images is not None]
+    if not images:
+        return None
+    check_images(config, directory)
+
+    def open_image(digest: str) -> bytes:
+        own = [taken for taken in images if digest in taken.digests]
+        return (own or images)[0].get(digest)
+
+    return open_image
+
+
 def _evaluate_set(
     config: RunConfig,
     settings: EvaluationSet,
@@ -68,11 +89,12 @@ def _evaluate_set(
 ) -> Evaluation:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer, vision = AutoTokenizer.from_pretrained(directory), load_processor(directory)
     task = get_task(config.task.name, **settings.options)
     requests = [
         PromptRequest(
-            prompt_token_ids=tokenize_conversation(tokenizer, task.render(prompt.payload)),
+            prompt_token_ids=tokenize_conversation(tokenizer, task.render(prompt.payload), vision),
+            images=image_digests(prompt.payload),
             seed=derive_seed(config.seed, "evaluation", 1, prompt.uid),
         )
         for prompt in dataset.prompts

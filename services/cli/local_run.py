@@ -20,7 +20,7 @@ from services.buffer.api.client import BufferClient
 from services.cli.progress import RunDisplay
 from services.cli.service import data_sources
 from services.common.process import python_command
-from services.datasets import load_datasets, store_dataset
+from services.datasets import check_images, load_datasets, store_dataset
 from services.exporters.mlflow import mirror_to_mlflow
 from services.report.summary import RunHistory, read_history, summarise
 from services.stack.stack import Endpoints
@@ -53,8 +53,12 @@ class LocalRun:
         )
 
 
-def create_run(run: LocalRun) -> None:
-    """Uploads the prompts and creates the run. Raises `BapoError` when its name is taken."""
+def create_run(run: LocalRun, model: Path) -> None:
+    """Uploads the prompts and creates the run.
+
+    model: directory of the initial model. Raises `BapoError` when the run's name is taken, or when
+    its prompts have images that its model or engine cannot take.
+    """
     client = run.client
     if run.config.name in {state.name for state in client.runs()}:
         raise BapoError(
@@ -62,6 +66,8 @@ def create_run(run: LocalRun) -> None:
             "(name=...) or the next free one (--new)"
         )
     datasets = load_datasets(run.config, data_sources(lambda: client))
+    if datasets.train.images is not None:
+        check_images(run.config, model)
     for dataset in datasets.all:
         store_dataset(client, dataset)
         if dataset.notes:

@@ -9,8 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
+from services.common import layout
+
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from services.common.objectstore import ObjectStore
 
 MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 """Media types of the accepted formats, by Pillow's names of them."""
@@ -129,3 +133,8 @@ class ImageCache:
                 _, dropped = self._images.popitem(last=False)
                 self._size -= len(dropped)
         return data
+
+
+def stored_images(store: ObjectStore) -> ImageCache:
+    """Returns a cache of the images of the object store."""
+    return ImageCache(lambda digest: store.get(layout.image(digest), digest))

@@ -19,7 +19,7 @@ from services.buffer.api.client import BufferClient
 from services.common.objectstore import S3_SCHEME
 from services.datasets.dataset import Dataset, digest_of_prompts
 from services.datasets.files import RowError
-from services.datasets.images import Images, digests_of_prompts
+from services.datasets.images import Images, digests_of_prompts, image_digests
 from services.datasets.sources import (
     TRAIN_PATH,
     DataSources,
@@ -29,6 +29,7 @@ from services.datasets.sources import (
 )
 from services.datasets.uploaded import DATASET, read_uploaded
 from services.model.stored import HUB
+from services.model.vision import images_of
 from services.verifier.api.wire import LARGEST_PAYLOAD
 
 NO_SERVICES = DataSources()
@@ -266,9 +267,22 @@ def _dataset(task: Task, payloads: Sequence[Payload], split: str, images: Images
         wire.PromptItem(uid=task.uid(payload), task=task.name, payload=_plain(payload))
         for payload in payloads
     ]
+    if isinstance(task, ImageTask):
+        _check_images(task, payloads)
     digest = digest_of_prompts(prompts)[:12]
     name = "-".join(filter(None, (task.name, split, digest)))
     return Dataset(name, prompts, images=images if isinstance(task, ImageTask) else None)
+
+
+def _check_images(task: ImageTask, payloads: Sequence[Payload]) -> None:
+    """Raises `BapoError` unless every prompt shows its images in the order of the payload."""
+    for payload in payloads:
+        shown = [image["digest"] for image in images_of(task.render(payload))]
+        if shown != image_digests(payload):
+            raise BapoError(
+                f"task {task.name}: prompt {task.uid(payload)!r} does not show the images of its "
+                'payload["images"] in their order; correct `render` or `parse_row` of the task'
+            )
 
 
 def _plain(payload: Payload) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from bapo_core.rewards import check_reward, reward_parts, total_reward
 from bapo_core.seeding import derive_seed
-from bapo_core.tasks import Task, get_task, normalise_answer
+from bapo_core.tasks import Message, Task, get_task, normalise_answer
 from services.buffer.api import wire
 from services.buffer.api.client import LONG_POLL_S, BufferClient
 from services.buffer.api.spans import SpanRecorder
@@ -30,7 +30,9 @@ from services.common import layout
 from services.common.errors import ServiceError, ServiceUnavailable, Superseded
 from services.common.objectstore import ObjectStore
 from services.common.threads import run_detached
+from services.datasets.images import image_digests
 from services.model.stored import fetch_model, model_on_disk
+from services.model.vision import VisionProcessor, images_of, load_processor
 from services.rollout.api.wire import (
     GeneratedGroup,
     GeneratedResponse,
@@ -147,15 +149,18 @@ class Collector:
         fleet: Fleet,
         verifier: VerifierClient,
         tokenizer: PreTrainedTokenizerBase,
+        vision: VisionProcessor | None = None,
         *,
         follows: bool = False,
     ) -> None:
         """store: holds the journal of unfinished responses.
 
+        vision: the processor of a model that reads images.
+
         follows: whether it goes on with the next attempt when one begins.
         """
         self._config, self._buffer, self._store, self._fleet = config, buffer, store, fleet
-        self._verifier, self._tokenizer = verifier, tokenizer
+        self._verifier, self._tokenizer, self._vision = verifier, tokenizer, vision
         self._follows = follows
         self._sets = config.evaluation_sets
         self._options: dict[str | None, dict[str, Any]] = {
@@ -394,6 +399,7 @@ class Collector:
             prompts=[
                 PromptRequest(
                     prompt_token_ids=self._tokenize(job, prompt),
+                    images=image_digests(prompt.payload),
                     seed=derive_seed(self._config.seed, job.kind, job.step, prompt.uid),
                 )
                 for prompt in prompts.prompts
@@ -427,7 +433,7 @@ class Collector:
 
     def _tokenize(self, job: Job, prompt: wire.PromptItem) -> list[int]:
         messages = self._tasks[job.evaluation_set].render(prompt.payload)
-        token_ids = tokenize_conversation(self._tokenizer, messages)
+        token_ids = tokenize_conversation(self._tokenizer, messages, self._vision)
         limit = self._config.rollout.max_prompt_tokens
         if len(token_ids) > limit:
             raise BapoError(
@@ -510,21 +516,34 @@ class Collector:
 
 
 def tokenize_conversation(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[Message],
+    vision: VisionProcessor | None = None,
 ) -> list[int]:
     """Returns the token ids of a conversation, up to where the response begins.
 
     A last message of the assistant follows the generation prompt as it is, because chat templates
     add to it: that of Qwen3 puts an empty <think></think> before it.
+
+    vision: the processor of a model that reads images.
+
+    Raises `BapoError` for images without a processor.
     """
-    prefix = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+    last = messages[-1]
+    prefix = str(last["content"]) if last["role"] == "assistant" else ""
     rendered: Any = tokenizer.apply_chat_template(
         messages[:-1] if prefix else messages,
         add_generation_prompt=True,
         tokenize=True,
         return_dict=False,
     )
-    return [*rendered, *tokenizer.encode(prefix, add_special_tokens=False)]
+    token_ids = [*rendered, *tokenizer.encode(prefix, add_special_tokens=False)]
+    images = images_of(messages)
+    if vision is not None:
+        return vision.expand(token_ids, images)
+    if images:
+        raise BapoError("the prompts have images, but the model reads none; choose another model")
+    return token_ids
 
 
 def tokenizer_directory(path: str, settings: CollectorSettings) -> Path:
@@ -574,6 +593,7 @@ def main() -> None:
     ) -> Collector:
         token = settings.token.get_secret_value()
         config = state.config
+        directory = tokenizer_directory(config.model.path, settings)
         return Collector(
             config,
             buffer,
@@ -583,7 +603,8 @@ def main() -> None:
                 settings.verifier_url,
                 (settings.verifier_token or settings.token).get_secret_value(),
             ),
-            AutoTokenizer.from_pretrained(tokenizer_directory(config.model.path, settings)),
+            AutoTokenizer.from_pretrained(directory),
+            load_processor(directory),
             follows=settings.attempt is None,
         )
 

@@ -26,10 +26,12 @@ from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import ReplicaReport
 from services.common.auth import require_shared_token
 from services.common.errors import conflict, install_problem_handlers, problem_response
+from services.common.images import stored_images
 from services.common.logs import configure_logs
 from services.common.objectstore import ObjectStore
 from services.common.process import run_until_error
 from services.common.serve import serve
+from services.model.vision import OpenImage
 from services.rollout.api.offers import OFFER_TTL_S, OfferTaken, WeightOffer
 from services.rollout.api.wire import (
     GeneratedGroup,
@@ -168,10 +170,14 @@ def _count_tokens(responses: Iterable[GeneratedResponse | StartedResponse]) -> i
     return sum(len(response.token_ids) for response in responses)
 
 
-def make_driver(config: RunConfig, scratch: Path, vllm: VllmSettings) -> EngineDriver:
+def make_driver(
+    config: RunConfig, scratch: Path, vllm: VllmSettings, open_image: OpenImage | None = None
+) -> EngineDriver:
     """Returns the driver of the engine that the run's configuration names.
 
-    scratch: directory for vLLM's log. Raises `BapoError` if the engine is not installed here.
+    scratch: directory for vLLM's log. open_image: returns the images of prompts.
+
+    Raises `BapoError` if the engine is not installed here.
     """
     rollout = config.rollout
     if rollout.engine == "transformers":
@@ -183,7 +189,7 @@ def make_driver(config: RunConfig, scratch: Path, vllm: VllmSettings) -> EngineD
                 "rollout image has vLLM only); set rollout.engine to vllm"
             ) from error
 
-        return TransformersDriver(TransformersEngine())
+        return TransformersDriver(TransformersEngine(open_image=open_image))
     from services.rollout.vllm.driver import VllmDriver
     from services.rollout.vllm.server import VllmOptions, find_python, installed
 
@@ -231,12 +237,13 @@ def main() -> None:
         buffer = BufferClient(settings.buffer_url, token, run=settings.run)
         config = buffer.run_state().config
         scratch.mkdir(parents=True, exist_ok=True)
-        driver = make_driver(config, scratch, settings.vllm)
+        store = ObjectStore(settings.s3)
+        driver = make_driver(config, scratch, settings.vllm, stored_images(store).get)
         pending_offer = PendingOffer() if config.sync.transport == "nccl" else None
         replica = Replica(
             driver,
             buffer,
-            WeightCache(ObjectStore(settings.s3), scratch),
+            WeightCache(store, scratch),
             name=settings.replica,
             url=settings.advertise or f"http://{settings.host}:{settings.port}",
             pending_offer=pending_offer,

@@ -17,10 +17,25 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    DynamicCache,
+)
 from transformers.cache_utils import DynamicLayer
+from transformers.core_model_loading import revert_weight_conversion
 
 from bapo_core.errors import BapoError
+from services.model.vision import (
+    OpenImage,
+    Pixels,
+    VisionProcessor,
+    fed_tokens,
+    load_processor,
+    reads_images,
+    rope_positions,
+)
 from services.rollout.api.wire import (
     GeneratedGroup,
     GeneratedResponse,
@@ -83,10 +98,13 @@ class _PlacedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 class TransformersEngine:
     """An engine for any causal language model of transformers whose layers are attention.
 
+    It also serves the models that read images (`services.model.vision`).
+
     max_sequences: number of samples generated at a time; bounds memory.
     device: where models are loaded; the GPU if there is one, unless given.
     dtype: data type of the weights that `load` builds; float32 on CPU and bfloat16 elsewhere unless
         given.
+    open_image: returns the images of prompts; None if no prompt has any.
     """
 
     def __init__(
@@ -95,7 +113,10 @@ class TransformersEngine:
         max_sequences: int = 1024,
         device: str | None = None,
         dtype: torch.dtype | None = None,
+        open_image: OpenImage | None = None,
     ) -> None:
+        self._open_image = open_image
+        self._vision: VisionProcessor | None = None
         self._max_sequences = max_sequences
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         default = torch.float32 if self._device.type == "cpu" else torch.bfloat16
@@ -123,7 +144,9 @@ class TransformersEngine:
             self._copy_weights(_read_weights(directory), str(directory))
         else:
             model = self._build(directory)
+            vision = load_processor(directory)
             self._ends = _end_tokens(model, directory)
+            self._vision = vision
             self._model, self._identity = model, identity
         self._version = version
 
@@ -135,8 +158,9 @@ class TransformersEngine:
         self._model, self._identity, self._version = model, None, version
 
     def _build(self, directory: Path) -> nn.Module:
+        auto: Any = AutoModelForImageTextToText if reads_images(directory) else AutoModelForCausalLM
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = auto.from_pretrained(
                 directory,
                 dtype=self._dtype,
                 attn_implementation="sdpa",
@@ -161,7 +185,7 @@ class TransformersEngine:
 
     def _copy_weights(self, weights: Mapping[str, Tensor], source: str) -> None:
         """Replaces all weights. Raises `ModelLoadError` before it has replaced any."""
-        current: dict[str, Tensor] = self._model.state_dict()
+        current = _weights_by_saved_name(self._model)
         tied = set(getattr(self._model, "all_tied_weights_keys", None) or {})
         for name in current.keys() - weights.keys() - tied:
             raise _misfit(source, name, "is missing")
@@ -199,7 +223,8 @@ class TransformersEngine:
         groups: list[GeneratedGroup] = []
         for start in range(0, len(prompts), prompts_per_wave):
             wave = prompts[start : start + prompts_per_wave]
-            responses = _Wave(self._model, self._device, self._ends, wave, sampling).run()
+            pixels = self._pixels(wave)
+            responses = _Wave(self._model, self._device, self._ends, wave, sampling, pixels).run()
             groups += [
                 GeneratedGroup(
                     index=start + row // size,
@@ -209,6 +234,18 @@ class TransformersEngine:
                 for row in range(0, len(responses), size)
             ]
         return groups
+
+    def _pixels(self, prompts: Sequence[PromptRequest]) -> Pixels | None:
+        """Returns the images of all prompts, in order; None if there are none."""
+        digests = [digest for prompt in prompts for digest in prompt.images]
+        if not digests:
+            return None
+        if self._vision is None or self._open_image is None:
+            raise BapoError(
+                "a prompt has images, but the model that is served reads none; set model.path to a "
+                "model that does"
+            )
+        return self._vision.pixels([self._open_image(digest) for digest in digests])
 
 
 class _Wave:
@@ -221,8 +258,10 @@ class _Wave:
         ends: Sequence[int],
         prompts: Sequence[PromptRequest],
         sampling: Sampling,
+        pixels: Pixels | None = None,
     ) -> None:
         self._model, self._device, self._sampling = model, device, sampling
+        self._pixels = pixels
         group_size, length = sampling.group_size, sampling.max_tokens
         self._prompts, self._prompt_mask = _left_padded(prompts, device)
         self._ends = torch.tensor(ends, device=device)
@@ -238,11 +277,12 @@ class _Wave:
         """Returns all samples, G consecutive ones for each prompt."""
         group_size, length = self._sampling.group_size, self._sampling.max_tokens
         prompt_length = self._prompts.shape[1]
-        layers, logits = self._prefill(length)
+        prompt_positions, first_positions = self._positions()
+        layers, logits = self._prefill(length, prompt_positions)
         cache = DynamicCache()
         cache.layers.extend(layers)
         logits = logits.repeat_interleave(group_size, dim=0)
-        positions = self._prompt_mask.sum(dim=1).repeat_interleave(group_size)[:, None]
+        positions = first_positions.repeat_interleave(group_size)[:, None]
         attention_mask = torch.ones(
             len(positions), prompt_length + length, dtype=torch.long, device=self._device
         )
@@ -275,13 +315,30 @@ class _Wave:
             logits = self._step(tokens, positions + t, mask, cache)
         return self._responses()
 
-    def _prefill(self, new_tokens: int) -> tuple[list[_PlacedLayer], Tensor]:
+    def _positions(self) -> tuple[Tensor, Tensor]:
+        """Returns the position ids of the prompts, and of the first token of each response.
+
+        Those of prompts with images are (3, P, L), for multimodal rotary embeddings, and otherwise
+        (P, L). Those of the first tokens are (P,).
+        """
+        lengths = self._prompt_mask.sum(dim=1)
+        if self._pixels is None:
+            return (self._prompt_mask.cumsum(dim=1) - 1).clamp(min=0), lengths
+        positions, offsets = rope_positions(
+            self._model.base_model, self._prompts, self._prompt_mask, self._pixels.grids
+        )
+        return positions, lengths + offsets[:, 0].to(self._device)
+
+    def _prefill(self, new_tokens: int, positions: Tensor) -> tuple[list[_PlacedLayer], Tensor]:
         """Returns the cache layers of all rows, with room for the response, and the first logits.
 
         The logits have the shape (P, V): one row for each prompt.
         """
         prompt_cache = DynamicCache()
-        positions = (self._prompt_mask.cumsum(dim=1) - 1).clamp(min=0)
+        images: dict[str, Tensor] = {}
+        if self._pixels is not None:
+            images["pixel_values"] = self._pixels.values.to(self._device)
+            images["image_grid_thw"] = self._pixels.grids.to(self._device)
         output = self._model(
             input_ids=self._prompts,
             attention_mask=self._prompt_mask.long(),
@@ -289,6 +346,7 @@ class _Wave:
             past_key_values=prompt_cache,
             use_cache=True,
             logits_to_keep=1,
+            **images,
         )
         placed = [_PlacedLayer() for _ in prompt_cache.layers]  # type: ignore[no-untyped-call]
         length = self._prompts.shape[1] + new_tokens
@@ -304,7 +362,7 @@ class _Wave:
     ) -> Tensor:
         """Returns logits (rows, V) after one more token in each row."""
         output = self._model(
-            input_ids=tokens[:, None],
+            input_ids=fed_tokens(self._model, tokens)[:, None],
             attention_mask=mask,
             position_ids=positions,
             past_key_values=cache,
@@ -448,6 +506,19 @@ def _read_weights(directory: Path) -> dict[str, Tensor]:
                 f"{file}: cannot be read as safetensors ({error}); publish the weights again"
             ) from error
     return weights
+
+
+def _weights_by_saved_name(model: Any) -> dict[str, Tensor]:
+    """Returns the model's weights by the names that they have in files.
+
+    These are other names than the model's own for models that read images. A model of which files
+    hold other tensors than it computes with, such as fused ones, keeps its own names.
+    """
+    weights: dict[str, Tensor] = model.state_dict()
+    own = {tensor.data_ptr() for tensor in weights.values()}
+    saved: dict[str, Tensor] = revert_weight_conversion(model, dict(weights))
+    same = len(saved) == len(weights) and all(tensor.data_ptr() in own for tensor in saved.values())
+    return saved if same else weights
 
 
 def _misfit(source: str, name: str, problem: str) -> ModelLoadError:

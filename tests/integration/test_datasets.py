@@ -29,6 +29,7 @@ from services.cli.variants import PlannedRun
 from services.common.errors import ServiceError
 from services.common.objectstore import ObjectStore
 from services.datasets import DataSources, digest_of_prompts, read_dataset
+from services.model.resolve import TINY_MODEL
 from services.stack.stack import Endpoints
 from tests.integration.hub import Repository, running_hub
 
@@ -204,7 +205,7 @@ def test_a_run_of_this_machine_takes_data_of_the_services(
     }
     config = config_from({**CONFIG, "name": "own-local", "task": {**CONFIG["task"], **paths}})
     run = LocalRun(config, stack, tmp_path, tmp_path, Console(width=200))
-    create_run(run)
+    create_run(run, TINY_MODEL)
     state = run.client.run_state()
     assert client.dataset(state.train_dataset).prompts == 8
     test_dataset = state.test_datasets["test"]
@@ -212,7 +213,7 @@ def test_a_run_of_this_machine_takes_data_of_the_services(
     printed = capsys.readouterr().out
     assert printed == f"note: {test_dataset}: 2 prompts, 1 rows without an answer left out\n"
     with pytest.raises(BapoError, match="run 'own-local' exists"):
-        create_run(run)
+        create_run(run, TINY_MODEL)
 
     pinned = f"hf://acme/sums@{'0' * 40}:train"
     moved = config.task.model_copy(update={"train_path": pinned})

@@ -171,9 +171,10 @@ def _train(
     if state is not None and state.status == "finished":
         console.print(f"{config.name}: finished already", highlight=False)
         return RunResult.read(run.client, planned.label), False
+    model = ensure_model(config, home, open_store=open_local_object_store)
     if state is None:
-        create_run(run)
-    execute(run, ensure_model(config, home, open_store=open_local_object_store))
+        create_run(run, model)
+    execute(run, model)
     return RunResult.read(run.client, planned.label), True
 
 

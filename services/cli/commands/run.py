@@ -74,7 +74,7 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
         _print_addresses(console, endpoints, home)
         local_run = LocalRun(loaded, endpoints, home, Path("runs") / loaded.name, console)
         if not resume:
-            create_run(local_run)
+            create_run(local_run, model)
         history = execute(local_run, model)
         _print_results(console, local_run, history)
 

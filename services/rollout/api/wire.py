@@ -40,6 +40,8 @@ class PromptRequest(Wire):
 
     prompt_token_ids: list[int] = Field(min_length=1)
     """Token ids of the prompt, up to where the response begins."""
+    images: list[str] = []
+    """SHA-256 of the prompt's images, in the order of their placeholders."""
     seed: int
     """Seed of the group. The rest of the request does not influence the group's samples."""
     started: list[StartedResponse] = []
@@ -77,9 +79,12 @@ class GenerateRequest(Sampling):
 
     def digest(self) -> str:
         """Returns the SHA-256 of all that determines the distribution of the responses."""
-        text = self.model_dump_json(
-            exclude={"stream_every": True, "prompts": {"__all__": {"started"}}}
-        )
+        # Without images, the digest is that of a version without them: journals stay valid.
+        prompts = {
+            index: {"started"} if prompt.images else {"started", "images"}
+            for index, prompt in enumerate(self.prompts)
+        }
+        text = self.model_dump_json(exclude={"stream_every": True, "prompts": prompts})
         return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -182,6 +182,8 @@ class VllmDriver:
             emit(DiscardedTokens(index=index, policy_version=version, discarded=problem))
             responses = []
         try:
+            if prompt.images:
+                raise PromptRefused("vLLM cannot take prompts with images yet")
             self._check_prompt(prompt, request)
             group.responses = await self._sample_group(request, index, responses, emit)
         except PromptRefused as error:

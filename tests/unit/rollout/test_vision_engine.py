@@ -1,0 +1,139 @@
+"""The transformers engine generates for prompts with images."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from bapo_core.errors import BapoError
+from services.model.vision import ARCHITECTURES, SUBSTITUTE, VisionProcessor, check_model
+from services.rollout.api.wire import GenerateRequest, PromptRequest, Sampling
+from services.rollout.collector import tokenize_conversation
+from services.rollout.transformers_engine import TransformersEngine
+from tests.image_prompts import IMAGES, TASK, payload, prompts_of
+from tests.micro import micro_model, save_micro_vision_model
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_micro_vision_model(tmp_path_factory.mktemp("model"), request.param)
+
+
+def loaded(directory: Path, version: int = 1) -> TransformersEngine:
+    engine = TransformersEngine(open_image=IMAGES.__getitem__)
+    engine.load(directory, version)
+    return engine
+
+
+def sampling(max_tokens: int = 10, group_size: int = 4) -> Sampling:
+    return Sampling(temperature=0.9, max_tokens=max_tokens, group_size=group_size)
+
+
+def teacher_forced(directory: Path, prompt: PromptRequest, response: Sequence[int]) -> Tensor:
+    """Returns log-probs of one pass of transformers over one sequence, positions included."""
+    model: Any = AutoModelForImageTextToText.from_pretrained(directory)
+    fed = [SUBSTITUTE if token == model.config.image_token_id else token for token in response]
+    ids = torch.tensor([[*prompt.prompt_token_ids, *fed]])
+    images: dict[str, Tensor] = {}
+    if prompt.images:
+        pixels = VisionProcessor.load(directory).pixels([IMAGES[d] for d in prompt.images])
+        images = {"pixel_values": pixels.values, "image_grid_thw": pixels.grids}
+    types = (ids == model.config.image_token_id).int()
+    with torch.no_grad():
+        logits = model(input_ids=ids, mm_token_type_ids=types, use_cache=False, **images).logits
+    start = len(prompt.prompt_token_ids) - 1
+    logprobs = torch.log_softmax(logits[0, start:-1].float() / 0.9, dim=-1)
+    return logprobs.gather(1, torch.tensor(response)[:, None])[:, 0]
+
+
+def test_a_prompt_has_a_token_for_each_patch_that_the_model_sees(directory: Path) -> None:
+    prompts = prompts_of(directory)
+    counts = [prompt.prompt_token_ids.count(3) for prompt in prompts]
+    assert counts == [16, 4 + 36, 0, 16]
+
+
+def test_logprobs_are_those_of_transformers(directory: Path) -> None:
+    prompts = prompts_of(directory)
+    groups = loaded(directory).generate(prompts, sampling(), policy_version=1)
+    for prompt, group in zip(prompts, groups, strict=True):
+        for response in group.responses:
+            expected = teacher_forced(directory, prompt, response.token_ids)
+            assert torch.tensor(response.logprobs) == pytest.approx(expected, abs=2e-5)
+
+
+def test_samples_depend_on_the_image(directory: Path) -> None:
+    first, _, _, fourth = IMAGES
+    (prompt,) = prompts_of(directory)[:1]
+    other = prompt.model_copy(update={"images": [fourth]})
+    engine = loaded(directory)
+    same, again, changed = (
+        engine.generate([p], sampling(), policy_version=1)[0].responses
+        for p in (prompt, prompt, other)
+    )
+    assert prompt.images == [first]
+    assert same == again
+    assert same != changed
+
+
+def test_new_weights_are_loaded_in_place(directory: Path, tmp_path: Path) -> None:
+    newer = tmp_path / "newer"
+    shutil.copytree(directory, newer)
+    weights = load_file(newer / "model.safetensors")
+    save_file(
+        {name: tensor * 1.01 for name, tensor in weights.items()}, newer / "model.safetensors"
+    )
+    prompts = prompts_of(directory)
+    engine = loaded(directory)
+    model = engine._model
+    engine.load(newer, 2)
+    assert engine._model is model
+    groups = engine.generate(prompts, sampling(), policy_version=2)
+    assert groups == loaded(newer, 2).generate(prompts, sampling(), policy_version=2)
+
+
+def test_the_digest_of_a_request_counts_images(directory: Path) -> None:
+    def request(**changes: Any) -> GenerateRequest:
+        prompt = PromptRequest(prompt_token_ids=[5], seed=1).model_copy(update=changes)
+        settings = sampling().model_dump()
+        return GenerateRequest(policy_version=1, manifest_digest="", prompts=[prompt], **settings)
+
+    assert request().digest() != request(images=["a"]).digest()
+    assert request(images=["b"]).digest() != request(images=["a"]).digest()
+
+
+# ---- what is wrong ------------------------------------------------------------------------------
+
+
+def test_a_model_that_reads_no_images_is_one_line(tmp_path: Path) -> None:
+    micro_model().save_pretrained(tmp_path)
+    with pytest.raises(BapoError, match="a model of the type qwen3 has no vision tower that bapo"):
+        check_model(tmp_path)
+    engine = TransformersEngine(open_image=IMAGES.__getitem__)
+    engine.load(tmp_path, 1)
+    prompt = PromptRequest(prompt_token_ids=[3], images=list(IMAGES)[:1], seed=0)
+    with pytest.raises(BapoError, match=r"the model that is served reads none; set model\.path"):
+        engine.generate([prompt], sampling(), policy_version=1)
+
+
+def test_a_model_without_its_image_processor_is_one_line(directory: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(directory, copy)
+    (copy / "preprocessor_config.json").unlink()
+    with pytest.raises(BapoError, match="its image processor cannot be loaded: ") as error:
+        check_model(copy)
+    assert "\n" not in str(error.value)
+
+
+def test_a_placeholder_in_the_text_of_a_problem_is_refused(directory: Path) -> None:
+    tokenizer, vision = AutoTokenizer.from_pretrained(directory), VisionProcessor.load(directory)
+    problem = payload(list(IMAGES)[:1], "<image>What is <|image_pad|>?")
+    with pytest.raises(BapoError, match="has 2 placeholders for 1 images; give a model whose"):
+        tokenize_conversation(tokenizer, TASK.render(problem), vision)
