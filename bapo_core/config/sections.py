@@ -84,6 +84,9 @@ class ModelConfig(Section):
     path: str = "tiny"
     """The initial model: a Hugging Face model directory; `hf://organisation/name`, fetched from the
     hub; or `tiny`, a small character-level model that comes with bapo."""
+    freeze_vision: bool = False
+    """Whether the vision tower of a model that reads images keeps its weights: fewer gradients and
+    optimizer states, and smaller checkpoints. It has no effect on other models."""
 
 
 class TaskConfig(Section):

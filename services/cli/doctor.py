@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,13 +23,16 @@ from bapo_core.importance import mismatch_metrics, weight_metrics
 from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
+from services.buffer.api.wire import PromptItem
 from services.cli.service import data_sources
-from services.datasets import load_datasets
+from services.datasets import check_images, load_datasets
+from services.datasets.images import image_digests
+from services.model.vision import OpenImage, load_processor
 from services.rollout.api.wire import GeneratedGroup, GenerateRequest, PromptRequest
 from services.rollout.collector import tokenize_conversation
 from services.rollout.server import make_driver
 from services.rollout.settings import VllmSettings
-from services.trainer.data import collate, microbatches
+from services.trainer.data import collate, microbatches, read_pixels
 from services.trainer.policy import response_logprobs
 from services.trainer.ranks import init_distributed
 from services.trainer.shard import load_sharded
@@ -79,7 +83,12 @@ def measure_parity(config: RunConfig, model: Path, *, prompts: int) -> Parity:
 
     Raises `BapoError` when the engine refuses a prompt.
     """
-    request, groups = asyncio.run(_generate(config, model, prompts))
+    train = load_datasets(config, data_sources()).train
+    open_image = None
+    if train.images is not None:
+        check_images(config, model)
+        open_image = train.images.get
+    request, groups = asyncio.run(_generate(config, model, train.prompts[:prompts], open_image))
     refused = [group.refused for group in groups if group.refused]
     if refused:
         raise BapoError(f"the engine refuses a prompt: {refused[0]}")
@@ -102,6 +111,9 @@ def measure_parity(config: RunConfig, model: Path, *, prompts: int) -> Parity:
             ]
         ),
     )
+    if open_image is not None:
+        images = [prompt.images for prompt in request.prompts]
+        batch = replace(batch, pixels=read_pixels(images, load_processor(model), open_image))
     trainer_logprobs = torch.zeros_like(batch.behavior_logprobs)
     all_rows = torch.arange(len(batch.tokens))
     # On a GPU, as a trainer does: sharding is what makes it compute in bfloat16.
@@ -117,13 +129,15 @@ def measure_parity(config: RunConfig, model: Path, *, prompts: int) -> Parity:
 
 
 async def _generate(
-    config: RunConfig, model: Path, count: int
+    config: RunConfig,
+    model: Path,
+    prompts: Sequence[PromptItem],
+    open_image: OpenImage | None,
 ) -> tuple[GenerateRequest, list[GeneratedGroup]]:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer, vision = AutoTokenizer.from_pretrained(model), load_processor(model)
     task = get_task(config.task.name, **config.task.options)
-    train = load_datasets(config, data_sources()).train
     rollout = config.rollout
     request = GenerateRequest(
         policy_version=1,
@@ -133,14 +147,17 @@ async def _generate(
         group_size=rollout.group_size,
         prompts=[
             PromptRequest(
-                prompt_token_ids=tokenize_conversation(tokenizer, task.render(prompt.payload)),
+                prompt_token_ids=tokenize_conversation(
+                    tokenizer, task.render(prompt.payload), vision
+                ),
+                images=image_digests(prompt.payload),
                 seed=derive_seed(config.seed, "doctor", prompt.uid),
             )
-            for prompt in train.prompts[:count]
+            for prompt in prompts
         ],
     )
     with tempfile.TemporaryDirectory(prefix="bapo-doctor-") as scratch:
-        driver = make_driver(config, Path(scratch), VllmSettings())
+        driver = make_driver(config, Path(scratch), VllmSettings(), open_image)
         try:
             await driver.load(model, 1)
             generated = [line async for line in driver.generate(request)]

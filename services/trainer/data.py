@@ -16,7 +16,9 @@ from bapo_core.errors import BapoError
 from bapo_core.seeding import derive_rng
 from services.buffer.api.trajectories import SCHEMA, decode_proximal, read_trajectories
 from services.buffer.api.wire import ManifestMember
+from services.common.images import stored_images
 from services.common.objectstore import ObjectStore
+from services.model.vision import OpenImage, Pixels, VisionProcessor
 from services.trainer.attention import Sequences
 from services.trainer.ranks import balance_by_cost
 
@@ -49,6 +51,8 @@ class Batch:
     """(N,) bool: whether the response was cut off at `rollout.max_response_tokens`."""
     storage_logprobs: Tensor | None = None
     """(N, R) log-probs of the trainer at the storage step, where recorded; NaN elsewhere."""
+    pixels: Sequence[Pixels | None] = ()
+    """The images of each group's prompt, None without any; empty if no prompt has images."""
 
     def rows_of(self, groups: Sequence[int]) -> Tensor:
         """Row indexes of these groups, in this order."""
@@ -107,9 +111,13 @@ def _first(counts: Tensor, width: int) -> Tensor:
 class TrajectoryReader:
     """Reads groups from the object store; keeps recent objects in memory, for replays of them."""
 
-    def __init__(self, store: ObjectStore, keep: int = 16) -> None:
-        """keep: how many objects stay in memory."""
-        self._store, self._keep = store, keep
+    def __init__(
+        self, store: ObjectStore, keep: int = 16, *, vision: VisionProcessor | None = None
+    ) -> None:
+        """keep: how many objects stay in memory. vision: the processor of a model that reads
+        images."""
+        self._store, self._keep, self._vision = store, keep, vision
+        self._images = stored_images(store)
         self._tables: OrderedDict[str, pa.Table] = OrderedDict()
 
     def batch(self, members: Sequence[ManifestMember], *, with_storage: bool = False) -> Batch:
@@ -119,6 +127,8 @@ class TrajectoryReader:
         """
         rows = [self._rows(member) for member in members]
         batch = collate(members, pa.concat_tables([SCHEMA.empty_table(), *rows]))
+        images = [member.images for member in members]
+        batch = replace(batch, pixels=read_pixels(images, self._vision, self._images.get))
         if with_storage:
             return replace(batch, storage_logprobs=self._storage_logprobs(batch))
         return batch
@@ -150,6 +160,23 @@ class TrajectoryReader:
                     logprobs[row + offset, : len(values)] = torch.tensor(values)
             row += member.size
         return logprobs
+
+
+def read_pixels(
+    images: Sequence[Sequence[str]], vision: VisionProcessor | None, open_image: OpenImage
+) -> list[Pixels | None]:
+    """Returns the pixel values of each group's images; nothing if no group has any.
+
+    images: digests of each group's images. Raises `BapoError` for images without a processor.
+    """
+    if not any(images):
+        return []
+    if vision is None:
+        raise BapoError("the batch has prompts with images, but the model reads none")
+    return [
+        vision.pixels([open_image(digest) for digest in digests]) if digests else None
+        for digests in images
+    ]
 
 
 def split_by_group(batch: Batch, values: Tensor) -> list[list[list[float]]]:
@@ -234,6 +261,10 @@ class Packed:
     """(K,) index into the T tokens of the token that each response token is predicted from."""
     target_ids: Tensor
     """(K,) ids of the response tokens."""
+    pixels: Pixels | None = None
+    """The images of all sequences, in order; None if there are none."""
+    image_counts: Sequence[int] = ()
+    """Number of images of each sequence; empty if there are none."""
 
     def to(self, device: torch.device) -> Packed:
         """Returns a copy on `device`."""
@@ -243,6 +274,8 @@ class Packed:
             Sequences(self.sequences.cu_seqlens.to(device), self.sequences.max_seqlen),
             self.logit_positions.to(device),
             self.target_ids.to(device),
+            self.pixels and self.pixels.to(device),
+            self.image_counts,
         )
 
 
@@ -263,13 +296,31 @@ def pack(batch: Batch, rows: Tensor) -> Packed:
     response, column = torch.nonzero(batch.mask[rows], as_tuple=True)
     response_starts = sequences.cu_seqlens[:-1].long() + batch.prompt_lengths[rows]
     response_tokens = response_starts[response] + column
+    pixels, image_counts = _pack_pixels(batch, rows)
     return Packed(
         tokens=tokens[None],
         position_ids=sequences.position_ids[None],
         sequences=sequences,
         logit_positions=response_tokens - 1,
         target_ids=tokens[response_tokens],
+        pixels=pixels,
+        image_counts=image_counts,
     )
+
+
+def _pack_pixels(batch: Batch, rows: Tensor) -> tuple[Pixels | None, list[int]]:
+    """Returns the images of these rows, one after another, and their number in each row."""
+    if not batch.pixels:
+        return None, []
+    pixels = [batch.pixels[group] for group in batch.group[rows].tolist()]
+    present = [images for images in pixels if images is not None]
+    if not present:
+        return None, []
+    packed = Pixels(
+        torch.cat([images.values for images in present]),
+        torch.cat([images.grids for images in present]),
+    )
+    return packed, [0 if images is None else len(images.grids) for images in pixels]
 
 
 def microbatches(lengths: Tensor, rows: Tensor, token_budget: int) -> list[Tensor]:

@@ -66,11 +66,13 @@ def _sums_of_bits(parameter: Tensor) -> tuple[int, int]:
 
 
 def group_digests(batch: Batch) -> Iterator[str]:
-    """Yields a digest of each group of a batch: its tokens, log-probs, rewards and place."""
+    """Yields a digest of each group: its tokens, images, log-probs, rewards and place."""
     for index, member in enumerate(batch.members):
         digest = hashlib.sha256()
         place = (member.prompt_uid, member.step, member.policy_version, member.source)
         digest.update(repr(place).encode())
+        if member.images:
+            digest.update(repr(member.images).encode())
         for row in batch.rows_of([index]).tolist():
             length, mask = int(batch.lengths[row]), batch.mask[row]
             digest.update(batch.tokens[row, :length].numpy().tobytes())

@@ -23,6 +23,7 @@ from services.buffer.api.wire import BatchManifest, StepDigests
 from services.common import layout
 from services.common.objectstore import ObjectStore
 from services.model.stored import fetch_model, model_on_disk
+from services.model.vision import load_processor
 from services.trainer.checkpoint import Checkpointer, load_checkpoint
 from services.trainer.critic import Critic
 from services.trainer.data import TrajectoryReader, group_cost, make_plan, split_by_group
@@ -31,7 +32,7 @@ from services.trainer.lora import add_adapters
 from services.trainer.nccl import NcclCommunicator
 from services.trainer.nccl_broadcast import NcclBroadcaster
 from services.trainer.phases import PhaseTimer
-from services.trainer.policy import Policy
+from services.trainer.policy import Policy, freeze_vision
 from services.trainer.profile import trace_steps
 from services.trainer.publish import WeightPublisher
 from services.trainer.ranks import Ranks, balance_by_cost, init_distributed
@@ -61,7 +62,8 @@ def train(config: RunConfig, context: TrainerContext, ranks: Ranks) -> None:
     """Trains from the last checkpoint to the last step. Every rank calls it."""
     publisher = make_publisher(config, context, ranks)
     checkpointer = Checkpointer(context.buffer, context.store, scratch=context.scratch, ranks=ranks)
-    reader = TrajectoryReader(context.store)
+    vision = load_processor(context.model_directory)
+    reader = TrajectoryReader(context.store, vision=vision)
     recorder = SpanRecorder(context.buffer, "trainer")
     timer = PhaseTimer(recorder if ranks.is_main else None)
     updater, last_step = restore(config, context, ranks)
@@ -164,6 +166,11 @@ def make_updater(config: RunConfig, directory: Path, ranks: Ranks) -> Updater:
 
     def adapted(policy: Policy) -> Policy:
         add_adapters(policy.model, config.lora, config.seed)
+        return frozen(policy)
+
+    def frozen(policy: Policy) -> Policy:
+        if config.model.freeze_vision:
+            freeze_vision(policy.model)
         return policy
 
     settings = config.trainer
@@ -172,7 +179,9 @@ def make_updater(config: RunConfig, directory: Path, ranks: Ranks) -> Updater:
     if config.kl.coefficient > 0 and config.kl.reference == "initial":
         reference = load_sharded(directory, ranks, prepare=lambda policy: policy, settings=settings)
     if config.advantage.estimator == "gae":
-        critic = load_sharded(directory, ranks, prepare=Critic, settings=settings)
+        critic = load_sharded(
+            directory, ranks, prepare=lambda policy: Critic(frozen(policy)), settings=settings
+        )
     return Updater(config, policy, ranks, reference, critic)
 
 

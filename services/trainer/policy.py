@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from bapo_core.config import OptimizerConfig
 from bapo_core.errors import BapoError
+from services.model.vision import fed_tokens, reads_images, rope_positions
 from services.trainer import attention
 from services.trainer.data import Batch, Packed, pack
 from services.trainer.logprobs import token_logprobs
@@ -77,14 +79,64 @@ def device_of(module: nn.Module) -> torch.device:
 
 def target_hidden_states(model: Any, packed: Packed) -> Tensor:
     """(K, width) hidden states that the response tokens of `packed` are predicted from."""
+    tokens, position_ids, images = packed.tokens.clone(), packed.position_ids, {}
+    responses = packed.logit_positions + 1
+    tokens[0, responses] = fed_tokens(model, tokens[0, responses])
+    if packed.pixels is not None:
+        position_ids = _multimodal_positions(model.base_model, tokens, packed)
+        images = {"pixel_values": packed.pixels.values, "image_grid_thw": packed.pixels.grids}
+    # Before the language model, because every rank must gather the layers in the same order.
+    idle = None
+    if packed.pixels is None and _has_sharded_tower(model):
+        idle = _idle_tower_output(model)
     hidden: Tensor = model.base_model(
-        input_ids=packed.tokens,
-        position_ids=packed.position_ids,
+        input_ids=tokens,
+        position_ids=position_ids,
         attention_mask=None,
         use_cache=False,
         sequences=packed.sequences,
+        **images,
     ).last_hidden_state[0]
+    if idle is not None:
+        hidden = hidden + idle.to(hidden.dtype)
     return hidden[packed.logit_positions]
+
+
+def _has_sharded_tower(model: Any) -> bool:
+    tower = getattr(model.base_model, "visual", None)
+    return tower is not None and any(isinstance(m, FSDPModule) for m in tower.modules())
+
+
+def _idle_tower_output(model: Any) -> Tensor:
+    """Returns 0, computed by the vision tower.
+
+    The ranks gather the shards of a layer when all of them compute it. So one whose sequences have
+    no images passes a blank image through the tower, while others pass theirs.
+    """
+    vision = model.config.vision_config
+    patches = vision.spatial_merge_size**2
+    patch_size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    device = device_of(model)
+    grid = torch.tensor([[1, vision.spatial_merge_size, vision.spatial_merge_size]], device=device)
+    features = model.base_model.get_image_features(
+        torch.zeros(patches, patch_size, device=device), grid, return_dict=True
+    )
+    outputs = [features.pooler_output, getattr(features, "deepstack_features", None) or ()]
+    flat = torch.utils._pytree.tree_leaves(outputs)
+    return sum((output.sum() for output in flat), torch.zeros((), device=device)) * 0.0
+
+
+def _multimodal_positions(base_model: Any, tokens: Tensor, packed: Packed) -> Tensor:
+    """(3, 1, T) position ids of multimodal rotary embeddings, from 0 on in each sequence."""
+    assert packed.pixels is not None
+    lengths = packed.sequences.cu_seqlens.diff().tolist()
+    sequences = torch.split(tokens, lengths, dim=1)
+    grids = torch.split(packed.pixels.grids, list(packed.image_counts))
+    positions = [
+        rope_positions(base_model, sequence, torch.ones_like(sequence), sequence_grids)[0]
+        for sequence, sequence_grids in zip(sequences, grids, strict=True)
+    ]
+    return torch.cat(positions, dim=2)
 
 
 def make_optimizer(module: nn.Module, learning_rate: float, settings: OptimizerConfig) -> AdamW:
@@ -98,14 +150,23 @@ def make_optimizer(module: nn.Module, learning_rate: float, settings: OptimizerC
     )
 
 
+def freeze_vision(model: Any) -> None:
+    """Freezes the vision tower, adapters included, of a model that reads images, in place."""
+    tower = getattr(model.base_model, "visual", None)
+    if tower is not None:
+        tower.requires_grad_(False)
+
+
 def load_policy(directory: Path) -> Policy:
     """Loads the causal language model of a Hugging Face directory, in fp32.
 
-    Raises `BapoError` for a directory without one, or a model that the trainer cannot score.
+    It may read images (`services.model.vision`). Raises `BapoError` for a directory without one,
+    or a model that the trainer cannot score.
     """
     with _explain_load_errors(directory):
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION
+        auto: Any = _auto_class(directory)
+        model: Any = auto.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation=_attention(directory)
         )
     return _make_policy(model, directory)
 
@@ -118,12 +179,24 @@ def empty_policy(directory: Path) -> Policy:
     with _explain_load_errors(directory):
         config = AutoConfig.from_pretrained(directory)
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                config, dtype=torch.float32, attn_implementation=attention.IMPLEMENTATION
+            auto: Any = _auto_class(directory)
+            model: Any = auto.from_config(
+                config, dtype=torch.float32, attn_implementation=_attention(directory)
             )
     model.to_empty(device="cpu")
     model.tie_weights()
     return _make_policy(model, directory)
+
+
+def _auto_class(directory: Path) -> type:
+    return AutoModelForImageTextToText if reads_images(directory) else AutoModelForCausalLM
+
+
+def _attention(directory: Path) -> str | dict[str, str]:
+    """Returns the implementations of attention; a vision tower has no sequences to pack."""
+    if not reads_images(directory):
+        return attention.IMPLEMENTATION
+    return {"text_config": attention.IMPLEMENTATION, "vision_config": "sdpa"}
 
 
 @contextmanager

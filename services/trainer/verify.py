@@ -13,6 +13,7 @@ from functools import partial
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from services.buffer.api.wire import StepDigests, StoredVersion
+from services.model.vision import load_processor
 from services.trainer.checkpoint import load_checkpoint
 from services.trainer.data import TrajectoryReader
 from services.trainer.digests import weights_digest
@@ -35,7 +36,7 @@ def train_again(
     Raises `BapoError` without a checkpoint before the first step.
     """
     updater = restore_before(first, config, context, ranks)
-    reader = TrajectoryReader(context.store)
+    reader = TrajectoryReader(context.store, vision=load_processor(context.model_directory))
     weights = weights_digest(updater.trained, ranks)
     for step in range(first, last + 1):
         manifest = ranks.from_main(partial(context.buffer.recorded_batch, step))

@@ -79,10 +79,11 @@ class Bapo:
     environment: dict[str, str]
     stack: Endpoints
     model: Path
+    configure: Callable[[str, Path], dict[str, Any]] = configuration
 
     def start(self, name: str, *options: str) -> subprocess.Popen[str]:
         path = self.directory / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(configuration(name, self.model)))
+        path.write_text(yaml.safe_dump(self.configure(name, self.model)))
         return subprocess.Popen(
             [sys.executable, "-m", "services.cli", "run", str(path), *options],
             cwd=self.directory,

@@ -42,6 +42,7 @@ def batch_of_rank(batch: Batch, positions: list[int]) -> Batch:
         behavior_logprobs=batch.behavior_logprobs[rows],
         mask=batch.mask[rows],
         rewards=batch.rewards[positions],
+        pixels=[batch.pixels[position] for position in positions] if batch.pixels else (),
     )
 
 

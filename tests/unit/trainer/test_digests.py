@@ -72,8 +72,9 @@ def test_every_part_of_a_batch_is_in_its_digest() -> None:
         changed = getattr(data, name).clone()
         changed[row if name != "rewards" else 0, 0] += 1
         assert batch_digest(replace(data, **{name: changed}), positions, ALONE) != expected, name
-    other = [data.members[0].model_copy(update={"source": "replayed"}), *data.members[1:]]
-    assert batch_digest(replace(data, members=other), positions, ALONE) != expected
+    for change in ({"source": "replayed"}, {"images": ["a" * 64]}):
+        other = [data.members[0].model_copy(update=change), *data.members[1:]]
+        assert batch_digest(replace(data, members=other), positions, ALONE) != expected
 
 
 def test_padding_is_not_in_the_digest() -> None:
