@@ -84,17 +84,25 @@ def admit(
     )
 
 
-def find_expired(entries: Sequence[GroupSummary], *, step: int, max_age: int) -> Evicted:
-    """Returns the entries that, after the update of `step`, are too old for any later step."""
+def find_expired(entries: Sequence[GroupSummary], *, step: int, max_age: int | None) -> Evicted:
+    """Returns the entries that, after the update of `step`, are too old for any later step.
+
+    With `max_age` None, no entry is ever too old.
+    """
+    if max_age is None:
+        return []
     return [(entry, EvictionReason.EXPIRED) for entry in entries if entry.step < step + 1 - max_age]
 
 
-def eligible(entries: Sequence[GroupSummary], *, step: int, max_age: int) -> list[GroupSummary]:
-    """Returns the entries of the steps step - max_age to step - 1.
+def eligible(
+    entries: Sequence[GroupSummary], *, step: int, max_age: int | None
+) -> list[GroupSummary]:
+    """Returns the entries of the steps step - max_age to step - 1, or with None all before `step`.
 
     The upper bound is an invariant: a group is never replayed in the step it was rolled out for.
     """
-    return [entry for entry in entries if step - max_age <= entry.step <= step - 1]
+    first = 1 if max_age is None else step - max_age
+    return [entry for entry in entries if first <= entry.step <= step - 1]
 
 
 # ---- the hard buffer, B_bad ---------------------------------------------------------------------
@@ -170,7 +178,7 @@ def admit_high(
     *,
     window: tuple[float, float],
     capacity: int,
-    max_age: int,
+    max_age: int | None,
     step: int,
     dedup: Dedup = "prompt",
 ) -> BufferChange:
@@ -192,7 +200,7 @@ def admit_high(
 
 
 def eligible_high(
-    entries: Sequence[GroupSummary], *, step: int, window: tuple[float, float], max_age: int
+    entries: Sequence[GroupSummary], *, step: int, window: tuple[float, float], max_age: int | None
 ) -> list[GroupSummary]:
     """Returns the candidates for X3 at `step`: recent entries with c2 <= mu <= c3 (Eq. 7).
 

@@ -269,6 +269,9 @@ class ReplayConfig(Section):
 
     enabled: bool = True
     """Whether batches have replayed groups (X3); false is the ablation "w/o X3"."""
+    select: Literal["window", "mixed"] = "window"
+    """Groups that are stored and replayed: those in the replay window [c2, c3] (Eq. 7), or all with
+    `mixed` rewards, 1/G <= mu <= (G-1)/G (DOTS)."""
 
 
 class HighQualityBufferConfig(Section):
@@ -276,9 +279,10 @@ class HighQualityBufferConfig(Section):
 
     capacity: int = Field(256, ge=1)
     """Most groups in B_high, first in first out (Table 3: 256)."""
-    max_age: int = Field(3, ge=1)
+    max_age: int | None = Field(3, ge=1)
     """Most steps between a group's rollout and its replay: X3 of step t draws from the groups of
-    steps t - max_age to t - 1 (paper: the three most recent steps)."""
+    steps t - max_age to t - 1 (paper: the three most recent steps). Null sets no limit but the
+    capacity (DOTS)."""
 
 
 class ReplayWindowConfig(Section):
@@ -326,7 +330,10 @@ class BatchConfig(Section):
     """The composition of a training batch from X1, X2 and X3."""
 
     capacity: int | None = Field(None, ge=1)
-    """Most groups in a training batch, which is never padded; null is B."""
+    """Most groups in a training batch, which is never padded; null is B / `fresh_fraction`."""
+    fresh_fraction: float = Field(1.0, gt=0.0, le=1.0)
+    """sigma, the share of a full batch that the B groups of a step can fill; replayed groups fill
+    the rest (DOTS: 0.5, so that batches of 2 B groups need rollouts of B prompts)."""
     dedup: Literal["prompt", "rollout"] = "prompt"
     """Dedup key of groups, in the buffers and in a batch: the dataset's prompt (`prompt`: the
     newest entry replaces older ones, and X1 precedes X2 precedes X3), or the group (`rollout`, as
@@ -702,8 +709,9 @@ class RunConfig(Section):
 
     @property
     def batch_capacity(self) -> int:
-        """Most groups in a training batch: `batch.capacity`, or B."""
-        return self.batch.capacity or self.rollout.prompts_per_step
+        """Most groups in a training batch: `batch.capacity`, or B / `batch.fresh_fraction`."""
+        prompts = self.rollout.prompts_per_step
+        return self.batch.capacity or round(prompts / self.batch.fresh_fraction)
 
     @property
     def hard_capacity(self) -> int:
@@ -893,8 +901,9 @@ class RunConfig(Section):
                 "the behaviour policy in the denominator and needs no importance weights"
             )
         warnings += self._warnings_about_methods()
+        warnings += self._warnings_about_batches()
         empty = self._empty_windows()
-        if self.replay.enabled and empty:
+        if self.replay.enabled and self.replay.select == "window" and empty:
             warnings.append(
                 f"with rollout.group_size {self.rollout.group_size}, the replay window [c2, c3] "
                 f"holds no accuracy k/G for {empty:.0%} of the values of r_tot, so nothing is "
@@ -933,6 +942,24 @@ class RunConfig(Section):
             warnings.append(
                 f"{unused[0]} changes nothing with advantage.estimator={estimator}, which does "
                 "not discount"
+            )
+        return warnings
+
+    def _warnings_about_batches(self) -> list[str]:
+        """Returns warnings about what batches are composed of."""
+        warnings = []
+        unused = _changed(
+            "replay_window", self.replay_window, list(ReplayWindowConfig.model_fields)
+        )
+        if self.replay.select == "mixed" and unused:
+            warnings.append(
+                f"{' and '.join(unused)} change nothing with replay.select=mixed, which replays "
+                "groups of any mixed rewards"
+            )
+        if self.batch.fresh_fraction < 1.0 and self.batch.capacity is not None:
+            warnings.append(
+                f"batch.fresh_fraction={self.batch.fresh_fraction} changes nothing with "
+                f"batch.capacity={self.batch.capacity}, which sets the batch's size"
             )
         return warnings
 

@@ -192,7 +192,8 @@ def _decide_replayed(case: _Case) -> wire.SourceDecision:
         return case.decide(
             "replayed", NOT_CONSIDERED, "it was not in the high-quality buffer before this step"
         )
-    window = f"the replay window [c2, c3] = [{record.c2:.3f}, {record.c3:.3f}]"
+    name = "the mixed rewards" if config.replay.select == "mixed" else "the replay window [c2, c3]"
+    window = f"{name} = [{record.c2:.3f}, {record.c3:.3f}]"
     if case.is_used_as("replayed"):
         return case.decide("replayed", "used", f"{_score(stored)}, within {window}", stored)
     # The buffer holds no entry that is too old: the commit of the step before evicted it.

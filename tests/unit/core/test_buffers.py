@@ -111,6 +111,12 @@ def test_only_groups_of_the_last_steps_are_eligible_and_never_those_of_the_step_
     assert ids(eligible(entries, step=6, max_age=3)) == [3, 4, 5]
 
 
+def test_without_a_limit_of_age_all_groups_of_earlier_steps_are_eligible():
+    entries = [group(step, step=step) for step in range(1, 8)]
+    assert ids(eligible(entries, step=6, max_age=None)) == [1, 2, 3, 4, 5]
+    assert find_expired(entries, step=6, max_age=None) == []
+
+
 @given(st.integers(1, 30), st.integers(1, 5), st.lists(st.integers(0, 40)))
 def test_expired_is_what_can_never_be_eligible_again(step, max_age, steps):
     entries = [group(i, step=min(s, step)) for i, s in enumerate(steps)]

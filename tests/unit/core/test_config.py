@@ -185,6 +185,14 @@ def test_importance_weights_that_change_nothing_are_pointed_out() -> None:
             "algorithm=gspo loss.ratio=behavior sync.every=5 loss.weight_level=token",
             "loss.objective=gspo with loss.ratio=behavior clips almost every response",
         ),
+        (
+            "batch={fresh_fraction: 0.5, capacity: 512}",
+            "batch.fresh_fraction=0.5 changes nothing with batch.capacity=512",
+        ),
+        (
+            "replay.select=mixed replay_window.direction=off",
+            "replay_window.direction=off change nothing with replay.select=mixed",
+        ),
         ("algorithm=opo", "advantage.estimator=opo is derived for exactly on-policy updates"),
         (
             "advantage.gamma=0.9",
@@ -265,6 +273,11 @@ def test_every_version_that_a_rollout_needs_is_published(
             assert config.publishes_at(t)
     assert config.publishes_at(31)
     assert config.checkpoints_after(30)
+
+
+def test_half_of_a_batch_of_twice_the_prompts_is_fresh() -> None:
+    assert load_config(None, ["batch.fresh_fraction=0.5"]).batch_capacity == 512
+    assert RunConfig().batch_capacity == 256
 
 
 def test_overrides_nest() -> None:
