@@ -1,11 +1,23 @@
-"""Draws the prompts that a step rolls out, as a pure function of (seed, step, round)."""
+"""Samplers: which prompts a step rolls out, as pure functions of seed, step, round and results.
+
+The uniform sampler takes each epoch in another permutation (`prompt_positions`). The adaptive ones
+draw candidates uniformly (`candidate_positions`), estimate the probability of a correct response to
+each of them from its results so far (`Posterior`), and rank them (`rank_by_thompson`,
+`rank_by_difficulty`); the first B are rolled out.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
+import random
+import sys
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
-from bapo_core.seeding import derive_seed
+from bapo_core.config import SamplerConfig
+from bapo_core.seeding import derive_rng, derive_seed
 
 _ROUNDS = 10
 """Rounds of the Feistel network; fewer are measurably biased on datasets of few prompts."""
@@ -66,3 +78,157 @@ def prompt_positions(
         permuted(index, size=dataset_size, key=key)
         for index in range(start, start + prompts_per_step)
     )
+
+
+# ---- adaptive samplers --------------------------------------------------------------------------
+
+
+class Posterior(NamedTuple):
+    """The distribution Beta(a, b) of the probability that a response to a prompt is correct.
+
+    It is Beta(1, 1) for a prompt without results. With s_i of k_i responses correct in the prompt's
+    i-th of n groups, and lambda the decay (MoPPS, arXiv 2507.04632):
+
+        a = 1 + sum_i lambda^(n-i) s_i,    b = 1 + sum_i lambda^(n-i) (k_i - s_i)
+    """
+
+    a: float = 1.0
+    b: float = 1.0
+
+    @property
+    def mean(self) -> float:
+        """The estimated probability of a correct response, a / (a + b)."""
+        return self.a / (self.a + self.b)
+
+    def updated(self, correct: int, size: int, *, decay: float) -> Posterior:
+        """Returns the posterior after one more group, with `correct` of `size` responses correct.
+
+        The paper's update is a <- lambda a + (1 - lambda) + s, and likewise for b.
+        """
+        return Posterior(
+            decay * self.a + (1.0 - decay) + correct,
+            decay * self.b + (1.0 - decay) + (size - correct),
+        )
+
+
+class RankedCandidate(NamedTuple):
+    """A candidate of a generation round, at its place in the order in which B are taken."""
+
+    candidate: int
+    """Index of the candidate among those of the round."""
+    draw: float
+    """Number that the candidate is ranked by: the Thompson draw g, or the perturbed log-weight."""
+
+
+@lru_cache(maxsize=16)
+def candidate_positions(
+    seed: int,
+    step: int,
+    generation_round: int,
+    *,
+    dataset_size: int,
+    candidates_per_round: int,
+    max_rounds: int,
+) -> tuple[int, ...]:
+    """Returns the positions in the dataset of the candidates of a step's generation round.
+
+    They are drawn uniformly without replacement for all rounds of a step together, so that no
+    prompt comes twice in a step. Each step draws anew: unlike an epoch, a number of steps need not
+    see every prompt.
+
+    Raises `ValueError` if the dataset cannot fill one step, or for a round out of range.
+    """
+    needed = candidates_per_round * max_rounds
+    if needed > dataset_size:
+        raise ValueError(
+            f"{dataset_size} prompts cannot give the {needed} candidates of one step; lower "
+            "sampler.candidates or rollout.prompts_per_step, or add prompts"
+        )
+    if not 0 <= generation_round < max_rounds:
+        raise ValueError(f"round {generation_round} is not in 0..{max_rounds - 1}")
+    drawn = derive_rng(seed, "candidates", step).sample(range(dataset_size), needed)
+    start = generation_round * candidates_per_round
+    return tuple(drawn[start : start + candidates_per_round])
+
+
+def rank_candidates(
+    settings: SamplerConfig,
+    posteriors: Sequence[Posterior],
+    *,
+    seed: int,
+    step: int,
+    generation_round: int,
+) -> list[RankedCandidate]:
+    """Returns all candidates of a generation round in the order in which B are taken.
+
+    The order is a function of the arguments: the generator derives from (seed, sampler, step,
+    round). Raises `ValueError` for the uniform sampler, which ranks nothing.
+    """
+    rng = derive_rng(seed, settings.kind, step, generation_round)
+    match settings.kind:
+        case "mopps":
+            band = settings.band if settings.select == "band" else None
+            return rank_by_thompson(posteriors, target=settings.target, band=band, rng=rng)
+        case "dots":
+            return rank_by_difficulty(
+                posteriors, target=settings.target, temperature=settings.temperature, rng=rng
+            )
+        case "uniform":
+            raise ValueError("the uniform sampler has no candidates; call prompt_positions")
+
+
+def rank_by_thompson(
+    posteriors: Sequence[Posterior],
+    *,
+    target: float = 0.5,
+    band: tuple[float, float] | None = None,
+    rng: random.Random,
+) -> list[RankedCandidate]:
+    """Ranks candidates by one Thompson draw each (MoPPS, arXiv 2507.04632).
+
+    The draw of a candidate is g ~ Beta(a, b). The order is that of
+
+        (g - target)^2
+
+    from the smallest on. With a band, the candidates with band[0] <= g <= band[1] come first, in
+    the order of their candidature, and the others follow by their distance.
+    """
+    draws = [rng.betavariate(posterior.a, posterior.b) for posterior in posteriors]
+
+    def key(index: int) -> tuple[bool, float]:
+        if band is not None and band[0] <= draws[index] <= band[1]:
+            return False, 0.0
+        return band is not None, (draws[index] - target) ** 2
+
+    # The sort is stable, so equal keys keep the order of candidature.
+    return [RankedCandidate(index, draws[index]) for index in sorted(range(len(draws)), key=key)]
+
+
+def rank_by_difficulty(
+    posteriors: Sequence[Posterior],
+    *,
+    target: float = 0.5,
+    temperature: float = 1e-3,
+    rng: random.Random,
+) -> list[RankedCandidate]:
+    """Samples candidates of medium difficulty without replacement (DOTS, arXiv 2506.05316).
+
+    The first B of the order are a sample with probabilities proportional to
+
+        exp(-|d - target| / tau)
+
+    as the B largest of -|d - target| / tau plus Gumbel noise. In the paper, the difficulty is
+    predicted by an embedding model and rollouts of reference prompts. Here d is the mean of the
+    candidate's own posterior, the probability of a correct response; at the target 0.5 that is the
+    same. A candidate without results has d = 0.5, so with a small tau and this target, prompts that
+    were never drawn come first.
+    """
+
+    def perturbed_weight(posterior: Posterior) -> float:
+        # The smallest positive number keeps the logarithm finite for a draw of 0.
+        exponential = max(rng.expovariate(1.0), sys.float_info.min)
+        return -abs(posterior.mean - target) / temperature - math.log(exponential)
+
+    draws = [perturbed_weight(posterior) for posterior in posteriors]
+    order = sorted(range(len(draws)), key=lambda index: -draws[index])
+    return [RankedCandidate(index, draws[index]) for index in order]

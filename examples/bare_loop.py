@@ -25,13 +25,13 @@ from bapo_core.seeding import derive_rng, derive_seed
 from bapo_core.tasks import get_task
 
 # Keys of which this file implements the default value alone.
-DEFAULTS_ONLY = """task.train_path rollout.max_generation_rounds fresh.filter reevaluate.enabled
-reevaluate.rule replay.enabled replay.select hard_buffer.after hard_buffer.store_new_in_high
-replay_window.r_tot batch.dedup advantage.estimator advantage.scale loss.objective loss.ratio
-loss.norm loss.weight_floor loss.weight_mode loss.weight_norm loss.weight_level loss.aggregation
-loss.mask_truncated kl.placement kl.reference optimizer.epochs lora.rank evaluation.samples
-evaluation.temperature evaluation.top_p evaluation.sets task.test_path task.columns
-reward.wrong reward.correct reward.weights reward.overlong_share sync.weights_dtype"""
+DEFAULTS_ONLY = """task.train_path rollout.max_generation_rounds sampler.kind fresh.filter
+reevaluate.enabled reevaluate.rule replay.enabled replay.select hard_buffer.after
+hard_buffer.store_new_in_high replay_window.r_tot batch.dedup advantage.estimator advantage.scale
+loss.objective loss.ratio loss.norm loss.weight_floor loss.weight_mode loss.weight_norm
+loss.weight_level loss.aggregation loss.mask_truncated kl.placement kl.reference optimizer.epochs
+lora.rank evaluation.samples evaluation.temperature evaluation.top_p evaluation.sets task.test_path
+task.columns reward.wrong reward.correct reward.weights reward.overlong_share sync.weights_dtype"""
 
 
 def train(config, directory, sample=None, learner=None):

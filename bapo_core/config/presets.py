@@ -87,6 +87,19 @@ PRESETS: dict[str, dict[str, Any]] = {
     "clip_cov": _on_policy("clip_cov"),
     "kl_cov": _on_policy("kl_cov"),
     "bapo_adaptive_clipping": _on_policy("adaptive_clipping"),
+    "mopps": _on_policy(
+        aggregation="seq-mean-token-mean",
+        sampler={"kind": "mopps", "decay": 0.5},
+        loss={"clip_high": 0.28, "dual_clip": 10.0, "entropy_coefficient": 0.001},
+    ),
+    "dots": _on_policy(
+        aggregation="seq-mean-token-mean",
+        sampler={"kind": "dots"},
+        replay={"enabled": True, "select": "mixed"},
+        high_quality_buffer={"capacity": 512, "max_age": None},
+        batch={"fresh_fraction": 0.5},
+        advantage={"scale": "none"},
+    ),
 }
 """Name of an algorithm -> the keys whose values differ from the defaults, by section."""
 
@@ -127,5 +140,11 @@ SUMMARIES: dict[str, str] = {
     "bapo_adaptive_clipping": "The other BAPO (arXiv 2510.18927): clip bounds that are searched in "
     "each update, so that tokens with positive advantages keep their share. With batch adaptation: "
     "`algorithm: bapo`, `loss.objective: adaptive_clipping`, `loss.ratio: behavior`.",
+    "mopps": "GRPO on the prompts whose Thompson draws are nearest to one half "
+    "(arXiv 2507.04632), with the paper's settings for Countdown; for mathematics, it has "
+    "`sampler.decay: 1` and `sampler.candidates: 16`.",
+    "dots": "Prompts of medium difficulty, and half of each batch from the mixed groups of earlier "
+    "steps (arXiv 2506.05316). The posterior's mean stands for the paper's predictor, which needs "
+    "an embedding model.",
 }
 """Name of an algorithm -> what it is, and its source, for docs/methods.md."""

@@ -68,6 +68,8 @@ Algorithm = Literal[
     "clip_cov",
     "kl_cov",
     "bapo_adaptive_clipping",
+    "mopps",
+    "dots",
 ]
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -202,6 +204,56 @@ class RewardConfig(Section):
         """Whether a verdict between 0 and 1 can have a reward below 0."""
         punished = self.overlong_share > 0 and self.overlong_weight > 0
         return self.wrong < 0 or punished or any(weight < 0 for weight in self.weights.values())
+
+
+class SamplerConfig(Section):
+    """The sampler: which prompts of the dataset a step rolls out.
+
+    `mopps` and `dots` draw candidates uniformly, and select among them by how often the prompts
+    were answered correctly in the fresh groups of earlier steps.
+    """
+
+    kind: Literal["uniform", "mopps", "dots"] = "uniform"
+    """Sampler of prompts (docs/methods.md): `uniform` takes each epoch in another permutation;
+    `mopps` selects by Thompson draws from Beta posteriors (arXiv 2507.04632); `dots` samples
+    prompts of medium difficulty (arXiv 2506.05316), with the posterior's mean in place of the
+    paper's learned predictor."""
+    candidates: int = Field(4, ge=2)
+    """Candidates for each prompt that is drawn: a generation round selects its B prompts from
+    `candidates` x B (MoPPS: 16 for mathematics, 8 for Countdown; 4 fits B = 256 into the 2000
+    prompts that a task generates by default)."""
+    decay: Fraction = 1.0
+    """lambda, the weight of a prompt's group for each newer group of the prompt: the posterior's a
+    is 1 + sum_i lambda^(n-i) s_i (MoPPS: 1 for mathematics, 0.5 for Countdown)."""
+    target: Fraction = 0.5
+    """Probability of a correct response that is sought (MoPPS and DOTS: 0.5)."""
+    select: Literal["nearest", "band"] = "nearest"
+    """Selection by `kind: mopps`: the candidates whose draws are `nearest` to `target`; or those in
+    the `band` first, and the nearest ones only if these do not suffice."""
+    band: tuple[Fraction, Fraction] = (0.3, 0.7)
+    """Lowest and highest draw that `select: band` prefers (MoPPS: 0.3, 0.7)."""
+    temperature: float = Field(1e-3, gt=0.0)
+    """tau of `kind: dots`: a candidate is sampled with probability proportional to
+    exp(-|d - target| / tau) (DOTS: 1e-3)."""
+    as_of: Literal["sync", "step"] = "sync"
+    """Commit that posteriors include: that before the last `sync`, so that the prompts of a sync
+    window are known at its beginning; or that of the `step` before (MoPPS), for which rollouts wait
+    in every step."""
+    prior_run: str | None = Field(None, pattern=r"^[a-z][a-z0-9-]{0,62}$")
+    """Name of an earlier run on the same training prompts, whose committed fresh groups count as if
+    they had been the first of this run; null begins with Beta(1, 1)."""
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether the prompts of a step depend on the results of earlier steps."""
+        return self.kind != "uniform"
+
+    @model_validator(mode="after")
+    def _ordered(self) -> SamplerConfig:
+        low, high = self.band
+        if low >= high:
+            raise ValueError(f"band is [{low:g}, {high:g}]: write the lower bound first")
+        return self
 
 
 class SyncConfig(Section):
@@ -683,6 +735,7 @@ class RunConfig(Section):
     task: TaskConfig = TaskConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
+    sampler: SamplerConfig = SamplerConfig()
     sync: SyncConfig = SyncConfig()
     fresh: FreshConfig = FreshConfig()
     reevaluate: ReevaluateConfig = ReevaluateConfig()
@@ -712,6 +765,17 @@ class RunConfig(Section):
         """Most groups in a training batch: `batch.capacity`, or B / `batch.fresh_fraction`."""
         prompts = self.rollout.prompts_per_step
         return self.batch.capacity or round(prompts / self.batch.fresh_fraction)
+
+    @property
+    def candidates_per_round(self) -> int:
+        """Prompts that the B of a generation round are selected from: B, or more if adaptive."""
+        adaptive = self.sampler.is_adaptive
+        return self.rollout.prompts_per_step * (self.sampler.candidates if adaptive else 1)
+
+    @property
+    def prompts_needed(self) -> int:
+        """Fewest training prompts from which a step can draw in all of its generation rounds."""
+        return self.candidates_per_round * self.rollout.max_generation_rounds
 
     @property
     def hard_capacity(self) -> int:
@@ -755,6 +819,12 @@ class RunConfig(Section):
     def rollout_version(self, t: int, kind: str) -> int:
         """Returns the policy version that samples at step t: alpha for `fresh`, else theta_t."""
         return self.schedule.policy_version(t) if kind == "fresh" else t
+
+    def sampled_as_of(self, t: int) -> int:
+        """Returns the step whose commit the prompts of step t depend on; 0 for none."""
+        if not self.sampler.is_adaptive:
+            return 0
+        return (self.schedule.policy_version(t) if self.sampler.as_of == "sync" else t) - 1
 
     def evaluates_at(self, t: int) -> bool:
         """Whether theta_t is evaluated on any set."""
@@ -868,14 +938,24 @@ class RunConfig(Section):
                 f"every policy version that is evaluated; make evaluation.every ({every}) a "
                 f"multiple of checkpoint.every ({self.checkpoint.every})"
             )
-        needed = self.rollout.prompts_per_step * self.rollout.max_generation_rounds
-        if self.task.train_prompts < needed:
+        if self.task.train_prompts < self.prompts_needed:
             raise ValueError(
-                f"task.train_prompts is {self.task.train_prompts} but one step may draw {needed} "
-                "(rollout.prompts_per_step x rollout.max_generation_rounds); raise "
-                "task.train_prompts"
+                f"task.train_prompts is {self.task.train_prompts} but {self.explain_needed()}; "
+                "raise task.train_prompts"
+            )
+        if self.sampler.prior_run == self.name:
+            raise ValueError(
+                f"sampler.prior_run is {self.name!r}, the run itself; name an earlier run, or "
+                "remove sampler.prior_run"
             )
         return self
+
+    def explain_needed(self) -> str:
+        """Describes `prompts_needed` and the keys that it is the product of, for errors."""
+        factors = ["rollout.prompts_per_step", "rollout.max_generation_rounds"]
+        if self.sampler.is_adaptive:
+            factors.append("sampler.candidates")
+        return f"one step may draw {self.prompts_needed} ({' x '.join(factors)})"
 
     def warnings(self) -> list[str]:
         """Returns warnings about settings that are valid and surprising."""
@@ -901,6 +981,7 @@ class RunConfig(Section):
                 "the behaviour policy in the denominator and needs no importance weights"
             )
         warnings += self._warnings_about_methods()
+        warnings += self._warnings_about_sampling()
         warnings += self._warnings_about_batches()
         empty = self._empty_windows()
         if self.replay.enabled and self.replay.select == "window" and empty:
@@ -942,6 +1023,25 @@ class RunConfig(Section):
             warnings.append(
                 f"{unused[0]} changes nothing with advantage.estimator={estimator}, which does "
                 "not discount"
+            )
+        return warnings
+
+    def _warnings_about_sampling(self) -> list[str]:
+        """Returns warnings about the sampler."""
+        warnings = []
+        kind, unread = self.sampler.kind, ["select", "band", "temperature"]
+        if kind == "uniform":
+            unread = [key for key in SamplerConfig.model_fields if key != "kind"]
+        elif kind == "mopps":
+            unread = ["temperature"] + (["band"] if self.sampler.select == "nearest" else [])
+        unused = _changed("sampler", self.sampler, unread)
+        if unused:
+            warnings.append(f"{' and '.join(unused)} change nothing with sampler.kind={kind}")
+        if kind == "dots":
+            warnings.append(
+                "sampler.kind=dots predicts difficulty by the posterior of each prompt's own "
+                "results, not by the paper's embedding model, so every prompt that was never drawn "
+                "counts as of medium difficulty (0.5); sampler.prior_run gives it results"
             )
         return warnings
 

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session
 
 from bapo_core.buffers import BufferChange, admit_hard, admit_high, evict_solved
 from bapo_core.config import RunConfig
-from services.buffer import artifacts, difficulty
+from services.buffer import artifacts, difficulty, samplers
 from services.buffer.api import digest_chain, wire
 from services.buffer.buffers import apply_change, buffer_as_of
 from services.buffer.runs import run_config
@@ -46,7 +46,7 @@ def commit_step(session: Session, run: Run, step: int, commit: wire.Commit) -> N
             f"step {step} has no batch to commit (last committed step: {run.current_step})"
         )
     config = run_config(run)
-    record.metrics = commit.metrics
+    record.metrics = commit.metrics | samplers.update(session, run, config, step)
     if commit.digests is not None:
         before = session.get(StepRecord, (run.id, step - 1))
         previous = None if before is None or before.digests is None else before.digests["chain"]
@@ -106,6 +106,7 @@ def rewind_run(session: Session, run: Run, step: int) -> None:
             f"cannot rewind to step {step}: the last committed step is {run.current_step}"
         )
     prompt_ids = difficulty.forget(session, run, step)
+    samplers.forget(session, run, step)
     for table in (BatchMemberRow, StepRecord, Checkpoint):
         session.execute(delete(table).where(table.run_id == run.id, table.step > step))
     session.execute(

@@ -21,6 +21,7 @@ from services.buffer.batches import filter_fresh, is_promoted
 from services.buffer.buffers import buffer_as_of, reevaluated_entries
 from services.buffer.prompts import find_prompt
 from services.buffer.runs import run_config
+from services.buffer.samplers import explain_draw
 from services.buffer.step_groups import reevaluates_at
 from services.buffer.stored_groups import read_summaries
 from services.buffer.tables import BatchMemberRow, PromptRow, RolloutGroup, Run, StepRecord
@@ -40,6 +41,8 @@ class _Case:
     uid: str
     member: tuple[str, int] | None
     """(source, group id) of the prompt in the batch, or None if it is not in the batch."""
+    draw: wire.PromptDraw | None
+    """How an adaptive sampler decided on the prompt; None with the uniform sampler."""
 
     def newest_group(self, groups: Sequence[GroupSummary]) -> GroupSummary | None:
         """Returns the last group of the prompt among `groups`, which are oldest first."""
@@ -91,7 +94,8 @@ def explain_decision(session: Session, run: Run, step: int, uid: str) -> wire.De
         )
     ).first()
     member = None if row is None else (row[0], row[1])
-    case = _Case(session, run, config, record, uid, member)
+    draw = explain_draw(session, run, config, step, prompt)
+    case = _Case(session, run, config, record, uid, member, draw)
     return wire.Decision(
         step=step,
         uid=uid,
@@ -103,6 +107,7 @@ def explain_decision(session: Session, run: Run, step: int, uid: str) -> wire.De
         capacity=config.batch_capacity,
         counts=record.counts,
         considered=[_decide_fresh(case), _decide_reevaluated(case), _decide_replayed(case)],
+        draw=draw,
     )
 
 
@@ -111,12 +116,13 @@ def _decide_fresh(case: _Case) -> wire.SourceDecision:
     groups = read_summaries(case.session, case.run, case.record.step, "fresh")
     group = case.newest_group(groups)
     if group is None:
-        return case.decide(
-            "fresh",
-            NOT_CONSIDERED,
-            f"not drawn: it is not among the {len(groups)} prompts of this step (each epoch is a "
-            "permutation of the dataset)",
+        reason = (
+            f"it is not among the {len(groups)} prompts of this step (each epoch is a permutation "
+            "of the dataset)"
+            if case.draw is None
+            else case.draw.reason
         )
+        return case.decide("fresh", NOT_CONSIDERED, f"not drawn: {reason}")
     if case.is_used_as("fresh"):
         return case.decide("fresh", "used", f"drawn at this step: {_score(group)}", group)
     kept = {kept.group_id for kept in filter_fresh(case.config, case.record.step, groups)}

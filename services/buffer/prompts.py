@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from services.buffer.api import wire
 from services.buffer.pages import Key, after_cursor, page_of
 from services.buffer.runs import run_config
+from services.buffer.samplers import current_posterior
 from services.buffer.tables import (
     BatchMemberRow,
     BufferEntry,
@@ -207,6 +208,7 @@ def prompt_history(session: Session, run: Run, uid: str) -> wire.PromptHistory:
         task=prompt.task,
         payload=prompt.payload,
         difficulty=None if row is None else _difficulty_view(row, prompt),
+        posterior=current_posterior(session, run, run_config(run), prompt),
         attempts=[_attempt(group, batches[group.id]) for group in groups],
         stays=[_stay(entry) for entry in entries],
     )

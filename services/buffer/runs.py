@@ -13,6 +13,7 @@ from bapo_core.config import ConfigError, RunConfig, config_from
 from services.buffer.api import wire
 from services.buffer.datasets import dataset_size
 from services.buffer.pages import after_cursor, page_of
+from services.buffer.samplers import copy_prior
 from services.buffer.tables import Run
 from services.common.errors import Problem, bad_request, conflict, not_found
 
@@ -102,26 +103,36 @@ def run_state(run: Run) -> wire.RunState:
 def create_run(session: Session, request: wire.RunCreate) -> Run:
     """Creates a run; returns the existing one if it was created with the same arguments.
 
-    Raises 422 if the configuration is invalid, 400 if a dataset is empty, and 409 if a run of
-    this name exists with other arguments.
+    Raises 422 if the configuration is invalid, 400 if a dataset is empty, if there are fewer
+    training prompts than a step may draw, or if `sampler.prior_run` has no results for them, and
+    409 if a run of this name exists with other arguments.
     """
     try:
-        validated = config_from(request.config, where="config")
+        config = config_from(request.config, where="config")
     except ConfigError as error:
         raise Problem(422, "Invalid configuration", str(error)) from error
-    _check_test_datasets(validated, request.test_datasets)
-    config = validated.model_dump(mode="json")
+    _check_test_datasets(config, request.test_datasets)
     for dataset in (request.train_dataset, *request.test_datasets.values()):
         if dataset_size(session, dataset) == 0:
             raise bad_request(f"dataset {dataset!r} has no prompts; upload them first")
+    prompts = dataset_size(session, request.train_dataset)
+    if prompts < config.prompts_needed:
+        raise bad_request(
+            f"dataset {request.train_dataset!r} has {prompts} prompts, but "
+            f"{config.explain_needed()}; lower one of these keys, or use a larger dataset"
+        )
     values: dict[str, Any] = {
         "name": request.name,
-        "config": config,
+        "config": config.model_dump(mode="json"),
         "train_dataset": request.train_dataset,
         "test_datasets": request.test_datasets,
     }
-    session.execute(insert(Run).values(values).on_conflict_do_nothing(index_elements=["name"]))
+    created = session.scalar(
+        insert(Run).values(values).on_conflict_do_nothing(index_elements=["name"]).returning(Run.id)
+    )
     run = get_run(session, request.name)
+    if created is not None:
+        copy_prior(session, run, config)
     differing = [key for key, value in values.items() if getattr(run, key) != value]
     if differing:
         raise conflict(

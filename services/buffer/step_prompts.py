@@ -9,12 +9,11 @@ from sqlalchemy import Row, select
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from bapo_core.config import RunConfig
-from bapo_core.sampling import prompt_positions
 from services.buffer.api import wire
 from services.buffer.artifacts import is_set_aside
 from services.buffer.buffers import reevaluated_entries
-from services.buffer.datasets import dataset_size
 from services.buffer.runs import run_config
+from services.buffer.samplers import draw_positions
 from services.buffer.step_groups import (
     ExpectedPrompt,
     check_step,
@@ -42,14 +41,15 @@ def select_prompts(
 
     evaluation_set: name of the set of an evaluation; None is the primary one, here and below.
 
-    They are not ready while the run is paused or the version is set aside, and re-evaluations not
-    before the commit of the step before. Raises 400 if the schedule has no such rollouts at this
-    step.
+    They are not ready while the run is paused or the version is set aside, and not before the
+    commit that they depend on: re-evaluations on that of the step before, and fresh prompts of an
+    adaptive sampler on that of `sampler.as_of`. Raises 400 if the schedule has no such rollouts at
+    this step.
     """
     config = run_config(run)
     check_step(config, step, kind, evaluation_set)
     version = config.rollout_version(step, kind)
-    undecided = kind == "reevaluation" and run.current_step < step - 1
+    undecided = run.current_step < _decided_by(config, step, kind)
     if undecided or run.status == "paused" or is_set_aside(session, run, version):
         return wire.StepPrompts(ready=False, policy_version=version, prompts=[])
     rows = _prompt_rows(
@@ -71,12 +71,14 @@ def expected_prompts(
 ) -> dict[str, ExpectedPrompt]:
     """Returns every prompt that may be rolled out at a step, by uid.
 
-    Raises 409 for re-evaluations before the commit of the step before, which decides them.
+    Raises 409 before the commit of the step that decides them.
     """
     config = run_config(run)
-    if kind == "reevaluation" and run.current_step < step - 1:
+    decided_by = _decided_by(config, step, kind)
+    if run.current_step < decided_by:
+        prompts = "re-evaluations" if kind == "reevaluation" else "prompts"
         raise conflict(
-            f"step {step - 1} is not committed; the re-evaluations of step {step} depend on it"
+            f"step {decided_by} is not committed; the {prompts} of step {step} depend on it"
         )
     rounds = config.rollout.max_generation_rounds if kind == "fresh" else 1
     rows = [
@@ -87,6 +89,18 @@ def expected_prompts(
         )
     ]
     return {row.uid: ExpectedPrompt(row.id, position) for position, row in enumerate(rows)}
+
+
+def depends_on_commits(config: RunConfig, kind: wire.Kind) -> bool:
+    """Returns whether the prompts of this kind depend on committed state, which a rewind undoes."""
+    return kind == "reevaluation" or (kind == "fresh" and config.sampler.is_adaptive)
+
+
+def _decided_by(config: RunConfig, step: int, kind: wire.Kind) -> int:
+    """Returns the step whose commit decides the prompts of `step`; 0 if no commit does."""
+    if kind == "reevaluation":
+        return step - 1
+    return config.sampled_as_of(step) if kind == "fresh" else 0
 
 
 def _prompt_rows(
@@ -107,14 +121,7 @@ def _prompt_rows(
         dataset = dataset_of_set(run, evaluation_set)
         statement = select(*columns).where(PromptRow.dataset == dataset)
         return list(session.execute(statement.order_by(PromptRow.position)))
-    positions = prompt_positions(
-        config.seed,
-        step,
-        generation_round,
-        dataset_size=dataset_size(session, run.train_dataset),
-        prompts_per_step=config.rollout.prompts_per_step,
-        max_rounds=config.rollout.max_generation_rounds,
-    )
+    positions = draw_positions(session, run, config, step, generation_round)
     rows = session.execute(
         select(*columns).where(
             PromptRow.dataset == run.train_dataset, PromptRow.position.in_(positions)

@@ -15,6 +15,7 @@ from sqlalchemy import (
     ForeignKey,
     Index,
     MetaData,
+    PrimaryKeyConstraint,
     UniqueConstraint,
     func,
     literal_column,
@@ -123,7 +124,7 @@ class PromptRow(Base):
     uid: Mapped[str]
     """Name of the prompt, stable across runs and machines."""
     position: Mapped[int]
-    """Index in the dataset, from 0; each epoch is a permutation of the positions."""
+    """Index in the dataset, from 0, by which samplers draw prompts."""
     task: Mapped[str]
     """Name of the task that formats and verifies it (`bapo_core.tasks`)."""
     payload: Mapped[dict[str, Any]]
@@ -203,6 +204,30 @@ class DifficultySnapshot(Base):
     step: Mapped[int] = mapped_column(primary_key=True)
     bins: Mapped[bytes]
     """One byte for each prompt of the dataset, by position: its bin, or 255 if not attempted."""
+
+
+class SamplerPosterior(Base):
+    """Beta(a, b) of a prompt after a commit that had a fresh group of it (`sampler.kind: mopps`).
+
+    Adaptive samplers read the newest row up to a step. Runs with the uniform sampler have no rows.
+    """
+
+    __tablename__ = "sampler_posterior"
+
+    run_id: Mapped[int] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"))
+    position: Mapped[int]
+    """Position of the prompt in the run's training dataset, by which candidates are drawn."""
+    step: Mapped[int]
+    """Step of the group; 0 for the results of an earlier run (`sampler.prior_run`)."""
+    a: Mapped[float]
+    """a = 1 + sum_i lambda^(n-i) s_i, over the prompt's n fresh groups with s_i of k_i correct."""
+    b: Mapped[float]
+    """b = 1 + sum_i lambda^(n-i) (k_i - s_i)."""
+
+    # The index alone answers for the thousands of candidates of a draw.
+    __table_args__ = (
+        PrimaryKeyConstraint("run_id", "position", "step", postgresql_include=["a", "b"]),
+    )
 
 
 class RolloutGroup(Base):

@@ -75,12 +75,10 @@ def load_datasets(config: RunConfig, sources: DataSources = NO_SERVICES) -> RunD
                 f"{overlap[0]}); remove them from one of {TRAIN_PATH} and "
                 f"{address_key(config, name)}"
             )
-    needed = config.rollout.prompts_per_step * config.rollout.max_generation_rounds
-    if len(train.prompts) < needed:
+    if len(train.prompts) < config.prompts_needed:
         raise BapoError(
-            f"there are {len(train.prompts)} training prompts, but one step may draw {needed}; "
-            "lower rollout.prompts_per_step or rollout.max_generation_rounds, or provide more "
-            "prompts"
+            f"there are {len(train.prompts)} training prompts, but {config.explain_needed()}; "
+            "lower one of these keys, or provide more prompts"
         )
     return RunDatasets(train, test)
 

@@ -1,8 +1,9 @@
 """The collector: has prompts answered and scored, and delivers their groups to the buffer service.
 
 The rollout policy does not change within a sync window (the steps between two syncs), so the
-collector runs ahead of the trainer to the window's end. Evaluations come last in a window, when the
-engine would otherwise wait for new weights.
+collector runs ahead of the trainer to the window's end, unless the sampler's prompts depend on the
+step before (`sampler.as_of: step`). Evaluations come last in a window, when the engine would
+otherwise wait for new weights.
 """
 
 from __future__ import annotations

@@ -291,6 +291,26 @@ def test_a_killed_run_resumes_with_the_result_of_an_uninterrupted_run(
     assert _outcome(bapo, name) == _outcome(bapo, undisturbed)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("as_of", ["sync", "step"])
+def test_a_killed_run_of_an_adaptive_sampler_draws_the_same_prompts_again(
+    bapo: Bapo, as_of: str
+) -> None:
+    options = ["algorithm=mopps", "sync.every=2", "sampler.candidates=2", f"sampler.as_of={as_of}"]
+    names = [f"mopps-{as_of}-undisturbed", f"mopps-{as_of}-killed"]
+    bapo.run(names[0], *options)
+    process = bapo.start(names[1], *options)
+    client = bapo.client(names[1])
+    _wait_until(lambda: _committed(client) >= 4, process)
+    os.kill(_child(process.pid, "trainer"), signal.SIGKILL)
+    process.communicate(timeout=TIMEOUT_S)
+    bapo.run(names[1], "--resume")
+    expected, actual = (_outcome(bapo, name) for name in names)
+    assert actual == expected
+    prompts = [uid for fresh, _ in expected["prompts"] for uid in fresh]
+    assert len(set(prompts[: 3 * B])) < 3 * B, "an epoch of 48 prompts would have no prompt twice"
+
+
 def test_an_interrupted_run_stops_cleanly_and_resumes_with_a_trace(
     bapo: Bapo, undisturbed: str, tmp_path: Path
 ) -> None:

@@ -688,6 +688,39 @@ class Residency(Wire):
     """capacity, expired, replaced or solved; null while it is in the buffer."""
 
 
+class PromptPosterior(Wire):
+    """Beta(a, b), the distribution of a prompt's probability of a correct response."""
+
+    as_of_step: int
+    """Step whose commit it includes; 0 for none but the results of `sampler.prior_run`."""
+    a: float
+    """a: 1 plus the correct responses of the prompt's fresh groups, weighted by `sampler.decay`."""
+    b: float
+    """b: 1 plus the wrong responses of the same groups, with the same weights."""
+    mean: float
+    """a / (a + b): estimated probability of a correct response, from 0 to 1."""
+
+
+class PromptDraw(PromptPosterior):
+    """How an adaptive sampler decided on a prompt at a step, by its posterior at that time."""
+
+    sampler: Literal["uniform", "mopps", "dots"]
+    """The run's `sampler.kind`."""
+    candidates: int
+    """Number of candidates of a generation round, drawn uniformly from the dataset."""
+    prompts_per_round: int
+    """Number of candidates that are rolled out: those of the first ranks."""
+    generation_round: int | None = None
+    """Generation round, from 0, that the prompt was a candidate of; null if it was of none."""
+    rank: int | None = None
+    """Rank of the prompt among the candidates, from 1; null if it was no candidate."""
+    draw: float | None = None
+    """Number that candidates are ranked by: with mopps the Thompson draw g, whose distance from
+    `sampler.target` counts; with dots the log-weight plus Gumbel noise, largest first."""
+    reason: str
+    """Explanation of the rank, or of why the prompt was no candidate, with the values."""
+
+
 class PromptHistory(Wire):
     """Every group generated for a prompt and its time in the buffers, oldest first."""
 
@@ -701,6 +734,9 @@ class PromptHistory(Wire):
     """The problem in the task's own format."""
     difficulty: DifficultyView | None
     """Difficulty as of the last commit; null for held-out prompts and before the first attempt."""
+    posterior: PromptPosterior | None = None
+    """Posterior as of the last commit; null with `sampler.kind: uniform` and for held-out
+    prompts."""
     attempts: list[PromptAttempt]
     """Groups generated for the prompt."""
     stays: list[Residency]
@@ -789,6 +825,9 @@ class Decision(Wire):
     generated before filter and promotion (rolled_out, reevaluated_total)."""
     considered: list[SourceDecision]
     """Decisions of X1, X2 and X3, in this order."""
+    draw: PromptDraw | None = None
+    """Draw of the step's fresh prompts; null with `sampler.kind: uniform` and for held-out
+    prompts."""
 
 
 class BatchSummary(Wire):

@@ -90,7 +90,7 @@ def prompt(run: str, uid: str, limit: int, as_json: bool, step: int | None) -> N
     """Show the attempts at one prompt.
 
     With --step, shows why each source (fresh, re-evaluated, replayed) did or did not put the
-    prompt into the batch of that step.
+    prompt into the batch of that step, and why the sampler drew it or did not.
 
     \b
     Examples:
@@ -104,6 +104,12 @@ def prompt(run: str, uid: str, limit: int, as_json: bool, step: int | None) -> N
             (source.source, source.outcome.replace("_", " "), source.reason)
             for source in decision.considered
         ]
+        if decision.draw is not None:
+            rank, drawn = decision.draw.rank, decision.draw.prompts_per_round
+            outcome = "drawn" if rank is not None and rank <= drawn else "not drawn"
+            decisions.insert(
+                0, (f"sampler ({decision.draw.sampler})", outcome, decision.draw.reason)
+            )
         show(decision, ["source", "outcome", "why"], decisions, as_json=as_json)
         return
     history = client.prompt_history(uid)

@@ -251,6 +251,7 @@ function decisionView(name, decision) {
       verdict.length > 1 ? [", ", verdict.slice(1)] : "",
       ".",
     ),
+    decision.draw && h("p", { class: "note" }, `Sampler ${decision.draw.sampler}: ${decision.draw.reason}.`),
     table({
       caption: `Decision of each source (batch capacity ${decision.capacity}, c1 ${format.number(decision.c1)}, replay window ${format.score(decision.c2)} to ${format.score(decision.c3)})`,
       rows: decision.considered,

@@ -39,6 +39,10 @@ export const promptLink = (run, uid, query = {}) =>
 export const batchLink = (run, step) =>
   h("a", { href: href(["runs", run, "batches"], { step }) }, format.count(step));
 
+/** The batch of a step, with the explanation of what was decided about a prompt. */
+export const decisionLink = (run, step, uid) =>
+  h("a", { href: href(["runs", run, "batches"], { step, uid }) }, format.count(step));
+
 export const source = (name) => h("span", { class: `source ${name}` }, format.term(name));
 
 /** A payload on one line of at most `maxLength` characters. */

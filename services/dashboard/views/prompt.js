@@ -8,7 +8,7 @@ import * as format from "../format.js";
 import { empty, keeper, refusal, region } from "../live.js";
 import { href, setQuery, whole } from "../router.js";
 import { table } from "../tables.js";
-import { batchLink, binChip, groupSize, tiles } from "./pieces.js";
+import { binChip, decisionLink, groupSize, tiles } from "./pieces.js";
 import { responses } from "./responses.js";
 
 const MARKERS = { fresh: "circle", reevaluation: "triangle", evaluation: "diamond" };
@@ -64,7 +64,7 @@ export function showPrompt(visit) {
 }
 
 function summary(history, size, signal) {
-  const { difficulty, payload } = history;
+  const { difficulty, payload, posterior } = history;
   const images = imagesOf(payload);
   return [
     images.length > 0 &&
@@ -94,6 +94,15 @@ function summary(history, size, signal) {
             difficulty.first_solved_step ? `step ${format.count(difficulty.first_solved_step)}` : format.NONE,
             difficulty.first_solved_step ? "first correct response" : "not solved yet",
           ],
+          ...(posterior
+            ? [
+                [
+                  "Posterior",
+                  format.score(posterior.mean),
+                  `mean of Beta(${format.number(posterior.a)}, ${format.number(posterior.b)})`,
+                ],
+              ]
+            : []),
         ])
       : empty("A held-out prompt, or a training prompt that was not drawn yet."),
   ];
@@ -157,7 +166,7 @@ function historyData(history, run, size) {
   };
 }
 
-function attemptTable(name, { attempts, stays }, compare) {
+function attemptTable(name, { attempts, stays, uid }, compare) {
   const residenciesOf = (attempt) =>
     stays
       .filter((residency) => residency.group_id === attempt.group_id)
@@ -205,7 +214,7 @@ function attemptTable(name, { attempts, stays }, compare) {
         },
         {
           title: "In the batch of step",
-          cell: (attempt) => attempt.batches.map((step, i) => [i > 0 && ", ", batchLink(name, step)]),
+          cell: (attempt) => attempt.batches.map((step, i) => [i > 0 && ", ", decisionLink(name, step, uid)]),
         },
         { title: "In buffers, by step", cell: residenciesOf },
         {

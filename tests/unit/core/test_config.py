@@ -86,6 +86,15 @@ def split(overrides: str) -> list[str]:
         ("rollout.journal_interval_s=2", "the transformers engine generates responses as a whole"),
         ("rollout.journal_interval_s=-1", "rollout.journal_interval_s"),
         ("task.train_prompts=100", "one step may draw 256"),
+        (
+            "sampler={kind: mopps, candidates: 8}",
+            "one step may draw 2048 (rollout.prompts_per_step x rollout.max_generation_rounds x "
+            "sampler.candidates)",
+        ),
+        ("sampler={kind: mopps, band: [0.7, 0.3]}", "band is [0.7, 0.3]: write the lower bound"),
+        ("sampler={kind: mopps, decay: 1.5}", "sampler.decay: input should be less than or equal"),
+        ("sampler.kind=thompson", "sampler.kind"),
+        ("sampler={kind: mopps, prior_run: countdown}", "is 'countdown', the run itself; name an"),
         ("checkpoint={keep_best: 1, every: 3}", "make evaluation.every (20) a multiple of"),
         ("algorithm=sac", "algorithm: 'sac' is not one of ba_ppo, bapo"),
         (
@@ -185,6 +194,12 @@ def test_importance_weights_that_change_nothing_are_pointed_out() -> None:
             "algorithm=gspo loss.ratio=behavior sync.every=5 loss.weight_level=token",
             "loss.objective=gspo with loss.ratio=behavior clips almost every response",
         ),
+        ("sampler.decay=0.5", "sampler.decay=0.5 change nothing with sampler.kind=uniform"),
+        (
+            "algorithm=mopps sampler.temperature=1 sampler.band=[0,1]",
+            "sampler.temperature=1.0 and sampler.band=(0.0, 1.0) change nothing with sampler.kind",
+        ),
+        ("algorithm=dots", "sampler.kind=dots predicts difficulty by the posterior"),
         (
             "batch={fresh_fraction: 0.5, capacity: 512}",
             "batch.fresh_fraction=0.5 changes nothing with batch.capacity=512",
@@ -275,9 +290,29 @@ def test_every_version_that_a_rollout_needs_is_published(
     assert config.checkpoints_after(30)
 
 
+@pytest.mark.parametrize(
+    ("as_of", "phase", "expected"),
+    [
+        ("sync", "algorithm1", [0, 0, 2, 2, 2, 5, 5]),
+        ("sync", "first_step", [0, 0, 0, 3, 3, 3, 6]),
+        ("step", "algorithm1", [0, 1, 2, 3, 4, 5, 6]),
+    ],
+)
+def test_adaptive_prompts_depend_on_the_commit_before_the_last_sync_or_step(
+    as_of: str, phase: str, expected: list[int]
+) -> None:
+    overrides = ["sync.every=3", f"sync.phase={phase}", f"sampler.as_of={as_of}"]
+    uniform = load_config(None, overrides)
+    adaptive = load_config(None, [*overrides, "sampler.kind=mopps"])
+    assert [uniform.sampled_as_of(t) for t in range(1, 8)] == [0] * 7
+    assert [adaptive.sampled_as_of(t) for t in range(1, 8)] == expected
+
+
 def test_half_of_a_batch_of_twice_the_prompts_is_fresh() -> None:
     assert load_config(None, ["batch.fresh_fraction=0.5"]).batch_capacity == 512
     assert RunConfig().batch_capacity == 256
+    dots = load_config(None, ["algorithm=dots", "rollout.prompts_per_step=32"])
+    assert dots.batch_capacity == 64
 
 
 def test_overrides_nest() -> None:

@@ -1,0 +1,275 @@
+"""Draws the prompts of a step by the run's sampler, and keeps the posteriors that it draws by.
+
+The samplers are `bapo_core.sampling`'s. An adaptive one draws candidates as positions in the
+dataset, and only their posteriors are read. Every commit appends the posteriors of the prompts it
+has fresh groups of, so those of any step can be read, and a draw can be computed again for as long
+as the run exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import delete, select, text
+from sqlalchemy.orm import Session
+
+from bapo_core.config import RunConfig
+from bapo_core.sampling import (
+    Posterior,
+    RankedCandidate,
+    candidate_positions,
+    prompt_positions,
+    rank_candidates,
+)
+from services.buffer.api import wire
+from services.buffer.bulk import insert_columns
+from services.buffer.datasets import dataset_size
+from services.buffer.tables import PromptRow, RolloutGroup, Run, SamplerPosterior
+from services.common.errors import bad_request
+
+# Three aggregated arrays are read faster than thousands of rows.
+_NEWEST = text("""
+    select array_agg(candidate.position), array_agg(newest.a), array_agg(newest.b)
+    from unnest(cast(:positions as bigint[])) as candidate (position)
+    cross join lateral (
+        select a, b from sampler_posterior
+        where run_id = :run_id and position = candidate.position and step <= :step
+        order by step desc limit 1
+    ) as newest
+""")
+_COPY_PRIOR = text("""
+    insert into sampler_posterior (run_id, position, step, a, b)
+    select :run_id, prompt.position, 0,
+        1 + sum(correct * power(cast(:decay as float8), newer)),
+        1 + sum((size - correct) * power(cast(:decay as float8), newer))
+    from (
+        select prompt_id, correct, size,
+            row_number() over (partition by prompt_id order by step desc) - 1 as newer
+        from rollout_group
+        where run_id = :prior_id and kind = 'fresh' and step between 1 and :last
+    ) as result
+    join prompt on prompt.id = result.prompt_id
+    group by prompt.position
+""")
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """The candidates of a generation round, and their order."""
+
+    positions: Sequence[int]
+    """Positions in the dataset of the candidates, in the order in which they were drawn."""
+    posteriors: list[Posterior]
+    ranked: list[RankedCandidate]
+    """All candidates, best first; the first B are rolled out."""
+
+
+def draw_positions(
+    session: Session, run: Run, config: RunConfig, step: int, generation_round: int
+) -> Sequence[int]:
+    """Returns the positions in the dataset of the B prompts of a step's generation round.
+
+    The commit of `config.sampled_as_of(step)` must have happened.
+    """
+    if not config.sampler.is_adaptive:
+        return prompt_positions(
+            config.seed,
+            step,
+            generation_round,
+            dataset_size=dataset_size(session, run.train_dataset),
+            prompts_per_step=config.rollout.prompts_per_step,
+            max_rounds=config.rollout.max_generation_rounds,
+        )
+    candidates = _rank_round(session, run, config, step, generation_round)
+    taken = candidates.ranked[: config.rollout.prompts_per_step]
+    return [candidates.positions[ranked.candidate] for ranked in taken]
+
+
+def _rank_round(
+    session: Session, run: Run, config: RunConfig, step: int, generation_round: int
+) -> _Round:
+    positions = candidate_positions(
+        config.seed,
+        step,
+        generation_round,
+        dataset_size=dataset_size(session, run.train_dataset),
+        candidates_per_round=config.candidates_per_round,
+        max_rounds=config.rollout.max_generation_rounds,
+    )
+    posteriors = _read_posteriors(session, run, positions, config.sampled_as_of(step))
+    ranked = rank_candidates(
+        config.sampler,
+        posteriors,
+        seed=config.seed,
+        step=step,
+        generation_round=generation_round,
+    )
+    return _Round(positions, posteriors, ranked)
+
+
+def _read_posteriors(
+    session: Session, run: Run, positions: Sequence[int], step: int
+) -> list[Posterior]:
+    """Returns the posteriors of the prompts at these positions after the commit of `step`."""
+    parameters = {"run_id": run.id, "positions": sorted(positions), "step": step}
+    columns = session.execute(_NEWEST, parameters).one()
+    by_position = {
+        position: Posterior(a, b)
+        for position, a, b in zip(*(column or () for column in columns), strict=True)
+    }
+    return [by_position.get(position, Posterior()) for position in positions]
+
+
+# ---- commits and rewinds ------------------------------------------------------------------------
+
+
+def update(session: Session, run: Run, config: RunConfig, step: int) -> dict[str, float]:
+    """Appends the posteriors after the fresh groups of `step`, at its commit.
+
+    Returns metrics of how well the sampler predicted the step: the mean success of its prompts by
+    the posteriors that they were drawn by, and the realised one. A uniform sampler has none.
+    """
+    if not config.sampler.is_adaptive:
+        return {}
+    rows = session.execute(
+        select(PromptRow.position, RolloutGroup.correct, RolloutGroup.size)
+        .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
+        .where(
+            RolloutGroup.run_id == run.id, RolloutGroup.step == step, RolloutGroup.kind == "fresh"
+        )
+        .order_by(RolloutGroup.position)
+    ).all()
+    positions = [row.position for row in rows]
+    drawn_by = _read_posteriors(session, run, positions, config.sampled_as_of(step))
+    updated = [
+        posterior.updated(row.correct, row.size, decay=config.sampler.decay)
+        for row, posterior in zip(
+            rows, _read_posteriors(session, run, positions, step - 1), strict=True
+        )
+    ]
+    insert_columns(
+        session,
+        SamplerPosterior,
+        {"run_id": run.id, "step": step},
+        {
+            "position": positions,
+            "a": [posterior.a for posterior in updated],
+            "b": [posterior.b for posterior in updated],
+        },
+    )
+    return {
+        "sampler/predicted_success": sum(posterior.mean for posterior in drawn_by) / len(rows),
+        "sampler/realised_success": sum(row.correct / row.size for row in rows) / len(rows),
+    }
+
+
+def forget(session: Session, run: Run, step: int) -> None:
+    """Removes the posteriors of commits after `step`, which a rewind undoes."""
+    session.execute(
+        delete(SamplerPosterior).where(
+            SamplerPosterior.run_id == run.id, SamplerPosterior.step > step
+        )
+    )
+
+
+def copy_prior(session: Session, run: Run, config: RunConfig) -> None:
+    """Copies the results of `sampler.prior_run` as of now, when a run is created.
+
+    Raises 400 if there is no such run, if its training prompts are others, or if it has no
+    committed step.
+    """
+    name = config.sampler.prior_run
+    if name is None or not config.sampler.is_adaptive:
+        return
+    prior = session.scalar(select(Run).where(Run.name == name))
+    if prior is None:
+        raise bad_request(f"sampler.prior_run: there is no run {name!r}; `bapo runs` lists them")
+    if prior.train_dataset != run.train_dataset:
+        raise bad_request(
+            f"sampler.prior_run: run {name!r} has the training dataset {prior.train_dataset!r}, "
+            f"not {run.train_dataset!r}; name a run on the same prompts"
+        )
+    if prior.current_step == 0:
+        raise bad_request(
+            f"sampler.prior_run: run {name!r} has no committed step, so it has no results; name "
+            "another run, or remove the key"
+        )
+    session.execute(
+        _COPY_PRIOR,
+        {
+            "run_id": run.id,
+            "prior_id": prior.id,
+            "last": prior.current_step,
+            "decay": config.sampler.decay,
+        },
+    )
+
+
+# ---- explanations -------------------------------------------------------------------------------
+
+
+def explain_draw(
+    session: Session, run: Run, config: RunConfig, step: int, prompt: PromptRow
+) -> wire.PromptDraw | None:
+    """Returns how an adaptive sampler decided on a training prompt at a step.
+
+    None with the uniform sampler, and for held-out prompts.
+    """
+    if not config.sampler.is_adaptive or prompt.dataset != run.train_dataset:
+        return None
+    as_of = config.sampled_as_of(step)
+    (posterior,) = _read_posteriors(session, run, [prompt.position], as_of)
+    draw = wire.PromptDraw(
+        sampler=config.sampler.kind,
+        as_of_step=as_of,
+        a=posterior.a,
+        b=posterior.b,
+        mean=posterior.mean,
+        candidates=config.candidates_per_round,
+        prompts_per_round=config.rollout.prompts_per_step,
+        reason="",
+    )
+    for generation_round in range(config.rollout.max_generation_rounds):
+        candidates = _rank_round(session, run, config, step, generation_round)
+        if prompt.position in candidates.positions:
+            index = candidates.positions.index(prompt.position)
+            rank = [ranked.candidate for ranked in candidates.ranked].index(index)
+            draw.generation_round, draw.rank = generation_round, rank + 1
+            draw.draw = candidates.ranked[rank].draw
+            break
+    draw.reason = _describe_draw(draw, config)
+    return draw
+
+
+def _describe_draw(draw: wire.PromptDraw, config: RunConfig) -> str:
+    """Describes the rank of a prompt among the candidates, and what it follows from."""
+    posterior = f"posterior Beta({draw.a:.4g}, {draw.b:.4g}) as of step {draw.as_of_step}"
+    if draw.rank is None:
+        candidates = draw.candidates * config.rollout.max_generation_rounds
+        return (
+            f"it is not among the {candidates} candidates of this step, which are drawn uniformly; "
+            f"{posterior}"
+        )
+    number = (
+        f"Thompson draw g = {draw.draw:.3f}"
+        if draw.sampler == "mopps"
+        else f"log-weight with Gumbel noise = {draw.draw:.4g}"
+    )
+    return (
+        f"rank {draw.rank} of the {draw.candidates} candidates of round {draw.generation_round}, "
+        f"of which {draw.prompts_per_round} are rolled out: {number}, target "
+        f"{config.sampler.target:g}, {posterior}"
+    )
+
+
+def current_posterior(
+    session: Session, run: Run, config: RunConfig, prompt: PromptRow
+) -> wire.PromptPosterior | None:
+    """Returns the posterior of a training prompt as of the last commit; None as `explain_draw`."""
+    if not config.sampler.is_adaptive or prompt.dataset != run.train_dataset:
+        return None
+    (posterior,) = _read_posteriors(session, run, [prompt.position], run.current_step)
+    return wire.PromptPosterior(
+        as_of_step=run.current_step, a=posterior.a, b=posterior.b, mean=posterior.mean
+    )
