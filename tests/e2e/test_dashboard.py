@@ -462,18 +462,18 @@ def test_a_prompt_shows_its_images(stack: Endpoints, page: Page) -> None:
         }
     )
     client = BufferClient(stack.buffer_url, stack.token, run=config.name)
-    train, test = load_datasets(config)
-    for dataset in (train, test):
+    datasets = load_datasets(config)
+    for dataset in datasets.all:
         store_dataset(client, dataset)
     client.create_run(
         wire.RunCreate(
             name=config.name,
             config=config.model_dump(mode="json"),
-            train_dataset=train.name,
-            test_dataset=test.name,
+            train_dataset=datasets.train.name,
+            test_datasets=datasets.test_names,
         )
     )
-    prompt = train.prompts[0]
+    prompt = datasets.train.prompts[0]
     visit(page, stack, f"/runs/with-images/prompt?uid={prompt.uid}")
     image = page.get_by_role("img", name="Image 1 of the prompt")
     expect(image).to_be_visible()
