@@ -25,13 +25,12 @@ from bapo_core.seeding import derive_rng, derive_seed
 from bapo_core.tasks import get_task
 
 # Keys of which this file implements the default value alone.
-DEFAULTS_ONLY = """task.train_path rollout.max_generation_rounds sampler.kind fresh.filter
-reevaluate.enabled reevaluate.rule replay.enabled replay.select hard_buffer.after
-hard_buffer.store_new_in_high replay_window.r_tot batch.dedup advantage.estimator advantage.scale
-loss.objective loss.ratio loss.norm loss.weight_floor loss.weight_mode loss.weight_norm
-loss.weight_level loss.aggregation loss.mask_truncated kl.placement kl.reference optimizer.epochs
-lora.rank evaluation.samples evaluation.temperature evaluation.top_p evaluation.sets task.test_path
-task.columns reward.wrong reward.correct reward.weights reward.overlong_share sync.weights_dtype"""
+DEFAULTS_ONLY = """task.train_path task.test_path rollout.max_generation_rounds sampler fresh.filter
+reevaluate.enabled reevaluate.rule replay.enabled replay.select hard_buffer.store_new_in_high
+hard_buffer.after replay_window.r_tot batch.dedup reward advantage.scale advantage.estimator
+loss.ratio loss.weight_floor loss.weight_level loss.mask_truncated loss.norm loss.weight_mode
+loss.weight_norm loss.objective loss.aggregation kl.placement kl.reference optimizer.epochs lora
+evaluation.temperature evaluation.top_p evaluation.sets evaluation.samples sync.weights_dtype"""
 
 
 def train(config, directory, sample=None, learner=None):
@@ -102,7 +101,7 @@ def train(config, directory, sample=None, learner=None):
         limits = {"capacity": config.high_quality_buffer.capacity, "max_age": age, "step": t}
         high = buffers.admit_high(high, fresh, window=window, **limits).apply(high)
         counts = ", ".join(f"{count} {source}" for source, count in batch.counts.items())
-        print(f"step {t}: reward {r_tot:.3f}, batch of {counts}", flush=True)
+        print(f"step {t}: accuracy {r_tot:.3f}, batch of {counts}", flush=True)
         yield batch
 
 

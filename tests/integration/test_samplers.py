@@ -274,14 +274,15 @@ def test_a_dataset_that_cannot_give_the_candidates_is_refused_at_the_start(
 ) -> None:
     config = small_config("too-few", task=TASK, sampler={"kind": "mopps", "candidates": 4})
     client = BufferClient(stack.buffer_url, stack.token, run=config.name)
-    train, test = load_datasets(config)
-    client.upload_dataset("only-31", train.prompts[:31])
-    client.upload_dataset(test.name, test.prompts)
+    datasets = load_datasets(config)
+    for dataset in datasets.test.values():
+        client.upload_dataset(dataset.name, dataset.prompts)
+    client.upload_dataset("only-31", datasets.train.prompts[:31])
     request = wire.RunCreate(
         name=config.name,
         config=config.model_dump(mode="json"),
         train_dataset="only-31",
-        test_dataset=test.name,
+        test_datasets=datasets.test_names,
     )
     message = r"'only-31' has 31 prompts, but one step may draw 32 \(rollout.prompts_per_step x "
     with pytest.raises(ServiceError, match=message):
