@@ -650,6 +650,7 @@ def test_hostile_text_is_text(stack: Endpoints, hostile: ImprovingRun, page: Pag
     assert page.evaluate("document.documentElement.scrollWidth") <= 1400
 
 
+@pytest.mark.usefixtures("play")
 def test_the_parts_of_rewards_are_shown(
     stack: Endpoints, hostile: ImprovingRun, page: Page
 ) -> None:
