@@ -80,8 +80,8 @@ def fill(url: str, prompts: int, groups: int) -> int:
         connection.execute("insert into dataset values ('train', %s), ('test', 8)", [prompts])
         connection.execute(
             "insert into run"
-            " (name, config, train_dataset, test_dataset, status, current_step, attempt)"
-            " values (%s, %s, 'train', 'test', 'running', %s, 1)",
+            " (name, config, train_dataset, test_datasets, status, current_step, attempt)"
+            " values (%s, %s, 'train', '{\"test\": \"test\"}', 'running', %s, 1)",
             [RUN, config(SAMPLERS["uniform"], prompts).model_dump_json(), steps],
         )
         connection.execute(
