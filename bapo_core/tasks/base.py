@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 Payload = Mapping[str, Any]
 """A problem, as a JSON object."""
@@ -16,6 +16,13 @@ Message = dict[str, Any]
 The content is text, or for a prompt with images a list of parts in the form of transformers' chat
 templates: {"type": "text", "text": ...} and {"type": "image", **reference}.
 """
+
+
+Key = TypeVar("Key")
+Drawn = TypeVar("Drawn")
+
+_MAX_MISSES = 20_000
+"""Consecutive draws without a new problem after which the space of problems counts as exhausted."""
 
 
 class VerdictStatus(StrEnum):
@@ -119,6 +126,35 @@ def normalise_answer(task: Task, answer: str | None) -> str:
         return ""
     normalise: Callable[[str], str] | None = getattr(task, "normalise", None)
     return "".join(answer.split()) if normalise is None else normalise(answer)
+
+
+def draw_distinct(
+    draw: Callable[[], tuple[Key, Drawn] | None], n: int, seen: set[Key], options: str
+) -> list[Drawn]:
+    """Draws n problems whose keys are not in `seen`, and adds their keys to it.
+
+    draw: returns a key and its problem, or None for a draw without a valid problem. options: the
+    task's options that bound the space of problems, with the remedy, for the error.
+
+    Raises `ValueError` when `_MAX_MISSES` consecutive draws give no new problem.
+    """
+    problems: list[Drawn] = []
+    misses = 0
+    while len(problems) < n:
+        drawn = draw()
+        if drawn is None or drawn[0] in seen:
+            misses += 1
+            if misses == _MAX_MISSES:
+                raise ValueError(
+                    f"found {len(seen)} distinct problems and no further one in {_MAX_MISSES:,} "
+                    f"draws, with {options}, or lower task.train_prompts or task.test_prompts"
+                )
+            continue
+        misses = 0
+        key, problem = drawn
+        seen.add(key)
+        problems.append(problem)
+    return problems
 
 
 @runtime_checkable

@@ -14,7 +14,14 @@ from itertools import combinations
 from typing import Any, ClassVar, Literal, get_args
 
 from bapo_core.seeding import derive_rng
-from bapo_core.tasks.base import Message, Payload, Verdict, VerdictStatus, with_format
+from bapo_core.tasks.base import (
+    Message,
+    Payload,
+    Verdict,
+    VerdictStatus,
+    draw_distinct,
+    with_format,
+)
 from bapo_core.tasks.expressions import (
     MAX_LENGTH,
     Expression,
@@ -29,9 +36,6 @@ Template = Literal["short", "think", "prefilled"]
 
 MAX_NUMBERS = 6
 """Most numbers of a problem; with more, the search for a solution takes too long."""
-
-# Consecutive draws without a new problem after which the space of problems counts as exhausted.
-_MAX_MISSES = 20_000
 
 _THINK = """Use the numbers {numbers} to make an expression that equals {target}. \
 You may use +, -, *, / and parentheses, and must use each number exactly once.
@@ -150,25 +154,16 @@ class CountdownTask:
 
     def _draw(self, rng: random.Random, n: int, seen: set[str]) -> list[Payload]:
         """Draws n problems whose uids are not in `seen`, and adds their uids to it."""
-        problems: list[Payload] = []
-        misses = 0
-        while len(problems) < n:
+        options = (
+            f"numbers={list(self.numbers)}, max_number={self.max_number}, targets "
+            f"{self.min_target}..{self.max_target}; widen these options"
+        )
+
+        def draw() -> tuple[str, Payload] | None:
             problem = self._random_problem(rng)
-            if problem is None or (uid := self.uid(problem)) in seen:
-                misses += 1
-                if misses == _MAX_MISSES:
-                    raise ValueError(
-                        f"found {len(seen)} distinct problems and no further one in "
-                        f"{_MAX_MISSES:,} draws, with numbers="
-                        f"{list(self.numbers)}, max_number={self.max_number}, targets "
-                        f"{self.min_target}..{self.max_target}; widen these options, or lower "
-                        "task.train_prompts or task.test_prompts"
-                    )
-                continue
-            misses = 0
-            seen.add(uid)
-            problems.append(problem)
-        return problems
+            return None if problem is None else (self.uid(problem), problem)
+
+        return draw_distinct(draw, n, seen, options)
 
     def _random_problem(self, rng: random.Random) -> Payload | None:
         """Draws a problem whose target is the value of a random expression, so it is solvable.

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from bapo_core.seeding import derive_rng
-from bapo_core.tasks.base import Message, Payload, Verdict
+from bapo_core.tasks.base import Message, Payload, Verdict, draw_distinct
 from bapo_core.tasks.diagrams import draw_png
 from bapo_core.tasks.figures import KINDS, Figure, Kind, random_figure
 from bapo_core.tasks.mathematics import INSTRUCTION, MathTask
@@ -28,9 +28,6 @@ MIN_PIXELS, MAX_PIXELS = 56, 1024
 """Bounds of `pixels`: labels cannot be read in smaller diagrams."""
 
 Template = Literal["boxed", "short"]
-
-# Consecutive draws without a new problem after which the space of problems counts as exhausted.
-_MAX_MISSES = 20_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +99,8 @@ class GeometryTask:
         """Returns the problem of a row, or None for one without an answer.
 
         A column may hold one image instead of a list. Without `<image>` in the problem, its images
-        come first. Raises `ValueError` for another
-        number of `<image>` than of images, and as `MathTask.parse_row` does.
+        come first. Raises `ValueError` for another number of `<image>` than of images, and as
+        `MathTask.parse_row` does.
         """
         images = row["images"]
         if isinstance(images, Mapping):
@@ -140,23 +137,13 @@ class GeometryTask:
 
     def _draw(self, rng: random.Random, n: int, seen: set[tuple[str, ...]]) -> list[Payload]:
         """Draws n problems whose keys are not in `seen`, and adds their keys to it."""
-        problems: list[Payload] = []
-        misses = 0
-        while len(problems) < n:
+
+        def draw() -> tuple[tuple[str, ...], Figure]:
             figure = random_figure(rng.choice(self.kinds), rng)
-            if figure.key in seen:
-                misses += 1
-                if misses == _MAX_MISSES:
-                    raise ValueError(
-                        f"found {len(seen)} distinct problems and no further one in "
-                        f"{_MAX_MISSES:,} draws, with kinds={list(self.kinds)}; list more kinds, "
-                        "or lower task.train_prompts or task.test_prompts"
-                    )
-                continue
-            misses = 0
-            seen.add(figure.key)
-            problems.append(self._problem(figure))
-        return problems
+            return figure.key, figure
+
+        options = f"kinds={list(self.kinds)}; list more kinds"
+        return [self._problem(figure) for figure in draw_distinct(draw, n, seen, options)]
 
     def _problem(self, figure: Figure) -> Payload:
         return {
