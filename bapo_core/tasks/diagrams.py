@@ -46,7 +46,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class Diagram:
-    """What is drawn: every part is optional."""
+    """The elements of a drawing, each of which is optional."""
 
     segments: Sequence[tuple[Point, Point]] = ()
     dashed: Sequence[tuple[Point, Point]] = ()

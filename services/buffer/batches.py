@@ -204,7 +204,7 @@ def filter_fresh(config: RunConfig, step: int, fresh: Sequence[GroupSummary]) ->
 
 
 def _replay_window(config: RunConfig, r_tot: float) -> tuple[float, float]:
-    """Returns the mean rewards of groups that are stored and replayed: [c2, c3], or all mixed."""
+    """Returns the accuracies of groups that are stored and replayed: [c2, c3], or all mixed."""
     if config.replay.select == "mixed":
         size = config.rollout.group_size
         return 1 / size, (size - 1) / size

@@ -166,8 +166,10 @@ def _difficulty_view(row: PromptDifficulty, prompt: PromptRow) -> wire.Difficult
 
 
 def find_prompt(session: Session, run: Run, uid: str) -> PromptRow:
-    """Returns the training or held-out prompt of this uid, by several evaluation sets that of the
-    first dataset by name; raises 404 if the run has none."""
+    """Returns the training or held-out prompt of this uid; raises 404 if the run has none.
+
+    Of a prompt that several evaluation sets have, that of the first dataset by name is returned.
+    """
     datasets = [run.train_dataset, *run.test_datasets.values()]
     prompt = session.scalar(
         select(PromptRow)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console
 from rich.progress import track
@@ -20,16 +20,19 @@ from bapo_core.metrics import (
     scores_of_bins,
 )
 from bapo_core.seeding import derive_seed
-from bapo_core.tasks import VerdictStatus, get_task, normalise_answer
+from bapo_core.tasks import get_task, normalise_answer
 from services.buffer.api.wire import Evaluation, Score
 from services.cli.service import data_sources
 from services.datasets import Dataset, check_images, load_datasets, load_evaluation_sets
 from services.datasets.images import image_digests
-from services.model.vision import OpenImage, load_processor
+from services.model.vision import OpenImage, VisionProcessor, load_processor
 from services.rollout.api.wire import GeneratedGroup, PromptRequest, Sampling
 from services.rollout.collector import tokenize_conversation
 from services.rollout.transformers_engine import TransformersEngine
 from services.verifier.pool import VerifierPool
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Value = TypeVar("Value")
 
@@ -45,11 +48,14 @@ def evaluate_directory(config: RunConfig, directory: Path) -> list[Evaluation]:
     """
     if not (directory / "config.json").is_file():
         raise BapoError(f"{directory} is not a model directory: it has no config.json")
+    from transformers import AutoTokenizer
+
     held_out = _load_held_out(config)
     engine = TransformersEngine(open_image=_image_opener(config, held_out, directory))
     engine.load(directory, 1)
+    tokenizer, vision = AutoTokenizer.from_pretrained(directory), load_processor(directory)
     return [
-        _evaluate_set(config, settings, held_out[name], engine, directory)
+        _evaluate_set(config, settings, held_out[name], engine, tokenizer, vision)
         for name, settings in config.evaluation_sets.items()
     ]
 
@@ -85,11 +91,9 @@ def _evaluate_set(
     settings: EvaluationSet,
     dataset: Dataset,
     engine: TransformersEngine,
-    directory: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    vision: VisionProcessor | None,
 ) -> Evaluation:
-    from transformers import AutoTokenizer
-
-    tokenizer, vision = AutoTokenizer.from_pretrained(directory), load_processor(directory)
     task = get_task(config.task.name, **settings.options)
     requests = [
         PromptRequest(
@@ -111,7 +115,7 @@ def _evaluate_set(
     finally:
         pool.close()
     n = settings.samples
-    correct = _by_prompt([verdict.status == VerdictStatus.OK for verdict in verdicts], n)
+    correct = _by_prompt([verdict.correct for verdict in verdicts], n)
     answers = _by_prompt([normalise_answer(task, verdict.extracted) for verdict in verdicts], n)
     bins = accuracy_bins([sum(group) for group in correct], n)
     majority = [

@@ -40,7 +40,7 @@ class ImageReference(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class ImageFacts:
-    """What a file says about its image."""
+    """The size and the media type of an image, as its file states them."""
 
     width: int
     height: int

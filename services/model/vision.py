@@ -172,5 +172,5 @@ def _read_config(directory: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError):
-        return {}  # whoever loads the model says what is wrong with it
+        return {}  # The function that loads the model reports what is wrong with the file.
     return config

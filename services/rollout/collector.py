@@ -293,7 +293,9 @@ class Collector:
         for generation_round in range(rounds):
             prompts = await run_detached(
                 partial(self._buffer.step_prompts, evaluation_set=job.evaluation_set),
-                *(job.step, job.kind, generation_round),
+                job.step,
+                job.kind,
+                generation_round,
             )
             if prompts.complete or not prompts.prompts:
                 await self._delete_journals(job, generation_round)
@@ -486,7 +488,9 @@ class Collector:
         ]
         with self._spans.span("deliver", job.step):
             accepted = self._buffer.post_groups(
-                *(job.step, job.kind, encode_groups(groups)),
+                job.step,
+                job.kind,
+                encode_groups(groups),
                 weights=request.manifest_digest,
                 evaluation_set=job.evaluation_set,
             )

@@ -18,7 +18,7 @@ from tests.micro import save_micro_vision_model
 def test_weights_do_not_depend_on_the_number_of_processes(
     architecture: str, tmp_path: Path
 ) -> None:
-    """Of two ranks, one has no image while the other has."""
+    """One of the two ranks has a micro-batch without images while the other has images."""
     model = save_micro_vision_model(tmp_path / "model", architecture)
     results: list[Any] = []
     for processes in (1, 2):

@@ -111,7 +111,7 @@ def read_table(data: bytes, schema: pa.Schema, *older: pa.Schema) -> pa.Table:
     """Decodes an Arrow IPC stream.
 
     Raises `TrajectoryError` unless it has exactly the columns of `schema`, or of one of the `older`
-    ones, without nulls.
+    ones, without nulls but in the column `answer`.
     """
     try:
         with pa.ipc.open_stream(data) as reader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query, Request
@@ -88,8 +87,9 @@ async def post_groups(
 ) -> wire.GroupsAccepted:
     """Records whole groups, sent as an Arrow IPC stream; each once, however often it is sent."""
     body = await request.body()
-    accept = partial(ingest.accept_groups, service, name, step, attempt, kind, body, weights)
-    result = await run_in_threadpool(accept, evaluation_set)
+    result = await run_in_threadpool(
+        ingest.accept_groups, service, name, step, attempt, kind, body, weights, evaluation_set
+    )
     GROUPS.labels(name, kind).inc(result.accepted)
     return result
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import click
 
 from services.cli.options import json_option, run_argument
@@ -38,8 +40,8 @@ def evaluations(run: str, evaluation_set: str | None, as_json: bool) -> None:
         return
     last = [one.evaluations[-1] for one in sets if one.evaluations]
     versions = [row.version for row in last]
+    # The averages of several sets, which come last, have no version.
     rows = [
-        [*row, versions[index] if index < len(versions) else ""]
-        for index, row in enumerate(score_rows(last))
+        [*row, version] for row, version in zip_longest(score_rows(last), versions, fillvalue="")
     ]
     show(sets, [*COLUMNS, "version"], rows, as_json=False)

@@ -105,7 +105,7 @@ def truncated(data: Batch, rows: list[int]) -> Batch:
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
 def test_truncated_responses_have_advantages_and_no_loss(aggregation: str) -> None:
-    """As if the tokens of row 3 had no advantage, in a mean over the other rows' tokens."""
+    """The loss is a mean over the other rows' tokens; those of row 3 have no part in it."""
     overrides = (f"loss.aggregation={aggregation}", "loss.entropy_coefficient=0")
     overrides += ("kl.coefficient=0", "optimizer.minibatch_prompts=8", "loss.mask_truncated=true")
     updater = updater_of(single.config(*overrides))
