@@ -27,26 +27,38 @@ _WHITENING_EPS = 1e-8
 
 @dataclass(frozen=True, slots=True)
 class Responses:
-    """The responses that advantages are estimated for: N groups of G."""
+    """The responses that advantages are estimated for: M responses in N groups of at most G."""
 
     rewards: Tensor
-    """(N, G)"""
+    """(N, G), padded with 0 on the right for smaller groups."""
     mask: Tensor
-    """(N G, R) true at the valid tokens, a row for each response, group by group."""
+    """(M, R) true at the valid tokens, a row for each response, group by group."""
     penalties: Tensor
-    """(N G, R) subtracted from the reward of each token; 0 unless `kl.placement` is reward."""
+    """(M, R) subtracted from the reward of each token; 0 unless `kl.placement` is reward."""
+    sizes: Tensor | None = None
+    """(N,) responses of each group; None if all have G."""
+
+    @property
+    def present(self) -> Tensor:
+        """(N, G) true at responses, false at padding."""
+        return _present(self.rewards, self.sizes)
 
     @property
     def lengths(self) -> Tensor:
-        """(N, G) valid tokens of each response."""
-        return self.mask.sum(dim=1).view_as(self.rewards)
+        """(N, G) valid tokens of each response; 0 at padding."""
+        lengths = self.mask.sum(dim=1)
+        return lengths.new_zeros(self.rewards.shape).masked_scatter(self.present, lengths)
+
+    def by_row(self, values: Tensor) -> Tensor:
+        """Returns values (N, G) as (M, 1), a row for each response."""
+        return values[self.present][:, None]
 
 
 Moments = Callable[[Tensor], tuple[float, float, float]]
 """Function of the values of this rank, (n,), that returns the mean, the population variance and the
 number of those of all ranks."""
 Estimator = Callable[[Responses, AdvantageConfig, Moments], Tensor]
-"""Function that returns the advantages, (N G, 1) of responses or (N G, R) of tokens."""
+"""Function that returns the advantages, (M, 1) of responses or (M, R) of tokens."""
 
 
 def group(responses: Responses, settings: AdvantageConfig, moments: Moments) -> Tensor:
@@ -59,18 +71,19 @@ def group(responses: Responses, settings: AdvantageConfig, moments: Moments) -> 
     2508.08221), and under `scale: none` there is no division (Dr. GRPO, arXiv 2503.20783). The
     default is Eq. 2 with eps 1e-6. A group of equal rewards gets exactly 0.
     """
+    rewards, sizes = responses.rewards, responses.sizes
     if settings.scale == "group":
-        advantages = group_relative(responses.rewards, std=settings.std, eps=settings.eps)
+        advantages = group_relative(rewards, sizes, std=settings.std, eps=settings.eps)
     else:
-        advantages = _centre(responses.rewards)
+        advantages = _centre(rewards, sizes)
     if settings.scale == "batch":
-        _, variance, count = moments(responses.rewards.flatten())
+        _, variance, count = moments(responses.by_row(rewards)[:, 0])
         if settings.std == "population":
             advantages = advantages / (variance + settings.eps) ** 0.5
         else:
             deviation = (variance * count / max(count - 1, 1)) ** 0.5
             advantages = advantages / (deviation + settings.eps)
-    return advantages.flatten()[:, None]
+    return responses.by_row(advantages)
 
 
 def rloo(
@@ -84,8 +97,10 @@ def rloo(
 
     The baseline does not depend on the response, so that the estimate is unbiased.
     """
-    size = responses.rewards.shape[1]
-    return (_centre(responses.rewards) * (size / (size - 1))).flatten()[:, None]
+    sizes = responses.present.sum(dim=1, keepdim=True).to(responses.rewards.dtype)
+    # A response without others has no baseline but itself, and advantage 0.
+    factors = sizes / (sizes - 1).clamp(min=1)
+    return responses.by_row(_centre(responses.rewards, responses.sizes) * factors)
 
 
 def opo(
@@ -103,8 +118,8 @@ def opo(
     rewards, lengths = responses.rewards, responses.lengths
     total = lengths.sum(dim=1, keepdim=True).clamp(min=1)
     baseline = (rewards * lengths).sum(dim=1, keepdim=True) / total
-    constant = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)
-    return torch.where(constant, 0.0, rewards - baseline).flatten()[:, None]
+    constant = _constant(rewards, responses.present)
+    return responses.by_row(torch.where(constant, 0.0, rewards - baseline))
 
 
 def maxrl(
@@ -119,9 +134,8 @@ def maxrl(
     For rewards of 0 and 1, its gradient approximates that of the log-probability of a correct
     response. eps is 1e-6.
     """
-    rewards = responses.rewards
-    means = rewards.mean(dim=1, keepdim=True)
-    return (_centre(rewards) / (means + settings.eps)).flatten()[:, None]
+    rewards, sizes = responses.rewards, responses.sizes
+    return responses.by_row(_centre(rewards, sizes) / (_means(rewards, sizes) + settings.eps))
 
 
 def reinforce_pp(responses: Responses, settings: AdvantageConfig, moments: Moments) -> Tensor:
@@ -135,7 +149,7 @@ def reinforce_pp(responses: Responses, settings: AdvantageConfig, moments: Momen
     part in it, so that a group whose responses are all right or all wrong has advantages, too.
     """
     mask = responses.mask
-    rewards = token_rewards(responses.rewards, mask) - responses.penalties
+    rewards = token_rewards(responses.by_row(responses.rewards)[:, 0], mask) - responses.penalties
     returns = torch.zeros_like(rewards)
     following = torch.zeros_like(rewards[:, 0])
     for t in reversed(range(rewards.shape[1])):
@@ -156,8 +170,8 @@ def reinforce_pp_baseline(
 
     The statistics of the batch are over all valid tokens, with the sample variance.
     """
-    centred = _centre(responses.rewards).flatten()[:, None].expand(responses.mask.shape)
-    return whiten(centred, responses.mask, moments)
+    centred = responses.by_row(_centre(responses.rewards, responses.sizes))
+    return whiten(centred.expand(responses.mask.shape), responses.mask, moments)
 
 
 def whiten(values: Tensor, mask: Tensor, moments: Moments) -> Tensor:
@@ -168,18 +182,24 @@ def whiten(values: Tensor, mask: Tensor, moments: Moments) -> Tensor:
 
 
 def token_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Returns rewards by token, like `mask`: that of a response at its last token, 0 elsewhere."""
+    """Returns rewards (M,) by token, like `mask` (M, R): each at its response's last token."""
     last = mask & ~torch.nn.functional.pad(mask[:, 1:], (0, 1)).bool()
-    return torch.where(last, rewards.flatten()[:, None], 0.0)
+    return torch.where(last, rewards[:, None], 0.0)
 
 
 def group_relative(
-    rewards: Tensor, *, std: Literal["population", "sample"] = "population", eps: float = 1e-6
+    rewards: Tensor,
+    sizes: Tensor | None = None,
+    *,
+    std: Literal["population", "sample"] = "population",
+    eps: float = 1e-6,
 ) -> Tensor:
     """Returns the advantages (N, G) for the rewards (N, G) of N groups of G responses.
 
     `population`: (r - mean) / sqrt(var + eps) (Eq. 2). `sample`: (r - mean) / (s + eps), s with
     G - 1 degrees of freedom (authors' code). A group whose rewards are all equal gets exactly 0.
+
+    sizes: (N,) responses of each group; None is G. Rewards after them are padding, and get 0.
 
     Raises `ValueError` unless rewards are (N, G) with G >= 2.
     """
@@ -188,19 +208,46 @@ def group_relative(
             f"rewards have shape {tuple(rewards.shape)}; group statistics need (N, G) with G >= 2"
         )
     if std == "population":
-        scale = (rewards.var(dim=1, correction=0, keepdim=True) + eps).sqrt()
+        scale = (group_variance(rewards, sizes)[:, None] + eps).sqrt()
     else:
-        scale = rewards.std(dim=1, correction=1, keepdim=True) + eps
-    return _centre(rewards) / scale
+        scale = group_variance(rewards, sizes, correction=1)[:, None].sqrt() + eps
+    return _centre(rewards, sizes) / scale
 
 
-def _centre(rewards: Tensor) -> Tensor:
+def group_variance(rewards: Tensor, sizes: Tensor | None = None, *, correction: int = 0) -> Tensor:
+    """Returns the variance (N,) of the rewards (N, G) of each group; 0 of one response.
+
+    sizes: as in `group_relative`. correction: 1 for the sample variance.
+    """
+    squares = _centre(rewards, sizes).square().sum(dim=1)
+    return squares / (_present(rewards, sizes).sum(dim=1) - correction).clamp(min=1)
+
+
+def _centre(rewards: Tensor, sizes: Tensor | None) -> Tensor:
     """Returns rewards (N, G) less the mean of their group, exactly 0 in a group of equal rewards.
 
     The mean of equal floats may differ from them by one ulp, which division by eps magnifies.
     """
-    constant = (rewards == rewards[:, :1]).all(dim=1, keepdim=True)
-    return torch.where(constant, 0.0, rewards - rewards.mean(dim=1, keepdim=True))
+    present = _present(rewards, sizes)
+    centred = torch.where(present, rewards - _means(rewards, sizes), 0.0)
+    return torch.where(_constant(rewards, present), 0.0, centred)
+
+
+def _means(rewards: Tensor, sizes: Tensor | None) -> Tensor:
+    """Returns the mean reward of each group, (N, 1)."""
+    return rewards.sum(dim=1, keepdim=True) / _present(rewards, sizes).sum(dim=1, keepdim=True)
+
+
+def _constant(rewards: Tensor, present: Tensor) -> Tensor:
+    """Returns for each group whether its rewards are all equal, (N, 1)."""
+    return ((rewards == rewards[:, :1]) | ~present).all(dim=1, keepdim=True)
+
+
+def _present(rewards: Tensor, sizes: Tensor | None) -> Tensor:
+    """Returns where rewards (N, G) are of responses, and not padding."""
+    if sizes is None:
+        return torch.ones_like(rewards, dtype=torch.bool)
+    return torch.arange(rewards.shape[1]) < sizes[:, None]
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from torch import Tensor
 from bapo_core.numerics import MAX_LOG_RATIO
 
 Level = Literal["token", "sequence", "geometric"]
-Mode = Literal["truncate", "mask"]
+Mode = Literal["truncate", "mask", "unit"]
 
 
 @torch.no_grad()
@@ -31,7 +31,7 @@ def truncated_weights(
     """Returns prox / behaviour of each token within [floor, cap], (N, T), detached; 0 where masked.
 
     `truncate` moves a weight outside of the bounds to the bound (TIS); `mask` sets it to 0, so that
-    the token has no policy loss (IcePop, with bounds 0.5 and 2).
+    the token has no policy loss (IcePop, with bounds 0.5 and 2). `unit` makes all weights 1.
 
     `token`: the token's own ratio. `sequence`: the product over the response, unbiased but of high
     variance. `geometric`: the geometric mean over the response. The last two are equal for all
@@ -96,6 +96,8 @@ def weight_metrics(
 
 
 def _bounded(ratios: Tensor, cap: float, floor: float, mode: Mode) -> Tensor:
+    if mode == "unit":
+        return torch.ones_like(ratios)
     bounded = ratios.clamp(floor, cap)
     return bounded if mode == "truncate" else torch.where(bounded == ratios, ratios, 0.0)
 

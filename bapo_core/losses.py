@@ -6,6 +6,7 @@ have no influence, NaN and infinity included: results and gradients there are 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -40,8 +41,8 @@ def clipped_surrogate(
     advantages: Tensor,
     mask: Tensor,
     *,
-    clip_low: float,
-    clip_high: float,
+    clip_low: float | None,
+    clip_high: float | None,
     dual_clip: float | None = None,
     weights: Tensor | None = None,
     clip_center: Tensor | None = None,
@@ -50,7 +51,8 @@ def clipped_surrogate(
 
     All tensors have one shape, (N, T) or packed (T,), or broadcast to it.
 
-    clip_low, clip_high: r is clipped to [center - clip_low, center + clip_high].
+    clip_low, clip_high: r is clipped to [center - clip_low, center + clip_high]; None sets no
+        bound.
     clip_center: 1 if None; theta_t / behaviour for delayed GRPO, where r = theta / behaviour.
     dual_clip: bounds the loss by -dual_clip * A where A < 0; the loss is otherwise unbounded in r.
     weights: detached importance weights w of the tokens (`importance`).
@@ -73,8 +75,8 @@ def clipped_tokens(
     advantages: Tensor,
     mask: Tensor,
     *,
-    clip_low: float,
-    clip_high: float,
+    clip_low: float | None,
+    clip_high: float | None,
     dual_clip: float | None = None,
     clip_center: Tensor | None = None,
 ) -> Tensor:
@@ -203,7 +205,9 @@ def _ratio(logprobs: Tensor, prox_logprobs: Tensor, valid: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def _clip(ratio: Tensor, center: Tensor | None, low: float, high: float) -> Tensor:
+def _clip(ratio: Tensor, center: Tensor | None, low: float | None, high: float | None) -> Tensor:
+    low = math.inf if low is None else low
+    high = math.inf if high is None else high
     if center is None:
         return ratio.clamp(1.0 - low, 1.0 + high)
     return torch.minimum(torch.maximum(ratio, center - low), center + high)

@@ -16,14 +16,28 @@ from typing import Any
 
 from bapo_core.advantages import ESTIMATORS, gae
 from bapo_core.clipping import search_bounds
-from bapo_core.config import PRESETS, AdvantageConfig, SamplerConfig, load_config
+from bapo_core.config import (
+    PRESETS,
+    AdvantageConfig,
+    ResponseReplayConfig,
+    SamplerConfig,
+    SourceLossConfig,
+    load_config,
+)
 from bapo_core.config.objectives import OBJECTIVE_SECTIONS
 from bapo_core.config.presets import SUMMARIES
 from bapo_core.config.reference import render_keys
 from bapo_core.importance import truncated_weights
 from bapo_core.losses import AGGREGATIONS
-from bapo_core.objectives import OBJECTIVES
-from bapo_core.sampling import Posterior, prompt_positions, rank_by_difficulty, rank_by_thompson
+from bapo_core.objectives import OBJECTIVES, shaped
+from bapo_core.response_replay import choose_responses
+from bapo_core.sampling import (
+    Posterior,
+    prompt_positions,
+    rank_by_difficulty,
+    rank_by_thompson,
+    revisit_prompts,
+)
 
 EXAMPLE = """import torch
 
@@ -49,8 +63,9 @@ A method is a preset of four choices, each of which can also be made by itself: 
 (`loss.objective`), the loss of a token; the **estimator** of advantages (`advantage.estimator`);
 the **aggregation** of token losses (`loss.aggregation`); and the **sampler** of prompts
 (`sampler.kind`). Every objective has its own section of settings, which is only allowed with it.
-[Configuration](configuration.md) has all keys. [Decision 8](decisions/0008-methods.md), and of
-samplers [decision 9](decisions/0009-samplers.md), say where a method differs from its paper or its
+[Configuration](configuration.md) has all keys. [Decision 8](decisions/0008-methods.md), of samplers
+[decision 9](decisions/0009-samplers.md), and of replayed responses
+[decision 12](decisions/0012-response-replay.md), say where a method differs from its paper or its
 authors' code.
 
 In the formulas, r is the ratio of the current to the proximal policy, whose choice is `loss.ratio`;
@@ -112,6 +127,7 @@ def render() -> str:
         ),
         *(_markdown(truncated_weights), ""),
         *_samplers(),
+        *_response_replay(),
         PLUG_INS.rstrip(),
     ]
     return "\n".join(lines) + "\n"
@@ -154,7 +170,16 @@ def _samplers() -> Iterator[str]:
     yield from (_markdown(Posterior), "")
     yield from _method("mopps", rank_by_thompson)
     yield from _method("dots", rank_by_difficulty)
+    yield from _method("exgrpo", revisit_prompts)
     yield from (*render_keys("sampler", SamplerConfig), "")
+
+
+def _response_replay() -> Iterator[str]:
+    yield from ("## Response replay", "", _markdown(choose_responses), "")
+    yield from (*render_keys("response_replay", ResponseReplayConfig), "")
+    yield from ("### Shaped ratio", "", "`loss.by_source.SOURCE.shaping` is its gamma.", "")
+    yield from (_markdown(shaped), "")
+    yield from (*render_keys("loss.by_source.SOURCE", SourceLossConfig), "")
 
 
 def _method(name: str, function: Any) -> Iterator[str]:

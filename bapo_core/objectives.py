@@ -11,8 +11,8 @@ Other distributions add objectives by the entry-point group `bapo.objectives`, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ from bapo_core.config import (
     LossConfig,
     M2poConfig,
     SapoConfig,
+    SourceLossConfig,
     ToprConfig,
 )
 from bapo_core.config.objectives import OBJECTIVE_ENTRY_POINTS
@@ -37,7 +38,15 @@ from bapo_core.losses import clipped_surrogate, clipped_tokens, sequence_ratio
 from bapo_core.numerics import MAX_LOG_RATIO
 from bapo_core.plug_ins import load_plug_in
 
-__all__ = ["OBJECTIVES", "Objective", "TokenLosses", "Tokens", "get_objective"]
+__all__ = [
+    "OBJECTIVES",
+    "Objective",
+    "TokenLosses",
+    "Tokens",
+    "get_objective",
+    "losses_by_source",
+    "shaped",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +92,14 @@ class Tokens:
         """Log-probs; 0 where masked."""
         return torch.where(self.valid, self.logprobs, 0.0)
 
+    def select(self, rows: Tensor) -> Tokens:
+        """Returns the tokens of some rows, (N,) indexes."""
+        selected: dict[str, Any] = {}
+        for field in fields(self):
+            value: Tensor | None = getattr(self, field.name)
+            selected[field.name] = None if value is None else value[rows]
+        return Tokens(**selected)
+
     @property
     def scored(self) -> Tokens:
         """These tokens with the log-probs just before the update."""
@@ -124,7 +141,7 @@ def ppo(tokens: Tokens, settings: LossConfig, statistics: Statistics) -> TokenLo
 
     Where A < 0, it is at most -w dual_clip A. The centre 1 may move. The settings are
     `loss.clip_low`, `loss.clip_high`, `loss.dual_clip` and `loss.clip_center`, with the defaults of
-    BAPO's released script: 0.2, 0.28, 10 and one.
+    BAPO's released script: 0.2, 0.28, 10 and one. A bound that is null does not clip.
     """
     return _clip(
         tokens, settings.clip_low, settings.clip_high, settings.dual_clip, center=tokens.center
@@ -386,8 +403,8 @@ def adaptive_clipping_statistics(
 
 def _clip(
     tokens: Tokens,
-    low: float,
-    high: float,
+    low: float | None,
+    high: float | None,
     dual_clip: float | None = None,
     *,
     center: Tensor | None = None,
@@ -399,6 +416,51 @@ def _clip(
         clipped_surrogate(*arguments, **bounds, weights=tokens.weights, clip_center=center),
         clipped_tokens(*arguments, **bounds, clip_center=center),
     )
+
+
+def shaped(tokens: Tokens, gamma: float) -> TokenLosses:
+    """The shaped ratio of off-policy responses (LUFFY, arXiv 2504.14945; ExGRPO, arXiv 2510.02245).
+
+        loss = -w A r / (r + gamma)
+
+    It rises most steeply at small r, so that improbable tokens are learned, and it is not clipped.
+    gamma is 0.1 in both papers.
+    """
+    ratios = tokens.log_ratios.exp()
+    losses = -tokens.gains * ratios / (ratios + gamma)
+    return TokenLosses(losses, torch.zeros_like(tokens.valid))
+
+
+def losses_by_source(
+    objective: Objective,
+    tokens: Tokens,
+    sources: Sequence[str],
+    settings: LossConfig,
+    statistics: Statistics,
+) -> TokenLosses:
+    """Returns the losses of responses, with the settings of their sources (`loss.by_source`).
+
+    sources: (N,) of each row of `tokens`. A source without settings has those of the loss.
+    """
+    if not settings.by_source:
+        return objective.loss(tokens, settings.objective_settings, statistics)
+    by_source: Mapping[str, SourceLossConfig] = {
+        str(name): own for name, own in settings.by_source.items()
+    }
+    results = TokenLosses(torch.zeros_like(tokens.logprobs), torch.zeros_like(tokens.valid))
+    for source in sorted(set(sources)):
+        rows = torch.tensor([row for row, name in enumerate(sources) if name == source])
+        own = by_source.get(source, SourceLossConfig())
+        part = tokens.select(rows)
+        if own.shaping is not None:
+            losses, clipped = shaped(part, own.shaping)
+        else:
+            bounds = own.model_dump(include={"clip_low", "clip_high"}, exclude_none=True)
+            used = settings.model_copy(update=bounds).objective_settings
+            losses, clipped = objective.loss(part, used, statistics)
+        results.losses[rows] = own.coefficient * losses
+        results.clipped[rows] = clipped
+    return results
 
 
 OBJECTIVES: dict[str, Objective] = {

@@ -12,7 +12,7 @@ import hashlib
 import math
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -162,7 +162,7 @@ def rank_candidates(
     """Returns all candidates of a generation round in the order in which B are taken.
 
     The order is a function of the arguments: the generator derives from (seed, sampler, step,
-    round). Raises `ValueError` for the uniform sampler, which ranks nothing.
+    round). Raises `ValueError` for a sampler that ranks nothing.
     """
     rng = derive_rng(seed, settings.kind, step, generation_round)
     match settings.kind:
@@ -173,8 +173,8 @@ def rank_candidates(
             return rank_by_difficulty(
                 posteriors, target=settings.target, temperature=settings.temperature, rng=rng
             )
-        case "uniform":
-            raise ValueError("the uniform sampler has no candidates; call prompt_positions")
+        case _:
+            raise ValueError(f"the sampler {settings.kind!r} ranks no candidates")
 
 
 def rank_by_thompson(
@@ -232,3 +232,37 @@ def rank_by_difficulty(
     draws = [perturbed_weight(posterior) for posterior in posteriors]
     order = sorted(range(len(draws)), key=lambda index: -draws[index])
     return [RankedCandidate(index, draws[index]) for index in order]
+
+
+def revisit_prompts(
+    correct: Mapping[int, int], *, count: int, group_size: int, rng: random.Random
+) -> list[int]:
+    """Draws prompts that were solved in part, without replacement (ExGRPO, arXiv 2510.02245).
+
+    A prompt whose last group had k of G responses correct is in bucket k, 0 < k < G. Each draw
+    takes a bucket with probability proportional to
+
+        exp(-(k - G / 2)^2 / 2)
+
+    among those that are not empty, and a prompt of it uniformly. Together with a success of its
+    past (`response_replay`), a prompt then gets a fresh group. Prompts with k = G are retired: they
+    are rolled out again only if an epoch has too few others.
+
+    correct: k of the last group, by the position of the prompt in the dataset.
+    """
+    buckets: dict[int, list[int]] = {}
+    for position, k in sorted(correct.items()):
+        if 0 < k < group_size:
+            buckets.setdefault(k, []).append(position)
+    drawn: list[int] = []
+    while buckets and len(drawn) < count:
+        keys = sorted(buckets)
+        weights = [math.exp(-((k - group_size / 2) ** 2) / 2) for k in keys]
+        (k,) = rng.choices(keys, weights)
+        bucket = buckets[k]
+        index = rng.randrange(len(bucket))
+        bucket[index], bucket[-1] = bucket[-1], bucket[index]
+        drawn.append(bucket.pop())
+        if not bucket:
+            del buckets[k]
+    return drawn

@@ -57,15 +57,22 @@ class GroupSummary:
 
 @dataclass(frozen=True, slots=True)
 class BatchMember:
-    """A group in a training batch, and its source."""
+    """A stored group in a training batch, and its source."""
 
     group: GroupSummary
     source: Source
+    rows: tuple[int, ...] | None = None
+    """Indexes of its responses that are in the batch; None for all."""
+    joins_previous: bool = False
+    """Whether they are compared with those of the member before, for their advantages."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingBatch:
-    """A training batch: the groups of X1, X2 and X3, in that order, never padded."""
+    """A training batch: the groups of X1, X2 and X3, in that order, never padded.
+
+    Replayed responses (`response_replay`) follow the fresh group of their prompt.
+    """
 
     members: Sequence[BatchMember]
     capacity: int
@@ -73,7 +80,16 @@ class TrainingBatch:
     window: tuple[float, float]
     """The replay window (c2, c3) of the step."""
     counts: Mapping[Source, int] = field(default_factory=dict)
-    """Number of groups by source."""
+    """Number of groups by source, without replayed responses."""
+
+    @property
+    def replayed_responses(self) -> int:
+        """Number of single responses that are replayed (`response_replay`)."""
+        return sum(
+            len(member.rows)
+            for member in self.members
+            if member.source is Source.REPLAYED and member.rows is not None
+        )
 
     def of(self, source: Source) -> list[GroupSummary]:
         """Returns the groups of one source, in the batch's order."""

@@ -26,10 +26,10 @@ from bapo_core.tasks import get_task
 
 # Keys of which this file implements the default value alone.
 DEFAULTS_ONLY = """task.train_path task.test_path rollout.max_generation_rounds sampler fresh.filter
-reevaluate.enabled reevaluate.rule replay.enabled replay.select hard_buffer.store_new_in_high
-hard_buffer.after replay_window.r_tot batch.dedup reward advantage.scale advantage.estimator
+reevaluate.enabled lora reevaluate.rule response_replay loss.by_source hard_buffer.store_new_in_high
+reward replay hard_buffer.after replay_window.r_tot batch.dedup advantage.scale advantage.estimator
 loss.ratio loss.weight_floor loss.weight_level loss.mask_truncated loss.norm loss.weight_mode
-loss.weight_norm loss.objective loss.aggregation kl.placement kl.reference optimizer.epochs lora
+loss.weight_norm loss.objective loss.aggregation kl.placement kl.reference optimizer.epochs
 evaluation.temperature evaluation.top_p evaluation.sets evaluation.samples sync.weights_dtype"""
 
 

@@ -100,6 +100,47 @@ PRESETS: dict[str, dict[str, Any]] = {
         batch={"fresh_fraction": 0.5},
         advantage={"scale": "none"},
     ),
+    "repo": _on_policy(
+        aggregation="seq-mean-token-mean",
+        response_replay={"enabled": True},
+        advantage={"std": "sample", "eps": 1e-4},
+    ),
+    "arpo": _on_policy(
+        response_replay={
+            "enabled": True,
+            "groups": "unsolved",
+            "cache": 8,
+            "min_cache": 1,
+            "count": 1,
+            "only_correct": True,
+            "strategy": "random",
+            "advantages": "mixed",
+            "replace": True,
+        },
+        loss={"clip_high": 0.3, "ratio": "prox_current", "weight_mode": "unit"},
+    ),
+    "exgrpo": _on_policy(
+        aggregation="seq-mean-token-sum-norm",
+        sampler={"kind": "exgrpo"},
+        response_replay={
+            "enabled": True,
+            "groups": "revisited",
+            "cache": 64,
+            "min_cache": 1,
+            "count": 1,
+            "only_correct": True,
+            "strategy": "most_likely",
+            "advantages": "mixed",
+            "replace": True,
+        },
+        advantage={"scale": "none"},
+        loss={
+            "clip_low": None,
+            "clip_high": None,
+            "by_source": {"replayed": {"shaping": 0.1}},
+            "entropy_coefficient": 0.001,
+        },
+    ),
 }
 """Name of an algorithm -> the keys whose values differ from the defaults, by section."""
 
@@ -146,5 +187,13 @@ SUMMARIES: dict[str, str] = {
     "dots": "Prompts of medium difficulty, and half of each batch from the mixed groups of earlier "
     "steps (arXiv 2506.05316). The posterior's mean stands for the paper's predictor, which needs "
     "an embedding model.",
+    "repo": "Responses of earlier steps beside the fresh ones to the same prompt "
+    "(arXiv 2506.09340). With its cache of 16 responses, nothing is replayed before a prompt's "
+    "third epoch.",
+    "exgrpo": "Prompts that were solved in part are revisited, with a success of their past in "
+    "place of a fresh response (arXiv 2510.02245). The mean log-prob at sampling time stands for "
+    "the entropy under the current policy, by which the paper chooses the success.",
+    "arpo": "A stored correct response joins a group that has none (arXiv 2505.16282), with the "
+    "paper's weight of 1; `loss.weight_mode: truncate` corrects for its age.",
 }
 """Name of an algorithm -> what it is, and its source, for docs/methods.md."""

@@ -70,6 +70,9 @@ Algorithm = Literal[
     "bapo_adaptive_clipping",
     "mopps",
     "dots",
+    "repo",
+    "arpo",
+    "exgrpo",
 ]
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -209,15 +212,16 @@ class RewardConfig(Section):
 class SamplerConfig(Section):
     """The sampler: which prompts of the dataset a step rolls out.
 
-    `mopps` and `dots` draw candidates uniformly, and select among them by how often the prompts
-    were answered correctly in the fresh groups of earlier steps.
+    All but `uniform` go by how often the prompts were answered correctly in the fresh groups of
+    earlier steps. `mopps` and `dots` draw candidates uniformly, and select among them.
     """
 
-    kind: Literal["uniform", "mopps", "dots"] = "uniform"
+    kind: Literal["uniform", "mopps", "dots", "exgrpo"] = "uniform"
     """Sampler of prompts (docs/methods.md): `uniform` takes each epoch in another permutation;
     `mopps` selects by Thompson draws from Beta posteriors (arXiv 2507.04632); `dots` samples
     prompts of medium difficulty (arXiv 2506.05316), with the posterior's mean in place of the
-    paper's learned predictor."""
+    paper's learned predictor; `exgrpo` revisits prompts that were solved in part, and retires those
+    that were solved in full (arXiv 2510.02245)."""
     candidates: int = Field(4, ge=2)
     """Candidates for each prompt that is drawn: a generation round selects its B prompts from
     `candidates` x B (MoPPS: 16 for mathematics, 8 for Countdown; 4 fits B = 256 into the 2000
@@ -235,6 +239,12 @@ class SamplerConfig(Section):
     temperature: float = Field(1e-3, gt=0.0)
     """tau of `kind: dots`: a candidate is sampled with probability proportional to
     exp(-|d - target| / tau) (DOTS: 1e-3)."""
+    revisited_share: Fraction = 0.5
+    """Share of a step's prompts that `kind: exgrpo` draws from those that were answered correctly
+    by some responses of their last group, and not by all (ExGRPO: 0.5)."""
+    revisit_above: Fraction = 0.35
+    """Accuracy of a step's fresh groups after which `kind: exgrpo` revisits prompts and retires
+    solved ones (ExGRPO: 0.35); before, it is uniform."""
     as_of: Literal["sync", "step"] = "sync"
     """Commit that posteriors include: that before the last `sync`, so that the prompts of a sync
     window are known at its beginning; or that of the `step` before (MoPPS), for which rollouts wait
@@ -247,6 +257,16 @@ class SamplerConfig(Section):
     def is_adaptive(self) -> bool:
         """Whether the prompts of a step depend on the results of earlier steps."""
         return self.kind != "uniform"
+
+    @property
+    def selects_candidates(self) -> bool:
+        """Whether a step's prompts are selected among several times as many candidates."""
+        return self.kind in ("mopps", "dots")
+
+    @property
+    def posterior_decay(self) -> float:
+        """The weight of a group for each newer one: 0 for `exgrpo`, which knows the last alone."""
+        return 0.0 if self.kind == "exgrpo" else self.decay
 
     @model_validator(mode="after")
     def _ordered(self) -> SamplerConfig:
@@ -326,6 +346,55 @@ class ReplayConfig(Section):
     `mixed` rewards, 1/G <= mu <= (G-1)/G (DOTS)."""
 
 
+class ResponseReplayConfig(Section):
+    """Response replay: single responses of earlier steps, which join the fresh groups of their
+    prompts. They are no part of X3, whose groups are whole, and take none of the batch's places."""
+
+    enabled: bool = False
+    """Whether responses of earlier steps are replayed."""
+    groups: Literal["all", "unsolved", "revisited"] = "all"
+    """Fresh groups that get them: `all` (RePO); those without a correct response, `unsolved`
+    (ARPO); or those whose prompts were drawn for their past successes, `revisited` (ExGRPO, with
+    `sampler.kind: exgrpo`)."""
+    cache: int = Field(16, ge=1)
+    """Newest responses to a prompt that are candidates (RePO: 16; ARPO: 8)."""
+    min_cache: int = Field(16, ge=1)
+    """Fewest candidates with which responses are replayed (RePO: 16, which 8 responses an epoch
+    reach after two epochs; ARPO: 1)."""
+    count: int = Field(8, ge=1)
+    """Most responses that a group gets (RePO: 8; ARPO and ExGRPO: 1)."""
+    only_correct: bool = False
+    """Whether correct responses alone are candidates (ARPO and ExGRPO)."""
+    strategy: Literal[
+        "recent", "random", "all", "highest_reward", "max_variance", "most_likely"
+    ] = "recent"
+    """Choice among the candidates: the `recent` ones, `random` ones, `all`, those of
+    `highest_reward`, the subset whose rewards have the largest variance (`max_variance`), or those
+    of highest mean log-prob when they were sampled (`most_likely`, which stands for ExGRPO's lowest
+    entropy)."""
+    advantages: Literal["split", "mixed"] = "split"
+    """Comparison for advantages: of replayed responses with each other (`split`, RePO), or with the
+    fresh ones as one group (`mixed`)."""
+    replace: bool = False
+    """Whether replayed responses take the place of as many fresh ones (ARPO and ExGRPO)."""
+
+    @model_validator(mode="after")
+    def _can_choose(self) -> ResponseReplayConfig:
+        if self.min_cache > self.cache:
+            raise ValueError(
+                f"min_cache ({self.min_cache}) is above cache ({self.cache}), so nothing would be "
+                "replayed; lower min_cache or raise cache"
+            )
+        if self.advantages == "split" and (self.only_correct or self.replace):
+            key = "only_correct" if self.only_correct else "replace"
+            raise ValueError(
+                f"{key} is true but advantages is 'split': compared with each other alone, correct "
+                "responses have no advantages, and replaced responses are missed; set advantages "
+                "to mixed"
+            )
+        return self
+
+
 class HighQualityBufferConfig(Section):
     """The high-quality buffer B_high: fresh groups with c2 <= mu <= c3, which X3 replays."""
 
@@ -399,6 +468,29 @@ def _check_known(key: str, value: str, built_in: Sequence[str], entry_points: st
         if value not in known:
             raise ValueError(f"{key} is {value!r}, which is not one of {', '.join(known)}")
     return value
+
+
+class SourceLossConfig(Section):
+    """The policy loss of the responses of one source, where it differs from that of the others."""
+
+    coefficient: float = Field(1.0, ge=0.0)
+    """Factor of the policy loss."""
+    clip_low: float | None = Field(None, gt=0.0)
+    """In place of `loss.clip_low`; null is the same."""
+    clip_high: float | None = Field(None, gt=0.0)
+    """In place of `loss.clip_high`; null is the same."""
+    shaping: float | None = Field(None, gt=0.0)
+    """gamma of the shaped ratio r / (r + gamma), in place of the objective (LUFFY and ExGRPO: 0.1);
+    null keeps the objective."""
+
+    @model_validator(mode="after")
+    def _shaped_has_no_clip(self) -> SourceLossConfig:
+        if self.shaping is not None and (self.clip_low or self.clip_high):
+            raise ValueError(
+                "shaping is given with a clip bound, but the shaped ratio is not clipped; remove "
+                "shaping, or clip_low and clip_high"
+            )
+        return self
 
 
 class AdvantageConfig(Section):
@@ -484,12 +576,16 @@ class LossConfig(Section):
     clip_center: Literal["one", "current"] = "one"
     """Centre of the clip range of `objective: ppo` under `ratio: behavior`: 1, or theta_t /
     behaviour (delayed GRPO)."""
-    clip_low: float = Field(0.2, gt=0.0)
+    by_source: dict[Literal["fresh", "reevaluated", "replayed"], SourceLossConfig] = Field(
+        default_factory=dict
+    )
+    """Settings of single sources, for example `{replayed: {coefficient: 0.5}}`."""
+    clip_low: float | None = Field(0.2, gt=0.0)
     """Distance of the lower clip bound of `objective: ppo` from the centre (released script:
-    0.2)."""
-    clip_high: float = Field(0.28, gt=0.0)
+    0.2); null sets no bound."""
+    clip_high: float | None = Field(0.28, gt=0.0)
     """Distance of the upper clip bound of `objective: ppo` from the centre (released script:
-    0.28)."""
+    0.28); null sets no bound."""
     dual_clip: float | None = Field(10.0, gt=1.0)
     """Dual clip of `objective: ppo`: the loss of a token with a negative advantage A is at most
     this times |A|; null turns it off (released script: 10)."""
@@ -497,10 +593,11 @@ class LossConfig(Section):
     """Largest importance weight (released script: 3)."""
     weight_floor: float = Field(0.0, ge=0.0)
     """Smallest importance weight; 0 sets no floor (IcePop: 0.5)."""
-    weight_mode: Literal["truncate", "mask"] = "truncate"
+    weight_mode: Literal["truncate", "mask", "unit"] = "truncate"
     """Treatment of importance weights outside of [weight_floor, weight_cap]: `truncate` moves them
     to the bound (released script); `mask` sets them to 0, so that those tokens have no policy
-    loss (IcePop, with 0.5 and 2)."""
+    loss (IcePop, with 0.5 and 2). `unit` makes all weights 1, as if theta_t had sampled every
+    response (ARPO), which is biased."""
     weight_norm: Literal["none", "batch"] = "none"
     """Normaliser of importance weights: `batch` divides them by their mean over the valid tokens of
     the batch, so that it is 1 (verl's rollout correction)."""
@@ -591,6 +688,21 @@ class LossConfig(Section):
                 f"clip_center is 'current' but objective is '{self.objective}', whose bounds have "
                 "no centre that moves; set objective to ppo or clip_center to one"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _sources_fit_the_objective(self) -> LossConfig:
+        for source, settings in self.by_source.items():
+            if settings.shaping is not None and self.ratio != "behavior":
+                raise ValueError(
+                    f"by_source.{source}.shaping is given but ratio is '{self.ratio}': the shaped "
+                    "ratio is that of the current to the behaviour policy; set ratio to behavior"
+                )
+            if (settings.clip_low or settings.clip_high) and self.objective != "ppo":
+                raise ValueError(
+                    f"by_source.{source} has a clip bound but objective is '{self.objective}', "
+                    "which does not read it; set objective to ppo, or remove the bound"
+                )
         return self
 
     @model_validator(mode="after")
@@ -740,6 +852,7 @@ class RunConfig(Section):
     fresh: FreshConfig = FreshConfig()
     reevaluate: ReevaluateConfig = ReevaluateConfig()
     replay: ReplayConfig = ReplayConfig()
+    response_replay: ResponseReplayConfig = ResponseReplayConfig()
     hard_buffer: HardBufferConfig = HardBufferConfig()
     high_quality_buffer: HighQualityBufferConfig = HighQualityBufferConfig()
     replay_window: ReplayWindowConfig = ReplayWindowConfig()
@@ -769,8 +882,8 @@ class RunConfig(Section):
     @property
     def candidates_per_round(self) -> int:
         """Prompts that the B of a generation round are selected from: B, or more if adaptive."""
-        adaptive = self.sampler.is_adaptive
-        return self.rollout.prompts_per_step * (self.sampler.candidates if adaptive else 1)
+        selects = self.sampler.selects_candidates
+        return self.rollout.prompts_per_step * (self.sampler.candidates if selects else 1)
 
     @property
     def prompts_needed(self) -> int:
@@ -885,6 +998,41 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _replays_responses(self) -> RunConfig:
+        settings, size = self.response_replay, self.rollout.group_size
+        if self.sampler.kind == "exgrpo" and self.rollout.max_generation_rounds > 1:
+            raise ValueError(
+                "sampler.kind is 'exgrpo' with rollout.max_generation_rounds="
+                f"{self.rollout.max_generation_rounds}: a step has one round of prompts that are "
+                "revisited; set rollout.max_generation_rounds=1 or another sampler.kind"
+            )
+        if not settings.enabled:
+            return self
+        if settings.groups == "revisited" and self.sampler.kind != "exgrpo":
+            raise ValueError(
+                "response_replay.groups is 'revisited' but sampler.kind is "
+                f"'{self.sampler.kind}', which revisits no prompts; set sampler.kind=exgrpo, or "
+                "response_replay.groups to all or unsolved"
+            )
+        if settings.replace and settings.count >= size:
+            raise ValueError(
+                f"response_replay.count is {settings.count} with response_replay.replace, which "
+                f"leaves no fresh response of a group of {size}; lower response_replay.count"
+            )
+        if self.loss.ratio == "decoupled":
+            raise ValueError(
+                "response_replay.enabled is true but loss.ratio is 'decoupled', which has the "
+                "trainer's log-probs of whole groups alone; set loss.ratio to behavior or "
+                "prox_current"
+            )
+        if self.replay.enabled and self.batch.dedup == "rollout":
+            raise ValueError(
+                "response_replay.enabled and replay.enabled with batch.dedup=rollout would put "
+                "responses into a batch twice; set batch.dedup=prompt, or one of both to false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _rewards_fit(self) -> RunConfig:
         if self.advantage.estimator == "maxrl" and self.reward.may_be_negative:
             raise ValueError(
@@ -953,7 +1101,7 @@ class RunConfig(Section):
     def explain_needed(self) -> str:
         """Describes `prompts_needed` and the keys that it is the product of, for errors."""
         factors = ["rollout.prompts_per_step", "rollout.max_generation_rounds"]
-        if self.sampler.is_adaptive:
+        if self.sampler.selects_candidates:
             factors.append("sampler.candidates")
         return f"one step may draw {self.prompts_needed} ({' x '.join(factors)})"
 
@@ -1029,11 +1177,15 @@ class RunConfig(Section):
     def _warnings_about_sampling(self) -> list[str]:
         """Returns warnings about the sampler."""
         warnings = []
-        kind, unread = self.sampler.kind, ["select", "band", "temperature"]
+        kind, revisits = self.sampler.kind, ["revisited_share", "revisit_above"]
+        unread = ["select", "band", "temperature", *revisits]
         if kind == "uniform":
             unread = [key for key in SamplerConfig.model_fields if key != "kind"]
         elif kind == "mopps":
-            unread = ["temperature"] + (["band"] if self.sampler.select == "nearest" else [])
+            band = ["band"] if self.sampler.select == "nearest" else []
+            unread = ["temperature", *band, *revisits]
+        elif kind == "exgrpo":
+            unread = ["candidates", "decay", "target", "select", "band", "temperature"]
         unused = _changed("sampler", self.sampler, unread)
         if unused:
             warnings.append(f"{' and '.join(unused)} change nothing with sampler.kind={kind}")

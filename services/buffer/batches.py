@@ -6,7 +6,8 @@ of committed state and the seed, so a repeated request gets the recorded one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -16,14 +17,16 @@ from bapo_core.buffers import eligible_high, promoted
 from bapo_core.config import RunConfig
 from bapo_core.filters import gaussian_filter, range_filter, uniform_filter
 from bapo_core.metrics import accuracy_bins
+from bapo_core.response_replay import StoredResponse, add_responses, is_mixed
 from bapo_core.seeding import derive_rng
 from bapo_core.thresholds import replay_window, running_reward, within
-from bapo_core.types import GroupSummary, Source, TrainingBatch
+from bapo_core.types import GroupSummary, TrainingBatch
 from services.buffer.api import wire
 from services.buffer.artifacts import is_set_aside
 from services.buffer.buffers import buffer_as_of, reevaluated_entries
 from services.buffer.bulk import insert_columns
 from services.buffer.pages import after_cursor, page_of
+from services.buffer.response_replay import choose_replayed
 from services.buffer.runs import run_config
 from services.buffer.step_groups import check_step, missing_groups, reevaluates_at
 from services.buffer.stored_groups import (
@@ -114,8 +117,10 @@ def _record_batch(session: Session, run: Run, config: RunConfig, step: int) -> S
     counts = {
         "rolled_out": len(fresh),
         "reevaluated_total": len(reevaluated),
-        **{source.value: batch.counts[source] for source in Source},
+        **{source.value: count for source, count in batch.counts.items()},
     }
+    if config.response_replay.enabled:
+        counts["replayed_responses"] = batch.replayed_responses
     bins = accuracy_bins([group.correct for group in fresh], config.rollout.group_size)
     mean_reward, parts = mean_rewards(session, run, step)
     record = StepRecord(
@@ -141,6 +146,10 @@ def _record_batch(session: Session, run: Run, config: RunConfig, step: int) -> S
             "position": range(len(batch.members)),
             "group_id": [member.group.group_id for member in batch.members],
             "source": [member.source.value for member in batch.members],
+            "rows": [
+                None if member.rows is None else json.dumps(member.rows) for member in batch.members
+            ],
+            "joins_previous": [member.joins_previous for member in batch.members],
         },
     )
     return record
@@ -170,8 +179,9 @@ def _compose(
             window=window,
             max_age=config.high_quality_buffer.max_age,
         )
-    return build_batch(
-        filter_fresh(config, step, fresh),
+    chosen = choose_replayed(session, run, config, step, fresh)
+    batch = build_batch(
+        filter_fresh(config, step, fresh, chosen),
         x2,
         candidates,
         capacity=config.batch_capacity,
@@ -180,6 +190,7 @@ def _compose(
         rng=derive_rng(config.seed, "batch", step),
         dedup=config.batch.dedup,
     )
+    return add_responses(batch, chosen, config.response_replay)
 
 
 def is_promoted(config: RunConfig, stored: GroupSummary, new: GroupSummary) -> bool:
@@ -187,12 +198,27 @@ def is_promoted(config: RunConfig, stored: GroupSummary, new: GroupSummary) -> b
     return promoted(stored, new, rule=config.reevaluate.rule, c1=config.reevaluate.c1)
 
 
-def filter_fresh(config: RunConfig, step: int, fresh: Sequence[GroupSummary]) -> list[GroupSummary]:
-    """Applies the online filter (A.3) to the fresh groups of a step; what it keeps is X1."""
+def filter_fresh(
+    config: RunConfig,
+    step: int,
+    fresh: Sequence[GroupSummary],
+    replayed: Mapping[int, Sequence[StoredResponse]],
+) -> list[GroupSummary]:
+    """Applies the online filter (A.3) to the fresh groups of a step; what it keeps is X1.
+
+    replayed: responses that will be compared with those of a group, by its id.
+    """
     rng = derive_rng(config.seed, "filter", step)
     match config.fresh.filter:
         case "range":
-            return range_filter(fresh)
+            mixed = {group.group_id for group in range_filter(fresh)}
+            if config.response_replay.advantages == "mixed":
+                mixed |= {
+                    group.group_id
+                    for group in fresh
+                    if is_mixed(group, replayed.get(group.group_id, ()))
+                }
+            return [group for group in fresh if group.group_id in mixed]
         case "gaussian":
             return gaussian_filter(
                 fresh, mean=config.fresh.gaussian_mean, sigma=config.fresh.gaussian_sigma, rng=rng
@@ -237,7 +263,12 @@ def _manifest(
     session: Session, run: Run, config: RunConfig, record: StepRecord
 ) -> wire.BatchManifest:
     members = session.execute(
-        select(BatchMemberRow.source, *LOCATION_COLUMNS)
+        select(
+            BatchMemberRow.source,
+            BatchMemberRow.rows,
+            BatchMemberRow.joins_previous,
+            *LOCATION_COLUMNS,
+        )
         .join(BatchMemberRow, BatchMemberRow.group_id == RolloutGroup.id)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
         .where(BatchMemberRow.run_id == run.id, BatchMemberRow.step == record.step)

@@ -20,6 +20,7 @@ from services.buffer.api import wire
 from services.buffer.batches import filter_fresh, is_promoted
 from services.buffer.buffers import buffer_as_of, reevaluated_entries
 from services.buffer.prompts import find_prompt
+from services.buffer.response_replay import choose_replayed
 from services.buffer.runs import run_config
 from services.buffer.samplers import explain_draw
 from services.buffer.step_groups import reevaluates_at
@@ -92,6 +93,7 @@ def explain_decision(session: Session, run: Run, step: int, uid: str) -> wire.De
             BatchMemberRow.step == step,
             RolloutGroup.prompt_id == prompt.id,
         )
+        .order_by(BatchMemberRow.position)
     ).first()
     member = None if row is None else (row[0], row[1])
     draw = explain_draw(session, run, config, step, prompt)
@@ -125,7 +127,8 @@ def _decide_fresh(case: _Case) -> wire.SourceDecision:
         return case.decide("fresh", NOT_CONSIDERED, f"not drawn: {reason}")
     if case.is_used_as("fresh"):
         return case.decide("fresh", "used", f"drawn at this step: {_score(group)}", group)
-    kept = {kept.group_id for kept in filter_fresh(case.config, case.record.step, groups)}
+    replayed = choose_replayed(case.session, case.run, case.config, case.record.step, groups)
+    kept = {kept.group_id for kept in filter_fresh(case.config, case.record.step, groups, replayed)}
     if group.group_id in kept:
         return case.decide("fresh", "not_used", case.explain_no_place(), group)
     name = case.config.fresh.filter
@@ -186,8 +189,18 @@ def _decide_reevaluated(case: _Case) -> wire.SourceDecision:
 
 
 def _decide_replayed(case: _Case) -> wire.SourceDecision:
-    """Explains the decision of X3."""
+    """Explains the decision of X3, or of response replay."""
     config, record = case.config, case.record
+    if config.response_replay.enabled:
+        replayed = _explain_responses(case)
+        if replayed or not config.replay.enabled:
+            outcome = "used" if replayed else "not_used"
+            reason = replayed or (
+                "no response of an earlier step joined its fresh group (response_replay.groups = "
+                f"{config.response_replay.groups}, response_replay.min_cache = "
+                f"{config.response_replay.min_cache})"
+            )
+            return case.decide("replayed", outcome, reason)
     if not config.replay.enabled:
         return case.decide(
             "replayed", NOT_CONSIDERED, "this run has no replay (replay.enabled = false)"
@@ -214,6 +227,30 @@ def _decide_replayed(case: _Case) -> wire.SourceDecision:
             f"in the batch yet, and {room} of them were drawn for the places left"
         )
     return case.decide("replayed", "not_used", reason, stored)
+
+
+def _explain_responses(case: _Case) -> str:
+    """Describes the responses of earlier steps that joined the prompt's fresh group; "" if none."""
+    members = case.session.execute(
+        select(RolloutGroup.step, BatchMemberRow.rows)
+        .join(RolloutGroup, RolloutGroup.id == BatchMemberRow.group_id)
+        .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
+        .where(
+            BatchMemberRow.run_id == case.run.id,
+            BatchMemberRow.step == case.record.step,
+            BatchMemberRow.source == "replayed",
+            BatchMemberRow.rows.is_not(None),
+            PromptRow.uid == case.uid,
+        )
+        .order_by(BatchMemberRow.position)
+    ).all()
+    if not members:
+        return ""
+    counts = ", ".join(f"{len(rows)} of step {step}" for step, rows in members)
+    return (
+        f"responses of earlier steps joined its fresh group: {counts} "
+        f"(response_replay.strategy = {case.config.response_replay.strategy})"
+    )
 
 
 def _count_candidates(case: _Case, entries: Sequence[GroupSummary]) -> int:

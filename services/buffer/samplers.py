@@ -21,11 +21,13 @@ from bapo_core.sampling import (
     candidate_positions,
     prompt_positions,
     rank_candidates,
+    revisit_prompts,
 )
+from bapo_core.seeding import derive_rng
 from services.buffer.api import wire
 from services.buffer.bulk import insert_columns
 from services.buffer.datasets import dataset_size
-from services.buffer.tables import PromptRow, RolloutGroup, Run, SamplerPosterior
+from services.buffer.tables import PromptRow, RolloutGroup, Run, SamplerPosterior, StepRecord
 from services.common.errors import bad_request
 
 # Three aggregated arrays are read faster than thousands of rows.
@@ -36,6 +38,14 @@ _NEWEST = text("""
         select a, b from sampler_posterior
         where run_id = :run_id and position = candidate.position and step <= :step
         order by step desc limit 1
+    ) as newest
+""")
+_LAST_RESULTS = text("""
+    select array_agg(position), array_agg(a)
+    from (
+        select distinct on (position) position, a from sampler_posterior
+        where run_id = :run_id and step <= :step
+        order by position, step desc
     ) as newest
 """)
 _COPY_PRIOR = text("""
@@ -72,18 +82,78 @@ def draw_positions(
 
     The commit of `config.sampled_as_of(step)` must have happened.
     """
-    if not config.sampler.is_adaptive:
-        return prompt_positions(
-            config.seed,
-            step,
-            generation_round,
-            dataset_size=dataset_size(session, run.train_dataset),
-            prompts_per_step=config.rollout.prompts_per_step,
-            max_rounds=config.rollout.max_generation_rounds,
-        )
+    if config.sampler.kind == "exgrpo":
+        revisited, others = _draw_revisited(session, run, config, step)
+        return [*revisited, *others]
+    if not config.sampler.selects_candidates:
+        return _epoch_positions(session, run, config, step, generation_round)
     candidates = _rank_round(session, run, config, step, generation_round)
     taken = candidates.ranked[: config.rollout.prompts_per_step]
     return [candidates.positions[ranked.candidate] for ranked in taken]
+
+
+def _epoch_positions(
+    session: Session, run: Run, config: RunConfig, step: int, generation_round: int
+) -> Sequence[int]:
+    """Returns the positions that the epoch's permutation has for a generation round."""
+    return prompt_positions(
+        config.seed,
+        step,
+        generation_round,
+        dataset_size=dataset_size(session, run.train_dataset),
+        prompts_per_step=config.rollout.prompts_per_step,
+        max_rounds=config.rollout.max_generation_rounds,
+    )
+
+
+def count_revisited(session: Session, run: Run, config: RunConfig, step: int) -> int:
+    """Returns how many of a step's prompts, the first ones, were drawn for their past successes."""
+    if config.sampler.kind != "exgrpo":
+        return 0
+    revisited, _ = _draw_revisited(session, run, config, step)
+    return len(revisited)
+
+
+def _draw_revisited(
+    session: Session, run: Run, config: RunConfig, step: int
+) -> tuple[list[int], list[int]]:
+    """Returns the positions of the prompts that a step revisits, and those of its others.
+
+    The others are those of the epoch's permutation, without revisited and, as far as there are
+    enough, without retired prompts.
+    """
+    as_of, size = config.sampled_as_of(step), config.rollout.group_size
+    in_epoch = _epoch_positions(session, run, config, step, 0)
+    if not _has_reached(session, run, config.sampler.revisit_above, as_of):
+        return [], list(in_epoch)
+    parameters = {"run_id": run.id, "step": as_of}
+    columns = session.execute(_LAST_RESULTS, parameters).one()
+    correct = {
+        position: round(a) - 1
+        for position, a in zip(*(column or () for column in columns), strict=True)
+    }
+    revisited = revisit_prompts(
+        correct,
+        count=int(config.sampler.revisited_share * len(in_epoch)),
+        group_size=size,
+        rng=derive_rng(config.seed, "revisit", step),
+    )
+    taken = set(revisited)
+    others = [position for position in in_epoch if position not in taken]
+    others.sort(key=lambda position: correct.get(position) == size)  # retired ones last
+    return revisited, others[: len(in_epoch) - len(revisited)]
+
+
+def _has_reached(session: Session, run: Run, accuracy: float, step: int) -> bool:
+    """Returns whether the fresh groups of any step up to `step` had a higher mean accuracy."""
+    bins = session.scalars(
+        select(StepRecord.bins).where(StepRecord.run_id == run.id, StepRecord.step <= step)
+    )
+    return any(
+        sum(k * groups for k, groups in enumerate(counts))
+        > accuracy * (len(counts) - 1) * sum(counts)
+        for counts in bins
+    )
 
 
 def _rank_round(
@@ -143,7 +213,7 @@ def update(session: Session, run: Run, config: RunConfig, step: int) -> dict[str
     positions = [row.position for row in rows]
     drawn_by = _read_posteriors(session, run, positions, config.sampled_as_of(step))
     updated = [
-        posterior.updated(row.correct, row.size, decay=config.sampler.decay)
+        posterior.updated(row.correct, row.size, decay=config.sampler.posterior_decay)
         for row, posterior in zip(
             rows, _read_posteriors(session, run, positions, step - 1), strict=True
         )
@@ -201,7 +271,7 @@ def copy_prior(session: Session, run: Run, config: RunConfig) -> None:
             "run_id": run.id,
             "prior_id": prior.id,
             "last": prior.current_step,
-            "decay": config.sampler.decay,
+            "decay": config.sampler.posterior_decay,
         },
     )
 
@@ -230,6 +300,9 @@ def explain_draw(
         prompts_per_round=config.rollout.prompts_per_step,
         reason="",
     )
+    if config.sampler.kind == "exgrpo":
+        draw.reason = _describe_revisit(session, run, config, step, prompt, posterior)
+        return draw
     for generation_round in range(config.rollout.max_generation_rounds):
         candidates = _rank_round(session, run, config, step, generation_round)
         if prompt.position in candidates.positions:
@@ -240,6 +313,27 @@ def explain_draw(
             break
     draw.reason = _describe_draw(draw, config)
     return draw
+
+
+def _describe_revisit(
+    session: Session, run: Run, config: RunConfig, step: int, prompt: PromptRow, last: Posterior
+) -> str:
+    """Describes whether a step revisits a prompt, and its last result before that step."""
+    size = config.rollout.group_size
+    revisited, others = _draw_revisited(session, run, config, step)
+    k = round(last.a) - 1
+    result = (
+        f"{k} of {size} correct in its last group as of step {config.sampled_as_of(step)}"
+        if last != Posterior()
+        else f"no group as of step {config.sampled_as_of(step)}"
+    )
+    if prompt.position in revisited:
+        return f"it is one of the {len(revisited)} prompts that this step revisits: {result}"
+    if prompt.position in others:
+        return f"it is one of the {len(others)} prompts of the epoch's permutation: {result}"
+    if k == size:
+        return f"it is retired, or not in this step's part of the epoch's permutation: {result}"
+    return f"it was not drawn to be revisited, nor by the epoch's permutation: {result}"
 
 
 def _describe_draw(draw: wire.PromptDraw, config: RunConfig) -> str:

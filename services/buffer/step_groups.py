@@ -152,6 +152,7 @@ def record_groups(
     for group in groups:
         if group.prompt_uid not in expected:
             raise bad_request(f"prompt {group.prompt_uid!r} is not a {kind} prompt of step {step}")
+    keeps_responses = kind != "evaluation" and run_config(run).response_replay.enabled
     insert_columns(
         session,
         RolloutGroup,
@@ -175,7 +176,19 @@ def record_groups(
             "row_count": [group.row_count for group in groups],
             "token_count": [group.token_count for group in groups],
             "majority": [_majority(group) if kind == "evaluation" else None for group in groups],
+            "responses": [_responses(group) if keeps_responses else None for group in groups],
         },
+    )
+
+
+def _responses(group: GroupRows) -> str:
+    """Returns what response replay chooses responses by, as JSON."""
+    return json.dumps(
+        {
+            "rewards": group.rewards,
+            "correct": group.verdicts,
+            "logprobs": group.mean_logprobs,
+        }
     )
 
 

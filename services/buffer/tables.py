@@ -17,6 +17,7 @@ from sqlalchemy import (
     MetaData,
     PrimaryKeyConstraint,
     UniqueConstraint,
+    false,
     func,
     literal_column,
     text,
@@ -267,6 +268,9 @@ class RolloutGroup(Base):
     majority: Mapped[dict[str, Any] | None]
     """maj@k of an evaluation by k (`bapo_core.metrics.majority_at_k`); null for other kinds, and
     if the answers of the responses were not recorded."""
+    responses: Mapped[dict[str, Any] | None]
+    """`rewards`, `correct` and `logprobs` (the mean over tokens) of each response, as lists; null
+    unless the run has `response_replay.enabled`, which chooses responses by them."""
     proximal_key: Mapped[str | None]
     """Object with the trainer's log-probs at the storage step (`loss.ratio: decoupled`)."""
     proximal_digest: Mapped[str | None]
@@ -319,16 +323,21 @@ class BufferEntry(Base):
 
 
 class BatchMemberRow(Base):
-    """A group in the training batch of a step."""
+    """A group, or some of its responses, in the training batch of a step."""
 
     __tablename__ = "batch_member"
 
     run_id: Mapped[int] = mapped_column(ForeignKey("run.id", ondelete="CASCADE"), primary_key=True)
     step: Mapped[int] = mapped_column(primary_key=True)
     position: Mapped[int] = mapped_column(primary_key=True)
-    """Index in the batch, from 0: X1, then X2, then X3."""
+    """Index in the batch, from 0: X1, then X2, then X3. Replayed responses follow the fresh group
+    of their prompt."""
     group_id: Mapped[int] = mapped_column(ForeignKey("rollout_group.id", ondelete="CASCADE"))
     source: Mapped[str]
+    rows: Mapped[list[Any] | None]
+    """Indexes of the group's responses that are in the batch; null for all."""
+    joins_previous: Mapped[bool] = mapped_column(server_default=false())
+    """Whether they are compared with those of the member before, for their advantages."""
 
     __table_args__ = (
         UniqueConstraint("run_id", "step", "group_id"),

@@ -93,7 +93,7 @@ def measure_parity(config: RunConfig, model: Path, *, prompts: int) -> Parity:
     if refused:
         raise BapoError(f"the engine refuses a prompt: {refused[0]}")
     batch = collate(
-        [],
+        None,
         table_of(
             [
                 TrajectoryGroup(

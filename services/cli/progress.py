@@ -145,7 +145,9 @@ class RunDisplay:
 
 
 def _composition(step: StepView) -> str:
+    count = step.counts.get("replayed_responses", 0)
+    responses = f" + {count} replayed responses" if count else ""
     return (
         f"{step.counts['fresh']} fresh + {step.counts['reevaluated']} re-evaluated + "
-        f"{step.counts['replayed']} replayed"
+        f"{step.counts['replayed']} replayed{responses}"
     )

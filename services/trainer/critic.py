@@ -80,7 +80,7 @@ class CriticTrainer:
                 values[rows] = row_values
         settings = self.config.advantage
         advantages, returns = gae(
-            token_rewards(batch.rewards, batch.mask),
+            token_rewards(batch.row_rewards, batch.mask),
             values,
             batch.mask,
             gamma=settings.gamma,

@@ -27,13 +27,17 @@ from services.trainer.ranks import balance_by_cost
 class Batch:
     """Whole groups as tensors: N responses, a row each, in the manifest's order.
 
-    The columns of (N, R) tensors are aligned to the responses: column r is the response's r-th
-    token, and R is the longest response's length.
+    A group has the responses that are compared with each other for their advantages: those of one
+    member of the manifest, or of several that join (`ManifestMember.joins_previous`). The columns
+    of (N, R) tensors are aligned to the responses: column r is the response's r-th token, and R is
+    the longest response's length.
     """
 
     members: Sequence[ManifestMember]
+    member: Tensor
+    """(N,) int64: index of each row's member in `members`."""
     group: Tensor
-    """(N,) int64: index of each row's group in `members`."""
+    """(N,) int64: index of each row's group, counted from 0 in the order of the rows."""
     tokens: Tensor
     """(N, L) int64: prompt and response, padded on the right with 0, so that causal attention never
     sees padding before a token that counts."""
@@ -46,13 +50,28 @@ class Batch:
     mask: Tensor
     """(N, R) bool: true at the tokens of the responses, false at padding."""
     rewards: Tensor
-    """(groups, G) float32"""
+    """(groups, G) float32, G of the largest group; smaller ones are padded with 0 on the right."""
     truncated: Tensor
     """(N,) bool: whether the response was cut off at `rollout.max_response_tokens`."""
     storage_logprobs: Tensor | None = None
     """(N, R) log-probs of the trainer at the storage step, where recorded; NaN elsewhere."""
     pixels: Sequence[Pixels | None] = ()
-    """The images of each group's prompt, None without any; empty if no prompt has images."""
+    """The images of each member's prompt, None without any; empty if no prompt has images."""
+
+    @property
+    def sizes(self) -> Tensor:
+        """(groups,) int64: number of responses of each group."""
+        return self.group.bincount(minlength=len(self.rewards))
+
+    @property
+    def row_rewards(self) -> Tensor:
+        """(N,) reward of each row."""
+        return self.rewards[_first(self.sizes, self.rewards.shape[1])]
+
+    @property
+    def sources(self) -> list[str]:
+        """Source of each row (`bapo_core.types.Source`)."""
+        return [self.members[index].source for index in self.member.tolist()]
 
     def rows_of(self, groups: Sequence[int]) -> Tensor:
         """Row indexes of these groups, in this order."""
@@ -60,20 +79,27 @@ class Batch:
         return torch.cat([torch.empty(0, dtype=torch.long), *by_group])
 
 
-def collate(members: Sequence[ManifestMember], table: pa.Table) -> Batch:
+def collate(members: Sequence[ManifestMember] | None, table: pa.Table) -> Batch:
     """Builds the tensors of a batch straight from the columns of `table`.
 
-    table: of `SCHEMA`, the whole groups of `members` in the same order. Its rows are trusted: they
+    members: None takes each group of the table as one, for responses that are no training batch.
+    table: of `SCHEMA`, the responses of `members` in the same order. Its rows are trusted: they
     were checked when they were stored, and their digest when they were read. A table without rows
     gives an empty batch, because a rank without groups still takes part in every pass.
 
-    Raises `ValueError` for groups of different sizes.
+    Raises `ValueError` if the table has not the rows of `members`.
     """
-    starts = _values(table["response_index"]) == 0  # responses are numbered in each group
-    rows, groups = len(starts), int(starts.sum())
-    group_size = rows // groups if groups else 1
-    if not torch.equal(starts, torch.arange(rows) % group_size == 0):
-        raise ValueError("the groups of a batch differ in size")
+    rows = len(table)
+    if members is None:
+        # The responses of a group are numbered from 0 on.
+        member = group = (_values(table["response_index"]) == 0).cumsum(0) - 1
+    else:
+        counts = torch.tensor([member.response_count for member in members], dtype=torch.long)
+        if int(counts.sum()) != rows:
+            raise ValueError(f"the members have {int(counts.sum())} rows, but the table {rows}")
+        member = torch.repeat_interleave(torch.arange(len(members)), counts)
+        begins = torch.tensor([not member.joins_previous for member in members], dtype=torch.long)
+        group = (begins.cumsum(0) - 1)[member]
     prompt_lengths = _values(pc.list_value_length(table["prompt_token_ids"])).long()
     response_lengths = _values(pc.list_value_length(table["token_ids"])).long()
     lengths = prompt_lengths + response_lengths
@@ -84,8 +110,9 @@ def collate(members: Sequence[ManifestMember], table: pa.Table) -> Batch:
     tokens.masked_scatter_(in_response, _values(pc.list_flatten(table["token_ids"])))
     mask = _first(response_lengths, int(response_lengths.max()) if rows else 1)
     return Batch(
-        members=members,
-        group=starts.cumsum(0) - 1,
+        members=members or [],
+        member=member,
+        group=group,
         tokens=tokens.long(),
         prompt_lengths=prompt_lengths,
         lengths=lengths,
@@ -93,7 +120,7 @@ def collate(members: Sequence[ManifestMember], table: pa.Table) -> Batch:
             mask, _values(pc.list_flatten(table["logprobs"]))
         ),
         mask=mask,
-        rewards=_values(table["reward"]).reshape(groups, group_size),
+        rewards=_by_group(_values(table["reward"]), group),
         truncated=_values(pc.equal(table["finish_reason"], "length")),
     )
 
@@ -101,6 +128,17 @@ def collate(members: Sequence[ManifestMember], table: pa.Table) -> Batch:
 def _values(column: pa.ChunkedArray) -> Tensor:
     """(n,) the numbers of a column, in one copy: PyTorch cannot share memory that is read-only."""
     return torch.tensor(column.to_numpy())
+
+
+def _by_group(values: Tensor, group: Tensor) -> Tensor:
+    """(groups, G) values (N,) of rows whose groups are given in order, padded with 0.
+
+    G is at least 2, the smallest group that can be compared.
+    """
+    sizes = group.bincount()
+    width = int(sizes.max()) if len(sizes) else 0
+    present = _first(sizes, max(width, 2))
+    return torch.zeros(present.shape).masked_scatter_(present, values)
 
 
 def _first(counts: Tensor, width: int) -> Tensor:
@@ -135,7 +173,8 @@ class TrajectoryReader:
 
     def _rows(self, member: ManifestMember) -> pa.Table:
         table = self._table(member.object_key, member.object_digest)
-        return table.slice(member.row_start, member.row_count)
+        rows = table.slice(member.row_start, member.row_count)
+        return rows if member.rows is None else rows.take(member.rows)
 
     def _table(self, key: str, digest: str) -> pa.Table:
         if key in self._tables:
@@ -158,16 +197,16 @@ class TrajectoryReader:
                     objects[key] = decode_proximal(data)
                 for offset, values in enumerate(objects[key][member.group_id]):
                     logprobs[row + offset, : len(values)] = torch.tensor(values)
-            row += member.size
+            row += member.response_count
         return logprobs
 
 
 def read_pixels(
     images: Sequence[Sequence[str]], vision: VisionProcessor | None, open_image: OpenImage
 ) -> list[Pixels | None]:
-    """Returns the pixel values of each group's images; nothing if no group has any.
+    """Returns the pixel values of each member's images; nothing if no member has any.
 
-    images: digests of each group's images. Raises `BapoError` for images without a processor.
+    images: digests of each member's images. Raises `BapoError` for images without a processor.
     """
     if not any(images):
         return []
@@ -180,10 +219,20 @@ def read_pixels(
 
 
 def split_by_group(batch: Batch, values: Tensor) -> list[list[list[float]]]:
-    """Returns the valid entries of `values` (N, R): for each group, a list for each response."""
-    groups: list[list[list[float]]] = [[] for _ in batch.members]
-    for row, index in enumerate(batch.group.tolist()):
-        groups[index].append(values[row][batch.mask[row]].tolist())
+    """Returns the valid entries of `values` (N, R): for each member, a list for each response."""
+    members: list[list[list[float]]] = [[] for _ in batch.members]
+    for row, index in enumerate(batch.member.tolist()):
+        members[index].append(values[row][batch.mask[row]].tolist())
+    return members
+
+
+def split_groups(members: Sequence[ManifestMember]) -> list[list[ManifestMember]]:
+    """Returns the members of each group of a batch, whose responses are compared."""
+    groups: list[list[ManifestMember]] = []
+    for member in members:
+        if not member.joins_previous:
+            groups.append([])
+        groups[-1].append(member)
     return groups
 
 
@@ -195,10 +244,10 @@ class Plan:
     """
 
     updates: list[list[list[int]]]
-    """For each update, for each rank: positions of groups in the manifest."""
+    """For each update, for each rank: indexes of groups in the batch (`split_groups`)."""
 
     def of_rank(self, rank: int) -> list[int]:
-        """Positions of all groups of a rank in the manifest, in order: the rank's own batch."""
+        """Indexes of all groups of a rank, in order: the rank's own batch."""
         return sorted({position for update in self.updates for position in update[rank]})
 
 
@@ -214,8 +263,11 @@ def make_plan(
     width: size of the model's hidden states.
     """
     updates = []
-    for update in _draw_minibatches(config, len(members), "minibatch", step):
-        costs = [group_cost(members[position], width) for position in update]
+    groups = split_groups(members)
+    for update in _draw_minibatches(config, len(groups), "minibatch", step):
+        costs = [
+            sum(member_cost(member, width) for member in groups[position]) for position in update
+        ]
         updates.append(
             [
                 sorted(update[index] for index in indexes)
@@ -226,7 +278,7 @@ def make_plan(
         {position for update in updates for position in update[rank]} for rank in range(ranks)
     ]
     for epoch in range(2, config.optimizer.epochs + 1):
-        for update in _draw_minibatches(config, len(members), "epoch", step, epoch):
+        for update in _draw_minibatches(config, len(groups), "epoch", step, epoch):
             updates.append([sorted(positions.intersection(update)) for positions in by_rank])
     return Plan(updates)
 
@@ -239,13 +291,14 @@ def _draw_minibatches(config: RunConfig, count: int, *purpose: str | int) -> lis
     return [order[start : start + size] for start in range(0, count, size)]
 
 
-def group_cost(member: ManifestMember, width: int) -> float:
-    """Returns the relative FLOPs of a pass over a group.
+def member_cost(member: ManifestMember, width: int) -> float:
+    """Returns the relative FLOPs of a pass over the responses of a member.
 
     A token costs 24 width^2 a layer in linear layers, and 2 width x length in causal attention.
-    Prompt tokens are left out.
+    Prompt tokens are left out, and responses count as equally long.
     """
-    return member.tokens * (1 + member.tokens / member.size / (12 * width))
+    length = member.tokens / member.size
+    return member.response_count * length * (1 + length / (12 * width))
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +365,7 @@ def _pack_pixels(batch: Batch, rows: Tensor) -> tuple[Pixels | None, list[int]]:
     """Returns the images of these rows, one after another, and their number in each row."""
     if not batch.pixels:
         return None, []
-    pixels = [batch.pixels[group] for group in batch.group[rows].tolist()]
+    pixels = [batch.pixels[member] for member in batch.member[rows].tolist()]
     present = [images for images in pixels if images is not None]
     if not present:
         return None, []

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from bapo_core.advantages import group_variance
 from bapo_core.config import RunConfig
 from bapo_core.importance import mismatch_metrics, weight_metrics
 from bapo_core.losses import clip_fraction
@@ -47,15 +48,15 @@ class StepResults:
     variances: Tensor
     """(N,) variance of the rewards in each response's group."""
     sources: list[str]
-    """(N,) source of each response's group."""
+    """(N,) source of each response."""
     positions: Tensor
-    """(N,) position of each response's group in the manifest."""
+    """(N,) position of each response's group among those of the manifest."""
 
     @classmethod
     def of_batch(
         cls, batch: Batch, positions: Sequence[int], targets: Targets, results: TokenResults
     ) -> StepResults:
-        """positions: of the batch's groups in the manifest."""
+        """positions: of the batch's groups among those of the manifest."""
         return cls(
             behavior_logprobs=batch.behavior_logprobs,
             current_logprobs=targets.current_logprobs,
@@ -64,8 +65,8 @@ class StepResults:
             clipped=results.clipped,
             mask=batch.mask,
             advantages=targets.advantages[:, 0],
-            variances=batch.rewards.var(dim=1, correction=0)[batch.group],
-            sources=[batch.members[index].source for index in batch.group.tolist()],
+            variances=group_variance(batch.rewards, batch.sizes)[batch.group],
+            sources=batch.sources,
             positions=torch.tensor(positions, dtype=torch.long)[batch.group],
         )
 
@@ -96,7 +97,7 @@ class StepResults:
         )
 
     def rows_from(self, source: Source) -> Tensor:
-        """(N,) bool: whether each response's group comes from `source`."""
+        """(N,) bool: whether each response comes from `source`."""
         return torch.tensor([name == source for name in self.sources])
 
     def clip_fractions(self) -> dict[str, float]:
@@ -151,7 +152,8 @@ def _bound(
 ) -> dict[str, float]:
     """Returns the lower bound on policy improvement of Theorem 3.2, its terms and its constants.
 
-    Groups of equal rewards have no gradient and no place in the theorem; they are left out.
+    Groups of equal rewards have no gradient and no place in the theorem; they are left out, as are
+    groups with responses of several sources, which the theorem does not know.
     """
     eps = config.advantage.eps
     constants = improvement_constants(config.rollout.group_size, config.reevaluate.c1, *window, eps)
@@ -164,7 +166,7 @@ def _bound(
     for position in sorted(set(results.positions.tolist())):
         rows = torch.nonzero(results.positions == position).flatten()
         variance = float(results.variances[rows[0]])
-        if variance == 0.0:
+        if variance == 0.0 or len({results.sources[row] for row in rows.tolist()}) > 1:
             continue
         ratios = after[rows].exp().clamp(max=MAX_SEQUENCE_RATIO)
         terms_by_source.setdefault(results.sources[int(rows[0])], []).append(

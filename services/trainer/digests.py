@@ -67,17 +67,23 @@ def _sums_of_bits(parameter: Tensor) -> tuple[int, int]:
 
 def group_digests(batch: Batch) -> Iterator[str]:
     """Yields a digest of each group: its tokens, images, log-probs, rewards and place."""
+    rewards = batch.row_rewards
+    digest = hashlib.sha256()
     for index, member in enumerate(batch.members):
-        digest = hashlib.sha256()
+        if index and not member.joins_previous:
+            yield digest.hexdigest()
+            digest = hashlib.sha256()
         place = (member.prompt_uid, member.step, member.policy_version, member.source)
         digest.update(repr(place).encode())
         if member.images:
             digest.update(repr(member.images).encode())
-        for row in batch.rows_of([index]).tolist():
+        rows = torch.nonzero(batch.member == index).flatten()
+        for row in rows.tolist():
             length, mask = int(batch.lengths[row]), batch.mask[row]
             digest.update(batch.tokens[row, :length].numpy().tobytes())
             digest.update(batch.behavior_logprobs[row][mask].numpy().tobytes())
-        digest.update(batch.rewards[index].numpy().tobytes())
+        digest.update(rewards[rows].numpy().tobytes())
+    if batch.members:
         yield digest.hexdigest()
 
 

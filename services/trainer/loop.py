@@ -26,7 +26,13 @@ from services.model.stored import fetch_model, model_on_disk
 from services.model.vision import load_processor
 from services.trainer.checkpoint import Checkpointer, load_checkpoint
 from services.trainer.critic import Critic
-from services.trainer.data import TrajectoryReader, group_cost, make_plan, split_by_group
+from services.trainer.data import (
+    TrajectoryReader,
+    make_plan,
+    member_cost,
+    split_by_group,
+    split_groups,
+)
 from services.trainer.digests import NO_BATCH, batch_digest, step_digests, weights_digest
 from services.trainer.lora import add_adapters
 from services.trainer.nccl import NcclCommunicator
@@ -221,7 +227,8 @@ def train_batch(
             config, step, manifest.members, ranks=ranks.size, width=updater.policy.width
         )
         positions = plan.of_rank(ranks.rank)
-        members = [manifest.members[position] for position in positions]
+        groups = split_groups(manifest.members)
+        members = [member for position in positions for member in groups[position]]
         batch = reader.batch(members, with_storage=config.loss.ratio == "decoupled")
         digest = batch_digest(batch, positions, ranks)
     started = time.monotonic()
@@ -255,7 +262,7 @@ def record_proximal(
 ) -> None:
     """Stores log-probs under the current policy, of groups that may be replayed later."""
     ranks, members = updater.ranks, manifest.record_proximal
-    costs = [group_cost(member, updater.policy.width) for member in members]
+    costs = [member_cost(member, updater.policy.width) for member in members]
     positions = balance_by_cost(costs, ranks.size)[ranks.rank]
     batch = reader.batch([members[position] for position in positions])
     logprobs = split_by_group(batch, updater.score(batch))

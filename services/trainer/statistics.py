@@ -81,14 +81,15 @@ def draw_tokens(batch: Batch, positions: Sequence[int], seed: int, *update: int)
     """(N, R) uniform random numbers by (seed, update) and the place of a response in the manifest.
 
     They depend neither on the ranks nor on the lengths of other responses. positions: of the
-    batch's groups in the manifest.
+    batch's groups among those of the manifest.
     """
     draws = torch.zeros_like(batch.behavior_logprobs)
-    group_size = batch.rewards.shape[1]
+    sizes = batch.sizes
+    firsts = (sizes.cumsum(0) - sizes).tolist()
     for row, (group, length) in enumerate(
         zip(batch.group.tolist(), batch.mask.sum(dim=1).tolist(), strict=True)
     ):
-        purpose = ("tokens", *update, positions[group], row % group_size)
+        purpose = ("tokens", *update, positions[group], row - firsts[group])
         generator = torch.Generator().manual_seed(derive_seed(seed, *purpose))
         draws[row, :length] = torch.rand(length, generator=generator)
     return draws

@@ -16,7 +16,7 @@ from bapo_core.errors import BapoError, TransientError
 from bapo_core.importance import truncated_weights
 from bapo_core.kl import kl_penalty
 from bapo_core.losses import Aggregation, clip_fraction, scale_count, token_scale
-from bapo_core.objectives import get_objective
+from bapo_core.objectives import get_objective, losses_by_source
 from bapo_core.types import Source
 from services.trainer.checkpoint import Trained
 from services.trainer.critic import Critic, CriticTrainer, ValueTargets
@@ -190,9 +190,8 @@ class Updater:
             return self.critic.advantages(batch, self._micro_batches(batch, all_rows))
         kl, settings = self.config.kl, self.config.advantage
         coefficient = kl.coefficient if kl.placement == "reward" else 0.0
-        # A rank without groups does not see their size in its rewards.
-        rewards = batch.rewards.reshape(len(batch.members), self.config.rollout.group_size)
-        responses = Responses(rewards, batch.mask, coefficient * log_ratios)
+        penalties = coefficient * log_ratios
+        responses = Responses(batch.rewards, batch.mask, penalties, batch.sizes)
         advantages = get_estimator(settings.estimator)(responses, settings, self.ranks.moments)
         return advantages.expand_as(batch.behavior_logprobs), None, {}
 
@@ -204,9 +203,8 @@ class Updater:
             case "behavior":
                 return batch.behavior_logprobs
             case "decoupled":
-                replayed = torch.tensor(
-                    [member.source == Source.REPLAYED for member in batch.members]
-                )[batch.group][:, None]
+                is_replayed = [source == Source.REPLAYED for source in batch.sources]
+                replayed = torch.tensor(is_replayed, dtype=torch.bool)[:, None]
                 storage = batch.storage_logprobs
                 if storage is None:
                     storage = torch.full_like(current_logprobs, torch.nan)
@@ -334,8 +332,13 @@ class Updater:
         results.logprobs[rows] = logprobs.detach()
         mask = targets.mask[rows]
         tokens = select_tokens(rows, targets, statistics, logprobs)
-        policy_losses, clipped = self.objective.loss(
-            tokens, settings.objective_settings, statistics.values
+        sources = batch.sources
+        policy_losses, clipped = losses_by_source(
+            self.objective,
+            tokens,
+            [sources[row] for row in rows.tolist()],
+            settings,
+            statistics.values,
         )
         results.clipped[rows] = clipped
         penalty = kl_penalty(

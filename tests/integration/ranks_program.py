@@ -35,6 +35,7 @@ def batch_of_rank(batch: Batch, positions: list[int]) -> Batch:
     return replace(
         batch,
         members=[batch.members[position] for position in positions],
+        member=torch.arange(len(positions)).repeat_interleave(size),
         group=torch.arange(len(positions)).repeat_interleave(size),
         tokens=batch.tokens[rows],
         prompt_lengths=batch.prompt_lengths[rows],

@@ -194,7 +194,8 @@ class GroupRows:
     correct: k, number of correct responses. token_count: number of response tokens. mean_reward:
     mean reward of the responses. reward_parts: mean of each part of the reward, where a response
     without the part counts as 0. verdicts: whether each response is correct. answers: the answer of
-    each response, as in `TrajectoryResponse`.
+    each response, as in `TrajectoryResponse`. rewards: the reward of each response. mean_logprobs:
+    the mean log-prob of the tokens of each response.
     """
 
     prompt_uid: str
@@ -207,6 +208,8 @@ class GroupRows:
     reward_parts: dict[str, float]
     verdicts: list[bool]
     answers: list[str | None]
+    rewards: list[float]
+    mean_logprobs: list[float]
 
 
 def check_groups(table: pa.Table) -> list[GroupRows]:
@@ -249,6 +252,8 @@ def check_groups(table: pa.Table) -> list[GroupRows]:
     parts = rows.mean_parts(np.array(counts))
     token_counts = np.add.reduceat(tokens, rows.starts).tolist()
     starts = rows.starts.tolist()
+    values = rows.column("logprobs").flatten().to_numpy(zero_copy_only=False).astype(float)
+    mean_logprobs = np.add.reduceat(values, np.append(0, np.cumsum(tokens)[:-1])) / tokens
     verdicts, answers = is_correct.tolist(), rows.column("answer").to_pylist()
     slices = [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
     return [
@@ -264,6 +269,8 @@ def check_groups(table: pa.Table) -> list[GroupRows]:
             parts,
             [verdicts[of_group] for of_group in slices],
             [answers[of_group] for of_group in slices],
+            [rewards[of_group].tolist() for of_group in slices],
+            [mean_logprobs[of_group].tolist() for of_group in slices],
             strict=True,
         )
     ]

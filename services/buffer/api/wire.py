@@ -297,6 +297,16 @@ class ManifestMember(Wire):
     """SHA-256 of the file at `proximal_key`; null without one."""
     images: list[str] = []
     """Digests of the prompt's images, in their order; empty for a prompt without images."""
+    rows: list[int] | None = None
+    """Indexes of the responses that are in the batch, ascending from 0 on; null for all."""
+    joins_previous: bool = False
+    """Whether the responses are compared with those of the member before, for their advantages;
+    otherwise the member begins a group of its own."""
+
+    @property
+    def response_count(self) -> int:
+        """Number of responses that are in the batch."""
+        return self.row_count if self.rows is None else len(self.rows)
 
 
 class BatchManifest(Wire):
@@ -704,7 +714,7 @@ class PromptPosterior(Wire):
 class PromptDraw(PromptPosterior):
     """How an adaptive sampler decided on a prompt at a step, by its posterior at that time."""
 
-    sampler: Literal["uniform", "mopps", "dots"]
+    sampler: Literal["uniform", "mopps", "dots", "exgrpo"]
     """The run's `sampler.kind`."""
     candidates: int
     """Number of candidates of a generation round, drawn uniformly from the dataset."""

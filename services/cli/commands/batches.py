@@ -35,13 +35,14 @@ def batches(run: str, limit: int, as_json: bool, step: int | None) -> None:
                 group.source,
                 group.prompt_uid,
                 f"{group.correct}/{group.size}",
+                f"{group.response_count}/{group.row_count}",
                 group.step,
                 group.policy_version,
                 group.group_id,
             )
             for group in manifest.members
         ]
-        columns = ["source", "prompt", "correct", "made at", "policy", "group"]
+        columns = ["source", "prompt", "correct", "responses", "made at", "policy", "group"]
         show(manifest, columns, groups, as_json=as_json)
         return
     summaries = list(islice(_all_batches(client), limit))

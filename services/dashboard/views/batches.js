@@ -134,7 +134,9 @@ export function showBatches(visit) {
   }
 
   function showBatch(batch) {
-    const size = batch.members.length;
+    // Replayed responses belong to the fresh group before them.
+    const size = Object.keys(SOURCES).reduce((sum, key) => sum + (batch.counts[key] ?? 0), 0);
+    const responses = batch.counts.replayed_responses;
     const staleness = batch.members.map((member) => batch.step - member.policy_version);
     const share = (key) => (size ? `${format.percent((batch.counts[key] ?? 0) / size)} of the batch` : "");
     fill(
@@ -142,6 +144,9 @@ export function showBatches(visit) {
       tiles([
         ["Groups", format.count(size), `in the batch of step ${format.count(batch.step)}`],
         ...Object.keys(SOURCES).map((key) => [source(key), format.count(batch.counts[key] ?? 0), share(key)]),
+        ...(responses === undefined
+          ? []
+          : [["Replayed responses", format.count(responses), "of earlier steps, beside fresh groups"]]),
         [
           "Replay window",
           `${format.score(batch.c2)} to ${format.score(batch.c3)}`,
@@ -149,7 +154,7 @@ export function showBatches(visit) {
         ],
         [
           "Staleness",
-          format.number(size ? staleness.reduce((sum, steps) => sum + steps, 0) / size : null),
+          format.number(size ? staleness.reduce((sum, steps) => sum + steps, 0) / staleness.length : null),
           size ? `steps on average; at most ${Math.max(...staleness)}` : "",
         ],
       ]),
@@ -171,6 +176,12 @@ export function showBatches(visit) {
             title: "Correct",
             by: (member) => member.correct / member.size,
             cell: (member) => binChip(member.correct, member.size),
+          },
+          {
+            title: "Responses",
+            number: true,
+            by: (member) => member.rows?.length ?? member.row_count,
+            cell: (member) => `${member.rows?.length ?? member.row_count} of ${member.row_count}`,
           },
           {
             title: "Generated at step",

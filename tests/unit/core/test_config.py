@@ -96,7 +96,7 @@ def split(overrides: str) -> list[str]:
         ("sampler.kind=thompson", "sampler.kind"),
         ("sampler={kind: mopps, prior_run: countdown}", "is 'countdown', the run itself; name an"),
         ("checkpoint={keep_best: 1, every: 3}", "make evaluation.every (20) a multiple of"),
-        ("algorithm=sac", "algorithm: 'sac' is not one of ba_ppo, bapo"),
+        ("algorithm=sac", "algorithm: 'sac' is not one of arpo, ba_ppo, bapo"),
         (
             "loss.objective=sac",
             "loss.objective: objective is 'sac', which is not one of adaptive_cl",
@@ -136,6 +136,51 @@ def split(overrides: str) -> list[str]:
             "advantage.estimator=reinforce_pp gives one for each token",
         ),
         ("loss.clip_center=current", "set ratio to behavior or clip_center to one"),
+        (
+            "response_replay={min_cache: 17}",
+            "response_replay: min_cache (17) is above cache (16), so nothing would be replayed",
+        ),
+        (
+            "response_replay={only_correct: true}",
+            "only_correct is true but advantages is 'split': compared with each other alone",
+        ),
+        (
+            "response_replay={replace: true}",
+            "replace is true but advantages is 'split'",
+        ),
+        (
+            "response_replay={enabled: true, replace: true, advantages: mixed}",
+            "which leaves no fresh response of a group of 8; lower response_replay.count",
+        ),
+        (
+            "response_replay.enabled=true loss.ratio=decoupled",
+            "loss.ratio is 'decoupled', which has the trainer's log-probs of whole groups alone",
+        ),
+        (
+            "response_replay.enabled=true batch.dedup=rollout",
+            "would put responses into a batch twice; set batch.dedup=prompt",
+        ),
+        (
+            "response_replay={enabled: true, groups: revisited}",
+            "sampler.kind is 'uniform', which revisits no prompts; set sampler.kind=exgrpo",
+        ),
+        (
+            "algorithm=exgrpo rollout.max_generation_rounds=2 fresh.filter=range",
+            "a step has one round of prompts that are revisited",
+        ),
+        (
+            "loss.by_source={replayed: {shaping: 0.1}}",
+            "by_source.replayed.shaping is given but ratio is 'prox_current'",
+        ),
+        (
+            "algorithm=grpo loss.by_source={replayed: {shaping: 0.1, clip_low: 0.2}}",
+            "shaping is given with a clip bound, but the shaped ratio is not clipped",
+        ),
+        (
+            "algorithm=cispo loss.by_source={replayed: {clip_low: 0.2}}",
+            "by_source.replayed has a clip bound but objective is 'cispo'",
+        ),
+        ("loss.by_source={old: {}}", "loss.by_source.old"),
         ("name=Bad Name", "name: string should match pattern"),
         ("steps=soon", "steps: input should be a valid integer"),
         ("kl.coefficient=.nan", "kl.coefficient"),

@@ -26,6 +26,7 @@ GROUPS: dict[str, Groups] = {
     "all right": [[1.0] * 5, [1.0] * 5],
     "all wrong": [[0.0] * 5, [0.0] * 5],
     "one group of two": [[1.0, 0.0]],
+    "ragged": [[1.0, 0.0, 0.0], [0.5, 0.25], [RNG.gauss(0.4, 1) for _ in range(6)], [1.0, 1.0]],
 }
 
 
@@ -43,7 +44,13 @@ def responses_of(groups: Groups) -> Responses:
     mask = torch.arange(max(flat) + 1) < torch.tensor(flat)[:, None]
     penalties = torch.full(mask.shape, math.nan, dtype=torch.float64)
     penalties[mask] = torch.linspace(-0.2, 0.3, int(mask.sum()), dtype=torch.float64)
-    return Responses(torch.tensor(groups, dtype=torch.float64), mask, penalties)
+    sizes = [len(group) for group in groups]
+    # Padding has no influence, whatever its rewards.
+    padded = [[*group, *[0.0] * (max(sizes) - len(group))] for group in groups]
+    rewards = torch.tensor(padded, dtype=torch.float64)
+    if len(set(sizes)) == 1:
+        return Responses(rewards, mask, penalties)
+    return Responses(rewards, mask, penalties, torch.tensor(sizes))
 
 
 def estimated(name: str, groups: Groups, **options: object) -> list[list[float]]:
@@ -155,6 +162,13 @@ def test_reinforce_pp_baseline_whitens_what_exceeds_the_group(groups: Groups) ->
 def test_equal_rewards_give_exactly_zero(name: str, reward: float) -> None:
     advantages = estimated(name, [[reward] * 7, [reward] * 7])
     assert not any(value for row in advantages for value in row)
+
+
+@pytest.mark.parametrize("name", ["group", "rloo", "opo", "maxrl"])
+def test_a_response_without_others_gets_exactly_zero(name: str) -> None:
+    advantages = estimated(name, [[1.0, 0.0, 0.5], [0.7]])
+    assert advantages[:3] == estimated(name, [[1.0, 0.0, 0.5]])
+    assert not any(advantages[3])
 
 
 def test_the_configuration_knows_every_estimator() -> None:

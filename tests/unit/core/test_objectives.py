@@ -22,7 +22,7 @@ from bapo_core.clipping import search_bounds
 from bapo_core.config import AdaptiveClippingConfig, ConfigError, LossConfig
 from bapo_core.config.objectives import BEHAVIOR_OBJECTIVES, OBJECTIVE_NAMES
 from bapo_core.methods import EXAMPLE
-from bapo_core.objectives import OBJECTIVES, Tokens, get_objective
+from bapo_core.objectives import OBJECTIVES, Tokens, get_objective, losses_by_source, shaped
 from tests.unit.core.test_plug_ins import distribution
 
 Rows = list[list[float]]
@@ -473,6 +473,62 @@ def test_at_least_one_token_is_kept_drawn_or_penalised() -> None:
     none, _, _ = computed("kl_cov", case, fraction=1e-9, coefficient=1e-12)
     one, _, _ = computed("kl_cov", case, fraction=1e-9)
     assert ((one.losses - none.losses).abs() > 1e-6).sum() == 1
+
+
+def test_the_shaped_ratio_is_that_of_the_equation() -> None:
+    """-w A r / (r + gamma), whose gradient by log pi is -w A gamma r / (r + gamma)^2."""
+    case, gamma = CASES["stale"], 0.1
+    tokens = tokens_of(case)
+    losses, clipped = shaped(tokens, gamma)
+    losses.sum().backward()
+    assert tokens.logprobs.grad is not None
+    assert not clipped.any()
+    for i, row in enumerate(case.logprobs):
+        for t, logprob in enumerate(row):
+            r = math.exp(logprob - case.prox[i][t])
+            factor = case.weights[i][t] * case.advantages[i]
+            gradient = -factor * gamma * r / (r + gamma) ** 2
+            assert losses[i, t].item() == pytest.approx(-factor * r / (r + gamma), abs=1e-12)
+            assert tokens.logprobs.grad[i, t].item() == pytest.approx(gradient, abs=1e-12)
+
+
+def test_each_source_has_the_loss_of_its_settings() -> None:
+    case = CASES["stale"]
+    sources = ["fresh", "replayed", "reevaluated", "fresh", *["replayed"] * 3, "fresh"]
+    loss = LossConfig.model_validate(
+        {
+            "ratio": "behavior",
+            "by_source": {
+                "replayed": {"coefficient": 0.5, "clip_low": 0.05, "clip_high": 0.9},
+                "reevaluated": {"shaping": 0.1},
+            },
+        }
+    )
+    objective = get_objective("ppo")
+    losses, clipped = losses_by_source(objective, tokens_of(case), sources, loss, {})
+    plain = objective.loss(tokens_of(case), LossConfig(), {})
+    settings = LossConfig(clip_low=0.05, clip_high=0.9)
+    replayed = objective.loss(tokens_of(case), settings, {})
+    reevaluated = shaped(tokens_of(case), 0.1)
+    for row, source in enumerate(sources):
+        expected = {"fresh": plain, "replayed": replayed, "reevaluated": reevaluated}[source]
+        factor = 0.5 if source == "replayed" else 1.0
+        assert torch.equal(losses[row], factor * expected.losses[row]), source
+        assert torch.equal(clipped[row], expected.clipped[row]), source
+    assert not torch.equal(plain.losses[1], replayed.losses[1])
+
+
+def test_a_bound_that_is_null_does_not_clip() -> None:
+    tokens = tokens_of(CASES["stale"])
+    settings = LossConfig(clip_low=None, clip_high=None, dual_clip=None)
+    losses, clipped = get_objective("ppo").loss(tokens, settings, {})
+    assert not clipped.any()
+    expected = torch.where(tokens.valid, -tokens.gains * tokens.log_ratios.exp(), 0.0)
+    assert torch.allclose(losses, expected)
+    one_sided = LossConfig(clip_low=None, dual_clip=None)
+    _, clipped = get_objective("ppo").loss(tokens, one_sided, {})
+    assert clipped.any()
+    assert not clipped[tokens.valid & (tokens.advantages < 0)].any()
 
 
 def test_the_configuration_knows_every_objective() -> None:

@@ -37,10 +37,10 @@ def all_rows(batch: Any) -> list[torch.Tensor | None]:
 
 def test_the_last_token_of_a_response_gets_its_reward() -> None:
     batch = single.batch()
-    rewards = token_rewards(batch.rewards, batch.mask)
-    assert torch.equal(rewards.sum(dim=1), batch.rewards.flatten())
+    rewards = token_rewards(batch.row_rewards, batch.mask)
+    assert torch.equal(rewards.sum(dim=1), batch.row_rewards)
     last = batch.mask.sum(dim=1) - 1
-    assert torch.equal(rewards[torch.arange(len(last)), last], batch.rewards.flatten())
+    assert torch.equal(rewards[torch.arange(len(last)), last], batch.row_rewards)
 
 
 def test_advantages_are_the_whitened_gae_of_the_values() -> None:
@@ -52,7 +52,11 @@ def test_advantages_are_the_whitened_gae_of_the_values() -> None:
     advantages, targets, _ = trainer.advantages(batch, all_rows(batch))
     assert targets.old_values[batch.mask].std() > 0.1
     plain, returns = gae(
-        token_rewards(batch.rewards, batch.mask), targets.old_values, batch.mask, gamma=0.9, lam=0.8
+        token_rewards(batch.row_rewards, batch.mask),
+        targets.old_values,
+        batch.mask,
+        gamma=0.9,
+        lam=0.8,
     )
     torch.testing.assert_close(targets.returns, returns)
     valid = plain[batch.mask]
@@ -62,7 +66,7 @@ def test_advantages_are_the_whitened_gae_of_the_values() -> None:
     raw = CriticTrainer(settings("advantage.whiten=false"), critic(), ALONE)
     unwhitened, _, _ = raw.advantages(batch, all_rows(batch))
     # With values of 0 and no discount, every token gets the reward itself.
-    rewards = batch.rewards.flatten()[:, None].expand_as(batch.mask)
+    rewards = batch.row_rewards[:, None].expand_as(batch.mask)
     torch.testing.assert_close(unwhitened, torch.where(batch.mask, rewards, 0.0))
 
 
@@ -87,7 +91,7 @@ def test_a_value_beyond_the_clip_range_gets_no_gradient_away_from_it() -> None:
     with torch.no_grad():
         trainer.critic.value.bias.fill_(0.5)  # towards the rewards of 1, away from those of 0
     trainer.backward(batch, rows, targets, scale, 1.0)
-    right = batch.rewards.flatten() == 1.0
+    right = batch.row_rewards == 1.0
     assert right.any()
     gradient = trainer.critic.value.bias.grad
     assert gradient is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -24,6 +25,7 @@ from services.common.objectstore import ObjectStore
 from services.trainer.data import Batch, TrajectoryReader, collate, split_by_group
 
 TENSORS = (
+    "member",
     "group",
     "tokens",
     "prompt_lengths",
@@ -34,8 +36,14 @@ TENSORS = (
 )
 
 
-def collate_by_response(groups: Sequence[TrajectoryGroup]) -> dict[str, torch.Tensor]:
-    """Builds the tensors of a batch one response at a time: slow, and easy to follow."""
+def collate_by_response(
+    groups: Sequence[TrajectoryGroup], joins: Sequence[bool] | None = None
+) -> dict[str, torch.Tensor]:
+    """Builds the tensors of a batch one response at a time: slow, and easy to follow.
+
+    joins: whether each one joins the group of the one before.
+    """
+    joins = joins or [False] * len(groups)
     responses = [(index, response) for index, g in enumerate(groups) for response in g.responses]
     sequences = [
         [*groups[index].prompt_token_ids, *response.token_ids] for index, response in responses
@@ -51,15 +59,24 @@ def collate_by_response(groups: Sequence[TrajectoryGroup]) -> dict[str, torch.Te
         behavior_logprobs[row, :count] = torch.tensor(response.logprobs)
         mask[row, :count] = True
     prompt_lengths = [len(groups[index].prompt_token_ids) for index, _ in responses]
-    rewards = [[response.reward for response in group.responses] for group in groups]
+    rewards: list[list[float]] = []
+    compared = []
+    for group, joined in zip(groups, joins, strict=True):
+        if not joined:
+            rewards.append([])
+        rewards[-1] += [response.reward for response in group.responses]
+        compared += [len(rewards) - 1] * len(group.responses)
+    most = max((len(of_group) for of_group in rewards), default=2)
+    padded = [of_group + [0.0] * (max(most, 2) - len(of_group)) for of_group in rewards]
     return {
-        "group": torch.tensor([index for index, _ in responses], dtype=torch.long),
+        "member": torch.tensor([index for index, _ in responses], dtype=torch.long),
+        "group": torch.tensor(compared, dtype=torch.long),
         "tokens": tokens,
         "prompt_lengths": torch.tensor(prompt_lengths, dtype=torch.long),
         "lengths": torch.tensor([len(sequence) for sequence in sequences], dtype=torch.long),
         "behavior_logprobs": behavior_logprobs,
         "mask": mask,
-        "rewards": torch.tensor(rewards).reshape(len(groups), -1 if groups else 1),
+        "rewards": torch.tensor(padded).reshape(len(rewards), max(most, 2)),
     }
 
 
@@ -72,9 +89,8 @@ def assert_same(batch: Batch, expected: dict[str, torch.Tensor]) -> None:
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[TrajectoryGroup]:
-    """Draws ragged groups of equal size; log-probs are float32, as they are stored."""
+    """Draws ragged groups; log-probs are float32, as they are stored."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    size = draw(st.integers(1, 4))
 
     def response() -> TrajectoryResponse:
         length = int(rng.integers(1, 9))
@@ -87,25 +103,36 @@ def batches(draw: st.DrawFn) -> list[TrajectoryGroup]:
             str(index),
             rng.integers(0, 2**31 - 1, int(rng.integers(0, 6))).tolist(),
             1,
-            [response() for _ in range(size)],
+            [response() for _ in range(int(rng.integers(1, 5)))],
         )
         for index in range(draw(st.integers(0, 5)))
     ]
 
 
-@given(batches())
+@given(batches(), st.data())
 def test_columns_give_the_same_tensors_as_responses_one_by_one(
-    groups: list[TrajectoryGroup],
+    groups: list[TrajectoryGroup], data: Any
 ) -> None:
-    assert_same(collate([], table_of(groups)), collate_by_response(groups))
+    joins = [index > 0 and data.draw(st.booleans()) for index in range(len(groups))]
+    members = [
+        member(index, len(group.responses), "", 0, None).model_copy(
+            update={"joins_previous": joined}
+        )
+        for index, (group, joined) in enumerate(zip(groups, joins, strict=True))
+    ]
+    batch = collate(members, table_of(groups))
+    assert_same(batch, collate_by_response(groups, joins))
+    assert batch.row_rewards.tolist() == [
+        response.reward for group in groups for response in group.responses
+    ]
+    assert int(batch.sizes.sum()) == len(batch.lengths)
 
 
-def test_groups_of_different_sizes_are_refused() -> None:
+def test_a_table_with_other_rows_than_the_members_is_refused() -> None:
     response = TrajectoryResponse([1], [-1.0], 0.0, "stop", "", correct=False)
-    sizes = [3, 1]
-    groups = [TrajectoryGroup(str(n), [1], 1, [response] * n) for n in sizes]
-    with pytest.raises(ValueError, match="differ in size"):
-        collate([], table_of(groups))
+    table = table_of([TrajectoryGroup("0", [1], 1, [response] * 3)])
+    with pytest.raises(ValueError, match="members have 2 rows, but the table 3"):
+        collate([member(0, 2, "", 0, None)], table)
 
 
 class MemoryStore:
@@ -168,6 +195,22 @@ def test_a_batch_takes_its_groups_from_any_objects_in_the_manifests_order(
             row += size
     order = data.draw(st.permutations(range(len(groups))))
     reader = TrajectoryReader(cast(ObjectStore, store))
+    chosen = {
+        index: sorted(data.draw(st.sets(st.integers(0, len(group.responses) - 1), min_size=1)))
+        for index, group in enumerate(groups)
+    }
+    parts = [members[index].model_copy(update={"rows": chosen[index]}) for index in order]
+    assert_same(
+        reader.batch(parts),
+        collate_by_response(
+            [
+                replace(
+                    groups[index], responses=[groups[index].responses[n] for n in chosen[index]]
+                )
+                for index in order
+            ]
+        ),
+    )
     batch = reader.batch([members[index] for index in order], with_storage=True)
     assert_same(batch, collate_by_response([groups[index] for index in order]))
     assert batch.storage_logprobs is not None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from statistics import fmean, pvariance
 from typing import Any
 
 import pytest
@@ -18,8 +20,9 @@ from bapo_core.errors import BapoError
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
 from services.buffer.api.wire import ManifestMember
 from services.trainer import attention
-from services.trainer.data import Batch, Plan, collate, make_plan, microbatches
+from services.trainer.data import Batch, Plan, collate, make_plan, microbatches, split_groups
 from services.trainer.diagnostics import StepResults, diagnose
+from services.trainer.digests import group_digests
 from services.trainer.lora import add_adapters
 from services.trainer.phases import PhaseTimer
 from services.trainer.policy import Policy, response_logprobs
@@ -74,8 +77,13 @@ def config(*overrides: str) -> RunConfig:
     )
 
 
-def batch(source: str = "fresh", behavior: float | None = None) -> Batch:
-    """Builds ragged groups with mixed rewards; behaviour log-probs are random, or `behavior`."""
+def batch(
+    source: str = "fresh", behavior: float | None = None, joins: Collection[int] = ()
+) -> Batch:
+    """Builds ragged groups with mixed rewards; behaviour log-probs are random, or `behavior`.
+
+    joins: indexes of those that are compared with the ones before them.
+    """
     draw = torch.Generator().manual_seed(3)
 
     def integers(low: int, high: int, count: int = 1) -> list[int]:
@@ -112,6 +120,7 @@ def batch(source: str = "fresh", behavior: float | None = None) -> Batch:
                 object_digest="",
                 row_start=0,
                 row_count=G,
+                joins_previous=index in joins,
             )
         )
     return collate(members, table_of(groups))
@@ -149,6 +158,39 @@ def test_the_gradient_does_not_depend_on_the_microbatches(aggregation: str) -> N
     assert gradients[0].abs().max() > 1e-3
     for gradient in gradients[1:]:
         assert torch.allclose(gradient, gradients[0], atol=1e-6)
+
+
+def test_members_that_join_are_compared_as_one_group() -> None:
+    settings, data = config(), batch(joins=(1, 2, 5))
+    targets, _ = updater_of(settings)._make_targets(data)
+    rewards, start = data.row_rewards.tolist(), 0
+    for size in (3 * G, G, 2 * G):
+        group = rewards[start : start + size]
+        expected = [(r - fmean(group)) / math.sqrt(pvariance(group) + 1e-6) for r in group]
+        advantages = targets.advantages[start : start + size]
+        assert advantages[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
+        start += size
+    assert start == GROUPS * G
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_members_that_join_are_in_the_same_updates_and_ranks(ranks: int) -> None:
+    data = batch(joins=(1, 2, 5))
+    settings = config("optimizer.minibatch_prompts=2", "optimizer.epochs=2")
+    plan = make_plan(settings, 1, data.members, ranks=ranks, width=16)
+    assert len(plan.updates) == 4
+    for updates in (plan.updates[:2], plan.updates[2:]):
+        placed = [group for update in updates for rank in update for group in rank]
+        assert sorted(placed) == [0, 1, 2]
+    groups = split_groups(data.members)
+    assert [[member.group_id for member in group] for group in groups] == [[0, 1, 2], [3], [4, 5]]
+
+
+def test_the_digest_of_a_group_holds_the_members_that_join() -> None:
+    apart, joined = batch(), batch(joins=(1, 2, 5))
+    assert len(list(group_digests(apart))) == GROUPS
+    assert len(list(group_digests(joined))) == GROUPS - 3
+    assert list(group_digests(joined))[1] == list(group_digests(apart))[3]
 
 
 def test_the_same_step_gives_the_same_weights_bit_for_bit() -> None:

@@ -1,0 +1,81 @@
+"""Chooses the responses of earlier steps that join the fresh groups of a batch.
+
+The rules are `bapo_core.response_replay`'s. The cache of a prompt is what its committed groups hold
+of responses, so a rewind needs to undo nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from bapo_core.config import RunConfig
+from bapo_core.response_replay import StoredResponse, choose_responses, gets_replayed
+from bapo_core.seeding import derive_rng
+from bapo_core.types import GroupSummary
+from services.buffer.samplers import count_revisited
+from services.buffer.stored_groups import SUMMARY_COLUMNS
+from services.buffer.tables import PromptRow, RolloutGroup, Run
+
+
+def choose_replayed(
+    session: Session,
+    run: Run,
+    config: RunConfig,
+    step: int,
+    fresh: Sequence[GroupSummary],
+) -> dict[int, list[StoredResponse]]:
+    """Returns the responses that join each fresh group of a step, by the group's id."""
+    settings = config.response_replay
+    if not settings.enabled:
+        return {}
+    # `fresh` has all groups of the step in the order of their draw, the revisited ones first.
+    first = count_revisited(session, run, config, step) if settings.groups == "revisited" else 0
+    groups = [
+        group
+        for rank, group in enumerate(fresh)
+        if gets_replayed(group, settings, revisited=rank < first)
+    ]
+    cache = _read_cache(session, run, step, [group.prompt_uid for group in groups])
+    chosen = {
+        group.group_id: choose_responses(
+            cache.get(group.prompt_uid, []),
+            settings,
+            derive_rng(config.seed, "responses", step, group.prompt_uid),
+        )
+        for group in groups
+    }
+    return {group_id: responses for group_id, responses in chosen.items() if responses}
+
+
+def _read_cache(
+    session: Session, run: Run, step: int, uids: Sequence[str]
+) -> dict[str, list[StoredResponse]]:
+    """Returns the responses to these prompts in groups of steps before `step`, oldest first."""
+    rows = session.execute(
+        select(*SUMMARY_COLUMNS, RolloutGroup.responses)
+        .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
+        .where(
+            RolloutGroup.run_id == run.id,
+            RolloutGroup.prompt_id.in_(
+                select(PromptRow.id).where(
+                    PromptRow.dataset == run.train_dataset, PromptRow.uid.in_(uids)
+                )
+            ),
+            RolloutGroup.step < step,
+            RolloutGroup.kind != "evaluation",
+            RolloutGroup.responses.is_not(None),
+        )
+        .order_by(RolloutGroup.step, RolloutGroup.kind)
+    )
+    cache: dict[str, list[StoredResponse]] = {}
+    for *summary, responses in rows:
+        group = GroupSummary(*summary)
+        columns = (responses["rewards"], responses["correct"], responses["logprobs"])
+        cache.setdefault(group.prompt_uid, []).extend(
+            StoredResponse(group, row, *values)
+            for row, values in enumerate(zip(*columns, strict=True))
+        )
+    return cache
