@@ -31,6 +31,8 @@ class EvictionReason(StrEnum):
     """A newer group with the same dedup key was admitted."""
     SOLVED = "solved"
     """Re-evaluation measured mu_new > c1, so the prompt is no longer hard."""
+    SUPERVISED = "supervised"
+    """A supervised update had the prompt's demonstration (ReLIFT)."""
 
 
 Evicted = list[tuple[GroupSummary, EvictionReason]]

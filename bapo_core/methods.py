@@ -19,6 +19,7 @@ from bapo_core.clipping import search_bounds
 from bapo_core.config import (
     PRESETS,
     AdvantageConfig,
+    DemonstrationsConfig,
     ResponseReplayConfig,
     SamplerConfig,
     SourceLossConfig,
@@ -49,6 +50,16 @@ def reinforce(tokens, settings, statistics):
     return TokenLosses(losses, torch.zeros_like(tokens.valid))
 """
 """The code of the page's plug-in."""
+
+DEMONSTRATIONS = """A demonstration is a correct response of a teacher to a training prompt: a
+column `demonstration` of the data, to which `task.columns` may map another one, or what a task
+composes itself, as `countdown` does.
+
+```
+bapo run examples/countdown.yaml algorithm=luffy
+bapo run maths.yaml algorithm=relift 'task.columns={demonstration: solution}'
+```"""
+"""What the page says of demonstrations."""
 
 HEADER = """# Methods
 
@@ -177,7 +188,10 @@ def _samplers() -> Iterator[str]:
 def _response_replay() -> Iterator[str]:
     yield from ("## Response replay", "", _markdown(choose_responses), "")
     yield from (*render_keys("response_replay", ResponseReplayConfig), "")
-    yield from ("### Shaped ratio", "", "`loss.by_source.SOURCE.shaping` is its gamma.", "")
+    yield from ("## Demonstrations", "", DEMONSTRATIONS, "")
+    yield from (*render_keys("demonstrations", DemonstrationsConfig), "")
+    yield from ("## Losses of single sources", "", "### Shaped ratio", "")
+    yield from ("`loss.by_source.SOURCE.shaping` is its gamma.", "")
     yield from (_markdown(shaped), "")
     yield from (*render_keys("loss.by_source.SOURCE", SourceLossConfig), "")
 

@@ -97,13 +97,22 @@ def _largest_variance(rewards: Sequence[float], count: int) -> list[int]:
     return subset(max(range(count + 1), key=score))
 
 
-def is_mixed(group: GroupSummary, chosen: Sequence[StoredResponse]) -> bool:
+def is_mixed(
+    group: GroupSummary, chosen: Sequence[StoredResponse], *, demonstrated: bool = False
+) -> bool:
     """Whether a fresh group has correct and wrong responses together with the chosen ones.
 
     If they replace some of a group that is mixed itself, the result is taken to be mixed, too.
+    demonstrated: whether a demonstration joins them, which is correct.
     """
-    correct = group.correct + sum(response.correct for response in chosen)
-    return 0 < correct < group.size + len(chosen)
+    correct = group.correct + sum(response.correct for response in chosen) + demonstrated
+    return 0 < correct < group.size + len(chosen) + demonstrated
+
+
+def without_first(member: BatchMember, count: int) -> BatchMember:
+    """Returns a member without its first responses, which others take the place of."""
+    rows = range(member.group.size) if member.rows is None else member.rows
+    return replace(member, rows=tuple(rows)[count:])
 
 
 def add_responses(
@@ -113,9 +122,10 @@ def add_responses(
 ) -> TrainingBatch:
     """Puts replayed responses after the fresh groups of their prompts.
 
-    chosen: responses by the id of the fresh group. With `settings.replace`, they take the place of
-    the group's first responses, which are no different from its others. With advantages `mixed`,
-    they are compared with the group's own; with `split`, with each other alone.
+    chosen: responses by the id of the fresh group, as `choose_responses` returns them. With
+    `settings.replace`, they take the place of the group's first responses, which are no different
+    from its others. With advantages `mixed`, they are compared with the group's own; with `split`,
+    with each other alone.
     """
     members: list[BatchMember] = []
     for member in batch.members:
@@ -124,10 +134,10 @@ def add_responses(
             members.append(member)
             continue
         if settings.replace:
-            member = replace(member, rows=tuple(range(len(responses), member.group.size)))
+            member = without_first(member, len(responses))
         members.append(member)
-        ordered = sorted(responses, key=lambda response: (response.group.group_id, response.row))
-        for number, (_, of_group) in enumerate(groupby(ordered, lambda one: one.group.group_id)):
+        by_group = groupby(responses, lambda response: response.group.group_id)
+        for number, (_, of_group) in enumerate(by_group):
             rows = list(of_group)
             members.append(
                 BatchMember(

@@ -174,7 +174,7 @@ def rank_candidates(
                 posteriors, target=settings.target, temperature=settings.temperature, rng=rng
             )
         case _:
-            raise ValueError(f"the sampler {settings.kind!r} ranks no candidates")
+            raise ValueError(f"the sampler {settings.kind} has no candidates to rank")
 
 
 def rank_by_thompson(

@@ -15,7 +15,11 @@ class Source(StrEnum):
     REEVALUATED = "reevaluated"
     """X2: a hard prompt of B_bad, answered again by the current policy theta_t."""
     REPLAYED = "replayed"
-    """X3: a stored group of B_high, reused unchanged."""
+    """X3: a stored group of B_high, reused unchanged; or a response of an earlier step."""
+
+
+DEMONSTRATED = "demonstrated"
+"""The source of a response that is a demonstration, which no policy of the run sampled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,25 @@ PRESETS: dict[str, dict[str, Any]] = {
         },
         loss={"clip_high": 0.3, "ratio": "prox_current", "weight_mode": "unit"},
     ),
+    "luffy": _on_policy(
+        aggregation="seq-mean-token-sum-norm",
+        demonstrations={"join": "all"},
+        advantage={"scale": "none"},
+        loss={
+            "clip_low": None,
+            "clip_high": None,
+            "by_source": {"demonstrated": {"shaping": 0.1}},
+            "entropy_coefficient": 0.001,
+        },
+    ),
+    "relift": _on_policy(
+        aggregation="seq-mean-token-sum-norm",
+        reevaluate={"enabled": False, "c1": 0.0},
+        hard_buffer={"capacity": 1024},
+        demonstrations={"supervise_every": 128},
+        advantage={"scale": "none"},
+        loss={"clip_low": None, "clip_high": None, "entropy_coefficient": 0.001},
+    ),
     "exgrpo": _on_policy(
         aggregation="seq-mean-token-sum-norm",
         sampler={"kind": "exgrpo"},
@@ -190,6 +209,11 @@ SUMMARIES: dict[str, str] = {
     "repo": "Responses of earlier steps beside the fresh ones to the same prompt "
     "(arXiv 2506.09340). With its cache of 16 responses, nothing is replayed before a prompt's "
     "third epoch.",
+    "luffy": "A demonstration in place of one response of each group, with a shaped ratio "
+    "(arXiv 2504.14945). It needs demonstrations, which `countdown` composes and other data have "
+    "in a column.",
+    "relift": "Supervised updates on the demonstrations of prompts that stay unsolved "
+    "(arXiv 2506.07527).",
     "exgrpo": "Prompts that were solved in part are revisited, with a success of their past in "
     "place of a fresh response (arXiv 2510.02245). The mean log-prob at sampling time stands for "
     "the entropy under the current policy, by which the paper chooses the success.",

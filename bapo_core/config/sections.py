@@ -73,6 +73,8 @@ Algorithm = Literal[
     "repo",
     "arpo",
     "exgrpo",
+    "luffy",
+    "relift",
 ]
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -395,6 +397,28 @@ class ResponseReplayConfig(Section):
         return self
 
 
+class DemonstrationsConfig(Section):
+    """Demonstrations: correct responses to training prompts, which are not the policy's own.
+
+    They are a column `demonstration` of the data (`task.columns` maps it), or composed by the task,
+    as `countdown` does. The verifier checks them when the data are loaded.
+    """
+
+    join: Literal["none", "all", "unsolved"] = "none"
+    """Fresh groups that the demonstration of their prompt joins, in place of one response: `all`
+    (LUFFY), or those without a correct response (`unsolved`). It has the reward of a correct
+    answer, and probability 1 under its behaviour policy."""
+    supervise_every: int = Field(0, ge=0)
+    """Number of unsolved prompts after which a step has a supervised update on their demonstrations
+    (ReLIFT: 128); 0 turns it off. The prompts are collected in the hard buffer, which they then
+    leave."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the run needs demonstrations."""
+        return self.join != "none" or self.supervise_every > 0
+
+
 class HighQualityBufferConfig(Section):
     """The high-quality buffer B_high: fresh groups with c2 <= mu <= c3, which X3 replays."""
 
@@ -576,9 +600,9 @@ class LossConfig(Section):
     clip_center: Literal["one", "current"] = "one"
     """Centre of the clip range of `objective: ppo` under `ratio: behavior`: 1, or theta_t /
     behaviour (delayed GRPO)."""
-    by_source: dict[Literal["fresh", "reevaluated", "replayed"], SourceLossConfig] = Field(
-        default_factory=dict
-    )
+    by_source: dict[
+        Literal["fresh", "reevaluated", "replayed", "demonstrated"], SourceLossConfig
+    ] = Field(default_factory=dict)
     """Settings of single sources, for example `{replayed: {coefficient: 0.5}}`."""
     clip_low: float | None = Field(0.2, gt=0.0)
     """Distance of the lower clip bound of `objective: ppo` from the centre (released script:
@@ -853,6 +877,7 @@ class RunConfig(Section):
     reevaluate: ReevaluateConfig = ReevaluateConfig()
     replay: ReplayConfig = ReplayConfig()
     response_replay: ResponseReplayConfig = ResponseReplayConfig()
+    demonstrations: DemonstrationsConfig = DemonstrationsConfig()
     hard_buffer: HardBufferConfig = HardBufferConfig()
     high_quality_buffer: HighQualityBufferConfig = HighQualityBufferConfig()
     replay_window: ReplayWindowConfig = ReplayWindowConfig()
@@ -889,6 +914,11 @@ class RunConfig(Section):
     def prompts_needed(self) -> int:
         """Fewest training prompts from which a step can draw in all of its generation rounds."""
         return self.candidates_per_round * self.rollout.max_generation_rounds
+
+    @property
+    def keeps_hard_buffer(self) -> bool:
+        """Whether hard groups are stored: for re-evaluation, or for supervised updates."""
+        return self.reevaluate.enabled or self.demonstrations.supervise_every > 0
 
     @property
     def hard_capacity(self) -> int:
@@ -1029,6 +1059,22 @@ class RunConfig(Section):
             raise ValueError(
                 "response_replay.enabled and replay.enabled with batch.dedup=rollout would put "
                 "responses into a batch twice; set batch.dedup=prompt, or one of both to false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _supervises(self) -> RunConfig:
+        count = self.demonstrations.supervise_every
+        if count and self.reevaluate.enabled:
+            raise ValueError(
+                f"demonstrations.supervise_every is {count} with reevaluate.enabled, but both take "
+                "prompts from the hard buffer; set one of them to 0 or false"
+            )
+        if count > self.hard_capacity:
+            raise ValueError(
+                f"demonstrations.supervise_every ({count}) is above the capacity of the hard "
+                f"buffer ({self.hard_capacity}), so no update would ever be due; raise "
+                "hard_buffer.capacity"
             )
         return self
 

@@ -18,6 +18,9 @@ templates: {"type": "text", "text": ...} and {"type": "image", **reference}.
 """
 
 
+DEMONSTRATION = "demonstration"
+"""Key of a payload, and column of a data set, that holds a correct response to the problem."""
+
 Key = TypeVar("Key")
 Drawn = TypeVar("Drawn")
 
@@ -74,8 +77,9 @@ class Task(Protocol):
 
     A constructor raises `ValueError` or `TypeError` for an option that it refuses. A task may also
     have `warm_up() -> None`, for slow imports and tables, which the verifier calls before the first
-    deadline starts; `reward_parts: Sequence[str]`, the names of the parts of its verdicts; and
-    `normalise(answer) -> str`, for `normalise_answer`, in linear time.
+    deadline starts; `reward_parts: Sequence[str]`, the names of the parts of its verdicts;
+    `normalise(answer) -> str`, for `normalise_answer`, in linear time; and
+    `demonstrate(payload) -> str | None`, for `demonstration`.
     """
 
     @property
@@ -126,6 +130,15 @@ def normalise_answer(task: Task, answer: str | None) -> str:
         return ""
     normalise: Callable[[str], str] | None = getattr(task, "normalise", None)
     return "".join(answer.split()) if normalise is None else normalise(answer)
+
+
+def demonstration(task: Task, payload: Payload) -> str | None:
+    """Returns a correct response to a problem that the task composes itself, or None.
+
+    Only a task that has `demonstrate` does; demonstrations are otherwise a column of the data.
+    """
+    demonstrate: Callable[[Payload], str | None] | None = getattr(task, "demonstrate", None)
+    return None if demonstrate is None else demonstrate(payload)
 
 
 def draw_distinct(

@@ -26,6 +26,7 @@ from bapo_core.tasks.expressions import (
     MAX_LENGTH,
     Expression,
     ExpressionError,
+    find_expression,
     parse,
     random_expression,
 )
@@ -115,6 +116,18 @@ class CountdownTask:
             return Verdict(0.0, VerdictStatus.PARSE_ERROR, answer, str(error))
         status, detail = _judge(expression, payload["nums"], payload["target"])
         return Verdict(1.0 if status is VerdictStatus.OK else 0.0, status, answer, detail)
+
+    def demonstrate(self, payload: Payload) -> str | None:
+        """Returns a response with an expression that solves the problem, found by search.
+
+        The search takes half a millisecond for 3 to 4 numbers.
+        """
+        expression = find_expression(payload["nums"], payload["target"])
+        if expression is None or self.template == "short":
+            return expression
+        thought = f"{expression} uses each number once and equals {payload['target']}."
+        opening = "" if self.template == "prefilled" else "<think>"
+        return f"{opening}{thought}</think>\n<answer>{expression}</answer>"
 
     def parse_row(self, row: Mapping[str, Any]) -> Payload:
         """Returns the problem of a row.

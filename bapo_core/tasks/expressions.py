@@ -158,3 +158,35 @@ def _combine(left: _Operand, operator: str, right: _Operand) -> _Operand:
     right_text = f"({right.text})" if loose else right.text
     value = _APPLY[operator](left.value, right.value)
     return _Operand(f"{left_text}{operator}{right_text}", precedence, value)
+
+
+# ---- search -------------------------------------------------------------------------------------
+
+
+def find_expression(numbers: Sequence[int], target: int) -> str | None:
+    """Returns an expression over all `numbers` (positive) that equals `target`, or None.
+
+    It has only the parentheses that its value needs. Of several, it is always the same one.
+    """
+    return _find([_Operand(str(number), _ATOM, Fraction(number)) for number in numbers], target)
+
+
+def _find(operands: list[_Operand], target: int) -> str | None:
+    """Replaces any two operands by one, in every way, until one is left."""
+    if len(operands) == 1:
+        return operands[0].text if operands[0].value == target else None
+    for i, left in enumerate(operands):
+        for j, right in enumerate(operands):
+            if i == j:
+                continue
+            rest = [operand for k, operand in enumerate(operands) if k not in (i, j)]
+            # The operands of a sum or a product are taken in one order.
+            for operator in "+-*/" if i < j else "-/":
+                if operator == "/" and not right.value:
+                    continue
+                if not rest and _APPLY[operator](left.value, right.value) != target:
+                    continue  # the text of a wrong result is not needed
+                found = _find([*rest, _combine(left, operator, right)], target)
+                if found is not None:
+                    return found
+    return None

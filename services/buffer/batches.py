@@ -7,9 +7,11 @@ of committed state and the seed, so a repeated request gets the recorded one.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from sqlalchemy import select
+from sqlalchemy import literal, select
 from sqlalchemy.orm import Session
 
 from bapo_core.batch import build_batch
@@ -17,14 +19,25 @@ from bapo_core.buffers import eligible_high, promoted
 from bapo_core.config import RunConfig
 from bapo_core.filters import gaussian_filter, range_filter, uniform_filter
 from bapo_core.metrics import accuracy_bins
-from bapo_core.response_replay import StoredResponse, add_responses, is_mixed
+from bapo_core.response_replay import (
+    StoredResponse,
+    add_responses,
+    is_mixed,
+    without_first,
+)
 from bapo_core.seeding import derive_rng
 from bapo_core.thresholds import replay_window, running_reward, within
-from bapo_core.types import GroupSummary, TrainingBatch
+from bapo_core.types import DEMONSTRATED, GroupSummary, Source, TrainingBatch
 from services.buffer.api import wire
 from services.buffer.artifacts import is_set_aside
 from services.buffer.buffers import buffer_as_of, reevaluated_entries
 from services.buffer.bulk import insert_columns
+from services.buffer.demonstrations import (
+    DEMONSTRATION_TEXT,
+    demonstrated_groups,
+    joins,
+    supervised_entries,
+)
 from services.buffer.pages import after_cursor, page_of
 from services.buffer.response_replay import choose_replayed
 from services.buffer.runs import run_config
@@ -181,7 +194,7 @@ def _compose(
         )
     chosen = choose_replayed(session, run, config, step, fresh)
     batch = build_batch(
-        filter_fresh(config, step, fresh, chosen),
+        filter_fresh(config, step, fresh, find_rescued(session, run, config, fresh, chosen)),
         x2,
         candidates,
         capacity=config.batch_capacity,
@@ -190,7 +203,14 @@ def _compose(
         rng=derive_rng(config.seed, "batch", step),
         dedup=config.batch.dedup,
     )
-    return add_responses(batch, chosen, config.response_replay)
+    demonstrated = demonstrated_groups(session, run, config, batch.of(Source.FRESH))
+    members = [
+        without_first(member, 1)
+        if member.source is Source.FRESH and member.group.group_id in demonstrated
+        else member
+        for member in batch.members
+    ]
+    return add_responses(replace(batch, members=members), chosen, config.response_replay)
 
 
 def is_promoted(config: RunConfig, stored: GroupSummary, new: GroupSummary) -> bool:
@@ -198,26 +218,41 @@ def is_promoted(config: RunConfig, stored: GroupSummary, new: GroupSummary) -> b
     return promoted(stored, new, rule=config.reevaluate.rule, c1=config.reevaluate.c1)
 
 
-def filter_fresh(
+def find_rescued(
+    session: Session,
+    run: Run,
     config: RunConfig,
-    step: int,
     fresh: Sequence[GroupSummary],
-    replayed: Mapping[int, Sequence[StoredResponse]],
+    chosen: Mapping[int, Sequence[StoredResponse]],
+) -> set[int]:
+    """Returns the ids of the fresh groups that are mixed together with what joins them.
+
+    chosen: the replayed responses by the id of the fresh group.
+    """
+    demonstrated = demonstrated_groups(session, run, config, fresh)
+    compared = chosen if config.response_replay.advantages == "mixed" else {}
+    return {
+        group.group_id
+        for group in fresh
+        if is_mixed(
+            group,
+            compared.get(group.group_id, ()),
+            demonstrated=group.group_id in demonstrated,
+        )
+    }
+
+
+def filter_fresh(
+    config: RunConfig, step: int, fresh: Sequence[GroupSummary], rescued: Collection[int]
 ) -> list[GroupSummary]:
     """Applies the online filter (A.3) to the fresh groups of a step; what it keeps is X1.
 
-    replayed: responses that will be compared with those of a group, by its id.
+    rescued: ids of the groups that are mixed together with what joins them (`find_rescued`).
     """
     rng = derive_rng(config.seed, "filter", step)
     match config.fresh.filter:
         case "range":
-            mixed = {group.group_id for group in range_filter(fresh)}
-            if config.response_replay.advantages == "mixed":
-                mixed |= {
-                    group.group_id
-                    for group in fresh
-                    if is_mixed(group, replayed.get(group.group_id, ()))
-                }
+            mixed = {*rescued, *(group.group_id for group in range_filter(fresh))}
             return [group for group in fresh if group.group_id in mixed]
         case "gaussian":
             return gaussian_filter(
@@ -262,22 +297,27 @@ def _r_tot(
 def _manifest(
     session: Session, run: Run, config: RunConfig, record: StepRecord
 ) -> wire.BatchManifest:
-    members = session.execute(
+    rows = session.execute(
         select(
             BatchMemberRow.source,
             BatchMemberRow.rows,
             BatchMemberRow.joins_previous,
-            *LOCATION_COLUMNS,
+            *_member_columns(config),
         )
         .join(BatchMemberRow, BatchMemberRow.group_id == RolloutGroup.id)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
         .where(BatchMemberRow.run_id == run.id, BatchMemberRow.step == record.step)
         .order_by(BatchMemberRow.position)
     )
+    members = [manifest_member(row) for row in rows]
+    for member in members:
+        if member.source != Source.FRESH or not joins(config, member.correct):
+            member.demonstration = None
     manifest = wire.BatchManifest(
         ready=True,
         step=record.step,
-        members=[manifest_member(row) for row in members],
+        members=members,
+        supervised=_supervised(session, run, config, record.step),
         r_tot=record.r_tot,
         c2=record.c2,
         c3=record.c3,
@@ -286,6 +326,29 @@ def _manifest(
     if config.loss.ratio == "decoupled":
         manifest.record_proximal = _replayable(session, run, config, record)
     return manifest
+
+
+def _member_columns(config: RunConfig) -> tuple[Any, ...]:
+    """Returns the columns of a member, with the text of its demonstration if the run has any."""
+    if not config.demonstrations.enabled:
+        return LOCATION_COLUMNS
+    return (*LOCATION_COLUMNS, DEMONSTRATION_TEXT.label("demonstration"))
+
+
+def _supervised(
+    session: Session, run: Run, config: RunConfig, step: int
+) -> list[wire.ManifestMember]:
+    """Returns the demonstrations of a step's supervised update, as members without responses."""
+    group_ids = [entry.group_id for entry in supervised_entries(session, run, config, step)]
+    if not group_ids:
+        return []
+    rows = session.execute(
+        select(literal(DEMONSTRATED).label("source"), *_member_columns(config))
+        .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
+        .where(RolloutGroup.run_id == run.id, RolloutGroup.id.in_(group_ids))
+        .order_by(RolloutGroup.step, RolloutGroup.position)
+    )
+    return [manifest_member(row).model_copy(update={"rows": []}) for row in rows]
 
 
 def _replayable(

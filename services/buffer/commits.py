@@ -13,11 +13,18 @@ from datetime import UTC, datetime
 from sqlalchemy import delete, update
 from sqlalchemy.orm import Session
 
-from bapo_core.buffers import BufferChange, admit_hard, admit_high, evict_solved
+from bapo_core.buffers import (
+    BufferChange,
+    EvictionReason,
+    admit_hard,
+    admit_high,
+    evict_solved,
+)
 from bapo_core.config import RunConfig
 from services.buffer import artifacts, difficulty, samplers
 from services.buffer.api import digest_chain, wire
 from services.buffer.buffers import apply_change, buffer_as_of
+from services.buffer.demonstrations import supervised_entries
 from services.buffer.runs import run_config
 from services.buffer.stored_groups import read_summaries
 from services.buffer.tables import (
@@ -63,7 +70,7 @@ def _update_buffers(session: Session, run: Run, config: RunConfig, record: StepR
     step = record.step
     fresh = read_summaries(session, run, step, "fresh")
     reevaluated = read_summaries(session, run, step, "reevaluation")
-    if config.reevaluate.enabled:
+    if config.keeps_hard_buffer:
         hard = buffer_as_of(session, run, "hard", step - 1)
         solved = evict_solved(
             hard,
@@ -71,10 +78,12 @@ def _update_buffers(session: Session, run: Run, config: RunConfig, record: StepR
             after=config.hard_buffer.after,
             c1=config.reevaluate.c1,
         )
-        apply_change(session, run, "hard", step, BufferChange(admitted=[], evicted=solved))
-        solved_ids = {group.group_id for group, _ in solved}
+        supervised = supervised_entries(session, run, config, step)
+        left = [*solved, *((entry, EvictionReason.SUPERVISED) for entry in supervised)]
+        change = BufferChange(admitted=[], evicted=left)
+        apply_change(session, run, "hard", step, change)
         change = admit_hard(
-            [entry for entry in hard if entry.group_id not in solved_ids],
+            change.apply(hard),
             fresh,
             c1=config.reevaluate.c1,
             capacity=config.hard_capacity,

@@ -24,12 +24,16 @@ class Dataset:
     limit: int | None = None
     """The limit of rows, if it was reached: there may be more."""
 
+    demonstrated: int = 0
+    """Number of prompts with a demonstration, if the run asks for them."""
+
     @property
     def notes(self) -> str:
-        """Describes the rows that were left out and the limit that was reached; empty without."""
+        """Describes demonstrations, rows that were left out, and the limit that was reached."""
         left_out = f", {self.left_out} rows without an answer left out" if self.left_out else ""
         limit = f", read up to the limit of {self.limit} rows" if self.limit else ""
-        return left_out + limit
+        shown = f", {self.demonstrated} with a demonstration" if self.demonstrated else ""
+        return shown + left_out + limit
 
     @property
     def summary(self) -> str:

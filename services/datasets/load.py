@@ -14,6 +14,7 @@ from bapo_core.config.evaluation import TEST_SET, EvaluationSet
 from bapo_core.errors import BapoError
 from bapo_core.rewards import check_reward
 from bapo_core.tasks import ImageTask, Payload, SyntheticTask, Task, get_task
+from bapo_core.tasks.base import DEMONSTRATION, VerdictStatus, demonstration
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.common.objectstore import S3_SCHEME
@@ -59,13 +60,16 @@ def load_datasets(config: RunConfig, sources: DataSources = NO_SERVICES) -> RunD
     Raises `BapoError` when a data set cannot be read, when training prompts are held out, or when
     there are fewer training prompts than a step may draw.
     """
-    check_reward(get_task(config.task.name, **config.task.options), config.reward)
+    task = get_task(config.task.name, **config.task.options)
+    check_reward(task, config.reward)
     if config.evaluation.sets:
         test = load_evaluation_sets(config, sources)
         train = _load_training_prompts(config, sources, test)
     else:
         train, only = _load_both(config, sources)
         test = {TEST_SET: only}
+    if config.demonstrations.enabled:
+        train = with_demonstrations(task, train)
     for name, dataset in test.items():
         held_out = {prompt.uid for prompt in dataset.prompts}
         overlap = [prompt.uid for prompt in train.prompts if prompt.uid in held_out]
@@ -100,7 +104,7 @@ def _load_set(config: RunConfig, settings: EvaluationSet, sources: DataSources) 
     try:
         task = get_task(config.task.name, **settings.options)
         if settings.path is not None:
-            columns, limit = settings.columns, settings.prompts
+            columns, limit = _of_task(settings.columns), settings.prompts
             return read_dataset(task, settings.path, sources, columns, limit, split=settings.name)
         if not isinstance(task, SyntheticTask):
             raise BapoError(f"task {task.name} cannot generate prompts; set the path of the set")
@@ -108,6 +112,44 @@ def _load_set(config: RunConfig, settings: EvaluationSet, sources: DataSources) 
         return _of_problems(task, problems, settings.name, sources)
     except BapoError as error:
         raise BapoError(f"evaluation.sets.{settings.name}: {error}") from error
+
+
+def with_demonstrations(task: Task, dataset: Dataset) -> Dataset:
+    """Returns the prompts with the demonstrations that the verifier accepts as correct.
+
+    They are a column of the data, or composed by the task. Prompts may lack one. They are no
+    hostile input, so they are verified here and without a deadline. Raises `BapoError` if no
+    prompt has one that is accepted.
+    """
+    payloads: list[Payload] = []
+    given = accepted = 0
+    example = ""
+    for prompt in dataset.prompts:
+        payload = {key: value for key, value in prompt.payload.items() if key != DEMONSTRATION}
+        text = prompt.payload.get(DEMONSTRATION) or demonstration(task, payload)
+        if text:
+            given += 1
+            verdict = task.verify(payload, text)
+            if verdict.status == VerdictStatus.OK:
+                accepted += 1
+                payload[DEMONSTRATION] = text
+            else:
+                example = example or f"{prompt.uid}: {verdict.status} {verdict.detail}".strip()
+        payloads.append(payload)
+    if not accepted:
+        reason = f"none is accepted ({example})" if given else "there are none"
+        raise BapoError(
+            "the demonstrations section needs correct responses to training prompts, but "
+            f"{reason}; map a column of {TRAIN_PATH} to `{DEMONSTRATION}` in task.columns, or "
+            "remove the section"
+        )
+    changed = _dataset(task, payloads, "train", dataset.images or Images(lambda _: b"", None))
+    return replace(changed, left_out=dataset.left_out, limit=dataset.limit, demonstrated=accepted)
+
+
+def _of_task(columns: Mapping[str, str]) -> dict[str, str]:
+    """Returns the names of columns without that of demonstrations, which held-out prompts lack."""
+    return {ours: theirs for ours, theirs in columns.items() if ours != DEMONSTRATION}
 
 
 def _load_training_prompts(
@@ -118,7 +160,10 @@ def _load_training_prompts(
     task = get_task(settings.name, **settings.options)
     if settings.train_path is not None:
         address, columns, limit = settings.train_path, settings.columns, settings.train_prompts
-        return read_dataset(task, address, sources, columns, limit, split="train")
+        demonstrated = config.demonstrations.enabled
+        return read_dataset(
+            task, address, sources, columns, limit, split="train", demonstrated=demonstrated
+        )
     if not isinstance(task, SyntheticTask):
         raise BapoError(f"task {settings.name} cannot generate prompts; set task.train_path")
     uids = {prompt.uid for dataset in held_out.values() for prompt in dataset.prompts}
@@ -153,10 +198,21 @@ def _load_both(config: RunConfig, sources: DataSources) -> tuple[Dataset, Datase
         columns = settings.columns
         return (
             read_dataset(
-                task, settings.train_path, sources, columns, settings.train_prompts, split="train"
+                task,
+                settings.train_path,
+                sources,
+                columns,
+                settings.train_prompts,
+                split="train",
+                demonstrated=config.demonstrations.enabled,
             ),
             read_dataset(
-                task, settings.test_path, sources, columns, settings.test_prompts, split="test"
+                task,
+                settings.test_path,
+                sources,
+                _of_task(columns),
+                settings.test_prompts,
+                split="test",
             ),
         )
     if not isinstance(task, SyntheticTask):
@@ -185,27 +241,32 @@ def read_dataset(
     limit: int | None = None,
     *,
     split: str = "",
+    demonstrated: bool = False,
 ) -> Dataset:
     """Reads the prompts of a data set.
 
     columns: name of a column for each of the task's columns that is named otherwise; those of
     uploaded prompts are the task's already. limit: most rows to read. split: part of the dataset's
-    name.
+    name. demonstrated: whether the column `demonstration` is read as well; it may be mapped, and
+    is left out of a task that composes demonstrations itself unless it is.
 
     The first of equal problems is kept. Raises `BapoError`, which names the row, for a data set
     that cannot be read.
     """
-    unknown = sorted(set(columns) - set(task.columns))
+    known = list(task.columns)
+    if demonstrated and (DEMONSTRATION in columns or not hasattr(task, "demonstrate")):
+        known.append(DEMONSTRATION)
+    unknown = sorted(set(columns) - set(known))
     if unknown:
         raise BapoError(
             f"task.columns: task {task.name} has no column {', '.join(unknown)}; its columns are "
-            f"{', '.join(task.columns)}"
+            f"{', '.join(known)}"
         )
     if address.startswith(DATASET):
         uploaded = read_uploaded(address, task, sources.connect())
         reached = limit if limit is not None and len(uploaded) >= limit else None
         return replace(_dataset(task, uploaded[:limit], split, _images(sources)), limit=reached)
-    theirs = {column: columns.get(column, column) for column in task.columns}
+    theirs = {column: columns.get(column, column) for column in known}
     images = _images(sources, address)
     problems: dict[str, Payload] = {}
     left_out = number = 0
@@ -213,10 +274,13 @@ def read_dataset(
         rows = open_rows(address, list(theirs.values()), limit, sources)
         for number, row in enumerate(islice(rows, limit), start=1):
             values = {ours: row[name] for ours, name in theirs.items()}
+            text = values.pop(DEMONSTRATION, None)
             problem = _parse_row(task, values, number, images)
             if problem is None:
                 left_out += 1
             else:
+                if text is not None:
+                    problem = {**problem, DEMONSTRATION: _demonstration_text(text, number)}
                 problems.setdefault(task.uid(problem), problem)
     except RowError as error:
         raise BapoError(f"{address}, {error}") from error
@@ -244,6 +308,16 @@ def _parse_row(task: Task, row: Mapping[str, Any], number: int, images: Images) 
     except ValueError as error:
         raise RowError(number, str(error)) from error
     return problem
+
+
+def _demonstration_text(value: Any, number: int) -> str:
+    try:
+        if not isinstance(value, str):
+            raise ValueError(f"{DEMONSTRATION} is {value!r:.80}; make it the text of a response")
+        _check_text(value)
+    except ValueError as error:
+        raise RowError(number, str(error)) from error
+    return value
 
 
 def _check_text(value: Any) -> None:

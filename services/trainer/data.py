@@ -14,12 +14,14 @@ from torch import Tensor
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from bapo_core.seeding import derive_rng
+from bapo_core.types import DEMONSTRATED
 from services.buffer.api.trajectories import SCHEMA, decode_proximal, read_trajectories
 from services.buffer.api.wire import ManifestMember
 from services.common.images import stored_images
 from services.common.objectstore import ObjectStore
 from services.model.vision import OpenImage, Pixels, VisionProcessor
 from services.trainer.attention import Sequences
+from services.trainer.demonstrations import DemonstrationEncoder
 from services.trainer.ranks import balance_by_cost
 
 
@@ -71,7 +73,18 @@ class Batch:
     @property
     def sources(self) -> list[str]:
         """Source of each row (`bapo_core.types.Source`)."""
-        return [self.members[index].source for index in self.member.tolist()]
+        sources: list[str] = []
+        for member in self.members:
+            demonstrated = member.demonstration is not None
+            sources += [member.source] * (member.response_count - demonstrated)
+            sources += [DEMONSTRATED] * demonstrated
+        return sources
+
+    @property
+    def demonstrated(self) -> Tensor:
+        """(N, 1) bool: whether each row is a demonstration, which no policy sampled."""
+        is_demonstrated = [source == DEMONSTRATED for source in self.sources]
+        return torch.tensor(is_demonstrated, dtype=torch.bool)[:, None]
 
     def rows_of(self, groups: Sequence[int]) -> Tensor:
         """Row indexes of these groups, in this order."""
@@ -150,11 +163,17 @@ class TrajectoryReader:
     """Reads groups from the object store; keeps recent objects in memory, for replays of them."""
 
     def __init__(
-        self, store: ObjectStore, keep: int = 16, *, vision: VisionProcessor | None = None
+        self,
+        store: ObjectStore,
+        keep: int = 16,
+        *,
+        vision: VisionProcessor | None = None,
+        encoder: DemonstrationEncoder | None = None,
     ) -> None:
         """keep: how many objects stay in memory. vision: the processor of a model that reads
-        images."""
+        images. encoder: of demonstrations, if batches may have any."""
         self._store, self._keep, self._vision = store, keep, vision
+        self._encoder = encoder
         self._images = stored_images(store)
         self._tables: OrderedDict[str, pa.Table] = OrderedDict()
 
@@ -174,7 +193,13 @@ class TrajectoryReader:
     def _rows(self, member: ManifestMember) -> pa.Table:
         table = self._table(member.object_key, member.object_digest)
         rows = table.slice(member.row_start, member.row_count)
-        return rows if member.rows is None else rows.take(member.rows)
+        chosen = rows if member.rows is None else rows.take(pa.array(member.rows, pa.int64()))
+        if member.demonstration is None:
+            return chosen
+        if self._encoder is None:
+            raise BapoError("the batch has demonstrations, but nothing encodes them")
+        prompt = rows["prompt_token_ids"][0].as_py()
+        return pa.concat_tables([chosen, self._encoder.row(member, prompt)])
 
     def _table(self, key: str, digest: str) -> pa.Table:
         if key in self._tables:

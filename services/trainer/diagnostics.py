@@ -20,7 +20,7 @@ from bapo_core.theory import (
     stability_constant,
     total_variation_estimate,
 )
-from bapo_core.types import Source
+from bapo_core.types import DEMONSTRATED, Source
 from services.trainer.data import Batch
 from services.trainer.targets import Targets, TokenResults
 
@@ -96,19 +96,17 @@ class StepResults:
             positions=concatenated("positions"),
         )
 
-    def rows_from(self, source: Source) -> Tensor:
+    def rows_from(self, source: str) -> Tensor:
         """(N,) bool: whether each response comes from `source`."""
-        return torch.tensor([name == source for name in self.sources])
+        return torch.tensor([name == source for name in self.sources], dtype=torch.bool)
 
     def clip_fractions(self) -> dict[str, float]:
         """Clip fraction by source: replayed groups are the furthest from the policy."""
         fractions = {}
-        for source in Source:
+        for source in sorted(set(self.sources)):
             rows = self.rows_from(source)
-            if rows.any():
-                fractions[f"clip_fraction/{source.value}"] = clip_fraction(
-                    self.clipped[rows], self.mask[rows]
-                )
+            fraction = clip_fraction(self.clipped[rows], self.mask[rows])
+            fractions[f"clip_fraction/{source}"] = fraction
         return fractions
 
     def sequence_log_ratios(self) -> tuple[Tensor, Tensor]:
@@ -130,12 +128,13 @@ def diagnose(
     advantages of Eq. 2, so there is none with another estimator.
     """
     of_eq_2 = config.advantage.estimator == "group" and config.advantage.scale == "group"
+    sampled = results.mask & ~results.rows_from(DEMONSTRATED)[:, None]
     mismatch = mismatch_metrics(
-        results.current_logprobs, results.behavior_logprobs, results.mask
+        results.current_logprobs, results.behavior_logprobs, sampled
     ) | weight_metrics(
         results.proximal_logprobs,
         results.behavior_logprobs,
-        results.mask,
+        sampled,
         **config.loss.weighting,
     )
     return {

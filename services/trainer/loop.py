@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import logging
 import os
@@ -33,6 +34,7 @@ from services.trainer.data import (
     split_by_group,
     split_groups,
 )
+from services.trainer.demonstrations import DemonstrationEncoder
 from services.trainer.digests import NO_BATCH, batch_digest, step_digests, weights_digest
 from services.trainer.lora import add_adapters
 from services.trainer.nccl import NcclCommunicator
@@ -69,7 +71,8 @@ def train(config: RunConfig, context: TrainerContext, ranks: Ranks) -> None:
     publisher = make_publisher(config, context, ranks)
     checkpointer = Checkpointer(context.buffer, context.store, scratch=context.scratch, ranks=ranks)
     vision = load_processor(context.model_directory)
-    reader = TrajectoryReader(context.store, vision=vision)
+    encoder = DemonstrationEncoder(config, context.model_directory)
+    reader = TrajectoryReader(context.store, vision=vision, encoder=encoder)
     recorder = SpanRecorder(context.buffer, "trainer")
     timer = PhaseTimer(recorder if ranks.is_main else None)
     updater, last_step = restore(config, context, ranks)
@@ -215,13 +218,31 @@ def train_batch(
     timer: PhaseTimer,
 ) -> TrainedBatch:
     """Trains on one step's batch; an empty one trains nothing and is committed all the same."""
-    ranks, step = updater.ranks, manifest.step
     metrics = staleness_metrics(config.schedule, manifest)
     if manifest.record_proximal:
         with timer.phase("proximal"):
             record_proximal(updater, reader, manifest, context)
-    if not manifest.members:
-        return TrainedBatch(metrics, NO_BATCH)
+    digest = NO_BATCH
+    if manifest.members:
+        trained = train_groups(config, updater, reader, manifest, context, timer)
+        metrics, digest = metrics | trained.metrics, trained.digest
+    if manifest.supervised:
+        trained = supervise(updater, reader, manifest, context, timer)
+        metrics |= trained.metrics
+        digest = hashlib.sha256((digest + trained.digest).encode()).hexdigest()
+    return TrainedBatch(metrics, digest)
+
+
+def train_groups(
+    config: RunConfig,
+    updater: Updater,
+    reader: TrajectoryReader,
+    manifest: BatchManifest,
+    context: TrainerContext,
+    timer: PhaseTimer,
+) -> TrainedBatch:
+    """Trains on the groups of one step's batch, which is not empty."""
+    ranks, step = updater.ranks, manifest.step
     with timer.phase("read"):
         plan = make_plan(
             config, step, manifest.members, ranks=ranks.size, width=updater.policy.width
@@ -233,7 +254,7 @@ def train_batch(
         digest = batch_digest(batch, positions, ranks)
     started = time.monotonic()
     try:
-        metrics |= updater.step(step, batch, plan, (manifest.c2, manifest.c3), timer)
+        metrics = updater.step(step, batch, plan, (manifest.c2, manifest.c3), timer)
     except NonFiniteLoss as error:
         store_evidence(step, error, context, ranks)
         raise
@@ -245,6 +266,30 @@ def train_batch(
         ranks,
         epochs=config.optimizer.epochs,
     )
+    return TrainedBatch(metrics, digest)
+
+
+def supervise(
+    updater: Updater,
+    reader: TrajectoryReader,
+    manifest: BatchManifest,
+    context: TrainerContext,
+    timer: PhaseTimer,
+) -> TrainedBatch:
+    """Makes the supervised update of a step, on the demonstrations of unsolved prompts."""
+    ranks = updater.ranks
+    costs = [member_cost(member, updater.policy.width) for member in manifest.supervised]
+    with timer.phase("read"):
+        positions = sorted(balance_by_cost(costs, ranks.size)[ranks.rank])
+        batch = reader.batch([manifest.supervised[position] for position in positions])
+        digest = batch_digest(batch, positions, ranks)
+    with timer.phase("update"):
+        try:
+            metrics = updater.supervise(batch)
+        except NonFiniteLoss as error:
+            store_evidence(manifest.step, error, context, ranks)
+            raise
+    metrics["supervised/prompts"] = float(len(manifest.supervised))
     return TrainedBatch(metrics, digest)
 
 

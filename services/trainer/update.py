@@ -106,6 +106,28 @@ class Updater:
             return {}
         return metrics | diagnose(self.config, StepResults.concatenate(by_rank), window)
 
+    def supervise(self, batch: Batch) -> dict[str, float]:
+        """Takes one optimizer step on the mean of -log pi over the tokens of all ranks' batches.
+
+        Returns the loss and the norm of its gradient, on every rank. Raises `NonFiniteLoss` before
+        a step that would spoil the weights.
+        """
+        rows = torch.arange(len(batch.lengths))
+        scale = self._loss_scale(batch.mask, rows, "token-mean")
+        self.optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for micro_batch in self._micro_batches(batch, rows):
+            logprobs, _ = self._forward(batch, micro_batch, self.policy)
+            weights = torch.zeros(()) if micro_batch is None else scale[micro_batch]
+            loss = -(logprobs * weights).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        totals = self.ranks.all_reduce_sum({"supervised/loss": total})
+        totals["supervised/gradient_norm"] = self._clip_gradient(self.policy)
+        self._check_finite(totals, {"rows": rows, "batch": batch})
+        self.optimizer.step()
+        return totals
+
     # -- targets of the loss
 
     @torch.no_grad()
@@ -146,7 +168,8 @@ class Updater:
         behavior = batch.behavior_logprobs
         current = self.score(batch)
         proximal = self._proximal_logprobs(batch, current)
-        reference = behavior
+        # A demonstration has no behaviour policy to stay close to.
+        reference = torch.where(batch.demonstrated, current, behavior)
         if kl.coefficient > 0 and kl.reference == "initial":
             reference = self.score(batch, self.reference)
         advantages, values, metrics = self._advantages(batch, current - reference)

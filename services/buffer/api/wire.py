@@ -302,11 +302,15 @@ class ManifestMember(Wire):
     joins_previous: bool = False
     """Whether the responses are compared with those of the member before, for their advantages;
     otherwise the member begins a group of its own."""
+    demonstration: str | None = None
+    """Text of the prompt's demonstration, which joins these responses as the last one, in place of
+    the first; null for none."""
 
     @property
     def response_count(self) -> int:
-        """Number of responses that are in the batch."""
-        return self.row_count if self.rows is None else len(self.rows)
+        """Number of responses that are in the batch, with the demonstration."""
+        sampled = self.row_count if self.rows is None else len(self.rows)
+        return sampled + (self.demonstration is not None)
 
 
 class BatchManifest(Wire):
@@ -318,6 +322,10 @@ class BatchManifest(Wire):
     """Training step of the batch."""
     members: list[ManifestMember]
     """Groups of the batch, fresh ones first, then re-evaluated, then replayed ones."""
+    supervised: list[ManifestMember] = []
+    """Demonstrations of unsolved prompts for a supervised update after the others
+    (`demonstrations.supervise_every`); their sampled responses are not in it. Empty if none is
+    due."""
     record_proximal: list[ManifestMember] = []
     """Groups that may be replayed later and whose log-probs under the trainer of this step must be
     stored; empty unless `loss.ratio` is decoupled."""

@@ -181,6 +181,14 @@ def split(overrides: str) -> list[str]:
             "by_source.replayed has a clip bound but objective is 'cispo'",
         ),
         ("loss.by_source={old: {}}", "loss.by_source.old"),
+        (
+            "demonstrations.supervise_every=8",
+            "supervise_every is 8 with reevaluate.enabled, but both take prompts from the hard",
+        ),
+        (
+            "algorithm=relift hard_buffer.capacity=64",
+            "(128) is above the capacity of the hard buffer (64), so no update would ever be due",
+        ),
         ("name=Bad Name", "name: string should match pattern"),
         ("steps=soon", "steps: input should be a valid integer"),
         ("kl.coefficient=.nan", "kl.coefficient"),

@@ -128,7 +128,7 @@ def test_split_responses_are_a_group_of_their_own_behind_the_fresh_one() -> None
     cache = cache_of([1, 0, 1, 0, 1])
     batch = add_responses(
         batch_of(GroupSummary(1, "p", 3, 0, 4), GroupSummary(2, "q", 3, 1, 4)),
-        {1: [cache[4], cache[1], cache[2]]},
+        {1: [cache[1], cache[2], cache[4]]},
         settings(),
     )
     assert layout(batch) == [

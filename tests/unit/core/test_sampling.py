@@ -212,5 +212,5 @@ def test_a_ranking_is_a_function_of_seed_step_round_and_posteriors(kind: str) ->
 
 
 def test_the_uniform_sampler_ranks_nothing() -> None:
-    with pytest.raises(ValueError, match="call prompt_positions"):
+    with pytest.raises(ValueError, match="the sampler uniform has no candidates to rank"):
         rank_candidates(SamplerConfig(), [], seed=1, step=1, generation_round=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from dataclasses import replace
 from statistics import fmean, pvariance
 from typing import Any
 
@@ -171,6 +172,49 @@ def test_members_that_join_are_compared_as_one_group() -> None:
         assert advantages[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
         start += size
     assert start == GROUPS * G
+
+
+def test_a_supervised_update_descends_on_the_mean_of_minus_log_pi() -> None:
+    settings, data = (
+        config("optimizer.microbatch_tokens=40", "optimizer.gradient_clip=1e9"),
+        batch(),
+    )
+    updater, tested = updater_of(settings), policy()
+    metrics = updater.supervise(data)
+    rows = torch.arange(GROUPS * G)
+    logprobs, _ = response_logprobs(tested, data, rows, settings.rollout.temperature)
+    loss = -logprobs[data.mask].mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert metrics["supervised/loss"] == pytest.approx(loss.item(), abs=1e-6)
+    gradient = torch.cat([p.grad.flatten() for p in tested.parameters() if p.grad is not None])
+    assert metrics["supervised/gradient_norm"] == pytest.approx(gradient.norm().item(), abs=1e-6)
+    torch.optim.AdamW(tested.parameters(), 1e-3, weight_decay=0.1).step()
+    reference = policy()
+    with torch.no_grad():
+        for parameter, graded in zip(reference.parameters(), tested.parameters(), strict=True):
+            parameter.grad = graded.grad
+    torch.optim.AdamW(reference.parameters(), 1e-3, weight_decay=0.1).step()
+    assert torch.allclose(flat(updater.policy), flat(reference), atol=1e-6)
+
+
+def test_a_demonstration_has_no_behaviour_policy() -> None:
+    """Its KL is to theta_t, so 0 before the first update, and the mismatch leaves it out."""
+    data = batch(behavior=0.0)
+    members = [
+        member.model_copy(update={"demonstration": "text", "rows": [1, 2, 3]})
+        for member in data.members
+    ]
+    shown = replace(data, members=members)
+    assert shown.sources == (["fresh"] * (G - 1) + ["demonstrated"]) * GROUPS
+    settings = config("loss.ratio=behavior", "kl.coefficient=0.1")
+    targets, _ = updater_of(settings)._make_targets(shown)
+    rows = shown.demonstrated[:, 0]
+    assert torch.equal(targets.reference_logprobs[rows], targets.current_logprobs[rows])
+    assert torch.equal(targets.reference_logprobs[~rows], data.behavior_logprobs[~rows])
+    metrics = step(updater_of(settings), 1, shown)
+    sampled = targets.current_logprobs[~rows][data.mask[~rows]]
+    assert metrics["mismatch/logprob_diff_mean"] == pytest.approx(-sampled.mean().item(), abs=1e-5)
+    assert "clip_fraction/demonstrated" in metrics
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
