@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ import yaml
 from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 
+from bapo_core.config import PRESETS
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import decode_groups
@@ -309,6 +310,45 @@ def test_a_killed_run_of_an_adaptive_sampler_draws_the_same_prompts_again(
     assert actual == expected
     prompts = [uid for fresh, _ in expected["prompts"] for uid in fresh]
     assert len(set(prompts[: 3 * B])) < 3 * B, "an epoch of 48 prompts would have no prompt twice"
+
+
+ALGORITHM_OPTIONS = {
+    "dapo": ["rollout.max_generation_rounds=2"],
+    "dots": ["sampler.candidates=2", "batch.fresh_fraction=0.5"],
+    "exgrpo": ["sampler.revisit_above=0"],
+    "mopps": ["sampler.candidates=2"],
+    "relift": ["demonstrations.supervise_every=4"],
+    "repo": ["response_replay={cache: 8, min_cache: 4, count: 4}"],
+}
+"""What an algorithm needs to show its method in 9 steps of 16 of 48 prompts."""
+
+
+def plain_configuration(name: str, model: Path) -> dict[str, Any]:
+    """Returns the configuration without the sections that a preset sets."""
+    sections = configuration(name, model)
+    return {key: sections[key] for key in sections if key not in ("sync", "reevaluate")} | {
+        "replay_window": {}
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", sorted(PRESETS))
+def test_a_killed_run_of_every_algorithm_resumes_with_the_same_result(
+    bapo: Bapo, algorithm: str
+) -> None:
+    plain = replace(bapo, configure=plain_configuration)
+    name = algorithm.replace("_", "-")
+    options = [f"algorithm={algorithm}", *ALGORITHM_OPTIONS.get(algorithm, [])]
+    names = [f"{name}-undisturbed", f"{name}-killed"]
+    plain.run(names[0], *options)
+    process = plain.start(names[1], *options)
+    client = bapo.client(names[1])
+    _wait_until(lambda: _committed(client) >= 4, process)
+    os.kill(_child(process.pid, "trainer"), signal.SIGKILL)
+    process.communicate(timeout=TIMEOUT_S)
+    plain.run(names[1], "--resume")
+    expected, actual = (_outcome(bapo, name) for name in names)
+    assert actual == expected
 
 
 def test_an_interrupted_run_stops_cleanly_and_resumes_with_a_trace(

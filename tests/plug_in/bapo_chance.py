@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, ClassVar
 
 from bapo_core.tasks import Message, Payload, Verdict, VerdictStatus
@@ -37,6 +38,10 @@ class ChanceTask:
         if hash_to_uniform(payload["number"], response) < payload["chance"]:
             return Verdict(1.0, VerdictStatus.OK, response)
         return Verdict(0.0, VerdictStatus.WRONG_VALUE, response)
+
+    def demonstrate(self, payload: Payload) -> str:
+        """Returns the first number that is a correct response."""
+        return next(str(n) for n in count() if self.verify(payload, str(n)).reward)
 
     def parse_row(self, row: Mapping[str, Any]) -> Payload:
         return row
