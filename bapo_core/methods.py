@@ -38,6 +38,7 @@ from bapo_core.sampling import (
     rank_by_difficulty,
     rank_by_thompson,
     revisit_prompts,
+    stream_positions,
 )
 
 EXAMPLE = """import torch
@@ -177,6 +178,7 @@ def _estimators() -> Iterator[str]:
 def _samplers() -> Iterator[str]:
     yield from ("## Samplers", "", "`sampler.kind` is one of these.", "")
     yield from _method("uniform", prompt_positions)
+    yield from ("#### With dynamic sampling", "", _markdown(stream_positions), "")
     yield from ("### Posteriors", "", "`mopps` and `dots` draw by these.", "")
     yield from (_markdown(Posterior), "")
     yield from _method("mopps", rank_by_thompson)

@@ -1,7 +1,8 @@
 """Samplers: which prompts a step rolls out, as pure functions of seed, step, round and results.
 
-The uniform sampler takes each epoch in another permutation (`prompt_positions`). The adaptive ones
-draw candidates uniformly (`candidate_positions`), estimate the probability of a correct response to
+The uniform sampler takes each epoch in another permutation (`prompt_positions`); with dynamic
+sampling, each step goes on where the one before ended (`stream_positions`). The adaptive ones draw
+candidates uniformly (`candidate_positions`), estimate the probability of a correct response to
 each of them from its results so far (`Posterior`), and rank them (`rank_by_thompson`,
 `rank_by_difficulty`); the first B are rolled out.
 """
@@ -45,39 +46,70 @@ def permuted(index: int, *, size: int, key: int) -> int:
 
 @lru_cache(maxsize=256)
 def prompt_positions(
-    seed: int,
-    step: int,
-    generation_round: int,
-    *,
-    dataset_size: int,
-    prompts_per_step: int,
-    max_rounds: int,
+    seed: int, step: int, *, dataset_size: int, prompts_per_step: int
 ) -> tuple[int, ...]:
-    """Returns the positions in the dataset of the B prompts of a step's generation round.
+    """Returns the positions in the dataset of the B prompts of a step.
 
-    Each epoch is another permutation, divided into steps of `prompts_per_step * max_rounds`; the
-    remainder is dropped, so that no prompt comes twice in a step. With dynamic sampling, prompts
-    are reserved for all rounds of a step, needed or not, so that the draw depends on nothing but
-    its arguments.
+    Each epoch is another permutation, divided into steps of `prompts_per_step`; the remainder is
+    dropped, so that no prompt comes twice in a step.
 
-    Raises `ValueError` if the dataset cannot fill one step, or for a round out of range.
+    Raises `ValueError` if the dataset cannot fill one step.
     """
-    reserved = prompts_per_step * max_rounds
-    steps_per_epoch = dataset_size // reserved
+    steps_per_epoch = dataset_size // prompts_per_step
     if steps_per_epoch == 0:
         raise ValueError(
-            f"{dataset_size} prompts cannot fill one step of {reserved}; lower "
+            f"{dataset_size} prompts cannot fill one step of {prompts_per_step}; lower "
             "rollout.prompts_per_step or add prompts"
         )
-    if not 0 <= generation_round < max_rounds:
-        raise ValueError(f"round {generation_round} is not in 0..{max_rounds - 1}")
     epoch, within = divmod(step - 1, steps_per_epoch)
-    start = within * reserved + generation_round * prompts_per_step
+    start = within * prompts_per_step
     key = derive_seed(seed, "epoch", epoch)
     return tuple(
         permuted(index, size=dataset_size, key=key)
         for index in range(start, start + prompts_per_step)
     )
+
+
+@lru_cache(maxsize=256)
+def stream_positions(
+    seed: int, first: int, count: int, *, dataset_size: int, distinct: int
+) -> tuple[int, ...]:
+    """Returns the positions in the dataset of `count` prompts of the stream, from `first` on.
+
+    Dynamic sampling draws from an endless stream of prompts: a step takes B of them in each of its
+    generation rounds, and the next step goes on with the next prompt. Each epoch of the stream has
+    every prompt of the dataset once. The prompts are divided at random into blocks of at most
+
+        w = N - distinct + 1
+
+    of the dataset's N prompts. The blocks come in the same order in each epoch, and the prompts of
+    a block in another one. So a prompt moves by at most w - 1 places between two epochs and comes
+    again after N - (w - 1) = `distinct` prompts at the earliest: any `distinct` consecutive prompts
+    differ, also across the end of an epoch. `distinct` is the most that a step draws,
+    `rollout.prompts_per_step` x `rollout.max_generation_rounds`.
+
+    Raises `ValueError` if the dataset has fewer than `distinct` prompts.
+    """
+    largest = dataset_size - distinct + 1
+    if largest < 1:
+        raise ValueError(
+            f"{dataset_size} prompts cannot fill one step of {distinct}; lower "
+            "rollout.prompts_per_step or rollout.max_generation_rounds, or add prompts"
+        )
+    # Blocks of about equal size: a small one would put the same few prompts into a step again.
+    block_size = math.ceil(dataset_size / math.ceil(dataset_size / largest))
+    division = derive_seed(seed, "stream")
+
+    def position(number: int) -> int:
+        epoch, within = divmod(number, dataset_size)
+        block, index = divmod(within, block_size)
+        start = block * block_size
+        size = min(block_size, dataset_size - start)
+        key = derive_seed(seed, "stream", epoch, block)
+        shuffled = start + permuted(index, size=size, key=key)
+        return permuted(shuffled, size=dataset_size, key=division)
+
+    return tuple(position(number) for number in range(first, first + count))
 
 
 # ---- adaptive samplers --------------------------------------------------------------------------

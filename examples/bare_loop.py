@@ -75,7 +75,7 @@ def train(config, directory, sample=None, learner=None):
             alpha.load_state_dict(theta_t.state_dict())
         # X1, fresh: alpha answers B prompts G times; groups with mixed rewards train (Eq. 5).
         step = {"dataset_size": len(prompts), "prompts_per_step": config.rollout.prompts_per_step}
-        places = sampling.prompt_positions(config.seed, t, 0, **step, max_rounds=1)
+        places = sampling.prompt_positions(config.seed, t, **step)
         fresh = roll_out("fresh", t, [prompts[place] for place in places], alpha)
         x1 = filters.range_filter(fresh)
         # X2, re-evaluated: every m steps theta_t answers hard prompts; groups above c1 (Eq. 6).

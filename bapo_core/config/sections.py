@@ -150,7 +150,8 @@ class RolloutConfig(Section):
     """Length in tokens at which a response is cut off (Table 3: 8192)."""
     max_generation_rounds: int = Field(1, ge=1)
     """Dynamic sampling (DAPO): the most rounds of B prompts that are rolled out in a step until
-    groups with mixed rewards fill the batch; 1 turns it off."""
+    groups with mixed rewards fill the batch; 1 turns it off. The next step goes on with the next
+    prompt, so no prompt is skipped."""
     journal_interval_s: float | None = Field(None, ge=0.0)
     """Seconds between two writes of the journal, which holds the tokens of unfinished responses, so
     that those are continued after a process has died; 0 turns it off. Null is 1 with `vllm` if
@@ -257,7 +258,7 @@ class SamplerConfig(Section):
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether the prompts of a step depend on the results of earlier steps."""
+        """Whether prompts are selected by the results of earlier steps."""
         return self.kind != "uniform"
 
     @property
@@ -909,6 +910,12 @@ class RunConfig(Section):
         """Prompts that the B of a generation round are selected from: B, or more if adaptive."""
         selects = self.sampler.selects_candidates
         return self.rollout.prompts_per_step * (self.sampler.candidates if selects else 1)
+
+    @property
+    def draws_from_stream(self) -> bool:
+        """Whether a step goes on with the prompt after the last one of the step before: dynamic
+        sampling with the uniform sampler."""
+        return self.rollout.max_generation_rounds > 1 and not self.sampler.is_adaptive
 
     @property
     def prompts_needed(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from sqlalchemy import and_, delete, select, update
+from sqlalchemy import and_, delete, func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
@@ -66,19 +66,29 @@ def publish_weights(session: Session, run: Run, version: int, digest: str) -> wi
 def set_weights_aside(session: Session, run: Run, last_valid: int) -> None:
     """Sets versions after `last_valid` aside, which a rewind undid, and keeps their groups.
 
-    Groups of a version without weights can never be confirmed, so they are deleted.
+    Groups of a version without weights can never be confirmed, so they are deleted. If prompts are
+    drawn from a stream, those of later steps follow from the deleted groups, so that the later
+    versions are deleted as well.
     """
     later = (WeightVersion.run_id == run.id, WeightVersion.version > last_valid)
     session.execute(delete(WeightVersion).where(*later, WeightVersion.status == "pruned"))
     session.execute(update(WeightVersion).where(*later).values(status="set_aside"))
-    with_weights = select(WeightVersion.version).where(*later)
-    session.execute(
-        delete(RolloutGroup).where(
-            RolloutGroup.run_id == run.id,
-            RolloutGroup.policy_version > last_valid,
-            RolloutGroup.policy_version.not_in(with_weights),
-        )
+    without_weights = (
+        RolloutGroup.run_id == run.id,
+        RolloutGroup.policy_version > last_valid,
+        RolloutGroup.policy_version.not_in(select(WeightVersion.version).where(*later)),
     )
+    if run_config(run).draws_from_stream:
+        first_deleted = session.scalar(
+            select(func.min(RolloutGroup.policy_version)).where(
+                *without_weights, RolloutGroup.kind == "fresh"
+            )
+        )
+        if first_deleted is not None:
+            session.execute(
+                delete(WeightVersion).where(*later, WeightVersion.version > first_deleted)
+            )
+    session.execute(delete(RolloutGroup).where(*without_weights))
 
 
 def weights_digest(session: Session, run: Run, version: int) -> str | None:

@@ -31,7 +31,7 @@ from services.buffer.step_groups import (
     record_groups,
     select_new,
 )
-from services.buffer.step_prompts import depends_on_commits, expected_prompts
+from services.buffer.step_prompts import depend_on_results, expected_prompts
 from services.buffer.stored_groups import record_proximal
 from services.buffer.tables import Run
 from services.common import layout
@@ -143,8 +143,9 @@ def _record(
         run = runs.lock_run(session, delivery.run, delivery.attempt)
         _check_weights(session, run, delivery)
         new = _select_new(session, run, delivery)
-        if depends_on_commits(runs.run_config(run), kind):
-            # A rewind may have undone the commits since `_store` read what they decide.
+        if depend_on_results(runs.run_config(run), kind):
+            # Since `_store` read what these decide, a rewind may have undone commits, and another
+            # delivery may have completed the step.
             expected = expected_prompts(session, run, step, kind)
         record_groups(session, run, step, kind, new, expected, key, delivery.digest)
         complete = not missing_groups(session, run, step, kind, delivery.evaluation_set)

@@ -22,6 +22,7 @@ from bapo_core.sampling import (
     prompt_positions,
     rank_candidates,
     revisit_prompts,
+    stream_positions,
 )
 from bapo_core.seeding import derive_rng
 from services.buffer.api import wire
@@ -76,33 +77,45 @@ class _Round:
 
 
 def draw_positions(
-    session: Session, run: Run, config: RunConfig, step: int, generation_round: int
+    session: Session,
+    run: Run,
+    config: RunConfig,
+    step: int,
+    generation_round: int,
+    first: int,
 ) -> Sequence[int]:
     """Returns the positions in the dataset of the B prompts of a step's generation round.
 
+    first: number in the stream of the step's first prompt, with `config.draws_from_stream`.
+
     The commit of `config.sampled_as_of(step)` must have happened.
     """
+    per_round = config.rollout.prompts_per_step
     if config.sampler.kind == "exgrpo":
         revisited, others = _draw_revisited(session, run, config, step)
         return [*revisited, *others]
+    if config.draws_from_stream:
+        return stream_positions(
+            config.seed,
+            first + generation_round * per_round,
+            per_round,
+            dataset_size=dataset_size(session, run.train_dataset),
+            distinct=config.prompts_needed,
+        )
     if not config.sampler.selects_candidates:
-        return _epoch_positions(session, run, config, step, generation_round)
+        return _epoch_positions(session, run, config, step)
     candidates = _rank_round(session, run, config, step, generation_round)
-    taken = candidates.ranked[: config.rollout.prompts_per_step]
+    taken = candidates.ranked[:per_round]
     return [candidates.positions[ranked.candidate] for ranked in taken]
 
 
-def _epoch_positions(
-    session: Session, run: Run, config: RunConfig, step: int, generation_round: int
-) -> Sequence[int]:
-    """Returns the positions that the epoch's permutation has for a generation round."""
+def _epoch_positions(session: Session, run: Run, config: RunConfig, step: int) -> Sequence[int]:
+    """Returns the positions that the epoch's permutation has for a step of one round."""
     return prompt_positions(
         config.seed,
         step,
-        generation_round,
         dataset_size=dataset_size(session, run.train_dataset),
         prompts_per_step=config.rollout.prompts_per_step,
-        max_rounds=config.rollout.max_generation_rounds,
     )
 
 
@@ -123,7 +136,7 @@ def _draw_revisited(
     enough, without retired prompts.
     """
     as_of, size = config.sampled_as_of(step), config.rollout.group_size
-    in_epoch = _epoch_positions(session, run, config, step, 0)
+    in_epoch = _epoch_positions(session, run, config, step)
     if not _has_reached(session, run, config.sampler.revisit_above, as_of):
         return [], list(in_epoch)
     parameters = {"run_id": run.id, "step": as_of}

@@ -20,6 +20,8 @@ from services.buffer.runs import run_config
 from services.buffer.tables import PromptRow, RolloutGroup, Run
 from services.common.errors import bad_request, conflict
 
+IS_MIXED = RolloutGroup.correct.between(1, RolloutGroup.size - 1)
+
 
 class ExpectedPrompt(NamedTuple):
     """A prompt that may be rolled out at a step."""
@@ -208,16 +210,25 @@ def missing_groups(
     config = run_config(run)
     if kind == "evaluation":
         return _missing_of_set(session, run, step, dataset_of_set(run, evaluation_set))
-    is_mixed = RolloutGroup.correct.between(1, RolloutGroup.size - 1)
+    recorded, mixed = _count_groups(session, run, step, kind)
+    if kind == "fresh":
+        return missing_fresh(config, step, recorded, mixed)
+    needed = len(reevaluated_entries(session, run, config, step))
+    return "" if recorded == needed else f"{recorded} of {needed} {kind} groups of step {step}"
+
+
+def count_fresh(session: Session, run: Run, step: int) -> tuple[int, int]:
+    """Returns how many fresh groups of a step are recorded, and how many of these are mixed."""
+    return _count_groups(session, run, step, "fresh")
+
+
+def _count_groups(session: Session, run: Run, step: int, kind: wire.Kind) -> tuple[int, int]:
     recorded, mixed = session.execute(
-        select(func.count(), func.count().filter(is_mixed)).where(
+        select(func.count(), func.count().filter(IS_MIXED)).where(
             RolloutGroup.run_id == run.id, RolloutGroup.step == step, RolloutGroup.kind == kind
         )
     ).one()
-    if kind == "fresh":
-        return _missing_fresh(config, step, recorded, mixed)
-    needed = len(reevaluated_entries(session, run, config, step))
-    return "" if recorded == needed else f"{recorded} of {needed} {kind} groups of step {step}"
+    return recorded, mixed
 
 
 def _missing_of_set(session: Session, run: Run, version: int, dataset: str) -> str:
@@ -238,8 +249,11 @@ def _missing_of_set(session: Session, run: Run, version: int, dataset: str) -> s
     )
 
 
-def _missing_fresh(config: RunConfig, step: int, recorded: int, mixed: int) -> str:
-    """Counts whole rounds: DAPO's dynamic sampling ends once B groups carry a gradient."""
+def missing_fresh(config: RunConfig, step: int, recorded: int, mixed: int) -> str:
+    """Describes the fresh groups that a step still lacks; empty when it has all of them.
+
+    Dynamic sampling (DAPO) ends with the round by which enough groups have mixed rewards.
+    """
     per_round, max_rounds = config.rollout.prompts_per_step, config.rollout.max_generation_rounds
     rounds, partial = divmod(recorded, per_round)
     if partial == 0 and rounds >= 1 and (rounds == max_rounds or mixed >= config.batch_capacity):

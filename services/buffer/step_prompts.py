@@ -21,8 +21,9 @@ from services.buffer.step_groups import (
     missing_groups,
     recorded_uids,
 )
+from services.buffer.stream import count_drawn_before, count_open_rounds
 from services.buffer.tables import PromptRow, Run
-from services.common.errors import conflict
+from services.common.errors import bad_request, conflict
 
 Columns = tuple[InstrumentedAttribute[Any], ...]
 _ID = (PromptRow.id, PromptRow.uid, PromptRow.position)
@@ -41,19 +42,21 @@ def select_prompts(
 
     evaluation_set: name of the set of an evaluation; None is the primary one, here and below.
 
-    They are not ready while the run is paused or the version is set aside, and not before the
-    commit that they depend on: re-evaluations on that of the step before, and fresh prompts of an
-    adaptive sampler on that of `sampler.as_of`. Raises 400 if the schedule has no such rollouts at
-    this step.
+    They are not ready while the run is paused or the version is set aside, and not before what
+    they depend on: re-evaluations on the commit of the step before, fresh prompts of an adaptive
+    sampler on that of `sampler.as_of`, and those of dynamic sampling on the fresh groups of all
+    steps before. Raises 400 if the schedule has no such rollouts, or no such round, at this step.
     """
     config = run_config(run)
     check_step(config, step, kind, evaluation_set)
+    _check_round(config, kind, generation_round)
     version = config.rollout_version(step, kind)
     undecided = run.current_step < _decided_by(config, step, kind)
-    if undecided or run.status == "paused" or is_set_aside(session, run, version):
+    first = _first_prompt(session, run, config, step, kind)
+    if undecided or first is None or run.status == "paused" or is_set_aside(session, run, version):
         return wire.StepPrompts(ready=False, policy_version=version, prompts=[])
     rows = _prompt_rows(
-        session, run, config, step, kind, generation_round, evaluation_set, _CONTENT
+        session, run, config, step, kind, generation_round, first, evaluation_set, _CONTENT
     )
     items = [wire.PromptItem(uid=row.uid, task=row.task, payload=row.payload) for row in rows]
     recorded = recorded_uids(session, run, step, kind, evaluation_set)
@@ -69,9 +72,9 @@ def select_prompts(
 def expected_prompts(
     session: Session, run: Run, step: int, kind: wire.Kind, evaluation_set: str | None = None
 ) -> dict[str, ExpectedPrompt]:
-    """Returns every prompt that may be rolled out at a step, by uid.
+    """Returns every prompt that groups of a step are accepted for, by uid.
 
-    Raises 409 before the commit of the step that decides them.
+    Raises 409 before the commit of the step, or the groups of the steps, that decide them.
     """
     config = run_config(run)
     decided_by = _decided_by(config, step, kind)
@@ -80,20 +83,58 @@ def expected_prompts(
         raise conflict(
             f"step {decided_by} is not committed; the {prompts} of step {step} depend on it"
         )
+    first = _first_prompt(session, run, config, step, kind)
+    if first is None:
+        raise conflict(
+            f"the steps before step {step} lack fresh groups; which prompts step {step} draws "
+            "depends on how many they draw"
+        )
     rounds = config.rollout.max_generation_rounds if kind == "fresh" else 1
+    if _is_streamed(config, kind):
+        rounds = count_open_rounds(session, run, config, step)
     rows = [
         row
         for generation_round in range(rounds)
         for row in _prompt_rows(
-            session, run, config, step, kind, generation_round, evaluation_set, _ID
+            session, run, config, step, kind, generation_round, first, evaluation_set, _ID
         )
     ]
     return {row.uid: ExpectedPrompt(row.id, position) for position, row in enumerate(rows)}
 
 
-def depends_on_commits(config: RunConfig, kind: wire.Kind) -> bool:
-    """Returns whether the prompts of this kind depend on committed state, which a rewind undoes."""
-    return kind == "reevaluation" or (kind == "fresh" and config.sampler.is_adaptive)
+def depend_on_results(config: RunConfig, kind: wire.Kind) -> bool:
+    """Returns whether the prompts of this kind depend on commits or groups, which may change."""
+    return (
+        kind == "reevaluation"
+        or (kind == "fresh" and config.sampler.is_adaptive)
+        or _is_streamed(config, kind)
+    )
+
+
+def _is_streamed(config: RunConfig, kind: wire.Kind) -> bool:
+    return kind == "fresh" and config.draws_from_stream
+
+
+def _check_round(config: RunConfig, kind: wire.Kind, generation_round: int) -> None:
+    """Raises 400 unless fresh prompts are drawn in such a generation round."""
+    last = config.rollout.max_generation_rounds - 1
+    if kind == "fresh" and generation_round > last:
+        raise bad_request(
+            f"generation_round: {generation_round} is not in 0..{last}, the rounds of this run "
+            "(rollout.max_generation_rounds)"
+        )
+
+
+def _first_prompt(
+    session: Session, run: Run, config: RunConfig, step: int, kind: wire.Kind
+) -> int | None:
+    """Returns the number in the stream of a step's first prompt; None while it is not known.
+
+    It is 0 for prompts that are not drawn from the stream.
+    """
+    if not _is_streamed(config, kind):
+        return 0
+    return count_drawn_before(session, run, config, step)
 
 
 def _decided_by(config: RunConfig, step: int, kind: wire.Kind) -> int:
@@ -110,6 +151,7 @@ def _prompt_rows(
     step: int,
     kind: wire.Kind,
     generation_round: int,
+    first: int,
     evaluation_set: str | None,
     columns: Columns,
 ) -> list[Row[*tuple[Any, ...]]]:
@@ -121,7 +163,7 @@ def _prompt_rows(
         dataset = dataset_of_set(run, evaluation_set)
         statement = select(*columns).where(PromptRow.dataset == dataset)
         return list(session.execute(statement.order_by(PromptRow.position)))
-    positions = draw_positions(session, run, config, step, generation_round)
+    positions = draw_positions(session, run, config, step, generation_round, first)
     rows = session.execute(
         select(*columns).where(
             PromptRow.dataset == run.train_dataset, PromptRow.position.in_(positions)

@@ -68,9 +68,11 @@ class Driver:
         create_run(self.client, config)
         self.client.begin_attempt()
 
-    def groups(self, step: int, kind: wire.Kind = "fresh") -> list[TrajectoryGroup]:
-        """Returns the groups that a collector would post for this step."""
-        prompts = self.client.step_prompts(step, kind)
+    def groups(
+        self, step: int, kind: wire.Kind = "fresh", generation_round: int = 0
+    ) -> list[TrajectoryGroup]:
+        """Returns the groups that a collector would post for this step and round."""
+        prompts = self.client.step_prompts(step, kind, generation_round)
         return [
             synthetic_group(
                 prompt.uid,
@@ -83,7 +85,10 @@ class Driver:
 
     def roll_out(self, step: int) -> None:
         """Posts the fresh groups and, when due, the re-evaluations."""
-        self.client.post_groups(step, "fresh", encode_groups(self.groups(step)))
+        for generation_round in range(self.config.rollout.max_generation_rounds):
+            body = encode_groups(self.groups(step, generation_round=generation_round))
+            if self.client.post_groups(step, "fresh", body).complete:
+                break
         if self.config.reevaluate.enabled and self.config.schedule.reevaluates_at(step):
             groups = self.groups(step, "reevaluation")
             if groups:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from bapo_core.batch import build_batch
 from bapo_core.config import RunConfig
+from bapo_core.sampling import stream_positions
 from bapo_core.seeding import derive_rng
 from bapo_core.thresholds import replay_window
 from bapo_core.types import GroupSummary
@@ -28,10 +29,11 @@ class State:
 
 
 class Model:
-    """The expected state of one run under the default rules of BAPO."""
+    """The expected state of one run under the default rules of BAPO, or with dynamic sampling."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config = config
+    def __init__(self, config: RunConfig, uids: Sequence[str] = ()) -> None:
+        """uids: the training prompts in the order of the dataset, for dynamic sampling."""
+        self.config, self.uids = config, uids
         self.states = [State()]
         """`states[s]` is the state after the commit of step s."""
         self.landed: Landed = {}
@@ -62,9 +64,42 @@ class Model:
         return [group.prompt_uid for group in self.states[step - 1].hard]
 
     def expected_uids(self, step: int, kind: str) -> list[str]:
-        uids = self.drawn[step] if kind == "fresh" else self.reevaluated(step)
+        if kind == "fresh" and self.uids:
+            uids = self.streamed(step)
+        else:
+            uids = self.drawn[step] if kind == "fresh" else self.reevaluated(step)
         assert uids is not None
         return uids
+
+    def streamed(self, step: int) -> list[str] | None:
+        """Returns the prompts of the rounds of `step` that have begun or may begin.
+
+        None while a step before it is not complete.
+        """
+        first = 0
+        for earlier in range(1, step):
+            if not self.is_complete(earlier):
+                return None
+            first += len(self.landed[earlier, "fresh"])
+        per_round = self.config.rollout.prompts_per_step
+        landed = len(self.landed.get((step, "fresh"), {}))
+        rounds = landed // per_round + (not self.is_complete(step))
+        positions = stream_positions(
+            self.config.seed,
+            first,
+            rounds * per_round,
+            dataset_size=len(self.uids),
+            distinct=per_round * self.config.rollout.max_generation_rounds,
+        )
+        return [self.uids[position] for position in positions]
+
+    def is_complete(self, step: int) -> bool:
+        """Whether the fresh groups of a step with dynamic sampling are complete."""
+        rollout, landed = self.config.rollout, self.landed.get((step, "fresh"), {})
+        mixed = sum(0 < correct < rollout.group_size for correct in landed.values())
+        rounds, partial = divmod(len(landed), rollout.prompts_per_step)
+        enough = mixed >= self.config.batch_capacity or rounds == rollout.max_generation_rounds
+        return bool(rounds) and not partial and enough
 
     def is_set_aside(self, step: int, kind: str) -> bool:
         return self.config.rollout_version(step, kind) in self.set_aside
@@ -149,6 +184,14 @@ class Model:
     def rewind(self, step: int) -> None:
         del self.states[step + 1 :]
         self.set_aside |= {version for version in self.weights if version > step + 1}
+        if self.uids:
+            # The prompts of later steps follow from the groups that are dropped.
+            fresh = [at for at, kind in self.landed if kind == "fresh"]
+            made_by = {self.config.rollout_version(at, "fresh") for at in fresh}
+            lost = {v for v in made_by if v > step + 1 and v not in self.set_aside}
+            dropped = {v for v in self.set_aside if lost and v > min(lost)}
+            self.set_aside -= dropped
+            self.weights = {v: d for v, d in self.weights.items() if v not in dropped}
         self._drop(
             lambda at, made_by: at > step and made_by > step + 1 and made_by not in self.set_aside
         )

@@ -95,6 +95,12 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
             "update run set status = 'failed' "
             "where status in ('queued', 'paused', 'stopped', 'deleting')"
         )
+        # Migrations drop the steps that dynamic sampling has begun.
+        connection.execute(
+            "delete from rollout_group using run where run.id = run_id and step > current_step"
+            " and kind = 'fresh'"
+            " and cast(config #>> '{rollout,max_generation_rounds}' as bigint) > 1"
+        )
         # Replicas send their heartbeats again within seconds, so going back drops them.
         connection.execute("delete from replica")
         # The older schema has neither digests, sources of datasets, spans, stored configurations,
@@ -268,6 +274,52 @@ def test_an_older_run_has_the_set_test_and_keeps_its_evaluations(database: str) 
     with psycopg.connect(plain(database)) as connection:
         assert list(connection.execute("select test_dataset from run")) == [("b",)]
         assert list(connection.execute("select mean_accuracy from evaluation")) == [(0.5,)]
+
+
+def test_steps_that_dynamic_sampling_had_begun_are_drawn_anew(database: str) -> None:
+    """0014 goes over from reserved prompts to the stream, of which a step has all its prompts."""
+    upgrade(database, "0013")
+    recorded = {  # (step, correct of 4) of each group; B is 2, of at most 3 rounds
+        "dapo": [(1, 0), (1, 0), (2, 1), (2, 3), (3, 0), (3, 4), (4, 2), (4, 2), (4, 2)],
+        "grpo": [(3, 0)],
+        "mopps": [(3, 0)],
+    }
+    with psycopg.connect(plain(database)) as connection:
+        for name, groups in recorded.items():
+            rollout = {"prompts_per_step": 2, "max_generation_rounds": 1 + 2 * (name != "grpo")}
+            kind = "mopps" if name == "mopps" else "uniform"
+            config = {"rollout": rollout, "sampler": {"kind": kind}, "batch": {"capacity": None}}
+            connection.execute(
+                "insert into run (name, config, train_dataset, test_datasets, status, current_step,"
+                " attempt) values (%s, %s, %s, '{}', 'running', 1, 1)",
+                [name, json.dumps(config), name],
+            )
+            for number, (step, correct) in enumerate(groups):
+                connection.execute(
+                    "insert into prompt (dataset, uid, position, task, payload)"
+                    " values (%s, %s, %s, 'countdown', '{}')",
+                    [name, f"{name}-{number}", number],
+                )
+                connection.execute(
+                    "insert into rollout_group (run_id, step, kind, prompt_id, position,"
+                    " policy_version, correct, size, accuracy, mean_reward, reward_parts,"
+                    " object_key, object_digest, row_start, row_count, token_count)"
+                    " select run.id, %s, 'fresh', prompt.id, 0, 1, %s, 4, 0, 0, '{}', 'k', 'd', 0,"
+                    " 4, 9 from run, prompt where name = %s and uid = %s",
+                    [step, correct, name, f"{name}-{number}"],
+                )
+    upgrade(database)
+    with psycopg.connect(plain(database)) as connection:
+        kept = connection.execute(
+            "select name, step, count(*) from rollout_group join run on run.id = run_id"
+            " group by 1, 2 order by 1, 2"
+        )
+        assert list(kept) == [
+            ("dapo", 1, 2),  # committed
+            ("dapo", 2, 2),  # complete: two of two groups are mixed
+            ("grpo", 3, 1),
+            ("mopps", 3, 1),
+        ]
 
 
 def copy_database(stack: Endpoints, name: str) -> None:

@@ -168,9 +168,7 @@ def test_exgrpo_revisits_what_was_solved_in_part_and_retires_the_rest(
         ]
         in_epoch = [
             uids[position]
-            for position in prompt_positions(
-                seed, step, 0, dataset_size=24, prompts_per_step=B, max_rounds=1
-            )
+            for position in prompt_positions(seed, step, dataset_size=24, prompts_per_step=B)
         ]
         if any(accuracy > 0.35 for accuracy in accuracies):
             rng = derive_rng(seed, "revisit", step)

@@ -27,9 +27,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from bapo_core.config import RunConfig
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import TrajectoryGroup, encode_groups
 from services.common.errors import ServiceError, Superseded
+from services.datasets import load_datasets
 from tests.integration.breakable import PROCESSES, Breakable, breakable_stack
 from tests.integration.driver import Driver, small_config, synthetic_group
 from tests.integration.model import Model
@@ -42,6 +44,8 @@ faults = st.sampled_from(["none", "none", "none", "twice", "at once", "cut", "ab
 class StepProtocol(RuleBasedStateMachine):
     stack: ClassVar[Breakable]
     kills: ClassVar[bool] = False
+    sections: ClassVar[dict[str, Any]] = {}
+    """Settings of the run that differ from those of the driver."""
 
     @initialize(seed=st.integers(0, 1000))
     def begin(self, seed: int) -> None:
@@ -51,13 +55,17 @@ class StepProtocol(RuleBasedStateMachine):
             steps=40,
             hard_buffer={"capacity": 5},
             high_quality_buffer={"capacity": 6},
+            **self.sections,
         )
         self.driver = Driver(self.stack.endpoints, config)
         self.client = self.driver.client
-        self.model = Model(config)
+        self.model = self.make_model(config)
         self.checkpoint = 0
         self.paused = False
         self.rng = random.Random(seed)
+
+    def make_model(self, config: RunConfig) -> Model:
+        return Model(config)
 
     # ---- faults
 
@@ -112,6 +120,13 @@ class StepProtocol(RuleBasedStateMachine):
             self.model.drawn[step] = [prompt.uid for prompt in prompts.prompts]
         return self.model.drawn[step]
 
+    def is_decided(self, _: int) -> bool:
+        """Whether the groups so far decide the fresh prompts of a step."""
+        return True
+
+    def complete_fresh(self, step: int) -> None:
+        self.send(step, "fresh", self.drawn(step), "none")
+
     def send(self, step: int, kind: Any, uids: list[str], fault: str) -> None:
         version = self.model.config.schedule.policy_version(step) if kind == "fresh" else step
         groups = [self.group(uid, version) for uid in uids]
@@ -141,6 +156,9 @@ class StepProtocol(RuleBasedStateMachine):
         if self.model.is_set_aside(step, "fresh"):
             assert not self.is_ready(step, "prompts")
             return
+        if not self.is_decided(step):
+            assert not self.is_ready(step, "prompts")
+            return
         uids = list(self.drawn(step))
         order.shuffle(uids)
         self.send(step, "fresh", uids[: max(1, round(share * len(uids)))], fault)
@@ -167,7 +185,7 @@ class StepProtocol(RuleBasedStateMachine):
             if step > 39:
                 return
             self.publish(fault)
-            self.send(step, "fresh", self.drawn(step), "none")
+            self.complete_fresh(step)
             self.reevaluations("none")
             self.batch(fault)
             self.commit(fault)
@@ -304,6 +322,36 @@ class StepProtocol(RuleBasedStateMachine):
             assert prompt.best_mean == max(correct) / 4
 
 
+class DynamicSampling(StepProtocol):
+    """The same with up to three rounds in a step, whose prompts follow from the groups so far."""
+
+    sections: ClassVar[dict[str, Any]] = {
+        "rollout": {"prompts_per_step": 4, "group_size": 4, "max_generation_rounds": 3},
+        "task": {"options": {"template": "short"}, "train_prompts": 30, "test_prompts": 4},
+    }
+
+    def make_model(self, config: RunConfig) -> Model:
+        return Model(config, [prompt.uid for prompt in load_datasets(config)[0].prompts])
+
+    def is_decided(self, step: int) -> bool:
+        return self.model.streamed(step) is not None
+
+    def drawn(self, step: int) -> list[str]:
+        """Returns the prompts of the rounds that have begun or may begin."""
+        uids = self.model.expected_uids(step, "fresh")
+        size = self.model.config.rollout.prompts_per_step
+        for generation_round in range(len(uids) // size):
+            prompts = self.client.step_prompts(step, "fresh", generation_round)
+            start = generation_round * size
+            assert [prompt.uid for prompt in prompts.prompts] == uids[start : start + size]
+            assert prompts.complete == self.model.is_complete(step)
+        return uids
+
+    def complete_fresh(self, step: int) -> None:
+        while not self.model.is_complete(step):
+            self.send(step, "fresh", self.drawn(step), "none")
+
+
 @pytest.fixture(scope="module")
 def breakable() -> Iterator[Breakable]:
     with breakable_stack() as stack:
@@ -326,6 +374,18 @@ def check(machine: type[StepProtocol], *, examples: int, steps: int) -> None:
 
 def test_the_service_agrees_with_the_model(breakable: Breakable) -> None:
     check(StepProtocol, examples=12, steps=25)
+
+
+def test_the_service_agrees_with_the_model_of_dynamic_sampling(breakable: Breakable) -> None:
+    check(DynamicSampling, examples=8, steps=25)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_service_agrees_with_the_model_of_dynamic_sampling_for_long(
+    breakable: Breakable,
+) -> None:
+    check(DynamicSampling, examples=60, steps=40)
 
 
 @pytest.mark.slow

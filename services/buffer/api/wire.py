@@ -235,8 +235,8 @@ class RunState(Wire):
 
 
 class StepPrompts(Wire):
-    """The prompts of a step. Not `ready` while they depend on a step not committed yet, or on
-    weights that were set aside by a rewind."""
+    """The prompts of a step. Not `ready` while they depend on a step not committed yet, on weights
+    that a rewind set aside, or, with dynamic sampling, on a step that lacks fresh groups."""
 
     ready: bool
     """Whether the prompts can be rolled out; false while the run is paused, too."""

@@ -18,6 +18,7 @@ from bapo_core.sampling import (
     rank_by_difficulty,
     rank_by_thompson,
     rank_candidates,
+    stream_positions,
 )
 from bapo_core.seeding import derive_rng
 
@@ -35,13 +36,103 @@ posteriors = st.lists(
 
 def test_the_uniform_sampler_draws_what_it_drew_before() -> None:
     """A change would give every stored run other prompts when it is resumed."""
-    assert (
-        prompt_positions(42, 3, 1, dataset_size=2000, prompts_per_step=6, max_rounds=2)
-        == UNIFORM_42_3_1
+    assert prompt_positions(42, 6, dataset_size=2000, prompts_per_step=6) == UNIFORM_42_6
+    assert prompt_positions(7, 401, dataset_size=2000, prompts_per_step=5) == UNIFORM_7_401
+
+
+UNIFORM_42_6 = (925, 1267, 686, 209, 1132, 1703)
+UNIFORM_7_401 = (723, 1506, 1329, 958, 1983)
+
+
+# ---- the stream of dynamic sampling ----
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> tuple[int, int, int]:
+    """Draws (dataset_size, prompts of a round, most rounds) of which a step can be filled."""
+    per_round, rounds = draw(st.integers(1, 9)), draw(st.integers(2, 5))
+    most = per_round * rounds
+    size = draw(st.integers(most, 5 * most) | st.sampled_from([most, most + 1, 2 * most - 1]))
+    return size, per_round, rounds
+
+
+@given(streams(), st.integers(0, 2**40), st.integers(0, 10**9))
+def test_any_prompts_that_a_step_may_draw_from_the_stream_differ(
+    stream: tuple[int, int, int], seed: int, first: int
+) -> None:
+    size, per_round, rounds = stream
+    distinct = per_round * rounds
+    numbers = stream_positions(
+        seed, first, 2 * size + distinct, dataset_size=size, distinct=distinct
     )
+    for start in range(len(numbers) - distinct + 1):
+        assert len(set(numbers[start : start + distinct])) == distinct
 
 
-UNIFORM_42_3_1 = (925, 1267, 686, 209, 1132, 1703)
+@given(streams(), st.integers(0, 2**40), st.integers(0, 10**6))
+def test_each_epoch_of_the_stream_has_every_prompt_once(
+    stream: tuple[int, int, int], seed: int, epoch: int
+) -> None:
+    size, per_round, rounds = stream
+    drawn = stream_positions(
+        seed, epoch * size, size, dataset_size=size, distinct=per_round * rounds
+    )
+    assert sorted(drawn) == list(range(size))
+
+
+@given(streams(), st.integers(0, 2**40), st.data())
+def test_steps_of_any_number_of_rounds_draw_the_stream_without_gaps(
+    stream: tuple[int, int, int], seed: int, data: st.DataObject
+) -> None:
+    size, per_round, most_rounds = stream
+    drawn: list[int] = []
+    for rounds in data.draw(st.lists(st.integers(1, most_rounds), max_size=30)):
+        first = len(drawn)
+        step = [
+            position
+            for generation_round in range(rounds)
+            for position in stream_positions(
+                seed,
+                first + generation_round * per_round,
+                per_round,
+                dataset_size=size,
+                distinct=per_round * most_rounds,
+            )
+        ]
+        assert len(set(step)) == len(step)
+        drawn += step
+    counts = Counter(drawn)
+    epochs = len(drawn) / size
+    assert all(math.floor(epochs) <= counts[i] <= math.ceil(epochs) for i in range(size))
+
+
+def test_epochs_of_the_stream_are_in_different_orders() -> None:
+    def epoch(number: int) -> tuple[int, ...]:
+        return stream_positions(5, 600 * number, 600, dataset_size=600, distinct=64)
+
+    assert epoch(0) == epoch(0)
+    places = [dict(zip(epoch(number), range(600), strict=True)) for number in (0, 1)]
+    moved = [abs(places[0][prompt] - places[1][prompt]) for prompt in range(600)]
+    assert sum(distance > 50 for distance in moved) > 300
+
+
+def test_a_dataset_of_one_step_keeps_its_order_because_it_must() -> None:
+    """Otherwise a step that begins in the middle of the dataset would draw a prompt twice."""
+    drawn = stream_positions(5, 0, 36, dataset_size=12, distinct=12)
+    assert drawn[:12] == drawn[12:24] == drawn[24:]
+
+
+def test_the_stream_is_refused_without_the_prompts_of_a_step() -> None:
+    with pytest.raises(ValueError, match="11 prompts cannot fill one step of 12; lower rollout"):
+        stream_positions(5, 0, 4, dataset_size=11, distinct=12)
+
+
+def test_the_stream_draws_what_it_drew_before() -> None:
+    """A change would give every stored run other prompts when it is resumed."""
+    assert stream_positions(42, 1998, 6, dataset_size=2000, distinct=24) == STREAM_42
+
+
+STREAM_42 = (1503, 1244, 1841, 1002, 339, 667)
 
 
 # ---- posteriors ----

@@ -61,37 +61,24 @@ def test_one_load_serves_both_iff_every_reevaluation_is_a_sync(schedule: SyncSch
     seed=st.integers(0, 5),
     size=st.integers(1, 60),
     per_step=st.integers(1, 10),
-    rounds=st.integers(1, 3),
 )
-def test_an_epoch_draws_each_prompt_at_most_once(
-    seed: int, size: int, per_step: int, rounds: int
-) -> None:
-    def draw(step: int, generation_round: int) -> tuple[int, ...]:
-        return prompt_positions(
-            seed,
-            step,
-            generation_round,
-            dataset_size=size,
-            prompts_per_step=per_step,
-            max_rounds=rounds,
-        )
+def test_an_epoch_draws_each_prompt_at_most_once(seed: int, size: int, per_step: int) -> None:
+    def draw(step: int) -> tuple[int, ...]:
+        return prompt_positions(seed, step, dataset_size=size, prompts_per_step=per_step)
 
-    steps_per_epoch = size // (per_step * rounds)
+    steps_per_epoch = size // per_step
     if steps_per_epoch == 0:
         with pytest.raises(ValueError, match="cannot fill one step"):
-            draw(1, 0)
+            draw(1)
         return
     for epoch in range(2):
         drawn = [
             position
             for within in range(1, steps_per_epoch + 1)
-            for generation_round in range(rounds)
-            for position in draw(epoch * steps_per_epoch + within, generation_round)
+            for position in draw(epoch * steps_per_epoch + within)
         ]
-        assert len(drawn) == len(set(drawn)) == steps_per_epoch * per_step * rounds
+        assert len(drawn) == len(set(drawn)) == steps_per_epoch * per_step
         assert set(drawn) <= set(range(size))
-    with pytest.raises(ValueError, match="is not in"):
-        draw(1, rounds)
 
 
 @given(size=st.integers(1, 300), key=st.integers(0, 2**63 - 1))
