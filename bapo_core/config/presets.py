@@ -100,6 +100,21 @@ PRESETS: dict[str, dict[str, Any]] = {
         batch={"fresh_fraction": 0.5},
         advantage={"scale": "none"},
     ),
+    "remix_grpo": _on_policy(
+        aggregation="seq-mean-token-mean",
+        replay={"enabled": True, "select": "mixed", "last_step": 50},
+        high_quality_buffer={"capacity": 1024, "max_age": 2},
+        batch={"fresh_fraction": 0.6},
+        optimizer={"epochs": 2},
+        loss={"clip_center": "current"},
+        kl={
+            "coefficient": 0.001,
+            "reference": "initial",
+            "estimator": "k3",
+            "convex": {},
+            "reset_after": 50,
+        },
+    ),
     "repo": _on_policy(
         aggregation="seq-mean-token-mean",
         response_replay={"enabled": True},
@@ -206,6 +221,9 @@ SUMMARIES: dict[str, str] = {
     "dots": "Prompts of medium difficulty, and half of each batch from the mixed groups of earlier "
     "steps (arXiv 2506.05316). The posterior's mean stands for the paper's predictor, which needs "
     "an embedding model.",
+    "remix_grpo": "Two fifths of each batch from the last two policies, with a clip around the "
+    "previous policy, two passes and a KL in part to it; after step 50, on policy with the policy "
+    "as the new reference (arXiv 2507.06892, from its abstract and secondary sources).",
     "repo": "Responses of earlier steps beside the fresh ones to the same prompt "
     "(arXiv 2506.09340). With its cache of 16 responses, nothing is replayed before a prompt's "
     "third epoch.",

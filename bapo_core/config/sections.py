@@ -75,6 +75,7 @@ Algorithm = Literal[
     "exgrpo",
     "luffy",
     "relift",
+    "remix_grpo",
 ]
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -347,6 +348,8 @@ class ReplayConfig(Section):
     select: Literal["window", "mixed"] = "window"
     """Groups that are stored and replayed: those in the replay window [c2, c3] (Eq. 7), or all with
     `mixed` rewards, 1/G <= mu <= (G-1)/G (DOTS)."""
+    last_step: int | None = Field(None, ge=1)
+    """Last step whose batch has replayed groups (ReMix: 50); null is the run's last step."""
 
 
 class ResponseReplayConfig(Section):
@@ -750,6 +753,20 @@ class LossConfig(Section):
         return self
 
 
+class ConvexKLConfig(Section):
+    """The KL-convex penalty of ReMix (arXiv 2507.06892): beta (lambda KL(pi || reference) +
+    (1 - lambda) KL(pi || theta_t)), where lambda falls from 1 in stairs."""
+
+    after: int = Field(50, ge=0)
+    """Last step with lambda = 1 (ReMix: 50)."""
+    every: int = Field(10, ge=1)
+    """Steps of a stair (ReMix: 10)."""
+    decrease: float = Field(0.1, gt=0.0, le=1.0)
+    """Fall of lambda at each stair (ReMix: 0.1)."""
+    lowest: Fraction = 0.5
+    """Lowest lambda (ReMix: 0.5)."""
+
+
 class KLConfig(Section):
     """The KL penalty of the loss (beta KL in Eq. 3)."""
 
@@ -766,6 +783,43 @@ class KLConfig(Section):
     """Estimator of the KL divergence. k1 and k3 are unbiased for samples of the current policy;
     with w = current / behaviour policy, `k3_corrected` = w k3 and `iw` = w k1 - w + 1 are unbiased
     for stored samples, too."""
+
+    convex: ConvexKLConfig | None = None
+    """Schedule of a KL penalty that is in part to theta_t (ReMix), for example `{}` with its
+    defaults; null takes it to the reference alone."""
+    reset_after: int | None = Field(None, ge=1)
+    """Step after which the policy becomes the reference, in place of the initial model (ReMix's
+    policy reincarnation, 50); null keeps the initial model."""
+
+    def reference_share(self, step: int) -> float:
+        """Returns lambda, the share of the penalty that is to the reference, at a step."""
+        if self.convex is None:
+            return 1.0
+        settings = self.convex
+        decreases = -(-max(step - settings.after, 0) // settings.every)
+        return max(1.0 - settings.decrease * decreases, settings.lowest)
+
+    def resets_before(self, step: int) -> bool:
+        """Whether the reference was replaced at or before the beginning of `step`."""
+        return self.reset_after is not None and step > self.reset_after
+
+    @model_validator(mode="after")
+    def _has_an_initial_reference(self) -> KLConfig:
+        for key in ("convex", "reset_after"):
+            if getattr(self, key) is not None and (
+                self.reference != "initial" or self.coefficient == 0
+            ):
+                raise ValueError(
+                    f"{key} is given with reference '{self.reference}' and coefficient "
+                    f"{self.coefficient:g}, but it is about the KL to the initial model; set "
+                    f"reference to initial and a coefficient above 0, or remove {key}"
+                )
+        if self.convex is not None and self.placement == "reward":
+            raise ValueError(
+                "convex is given but placement is 'reward': the KL to theta_t is 0 when rewards "
+                "are computed; set placement to loss, or remove convex"
+            )
+        return self
 
 
 class OptimizerConfig(Section):
@@ -926,6 +980,11 @@ class RunConfig(Section):
     def keeps_hard_buffer(self) -> bool:
         """Whether hard groups are stored: for re-evaluation, or for supervised updates."""
         return self.reevaluate.enabled or self.demonstrations.supervise_every > 0
+
+    def replays_at(self, t: int) -> bool:
+        """Whether the batch of step t may have replayed groups (X3)."""
+        last = self.replay.last_step
+        return self.replay.enabled and (last is None or t <= last)
 
     @property
     def hard_capacity(self) -> int:
@@ -1092,6 +1151,15 @@ class RunConfig(Section):
                 "advantage.estimator is 'maxrl', which divides by the mean reward of a group, but "
                 "the reward section allows rewards below 0; set reward.wrong=0, "
                 "reward.overlong_share=0 and no negative weight, or another estimator"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _resets_whole_models(self) -> RunConfig:
+        if self.kl.reset_after is not None and self.lora.rank:
+            raise ValueError(
+                f"kl.reset_after is {self.kl.reset_after} but lora.rank is {self.lora.rank}: the "
+                "reference has no adapters to become the policy; set one of them to null or 0"
             )
         return self
 

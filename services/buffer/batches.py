@@ -185,7 +185,7 @@ def _compose(
     }
     x2 = [group for group in reevaluated if is_promoted(config, stored[group.prompt_uid], group)]
     candidates: list[GroupSummary] = []
-    if config.replay.enabled:
+    if config.replays_at(step):
         candidates = eligible_high(
             buffer_as_of(session, run, "high_quality", step - 1),
             step=step,
@@ -355,7 +355,7 @@ def _replayable(
     session: Session, run: Run, config: RunConfig, record: StepRecord
 ) -> list[wire.ManifestMember]:
     """Returns the groups of this step that its commit will admit to the high-quality buffer."""
-    if not config.replay.enabled:
+    if not config.replays_at(record.step + 1):
         return []
     kinds = ["fresh", "reevaluation"] if config.hard_buffer.store_new_in_high else ["fresh"]
     rows = session.execute(

@@ -90,7 +90,7 @@ def _update_buffers(session: Session, run: Run, config: RunConfig, record: StepR
             dedup=config.batch.dedup,
         )
         apply_change(session, run, "hard", step, change)
-    if config.replay.enabled:
+    if config.replays_at(step + 1):
         change = admit_high(
             buffer_as_of(session, run, "high_quality", step - 1),
             [*fresh, *(reevaluated if config.hard_buffer.store_new_in_high else [])],

@@ -202,10 +202,13 @@ def _decide_replayed(case: _Case) -> wire.SourceDecision:
                 f"{config.response_replay.min_cache})"
             )
             return case.decide("replayed", outcome, reason)
-    if not config.replay.enabled:
-        return case.decide(
-            "replayed", NOT_CONSIDERED, "this run has no replay (replay.enabled = false)"
+    if not config.replays_at(record.step):
+        setting = (
+            f"replay.last_step = {config.replay.last_step}"
+            if config.replay.enabled
+            else "replay.enabled = false"
         )
+        return case.decide("replayed", NOT_CONSIDERED, f"this step has no replay ({setting})")
     entries = buffer_as_of(case.session, case.run, "high_quality", record.step - 1)
     stored = case.newest_group(entries)
     if stored is None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,7 +22,9 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -44,22 +47,28 @@ _TRAINED = StateDictOptions(ignore_frozen_params=True)
 
 Trained: TypeAlias = dict[str, tuple[nn.Module, Optimizer]]
 """Modules with their optimizers, by name: `model` (the policy) always, `critic` with BA-PPO."""
+Saved: TypeAlias = Mapping[str, tuple[nn.Module, Optimizer | None]]
+"""What a checkpoint holds: the trained modules, and a `reference` without an optimizer if the run
+has replaced the initial one."""
 
 
-def state_of(trained: Trained) -> dict[str, Any]:
+def state_of(saved: Saved) -> dict[str, Any]:
     """Returns the state dicts that a checkpoint stores, by name. Every rank calls it."""
     state: dict[str, Any] = {}
-    for name, (module, optimizer) in trained.items():
-        state[name], state[_optimizer_name(name)] = get_state_dict(
-            _saved_module(name, module), optimizer, options=_TRAINED
-        )
+    for name, (module, optimizer) in saved.items():
+        if optimizer is None:
+            state[name] = get_model_state_dict(_saved_module(name, module))
+        else:
+            state[name], state[_optimizer_name(name)] = get_state_dict(
+                _saved_module(name, module), optimizer, options=_TRAINED
+            )
     return state
 
 
 def _saved_module(name: str, module: Any) -> nn.Module:
-    """Returns the model inside the policy, so that its weights have their plain names."""
-    saved: nn.Module = module.model if name == "model" else module
-    return saved
+    """Returns the model inside a policy, so that its weights have their plain names."""
+    inside: nn.Module = module if name == "critic" else module.model
+    return inside
 
 
 def _optimizer_name(name: str) -> str:
@@ -80,13 +89,13 @@ class Checkpointer(Background):
         self._copy: Any = None
         """State on the CPU. The memory is reused: new memory is slow to fill."""
 
-    def save(self, step: int, trained: Trained) -> None:
+    def save(self, step: int, saved: Saved) -> None:
         """Copies the state and returns; the checkpoint exists some time later. Every rank calls it.
 
         Raises the error of the checkpoint before, if that failed.
         """
         self.settle()
-        self._copy = _copy_to_cpu(state_of(trained), self._copy)
+        self._copy = _copy_to_cpu(state_of(saved), self._copy)
         self.begin(partial(self._write, step))
 
     def _write(self, step: int) -> None:
@@ -139,7 +148,7 @@ def _cpu_mesh_of(size: int) -> DeviceMesh:
 
 def load_checkpoint(
     stored: StoredVersion,
-    trained: Trained,
+    saved: Saved,
     *,
     store: ObjectStore,
     scratch: Path,
@@ -155,7 +164,7 @@ def load_checkpoint(
     try:
         store.get_directory(stored.uri, stored.manifest_digest, directory)
         try:
-            restore_state(directory, trained)
+            restore_state(directory, saved)
         except (CheckpointException, RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[-1]
             raise BapoError(
@@ -166,14 +175,17 @@ def load_checkpoint(
         shutil.rmtree(directory)
 
 
-def restore_state(directory: Path, trained: Trained) -> None:
+def restore_state(directory: Path, saved: Saved) -> None:
     """Restores modules and optimizers in place from the files of a checkpoint. Every rank calls it.
 
     Raises `CheckpointException`, `RuntimeError` or `ValueError` for files that do not fit them.
     """
-    state = state_of(trained)
+    state = state_of(saved)
     load(state, checkpoint_id=str(directory))
-    for name, (module, optimizer) in trained.items():
+    for name, (module, optimizer) in saved.items():
+        if optimizer is None:
+            set_model_state_dict(_saved_module(name, module), state[name])
+            continue
         set_state_dict(
             _saved_module(name, module),
             optimizer,

@@ -70,9 +70,7 @@ def train(config: RunConfig, context: TrainerContext, ranks: Ranks) -> None:
     """Trains from the last checkpoint to the last step. Every rank calls it."""
     publisher = make_publisher(config, context, ranks)
     checkpointer = Checkpointer(context.buffer, context.store, scratch=context.scratch, ranks=ranks)
-    vision = load_processor(context.model_directory)
-    encoder = DemonstrationEncoder(config, context.model_directory)
-    reader = TrajectoryReader(context.store, vision=vision, encoder=encoder)
+    reader = make_reader(config, context)
     recorder = SpanRecorder(context.buffer, "trainer")
     timer = PhaseTimer(recorder if ranks.is_main else None)
     updater, last_step = restore(config, context, ranks)
@@ -95,7 +93,7 @@ def train(config: RunConfig, context: TrainerContext, ranks: Ranks) -> None:
                 with timer.phase("checkpoint"):
                     # A trainer that resumes from it publishes no version before it again.
                     publisher.wait_until_recorded()
-                    checkpointer.save(step, updater.trained)
+                    checkpointer.save(step, updater.saved(step))
             checkpointer.check()
             if ranks.is_main:
                 recorder.flush()
@@ -166,8 +164,18 @@ def restore(config: RunConfig, context: TrainerContext, ranks: Ranks) -> tuple[U
             "running, or this one was started without a new attempt; continue the run with "
             "`bapo run --resume`"
         )
-    load_checkpoint(stored, updater.trained, store=context.store, scratch=context.scratch)
+    saved = updater.saved(last_step)
+    load_checkpoint(stored, saved, store=context.store, scratch=context.scratch)
     return updater, last_step
+
+
+def make_reader(config: RunConfig, context: TrainerContext) -> TrajectoryReader:
+    """Builds the reader of batches, with what their images and demonstrations need."""
+    return TrajectoryReader(
+        context.store,
+        vision=load_processor(context.model_directory),
+        encoder=DemonstrationEncoder(config, context.model_directory),
+    )
 
 
 def make_updater(config: RunConfig, directory: Path, ranks: Ranks) -> Updater:
@@ -222,6 +230,8 @@ def train_batch(
     if manifest.record_proximal:
         with timer.phase("proximal"):
             record_proximal(updater, reader, manifest, context)
+    if manifest.step - 1 == config.kl.reset_after:
+        updater.reset_reference()
     digest = NO_BATCH
     if manifest.members:
         trained = train_groups(config, updater, reader, manifest, context, timer)

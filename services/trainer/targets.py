@@ -28,6 +28,8 @@ class Targets:
     """Centre of the clip range, where it is not 1."""
     current_logprobs: Tensor
     """Log-probs under theta_t, the policy before this step's first update."""
+    reference_share: float = 1.0
+    """Share of the KL to the reference; the rest is to theta_t."""
     values: ValueTargets | None = None
     """Targets of the critic; None without one."""
 

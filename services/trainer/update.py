@@ -18,7 +18,7 @@ from bapo_core.kl import kl_penalty
 from bapo_core.losses import Aggregation, clip_fraction, scale_count, token_scale
 from bapo_core.objectives import get_objective, losses_by_source
 from bapo_core.types import Source
-from services.trainer.checkpoint import Trained
+from services.trainer.checkpoint import Saved, Trained
 from services.trainer.critic import Critic, CriticTrainer, ValueTargets
 from services.trainer.data import PADDING, Batch, Plan, microbatches
 from services.trainer.diagnostics import StepResults, diagnose
@@ -73,6 +73,20 @@ class Updater:
             trained["critic"] = (self.critic.critic, self.critic.optimizer)
         return trained
 
+    def saved(self, step: int) -> Saved:
+        """What the checkpoint after `step` holds."""
+        if self.reference is None or not self.config.kl.resets_before(step):
+            return self.trained
+        return {**self.trained, "reference": (self.reference, None)}
+
+    @torch.no_grad()
+    def reset_reference(self) -> None:
+        """Makes the policy as it is now the reference of the KL. Both have the same shards."""
+        assert self.reference is not None
+        pairs = zip(self.reference.parameters(), self.policy.parameters(), strict=True)
+        for reference, trained in pairs:
+            reference.copy_(trained)
+
     def step(
         self, step: int, batch: Batch, plan: Plan, window: tuple[float, float], timer: PhaseTimer
     ) -> dict[str, float]:
@@ -86,7 +100,7 @@ class Updater:
         """
         self._set_learning_rate(step)
         with timer.phase("proximal"):
-            targets, metrics = self._make_targets(batch)
+            targets, metrics = self._make_targets(batch, step)
         results = TokenResults.empty(batch)
         positions = plan.of_rank(self.ranks.rank)
         with timer.phase("update"):
@@ -162,7 +176,7 @@ class Updater:
         count = self.ranks.all_reduce_max(len(micro_batches))
         return [*micro_batches, *[None] * (count - len(micro_batches))]
 
-    def _make_targets(self, batch: Batch) -> tuple[Targets, dict[str, float]]:
+    def _make_targets(self, batch: Batch, step: int = 1) -> tuple[Targets, dict[str, float]]:
         """Returns the constants of the step's loss, and the critic's metrics if there is one."""
         loss, kl = self.config.loss, self.config.kl
         behavior = batch.behavior_logprobs
@@ -185,6 +199,7 @@ class Updater:
             center=(current - behavior).exp() if loss.clip_center == "current" else None,
             current_logprobs=current,
             values=values,
+            reference_share=kl.reference_share(step),
         )
         return targets, metrics
 
@@ -364,13 +379,16 @@ class Updater:
             statistics.values,
         )
         results.clipped[rows] = clipped
-        penalty = kl_penalty(
-            logprobs,
-            targets.reference_logprobs[rows],
-            batch.behavior_logprobs[rows],
-            mask,
-            estimator=kl.estimator,
-        )
+
+        def penalty_to(reference: Tensor) -> Tensor:
+            behavior = batch.behavior_logprobs[rows]
+            return kl_penalty(logprobs, reference[rows], behavior, mask, estimator=kl.estimator)
+
+        penalty = penalty_to(targets.reference_logprobs)
+        if targets.reference_share < 1.0:
+            penalty = torch.lerp(
+                penalty_to(targets.current_logprobs), penalty, targets.reference_share
+            )
         losses = policy_losses + kl_coefficient * penalty
         if entropy_bonus:
             losses = losses - entropy_bonus * entropy

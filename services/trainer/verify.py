@@ -13,12 +13,11 @@ from functools import partial
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from services.buffer.api.wire import StepDigests, StoredVersion
-from services.model.vision import load_processor
 from services.trainer.checkpoint import load_checkpoint
-from services.trainer.data import TrajectoryReader
 from services.trainer.digests import weights_digest
 from services.trainer.loop import (
     TrainerContext,
+    make_reader,
     make_updater,
     run_rank,
     train_batch,
@@ -36,7 +35,7 @@ def train_again(
     Raises `BapoError` without a checkpoint before the first step.
     """
     updater = restore_before(first, config, context, ranks)
-    reader = TrajectoryReader(context.store, vision=load_processor(context.model_directory))
+    reader = make_reader(config, context)
     weights = weights_digest(updater.trained, ranks)
     for step in range(first, last + 1):
         manifest = ranks.from_main(partial(context.buffer.recorded_batch, step))
@@ -66,7 +65,7 @@ def restore_before(step: int, config: RunConfig, context: TrainerContext, ranks:
         raise BapoError(f"there is no checkpoint of step {step - 1} any more")
     load_checkpoint(
         StoredVersion(number=stored.step, uri=stored.uri, manifest_digest=stored.manifest_digest),
-        updater.trained,
+        updater.saved(step - 1),
         store=context.store,
         scratch=context.scratch,
     )

@@ -317,6 +317,7 @@ ALGORITHM_OPTIONS = {
     "dots": ["sampler.candidates=2", "batch.fresh_fraction=0.5"],
     "exgrpo": ["sampler.revisit_above=0"],
     "mopps": ["sampler.candidates=2"],
+    "remix_grpo": ["kl.reset_after=1", "replay.last_step=6"],
     "relift": ["demonstrations.supervise_every=4"],
     "repo": ["response_replay={cache: 8, min_cache: 4, count: 4}"],
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -181,6 +182,18 @@ def split(overrides: str) -> list[str]:
             "by_source.replayed has a clip bound but objective is 'cispo'",
         ),
         ("loss.by_source={old: {}}", "loss.by_source.old"),
+        (
+            "kl.convex={}",
+            "convex is given with reference 'rollout' and coefficient 0.001, but it is about the",
+        ),
+        (
+            "algorithm=remix_grpo kl.placement=reward advantage.estimator=reinforce_pp",
+            "the KL to theta_t is 0 when rewards are computed; set placement to loss",
+        ),
+        (
+            "algorithm=remix_grpo lora.rank=8",
+            "the reference has no adapters to become the policy",
+        ),
         (
             "demonstrations.supervise_every=8",
             "supervise_every is 8 with reevaluate.enabled, but both take prompts from the hard",
@@ -454,3 +467,21 @@ def test_the_best_checkpoints_need_one_for_each_evaluation_of_the_primary_set() 
     values["evaluation"]["primary"] = "b"
     with pytest.raises(ConfigError, match=r"make evaluation.every \(7\) a multiple"):
         config_from(values)
+
+
+def test_the_share_of_the_reference_falls_in_stairs() -> None:
+    """lambda(t) = max(1 - 0.1 ceil(max(t - 50, 0) / 10), 0.5), arXiv 2507.06892."""
+    kl = load_config(None, ["algorithm=remix_grpo"]).kl
+    for step in range(1, 200):
+        expected = max(1 - 0.1 * math.ceil(max(step - 50, 0) / 10), 0.5)
+        assert kl.reference_share(step) == pytest.approx(expected)
+    assert [step for step in (1, 50, 51, 200) if kl.resets_before(step)] == [51, 200]
+    assert load_config(None, []).kl.reference_share(100) == 1.0
+
+
+def test_groups_are_replayed_up_to_the_last_step_of_replay() -> None:
+    config = load_config(None, ["algorithm=remix_grpo"])
+    assert config.replays_at(50)
+    assert not config.replays_at(51)
+    assert load_config(None, []).replays_at(471)
+    assert not load_config(None, ["replay.enabled=false"]).replays_at(1)

@@ -29,6 +29,7 @@ from services.trainer.phases import PhaseTimer
 from services.trainer.policy import Policy, response_logprobs
 from services.trainer.ranks import Ranks
 from services.trainer.shard import checkpoint_layers, compile_layers
+from services.trainer.statistics import NO_STATISTICS
 from services.trainer.targets import TokenResults
 from services.trainer.update import NonFiniteLoss, Updater
 
@@ -235,6 +236,48 @@ def test_the_digest_of_a_group_holds_the_members_that_join() -> None:
     assert len(list(group_digests(apart))) == GROUPS
     assert len(list(group_digests(joined))) == GROUPS - 3
     assert list(group_digests(joined))[1] == list(group_digests(apart))[3]
+
+
+def test_a_convex_kl_is_in_part_to_the_policy_before_the_step() -> None:
+    overrides = ["kl={coefficient: 0.5, reference: initial, convex: {after: 0, every: 1}}"]
+    settings = config("loss.ratio=behavior", *overrides)
+    data, start = batch(), policy()
+    updater = updater_of(settings, policy(seed=1))
+    targets, _ = updater._make_targets(data, 3)
+    assert targets.reference_share == pytest.approx(0.7)
+    rows = torch.arange(GROUPS * G)
+    with torch.no_grad():
+        for parameter in updater.policy.parameters():
+            parameter.mul_(1.05)
+    temperature = settings.rollout.temperature
+    logprobs, _ = response_logprobs(updater.policy, data, rows, temperature)
+
+    def k3(reference: Tensor) -> Tensor:
+        d = reference - logprobs
+        return (d.exp() - 1 - d).clamp(max=10.0)[data.mask].mean()
+
+    initial, _ = response_logprobs(policy(seed=1), data, rows, temperature)
+    before, _ = response_logprobs(start, data, rows, temperature)
+    expected = 0.7 * k3(initial) + 0.3 * k3(before)
+    scale = data.mask / data.mask.sum()
+    results, scales = TokenResults.empty(data), (scale, scale)
+    _, metrics = updater._loss(data, rows, targets, scales, results, NO_STATISTICS)
+    assert metrics["kl"] == pytest.approx(expected.item(), abs=1e-6)
+    assert k3(before) < k3(initial)
+
+
+def test_the_policy_becomes_the_reference_when_it_is_reset() -> None:
+    settings = config("kl={coefficient: 0.1, reference: initial, reset_after: 2}")
+    updater = updater_of(settings, policy(seed=1))
+    assert updater.reference is not None
+    assert list(updater.saved(2)) == ["model"]
+    assert list(updater.saved(3)) == ["model", "reference"]
+    step(updater, 1, batch())
+    before = flat(updater.policy)
+    updater.reset_reference()
+    step(updater, 2, batch())
+    assert torch.equal(flat(updater.reference), before)
+    assert not torch.equal(flat(updater.policy), before)
 
 
 def test_the_same_step_gives_the_same_weights_bit_for_bit() -> None:
