@@ -23,3 +23,7 @@ class ConfigError(BapoError):
 
 class TaskError(BapoError):
     """A task that does not exist, cannot be loaded, or refuses its options."""
+
+
+class PayloadError(TaskError):
+    """A payload against which a task cannot verify any response, so that the run must stop."""

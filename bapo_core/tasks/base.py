@@ -77,7 +77,9 @@ class Task(Protocol):
 
     A constructor raises `ValueError` or `TypeError` for an option that it refuses. A task may also
     have `warm_up() -> None`, for slow imports and tables, which the verifier calls before the first
-    deadline starts; `reward_parts: Sequence[str]`, the names of the parts of its verdicts;
+    deadline starts; `load(payload) -> None`, for slow preparations of a payload, which it calls
+    before the deadline of the first response to it starts, and which may raise `PayloadError`;
+    `reward_parts: Sequence[str]`, the names of the parts of its verdicts;
     `normalise(answer) -> str`, for `normalise_answer`, in linear time; and
     `demonstrate(payload) -> str | None`, for `demonstration`.
     """
@@ -102,7 +104,8 @@ class Task(Protocol):
     def verify(self, payload: Payload, response: str) -> Verdict:
         """Verifies a response, which is hostile input.
 
-        Raises nothing, whatever the response is, except `MemoryError`, which the verifier handles.
+        Raises nothing, whatever the response is, except `MemoryError`, which the verifier handles,
+        and `PayloadError` for a payload against which no response can be verified.
         """
         ...
 

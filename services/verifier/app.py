@@ -31,6 +31,7 @@ from prometheus_client import (
 )
 from starlette.concurrency import run_in_threadpool
 
+from bapo_core.errors import PayloadError
 from bapo_core.tasks import task_names
 from services.common.auth import require_shared_token
 from services.common.errors import install_problem_handlers, problem_response
@@ -139,6 +140,8 @@ def create_app(token: str, settings: VerifierSettings | None = None) -> FastAPI:
             return problem_response(503, "Draining", str(error))
         except TaskRefused as error:
             return problem_response(422, "Invalid request", f"options: {error}")
+        except PayloadError as error:
+            return problem_response(422, "Invalid request", f"payload: {error}")
         except _ClientDisconnected:
             return Response(status_code=499)
         results = batch.done.result()

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from bapo_core.errors import BapoError, TransientError
+from bapo_core.errors import BapoError, PayloadError, TransientError
 from services.verifier.api.wire import LONGEST_RESPONSE, ItemVerdict
 from services.verifier.process import NOT_BEGUN, TaskKey, TaskRefused, WorkerLost, WorkerProcess
 from services.verifier.worker import Result, Work, failed
@@ -103,7 +103,8 @@ class VerifierPool:
     def verify(self, task: str, options: dict[str, Any], work: Sequence[Work]) -> list[ItemVerdict]:
         """Returns a verdict for each (payload, response), in order, whatever they contain.
 
-        Raises `TaskRefused` for the task or its options, `Busy` and `Draining`.
+        Raises `TaskRefused` for the task or its options, `PayloadError` for a payload, `Busy` and
+        `Draining`.
         """
         return [
             ItemVerdict(reward=reward, status=status, extracted=answer, detail=detail, parts=parts)
@@ -269,7 +270,7 @@ class _Slot(threading.Thread):
         while (chunk := self._pool.next_chunk()) is not None:
             try:
                 self._score(chunk)
-            except TaskRefused as error:
+            except (TaskRefused, PayloadError) as error:
                 self._pool.abandon(chunk.batch, error)
             except Exception as error:
                 log.exception("scoring failed")

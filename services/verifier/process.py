@@ -17,7 +17,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from bapo_core.errors import TaskError, TransientError
+from bapo_core.errors import PayloadError, TaskError, TransientError
 from services.common.process import ChildProcess, python_command
 from services.verifier.worker import PROGRESS, Result, Work
 
@@ -98,7 +98,8 @@ class WorkerProcess:
     def receive(self, deadline_s: float) -> list[Result]:
         """Waits for the next results, and kills the process when an item misses its deadline.
 
-        Returns nothing once there are no more results; `fate` then says why.
+        Returns nothing once there are no more results; `fate` then says why. Raises `PayloadError`
+        for a payload that the task refuses; the process may be used again.
         """
         while self.fate is None:
             _, since = self.position()
@@ -156,10 +157,12 @@ class WorkerProcess:
         try:
             if self.fate is not None and not self._connection.poll():
                 return []
-            results, retiring = from_json(self._connection.recv_bytes(_LARGEST_MESSAGE))
+            results, retiring, refusal = from_json(self._connection.recv_bytes(_LARGEST_MESSAGE))
         except (EOFError, OSError, ValueError, TypeError):
             self.kill("crashed")
             return []
+        if refusal is not None:
+            raise PayloadError(str(refusal))
         if retiring:
             self.kill("retired")
         return list(results)

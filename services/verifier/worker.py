@@ -6,7 +6,9 @@ and writes JSON, because the pool must not unpickle data of a process that may b
 
     pool → worker                            worker → pool
     ("prepare", name, options)               null, or the reason why the task cannot be made
-    ("score", [(payload, response), ...])    messages of [[result, ...], retiring]
+    ("score", [(payload, response), ...])    messages of [[result, ...], retiring, refusal]
+
+A refusal is the reason why a payload cannot be verified; no result follows it.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ import signal
 import struct
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from bapo_core.errors import TaskError
+from bapo_core.errors import PayloadError, TaskError
 from bapo_core.tasks import Task, VerdictStatus, get_task
 
 Work = tuple[Mapping[str, Any], str]
@@ -42,6 +44,8 @@ MAX_PARTS = 16
 """Parts of a reward that a verdict may have."""
 MAX_EXTRACTED = 1_000
 """Characters of an extracted answer that are kept."""
+LOAD_S = 60.0
+"""Seconds that a task's `load` may take on top of the deadline of a response."""
 PROGRESS = struct.Struct("dq")
 """Memory shared with the pool: the monotonic time at which an item was begun, and its index.
 
@@ -71,6 +75,7 @@ class _Worker:
         self._connection, self._progress = connection, progress
         self._memory_bytes = memory_bytes
         self._task: Task | None = None
+        self._load: Callable[[Mapping[str, Any]], None] | None = None
         self._first_size = 0
 
     def send(self, message: Any) -> None:
@@ -95,7 +100,7 @@ class _Worker:
             return str(error)
         except Exception as error:  # noqa: BLE001 - a plug-in may raise anything; the pool reports it
             return f"task {name} does not start: {type(error).__name__}: {error}"
-        self._task = task
+        self._task, self._load = task, getattr(task, "load", None)
         # Imported modules never become garbage; the collector need not scan SymPy's objects.
         gc.freeze()
         self._first_size = self._first_size or _address_space()
@@ -108,28 +113,42 @@ class _Worker:
         resource.setrlimit(resource.RLIMIT_AS, (_address_space() + self._memory_bytes, hard))
         results: list[Result] = []
         flushed = time.monotonic()
+        loaded: Mapping[str, Any] | None = None
         for index, (payload, response) in enumerate(work):
             now = time.monotonic()
             if now - flushed > FLUSH_S:
-                self.send([results, False])
+                self.send([results, False, None])
                 results, flushed = [], now
-            PROGRESS.pack_into(self._progress, 0, now, index)
             try:
+                if self._load is not None and payload is not loaded:
+                    # The time limit of an item is measured from the time in the shared memory.
+                    PROGRESS.pack_into(self._progress, 0, now + LOAD_S, index)
+                    self._load(payload)
+                    loaded, now = payload, time.monotonic()
+                    PROGRESS.pack_into(self._progress, 0, now, index)
+                    # A message has the pool look at the time again.
+                    self.send([results, False, None])
+                    results, flushed = [], now
+                else:
+                    PROGRESS.pack_into(self._progress, 0, now, index)
                 results.append(score(self._task, payload, response))
+            except PayloadError as error:
+                self.send([[], False, str(error)])
+                return
             except MemoryError:
                 # Code that ran out of memory half-way may be broken: a new process goes on.
                 self._retire([*results, failed("too_large")])
         if _address_space() > self._first_size + self._memory_bytes:
             self._retire(results)
-        self.send([results, False])
+        self.send([results, False, None])
 
     def _retire(self, results: list[Result]) -> None:
-        self.send([results, True])
+        self.send([results, True, None])
         os._exit(0)
 
 
 def score(task: Task, payload: Mapping[str, Any], response: str) -> Result:
-    """Returns the result of one response. Raises `MemoryError` and nothing else."""
+    """Returns the result of one response. Raises `MemoryError` and `PayloadError` only."""
     try:
         verdict = task.verify(payload, response)
         reward, status, answer = float(verdict.reward), str(verdict.status), verdict.answer
@@ -145,7 +164,7 @@ def score(task: Task, payload: Mapping[str, Any], response: str) -> Result:
             raise ValueError(f"the status is {status!r:.60}; use lower-case letters and _")
         extracted = None if answer is None else str(answer)[:MAX_EXTRACTED]
         return reward, status, extracted, None, parts
-    except MemoryError:
+    except (MemoryError, PayloadError):
         raise
     except BaseException as error:  # noqa: BLE001
         # Tasks must not raise, but a plug-in may (sys.exit() included), and a payload may lack what

@@ -20,6 +20,7 @@ TOKEN = "a-token"
 
 ODD_TASK = '''
 import os, signal, sys, time
+from bapo_core.errors import PayloadError
 from bapo_core.tasks import Verdict, VerdictStatus
 
 
@@ -82,6 +83,17 @@ class OddTask:
         return Verdict(self.reward, VerdictStatus.OK, f"{payload['n']}")
 
 
+class LoadingTask(OddTask):
+    """Loads payloads, which takes as long as they say."""
+
+    name = "loading"
+
+    def load(self, payload):
+        time.sleep(payload["load_s"])
+        if payload["n"] < 0:
+            raise PayloadError(f"n is {payload['n']}; make it positive")
+
+
 class Lacking:
     name = "lacking"
 '''
@@ -95,8 +107,8 @@ def odd_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd-task\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[bapo.tasks]\nodd = odd_task:OddTask\nlacking = odd_task:Lacking\n"
-        "gone = no_such_module:Task\n"
+        "[bapo.tasks]\nodd = odd_task:OddTask\nloading = odd_task:LoadingTask\n"
+        "lacking = odd_task:Lacking\ngone = no_such_module:Task\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
 

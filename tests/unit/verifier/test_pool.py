@@ -13,10 +13,11 @@ import psutil
 import pytest
 from conftest import wait_until
 
+from bapo_core.errors import PayloadError
 from services.verifier.api.wire import LONGEST_RESPONSE
 from services.verifier.pool import SMALLEST_CHUNK, Busy, Draining, TaskRefused, VerifierPool
 from services.verifier.process import WorkerProcess
-from services.verifier.worker import Work
+from services.verifier.worker import LOAD_S, Work
 
 OPTIONS = {"template": "short"}
 PAYLOAD = {"nums": [1, 2, 3], "target": 6}
@@ -123,6 +124,25 @@ def test_a_missed_deadline_costs_itself_and_half_a_second(pool: VerifierPool, ho
 
 def test_each_response_has_a_deadline_of_its_own(pool: VerifierPool) -> None:
     assert odd(pool, ["hang", "a", "hang", "b"]) == ["timeout", "ok", "timeout", "ok"]
+
+
+def test_loading_a_payload_does_not_count_against_the_deadline(pool: VerifierPool) -> None:
+    slow, quick = {"n": 1, "load_s": 3.0}, {"n": 2, "load_s": 0.0}
+    work = [(slow, "a"), (slow, "hang"), (slow, "b"), (quick, "hang"), (quick, "c")]
+    begin = time.monotonic()
+    verdicts = pool.verify("loading", {}, work)
+    assert [verdict.status for verdict in verdicts] == ["ok", "timeout", "ok", "timeout", "ok"]
+    # A response that hangs is killed at its deadline, not at the limit of loading.
+    assert time.monotonic() - begin < LOAD_S
+
+
+def test_a_payload_that_is_refused_fails_the_batch_and_not_the_process(pool: VerifierPool) -> None:
+    good, bad = {"n": 1, "load_s": 0.0}, {"n": -1, "load_s": 0.0}
+    with pytest.raises(PayloadError, match="n is -1; make it positive"):
+        pool.verify("loading", {}, [(good, "a"), (bad, "b"), (good, "c")])
+    assert pool.waiting() == 0
+    assert pool.verify("loading", {}, [(good, "a")])[0].status == "ok"
+    assert sum(pool.restarts.values()) == 0
 
 
 @pytest.mark.parametrize("how", ["exit", "segfault"])
