@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bapo_core.config import RewardConfig
-from bapo_core.errors import ConfigError
-from bapo_core.tasks.base import Task
+from bapo_core.config import RewardConfig, RunConfig
+from bapo_core.errors import ConfigError, TaskError
+from bapo_core.tasks import Task, get_task
 
 ANSWER = "answer"
 """Name of the part that is the verdict's own reward, which every response has."""
@@ -64,3 +64,16 @@ def check_reward(task: Task, settings: RewardConfig) -> None:
                 f"reward.weights names {name!r}, but the verdicts of task {task.name} have "
                 f"{'the parts ' + ', '.join(known) if known else 'no parts'}; correct or remove it"
             )
+
+
+def check_tasks(config: RunConfig) -> None:
+    """Raises `TaskError` for options that the task refuses, of training or of an evaluation set.
+
+    Raises `ConfigError` as `check_reward` does.
+    """
+    check_reward(get_task(config.task.name, **config.task.options), config.reward)
+    for name in config.evaluation.sets:
+        try:
+            get_task(config.task.name, **config.evaluation_sets[name].options)
+        except TaskError as error:
+            raise TaskError(f"evaluation.sets.{name}: {error}") from error

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from bapo_core.config import RunConfig
 from bapo_core.config.evaluation import TEST_SET, EvaluationSet
 from bapo_core.errors import BapoError
-from bapo_core.rewards import check_reward
+from bapo_core.rewards import check_tasks
 from bapo_core.tasks import ImageTask, Payload, SyntheticTask, Task, get_task
 from bapo_core.tasks.base import DEMONSTRATION, VerdictStatus, demonstration
 from services.buffer.api import wire
@@ -60,8 +60,8 @@ def load_datasets(config: RunConfig, sources: DataSources = NO_SERVICES) -> RunD
     Raises `BapoError` when a data set cannot be read, when training prompts are held out, or when
     there are fewer training prompts than a step may draw.
     """
+    check_tasks(config)
     task = get_task(config.task.name, **config.task.options)
-    check_reward(task, config.reward)
     if config.evaluation.sets:
         test = load_evaluation_sets(config, sources)
         train = _load_training_prompts(config, sources, test)
@@ -172,7 +172,7 @@ def _load_training_prompts(
     except ValueError as error:
         raise BapoError(str(error)) from error
     images = _images(sources)
-    payloads = [images.take_row(task, problem) for problem in drawn]
+    payloads = _generated(task, drawn, images)
     kept = [payload for payload in payloads if task.uid(payload) not in uids]
     return _dataset(task, kept[: settings.train_prompts], "train", images)
 
@@ -230,7 +230,21 @@ def _of_problems(
 ) -> Dataset:
     """Returns the dataset of generated problems, whose images become references."""
     images = _images(sources)
-    return _dataset(task, [images.take_row(task, problem) for problem in problems], split, images)
+    return _dataset(task, _generated(task, problems, images), split, images)
+
+
+def _generated(task: Task, problems: Sequence[Payload], images: Images) -> list[Payload]:
+    """Returns generated problems, whose images become references.
+
+    Raises `BapoError` for one that cannot be stored.
+    """
+    payloads: list[Payload] = [images.take_row(task, problem) for problem in problems]
+    try:
+        for payload in payloads:
+            _check_payload(payload)
+    except ValueError as error:
+        raise BapoError(f"task {task.name} generates a problem that is refused: {error}") from error
+    return payloads
 
 
 def read_dataset(
@@ -302,9 +316,7 @@ def _images(sources: DataSources, address: str = "") -> Images:
 def _parse_row(task: Task, row: Mapping[str, Any], number: int, images: Images) -> Payload | None:
     try:
         problem = task.parse_row(images.take_row(task, row))
-        _check_text(problem)
-        if len(json.dumps(problem)) > LARGEST_PAYLOAD:
-            raise ValueError(f"the problem is longer than {LARGEST_PAYLOAD} bytes; shorten it")
+        _check_payload(problem)
     except ValueError as error:
         raise RowError(number, str(error)) from error
     return problem
@@ -318,6 +330,13 @@ def _demonstration_text(value: Any, number: int) -> str:
     except ValueError as error:
         raise RowError(number, str(error)) from error
     return value
+
+
+def _check_payload(problem: Payload | None) -> None:
+    """Raises `ValueError` for a problem that the database or the verifier cannot take."""
+    _check_text(problem)
+    if len(json.dumps(problem)) > LARGEST_PAYLOAD:
+        raise ValueError(f"the problem is longer than {LARGEST_PAYLOAD} bytes; shorten it")
 
 
 def _check_text(value: Any) -> None:

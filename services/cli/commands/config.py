@@ -33,13 +33,17 @@ def show(config: ConfigArguments) -> None:
 @config.command
 @config_arguments
 def check(config: ConfigArguments) -> None:
-    """Validate a configuration and warn about slow settings.
+    """Validate a configuration and its task's options, and warn about slow settings.
 
     \b
     Example:
       bapo config check examples/countdown.yaml rollout.group_size=16
     """
-    for warning in config.load().warnings():
+    from bapo_core.rewards import check_tasks
+
+    settings = config.load()
+    check_tasks(settings)
+    for warning in settings.warnings():
         click.echo(f"note: {warning}")
     click.echo(f"{config.file or 'the default configuration'} is valid")
 

@@ -156,6 +156,16 @@ def test_overrides_may_stand_anywhere(arguments: list[str]) -> None:
             "error: override 'more.yaml': write key=value",
         ),
         (["config", "check", "sync.evry=3"], 1, "did you mean every?"),
+        (
+            ["config", "check", "task.options.template=poem"],
+            1,
+            "error: task countdown: template is 'poem'; choose short",
+        ),
+        (
+            ["config", "check", "evaluation.sets.four.options.numbers=[40]"],
+            1,
+            "error: evaluation.sets.four: task countdown: numbers is [40]",
+        ),
     ],
 )
 def test_errors_are_told_from_wrong_usage(
