@@ -10,6 +10,7 @@ VLLM_STAMP := $(VLLM)/.installed
 CRDS := $(VENV)/crds/node_modules/.package-lock.json
 TRL := .trl
 TRL_STAMP := $(TRL)/.installed
+GYM_STAMP := $(VENV)/.reasoning-gym
 STORES := .stores
 STORES_STAMP := $(STORES)/.installed
 NEWEST := .venv-newest
@@ -20,7 +21,7 @@ CHROMIUMS := chromium google-chrome google-chrome-stable chromium-browser
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-trl install-stores install-chromium gpu-bundle run test test-slow test-newest test-vllm test-crds images sbom chart test-images test-cluster test-cluster-all lint compare bench docs clean
+.PHONY: help install install-vllm install-trl install-reasoning-gym install-stores install-chromium gpu-bundle run test test-slow test-newest test-vllm test-crds images sbom chart test-images test-cluster test-cluster-all lint compare bench docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -65,6 +66,14 @@ $(STORES_STAMP): benchmarks/stores-requirements.txt
 
 install-stores: $(STORES_STAMP) ## install the stores of other frameworks into .stores, for benchmarks.ingest
 
+# Not a part of `make install`, because it compiles pycosat, which needs a C compiler and Python's
+# headers.
+$(GYM_STAMP): $(STAMP)
+	$(BIN)/pip install --quiet --progress-bar off -c constraints.txt -e ".[reasoning-gym]"
+	touch $@
+
+install-reasoning-gym: $(GYM_STAMP) ## install reasoning-gym into .venv, for the task of this name
+
 install-chromium: ## install Debian's Chromium for the browser tests, if there is no browser
 	@for name in $(CHROMIUMS); do command -v $$name && exit 0; done; \
 		$(SUDO) apt-get update && $(SUDO) apt-get install --yes chromium
@@ -77,7 +86,7 @@ run: $(STAMP) ## train with BAPO on Countdown, show a report
 
 # Files run in their listed order. By default, xdist orders them by their number of tests, so that
 # the longest one runs last, and alone.
-test: $(STAMP) $(TRL_STAMP) ## run the tests, two files at a time
+test: $(STAMP) $(TRL_STAMP) $(GYM_STAMP) ## run the tests, two files at a time
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP) ## run the slow tests
@@ -89,7 +98,7 @@ test-newest: ## test with the newest dependencies (also the newest torch: TORCH=
 	$(PYTHON) -m venv $(NEWEST)
 	$(NEWEST)/bin/pip install --quiet --progress-bar off "$(TORCH)"
 	$(NEWEST)/bin/pip install --quiet --progress-bar off \
-		-e ".[train,hub,local,tensorboard,mlflow,pipelines,dev]"
+		-e ".[train,hub,local,tensorboard,mlflow,pipelines,reasoning-gym,dev]"
 	$(NEWEST)/bin/pip list --exclude-editable
 	$(NEWEST)/bin/pytest -n 2 --dist loadfile tests/unit $(addprefix tests/e2e/test_run.py::, \
 		test_the_summary_and_the_report_are_there \

@@ -101,8 +101,8 @@ class TaskConfig(Section):
     """The task: its prompts, and how responses are verified."""
 
     name: str = "countdown"
-    """Name of the task: `countdown`, `math`, or one that an installed package adds
-    (docs/adding-a-task.md)."""
+    """Name of the task: `countdown`, `geometry`, `math`, `reasoning_gym` (docs/verifier.md), or one
+    that an installed package adds (docs/adding-a-task.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the task's constructor, for example `{template: short}` for `countdown`."""
     train_path: str | None = None

@@ -23,6 +23,7 @@ from bapo_core.tasks.base import (
 from bapo_core.tasks.countdown import CountdownTask
 from bapo_core.tasks.geometry import GeometryTask
 from bapo_core.tasks.mathematics import MathTask
+from bapo_core.tasks.reasoning_gym import ReasoningGymTask
 
 __all__ = [
     "ENTRY_POINTS",
@@ -45,6 +46,7 @@ _TASKS: dict[str, Callable[..., Task]] = {
     "countdown": CountdownTask,
     "geometry": GeometryTask,
     "math": MathTask,
+    "reasoning_gym": ReasoningGymTask,
 }
 
 

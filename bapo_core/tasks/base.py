@@ -145,14 +145,18 @@ def demonstration(task: Task, payload: Payload) -> str | None:
 
 
 def draw_distinct(
-    draw: Callable[[], tuple[Key, Drawn] | None], n: int, seen: set[Key], options: str
+    draw: Callable[[], tuple[Key, Drawn] | None],
+    n: int,
+    seen: set[Key],
+    options: str,
+    max_misses: int = _MAX_MISSES,
 ) -> list[Drawn]:
     """Draws n problems whose keys are not in `seen`, and adds their keys to it.
 
     draw: returns a key and its problem, or None for a draw without a valid problem. options: the
     task's options that bound the space of problems, with the remedy, for the error.
 
-    Raises `ValueError` when `_MAX_MISSES` consecutive draws give no new problem.
+    Raises `ValueError` when `max_misses` consecutive draws give no new problem.
     """
     problems: list[Drawn] = []
     misses = 0
@@ -160,9 +164,9 @@ def draw_distinct(
         drawn = draw()
         if drawn is None or drawn[0] in seen:
             misses += 1
-            if misses == _MAX_MISSES:
+            if misses == max_misses:
                 raise ValueError(
-                    f"found {len(seen)} distinct problems and no further one in {_MAX_MISSES:,} "
+                    f"found {len(seen)} distinct problems and no further one in {max_misses:,} "
                     f"draws, with {options}, or lower task.train_prompts or task.test_prompts"
                 )
             continue

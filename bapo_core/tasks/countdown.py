@@ -30,6 +30,7 @@ from bapo_core.tasks.expressions import (
     parse,
     random_expression,
 )
+from bapo_core.tasks.tags import THINK_PREFIX, last_answer
 
 __all__ = ["CountdownTask", "is_solvable", "random_expression"]
 
@@ -42,9 +43,6 @@ _THINK = """Use the numbers {numbers} to make an expression that equals {target}
 You may use +, -, *, / and parentheses, and must use each number exactly once.
 Reason inside <think> </think> tags first. Then give only the expression inside \
 <answer> </answer> tags, for example <answer>(1 + 2) / 3</answer>."""
-
-
-_PREFIX = "Let me solve this step by step.\n<think>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,7 @@ class CountdownTask:
             content = _THINK.format(numbers=", ".join(map(str, numbers)), target=target)
         messages = [{"role": "user", "content": content}]
         if self.template == "prefilled":
-            messages.append({"role": "assistant", "content": _PREFIX})
+            messages.append({"role": "assistant", "content": THINK_PREFIX})
         return messages
 
     def verify(self, payload: Payload, response: str) -> Verdict:
@@ -104,7 +102,7 @@ class CountdownTask:
         return with_format(self._judge_response(payload, response))
 
     def _judge_response(self, payload: Payload, response: str) -> Verdict:
-        answer = response if self.template == "short" else _last_answer(response)
+        answer = response if self.template == "short" else last_answer(response)
         if answer is None or not (answer := answer.strip()):
             return Verdict(0.0, VerdictStatus.NO_ANSWER, None, "no answer found")
         if len(answer) > MAX_LENGTH:
@@ -192,13 +190,6 @@ class CountdownTask:
 
 def _uid(numbers: Sequence[int], target: int) -> str:
     return f"countdown:{'-'.join(map(str, sorted(numbers)))}:{target}"
-
-
-def _last_answer(response: str) -> str | None:
-    """Returns the content of the last complete <answer> tag, in linear time."""
-    end = response.rfind("</answer>")
-    start = response.rfind("<answer>", 0, end) if end >= 0 else -1
-    return None if start < 0 else response[start + len("<answer>") : end]
 
 
 def _judge(
