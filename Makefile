@@ -21,7 +21,7 @@ CHROMIUMS := chromium google-chrome google-chrome-stable chromium-browser
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-trl install-reasoning-gym install-stores install-chromium gpu-bundle run test test-slow test-newest test-vllm test-crds images sbom chart test-images test-cluster test-cluster-all lint compare bench docs clean
+.PHONY: help install install-vllm install-trl install-reasoning-gym install-stores install-chromium gpu-bundle run test test-slow test-newest test-vllm test-crds images sbom chart test-images test-cluster test-cluster-all lint compare compare-methods bench docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -157,6 +157,9 @@ lint: $(STAMP) ## check style, types, import contracts, Dockerfile
 
 compare: $(STAMP) ## compare BAPO, GRPO and DAPO, 3 seeds each (an hour; QUICK=1: ten minutes)
 	$(BIN)/bapo compare examples/countdown.yaml $(if $(QUICK),steps=25 evaluation.every=10,steps=200)
+
+compare-methods: $(STAMP) ## compare all algorithms, one seed each (hours; the same command goes on)
+	$(BIN)/bapo compare examples/countdown.yaml name=methods steps=200 --algorithms all --seeds 1
 
 bench: $(STAMP) ## run the benchmarks of benchmarks/
 	$(BIN)/python -m benchmarks.engine

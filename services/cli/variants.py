@@ -50,6 +50,14 @@ def algorithm_variant(name: str) -> Variant:
     return Variant(name, {"algorithm": name})
 
 
+def algorithm_variants(names: str) -> list[Variant]:
+    """Returns the variants of algorithms that are separated by commas, or of `all`.
+
+    Raises `ConfigError` for an unknown one.
+    """
+    return [algorithm_variant(name) for name in (PRESETS if names == "all" else names.split(","))]
+
+
 def parse_variant(text: str) -> Variant:
     """Parses `LABEL: KEY=VALUE ...`; without keys, the variant changes nothing.
 

@@ -18,7 +18,7 @@ from services.cli.service import open_local_object_store
 from services.cli.variants import (
     PlannedRun,
     Variant,
-    algorithm_variant,
+    algorithm_variants,
     parse_variant,
     plan_runs,
     read_variants,
@@ -40,8 +40,8 @@ DEFAULT_ALGORITHMS = "bapo,grpo,dapo"
 @click.option(
     "--algorithms",
     metavar="LIST",
-    help=f"Algorithms to compare, separated by commas: {DEFAULT_ALGORITHMS} unless variants are "
-    "given.",
+    help=f"Algorithms to compare, separated by commas, or `all` of them: {DEFAULT_ALGORITHMS} "
+    "unless variants are given.",
 )
 @click.option(
     "--variant",
@@ -79,6 +79,7 @@ def compare(
     Examples:
       bapo compare examples/countdown.yaml
       bapo compare examples/countdown.yaml steps=25 --algorithms bapo,grpo --seeds 1
+      bapo compare examples/countdown.yaml --algorithms all --seeds 1
       bapo compare examples/countdown.yaml --variant 'v5:' --variant 'v10: sync.every=10'
     """
     try:
@@ -102,7 +103,7 @@ def _variants(algorithms: str | None, texts: Sequence[str], file: str | None) ->
     if algorithms is None and not texts and file is None:
         algorithms = DEFAULT_ALGORITHMS
     return [
-        *map(algorithm_variant, algorithms.split(",") if algorithms else ()),
+        *(algorithm_variants(algorithms) if algorithms else ()),
         *(read_variants(file) if file else ()),
         *map(parse_variant, texts),
     ]

@@ -11,6 +11,7 @@ from bapo_core.config import PRESETS, ConfigError, config_from, load_config
 from services.cli.variants import (
     Variant,
     algorithm_variant,
+    algorithm_variants,
     parse_variant,
     plan_runs,
     read_variants,
@@ -26,6 +27,16 @@ def configs(
     variants = [algorithm_variant(label) for label in labels]
     runs = plan_runs(file, overrides, variants, [1])
     return {run.label: run.config.model_dump(exclude={"name"}) for run in runs}
+
+
+def test_all_algorithms_are_the_presets() -> None:
+    assert [variant.label for variant in algorithm_variants("all")] == list(PRESETS)
+    assert [variant.label for variant in algorithm_variants("bapo,repo")] == ["bapo", "repo"]
+    with pytest.raises(ConfigError, match="algorithm 'ball' is not one of arpo"):
+        algorithm_variants("ball")
+    # Each of them can follow from the example.
+    runs = plan_runs(EXAMPLE, ["steps=200"], algorithm_variants("all"), [1])
+    assert [run.config.algorithm for run in runs] == list(PRESETS)
 
 
 @pytest.mark.parametrize("algorithm", sorted(PRESETS))
