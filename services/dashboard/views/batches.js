@@ -147,6 +147,9 @@ export function showBatches(visit) {
         ...(responses === undefined
           ? []
           : [["Replayed responses", format.count(responses), "of earlier steps, beside fresh groups"]]),
+        ...(batch.supervised.length
+          ? [["Supervised prompts", format.count(batch.supervised.length), "unsolved, by their demonstrations"]]
+          : []),
         [
           "Replay window",
           `${format.score(batch.c2)} to ${format.score(batch.c3)}`,
@@ -181,7 +184,9 @@ export function showBatches(visit) {
             title: "Responses",
             number: true,
             by: (member) => member.rows?.length ?? member.row_count,
-            cell: (member) => `${member.rows?.length ?? member.row_count} of ${member.row_count}`,
+            cell: (member) =>
+              `${member.rows?.length ?? member.row_count} of ${member.row_count}` +
+              (member.demonstration ? " and a demonstration" : ""),
           },
           {
             title: "Generated at step",
