@@ -25,12 +25,12 @@ from bapo_core.seeding import derive_rng, derive_seed
 from bapo_core.tasks import get_task
 
 # Keys of which this file implements the default value alone.
-DEFAULTS_ONLY = """task.train_path task.test_path rollout.max_generation_rounds sampler fresh.filter
-reevaluate.enabled lora reevaluate.rule response_replay loss.by_source hard_buffer.store_new_in_high
-reward replay hard_buffer.after replay_window.r_tot batch.dedup advantage.scale advantage.estimator
-loss.ratio loss.weight_floor loss.weight_level loss.mask_truncated loss.norm loss.weight_mode
-loss.weight_norm loss.objective loss.aggregation kl.placement kl.reference optimizer.epochs
-evaluation.temperature evaluation.top_p evaluation.sets evaluation.samples sync.weights_dtype"""
+DEFAULTS_ONLY = """loss.norm kl.placement replay_window.r_tot evaluation.temperature task.test_path
+fresh.filter loss.objective reward loss.weight_level loss.weight_norm batch.dedup loss.weight_floor
+hard_buffer.store_new_in_high lora evaluation.samples response_replay rollout.max_generation_rounds
+loss.ratio optimizer.epochs loss.by_source reevaluate.rule task.train_path hard_buffer.after replay
+loss.aggregation sync.weights_dtype evaluation.sets reevaluate.enabled sync.lag advantage.estimator
+loss.mask_truncated sampler evaluation.top_p loss.weight_mode advantage.scale kl.reference"""
 
 
 def train(config, directory, sample=None, learner=None):

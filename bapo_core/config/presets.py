@@ -100,6 +100,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         batch={"fresh_fraction": 0.5},
         advantage={"scale": "none"},
     ),
+    "areal_async": _on_policy(
+        sync={"every": 1, "lag": 4},
+        loss={"ratio": "prox_current", "weight_cap": 5.0},
+    ),
     "remix_grpo": _on_policy(
         aggregation="seq-mean-token-mean",
         replay={"enabled": True, "select": "mixed", "last_step": 50},
@@ -221,6 +225,9 @@ SUMMARIES: dict[str, str] = {
     "dots": "Prompts of medium difficulty, and half of each batch from the mixed groups of earlier "
     "steps (arXiv 2506.05316). The posterior's mean stands for the paper's predictor, which needs "
     "an embedding model.",
+    "areal_async": "Rollouts run four steps ahead of the trainer, with the decoupled objective "
+    "(arXiv 2505.24298). The staleness is fixed and not only bounded, so that a resumed run is the "
+    "same run, and generation is not interrupted by new weights.",
     "remix_grpo": "Two fifths of each batch from the last two policies, with a clip around the "
     "previous policy, two passes and a KL in part to it; after step 50, on policy with the policy "
     "as the new reference (arXiv 2507.06892, from its abstract and secondary sources).",

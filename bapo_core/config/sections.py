@@ -76,6 +76,7 @@ Algorithm = Literal[
     "luffy",
     "relift",
     "remix_grpo",
+    "areal_async",
 ]
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -291,6 +292,10 @@ class SyncConfig(Section):
     phase: Literal["algorithm1", "first_step"] = "algorithm1"
     """Steps t at which a sync is due: t mod v = 0 (`algorithm1`, as in the paper) or
     (t-1) mod v = 0 (`first_step`, as in the authors' code)."""
+    lag: int = Field(0, ge=0)
+    """Steps by which rollouts run ahead of the trainer: a sync at step t loads theta_(t - lag), so
+    that generation and training overlap, with a staleness of at most v - 1 + lag (the fixed form of
+    AReaL's bound; AReaL: 4). 0 loads theta_t, for which rollouts wait."""
     weights_dtype: Literal["as_trained", "float32", "bfloat16"] = "as_trained"
     """Dtype of published weights; `bfloat16` halves the transfer and rounds the rollout policy."""
     transport: Literal["object_store", "nccl"] = "object_store"
@@ -951,7 +956,8 @@ class RunConfig(Section):
     @property
     def schedule(self) -> SyncSchedule:
         """The schedule of syncs (v) and re-evaluations (m)."""
-        return SyncSchedule(self.sync.every, self.sync.reevaluate_every, self.sync.phase)
+        sync = self.sync
+        return SyncSchedule(sync.every, sync.reevaluate_every, sync.phase, sync.lag)
 
     @property
     def batch_capacity(self) -> int:
@@ -1050,7 +1056,7 @@ class RunConfig(Section):
         within = t <= self.steps
         return (
             t == 1
-            or (within and self.schedule.syncs_at(t))
+            or (t + self.sync.lag <= self.steps and self.schedule.syncs_at(t + self.sync.lag))
             or (within and self.reevaluate.enabled and self.schedule.reevaluates_at(t))
             or self.evaluates_at(t)
         )
@@ -1229,7 +1235,13 @@ class RunConfig(Section):
     def warnings(self) -> list[str]:
         """Returns warnings about settings that are valid and surprising."""
         warnings = []
-        if self.reevaluate.enabled and not self.schedule.one_load_serves_both:
+        if self.sync.lag and self.reevaluate.enabled:
+            warnings.append(
+                f"sync.lag is {self.sync.lag} with reevaluate.enabled: re-evaluations need the "
+                "current weights, so rollouts wait for the trainer every sync.reevaluate_every "
+                "steps"
+            )
+        elif self.reevaluate.enabled and not self.schedule.one_load_serves_both:
             warnings.append(
                 f"sync.every (v={self.sync.every}) does not divide sync.reevaluate_every "
                 f"(m={self.sync.reevaluate_every}) or sync.phase is first_step, so the engine "
@@ -1272,7 +1284,7 @@ class RunConfig(Section):
                 f"{' and '.join(unused)} change nothing with loss.objective={objective}: its "
                 f"settings are the keys of loss.{objective}"
             )
-        stale = self.sync.every > 1 or self.replay.enabled
+        stale = self.sync.every > 1 or self.sync.lag > 0 or self.replay.enabled
         if objective == "gspo" and self.loss.ratio == "behavior" and stale:
             warnings.append(
                 "loss.objective=gspo with loss.ratio=behavior clips almost every response that an "

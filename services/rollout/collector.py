@@ -81,20 +81,23 @@ def plan_jobs(config: RunConfig, first_step: int) -> Iterator[Job]:
     """Yields all jobs from `first_step` to the end of the run, in order.
 
     Evaluations of earlier steps come first, because a run may have been interrupted before them.
+    With a lag, versions that the trainer is yet to publish are evaluated when rollouts need newer
+    ones, so that these do not wait for them.
     """
     for step in range(1, first_step):
         yield from _evaluations(config, step)
-    step = first_step
+    step = evaluated = first_step
     while step <= config.steps:
         end = min(config.schedule.sync_window(step).stop, config.steps + 1)
         for t in range(step, end):
             yield Job(t, "fresh")
             if config.reevaluate.enabled and config.schedule.reevaluates_at(t):
                 yield Job(t, "reevaluation")
-        for t in range(step, end):
-            yield from _evaluations(config, t)
-        step = end
-    yield from _evaluations(config, config.steps + 1)
+        for version in range(evaluated, end - config.sync.lag):
+            yield from _evaluations(config, version)
+        step, evaluated = end, max(evaluated, end - config.sync.lag)
+    for version in range(evaluated, config.steps + 2):
+        yield from _evaluations(config, version)
 
 
 def _evaluations(config: RunConfig, version: int) -> list[Job]:

@@ -54,6 +54,30 @@ def test_each_set_has_its_own_interval() -> None:
     ]
 
 
+@pytest.mark.parametrize("v", [1, 2, 5])
+@pytest.mark.parametrize("lag", [0, 1, 4, 20])
+@pytest.mark.parametrize("first", [1, 6])
+def test_rollouts_that_run_ahead_do_not_wait_for_evaluations(v: int, lag: int, first: int) -> None:
+    """A job may need a version that the trainer publishes after the rollouts before the job."""
+    sync = {"every": v, "lag": lag}
+    config = small_config("ahead", sync=sync, reevaluate={"enabled": False})
+    jobs = list(plan_jobs(config, first))
+    assert [job.step for job in jobs if job.kind == "fresh"] == list(range(first, 13))
+    evaluations = [job.step for job in jobs if job.kind == "evaluation"]
+    assert evaluations == [1, 4, 8, 12, 13]
+    rolled_out = first - 1
+    for job in jobs:
+        version = config.rollout_version(job.step, job.kind)
+        assert version <= rolled_out + 1, "the trainer waits for rollouts that come later"
+        if job.kind == "fresh":
+            rolled_out = job.step
+    if lag:
+        (last,) = [n for n, job in enumerate(jobs) if (job.step, job.kind) == (12, "fresh")]
+        needed = {config.rollout_version(job.step, job.kind) for job in jobs[:last]}
+        # It can begin before the trainer has made the steps of the lag.
+        assert max(needed) <= max(first - 1, 12 - lag, 1)
+
+
 def test_results_are_kept_by_version_and_set(stack: Endpoints) -> None:
     driver = Driver(stack, sets_config("sets-results"))
     assert driver.client.run_state().test_datasets.keys() == SETS.keys()

@@ -32,7 +32,7 @@ def configs(
 def test_all_algorithms_are_the_presets() -> None:
     assert [variant.label for variant in algorithm_variants("all")] == list(PRESETS)
     assert [variant.label for variant in algorithm_variants("bapo,repo")] == ["bapo", "repo"]
-    with pytest.raises(ConfigError, match="algorithm 'ball' is not one of arpo"):
+    with pytest.raises(ConfigError, match="algorithm 'ball' is not one of areal_async"):
         algorithm_variants("ball")
     # Each of them can follow from the example.
     runs = plan_runs(EXAMPLE, ["steps=200"], algorithm_variants("all"), [1])

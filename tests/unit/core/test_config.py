@@ -97,7 +97,7 @@ def split(overrides: str) -> list[str]:
         ("sampler.kind=thompson", "sampler.kind"),
         ("sampler={kind: mopps, prior_run: countdown}", "is 'countdown', the run itself; name an"),
         ("checkpoint={keep_best: 1, every: 3}", "make evaluation.every (20) a multiple of"),
-        ("algorithm=sac", "algorithm: 'sac' is not one of arpo, ba_ppo, bapo"),
+        ("algorithm=sac", "algorithm: 'sac' is not one of areal_async, arpo"),
         (
             "loss.objective=sac",
             "loss.objective: objective is 'sac', which is not one of adaptive_cl",
@@ -260,6 +260,7 @@ def test_importance_weights_that_change_nothing_are_pointed_out() -> None:
             "algorithm=gspo loss.ratio=behavior sync.every=5 loss.weight_level=token",
             "loss.objective=gspo with loss.ratio=behavior clips almost every response",
         ),
+        ("sync.lag=2", "sync.lag is 2 with reevaluate.enabled: re-evaluations need the current"),
         ("sampler.decay=0.5", "sampler.decay=0.5 change nothing with sampler.kind=uniform"),
         (
             "algorithm=mopps sampler.temperature=1 sampler.band=[0,1]",
@@ -339,14 +340,15 @@ def test_a_slow_schedule_is_pointed_out() -> None:
     m=st.integers(1, 9),
     k=st.integers(1, 9),
     phase=st.sampled_from(["algorithm1", "first_step"]),
+    lag=st.integers(0, 6),
 )
 def test_every_version_that_a_rollout_needs_is_published(
-    v: int, m: int, k: int, phase: str
+    v: int, m: int, k: int, phase: str, lag: int
 ) -> None:
     config = load_config(
         None,
         [f"sync.every={v}", f"sync.reevaluate_every={m}", f"evaluation.every={k}", "steps=30"]
-        + [f"sync.phase={phase}"],
+        + [f"sync.phase={phase}", f"sync.lag={lag}"],
     )
     for t in range(1, 31):
         assert config.publishes_at(config.schedule.policy_version(t))
