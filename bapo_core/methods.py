@@ -78,7 +78,7 @@ the **aggregation** of token losses (`loss.aggregation`); and the **sampler** of
 [Configuration](configuration.md) has all keys. [Decision 8](decisions/0008-methods.md), of samplers
 [decision 9](decisions/0009-samplers.md), and of replayed responses
 [decision 12](decisions/0012-response-replay.md), say where a method differs from its paper or its
-authors' code.
+authors' code, and [Parity](parity.md) where a formula differs from those of verl and TRL.
 
 In the formulas, r is the ratio of the current to the proximal policy, whose choice is `loss.ratio`;
 A the advantage; w the importance weight of the proximal over the behaviour policy, 1 under
