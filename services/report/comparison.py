@@ -35,6 +35,8 @@ TRAINING_CURVES = {
 Variants: TypeAlias = dict[str, list["RunResult"]]
 """The runs of every variant, by its label."""
 Spread: TypeAlias = dict[str, float]
+MOST_NAMED = 6
+"""Most variants that the heading of the page names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +215,8 @@ def _page(
         f"the same {config.task.train_prompts} prompts. Seeds: {seeds}. Lines are means over "
         "the seeds; bands span the minimum to the maximum."
     )
+    many = len(variants) > MOST_NAMED
+    heading = f"{len(variants)} variants" if many else " · ".join(variants)
     first = next(iter(variants))
     tables = _table("Mean ± standard deviation", table, _spread_cell)
     if differences:
@@ -220,7 +224,7 @@ def _page(
         tables += _table(caption, differences, _difference_cell)
     return page(
         "bapo comparison",
-        f"<h1>{html.escape(' · '.join(variants))}</h1><p class='lead'>{html.escape(lead)}</p>"
+        f"<h1>{html.escape(heading)}</h1><p class='lead'>{html.escape(lead)}</p>"
         f"{tables}<div class='charts'>{''.join(_figures(variants))}</div>",
     )
 
