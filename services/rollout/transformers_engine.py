@@ -405,7 +405,10 @@ def _sample(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tenso
     # The first token whose cumulative probability exceeds the threshold has a positive probability.
     # The clamp is for outputs that are not finite, which are refused at the end.
     tokens = torch.searchsorted(cumulative, thresholds, right=True).clamp(max=logits.shape[-1] - 1)
-    return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
+    # On a CPU, the float32 sum of `log_softmax` is 1.5e-5 too small for 49,152 tokens, and every
+    # log-prob as much too large. `total`, which would be 1, has the same error.
+    normalised = logprobs.gather(1, tokens).double() - total.log()
+    return tokens[:, 0], normalised[:, 0].float()
 
 
 def _truncate(logprobs: Tensor, top_p: float) -> Tensor:

@@ -358,3 +358,13 @@ def test_a_nucleus_is_the_smallest_set_of_tokens_that_reaches_top_p() -> None:
             assert drawn.float().mean() == pytest.approx(probability, abs=2e-3)
             assert logprobs[drawn].exp() == pytest.approx(probability, abs=1e-5)
     assert 0 not in tokens
+
+
+def test_logprobs_over_a_large_vocabulary_are_exact() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(64, 49_152, generator=generator)
+    uniforms = torch.rand(64, generator=generator, dtype=torch.float64)
+    sampling = Sampling(temperature=1.0, max_tokens=1, group_size=1)
+    tokens, logprobs = _sample(logits, sampling, uniforms)
+    exact = torch.log_softmax(logits.double(), dim=-1).gather(1, tokens[:, None])[:, 0]
+    assert (logprobs.double() - exact).abs().max() < 2e-6
