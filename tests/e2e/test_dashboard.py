@@ -51,8 +51,10 @@ class ImprovingRun(Driver):
     hostile: str = ""
     """Text of every response, instead of an arithmetic expression; rewards are then +1 and -1."""
 
-    def groups(self, step: int, kind: wire.Kind = "fresh") -> list[TrajectoryGroup]:
-        prompts = self.client.step_prompts(step, kind)
+    def groups(
+        self, step: int, kind: wire.Kind = "fresh", generation_round: int = 0
+    ) -> list[TrajectoryGroup]:
+        prompts = self.client.step_prompts(step, kind, generation_round)
         return [
             self._group(prompt, prompts.policy_version, step, kind) for prompt in prompts.prompts
         ]
