@@ -9,6 +9,7 @@ accuracy; alpha is the rollout policy, and theta_t the trainer's weights before 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -484,7 +485,8 @@ class BatchConfig(Section):
     """The composition of a training batch from X1, X2 and X3."""
 
     capacity: int | None = Field(None, ge=1)
-    """Most groups in a training batch, which is never padded; null is B / `fresh_fraction`."""
+    """Most groups in a training batch, which is never padded; null is B, or B / `fresh_fraction`
+    rounded up to whole minibatches."""
     fresh_fraction: float = Field(1.0, gt=0.0, le=1.0)
     """sigma, the share of a full batch that the B groups of a step can fill; replayed groups fill
     the rest (DOTS: 0.5, so that batches of 2 B groups need rollouts of B prompts)."""
@@ -962,8 +964,14 @@ class RunConfig(Section):
     @property
     def batch_capacity(self) -> int:
         """Most groups in a training batch: `batch.capacity`, or B / `batch.fresh_fraction`."""
-        prompts = self.rollout.prompts_per_step
-        return self.batch.capacity or round(prompts / self.batch.fresh_fraction)
+        prompts, fraction = self.rollout.prompts_per_step, self.batch.fresh_fraction
+        if self.batch.capacity is not None:
+            return self.batch.capacity
+        if fraction == 1.0:
+            return prompts
+        minibatch = self.optimizer.minibatch_prompts
+        # B / fraction may exceed a whole number by a rounding error alone.
+        return math.ceil(round(prompts / fraction / minibatch, 9)) * minibatch
 
     @property
     def candidates_per_round(self) -> int:

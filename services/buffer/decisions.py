@@ -203,12 +203,12 @@ def _decide_replayed(case: _Case) -> wire.SourceDecision:
             )
             return case.decide("replayed", outcome, reason)
     if not config.replays_at(record.step):
-        setting = (
-            f"replay.last_step = {config.replay.last_step}"
+        reason = (
+            f"this step has no replay (replay.last_step = {config.replay.last_step})"
             if config.replay.enabled
-            else "replay.enabled = false"
+            else "this run has no replay (replay.enabled = false)"
         )
-        return case.decide("replayed", NOT_CONSIDERED, f"this step has no replay ({setting})")
+        return case.decide("replayed", NOT_CONSIDERED, reason)
     entries = buffer_as_of(case.session, case.run, "high_quality", record.step - 1)
     stored = case.newest_group(entries)
     if stored is None:

@@ -379,6 +379,10 @@ def test_adaptive_prompts_depend_on_the_commit_before_the_last_sync_or_step(
 def test_half_of_a_batch_of_twice_the_prompts_is_fresh() -> None:
     assert load_config(None, ["batch.fresh_fraction=0.5"]).batch_capacity == 512
     assert RunConfig().batch_capacity == 256
+    # 256 / 0.6 = 426.7 is between 6 and 7 minibatches of 64; 3 x 0.1 is not 0.3 in floats.
+    assert load_config(None, ["batch.fresh_fraction=0.6"]).batch_capacity == 448
+    tenth = ["rollout.prompts_per_step=3", "optimizer.minibatch_prompts=1"]
+    assert load_config(None, [*tenth, "batch.fresh_fraction=0.3"]).batch_capacity == 10
     dots = load_config(None, ["algorithm=dots", "rollout.prompts_per_step=32"])
     assert dots.batch_capacity == 64
 
