@@ -60,7 +60,7 @@ composes itself, as `countdown` does.
 bapo run examples/countdown.yaml algorithm=luffy
 bapo run maths.yaml algorithm=relift 'task.columns={demonstration: solution}'
 ```"""
-"""What the page says of demonstrations."""
+"""The introduction of the page's section on demonstrations, in Markdown."""
 
 HEADER = """# Methods
 

@@ -442,8 +442,6 @@ def losses_by_source(
 
     sources: (N,) of each row of `tokens`. A source without settings has those of the loss.
     """
-    if not settings.by_source:
-        return objective.loss(tokens, settings.objective_settings, statistics)
     by_source: Mapping[str, SourceLossConfig] = {
         str(name): own for name, own in settings.by_source.items()
     }

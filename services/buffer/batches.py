@@ -193,8 +193,9 @@ def _compose(
             max_age=config.high_quality_buffer.max_age,
         )
     chosen = choose_replayed(session, run, config, step, fresh)
+    demonstrated = demonstrated_groups(session, run, config, fresh)
     batch = build_batch(
-        filter_fresh(config, step, fresh, find_rescued(session, run, config, fresh, chosen)),
+        filter_fresh(config, step, fresh, find_rescued(config, fresh, chosen, demonstrated)),
         x2,
         candidates,
         capacity=config.batch_capacity,
@@ -203,7 +204,6 @@ def _compose(
         rng=derive_rng(config.seed, "batch", step),
         dedup=config.batch.dedup,
     )
-    demonstrated = demonstrated_groups(session, run, config, batch.of(Source.FRESH))
     members = [
         without_first(member, 1)
         if member.source is Source.FRESH and member.group.group_id in demonstrated
@@ -219,17 +219,16 @@ def is_promoted(config: RunConfig, stored: GroupSummary, new: GroupSummary) -> b
 
 
 def find_rescued(
-    session: Session,
-    run: Run,
     config: RunConfig,
     fresh: Sequence[GroupSummary],
     chosen: Mapping[int, Sequence[StoredResponse]],
+    demonstrated: Collection[int],
 ) -> set[int]:
     """Returns the ids of the fresh groups that are mixed together with what joins them.
 
-    chosen: the replayed responses by the id of the fresh group.
+    chosen: the replayed responses by the id of the fresh group. demonstrated: ids of the groups
+    that a demonstration joins.
     """
-    demonstrated = demonstrated_groups(session, run, config, fresh)
     compared = chosen if config.response_replay.advantages == "mixed" else {}
     return {
         group.group_id

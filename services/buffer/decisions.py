@@ -19,6 +19,7 @@ from bapo_core.types import GroupSummary
 from services.buffer.api import wire
 from services.buffer.batches import filter_fresh, find_rescued, is_promoted
 from services.buffer.buffers import buffer_as_of, reevaluated_entries
+from services.buffer.demonstrations import demonstrated_groups
 from services.buffer.prompts import find_prompt
 from services.buffer.response_replay import choose_replayed
 from services.buffer.runs import run_config
@@ -128,7 +129,8 @@ def _decide_fresh(case: _Case) -> wire.SourceDecision:
     if case.is_used_as("fresh"):
         return case.decide("fresh", "used", f"drawn at this step: {_score(group)}", group)
     replayed = choose_replayed(case.session, case.run, case.config, case.record.step, groups)
-    rescued = find_rescued(case.session, case.run, case.config, groups, replayed)
+    demonstrated = demonstrated_groups(case.session, case.run, case.config, groups)
+    rescued = find_rescued(case.config, groups, replayed, demonstrated)
     kept = {kept.group_id for kept in filter_fresh(case.config, case.record.step, groups, rescued)}
     if group.group_id in kept:
         return case.decide("fresh", "not_used", case.explain_no_place(), group)

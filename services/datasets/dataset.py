@@ -23,7 +23,6 @@ class Dataset:
     """The images of its prompts; None if the task has none."""
     limit: int | None = None
     """The limit of rows, if it was reached: there may be more."""
-
     demonstrated: int = 0
     """Number of prompts with a demonstration, if the run asks for them."""
 

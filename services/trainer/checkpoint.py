@@ -48,8 +48,8 @@ _TRAINED = StateDictOptions(ignore_frozen_params=True)
 Trained: TypeAlias = dict[str, tuple[nn.Module, Optimizer]]
 """Modules with their optimizers, by name: `model` (the policy) always, `critic` with BA-PPO."""
 Saved: TypeAlias = Mapping[str, tuple[nn.Module, Optimizer | None]]
-"""What a checkpoint holds: the trained modules, and a `reference` without an optimizer if the run
-has replaced the initial one."""
+"""The modules whose state a checkpoint stores, by name: the trained ones with their optimizers, and
+`reference`, which has none, if the policy has replaced the initial reference."""
 
 
 def state_of(saved: Saved) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Updater:
         return trained
 
     def saved(self, step: int) -> Saved:
-        """What the checkpoint after `step` holds."""
+        """Returns the modules that the checkpoint after `step` stores."""
         if self.reference is None or not self.config.kl.resets_before(step):
             return self.trained
         return {**self.trained, "reference": (self.reference, None)}
@@ -370,14 +370,16 @@ class Updater:
         results.logprobs[rows] = logprobs.detach()
         mask = targets.mask[rows]
         tokens = select_tokens(rows, targets, statistics, logprobs)
-        sources = batch.sources
-        policy_losses, clipped = losses_by_source(
-            self.objective,
-            tokens,
-            [sources[row] for row in rows.tolist()],
-            settings,
-            statistics.values,
-        )
+        if settings.by_source:
+            sources = batch.sources
+            of_rows = [sources[row] for row in rows.tolist()]
+            policy_losses, clipped = losses_by_source(
+                self.objective, tokens, of_rows, settings, statistics.values
+            )
+        else:
+            policy_losses, clipped = self.objective.loss(
+                tokens, settings.objective_settings, statistics.values
+            )
         results.clipped[rows] = clipped
 
         def penalty_to(reference: Tensor) -> Tensor:
