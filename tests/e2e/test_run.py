@@ -298,15 +298,7 @@ def test_a_killed_run_of_an_adaptive_sampler_draws_the_same_prompts_again(
     bapo: Bapo, as_of: str
 ) -> None:
     options = ["algorithm=mopps", "sync.every=2", "sampler.candidates=2", f"sampler.as_of={as_of}"]
-    names = [f"mopps-{as_of}-undisturbed", f"mopps-{as_of}-killed"]
-    bapo.run(names[0], *options)
-    process = bapo.start(names[1], *options)
-    client = bapo.client(names[1])
-    _wait_until(lambda: _committed(client) >= 4, process)
-    os.kill(_child(process.pid, "trainer"), signal.SIGKILL)
-    process.communicate(timeout=TIMEOUT_S)
-    bapo.run(names[1], "--resume")
-    expected, actual = (_outcome(bapo, name) for name in names)
+    expected, actual = _outcomes_with_and_without_a_kill(bapo, f"mopps-{as_of}", *options)
     assert actual == expected
     prompts = [uid for fresh, _ in expected["prompts"] for uid in fresh]
     assert len(set(prompts[: 3 * B])) < 3 * B, "an epoch of 48 prompts would have no prompt twice"
@@ -321,7 +313,7 @@ ALGORITHM_OPTIONS = {
     "relift": ["demonstrations.supervise_every=4"],
     "repo": ["response_replay={cache: 8, min_cache: 4, count: 4}"],
 }
-"""What an algorithm needs to show its method in 9 steps of 16 of 48 prompts."""
+"""Overrides by algorithm, with which 9 steps of 16 prompts, drawn from 48, exercise its method."""
 
 
 def plain_configuration(name: str, model: Path) -> dict[str, Any]:
@@ -338,17 +330,9 @@ def test_a_killed_run_of_every_algorithm_resumes_with_the_same_result(
     bapo: Bapo, algorithm: str
 ) -> None:
     plain = replace(bapo, configure=plain_configuration)
-    name = algorithm.replace("_", "-")
     options = [f"algorithm={algorithm}", *ALGORITHM_OPTIONS.get(algorithm, [])]
-    names = [f"{name}-undisturbed", f"{name}-killed"]
-    plain.run(names[0], *options)
-    process = plain.start(names[1], *options)
-    client = bapo.client(names[1])
-    _wait_until(lambda: _committed(client) >= 4, process)
-    os.kill(_child(process.pid, "trainer"), signal.SIGKILL)
-    process.communicate(timeout=TIMEOUT_S)
-    plain.run(names[1], "--resume")
-    expected, actual = (_outcome(bapo, name) for name in names)
+    name = algorithm.replace("_", "-")
+    expected, actual = _outcomes_with_and_without_a_kill(plain, name, *options)
     assert actual == expected
 
 
@@ -502,6 +486,24 @@ def _outcome(bapo: Bapo, name: str, steps: int = STEPS) -> dict[str, Any]:
         "difficulty": list(client.all_prompts()),
         "hard": [(i.prompt_uid, i.inserted_step) for i in client.buffer("hard")],
     }
+
+
+def _outcomes_with_and_without_a_kill(
+    bapo: Bapo, name: str, *options: str
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the outcomes of an undisturbed run, and of one whose trainer is killed and resumes.
+
+    The trainer is killed once four steps are committed.
+    """
+    undisturbed, killed = f"{name}-undisturbed", f"{name}-killed"
+    bapo.run(undisturbed, *options)
+    process = bapo.start(killed, *options)
+    client = bapo.client(killed)
+    _wait_until(lambda: _committed(client) >= 4, process)
+    os.kill(_child(process.pid, "trainer"), signal.SIGKILL)
+    process.communicate(timeout=TIMEOUT_S)
+    bapo.run(killed, "--resume")
+    return _outcome(bapo, undisturbed), _outcome(bapo, killed)
 
 
 def _committed(client: BufferClient) -> int:

@@ -323,7 +323,8 @@ class StepProtocol(RuleBasedStateMachine):
 
 
 class DynamicSampling(StepProtocol):
-    """The same with up to three rounds in a step, whose prompts follow from the groups so far."""
+    """The step protocol with dynamic sampling of up to three rounds in a step, whose prompts follow
+    from the groups that are recorded so far."""
 
     sections: ClassVar[dict[str, Any]] = {
         "rollout": {"prompts_per_step": 4, "group_size": 4, "max_generation_rounds": 3},

@@ -12,6 +12,7 @@ from bapo_core.advantages import Responses, get_estimator, token_rewards
 from bapo_core.config import AdvantageConfig, LossConfig
 from bapo_core.losses import Aggregation, aggregate
 from bapo_core.objectives import Tokens, get_objective
+from tests.unit.core.test_objectives import flat
 
 
 class Loss(NamedTuple):
@@ -110,27 +111,11 @@ def our_loss(
     selected = get_objective(objective)
     statistics: dict[str, float] = {}
     if selected.statistics is not None:
-        statistics = selected.statistics(_valid(tokens), config.objective_settings)
+        statistics = selected.statistics(flat(tokens), config.objective_settings)
     losses, clipped = selected.loss(tokens, config.objective_settings, statistics)
     loss = aggregate(losses, case.mask, aggregation, longest=longest)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     return Loss(loss.detach(), gradient, float(clipped.sum() / case.mask.sum()))
-
-
-def _valid(tokens: Tokens) -> Tokens:
-    """Returns the valid tokens, (T,), as statistics get them."""
-    assert tokens.scored_logprobs is not None
-    assert tokens.draws is not None
-    mask = tokens.mask
-    return Tokens(
-        logprobs=tokens.scored_logprobs[mask],
-        proximal_logprobs=tokens.proximal_logprobs[mask],
-        advantages=tokens.advantages[mask],
-        mask=mask[mask],
-        weights=tokens.weights[mask],
-        scored_logprobs=tokens.scored_logprobs[mask],
-        draws=tokens.draws[mask],
-    )
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
