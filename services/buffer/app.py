@@ -31,9 +31,9 @@ from services.buffer.service import Service
 from services.buffer.tables import ApiToken
 from services.buffer.tokens import FailureLimiter
 from services.common.auth import hash_token
-from services.common.errors import install_problem_handlers, problem_response, unavailable
 from services.common.middleware import BodyLimit, EntityTags
 from services.common.objectstore import ObjectStore, ObjectStoreError, ObjectStoreUnavailable
+from services.common.problems import install_problem_handlers, problem_response, unavailable
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from services.buffer.tables import (
     WeightVersion,
 )
 from services.common import layout
-from services.common.errors import bad_request, conflict, not_found
+from services.common.problems import bad_request, conflict, not_found
 
 log = logging.getLogger(__name__)
 

@@ -50,7 +50,7 @@ from services.buffer.stored_groups import (
     read_summaries,
 )
 from services.buffer.tables import BatchMemberRow, PromptRow, RolloutGroup, Run, StepRecord
-from services.common.errors import conflict
+from services.common.problems import conflict
 
 
 def build_step_batch(session: Session, run: Run, step: int) -> wire.BatchManifest:

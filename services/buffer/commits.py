@@ -36,7 +36,7 @@ from services.buffer.tables import (
     Run,
     StepRecord,
 )
-from services.common.errors import conflict
+from services.common.problems import conflict
 
 
 def commit_step(session: Session, run: Run, step: int, commit: wire.Commit) -> None:

@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session
 from services.buffer.api import wire
 from services.buffer.pages import after_cursor, page_of
 from services.buffer.tables import Dataset, PromptRow, Run
-from services.common.errors import conflict
+from services.common.problems import conflict
 
 
 def upload_prompts(session: Session, name: str, upload: wire.DatasetUpload) -> wire.DatasetState:

@@ -27,7 +27,7 @@ from services.buffer.samplers import explain_draw
 from services.buffer.step_groups import reevaluates_at
 from services.buffer.stored_groups import read_summaries
 from services.buffer.tables import BatchMemberRow, PromptRow, RolloutGroup, Run, StepRecord
-from services.common.errors import not_found
+from services.common.problems import not_found
 
 NOT_CONSIDERED = "not_considered"
 

@@ -28,7 +28,7 @@ from services.buffer.tables import (
     Run,
     StepRecord,
 )
-from services.common.errors import bad_request
+from services.common.problems import bad_request
 
 SNAPSHOT_EVERY = 32
 """Commits between two snapshots."""

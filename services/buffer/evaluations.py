@@ -21,7 +21,7 @@ from bapo_core.metrics import (
 from services.buffer.api import wire
 from services.buffer.runs import run_config
 from services.buffer.tables import EvaluationRecord, PromptRow, RolloutGroup, Run
-from services.common.errors import not_found
+from services.common.problems import not_found
 
 
 def record_evaluation(

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from sqlalchemy import ColumnElement, literal_column
 
 from services.common import layout
-from services.common.errors import bad_request, not_found
 from services.common.images import check_image
 from services.common.objectstore import ObjectStore, digest_of
+from services.common.problems import bad_request, not_found
 
 CONCURRENT_CHECKS = 16
 IMAGE_DIGESTS: ColumnElement[str] = literal_column("'$.images[*].digest'")

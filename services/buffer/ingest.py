@@ -35,7 +35,7 @@ from services.buffer.step_prompts import depend_on_results, expected_prompts
 from services.buffer.stored_groups import record_proximal
 from services.buffer.tables import Run
 from services.common import layout
-from services.common.errors import bad_request, conflict
+from services.common.problems import bad_request, conflict
 
 
 @dataclass(frozen=True, slots=True)

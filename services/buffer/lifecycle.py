@@ -20,7 +20,7 @@ from services.buffer.tables import (
     Run,
 )
 from services.common import layout
-from services.common.errors import conflict
+from services.common.problems import conflict
 
 QUEUE_TIMEOUT = timedelta(minutes=1)
 """A queued run whose last request is older than this has lost its place in the queue."""

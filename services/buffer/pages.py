@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from sqlalchemy import ColumnElement, Select, tuple_
 
 from services.buffer.api import wire
-from services.common.errors import bad_request
+from services.common.problems import bad_request
 
 Row = TypeVar("Row")
 Item = TypeVar("Item")

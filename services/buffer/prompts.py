@@ -21,7 +21,7 @@ from services.buffer.tables import (
     RolloutGroup,
     Run,
 )
-from services.common.errors import bad_request, not_found
+from services.common.problems import bad_request, not_found
 
 Order = Literal["stored", "hardest", "most_improved", "unlocked"]
 Trend = Literal["improving", "worsening", "steady", "forgotten", "never_solved"]

@@ -15,7 +15,7 @@ from services.buffer.datasets import dataset_size
 from services.buffer.pages import after_cursor, page_of
 from services.buffer.samplers import copy_prior
 from services.buffer.tables import Run
-from services.common.errors import Problem, bad_request, conflict, not_found
+from services.common.problems import Problem, bad_request, conflict, not_found
 
 SUPERSEDED = "urn:bapo:superseded"
 """Problem type that makes a process of an older attempt stop."""

@@ -29,7 +29,7 @@ from services.buffer.api import wire
 from services.buffer.bulk import insert_columns
 from services.buffer.datasets import dataset_size
 from services.buffer.tables import PromptRow, RolloutGroup, Run, SamplerPosterior, StepRecord
-from services.common.errors import bad_request
+from services.common.problems import bad_request
 
 # Three aggregated arrays are read faster than thousands of rows.
 _NEWEST = text("""

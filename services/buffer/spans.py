@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from services.buffer.api import wire
 from services.buffer.tables import Run, SpanRow
-from services.common.errors import bad_request
+from services.common.problems import bad_request
 
 MAX_SPANS = 20_000
 """Most spans in one answer."""

@@ -18,7 +18,7 @@ from services.buffer.bulk import insert_columns
 from services.buffer.datasets import dataset_size
 from services.buffer.runs import run_config
 from services.buffer.tables import PromptRow, RolloutGroup, Run
-from services.common.errors import bad_request, conflict
+from services.common.problems import bad_request, conflict
 
 IS_MIXED = RolloutGroup.correct.between(1, RolloutGroup.size - 1)
 

@@ -23,7 +23,7 @@ from services.buffer.step_groups import (
 )
 from services.buffer.stream import count_drawn_before, count_open_rounds
 from services.buffer.tables import PromptRow, Run
-from services.common.errors import bad_request, conflict
+from services.common.problems import bad_request, conflict
 
 Columns = tuple[InstrumentedAttribute[Any], ...]
 _ID = (PromptRow.id, PromptRow.uid, PromptRow.position)

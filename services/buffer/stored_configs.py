@@ -11,7 +11,7 @@ from bapo_core.errors import ConfigError
 from services.buffer.api import wire
 from services.buffer.pages import after_cursor, page_of
 from services.buffer.tables import StoredConfig
-from services.common.errors import Problem, not_found
+from services.common.problems import Problem, not_found
 
 
 def store_config(session: Session, name: str, text: str) -> StoredConfig:

@@ -15,7 +15,7 @@ from services.buffer.api import wire
 from services.buffer.api.trajectories import TrajectoryGroup
 from services.buffer.images import IMAGE_DIGESTS
 from services.buffer.tables import PromptRow, RolloutGroup, Run
-from services.common.errors import not_found
+from services.common.problems import not_found
 
 # Selecting columns takes half the time of loading whole rows.
 SUMMARY_COLUMNS = (

@@ -21,7 +21,7 @@ from services.buffer.api import wire
 from services.buffer.service import Service, ServiceDep
 from services.buffer.tables import ApiToken
 from services.common.auth import bearer_token, covers, hash_token
-from services.common.errors import Problem, not_found
+from services.common.problems import Problem, not_found
 from services.common.scopes import Scope
 
 FAILURES_PER_MINUTE = 30

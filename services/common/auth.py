@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from fastapi import Request
 
-from services.common.errors import Problem
+from services.common.problems import Problem
 from services.common.scopes import SCOPES
 
 

@@ -25,10 +25,10 @@ from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import ReplicaReport
 from services.common.auth import require_shared_token
-from services.common.errors import conflict, install_problem_handlers, problem_response
 from services.common.images import stored_images
 from services.common.logs import configure_logs
 from services.common.objectstore import ObjectStore
+from services.common.problems import conflict, install_problem_handlers, problem_response
 from services.common.process import run_until_error
 from services.common.serve import serve
 from services.model.vision import OpenImage

@@ -34,8 +34,8 @@ from starlette.concurrency import run_in_threadpool
 from bapo_core.errors import PayloadError
 from bapo_core.tasks import task_names
 from services.common.auth import require_shared_token
-from services.common.errors import install_problem_handlers, problem_response
 from services.common.logs import configure_logs
+from services.common.problems import install_problem_handlers, problem_response
 from services.common.process import run_until_error
 from services.common.serve import serve
 from services.verifier.api.wire import LARGEST_BODY, VerifyAnswer, VerifyItem, VerifyRequest

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, to_json
 
-from services.common.errors import Problem
+from services.common.problems import Problem
 from services.verifier.api.wire import LARGEST_PAYLOAD, MOST_RESPONSES, VerifyRequest
 from services.verifier.worker import Result, Work
 

@@ -11,7 +11,7 @@ from services.buffer.api import wire
 from services.buffer.routes.common import LARGEST, Attempt, RunName, Step, Version, Wait
 from services.buffer.service import ServiceDep
 from services.buffer.tokens import require_scope
-from services.common.errors import not_found
+from services.common.problems import not_found
 
 READ, RUN = [Depends(require_scope("read"))], [Depends(require_scope("run"))]
 

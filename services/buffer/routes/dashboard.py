@@ -8,7 +8,7 @@ from pathlib import Path
 from fastapi import APIRouter, Request, Response
 
 from services import dashboard
-from services.common.errors import not_found
+from services.common.problems import not_found
 
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",

@@ -34,7 +34,7 @@ from services.buffer.routes.common import (
 )
 from services.buffer.service import Service, ServiceDep
 from services.buffer.tokens import require_scope
-from services.common.errors import not_found
+from services.common.problems import not_found
 
 After = Annotated[int, Query(ge=0, le=LARGEST, description="Only what came after this step")]
 AnyStep = Annotated[int, Query(ge=0, le=LARGEST)]
