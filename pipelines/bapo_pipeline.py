@@ -5,6 +5,7 @@ source from its function, so a component imports what it needs itself.
 """
 # No `from __future__ import annotations`: KFP needs the annotations as objects.
 
+from functools import cache
 from typing import Any
 
 from kfp import dsl, kubernetes
@@ -227,6 +228,7 @@ def _size(task: Any, memory: str, limit: str) -> Any:
     return task.set_memory_request(memory).set_memory_limit(limit)
 
 
+@cache
 def build_pipeline(segments: int = SEGMENTS) -> Any:
     """Builds the pipeline with this number of segments, as KFP compiles or runs it.
 
