@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,12 +31,12 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def end_with_parent() -> None:
-    """Makes the kernel terminate this process when its parent dies, however it dies (Linux).
+def end_with_parent(signal_number: signal.Signals = signal.SIGTERM) -> None:
+    """Makes the kernel send this process a signal when its parent dies, however it dies (Linux).
 
     libc is loaded at import, because nothing may be imported between fork and exec.
     """
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _libc.prctl(_PR_SET_PDEATHSIG, signal_number)
 
 
 def python_command(module: str, *arguments: str) -> list[str]:
@@ -72,7 +73,7 @@ class ChildProcess:
         environment: the whole environment of the child; this process's own when None.
         log: file for standard output and standard error; they are inherited when None.
         user: name of the user to run as, without this process's groups; needs root.
-        stop_signal: what `stop` sends.
+        stop_signal: what `stop` sends, and the kernel when this process dies.
         """
         self._stop_signal = stop_signal
         self.log = log
@@ -88,7 +89,7 @@ class ChildProcess:
                 env={**variables, "PYTHONSAFEPATH": "1"},
                 cwd=working_directory,
                 start_new_session=True,
-                preexec_fn=end_with_parent,
+                preexec_fn=partial(end_with_parent, stop_signal),
                 pass_fds=pass_fds,
                 **as_user(user),
             )

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,9 +69,9 @@ def start_s3(supervisor: Supervisor, directory: Path, ports: Sequence[int]) -> O
         "-s3.iam=false",
         f"-s3.config={identities}",
     ]
-    # SeaweedFS's graceful stop waits for streams that never end; what it has acknowledged is on
-    # disk, so it may be killed.
-    supervisor.start("s3", command, stop_within_s=1.0)
+    # SeaweedFS's graceful stop waits for streams that never end, for 25 seconds and longer. What it
+    # has acknowledged is on disk, so it may be killed.
+    supervisor.start("s3", command, stop_signal=signal.SIGKILL)
     return settings
 
 

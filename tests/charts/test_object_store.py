@@ -6,6 +6,7 @@ import base64
 import hashlib
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +52,7 @@ def settings(dev: list[Object], tmp_path: Path) -> Iterator[ObjectStoreSettings]
         secret_key=SecretStr(keys["BAPO_S3_SECRET_KEY"]),
     )
     with Supervisor(tmp_path / "logs") as supervisor:
-        supervisor.start("s3", [weed, *command[1:]], stop_within_s=1.0)
+        supervisor.start("s3", [weed, *command[1:]], stop_signal=signal.SIGKILL)
         supervisor.wait_until(lambda: _usable(settings), "the object store", seconds=60)
         yield settings
 

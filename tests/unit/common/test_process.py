@@ -152,6 +152,28 @@ def test_a_child_that_ignores_its_signal_is_killed(tmp_path: Path) -> None:
     assert describe_exit(-signal.SIGKILL) == "was killed by SIGKILL"
 
 
+def test_a_child_of_a_killed_parent_gets_the_signal_that_stops_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    child_program = """
+        import os, signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("child", os.getpid(), flush=True)
+        time.sleep(60)
+    """
+    parent_program = f"""
+        import signal, sys
+        from services.common.process import ChildProcess
+        program = {textwrap.dedent(child_program)!r}
+        ChildProcess([sys.executable, "-c", program], stop_signal=signal.SIGKILL).wait()
+    """
+    parent = child(parent_program, log)
+    wait_for_line(log, "child")
+    pid = int(log.read_text().split()[1])
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    wait_for_end(pid)
+
+
 def test_killing_the_group_kills_grandchildren(tmp_path: Path) -> None:
     log = tmp_path / "log"
     program = """
@@ -165,9 +187,13 @@ def test_killing_the_group_kills_grandchildren(tmp_path: Path) -> None:
     pid = int(log.read_text().split()[1])
     process.kill_group()
     assert process.exit_code == -signal.SIGKILL
+    wait_for_end(pid)
+
+
+def wait_for_end(pid: int) -> None:
     deadline = time.monotonic() + 30
     while is_running(pid):
-        assert time.monotonic() < deadline, "the grandchild is still running"
+        assert time.monotonic() < deadline, f"process {pid} is still running"
         time.sleep(0.01)
 
 
