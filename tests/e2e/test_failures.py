@@ -22,6 +22,7 @@ import pytest
 import yaml
 
 from services.buffer.api.client import BufferClient
+from services.cli.main import main
 from services.common.objectstore import ObjectStore, ObjectStoreError, digest_of
 from services.stack.stack import Endpoints, find_or_start_stack, find_stack, running_stack
 from tests.conftest import EASY
@@ -62,6 +63,16 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
     return lines[0]
 
 
+def refused_here(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Returns the one line of a command that fails in this process."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 1
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
 def test_help_is_instant_and_teaches(command: Command) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = command("--help")
@@ -92,27 +103,31 @@ def test_a_model_directory_that_is_not_one(command: Command, tmp_path: Path) -> 
     ],
 )
 def test_a_dataset_with_a_bad_row(
-    command: Command, tmp_path: Path, row: dict[str, object], message: str, small_model: Path
+    tmp_path: Path,
+    row: dict[str, object],
+    message: str,
+    small_model: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"nums": [1, 2], "target": 3}) + "\n" + json.dumps(row) + "\n")
     config = configuration("bad-data", small_model)
     config["task"] = {"options": EASY, "train_path": str(data), "test_path": str(data)}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    error = refused(command("eval", str(small_model), "run.yaml"))
+    error = refused_here(capsys, "eval", str(small_model), str(tmp_path / "run.yaml"))
     assert f"{data}, row 2" in error
     assert message in error
 
 
 def test_held_out_prompts_in_the_training_data(
-    command: Command, tmp_path: Path, small_model: Path
+    tmp_path: Path, small_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"nums": [1, 2], "target": 3}) + "\n")
     config = configuration("overlap", small_model)
     config["task"] = {"options": EASY, "train_path": str(data), "test_path": str(data)}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    error = refused(command("eval", str(small_model), "run.yaml"))
+    error = refused_here(capsys, "eval", str(small_model), str(tmp_path / "run.yaml"))
     assert "1 training prompts are held-out prompts too" in error
 
 
