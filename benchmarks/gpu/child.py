@@ -8,12 +8,12 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.record import Record
+from benchmarks.gpu.record import Record, Size
 
 
-def main() -> None:
-    part, size, path, commit = sys.argv[1:]
-    record = Record(Path(path), part, size, commit)  # type: ignore[arg-type]
+def measure_part(part: str, size: Size, path: Path, commit: str) -> None:
+    """Measures a part and writes its record to the file `path`, also when the part fails."""
+    record = Record(path, part, size, commit)
     record.start(_device())
     try:
         module: Any = importlib.import_module(f"benchmarks.gpu.{part}")
@@ -22,6 +22,11 @@ def main() -> None:
         record.finish("failed", traceback.format_exc())
         raise
     record.finish("done")
+
+
+def main() -> None:
+    part, size, path, commit = sys.argv[1:]
+    measure_part(part, size, Path(path), commit)  # type: ignore[arg-type]
 
 
 def _device() -> str:

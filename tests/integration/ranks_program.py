@@ -1,13 +1,8 @@
-"""Trains a few steps on a made-up batch, sharded; `test_ranks.py` runs it by torchrun.
-
-    torchrun ... ranks_program.py OUT MODELS CASE ...
-
-Writes rank 0's metrics and full weights, by case, to OUT. MODELS holds model directories.
-"""
+"""Trains a few steps on a made-up batch, sharded, as every rank of `test_ranks.py` does."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -123,15 +118,17 @@ def train(ranks: Ranks, case: Case, models: Path) -> dict[str, Any]:
     return {"metrics": metrics, "weights": full_weights(policy), "digests": digests}
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def train_cases(out: Path, models: Path, cases: Sequence[str]) -> None:
+    """Writes rank 0's metrics, digests and full weights, by case, to `out`.
+
+    models: directory of the model directories.
+    """
     with init_distributed() as ranks:
-        out, models, *cases = sys.argv[1:]
         results = {}
         for name in cases:
             shard.MixedPrecisionPolicy = (  # type: ignore[misc, assignment]
                 (lambda: shard.HALF) if CASES[name].half else MixedPrecisionPolicy
             )
-            results[name] = train(ranks, CASES[name], Path(models))
+            results[name] = train(ranks, CASES[name], models)
         if ranks.is_main:
             torch.save(results, out)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +9,9 @@ import pytest
 import torch
 
 from services.trainer.policy import load_policy
-from tests.integration.ranks_program import CASES
+from tests.forked import run_ranks
+from tests.integration.ranks_program import CASES, train_cases
 from tests.micro import micro_model
-
-ROOT = Path(__file__).parents[2]
-
-
-def torchrun(processes: int, *arguments: str) -> None:
-    subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(processes), "-m", *arguments),
-        ],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=True,
-        timeout=800,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(processes: int, cases: list[str], models: Path, directory: Path) -> Any:
     out = directory / f"trained-{processes}.pt"
-    program = "tests.integration.ranks_program"
-    torchrun(processes, program, str(out), str(models), *cases)
+    run_ranks(processes, train_cases, out, models, cases)
     return torch.load(out)
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from services.model.vision import ARCHITECTURES
-from tests.integration.test_ranks import torchrun
+from tests.forked import run_ranks
+from tests.integration.vision_ranks_program import train
 from tests.micro import save_micro_vision_model
 
 
@@ -23,7 +24,7 @@ def test_weights_do_not_depend_on_the_number_of_processes(
     results: list[Any] = []
     for processes in (1, 2):
         out = tmp_path / f"{processes}.pt"
-        torchrun(processes, "tests.integration.vision_ranks_program", str(out), str(model))
+        run_ranks(processes, train, out, model)
         results.append(torch.load(out))
     alone, together = results
     for metrics, others in zip(alone["metrics"], together["metrics"], strict=True):

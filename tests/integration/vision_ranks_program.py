@@ -1,14 +1,7 @@
-"""Trains a model that reads images, sharded; `test_vision_ranks.py` runs it by torchrun.
-
-    torchrun ... vision_ranks_program.py OUT MODEL
-
-Writes the metrics of each step and the full weights after the last one to OUT. Updates have one
-group for each of two ranks, and one group has no image.
-"""
+"""Trains a model that reads images, sharded, as every rank of `test_vision_ranks.py` does."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import torch
@@ -21,14 +14,17 @@ from services.trainer.update import Updater
 from tests.integration.ranks_program import batch_of_rank, full_weights
 from tests.unit.trainer.test_vision_training import sampled_batch, settings
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+
+def train(out: Path, model: Path) -> None:
+    """Writes the metrics of each step and the full weights after the last one to `out`.
+
+    Updates have one group for each of two ranks, and one group has no image.
+    """
     with init_distributed() as ranks:
-        out, model = sys.argv[1:]
         config = settings(optimizer={"minibatch_prompts": 2, "microbatch_tokens": 256})
-        policy = load_sharded(Path(model), ranks, prepare=lambda policy: policy)
+        policy = load_sharded(model, ranks, prepare=lambda policy: policy)
         updater = Updater(config, policy, ranks)
-        full_batch = sampled_batch(Path(model))
+        full_batch = sampled_batch(model)
         metrics = []
         for step in range(1, 3):
             plan = make_plan(config, step, full_batch.members, ranks=ranks.size, width=policy.width)
