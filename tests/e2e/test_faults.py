@@ -240,6 +240,7 @@ def check_runs_with_faults(
         number += 1
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_faults_do_not_change_the_result(
     breakable: Breakable, small_model: Path, tmp_path: Path

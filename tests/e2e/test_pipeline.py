@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +22,66 @@ import yaml
 from pipelines.local_jobs import MANIFEST, OPERATOR
 from pipelines.training_job import job_name
 from services.buffer.api.client import BufferClient
-from services.stack.stack import running_stack
+from services.stack.stack import Endpoints, running_stack
 from tests.e2e.test_run import TIMEOUT_S, configuration
 
-STEPS = 29
 NAME = "piped"
 
 
+@dataclass
+class Pipeline:
+    """Starts `bapo pipeline run-local` on a stack of its own, because replicas serve the stack's
+    oldest run, and the stack that other tests share holds the runs of those tests."""
+
+    home: Path
+    directory: Path
+    endpoints: Endpoints
+    model: Path
+
+    def start(self, log: str, *arguments: str, steps: int) -> subprocess.Popen[str]:
+        """Starts the pipeline with two segments; its output goes to the file `log`."""
+        config = self.directory / "config.yaml"
+        config.write_text(yaml.safe_dump(configuration(NAME, self.model) | {"steps": steps}))
+        command = [sys.executable, "-m", "services.cli", "pipeline", "run-local", str(config)]
+        command += ["--segments", "2", "--output", str(self.directory / "output"), *arguments]
+        return subprocess.Popen(
+            command,
+            cwd=self.directory,
+            env={**os.environ, "BAPO_HOME": str(self.home)},
+            stdin=subprocess.DEVNULL,
+            stdout=(self.directory / log).open("w"),
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def finish(self, log: str, *arguments: str, steps: int) -> str:
+        """Runs the pipeline to its end, and returns its output."""
+        code = self.start(log, *arguments, steps=steps).wait(TIMEOUT_S)
+        assert code == 0, self.log(log)
+        return self.log(log)
+
+    def log(self, name: str) -> str:
+        return (self.directory / name).read_text()
+
+    @property
+    def job(self) -> Path:
+        """The directory in which the operator of the training job keeps its state."""
+        return self.home / "jobs" / job_name("bapo", NAME)
+
+    @property
+    def client(self) -> BufferClient:
+        return BufferClient(self.endpoints.buffer_url, self.endpoints.token, run=NAME)
+
+    def committed(self) -> int:
+        return self.client.run_state().current_step if self.client.runs() else 0
+
+
 @pytest.fixture
-def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Yields a home for a separate stack, because replicas serve the stack's oldest run.
-
-    The stack that other tests share holds the runs of those tests.
-    """
-    import shutil
-    import tempfile
-
-    directory = Path(tempfile.mkdtemp(prefix="bapo-home-"))
-    yield directory
-    shutil.rmtree(directory)
+def pipeline(tmp_path: Path, small_model: Path) -> Iterator[Pipeline]:
+    home = Path(tempfile.mkdtemp(prefix="bapo-home-"))
+    with running_stack(home, 0) as endpoints:
+        yield Pipeline(home, tmp_path, endpoints, small_model)
+    shutil.rmtree(home)
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
@@ -48,78 +92,26 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) ->
         time.sleep(0.1)
 
 
-def test_a_pipeline_that_fails_and_is_cancelled_trains_every_step_once(
-    home: Path, tmp_path: Path, small_model: Path
-) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text(yaml.safe_dump(configuration(NAME, small_model) | {"steps": STEPS}))
-    output = tmp_path / "output"
-    command = [sys.executable, "-m", "services.cli", "pipeline", "run-local", str(config)]
-    command += ["--segments", "2", "--output", str(output)]
-    environment = {**os.environ, "BAPO_HOME": str(home)}
-    job = home / "jobs" / job_name("bapo", NAME)
+def test_a_pipeline_whose_job_fails_trains_every_step_once(pipeline: Pipeline) -> None:
+    steps = 9
+    process = pipeline.start("log", steps=steps)
+    wait_until(lambda: pipeline.committed() >= 1, process)
+    # When the job fails, the pipeline retries the segment's step, which creates the job again.
+    os.kill(int((pipeline.job / OPERATOR).read_text()), signal.SIGKILL)
+    assert process.wait(TIMEOUT_S) == 0, pipeline.log("log")
+    client = pipeline.client
+    state = client.run_state()
+    assert (state.status, state.current_step) == ("finished", steps)
+    assert state.attempt >= 2
+    assert [step.step for step in client.steps()] == list(range(1, steps + 1))
+    final = client.evaluations()[-1]
+    assert final.version == steps + 1
 
-    with running_stack(home, 0) as endpoints:
-        client = BufferClient(endpoints.buffer_url, endpoints.token, run=NAME)
-
-        def start(log: Path) -> subprocess.Popen[str]:
-            return subprocess.Popen(
-                command,
-                cwd=tmp_path,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log.open("w"),
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-
-        def committed() -> int:
-            return client.run_state().current_step if client.runs() else 0
-
-        first = start(tmp_path / "first.log")
-        wait_until(lambda: committed() >= 3, first)
-        # When the job fails, the pipeline retries the segment's step, which creates the job again.
-        os.kill(int((job / OPERATOR).read_text()), signal.SIGKILL)
-        wait_until(lambda: client.run_state().attempt >= 2, first)
-        first.send_signal(signal.SIGTERM)
-        assert first.wait(TIMEOUT_S) == 128 + signal.SIGTERM
-        state = client.run_state()
-        assert state.status == "stopped", (tmp_path / "first.log").read_text()[-3000:]
-        assert not job.exists()
-        assert not [
-            process
-            for process in psutil.process_iter(["cmdline", "environ"])
-            if "services.trainer.loop" in (process.info["cmdline"] or [])
-            # Other users of this machine may run the same test with another stack.
-            and (process.info["environ"] or {}).get("BAPO_BUFFER_URL") == endpoints.buffer_url
-        ]
-
-        second = start(tmp_path / "second.log")
-        assert second.wait(TIMEOUT_S) == 0, (tmp_path / "second.log").read_text()[-3000:]
-        state = client.run_state()
-        assert (state.status, state.current_step) == ("finished", STEPS)
-        assert [step.step for step in client.steps()] == list(range(1, STEPS + 1))
-        final = client.evaluations()[-1]
-        assert final.version == STEPS + 1
-
-        # A start after the last step repeats no work: it begins no attempt.
-        attempt = state.attempt
-        third = start(tmp_path / "third.log")
-        assert third.wait(TIMEOUT_S) == 0, (tmp_path / "third.log").read_text()[-3000:]
-        assert client.run_state().attempt == attempt
-
-        # When a step fails for good, the last line gives the reason.
-        failed = subprocess.run(
-            [*command, "seed=99"], cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
-        assert failed.returncode == 1
-        assert "with another configuration (seed differ)" in failed.stderr.splitlines()[-1]
-
-    log = (tmp_path / "second.log").read_text()
+    log = pipeline.log("log")
     assert "report   " in log
     assert "every replica serves version" in log
-    assert not (home / "jobs" / job_name("bapo", NAME) / MANIFEST).exists()
-    artifacts = sorted(output.glob("bapo-*"))[1]
+    assert not (pipeline.job / MANIFEST).exists()
+    (artifacts,) = (pipeline.directory / "output").glob("bapo-*")
     model = artifacts / "export-model" / "model"
     assert (model / "model.safetensors").is_file()
     assert json.loads((model / "config.json").read_text())["model_type"]
@@ -131,3 +123,38 @@ def test_a_pipeline_that_fails_and_is_cancelled_trains_every_step_once(
     )
     metadata = metrics["artifacts"]["metrics"]["artifacts"][0]["metadata"]
     assert metadata["held_out_accuracy"] == pytest.approx(final.mean_accuracy)
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_is_cancelled_goes_on_where_it_ended(pipeline: Pipeline) -> None:
+    steps = 29
+    client = pipeline.client
+    first = pipeline.start("first.log", steps=steps)
+    wait_until(lambda: pipeline.committed() >= 3, first)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(TIMEOUT_S) == 128 + signal.SIGTERM
+    state = client.run_state()
+    assert state.status == "stopped", pipeline.log("first.log")
+    assert not pipeline.job.exists()
+    assert not [
+        process
+        for process in psutil.process_iter(["cmdline", "environ"])
+        if "services.trainer.loop" in (process.info["cmdline"] or [])
+        # Other users of this machine may run the same test with another stack.
+        and (process.info["environ"] or {}).get("BAPO_BUFFER_URL") == pipeline.endpoints.buffer_url
+    ]
+
+    pipeline.finish("second.log", steps=steps)
+    state = client.run_state()
+    assert (state.status, state.current_step) == ("finished", steps)
+    assert [step.step for step in client.steps()] == list(range(1, steps + 1))
+
+    # A start after the last step repeats no work: it begins no attempt.
+    pipeline.finish("third.log", steps=steps)
+    assert client.run_state().attempt == state.attempt
+
+    # When a step fails for good, the last line gives the reason.
+    failed = pipeline.start("failed.log", "seed=99", steps=steps)
+    assert failed.wait(TIMEOUT_S) == 1
+    last_line = pipeline.log("failed.log").splitlines()[-1]
+    assert "with another configuration (seed differ)" in last_line

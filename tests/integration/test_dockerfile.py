@@ -101,6 +101,7 @@ def imports(directory: Path, modules: str, *, without: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_the_service_environment_builds_and_its_processes_import(tmp_path: Path) -> None:
     """It has no torch, which neither the services nor the steps of a pipeline need."""
     directory = build("service-environment", {}, tmp_path)
