@@ -1,4 +1,4 @@
-"""Estimators of advantages, which `advantage.estimator` selects, and GAE, which needs a critic.
+"""The estimators of advantages that `advantage.estimator` selects, of which GAE needs a critic.
 
 An estimator is a function of the batch's responses, the settings, and a function that returns the
 moments of a quantity over all ranks. In the equations, r is the reward of a response and G is the
@@ -22,7 +22,7 @@ from bapo_core.errors import ConfigError
 from bapo_core.plug_ins import load_plug_in
 
 _WHITENING_EPS = 1e-8
-"""Added to a variance, as verl and TRL do."""
+"""Constant that is added to a variance before its root is taken, as in verl and TRL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +145,9 @@ def reinforce_pp(responses: Responses, settings: AdvantageConfig, moments: Momen
         A_t = (R_t - mean of R) / sqrt(variance of R + 1e-8)
 
     The mean and the sample variance are over all valid tokens of the batch. The penalty is that of
-    the KL to the reference under `kl.placement: reward` (paper), else 0. gamma is 1. Groups have no
-    part in it, so that a group whose responses are all right or all wrong has advantages, too.
+    the KL to the reference under `kl.placement: reward` (paper), else 0. gamma is 1 by default.
+    Groups have no influence, so that a group whose responses are all right or all wrong has
+    advantages, too.
     """
     mask = responses.mask
     rewards = token_rewards(responses.by_row(responses.rewards)[:, 0], mask) - responses.penalties
@@ -215,7 +216,7 @@ def group_relative(
 
 
 def group_variance(rewards: Tensor, sizes: Tensor | None = None, *, correction: int = 0) -> Tensor:
-    """Returns the variance (N,) of the rewards (N, G) of each group; 0 of one response.
+    """Returns the variance (N,) of the rewards (N, G) of each group, 0 for a single response.
 
     sizes: as in `group_relative`. correction: 1 for the sample variance.
     """
@@ -224,7 +225,7 @@ def group_variance(rewards: Tensor, sizes: Tensor | None = None, *, correction: 
 
 
 def _centre(rewards: Tensor, sizes: Tensor | None) -> Tensor:
-    """Returns rewards (N, G) less the mean of their group, exactly 0 in a group of equal rewards.
+    """Returns rewards (N, G) minus the mean of their group, exactly 0 in a group of equal rewards.
 
     The mean of equal floats may differ from them by one ulp, which division by eps magnifies.
     """
@@ -244,7 +245,7 @@ def _constant(rewards: Tensor, present: Tensor) -> Tensor:
 
 
 def _present(rewards: Tensor, sizes: Tensor | None) -> Tensor:
-    """Returns where rewards (N, G) are of responses, and not padding."""
+    """Returns a mask (N, G) of the rewards that are no padding."""
     if sizes is None:
         return torch.ones_like(rewards, dtype=torch.bool)
     return torch.arange(rewards.shape[1]) < sizes[:, None]

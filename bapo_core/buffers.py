@@ -32,7 +32,7 @@ class EvictionReason(StrEnum):
     SOLVED = "solved"
     """Re-evaluation measured mu_new > c1, so the prompt is no longer hard."""
     SUPERVISED = "supervised"
-    """A supervised update had the prompt's demonstration (ReLIFT)."""
+    """A supervised update trained on the prompt's demonstration (ReLIFT)."""
 
 
 Evicted = list[tuple[GroupSummary, EvictionReason]]

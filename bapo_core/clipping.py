@@ -10,7 +10,7 @@ from torch import Tensor
 from bapo_core.config.objectives import AdaptiveClippingConfig
 
 _EPS = 1e-8
-"""Added to a denominator by the authors' code."""
+"""Constant that the authors' code adds to a denominator."""
 
 
 @dataclass(frozen=True, slots=True)

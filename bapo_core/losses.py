@@ -95,7 +95,7 @@ def clipped_tokens(
 
 
 def clip_fraction(clipped: Tensor, mask: Tensor) -> float:
-    """Returns the share of valid tokens that are clipped; `clipped` is of `clipped_tokens`."""
+    """Returns the share of valid tokens that `clipped_tokens` returns as clipped."""
     return float(clipped.sum()) / max(1, int(mask.bool().sum()))
 
 

@@ -64,7 +64,7 @@ bapo run maths.yaml algorithm=relift 'task.columns={demonstration: solution}'
 
 HEADER = """# Methods
 
-One word of configuration selects a method, on the same data and through the same services:
+The key `algorithm` selects a method, on the same data and through the same services:
 
 ```
 bapo run examples/countdown.yaml algorithm=cispo
@@ -94,11 +94,11 @@ Their keys are in [Configuration](configuration.md#presets).
 | --- | --- | --- | --- | --- | --- |
 """
 
-PLUG_INS = f"""## Adding one
+PLUG_INS = f"""## Adding a method
 
-In this repository: a function with its paper and its equation in the docstring, a line in its
-registry (`bapo_core/objectives.py`, `bapo_core/advantages.py`, `bapo_core/losses.py`), its settings
-in `bapo_core/config/objectives.py`, and a test against a transcription of the equation.
+In this repository, a method is a function with its paper and its equation in the docstring, a line
+in its registry (`bapo_core/objectives.py`, `bapo_core/advantages.py`, `bapo_core/losses.py`), its
+settings in `bapo_core/config/objectives.py`, and a test against a transcription of the equation.
 
 In a package of your own: objectives and estimators are found by their entry points,
 `bapo.objectives` and `bapo.estimators`, in every environment that checks a configuration or trains.
@@ -163,7 +163,7 @@ def _objectives() -> Iterator[str]:
         if name == "adaptive_clipping":
             yield from (_markdown(search_bounds), "")
         if objective.statistics is not None:
-            yield from ("It takes a forward pass more in every update after a step's first.", "")
+            yield from ("Every update after the first of a step takes one more forward pass.", "")
         if name in OBJECTIVE_SECTIONS:
             yield from (*render_keys(f"loss.{name}", OBJECTIVE_SECTIONS[name]), "")
 

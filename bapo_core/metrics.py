@@ -20,7 +20,7 @@ class Score:
     metric: Literal["mean", "pass", "maj"]
     """Kind of the metric, as in mean@k, pass@k and maj@k."""
     k: int
-    """Number of responses that the metric looks at."""
+    """Number of responses that the metric takes."""
     value: float
     low: float
     high: float

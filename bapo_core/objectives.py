@@ -1,4 +1,4 @@
-"""Objectives: the policy losses that `loss.objective` selects, by token and to be minimised.
+"""Objectives are the policy losses that `loss.objective` selects, by token and to be minimised.
 
 An objective is a function of the tokens, its settings and the statistics of the whole update. In
 the equations r = pi_theta / pi_prox is the ratio of a token, whose denominator `loss.ratio` sets, A
@@ -51,7 +51,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The inputs of a loss, (N, T) each. Statistics get those of an update, (T,), which are valid.
+    """The inputs of a loss, (N, T) each; statistics get the valid tokens of an update, (T,).
 
     Only `logprobs` has a gradient.
     """
@@ -73,23 +73,23 @@ class Tokens:
 
     @property
     def valid(self) -> Tensor:
-        """Bool mask of the valid tokens."""
+        """The bool mask of the valid tokens."""
         return self.mask.bool()
 
     @property
     def gains(self) -> Tensor:
-        """w A; 0 where masked."""
+        """The weighted advantages w A; 0 where masked."""
         return torch.where(self.valid, self.weights * self.advantages, 0.0)
 
     @property
     def log_ratios(self) -> Tensor:
-        """log r, clamped to +/-`MAX_LOG_RATIO`; 0 where masked."""
+        """The log-ratios log r, clamped to +/-`MAX_LOG_RATIO`; 0 where masked."""
         difference = torch.where(self.valid, self.logprobs - self.proximal_logprobs, 0.0)
         return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
     @property
     def valid_logprobs(self) -> Tensor:
-        """Log-probs; 0 where masked."""
+        """The log-probs, with 0 where masked."""
         return torch.where(self.valid, self.logprobs, 0.0)
 
     def select(self, rows: Tensor) -> Tokens:
@@ -129,13 +129,13 @@ class Objective:
     statistics."""
     statistics: Callable[[Tokens, Any], dict[str, float]] | None = None
     """Function of all tokens of the update, (T,), and the settings; an update whose objective has
-    one takes a forward pass more."""
+    one takes one more forward pass."""
     draws: bool = False
     """Whether the objective draws tokens at random."""
 
 
 def ppo(tokens: Tokens, settings: LossConfig, statistics: Statistics) -> TokenLosses:  # noqa: ARG001
-    """PPO's clipped surrogate (arXiv 1707.06347), with a dual clip (arXiv 1912.09729).
+    """Clips the ratio of each token (PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729).
 
         loss = -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
@@ -149,7 +149,7 @@ def ppo(tokens: Tokens, settings: LossConfig, statistics: Statistics) -> TokenLo
 
 
 def gspo(tokens: Tokens, settings: GspoConfig, statistics: Statistics) -> TokenLosses:  # noqa: ARG001
-    """GSPO: one ratio for a response, and one clip (arXiv 2507.18071).
+    """Clips one ratio for each response (GSPO, arXiv 2507.18071).
 
         s    = exp(mean over the tokens of y of log r)
         loss = -w min(s A, clip(s, 1 - clip_low, 1 + clip_high) A)
@@ -168,7 +168,7 @@ def gspo(tokens: Tokens, settings: GspoConfig, statistics: Statistics) -> TokenL
 
 
 def cispo(tokens: Tokens, settings: CispoConfig, statistics: Statistics) -> TokenLosses:  # noqa: ARG001
-    """CISPO: the weight of a gradient is clipped, and no gradient cut off (arXiv 2506.13585).
+    """Clips the weight of a gradient and cuts no gradient off (CISPO, arXiv 2506.13585).
 
         loss = -w sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi_theta
 
@@ -182,7 +182,7 @@ def cispo(tokens: Tokens, settings: CispoConfig, statistics: Statistics) -> Toke
 
 
 def sapo(tokens: Tokens, settings: SapoConfig, statistics: Statistics) -> TokenLosses:  # noqa: ARG001
-    """SAPO: a soft gate in place of the clip (arXiv 2511.20347).
+    """Weighs tokens by a soft gate in place of the clip (SAPO, arXiv 2511.20347).
 
         loss = -w A sigmoid(tau (r - 1)) 4 / tau
 
@@ -203,7 +203,7 @@ def sapo(tokens: Tokens, settings: SapoConfig, statistics: Statistics) -> TokenL
 
 
 def gmpo(tokens: Tokens, settings: GmpoConfig, statistics: Statistics) -> TokenLosses:  # noqa: ARG001
-    """GMPO: the geometric mean of a response's clipped ratios (arXiv 2507.20673).
+    """Takes the geometric mean of a response's clipped ratios (GMPO, arXiv 2507.20673).
 
         d    = min(log r, clip_high) where A > 0, max(log r, -clip_low) where A < 0
         loss = -w A exp(mean over the tokens of y of d)
@@ -223,7 +223,7 @@ def gmpo(tokens: Tokens, settings: GmpoConfig, statistics: Statistics) -> TokenL
 
 
 def topr(tokens: Tokens, settings: ToprConfig, statistics: Statistics) -> TokenLosses:  # noqa: ARG001
-    """TOPR: no ratio for better responses, a truncated one for worse (arXiv 2503.14286).
+    """Truncates the ratio of worse responses, and better ones have none (TOPR, arXiv 2503.14286).
 
         loss = -A log pi_theta                                     where A > 0
         loss = -sg(min(product over y of r, 1)) A log pi_theta     elsewhere
@@ -242,12 +242,12 @@ def topr(tokens: Tokens, settings: ToprConfig, statistics: Statistics) -> TokenL
 
 
 def m2po(tokens: Tokens, settings: M2poConfig, statistics: Statistics) -> TokenLosses:
-    """M2PO: the second moment of the log-ratio is bounded over the update (arXiv 2510.01161).
+    """Bounds the second moment of the log-ratio over the update (M2PO, arXiv 2510.01161).
 
         loss = -r A if (log r)^2 <= threshold, else 0
 
     The threshold is the largest at which the mean of (log r)^2 over the tokens that are kept is
-    below `budget` (0.04); at least one token is. r is the ratio to the behaviour policy, so there
+    below `budget` (0.04); at least one is kept. r is the ratio to the behaviour policy, so there
     are no importance weights. Which tokens are kept is decided before the update.
 
     Under `rule: clip` (authors' code), the loss is PPO's, with the bounds exp(-tau) and exp(tau),
@@ -271,7 +271,7 @@ def second_moment_statistics(tokens: Tokens, settings: M2poConfig) -> dict[str, 
         ordered = squares.sort().values
         means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1)
         kept = max(int((means < settings.budget).sum()), 1)
-        # In the precision in which the loss compares.
+        # The threshold has the precision of the log-ratios that the loss compares with it.
         threshold = tokens.scored.log_ratios.square().sort().values[kept - 1]
         return {**moment, "m2po/threshold": float(threshold)}
     cut = ((tokens.advantages > 0) & (log_ratios > 0)) | (
@@ -289,7 +289,7 @@ def second_moment_statistics(tokens: Tokens, settings: M2poConfig) -> dict[str, 
 def _largest_cap(values: Tensor, budget: float) -> float:
     """Returns the largest c at which the mean of min(value, c) is at most `budget`.
 
-    That is no bound, `MAX_LOG_RATIO` squared, if the mean of the values themselves is.
+    If the mean of the values themselves is, the result is `MAX_LOG_RATIO` squared, which caps none.
     """
     ordered = values.sort().values
     if float(ordered.sum()) <= budget * len(ordered):
@@ -303,7 +303,7 @@ def _largest_cap(values: Tensor, budget: float) -> float:
 
 
 def clip_cov(tokens: Tokens, settings: ClipCovConfig, statistics: Statistics) -> TokenLosses:
-    """Clip-Cov: a few tokens of high covariance get no gradient (arXiv 2505.22617).
+    """Cuts off the gradient of a few tokens of high covariance (Clip-Cov, arXiv 2505.22617).
 
         cov  = (A - mean of A) (log pi - mean of log pi), over all tokens of the update
         loss = 0 for fraction * n tokens, drawn among those with cov in (1, 5), PPO's for the others
@@ -336,7 +336,7 @@ def _candidates(tokens: Tokens, settings: ClipCovConfig, means: Statistics) -> T
 
 
 def kl_cov(tokens: Tokens, settings: KlCovConfig, statistics: Statistics) -> TokenLosses:
-    """KL-Cov: the tokens of highest covariance get a KL penalty (arXiv 2505.22617).
+    """Adds a KL penalty to the tokens of highest covariance (KL-Cov, arXiv 2505.22617).
 
         cov  = (A - mean of A) (log pi - mean of log pi), over all tokens of the update
         loss = -w r A, plus beta (r - log r - 1) for the fraction * n tokens of highest cov
@@ -379,7 +379,7 @@ def _covariances(family: str, tokens: Tokens, means: Statistics) -> Tensor:
 def adaptive_clipping(
     tokens: Tokens, settings: AdaptiveClippingConfig, statistics: Statistics
 ) -> TokenLosses:
-    """BAPO's adaptive clipping: bounds are searched in each update (arXiv 2510.18927, Eq. 8).
+    """Searches the clip bounds of each update (BAPO's adaptive clipping, arXiv 2510.18927, Eq. 8).
 
         loss = -min(r A, clip(r, c_low, c_high) A)
 
@@ -419,7 +419,7 @@ def _clip(
 
 
 def shaped(tokens: Tokens, gamma: float) -> TokenLosses:
-    """The shaped ratio of off-policy responses (LUFFY, arXiv 2504.14945; ExGRPO, arXiv 2510.02245).
+    """Shapes the ratio of off-policy responses (LUFFY, arXiv 2504.14945; ExGRPO, arXiv 2510.02245).
 
         loss = -w A r / (r + gamma)
 
@@ -440,23 +440,25 @@ def losses_by_source(
 ) -> TokenLosses:
     """Returns the losses of responses, with the settings of their sources (`loss.by_source`).
 
-    sources: (N,) of each row of `tokens`. A source without settings has those of the loss.
+    sources: (N,) the source of each row of `tokens`. A source without settings has the loss's.
     """
     by_source: Mapping[str, SourceLossConfig] = {
-        str(name): own for name, own in settings.by_source.items()
+        str(name): source_settings for name, source_settings in settings.by_source.items()
     }
     results = TokenLosses(torch.zeros_like(tokens.logprobs), torch.zeros_like(tokens.valid))
     for source in sorted(set(sources)):
         rows = torch.tensor([row for row, name in enumerate(sources) if name == source])
-        own = by_source.get(source, SourceLossConfig())
-        part = tokens.select(rows)
-        if own.shaping is not None:
-            losses, clipped = shaped(part, own.shaping)
+        source_settings = by_source.get(source, SourceLossConfig())
+        source_tokens = tokens.select(rows)
+        if source_settings.shaping is not None:
+            losses, clipped = shaped(source_tokens, source_settings.shaping)
         else:
-            bounds = own.model_dump(include={"clip_low", "clip_high"}, exclude_none=True)
-            used = settings.model_copy(update=bounds).objective_settings
-            losses, clipped = objective.loss(part, used, statistics)
-        results.losses[rows] = own.coefficient * losses
+            bounds = source_settings.model_dump(
+                include={"clip_low", "clip_high"}, exclude_none=True
+            )
+            objective_settings = settings.model_copy(update=bounds).objective_settings
+            losses, clipped = objective.loss(source_tokens, objective_settings, statistics)
+        results.losses[rows] = source_settings.coefficient * losses
         results.clipped[rows] = clipped
     return results
 

@@ -1,4 +1,4 @@
-"""Plug-ins: what other distributions add to a registry, found by their entry points."""
+"""Plug-ins are what installed distributions add to a registry by entry points."""
 
 from __future__ import annotations
 

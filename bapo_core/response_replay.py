@@ -1,4 +1,4 @@
-"""Response replay: single responses of earlier steps that join the fresh groups of their prompts.
+"""Response replay lets responses of earlier steps join the fresh groups of their prompts.
 
 The cache of a prompt is the responses to it in the committed groups of earlier steps, oldest first.
 Choosing from it needs rewards and mean log-probs alone, and no tokens.
@@ -29,8 +29,10 @@ class StoredResponse:
     """Mean log-prob of its tokens under the policy that sampled it, in nats."""
 
 
-def gets_replayed(group: GroupSummary, settings: ResponseReplayConfig, *, revisited: bool) -> bool:
-    """Whether a fresh group is one of those that responses are replayed for.
+def receives_responses(
+    group: GroupSummary, settings: ResponseReplayConfig, *, revisited: bool
+) -> bool:
+    """Returns whether responses of earlier steps are replayed for a fresh group.
 
     revisited: whether its prompt was drawn because of its past successes (`sampler.kind: exgrpo`).
     """
@@ -48,8 +50,8 @@ def choose_responses(
 ) -> list[StoredResponse]:
     """Chooses the responses of a prompt to replay, oldest first; none if too few are cached.
 
-    Of the cache, oldest first, the last `settings.cache` are candidates: correct ones alone if
-    `settings.only_correct`. `settings.strategy` chooses `settings.count` of them (RePO, arXiv
+    The candidates are the newest `settings.cache` responses of the cache, or of its correct ones
+    if `settings.only_correct`. `settings.strategy` chooses `settings.count` of them (RePO, arXiv
     2506.09340): all of them, the most recent, random ones, those of highest reward, the subset
     whose rewards have the largest variance, or those of highest mean log-prob when they were
     sampled, which have the lowest entropy (ExGRPO, arXiv 2510.02245). Ties go to newer responses.
@@ -100,17 +102,17 @@ def _largest_variance(rewards: Sequence[float], count: int) -> list[int]:
 def is_mixed(
     group: GroupSummary, chosen: Sequence[StoredResponse], *, demonstrated: bool = False
 ) -> bool:
-    """Whether a fresh group has correct and wrong responses together with the chosen ones.
+    """Returns whether a fresh group and the chosen responses include correct and wrong ones.
 
     If they replace some of a group that is mixed itself, the result is taken to be mixed, too.
-    demonstrated: whether a demonstration joins them, which is correct.
+    demonstrated: whether a demonstration, which is correct, joins them.
     """
     correct = group.correct + sum(response.correct for response in chosen) + demonstrated
     return 0 < correct < group.size + len(chosen) + demonstrated
 
 
 def without_first(member: BatchMember, count: int) -> BatchMember:
-    """Returns a member without its first responses, which others take the place of."""
+    """Returns a member without its first `count` responses, which others replace."""
     rows = range(member.group.size) if member.rows is None else member.rows
     return replace(member, rows=tuple(rows)[count:])
 

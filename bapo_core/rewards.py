@@ -1,4 +1,4 @@
-"""The reward of a response: the weighted sum of the parts that the verifier and its length give.
+"""The reward of a response is the weighted sum of parts that the verifier and its length give.
 
 Difficulty does not depend on it: the accuracy k/G of a group counts the responses whose verdict is
 `ok`, whatever their reward.

@@ -1,4 +1,4 @@
-"""Samplers: which prompts a step rolls out, as pure functions of seed, step, round and results.
+"""Samplers choose the prompts of a step, as pure functions of seed, step, round and results.
 
 The uniform sampler takes each epoch in another permutation (`prompt_positions`); with dynamic
 sampling, each step goes on where the one before ended (`stream_positions`). The adaptive ones draw
@@ -96,7 +96,8 @@ def stream_positions(
             f"{dataset_size} prompts cannot fill one step of {distinct}; lower "
             "rollout.prompts_per_step or rollout.max_generation_rounds, or add prompts"
         )
-    # Blocks of about equal size: a small one would put the same few prompts into a step again.
+    # Blocks have about equal sizes, because a small one would put the same few prompts into a
+    # step again.
     block_size = math.ceil(dataset_size / math.ceil(dataset_size / largest))
     division = derive_seed(seed, "stream")
 
@@ -223,7 +224,7 @@ def rank_by_thompson(
         (g - target)^2
 
     from the smallest on. With a band, the candidates with band[0] <= g <= band[1] come first, in
-    the order of their candidature, and the others follow by their distance.
+    the order given, and the others follow by their distance.
     """
     draws = [rng.betavariate(posterior.a, posterior.b) for posterior in posteriors]
 
@@ -232,7 +233,7 @@ def rank_by_thompson(
             return False, 0.0
         return band is not None, (draws[index] - target) ** 2
 
-    # The sort is stable, so equal keys keep the order of candidature.
+    # The sort is stable, so equal keys keep the order given.
     return [RankedCandidate(index, draws[index]) for index in sorted(range(len(draws)), key=key)]
 
 
@@ -249,11 +250,11 @@ def rank_by_difficulty(
 
         exp(-|d - target| / tau)
 
-    as the B largest of -|d - target| / tau plus Gumbel noise. In the paper, the difficulty is
-    predicted by an embedding model and rollouts of reference prompts. Here d is the mean of the
-    candidate's own posterior, the probability of a correct response; at the target 0.5 that is the
-    same. A candidate without results has d = 0.5, so with a small tau and this target, prompts that
-    were never drawn come first.
+    because they have the B largest sums of -|d - target| / tau and Gumbel noise. In the paper, the
+    difficulty is predicted by an embedding model and rollouts of reference prompts. Here d is the
+    mean of the candidate's own posterior, the probability of a correct response; at the target 0.5
+    that is the same. A candidate without results has d = 0.5, so with a small tau and this target,
+    prompts that were never drawn come first.
     """
 
     def perturbed_weight(posterior: Posterior) -> float:

@@ -1,7 +1,7 @@
 """Presets: the values of the defaults that each `algorithm` changes.
 
-The method's variants and ablations, the baselines that the paper compares it with, and further
-methods of the field, which share one batch: all groups of the step, by the current policy.
+They are the method's variants and ablations, the baselines that the paper compares it with, and
+further methods of the field, most of which train on all groups of a step and no others.
 """
 
 from __future__ import annotations

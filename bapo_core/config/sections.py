@@ -218,7 +218,7 @@ class RewardConfig(Section):
 class SamplerConfig(Section):
     """The sampler: which prompts of the dataset a step rolls out.
 
-    All but `uniform` go by how often the prompts were answered correctly in the fresh groups of
+    All but `uniform` depend on how often the prompts were answered correctly in the fresh groups of
     earlier steps. `mopps` and `dots` draw candidates uniformly, and select among them.
     """
 
@@ -252,9 +252,9 @@ class SamplerConfig(Section):
     """Accuracy of a step's fresh groups after which `kind: exgrpo` revisits prompts and retires
     solved ones (ExGRPO: 0.35); before, it is uniform."""
     as_of: Literal["sync", "step"] = "sync"
-    """Commit that posteriors include: that before the last `sync`, so that the prompts of a sync
-    window are known at its beginning; or that of the `step` before (MoPPS), for which rollouts wait
-    in every step."""
+    """Last commit that posteriors include: that before the last `sync`, so that the prompts of a
+    sync window are known at its beginning; or that of the `step` before (MoPPS), for which rollouts
+    wait in every step."""
     prior_run: str | None = Field(None, pattern=r"^[a-z][a-z0-9-]{0,62}$")
     """Name of an earlier run on the same training prompts, whose committed fresh groups count as if
     they had been the first of this run; null begins with Beta(1, 1)."""
@@ -665,7 +665,7 @@ class LossConfig(Section):
 
     @property
     def weighting(self) -> dict[str, Any]:
-        """The arguments that importance weights depend on, of `bapo_core.importance`."""
+        """The arguments of `bapo_core.importance` that importance weights depend on."""
         return {
             "cap": self.weight_cap,
             "floor": self.weight_floor,
@@ -762,14 +762,14 @@ class LossConfig(Section):
 
 class ConvexKLConfig(Section):
     """The KL-convex penalty of ReMix (arXiv 2507.06892): beta (lambda KL(pi || reference) +
-    (1 - lambda) KL(pi || theta_t)), where lambda falls from 1 in stairs."""
+    (1 - lambda) KL(pi || theta_t)), where lambda falls stepwise from 1."""
 
     after: int = Field(50, ge=0)
     """Last step with lambda = 1 (ReMix: 50)."""
     every: int = Field(10, ge=1)
-    """Steps of a stair (ReMix: 10)."""
+    """Steps between two decreases of lambda (ReMix: 10)."""
     decrease: float = Field(0.1, gt=0.0, le=1.0)
-    """Fall of lambda at each stair (ReMix: 0.1)."""
+    """Size of a decrease of lambda (ReMix: 0.1)."""
     lowest: Fraction = 0.5
     """Lowest lambda (ReMix: 0.5)."""
 
@@ -818,7 +818,7 @@ class KLConfig(Section):
             ):
                 raise ValueError(
                     f"{key} is given with reference '{self.reference}' and coefficient "
-                    f"{self.coefficient:g}, but it is about the KL to the initial model; set "
+                    f"{self.coefficient:g}, but it needs a KL penalty to the initial model; set "
                     f"reference to initial and a coefficient above 0, or remove {key}"
                 )
         if self.convex is not None and self.placement == "reward":
@@ -862,7 +862,7 @@ class CheckpointConfig(Section):
     keep: int = Field(2, ge=1)
     """Number of latest checkpoints to keep."""
     keep_best: int = Field(0, ge=0)
-    """Number of checkpoints to keep besides: those with the best evaluations, on the set
+    """Number of further checkpoints to keep, which are those with the best evaluations on the set
     `evaluation.primary`."""
 
 
@@ -1054,10 +1054,14 @@ class RunConfig(Section):
         return bool(self.evaluation_sets_at(t))
 
     def evaluation_sets_at(self, t: int) -> list[str]:
-        """Returns the sets on which theta_t is evaluated: all of them initially and finally, and
-        each every `evaluation.every` steps, or as many as the set has of its own."""
+        """Returns the sets on which theta_t is evaluated.
+
+        All sets are evaluated initially and finally, and each one every `evaluation.every` steps,
+        or at the interval of its own.
+        """
         ends = t in (1, self.steps + 1)
-        return [name for name, one in self.evaluation_sets.items() if ends or t % one.every == 0]
+        sets = self.evaluation_sets.items()
+        return [name for name, settings in sets if ends or t % settings.every == 0]
 
     def publishes_at(self, t: int) -> bool:
         """Whether theta_t is published: for a sync, a re-evaluation, or an evaluation."""
@@ -1080,7 +1084,7 @@ class RunConfig(Section):
             raise ValueError(
                 f"rollout.max_generation_rounds is {self.rollout.max_generation_rounds} with "
                 f"fresh.filter={self.fresh.filter}: dynamic sampling counts groups with mixed "
-                "rewards, which only fresh.filter=range keeps all of; set "
+                "rewards, all of which only fresh.filter=range keeps; set "
                 "rollout.max_generation_rounds=1 or fresh.filter=range"
             )
         return self
@@ -1138,7 +1142,7 @@ class RunConfig(Section):
         if self.replay.enabled and self.batch.dedup == "rollout":
             raise ValueError(
                 "response_replay.enabled and replay.enabled with batch.dedup=rollout would put "
-                "responses into a batch twice; set batch.dedup=prompt, or one of both to false"
+                "responses into a batch twice; set batch.dedup=prompt, or disable one of the two"
             )
         return self
 
@@ -1148,7 +1152,7 @@ class RunConfig(Section):
         if count and self.reevaluate.enabled:
             raise ValueError(
                 f"demonstrations.supervise_every is {count} with reevaluate.enabled, but both take "
-                "prompts from the hard buffer; set one of them to 0 or false"
+                "prompts from the hard buffer; set supervise_every=0 or reevaluate.enabled=false"
             )
         if count > self.hard_capacity:
             raise ValueError(
@@ -1223,8 +1227,8 @@ class RunConfig(Section):
             )
         if self.task.train_prompts < self.prompts_needed:
             raise ValueError(
-                f"task.train_prompts is {self.task.train_prompts} but {self.explain_needed()}; "
-                "raise task.train_prompts"
+                f"task.train_prompts is {self.task.train_prompts} but "
+                f"{self.explain_prompts_needed()}; raise task.train_prompts"
             )
         if self.sampler.prior_run == self.name:
             raise ValueError(
@@ -1233,7 +1237,7 @@ class RunConfig(Section):
             )
         return self
 
-    def explain_needed(self) -> str:
+    def explain_prompts_needed(self) -> str:
         """Describes `prompts_needed` and the keys that it is the product of, for errors."""
         factors = ["rollout.prompts_per_step", "rollout.max_generation_rounds"]
         if self.sampler.selects_candidates:
@@ -1253,8 +1257,9 @@ class RunConfig(Section):
             warnings.append(
                 f"sync.every (v={self.sync.every}) does not divide sync.reevaluate_every "
                 f"(m={self.sync.reevaluate_every}) or sync.phase is first_step, so the engine "
-                "loads the current weights for each re-evaluation and then goes back: correct, but "
-                "slower; make reevaluate_every a multiple of every, with phase algorithm1"
+                "loads the current weights for each re-evaluation and then the older ones again: "
+                "correct, but slower; make reevaluate_every a multiple of every, with phase "
+                "algorithm1"
             )
         if self.batch_capacity % self.optimizer.minibatch_prompts:
             warnings.append(

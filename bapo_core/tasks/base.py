@@ -81,7 +81,7 @@ class Task(Protocol):
     before the deadline of the first response to it starts, and which may raise `PayloadError`;
     `reward_parts: Sequence[str]`, the names of the parts of its verdicts;
     `normalise(answer) -> str`, for `normalise_answer`, in linear time; and
-    `demonstrate(payload) -> str | None`, for `demonstration`.
+    `demonstrate(payload) -> str | None`, for `compose_demonstration`.
     """
 
     @property
@@ -135,7 +135,7 @@ def normalise_answer(task: Task, answer: str | None) -> str:
     return "".join(answer.split()) if normalise is None else normalise(answer)
 
 
-def demonstration(task: Task, payload: Payload) -> str | None:
+def compose_demonstration(task: Task, payload: Payload) -> str | None:
     """Returns a correct response to a problem that the task composes itself, or None.
 
     Only a task that has `demonstrate` does; demonstrations are otherwise a column of the data.

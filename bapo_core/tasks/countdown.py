@@ -1,4 +1,4 @@
-"""Countdown: an expression over given numbers, each used exactly once, that equals a target.
+"""Countdown asks for an expression over given numbers, each used once, that equals a target.
 
 Operators are + - * / and unary minus. A payload is {"nums": [positive integers], "target": positive
 integer}, the columns of the public dataset Jiayi-Pan/Countdown-Tasks-3to4.
@@ -130,7 +130,7 @@ class CountdownTask:
     def parse_row(self, row: Mapping[str, Any]) -> Payload:
         """Returns the problem of a row.
 
-        To check that a problem of 4 numbers has a solution takes a fraction of a millisecond.
+        Checking that a problem of 4 numbers has a solution takes a fraction of a millisecond.
         Raises `ValueError` for anything but 2 to 6 positive integers, a positive integer target,
         and a solvable problem.
         """

@@ -1,7 +1,7 @@
 """Diagrams of plane geometry, drawn as PNG by Pillow.
 
 A diagram is made of points in a plane whose y axis points up. Drawing scales it to the image, so
-only proportions matter, which are true: what looks equal is equal.
+only proportions matter, and these are exact.
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def _find(operands: list[_Operand], target: int) -> str | None:
                     continue
                 if not rest and _APPLY[operator](left.value, right.value) != target:
                     continue  # the text of a wrong result is not needed
-                found = _find([*rest, _combine(left, operator, right)], target)
-                if found is not None:
-                    return found
+                text = _find([*rest, _combine(left, operator, right)], target)
+                if text is not None:
+                    return text
     return None

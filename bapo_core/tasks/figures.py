@@ -1,4 +1,4 @@
-"""Problems of plane geometry, generated with their diagrams: what is given stands in the diagram.
+"""Generates problems of plane geometry, whose given numbers stand in their diagrams.
 
 Each problem has a whole number as its answer, which follows from the numbers in the diagram by one
 theorem. Diagrams are turned at random; problems with equal numbers are the same problem.
@@ -27,7 +27,7 @@ class Figure:
     """A problem with its diagram and its answer."""
 
     key: tuple[str, ...]
-    """Names the problem, whatever the position of its diagram."""
+    """Identifies the problem, however its diagram is turned."""
     problem: str
     answer: int
     diagram: Diagram
@@ -43,7 +43,7 @@ def random_figure(kind: Kind, rng: random.Random) -> Figure:
 
 
 def _interior_angle(rng: random.Random) -> Figure:
-    """The third angle of a triangle: 180° less the two others."""
+    """Asks for the third angle of a triangle, which is 180° minus the two others."""
     a, b = _two_angles(rng)
     corners = _triangle(a, b)
     sides = _polygon(corners)
@@ -53,7 +53,7 @@ def _interior_angle(rng: random.Random) -> Figure:
 
 
 def _exterior_angle(rng: random.Random) -> Figure:
-    """An exterior angle of a triangle: the sum of the two opposite angles."""
+    """Asks for an exterior angle of a triangle, which is the sum of the two opposite angles."""
     a, b = _two_angles(rng)
     corners = _triangle(a, b)
     left, right, top = corners
@@ -91,7 +91,7 @@ def _corner_angles(
 
 
 def _transversal(rng: random.Random) -> Figure:
-    """Angles at two parallel lines and a transversal: equal, or 180° together."""
+    """Asks for an angle at parallel lines and a transversal: equal to another, or 180° minus it."""
     a = rng.choice([n for n in range(30, 151) if n != 90])
     position = rng.randrange(4)
     along = direction(a)
@@ -115,7 +115,7 @@ def _transversal(rng: random.Random) -> Figure:
 
 
 def _zigzag(rng: random.Random) -> Figure:
-    """The angle between two parallel lines: the sum of the angles at the lines."""
+    """Asks for an angle between two parallel lines, which is the sum of the angles at the lines."""
     a, b = rng.randint(25, 75), rng.randint(25, 75)
     corner = 0j
     top, bottom = complex(1 / tan(radians(a)), 1), complex(1 / tan(radians(b)), -1)
@@ -144,7 +144,7 @@ _PARALLEL = "<image>The lines m and n are parallel."
 
 
 def _inscribed_angle(rng: random.Random) -> Figure:
-    """A central and an inscribed angle over the same arc: the one is twice the other."""
+    """Asks for a central or an inscribed angle over an arc; the former is twice the latter."""
     inscribed, given = rng.randint(20, 80), rng.choice(("central", "inscribed"))
     center, start = 0j, direction(-90 - inscribed)
     end, corner = direction(-90 + inscribed), direction(90 + rng.randint(-30, 30))
@@ -162,7 +162,7 @@ def _inscribed_angle(rng: random.Random) -> Figure:
 
 
 def _chords(rng: random.Random) -> Figure:
-    """The angle between two chords: half the sum of the arcs that it and its opposite cut off."""
+    """Asks for the angle between two chords, which is half the sum of the two opposite arcs."""
     a = rng.randint(40, 140)
     b = rng.choice([n for n in range(40, 141) if (a + n) % 2 == 0 and a + n <= 260])
     gap = (360 - a - b) / 2
@@ -194,7 +194,7 @@ def _intersection(a: Point, b: Point, c: Point, d: Point) -> Point:
 
 
 def _rectangle(rng: random.Random) -> Figure:
-    """The area of a rectangle."""
+    """Asks for the area of a rectangle."""
     width, height = _two_lengths(rng)
     corners = (0j, complex(width), complex(width, height), complex(0, height))
     diagram = Diagram(
@@ -206,7 +206,7 @@ def _rectangle(rng: random.Random) -> Figure:
 
 
 def _right_triangle(rng: random.Random) -> Figure:
-    """The area of a right triangle."""
+    """Asks for the area of a right triangle."""
     width, height = _two_lengths(rng, even=True)
     corners = (0j, complex(width), complex(0, height))
     diagram = Diagram(
@@ -220,7 +220,7 @@ def _right_triangle(rng: random.Random) -> Figure:
 
 
 def _parallelogram(rng: random.Random) -> Figure:
-    """The area of a parallelogram, whose height is drawn."""
+    """Asks for the area of a parallelogram, whose height is drawn."""
     width, height = _two_lengths(rng)
     shift = width * rng.choice((0.2, 0.3, 0.4))
     corners = (0j, complex(width), complex(width + shift, height), complex(shift, height))
@@ -254,7 +254,7 @@ def _lengths(width: int, height: int) -> list[Label]:
     return [Label(below, str(width), below + 1j), Label(left, str(height), left + 1)]
 
 
-# ---- parts --------------------------------------------------------------------------------------
+# ---- drawing ------------------------------------------------------------------------------------
 
 
 def _polygon(corners: tuple[Point, ...]) -> list[tuple[Point, Point]]:
@@ -262,7 +262,7 @@ def _polygon(corners: tuple[Point, ...]) -> list[tuple[Point, Point]]:
 
 
 def _names(letters: str, points: tuple[Point, ...], center: Point | None = None) -> list[Label]:
-    """Returns labels of points, outside of what is around `center`, or else around them all."""
+    """Returns labels of points, on the side away from `center`, or else from their mean."""
     if center is None:
         center = sum(points) / len(points)
     return [Label(point, letter, center) for letter, point in zip(letters, points, strict=True)]

@@ -1,4 +1,4 @@
-"""Plane geometry with diagrams: problems of which a part stands in an image.
+"""Plane geometry, whose problems are posed in part by a diagram.
 
 A payload is {"images": [references], "problem": text, "answer": reference answer}, the columns of
 Geometry3K as hiyouga/geometry3k has them. `<image>` in the problem marks where an image stands. The
@@ -23,7 +23,7 @@ from bapo_core.tasks.figures import KINDS, Figure, Kind, random_figure
 from bapo_core.tasks.mathematics import INSTRUCTION, MathTask
 
 IMAGE = "<image>"
-"""Stands in a problem where an image is shown."""
+"""Placeholder in a problem that marks where an image is shown."""
 MIN_PIXELS, MAX_PIXELS = 56, 1024
 """Bounds of `pixels`: labels cannot be read in smaller diagrams."""
 
@@ -86,7 +86,7 @@ class GeometryTask:
         self._grader.warm_up()
 
     def verify(self, payload: Payload, response: str) -> Verdict:
-        """Rewards an answer that equals `payload["answer"]`, in number or in symbols."""
+        """Rewards an answer that equals `payload["answer"]`, numerically or symbolically."""
         if self.template == "short":
             response = rf"\boxed{{{response}}}"
         return self._grader.verify(payload, response)

@@ -1,4 +1,4 @@
-r"""Mathematics with a known answer, compared by the math-verify library.
+r"""Mathematics with a known answer, to which the library math-verify compares responses.
 
 A payload is {"problem": text, "answer": reference answer in LaTeX or plain text}, the columns of
 the public datasets in the style of MATH. A list of reference answers holds alternatives, as in

@@ -1,4 +1,4 @@
-"""Problems of the library reasoning-gym, which generates them and scores the answers.
+"""The task `reasoning_gym`, whose problems the library reasoning-gym generates and scores.
 
 A payload is {"dataset": name of a generator, "config": its configuration, "seed", "index",
 "question", "answer"}. The first four determine the entry of the generator, which scoring needs
@@ -50,19 +50,19 @@ CODE_SCORERS = frozenset(
 )
 """Generators whose scorer evaluates the answer as Python (`eval`, or SymPy's `parse_expr`)."""
 
-_HASHED = (
+_HASH_DEPENDENT = (
     "generates other entries in every process, because they depend on Python's hashes of strings, "
     "so a run could be neither scored nor resumed"
 )
 REFUSED = {
-    "codeio": _HASHED,
+    "codeio": _HASH_DEPENDENT,
     "game_of_life_halting": "accepts every answer",
-    "intermediate_integration": _HASHED,
-    "isomorphic_strings": _HASHED,
-    "knight_swap": _HASHED,
-    "polynomial_multiplication": _HASHED,
-    "ransom_note": _HASHED,
-    "word_ladder": _HASHED,
+    "intermediate_integration": _HASH_DEPENDENT,
+    "isomorphic_strings": _HASH_DEPENDENT,
+    "knight_swap": _HASH_DEPENDENT,
+    "polynomial_multiplication": _HASH_DEPENDENT,
+    "ransom_note": _HASH_DEPENDENT,
+    "word_ladder": _HASH_DEPENDENT,
 }
 """Generators that no run can use, and the reason."""
 
@@ -277,7 +277,9 @@ def _as_json(config: Mapping[str, Any]) -> str:
         raise ValueError(f"config is {config!r:.80}; make it a JSON object: {error}") from error
 
 
-def _parts(dataset: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _list_generators(
+    dataset: str, config: Mapping[str, Any]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yields (name, configuration) of a generator and of those that it mixes.
 
     Raises `ValueError` for a mixture that lists something else.
@@ -301,7 +303,7 @@ def _parts(dataset: str, config: Mapping[str, Any]) -> Iterator[tuple[str, Mappi
                 f"config.datasets lists {part!r:.80}; give a name, and if needed a weight and a "
                 "config"
             )
-        yield from _parts(str(part["name"]), part.get("config") or {})
+        yield from _list_generators(str(part["name"]), part.get("config") or {})
 
 
 def _check_allowed(dataset: str, config: Mapping[str, Any], allow_code: bool) -> None:
@@ -313,7 +315,7 @@ def _check_allowed(dataset: str, config: Mapping[str, Any], allow_code: bool) ->
         )
     if not isinstance(config, Mapping):
         raise ValueError(f"config is {config!r:.80}; make it a mapping of the generator's options")
-    for name, _ in _parts(dataset, config):
+    for name, _ in _list_generators(dataset, config):
         if name in REFUSED:
             raise ValueError(f"dataset {name} {REFUSED[name]}; choose another")
         if name in CODE_SCORERS and not allow_code:
@@ -349,7 +351,7 @@ def _system_prompt() -> str:
     return str(SYSTEM_PROMPTS["default"]).strip()
 
 
-# A run has few: its training and test prompts come from one seed for every `ENTRIES` draws.
+# A run needs few generators, as its prompts come from one seed for every `ENTRIES` draws.
 @lru_cache(maxsize=16)
 def _generator(dataset: str, config: str, seed: int) -> Any:
     """Returns a generator with a configuration given as JSON.
@@ -359,8 +361,8 @@ def _generator(dataset: str, config: str, seed: int) -> Any:
     arguments = _arguments(dataset, json.loads(config))
     generator_class, config_class = _datasets()[dataset]
     try:
-        with _contained(seed):
-            # It validates the configuration.
+        with _seed_global_generator(seed):
+            # The constructor validates the configuration.
             return generator_class(config_class(**arguments, seed=seed, size=ENTRIES))
     except Exception as error:
         # Configurations assert, and compare or iterate over values of the wrong type.
@@ -375,7 +377,7 @@ def _entry(dataset: str, config: str, seed: int, index: int) -> dict[str, Any]:
     """Returns an entry, which the caller must not change. Raises `ValueError` without one."""
     generator = _generator(dataset, config, seed)
     try:
-        with _contained(seed, index):
+        with _seed_global_generator(seed, index):
             entry: dict[str, Any] = generator[index]
     except Exception as error:  # generators raise anything for odd configurations
         raise ValueError(
@@ -391,7 +393,7 @@ def _arguments(dataset: str, config: Mapping[str, Any]) -> dict[str, Any]:
     Raises `ValueError` for an unknown generator or an unknown name in its configuration.
     """
     datasets = _datasets()
-    for name, options in _parts(dataset, config):
+    for name, options in _list_generators(dataset, config):
         if name not in datasets:
             raise ValueError(
                 f"reasoning-gym has no dataset {name!r}{_did_you_mean(name, datasets)}; its "
@@ -430,7 +432,7 @@ def _did_you_mean(name: str, known: Mapping[str, Any] | set[str]) -> str:
 
 
 @contextmanager
-def _contained(*seed: int) -> Iterator[None]:
+def _seed_global_generator(*seed: int) -> Iterator[None]:
     """Seeds Python's global generator, from which some generators draw, and restores it.
 
     What is printed is dropped: the programs of `bf` print when they are run.

@@ -1,7 +1,7 @@
 """Chooses the responses of earlier steps that join the fresh groups of a batch.
 
-The rules are `bapo_core.response_replay`'s. The cache of a prompt is what its committed groups hold
-of responses, so a rewind needs to undo nothing.
+The rules are `bapo_core.response_replay`'s. The cache of a prompt is the responses in its committed
+groups, so a rewind has nothing to undo.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from bapo_core.config import RunConfig
-from bapo_core.response_replay import StoredResponse, choose_responses, gets_replayed
+from bapo_core.response_replay import StoredResponse, choose_responses, receives_responses
 from bapo_core.seeding import derive_rng
 from bapo_core.types import GroupSummary
 from services.buffer.samplers import count_revisited
@@ -36,7 +36,7 @@ def choose_replayed(
     groups = [
         group
         for rank, group in enumerate(fresh)
-        if gets_replayed(group, settings, revisited=rank < first)
+        if receives_responses(group, settings, revisited=rank < first)
     ]
     cache = _read_cache(session, run, step, [group.prompt_uid for group in groups])
     chosen = {

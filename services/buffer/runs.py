@@ -1,4 +1,4 @@
-"""Runs: created, listed, locked, and their configuration."""
+"""Creates, lists and locks runs, and reads their configuration."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def create_run(session: Session, request: wire.RunCreate) -> Run:
     if prompts < config.prompts_needed:
         raise bad_request(
             f"dataset {request.train_dataset!r} has {prompts} prompts, but "
-            f"{config.explain_needed()}; lower one of these keys, or use a larger dataset"
+            f"{config.explain_prompts_needed()}; lower one of these keys, or use a larger dataset"
         )
     values: dict[str, Any] = {
         "name": request.name,

@@ -14,7 +14,7 @@ from bapo_core.config.evaluation import TEST_SET, EvaluationSet
 from bapo_core.errors import BapoError
 from bapo_core.rewards import check_tasks
 from bapo_core.tasks import ImageTask, Payload, SyntheticTask, Task, get_task
-from bapo_core.tasks.base import DEMONSTRATION, VerdictStatus, demonstration
+from bapo_core.tasks.base import DEMONSTRATION, VerdictStatus, compose_demonstration
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.common.objectstore import S3_SCHEME
@@ -81,8 +81,9 @@ def load_datasets(config: RunConfig, sources: DataSources = NO_SERVICES) -> RunD
             )
     if len(train.prompts) < config.prompts_needed:
         raise BapoError(
-            f"there are {len(train.prompts)} training prompts, but {config.explain_needed()}; "
-            "lower one of these keys, or provide more prompts"
+            f"there are {len(train.prompts)} training prompts, but "
+            f"{config.explain_prompts_needed()}; lower one of these keys, or provide more "
+            "prompts"
         )
     return RunDatasets(train, test)
 
@@ -104,12 +105,12 @@ def _load_set(config: RunConfig, settings: EvaluationSet, sources: DataSources) 
     try:
         task = get_task(config.task.name, **settings.options)
         if settings.path is not None:
-            columns, limit = _of_task(settings.columns), settings.prompts
+            columns, limit = _without_demonstration(settings.columns), settings.prompts
             return read_dataset(task, settings.path, sources, columns, limit, split=settings.name)
         if not isinstance(task, SyntheticTask):
             raise BapoError(f"task {task.name} cannot generate prompts; set the path of the set")
-        _, problems = _generate(task, config.task.data_seed, train=0, test=settings.prompts)
-        return _of_problems(task, problems, settings.name, sources)
+        _, problems = _generate_split(task, config.task.data_seed, train=0, test=settings.prompts)
+        return _build_generated(task, problems, settings.name, sources)
     except BapoError as error:
         raise BapoError(f"evaluation.sets.{settings.name}: {error}") from error
 
@@ -117,16 +118,16 @@ def _load_set(config: RunConfig, settings: EvaluationSet, sources: DataSources) 
 def with_demonstrations(task: Task, dataset: Dataset) -> Dataset:
     """Returns the prompts with the demonstrations that the verifier accepts as correct.
 
-    They are a column of the data, or composed by the task. Prompts may lack one. They are no
-    hostile input, so they are verified here and without a deadline. Raises `BapoError` if no
-    prompt has one that is accepted.
+    They are a column of the data, or composed by the task. Prompts may lack one. They are trusted
+    input, so they are verified here and without a deadline. Raises `BapoError` if no prompt has one
+    that is accepted.
     """
     payloads: list[Payload] = []
     given = accepted = 0
     example = ""
     for prompt in dataset.prompts:
         payload = {key: value for key, value in prompt.payload.items() if key != DEMONSTRATION}
-        text = prompt.payload.get(DEMONSTRATION) or demonstration(task, payload)
+        text = prompt.payload.get(DEMONSTRATION) or compose_demonstration(task, payload)
         if text:
             given += 1
             verdict = task.verify(payload, text)
@@ -143,13 +144,13 @@ def with_demonstrations(task: Task, dataset: Dataset) -> Dataset:
             f"{reason}; map a column of {TRAIN_PATH} to `{DEMONSTRATION}` in task.columns, or "
             "remove the section"
         )
-    changed = _dataset(task, payloads, "train", dataset.images or Images(lambda _: b"", None))
+    changed = _build_dataset(task, payloads, "train", dataset.images or Images(lambda _: b"", None))
     return replace(changed, left_out=dataset.left_out, limit=dataset.limit, demonstrated=accepted)
 
 
-def _of_task(columns: Mapping[str, str]) -> dict[str, str]:
+def _without_demonstration(columns: Mapping[str, str]) -> dict[str, str]:
     """Returns the names of columns without that of demonstrations, which held-out prompts lack."""
-    return {ours: theirs for ours, theirs in columns.items() if ours != DEMONSTRATION}
+    return {column: name for column, name in columns.items() if column != DEMONSTRATION}
 
 
 def _load_training_prompts(
@@ -171,13 +172,13 @@ def _load_training_prompts(
         drawn = task.generate(settings.data_seed, settings.train_prompts + len(uids))
     except ValueError as error:
         raise BapoError(str(error)) from error
-    images = _images(sources)
-    payloads = _generated(task, drawn, images)
+    images = _make_images(sources)
+    payloads = _prepare_generated(task, drawn, images)
     kept = [payload for payload in payloads if task.uid(payload) not in uids]
-    return _dataset(task, kept[: settings.train_prompts], "train", images)
+    return _build_dataset(task, kept[: settings.train_prompts], "train", images)
 
 
-def _generate(
+def _generate_split(
     task: SyntheticTask, seed: int, *, train: int, test: int
 ) -> tuple[list[Payload], list[Payload]]:
     try:
@@ -210,7 +211,7 @@ def _load_both(config: RunConfig, sources: DataSources) -> tuple[Dataset, Datase
                 task,
                 settings.test_path,
                 sources,
-                _of_task(columns),
+                _without_demonstration(columns),
                 settings.test_prompts,
                 split="test",
             ),
@@ -219,21 +220,23 @@ def _load_both(config: RunConfig, sources: DataSources) -> tuple[Dataset, Datase
         raise BapoError(
             f"task {settings.name} cannot generate prompts; set task.train_path and task.test_path"
         )
-    train, test = _generate(
+    train, test = _generate_split(
         task, settings.data_seed, train=settings.train_prompts, test=settings.test_prompts
     )
-    return _of_problems(task, train, "train", sources), _of_problems(task, test, "test", sources)
+    return _build_generated(task, train, "train", sources), _build_generated(
+        task, test, "test", sources
+    )
 
 
-def _of_problems(
+def _build_generated(
     task: Task, problems: Sequence[Payload], split: str, sources: DataSources
 ) -> Dataset:
     """Returns the dataset of generated problems, whose images become references."""
-    images = _images(sources)
-    return _dataset(task, _generated(task, problems, images), split, images)
+    images = _make_images(sources)
+    return _build_dataset(task, _prepare_generated(task, problems, images), split, images)
 
 
-def _generated(task: Task, problems: Sequence[Payload], images: Images) -> list[Payload]:
+def _prepare_generated(task: Task, problems: Sequence[Payload], images: Images) -> list[Payload]:
     """Returns generated problems, whose images become references.
 
     Raises `BapoError` for one that cannot be stored.
@@ -279,22 +282,24 @@ def read_dataset(
     if address.startswith(DATASET):
         uploaded = read_uploaded(address, task, sources.connect())
         reached = limit if limit is not None and len(uploaded) >= limit else None
-        return replace(_dataset(task, uploaded[:limit], split, _images(sources)), limit=reached)
-    theirs = {column: columns.get(column, column) for column in known}
-    images = _images(sources, address)
+        return replace(
+            _build_dataset(task, uploaded[:limit], split, _make_images(sources)), limit=reached
+        )
+    column_names = {column: columns.get(column, column) for column in known}
+    images = _make_images(sources, address)
     problems: dict[str, Payload] = {}
     left_out = number = 0
     try:
-        rows = open_rows(address, list(theirs.values()), limit, sources)
+        rows = open_rows(address, list(column_names.values()), limit, sources)
         for number, row in enumerate(islice(rows, limit), start=1):
-            values = {ours: row[name] for ours, name in theirs.items()}
+            values = {column: row[name] for column, name in column_names.items()}
             text = values.pop(DEMONSTRATION, None)
             problem = _parse_row(task, values, number, images)
             if problem is None:
                 left_out += 1
             else:
                 if text is not None:
-                    problem = {**problem, DEMONSTRATION: _demonstration_text(text, number)}
+                    problem = {**problem, DEMONSTRATION: _check_demonstration(text, number)}
                 problems.setdefault(task.uid(problem), problem)
     except RowError as error:
         raise BapoError(f"{address}, {error}") from error
@@ -302,12 +307,12 @@ def read_dataset(
         raise BapoError(f"{address}: {error}") from error
     if not problems:
         raise BapoError(f"{address}: has no row with an answer; give a data set that has problems")
-    dataset = _dataset(task, list(problems.values()), split, images)
+    dataset = _build_dataset(task, list(problems.values()), split, images)
     return replace(dataset, left_out=left_out, limit=limit if number == limit else None)
 
 
-def _images(sources: DataSources, address: str = "") -> Images:
-    """Returns a place for the images of a data set, whose rows may name files if it is a file."""
+def _make_images(sources: DataSources, address: str = "") -> Images:
+    """Returns an empty `Images` for a data set, whose rows may name files if it is a file."""
     local = bool(address) and not address.startswith((HUB, S3_SCHEME))
     directory = Path(address).parent if local else None
     return Images(lambda digest: sources.connect().image(digest), directory)
@@ -322,7 +327,7 @@ def _parse_row(task: Task, row: Mapping[str, Any], number: int, images: Images) 
     return problem
 
 
-def _demonstration_text(value: Any, number: int) -> str:
+def _check_demonstration(value: Any, number: int) -> str:
     try:
         if not isinstance(value, str):
             raise ValueError(f"{DEMONSTRATION} is {value!r:.80}; make it the text of a response")
@@ -353,9 +358,9 @@ def _check_text(value: Any) -> None:
             _check_text(item)
 
 
-def _dataset(task: Task, payloads: Sequence[Payload], split: str, images: Images) -> Dataset:
+def _build_dataset(task: Task, payloads: Sequence[Payload], split: str, images: Images) -> Dataset:
     prompts = [
-        wire.PromptItem(uid=task.uid(payload), task=task.name, payload=_plain(payload))
+        wire.PromptItem(uid=task.uid(payload), task=task.name, payload=_to_json(payload))
         for payload in payloads
     ]
     if isinstance(task, ImageTask):
@@ -376,7 +381,7 @@ def _check_images(task: ImageTask, payloads: Sequence[Payload]) -> None:
             )
 
 
-def _plain(payload: Payload) -> dict[str, Any]:
+def _to_json(payload: Payload) -> dict[str, Any]:
     plain: dict[str, Any] = json.loads(json.dumps(dict(payload)))
     return plain
 

@@ -1,4 +1,4 @@
-"""Configurations: examples and presets load, and errors name the key, the value and the remedy."""
+"""Examples and presets load, and errors of a configuration name the key, value and remedy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_example_loads(path: Path) -> None:
 
 
 @pytest.mark.parametrize("algorithm", PRESETS)
-def test_every_preset_loads_and_survives_the_wire(algorithm: str) -> None:
+def test_every_preset_loads_and_survives_serialization(algorithm: str) -> None:
     config = load_config(None, [f"algorithm={algorithm}"])
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
 
@@ -184,7 +184,7 @@ def split(overrides: str) -> list[str]:
         ("loss.by_source={old: {}}", "loss.by_source.old"),
         (
             "kl.convex={}",
-            "convex is given with reference 'rollout' and coefficient 0.001, but it is about the",
+            "convex is given with reference 'rollout' and coefficient 0.001, but it needs a KL",
         ),
         (
             "algorithm=remix_grpo kl.placement=reward advantage.estimator=reinforce_pp",
@@ -209,7 +209,7 @@ def split(overrides: str) -> list[str]:
         ("steps=[", "is not YAML"),
     ],
 )
-def test_what_cannot_be_run_is_refused_in_one_line(override: str, message: str) -> None:
+def test_an_invalid_configuration_is_refused_in_one_line(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, split(override))
     assert message in str(caught.value)
@@ -245,7 +245,7 @@ def test_dynamic_sampling_is_refused_with_a_filter_that_it_cannot_count(name: st
         load_config(None, [*overrides, f"fresh.filter={name}"])
 
 
-def test_importance_weights_that_change_nothing_are_pointed_out() -> None:
+def test_importance_weights_that_change_nothing_get_a_warning() -> None:
     overrides = ["loss.weight_cap=5", "loss.weight_level=sequence"]
     assert not load_config(None, overrides).warnings()
     (warning,) = load_config(None, [*overrides, "loss.ratio=behavior"]).warnings()
@@ -286,12 +286,14 @@ def test_importance_weights_that_change_nothing_are_pointed_out() -> None:
         ),
     ],
 )
-def test_what_is_legal_and_surprising_is_pointed_out(overrides: str, warning: str) -> None:
-    (found,) = load_config(None, split(overrides)).warnings()
-    assert found.startswith(warning)
+def test_a_valid_configuration_with_a_surprising_effect_gets_a_warning(
+    overrides: str, warning: str
+) -> None:
+    (message,) = load_config(None, split(overrides)).warnings()
+    assert message.startswith(warning)
 
 
-def test_an_objective_has_its_section_and_no_other() -> None:
+def test_a_preset_fills_the_section_of_its_objective_alone() -> None:
     loss = load_config(None, ["algorithm=cispo"]).loss
     assert loss.objective_settings == loss.cispo == CispoConfig()
     assert loss.sapo is None
@@ -316,7 +318,7 @@ def test_every_preset_has_a_summary_with_its_source(algorithm: str) -> None:
         ("sync:\n  every: 3\n  every: 4", "every is given twice, at lines 2 and 3; remove one"),
     ],
 )
-def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
+def test_the_error_of_an_invalid_file_names_it(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -325,14 +327,14 @@ def test_a_bad_file_is_named(tmp_path: Path, text: str, message: str) -> None:
     assert message in str(caught.value)
 
 
-def test_a_missing_file_is_named() -> None:
+def test_the_error_of_a_missing_file_names_it() -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read: No such file"):
         load_config("nowhere.yaml")
 
 
-def test_a_slow_schedule_is_pointed_out() -> None:
+def test_a_schedule_that_loads_weights_twice_gets_a_warning() -> None:
     config = load_config(None, ["sync.every=4", "sync.reevaluate_every=6"])
-    assert "goes back" in config.warnings()[0]
+    assert "then the older ones again" in config.warnings()[0]
 
 
 @given(
@@ -376,25 +378,26 @@ def test_adaptive_prompts_depend_on_the_commit_before_the_last_sync_or_step(
     assert [adaptive.sampled_as_of(t) for t in range(1, 8)] == expected
 
 
-def test_half_of_a_batch_of_twice_the_prompts_is_fresh() -> None:
+def test_the_fraction_of_fresh_groups_sets_the_capacity_of_a_batch() -> None:
     assert load_config(None, ["batch.fresh_fraction=0.5"]).batch_capacity == 512
     assert RunConfig().batch_capacity == 256
-    # 256 / 0.6 = 426.7 is between 6 and 7 minibatches of 64; 3 x 0.1 is not 0.3 in floats.
+    # 256 / 0.6 = 426.7 is between 6 and 7 minibatches of 64.
     assert load_config(None, ["batch.fresh_fraction=0.6"]).batch_capacity == 448
-    tenth = ["rollout.prompts_per_step=3", "optimizer.minibatch_prompts=1"]
-    assert load_config(None, [*tenth, "batch.fresh_fraction=0.3"]).batch_capacity == 10
+    # 3 x 0.1 is not 0.3 in floating point.
+    tenths = ["rollout.prompts_per_step=3", "optimizer.minibatch_prompts=1"]
+    assert load_config(None, [*tenths, "batch.fresh_fraction=0.3"]).batch_capacity == 10
     dots = load_config(None, ["algorithm=dots", "rollout.prompts_per_step=32"])
     assert dots.batch_capacity == 64
 
 
-def test_overrides_nest() -> None:
+def test_overrides_of_one_section_are_merged() -> None:
     assert parse_overrides(["a.b=1", "a.c=x", "d=[1, 2]"]) == {"a": {"b": 1, "c": "x"}, "d": [1, 2]}
 
 
 # ---- evaluation sets -----------------------------------------------------------------------------
 
 
-def test_a_set_takes_what_it_does_not_say_from_the_run() -> None:
+def test_an_evaluation_set_inherits_from_the_run_what_it_does_not_set() -> None:
     config = config_from(
         {
             "task": {"options": {"template": "short", "max_number": 9}, "test_prompts": 50},
@@ -427,7 +430,7 @@ def test_a_set_takes_what_it_does_not_say_from_the_run() -> None:
     assert config.evaluation_sets_at(8) == ["cd-34", "cd-4"]
 
 
-def test_a_run_without_sets_has_the_set_test() -> None:
+def test_a_run_without_evaluation_sets_has_the_set_test() -> None:
     config = config_from({"task": {"train_path": "a.jsonl", "test_path": "b.jsonl"}})
     assert list(config.evaluation_sets) == ["test"]
     assert config.evaluation_sets["test"].path == "b.jsonl"
@@ -449,7 +452,7 @@ def test_a_run_without_sets_has_the_set_test() -> None:
         ({"sets": {"a": {"top_p": 1.5}}}, "evaluation.sets.a.top_p: .* less than or equal to 1"),
     ],
 )
-def test_what_is_wrong_with_evaluation_sets_is_said(values: dict[str, Any], message: str) -> None:
+def test_invalid_evaluation_sets_are_refused(values: dict[str, Any], message: str) -> None:
     sets = {"aime24": {"path": "a"}, "minerva": {"path": "b"}}
     with pytest.raises(ConfigError, match=message):
         config_from({"evaluation": {"sets": sets, **values}})
@@ -460,13 +463,13 @@ def test_a_test_path_beside_evaluation_sets_is_refused() -> None:
         config_from({"task": {"test_path": "x.json"}, "evaluation": {"sets": {"amc": {}}}})
 
 
-def test_a_set_that_is_given_twice_is_refused() -> None:
+def test_an_evaluation_set_that_is_given_twice_is_refused() -> None:
     text = "evaluation:\n  sets:\n    amc: {path: a}\n    amc: {path: b}\n"
     with pytest.raises(ConfigError, match="amc is given twice, at lines 3 and 4"):
         parse_config(text)
 
 
-def test_the_best_checkpoints_need_one_for_each_evaluation_of_the_primary_set() -> None:
+def test_keep_best_needs_a_checkpoint_at_each_evaluation_of_the_primary_set() -> None:
     sets = {"a": {"every": 10}, "b": {"every": 7}}
     values = {"checkpoint": {"every": 5, "keep_best": 1}, "evaluation": {"sets": sets}}
     assert config_from(values).primary_set == "a"
@@ -475,8 +478,8 @@ def test_the_best_checkpoints_need_one_for_each_evaluation_of_the_primary_set() 
         config_from(values)
 
 
-def test_the_share_of_the_reference_falls_in_stairs() -> None:
-    """lambda(t) = max(1 - 0.1 ceil(max(t - 50, 0) / 10), 0.5), arXiv 2507.06892."""
+def test_the_share_of_the_reference_falls_stepwise() -> None:
+    """The share is lambda(t) = max(1 - 0.1 ceil(max(t - 50, 0) / 10), 0.5), arXiv 2507.06892."""
     kl = load_config(None, ["algorithm=remix_grpo"]).kl
     for step in range(1, 200):
         expected = max(1 - 0.1 * math.ceil(max(step - 50, 0) / 10), 0.5)

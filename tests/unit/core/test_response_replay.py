@@ -1,4 +1,4 @@
-"""Response replay against transcriptions of the methods that it is made of."""
+"""Response replay chooses responses and adds them to a batch as its methods' papers define."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from bapo_core.response_replay import (
     StoredResponse,
     add_responses,
     choose_responses,
-    gets_replayed,
     is_mixed,
+    receives_responses,
 )
 from bapo_core.types import BatchMember, GroupSummary, Source, TrainingBatch
 
@@ -41,14 +41,14 @@ def chosen(cache: list[StoredResponse], /, **options: object) -> list[StoredResp
     return choose_responses(cache, settings(**options), random.Random(1))
 
 
-def test_the_recent_ones_are_the_last_of_the_cache() -> None:
+def test_the_strategy_recent_takes_the_last_responses_of_the_cache() -> None:
     cache = cache_of([0, 1, 0, 1, 1, 0])
     assert chosen(cache, strategy="recent", count=2) == cache[-2:]
     assert chosen(cache, strategy="all", count=1) == cache
     assert chosen(cache, strategy="all", cache=4) == cache[-4:]
 
 
-def test_random_ones_are_of_the_cache_and_differ_by_generator() -> None:
+def test_the_strategy_random_draws_distinct_responses_by_its_generator() -> None:
     cache = cache_of([0.0] * 16)
     draws = {
         tuple(
@@ -63,13 +63,13 @@ def test_random_ones_are_of_the_cache_and_differ_by_generator() -> None:
     assert all(len(set(draw)) == 3 and list(draw) == sorted(draw) for draw in draws)
 
 
-def test_the_highest_rewards_win_and_newer_ones_among_equals() -> None:
+def test_the_strategy_highest_reward_prefers_the_newer_of_equal_rewards() -> None:
     cache = cache_of([1, 0.5, 0, 1, 1, 0])
     assert chosen(cache, strategy="highest_reward", count=2) == [cache[3], cache[4]]
     assert chosen(cache, strategy="highest_reward", count=4) == [cache[n] for n in (0, 1, 3, 4)]
 
 
-def test_the_most_likely_ones_have_the_highest_mean_logprobs() -> None:
+def test_the_strategy_most_likely_takes_the_highest_mean_logprobs() -> None:
     cache = cache_of([1.0] * 8)
     best = sorted(cache, key=lambda response: response.mean_logprob)[-3:]
     assert {r.row for r in chosen(cache, strategy="most_likely", count=3)} == {r.row for r in best}
@@ -79,14 +79,16 @@ def test_the_most_likely_ones_have_the_highest_mean_logprobs() -> None:
     st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0, -1.0]), min_size=1, max_size=9),
     st.integers(1, 9),
 )
-def test_the_subset_of_largest_variance_is_that_of_all_subsets(
+def test_the_strategy_max_variance_takes_the_best_of_all_subsets(
     rewards: list[float], count: int
 ) -> None:
-    """RePO compares all C(n, k) subsets, and takes the larger sum among equals."""
+    """RePO compares all C(n, k) subsets, and takes the larger sum among equal variances."""
     count = min(count, len(rewards))
-    found = [r.reward for r in chosen(cache_of(rewards), strategy="max_variance", count=count)]
+    rewards_chosen = [
+        r.reward for r in chosen(cache_of(rewards), strategy="max_variance", count=count)
+    ]
     best = max((pvariance(subset), sum(subset)) for subset in combinations(rewards, count))
-    assert (pvariance(found), sum(found)) == pytest.approx(best)
+    assert (pvariance(rewards_chosen), sum(rewards_chosen)) == pytest.approx(best)
 
 
 def test_nothing_is_replayed_from_too_small_a_cache() -> None:
@@ -100,18 +102,18 @@ def test_nothing_is_replayed_from_too_small_a_cache() -> None:
     assert newest == [cache[2]], "the cache holds correct responses alone"
 
 
-def test_the_groups_that_get_responses_are_those_of_the_setting() -> None:
+def test_the_setting_groups_decides_which_groups_get_replayed_responses() -> None:
     unsolved, mixed = GroupSummary(1, "p", 3, 0, 4), GroupSummary(2, "q", 3, 1, 4)
 
-    def gets(group: GroupSummary, groups: str, *, revisited: bool = False) -> bool:
-        return gets_replayed(group, settings(groups=groups), revisited=revisited)
+    def receives(group: GroupSummary, groups: str, *, revisited: bool = False) -> bool:
+        return receives_responses(group, settings(groups=groups), revisited=revisited)
 
-    assert gets(unsolved, "all")
-    assert gets(mixed, "all")
-    assert gets(unsolved, "unsolved")
-    assert not gets(mixed, "unsolved")
-    assert gets(mixed, "revisited", revisited=True)
-    assert not gets(mixed, "revisited")
+    assert receives(unsolved, "all")
+    assert receives(mixed, "all")
+    assert receives(unsolved, "unsolved")
+    assert not receives(mixed, "unsolved")
+    assert receives(mixed, "revisited", revisited=True)
+    assert not receives(mixed, "revisited")
 
 
 def batch_of(*fresh: GroupSummary) -> TrainingBatch:
