@@ -1,4 +1,4 @@
-"""Published weights and checkpoints of a run: recorded, pruned, and the version to serve."""
+"""Records and prunes the weights and checkpoints of a run, and names the version to serve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training batches: composed from X1, X2 and X3, recorded once, and read as manifests.
+"""Composes training batches from X1, X2 and X3, records them once, and reads them as manifests.
 
 The rules are `bapo_core`'s (`batch`, `buffers`, `filters`, `thresholds`). A batch is a function
 of committed state and the seed, so a repeated request gets the recorded one.
@@ -35,7 +35,7 @@ from services.buffer.bulk import insert_columns
 from services.buffer.demonstrations import (
     DEMONSTRATION_TEXT,
     demonstrated_groups,
-    joins,
+    demonstration_joins,
     supervised_entries,
 )
 from services.buffer.pages import after_cursor, page_of
@@ -195,7 +195,7 @@ def _compose(
     chosen = choose_replayed(session, run, config, step, fresh)
     demonstrated = demonstrated_groups(session, run, config, fresh)
     batch = build_batch(
-        filter_fresh(config, step, fresh, find_rescued(config, fresh, chosen, demonstrated)),
+        filter_fresh(config, step, fresh, find_mixed(config, fresh, chosen, demonstrated)),
         x2,
         candidates,
         capacity=config.batch_capacity,
@@ -218,13 +218,13 @@ def is_promoted(config: RunConfig, stored: GroupSummary, new: GroupSummary) -> b
     return promoted(stored, new, rule=config.reevaluate.rule, c1=config.reevaluate.c1)
 
 
-def find_rescued(
+def find_mixed(
     config: RunConfig,
     fresh: Sequence[GroupSummary],
     chosen: Mapping[int, Sequence[StoredResponse]],
     demonstrated: Collection[int],
 ) -> set[int]:
-    """Returns the ids of the fresh groups that are mixed together with what joins them.
+    """Returns the ids of the fresh groups that are mixed, counting the responses that join them.
 
     chosen: the replayed responses by the id of the fresh group. demonstrated: ids of the groups
     that a demonstration joins.
@@ -242,16 +242,16 @@ def find_rescued(
 
 
 def filter_fresh(
-    config: RunConfig, step: int, fresh: Sequence[GroupSummary], rescued: Collection[int]
+    config: RunConfig, step: int, fresh: Sequence[GroupSummary], mixed_with_joined: Collection[int]
 ) -> list[GroupSummary]:
     """Applies the online filter (A.3) to the fresh groups of a step; what it keeps is X1.
 
-    rescued: ids of the groups that are mixed together with what joins them (`find_rescued`).
+    mixed_with_joined: ids of the groups that are mixed, counting the responses that join them.
     """
     rng = derive_rng(config.seed, "filter", step)
     match config.fresh.filter:
         case "range":
-            mixed = {*rescued, *(group.group_id for group in range_filter(fresh))}
+            mixed = {*mixed_with_joined, *(group.group_id for group in range_filter(fresh))}
             return [group for group in fresh if group.group_id in mixed]
         case "gaussian":
             return gaussian_filter(
@@ -310,7 +310,7 @@ def _manifest(
     )
     members = [manifest_member(row) for row in rows]
     for member in members:
-        if member.source != Source.FRESH or not joins(config, member.correct):
+        if member.source != Source.FRESH or not demonstration_joins(config, member.correct):
             member.demonstration = None
     manifest = wire.BatchManifest(
         ready=True,

@@ -1,4 +1,4 @@
-"""Datasets: uploaded in parts, listed, and read in their order."""
+"""Stores datasets that are uploaded in parts, lists them, and reads their prompts in order."""
 
 from __future__ import annotations
 

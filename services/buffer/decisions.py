@@ -17,7 +17,7 @@ from bapo_core.config import RunConfig
 from bapo_core.thresholds import within
 from bapo_core.types import GroupSummary
 from services.buffer.api import wire
-from services.buffer.batches import filter_fresh, find_rescued, is_promoted
+from services.buffer.batches import filter_fresh, find_mixed, is_promoted
 from services.buffer.buffers import buffer_as_of, reevaluated_entries
 from services.buffer.demonstrations import demonstrated_groups
 from services.buffer.prompts import find_prompt
@@ -130,13 +130,13 @@ def _decide_fresh(case: _Case) -> wire.SourceDecision:
         return case.decide("fresh", "used", f"drawn at this step: {_score(group)}", group)
     replayed = choose_replayed(case.session, case.run, case.config, case.record.step, groups)
     demonstrated = demonstrated_groups(case.session, case.run, case.config, groups)
-    rescued = find_rescued(case.config, groups, replayed, demonstrated)
-    kept = {kept.group_id for kept in filter_fresh(case.config, case.record.step, groups, rescued)}
+    mixed = find_mixed(case.config, groups, replayed, demonstrated)
+    kept = {kept.group_id for kept in filter_fresh(case.config, case.record.step, groups, mixed)}
     if group.group_id in kept:
         return case.decide("fresh", "not_used", case.explain_no_place(), group)
     name = case.config.fresh.filter
     reason = f"{_score(group)}: removed by the online filter (fresh.filter = {name})"
-    # The uniform filter does not look at the rewards.
+    # The uniform filter does not depend on the rewards.
     if not group.mixed and name != "uniform":
         reason += ", because a group with equal rewards has no advantage and no gradient"
     elif name in ("gaussian", "uniform"):

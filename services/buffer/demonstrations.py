@@ -1,4 +1,4 @@
-"""Demonstrations of prompts: which fresh groups they join, and which have a supervised update.
+"""Chooses the fresh groups that demonstrations join, and the prompts of supervised updates.
 
 A demonstration is in the payload of its prompt. Both choices follow from committed state, so a
 rewind has nothing to undo.
@@ -21,7 +21,7 @@ DEMONSTRATION_TEXT = PromptRow.payload[DEMONSTRATION].astext
 """The text of a prompt's demonstration, null without one."""
 
 
-def joins(config: RunConfig, correct: int) -> bool:
+def demonstration_joins(config: RunConfig, correct: int) -> bool:
     """Returns whether a demonstration joins a fresh group with this many correct responses."""
     return config.demonstrations.join == "all" or (
         config.demonstrations.join == "unsolved" and correct == 0
@@ -32,7 +32,7 @@ def demonstrated_groups(
     session: Session, run: Run, config: RunConfig, fresh: Sequence[GroupSummary]
 ) -> set[int]:
     """Returns the ids of the fresh groups that a demonstration joins."""
-    candidates = [group for group in fresh if joins(config, group.correct)]
+    candidates = [group for group in fresh if demonstration_joins(config, group.correct)]
     if not candidates:
         return set()
     uids = _with_demonstration(session, run, [group.prompt_uid for group in candidates])

@@ -31,8 +31,8 @@ def record_evaluation(
 
     evaluation_set: name of the set; None is the primary one, here and below.
     """
-    name, size = _named(run, evaluation_set)
-    groups = _groups(session, run, version, name)
+    name, size = _resolve_set(run, evaluation_set)
+    groups = _read_groups(session, run, version, name)
     correct = [group.correct for group in groups]
     session.execute(
         insert(EvaluationRecord)
@@ -51,7 +51,7 @@ def record_evaluation(
     )
 
 
-def _named(run: Run, evaluation_set: str | None) -> tuple[str, int]:
+def _resolve_set(run: Run, evaluation_set: str | None) -> tuple[str, int]:
     """Returns the name of a set and its samples; raises 404 if the run has no such set."""
     config = run_config(run)
     name = evaluation_set or config.primary_set
@@ -63,7 +63,7 @@ def _named(run: Run, evaluation_set: str | None) -> tuple[str, int]:
     return name, config.evaluation_sets[name].samples
 
 
-def _groups(
+def _read_groups(
     session: Session, run: Run, version: int, name: str
 ) -> Sequence[Row[tuple[str, int, int, dict[str, float] | None]]]:
     """Returns (uid, correct, token_count, majority) of every prompt of the set `name`."""
@@ -97,7 +97,7 @@ def list_evaluations(
     session: Session, run: Run, evaluation_set: str | None = None
 ) -> list[wire.Evaluation]:
     """Returns every complete evaluation on a set, by policy version; 404 if there is no set."""
-    name, _ = _named(run, evaluation_set)
+    name, _ = _resolve_set(run, evaluation_set)
     rows = session.scalars(
         select(EvaluationRecord)
         .where(EvaluationRecord.run_id == run.id, EvaluationRecord.evaluation_set == name)
@@ -149,7 +149,7 @@ def evaluation_migration(
 
     Raises 404 unless both versions have a complete evaluation on the set.
     """
-    name, size = _named(run, evaluation_set)
+    name, size = _resolve_set(run, evaluation_set)
     first, second = (_correct_by_uid(session, run, version, name) for version in (before, after))
     return wire.Migration(
         before=before,
@@ -164,4 +164,4 @@ def _correct_by_uid(session: Session, run: Run, version: int, name: str) -> dict
         raise not_found(
             f"complete evaluation of version {version} in run {run.name!r} on the set {name}"
         )
-    return {group.uid: group.correct for group in _groups(session, run, version, name)}
+    return {group.uid: group.correct for group in _read_groups(session, run, version, name)}

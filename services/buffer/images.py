@@ -1,4 +1,4 @@
-"""Images of prompts: stored once, by the digests of their files."""
+"""Stores images of prompts once, by the digests of their files."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def run_metrics(session: Session) -> bytes:
 
 
 class _Families(Collector):
-    """Hands out metrics that were read already."""
+    """A collector of prometheus_client that returns metrics that were read already."""
 
     def __init__(self, families: list[GaugeMetricFamily]) -> None:
         self._families = families
@@ -40,7 +40,8 @@ def _run_families(session: Session) -> Iterator[GaugeMetricFamily]:
     by_status = select(Run.status, func.count()).group_by(Run.status)
     counts = {status: count for status, count in session.execute(by_status)}
     for status in get_args(Status):
-        statuses.add_metric([status], counts.get(status, 0))  # 0, too: alerts compare with it
+        # A status without runs is reported as 0, because alerts compare with it.
+        statuses.add_metric([status], counts.get(status, 0))
     yield statuses
     steps = GaugeMetricFamily("bapo_current_step", "Last committed step", labels=["run"])
     ages = GaugeMetricFamily(

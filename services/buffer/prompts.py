@@ -1,4 +1,4 @@
-"""Prompts of a run: listed by difficulty, searched, and the whole history of one prompt."""
+"""Lists and searches the prompts of a run by difficulty, and reads the history of one prompt."""
 
 from __future__ import annotations
 

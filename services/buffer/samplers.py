@@ -210,8 +210,8 @@ def _read_posteriors(
 def update(session: Session, run: Run, config: RunConfig, step: int) -> dict[str, float]:
     """Appends the posteriors after the fresh groups of `step`, at its commit.
 
-    Returns metrics of how well the sampler predicted the step: the mean success of its prompts by
-    the posteriors that they were drawn by, and the realised one. A uniform sampler has none.
+    Returns metrics of how well the sampler predicted the step: the accuracy of its prompts that the
+    posteriors of their draw predicted, and the realised one. A uniform sampler has none.
     """
     if not config.sampler.is_adaptive:
         return {}

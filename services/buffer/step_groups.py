@@ -1,4 +1,4 @@
-"""Groups of a step: which of them are new, how they are recorded, and which are still missing."""
+"""Records the groups of a step, and tells which are new and which are still missing."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def record_groups(
 
 
 def _responses(group: GroupRows) -> str:
-    """Returns what response replay chooses responses by, as JSON."""
+    """Returns, as JSON, the values by which response replay chooses responses."""
     return json.dumps(
         {
             "rewards": group.rewards,

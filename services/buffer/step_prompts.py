@@ -1,4 +1,4 @@
-"""Prompts of a step: which are rolled out fresh, re-evaluated, or evaluated."""
+"""Selects the prompts of a step, which are rolled out fresh, re-evaluated, or evaluated."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Where a step's prompts begin in the stream of dynamic sampling, by the groups recorded before.
+"""Finds where a step's prompts begin in the stream of dynamic sampling, by recorded groups.
 
 A step with dynamic sampling and the uniform sampler draws as many rounds of B prompts as it needs,
 and the next step goes on with the next prompt (`bapo_core.sampling.stream_positions`). A step has a
 fresh group for each prompt that it drew, so the first prompt of a step follows from the number of
-groups of the steps before it, once these are complete. Nothing about it is stored.
+groups of the steps before it, once these are complete. Nothing else is stored for it.
 """
 
 from __future__ import annotations

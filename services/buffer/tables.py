@@ -449,7 +449,7 @@ class Replica(Base):
 
 
 class SpanRow(Base):
-    """An activity of a component of the run, with its times on the database's clock."""
+    """A span of a component of the run, with its times on the database's clock."""
 
     __tablename__ = "span"
 

@@ -51,7 +51,7 @@ def evaluate_directory(config: RunConfig, directory: Path) -> list[Evaluation]:
     from transformers import AutoTokenizer
 
     held_out = _load_held_out(config)
-    engine = TransformersEngine(open_image=_image_opener(config, held_out, directory))
+    engine = TransformersEngine(open_image=_make_image_opener(config, held_out, directory))
     engine.load(directory, 1)
     tokenizer, vision = AutoTokenizer.from_pretrained(directory), load_processor(directory)
     return [
@@ -67,10 +67,10 @@ def _load_held_out(config: RunConfig) -> dict[str, Dataset]:
     return load_datasets(config, data_sources()).test
 
 
-def _image_opener(
+def _make_image_opener(
     config: RunConfig, held_out: Mapping[str, Dataset], directory: Path
 ) -> OpenImage | None:
-    """Returns what opens the images of prompts; None if they have none.
+    """Returns a function that opens the images of prompts; None if they have none.
 
     Raises `BapoError` unless the model takes images.
     """
@@ -80,8 +80,8 @@ def _image_opener(
     check_images(config, directory)
 
     def open_image(digest: str) -> bytes:
-        own = [taken for taken in images if digest in taken.digests]
-        return (own or images)[0].get(digest)
+        with_image = [stored for stored in images if digest in stored.digests]
+        return (with_image or images)[0].get(digest)
 
     return open_image
 
@@ -115,8 +115,10 @@ def _evaluate_set(
     finally:
         pool.close()
     n = settings.samples
-    correct = _by_prompt([verdict.correct for verdict in verdicts], n)
-    answers = _by_prompt([normalise_answer(task, verdict.extracted) for verdict in verdicts], n)
+    correct = _split_by_prompt([verdict.correct for verdict in verdicts], n)
+    answers = _split_by_prompt(
+        [normalise_answer(task, verdict.extracted) for verdict in verdicts], n
+    )
     bins = accuracy_bins([sum(group) for group in correct], n)
     majority = [
         mean_score(
@@ -135,7 +137,7 @@ def _evaluate_set(
     )
 
 
-def _by_prompt(values: Sequence[Value], samples: int) -> list[Sequence[Value]]:
+def _split_by_prompt(values: Sequence[Value], samples: int) -> list[Sequence[Value]]:
     return [values[start : start + samples] for start in range(0, len(values), samples)]
 
 

@@ -52,7 +52,7 @@ SUITES: Mapping[str, Suite] = {
 }
 
 ALL_PROMPTS = 1_000_000
-"""Limit of prompts of a set that is read from data: all of them."""
+"""Limit of the prompts of a set that is read from data, high enough to read all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +115,10 @@ def _find_data(name: str, suite: Suite, data: Sequence[str]) -> dict[str, str]:
 
 
 def _files_in(suite: Suite, directory: Path) -> dict[str, str]:
-    found = {}
+    files = {}
     for key, stems in suite.files.items():
         paths = [directory / f"{stem}{suffix}" for stem in stems for suffix in SUFFIXES]
         present = next((path for path in paths if path.is_file()), None)
         if present is not None:
-            found[key] = str(present)
-    return found
+            files[key] = str(present)
+    return files

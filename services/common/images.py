@@ -1,4 +1,4 @@
-"""Images of prompts: which files are accepted, how they are decoded, and a cache of their bytes."""
+"""Checks, decodes and caches images of prompts."""
 
 from __future__ import annotations
 

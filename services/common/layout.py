@@ -5,36 +5,37 @@ from __future__ import annotations
 import re
 
 MODEL_SCHEME = "store://"
-"""Names a model in the object store: `store://<prefix>#<digest of the manifest>`."""
+"""Scheme of names of models in the object store: `store://<prefix>#<digest of the manifest>`."""
 WITHOUT_ROW = re.compile(r"runs/(?P<run>[^/]+)/(failures|profiles|journal)/")
 """Matches objects that no row points to but that of their run, with which they are deleted."""
 
 
 def run_prefix(run: str) -> str:
-    """Prefix of everything that belongs to a run."""
+    """Returns the prefix of everything that belongs to a run."""
     return f"runs/{run}"
 
 
 def weights(run: str, version: int) -> str:
-    """Prefix of a published policy version: a Hugging Face model directory and its manifest."""
+    """Returns the prefix of a policy version: a Hugging Face model directory and its manifest."""
     return f"{run_prefix(run)}/weights/v{version}"
 
 
 def checkpoint(run: str, step: int) -> str:
-    """Prefix of the trainer's state after `step`."""
+    """Returns the prefix of the trainer's state after `step`."""
     return f"{run_prefix(run)}/checkpoints/step-{step}"
 
 
 def trajectories(run: str, step: int, kind: str, digest: str) -> str:
-    """Key of groups that were delivered together, as Arrow; `digest` is the SHA-256 of the bytes.
+    """Returns the key of groups that were delivered together, as Arrow.
 
-    `kind` is a rollout kind, or `proximal` for log-probs of the trainer at the storage step.
+    `digest` is the SHA-256 of the bytes. `kind` is a rollout kind, or `proximal` for log-probs
+    of the trainer at the storage step.
     """
     return f"{run_prefix(run)}/trajectories/step={step}/{kind}-{digest[:16]}.arrow"
 
 
 def journal(run: str, step: int, kind: str, part: int | str) -> str:
-    """Prefix of the journal of unfinished responses of a kind.
+    """Returns the prefix of the journal of unfinished responses of a kind.
 
     part: the generation round, or the set of an evaluation, each of which has its own.
     """
@@ -42,20 +43,20 @@ def journal(run: str, step: int, kind: str, part: int | str) -> str:
 
 
 def profiles(run: str) -> str:
-    """Prefix of the trainer's traces."""
+    """Returns the prefix of the trainer's traces."""
     return f"{run_prefix(run)}/profiles"
 
 
 def failure(run: str, step: int, rank: int) -> str:
-    """Key of the inputs that led to a non-finite loss on one rank."""
+    """Returns the key of the inputs that led to a non-finite loss on one rank."""
     return f"{run_prefix(run)}/failures/step-{step}-rank-{rank}.pt"
 
 
 def image(digest: str) -> str:
-    """Key of an image of prompts; `digest` is the SHA-256 of its file."""
+    """Returns the key of an image of prompts; `digest` is the SHA-256 of its file."""
     return f"images/{digest}"
 
 
 def model(content: str) -> str:
-    """Prefix of an initial model; `content` is the digest of its files."""
+    """Returns the prefix of an initial model; `content` is the digest of its files."""
     return f"models/{content}"

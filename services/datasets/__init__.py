@@ -1,4 +1,4 @@
-"""Prompts of runs: where they come from, and how they are named by their content.
+"""Loads the prompts of runs from their sources, and names them by their content.
 
 An address of a data set is a local file, `hf://organisation/name[@revision][:split]`,
 `s3://bucket/key`, or `dataset:NAME` for one that `bapo dataset upload` stored.

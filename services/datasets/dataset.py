@@ -22,7 +22,7 @@ class Dataset:
     images: Images | None = None
     """The images of its prompts; None if the task has none."""
     limit: int | None = None
-    """The limit of rows, if it was reached: there may be more."""
+    """The limit of rows if it was reached, so that there may be more; otherwise None."""
     demonstrated: int = 0
     """Number of prompts with a demonstration, if the run asks for them."""
 
@@ -36,7 +36,7 @@ class Dataset:
 
     @property
     def summary(self) -> str:
-        """Says, for people, how many prompts it has."""
+        """Describes for people how many prompts it has."""
         return f"{len(self.prompts)} prompts{self.notes}"
 
 

@@ -43,11 +43,11 @@ class HubAddress:
     """Branch, tag or commit; None is the default branch."""
     configuration: str | None
     split: str | None
-    """None is the only split of the data set."""
+    """Name of the split; None is the only split of the data set."""
 
     @classmethod
     def parse(cls, address: str) -> HubAddress:
-        """Raises `BapoError` for anything but `hf://organisation/name[@revision][:split]`."""
+        """Parses an address. Raises `BapoError` for one of another form."""
         match = _ADDRESS.fullmatch(address)
         if match is None:
             raise BapoError(
@@ -109,7 +109,7 @@ def read_hub(
 ) -> Iterator[Row]:
     """Yields at most `limit` rows of a split, which are streamed: no further ones are fetched.
 
-    address: with a commit as its revision. columns: the columns that the caller needs.
+    address: address with a commit as its revision. columns: the columns that the caller needs.
     cache: directory in which the rows are kept; None keeps them nowhere.
 
     Raises `BapoError` as `pin_revision` does, for a split that does not exist, and without the
@@ -155,7 +155,7 @@ def _open_split(address: HubAddress, columns: Sequence[str]) -> Any:
     from datasets.exceptions import DatasetNotFoundError
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
 
-    # It warns of cards without metadata, which is no concern of the reader of a run's log.
+    # The library warns of cards without metadata, which do not matter to a run.
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     try:
         splits = datasets.load_dataset(

@@ -1,4 +1,4 @@
-"""Takes the images of rows: checks them, keeps them until they are stored, and refers to them."""
+"""Checks images of rows, keeps them until they are stored, and replaces them by references."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.model.vision import check_model
 
 
 class Images:
-    """Images of a data set by digest: files of a temporary directory, or those of the service."""
+    """Images of a data set by digest, in a temporary directory or in the buffer service."""
 
     def __init__(self, fetch: Callable[[str], bytes], directory: Path | None = None) -> None:
         """fetch: returns an image that is stored already.

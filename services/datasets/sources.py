@@ -94,5 +94,8 @@ def address_key(config: RunConfig, evaluation_set: str) -> str:
 
 def data_addresses(config: RunConfig) -> dict[str, str | None]:
     """Returns the addresses of a run's data sets by their keys; None for generated prompts."""
-    sets = {address_key(config, name): one.path for name, one in config.evaluation_sets.items()}
+    sets = {
+        address_key(config, name): settings.path
+        for name, settings in config.evaluation_sets.items()
+    }
     return {TRAIN_PATH: config.task.train_path, **sets}

@@ -64,9 +64,9 @@ def _complete_evaluations(
     """Yields (version, values on all sets) in order, up to the first that lacks an evaluation."""
     config, sets = buffer.run_state().config, buffer.evaluation_sets()
     evaluations: dict[int, dict[str, Evaluation]] = defaultdict(dict)
-    for one in sets:
-        for evaluation in one.evaluations:
-            evaluations[evaluation.version][one.name] = evaluation
+    for view in sets:
+        for evaluation in view.evaluations:
+            evaluations[evaluation.version][view.name] = evaluation
     for version in sorted(version for version in evaluations if version > after):
         measured = evaluations[version]
         if measured.keys() != set(config.evaluation_sets_at(version)):

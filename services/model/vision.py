@@ -1,4 +1,4 @@
-"""Models that read images: their prompts as token ids, and their images as pixel values.
+"""Prepares prompts for models that read images: their token ids and their pixel values.
 
 Supported are the architectures of `ARCHITECTURES`, whose images are patches on a grid and whose
 prompts have one placeholder token for each patch that the language model sees. The collector, the
@@ -33,7 +33,7 @@ SUBSTITUTE = 0
 """Token that is fed to a model in place of a sampled placeholder."""
 
 OpenImage = Callable[[str], bytes]
-"""Returns the bytes of an image by its digest."""
+"""Function that returns the bytes of an image by its digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class VisionProcessor:
     def load(cls, directory: Path) -> VisionProcessor:
         """Loads the processor of a model directory that `reads_images`.
 
-        Raises `BapoError` for one that is missing, or that needs what is not installed.
+        Raises `BapoError` if the processor or a package that it needs is missing.
         """
         from transformers import AutoImageProcessor
 
@@ -132,7 +132,7 @@ def images_of(messages: Sequence[Message]) -> list[ImageReference]:
 
 
 def check_model(directory: Path) -> None:
-    """Raises `BapoError` unless the model of a directory reads images, with what is installed."""
+    """Raises `BapoError` unless the model reads images with the packages that are installed."""
     if not reads_images(directory):
         model_type = _read_config(directory).get("model_type")
         raise BapoError(

@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 INK = "#7a8290"
 SERIES = ("#3b7dd8", "#e0743c", "#2f9e6e", "#b35fc4", "#c9a227", "#5aa9c7")
-"""Colours of series, which colour-blind readers can tell apart."""
+"""Colours of series, which colour-blind readers can distinguish."""
 
 _STYLE: dict[str, Any] = {
     "svg.fonttype": "none",

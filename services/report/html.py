@@ -128,9 +128,9 @@ def _headline(summary: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _sets_table(sets: Sequence[EvaluationSetView]) -> str:
     """Returns the scores of the first and of the last evaluation on every set."""
-    measured = [one for one in sets if one.evaluations]
-    first = score_rows([one.evaluations[0] for one in measured])
-    last = score_rows([one.evaluations[-1] for one in measured])
+    measured = [view for view in sets if view.evaluations]
+    first = score_rows([view.evaluations[0] for view in measured])
+    last = score_rows([view.evaluations[-1] for view in measured])
     heads = ["set", "prompts", "n", "mean@n, base", *COLUMNS[3:]]
     rows = [[*row[:3], base[3], *row[3:]] for base, row in zip(first, last, strict=True)]
     cells = "".join(

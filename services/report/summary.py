@@ -108,12 +108,12 @@ def summarise(history: RunHistory, wall_seconds: float | None = None) -> dict[st
             "final": _evaluation(history.evaluations[-1]),
         },
         "evaluation_sets": {
-            one.name: {
-                "initial": _evaluation(one.evaluations[0]),
-                "final": _evaluation(one.evaluations[-1]),
+            view.name: {
+                "initial": _evaluation(view.evaluations[0]),
+                "final": _evaluation(view.evaluations[-1]),
             }
-            for one in history.sets
-            if one.evaluations
+            for view in history.sets
+            if view.evaluations
         },
         "unlocked_fraction": history.migration.unlocked_fraction,
         "unlocked_training_prompts": {"unlocked": unlocked, "initially_unsolved": unsolved},
@@ -123,7 +123,7 @@ def summarise(history: RunHistory, wall_seconds: float | None = None) -> dict[st
             "generated": sum(step.tokens for step in history.steps),
             "trained": int(sum(step.metrics.get("trained_tokens", 0) for step in history.steps)),
             "evaluation": sum(
-                evaluation.tokens for one in history.sets for evaluation in one.evaluations
+                evaluation.tokens for view in history.sets for evaluation in view.evaluations
             ),
         },
     }

@@ -1,4 +1,4 @@
-"""The collector: has prompts answered and scored, and delivers their groups to the buffer service.
+"""The collector rolls out prompts, scores the responses, and delivers groups to the buffer service.
 
 The rollout policy does not change within a sync window (the steps between two syncs), so the
 collector runs ahead of the trainer to the window's end, unless the sampler's prompts depend on the
@@ -61,11 +61,11 @@ POLL_INTERVAL_S = 2.0
 BUNDLE = 64
 """Groups that are scored and delivered together, before all groups of the job are generated."""
 FINISH_WITHIN_S = 60.0
-"""Seconds that groups in progress have to be finished after a new attempt has begun."""
+"""Seconds that groups in progress have to end after a new attempt has begun."""
 STREAM_EVERY = 32
 """Tokens of a response after which replicas stream them if there is a journal."""
 DELIVER_WITHIN_S = 2.0
-"""Seconds after which fewer groups are delivered: what a collector that dies then loses."""
+"""Seconds after which fewer groups are delivered, which bounds what a collector that dies loses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Collector:
 
         vision: the processor of a model that reads images.
 
-        follows: whether it goes on with the next attempt when one begins.
+        follows: whether it adopts the next attempt when one begins.
         """
         self._config, self._buffer, self._store, self._fleet = config, buffer, store, fleet
         self._verifier, self._tokenizer, self._vision = verifier, tokenizer, vision

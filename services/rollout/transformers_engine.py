@@ -518,9 +518,11 @@ def _weights_by_saved_name(model: Any) -> dict[str, Tensor]:
     hold other tensors than it computes with, such as fused ones, keeps its own names.
     """
     weights: dict[str, Tensor] = model.state_dict()
-    own = {tensor.data_ptr() for tensor in weights.values()}
+    addresses = {tensor.data_ptr() for tensor in weights.values()}
     saved: dict[str, Tensor] = revert_weight_conversion(model, dict(weights))
-    same = len(saved) == len(weights) and all(tensor.data_ptr() in own for tensor in saved.values())
+    same = len(saved) == len(weights) and all(
+        tensor.data_ptr() in addresses for tensor in saved.values()
+    )
     return saved if same else weights
 
 

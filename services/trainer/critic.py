@@ -41,7 +41,7 @@ class Critic(nn.Module):
         return device_of(self)
 
     def forward(self, packed: Packed) -> Tensor:
-        """(K,) values at the K response tokens of `packed`."""
+        """Returns the values (K,) at the K response tokens of `packed`."""
         values: Tensor = self.value(target_hidden_states(self.model, packed).float())
         return values[:, 0]
 
@@ -66,7 +66,7 @@ class CriticTrainer:
     def advantages(
         self, batch: Batch, micro_batches: Sequence[Tensor | None]
     ) -> tuple[Tensor, ValueTargets, dict[str, float]]:
-        """(advantages (N, R), targets of the value loss, metrics).
+        """Returns (advantages (N, R), targets of the value loss, metrics).
 
         The last token of a response gets its reward. With `advantage.whiten`, advantages are
         whitened over the valid tokens of all ranks.
@@ -109,7 +109,7 @@ class CriticTrainer:
 
         The loss is PPO's: the larger of (V - R)^2 / 2 and the same with V clipped to within
         `critic.clip` of its value before the step. scale: (N, R) shares of the whole update.
-        factor: of the gradient, by `loss.norm`.
+        factor: factor of the gradient, by `loss.norm`.
         """
         values = self._values(batch, rows)
         if rows is None:
@@ -124,7 +124,7 @@ class CriticTrainer:
         return float(loss.detach())
 
     def _values(self, batch: Batch, rows: Tensor | None) -> Tensor:
-        """(len(rows), R) values, 0 if masked; those of padding if `rows` is None."""
+        """Returns values (len(rows), R), 0 if masked; those of padding if `rows` is None."""
         if rows is None:
             return self.critic(PADDING.to(self.critic.device))  # type: ignore[no-any-return]
         values = self.critic(pack(batch, rows).to(self.critic.device)).cpu()

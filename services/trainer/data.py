@@ -72,7 +72,7 @@ class Batch:
 
     @property
     def sources(self) -> list[str]:
-        """Source of each row (`bapo_core.types.Source`)."""
+        """The source of each row, a `Source` or `DEMONSTRATED` of `bapo_core.types`."""
         sources: list[str] = []
         for member in self.members:
             demonstrated = member.demonstration is not None
@@ -87,7 +87,7 @@ class Batch:
         return torch.tensor(is_demonstrated, dtype=torch.bool)[:, None]
 
     def rows_of(self, groups: Sequence[int]) -> Tensor:
-        """Row indexes of these groups, in this order."""
+        """Returns the row indexes of these groups, in this order."""
         by_group = [torch.nonzero(self.group == index).flatten() for index in groups]
         return torch.cat([torch.empty(0, dtype=torch.long), *by_group])
 
@@ -100,7 +100,7 @@ def collate(members: Sequence[ManifestMember] | None, table: pa.Table) -> Batch:
     were checked when they were stored, and their digest when they were read. A table without rows
     gives an empty batch, because a rank without groups still takes part in every pass.
 
-    Raises `ValueError` if the table has not the rows of `members`.
+    Raises `ValueError` if the table has another number of rows than `members`.
     """
     rows = len(table)
     if members is None:
@@ -139,12 +139,12 @@ def collate(members: Sequence[ManifestMember] | None, table: pa.Table) -> Batch:
 
 
 def _values(column: pa.ChunkedArray) -> Tensor:
-    """(n,) the numbers of a column, in one copy: PyTorch cannot share memory that is read-only."""
+    """Returns the numbers (n,) of a column, copied: PyTorch cannot share read-only memory."""
     return torch.tensor(column.to_numpy())
 
 
 def _by_group(values: Tensor, group: Tensor) -> Tensor:
-    """(groups, G) values (N,) of rows whose groups are given in order, padded with 0.
+    """Returns values (N,) of rows as (groups, G), padded with 0; the groups are in order.
 
     G is at least 2, the smallest group that can be compared.
     """
@@ -155,7 +155,7 @@ def _by_group(values: Tensor, group: Tensor) -> Tensor:
 
 
 def _first(counts: Tensor, width: int) -> Tensor:
-    """(n, width), true in the first `counts` columns of each row."""
+    """Returns a mask (n, width) that is true in the first `counts` columns of each row."""
     return torch.arange(width) < counts[:, None]
 
 
@@ -171,7 +171,7 @@ class TrajectoryReader:
         encoder: DemonstrationEncoder | None = None,
     ) -> None:
         """keep: how many objects stay in memory. vision: the processor of a model that reads
-        images. encoder: of demonstrations, if batches may have any."""
+        images. encoder: the encoder of demonstrations, if batches may have any."""
         self._store, self._keep, self._vision = store, keep, vision
         self._encoder = encoder
         self._images = stored_images(store)
@@ -199,7 +199,7 @@ class TrajectoryReader:
         if self._encoder is None:
             raise BapoError("the batch has demonstrations, but nothing encodes them")
         prompt = rows["prompt_token_ids"][0].as_py()
-        return pa.concat_tables([chosen, self._encoder.row(member, prompt)])
+        return pa.concat_tables([chosen, self._encoder.encode(member, prompt)])
 
     def _table(self, key: str, digest: str) -> pa.Table:
         if key in self._tables:
@@ -229,7 +229,7 @@ class TrajectoryReader:
 def read_pixels(
     images: Sequence[Sequence[str]], vision: VisionProcessor | None, open_image: OpenImage
 ) -> list[Pixels | None]:
-    """Returns the pixel values of each member's images; nothing if no member has any.
+    """Returns the pixel values of each member's images; an empty list if no member has any.
 
     images: digests of each member's images. Raises `BapoError` for images without a processor.
     """
@@ -272,7 +272,7 @@ class Plan:
     """For each update, for each rank: indexes of groups in the batch (`split_groups`)."""
 
     def of_rank(self, rank: int) -> list[int]:
-        """Indexes of all groups of a rank, in order: the rank's own batch."""
+        """Returns the indexes of all groups of a rank, in order, which are the rank's own batch."""
         return sorted({position for update in self.updates for position in update[rank]})
 
 

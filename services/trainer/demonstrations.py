@@ -1,4 +1,4 @@
-"""Demonstrations as rows of trajectories: the text of a teacher in the tokens of the model."""
+"""Encodes demonstrations, the texts of a teacher, as rows of trajectories in the model's tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DemonstrationEncoder:
     """Encodes demonstrations, which end as a response does. The tokenizer is loaded when needed."""
 
     def __init__(self, config: RunConfig, directory: Path) -> None:
-        """directory: of the initial model."""
+        """directory: directory of the initial model."""
         self._config, self._directory = config, directory
 
     @cached_property
@@ -27,7 +27,7 @@ class DemonstrationEncoder:
 
         return AutoTokenizer.from_pretrained(self._directory)
 
-    def row(self, member: ManifestMember, prompt_token_ids: list[int]) -> pa.Table:
+    def encode(self, member: ManifestMember, prompt_token_ids: list[int]) -> pa.Table:
         """Returns the demonstration of `member` as a row of trajectories.
 
         Its log-probs are 0, because it counts as certain under its behaviour policy. Raises

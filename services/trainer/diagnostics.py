@@ -56,7 +56,7 @@ class StepResults:
     def of_batch(
         cls, batch: Batch, positions: Sequence[int], targets: Targets, results: TokenResults
     ) -> StepResults:
-        """positions: of the batch's groups among those of the manifest."""
+        """positions: places of the batch's groups among those of the manifest."""
         return cls(
             behavior_logprobs=batch.behavior_logprobs,
             current_logprobs=targets.current_logprobs,
@@ -97,11 +97,11 @@ class StepResults:
         )
 
     def rows_from(self, source: str) -> Tensor:
-        """(N,) bool: whether each response comes from `source`."""
+        """Returns a mask (N,) of the responses that come from `source`."""
         return torch.tensor([name == source for name in self.sources], dtype=torch.bool)
 
     def clip_fractions(self) -> dict[str, float]:
-        """Clip fraction by source: replayed groups are the furthest from the policy."""
+        """Returns the clip fraction by source; replayed groups are the furthest from the policy."""
         fractions = {}
         for source in sorted(set(self.sources)):
             rows = self.rows_from(source)
@@ -110,7 +110,7 @@ class StepResults:
         return fractions
 
     def sequence_log_ratios(self) -> tuple[Tensor, Tensor]:
-        """(N,) log theta(y) - log behaviour(y) of whole responses, before and after training."""
+        """Returns log theta(y) - log behaviour(y) of responses, (N,), before and after training."""
         before, after = (
             ((logprobs - self.behavior_logprobs) * self.mask).sum(dim=1)
             for logprobs in (self.current_logprobs, self.new_logprobs)

@@ -1,7 +1,7 @@
 """Starts the trainer by torchrun and exits with the exit code of the process that failed first.
 
 torchrun itself exits with 1 however its processes failed, which Kubernetes takes for an error that
-no restart mends. `python -m services.trainer.launch` takes torchrun's options and its `PET_*`
+no restart fixes. `python -m services.trainer.launch` takes torchrun's options and its `PET_*`
 variables, and starts `services.trainer.loop` unless `-m` names another module.
 """
 

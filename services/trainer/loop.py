@@ -148,8 +148,8 @@ def make_publisher(config: RunConfig, context: TrainerContext, ranks: Ranks) -> 
 def restore(config: RunConfig, context: TrainerContext, ranks: Ranks) -> tuple[Updater, int]:
     """Restores the run's last checkpoint; returns the updater and the last step that it has seen.
 
-    Without a committed step that is the initial model and 0. Raises `BapoError` when the last
-    checkpoint is not that of the run's current step.
+    Without a committed step, they are those of the initial model and 0. Raises `BapoError` when the
+    last checkpoint is not that of the run's current step.
     """
     updater = make_updater(config, context.model_directory, ranks)
     last_step, stored = ranks.from_main(
@@ -362,7 +362,7 @@ def resolve_attempt(buffer: BufferClient, ranks: Ranks, attempt: int | None) -> 
 
 @contextmanager
 def explain_out_of_memory() -> Iterator[None]:
-    """Turns a lack of memory into a `BapoError` with the remedies: a restart would not mend it."""
+    """Turns a lack of memory into a `BapoError` with the remedies: a restart would not help."""
     try:
         yield
     except RuntimeError as error:

@@ -51,7 +51,7 @@ class Policy(nn.Module):
     def forward(
         self, packed: Packed, temperature: float, entropy: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies) in nats, each (K,), of the K response tokens of `packed`.
+        """Returns (log-probs, entropies) in nats, each (K,), of the K response tokens of `packed`.
 
         The distribution is softmax(logits / temperature), which the engine samples from. Entropies
         are 0 unless asked for. Memory: besides the activations, (K, width) hidden states and a few
@@ -78,7 +78,7 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def target_hidden_states(model: Any, packed: Packed) -> Tensor:
-    """(K, width) hidden states that the response tokens of `packed` are predicted from."""
+    """Returns the hidden states (K, width) from which the response tokens are predicted."""
     tokens, position_ids, images = packed.tokens.clone(), packed.position_ids, {}
     responses = packed.logit_positions + 1
     tokens[0, responses] = fed_tokens(model, tokens[0, responses])
@@ -110,8 +110,8 @@ def _has_sharded_tower(model: Any) -> bool:
 def _idle_tower_output(model: Any) -> Tensor:
     """Returns 0, computed by the vision tower.
 
-    The ranks gather the shards of a layer when all of them compute it. So one whose sequences have
-    no images passes a blank image through the tower, while others pass theirs.
+    The ranks gather the shards of a layer when all of them compute it. So a rank whose sequences
+    have no images passes a blank image through the tower, while others pass theirs.
     """
     vision = model.config.vision_config
     patches = vision.spatial_merge_size**2
@@ -127,7 +127,7 @@ def _idle_tower_output(model: Any) -> Tensor:
 
 
 def _multimodal_positions(base_model: Any, tokens: Tensor, packed: Packed) -> Tensor:
-    """(3, 1, T) position ids of multimodal rotary embeddings, from 0 on in each sequence."""
+    """Returns position ids (3, 1, T) of multimodal rotary embeddings, from 0 in each sequence."""
     assert packed.pixels is not None
     lengths = packed.sequences.cu_seqlens.diff().tolist()
     sequences = torch.split(tokens, lengths, dim=1)
@@ -227,7 +227,7 @@ def _make_policy(model: Any, directory: Path) -> Policy:
 def response_logprobs(
     policy: Policy, batch: Batch, rows: Tensor, temperature: float, *, entropy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropies) of the response tokens of `rows`, (len(rows), R) each; 0 if masked."""
+    """Returns (log-probs, entropies) of the tokens of `rows`, (len(rows), R) each; 0 if masked."""
     scores = policy(pack(batch, rows).to(policy.device), temperature, entropy)
     mask = batch.mask[rows]
     logprobs, entropies = (

@@ -1,4 +1,4 @@
-"""The processes that train together: collectives of small values, and who takes which groups.
+"""The ranks of a trainer: their collectives of small values, and which rank takes which groups.
 
 The collectives run on the CPU by gloo. All ranks must make the same calls in the same order.
 """
@@ -56,7 +56,7 @@ class Ranks:
         return mean, max(sums["squares"] / count - mean**2, 0.0), count
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """Returns the columns of all ranks' (n, columns), in the order of the ranks."""
+        """Returns the tensors (n, columns) of all ranks, concatenated along the columns by rank."""
         if self.size == 1:
             return values
         box = [values] * self.size

@@ -28,7 +28,7 @@ class UpdateStatistics:
 
 
 NO_STATISTICS = UpdateStatistics({})
-"""Those of an objective that needs none."""
+"""The statistics of an objective that needs none."""
 
 
 def select_tokens(
@@ -78,9 +78,9 @@ def gather_tokens(tokens: Tokens, ranks: Ranks) -> Tokens:
 
 
 def draw_tokens(batch: Batch, positions: Sequence[int], seed: int, *update: int) -> Tensor:
-    """(N, R) uniform random numbers by (seed, update) and the place of a response in the manifest.
+    """Draws uniform random numbers (N, R) by (seed, update) and a response's place in the manifest.
 
-    They depend neither on the ranks nor on the lengths of other responses. positions: of the
+    They depend neither on the ranks nor on the lengths of other responses. positions: places of the
     batch's groups among those of the manifest.
     """
     draws = torch.zeros_like(batch.behavior_logprobs)

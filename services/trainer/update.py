@@ -1,4 +1,4 @@
-"""One training step on one batch: proximal log-probs, minibatches, clip, optimizer."""
+"""Makes one training step on one batch: proximal log-probs, minibatches, clip, optimizer."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Updater:
     def score(
         self, batch: Batch, policy: Policy | None = None, rows: Tensor | None = None
     ) -> Tensor:
-        """(N, R) log-probs of this rank's batch under `policy`, or the trained one as it is now.
+        """Returns log-probs (N, R) of this rank's batch under `policy`, or the trained one now.
 
         rows: those to score; None is all. The others get 0.
         """
@@ -164,7 +164,7 @@ class Updater:
     def _forward(
         self, batch: Batch, rows: Tensor | None, policy: Policy, *, entropy: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies), (len(rows), R) each; those of padding if `rows` is None."""
+        """Returns (log-probs, entropies), (len(rows), R) each; of padding if `rows` is None."""
         temperature = self.config.rollout.temperature
         if rows is None:
             return policy(PADDING.to(policy.device), temperature, entropy)  # type: ignore[no-any-return]
@@ -204,7 +204,7 @@ class Updater:
         return targets, metrics
 
     def _importance_weights(self, batch: Batch, proximal_logprobs: Tensor) -> Tensor:
-        """(N, R) weights of the proximal over the behaviour policy; 1 where that is the same."""
+        """Returns importance weights (N, R), proximal over behaviour; 1 under `ratio: behavior`."""
         loss = self.config.loss
         if loss.ratio == "behavior":
             return batch.mask.float()
@@ -219,7 +219,7 @@ class Updater:
     def _advantages(
         self, batch: Batch, log_ratios: Tensor
     ) -> tuple[Tensor, ValueTargets | None, dict[str, float]]:
-        """(advantages (N, R), the critic's targets, the critic's metrics).
+        """Returns (advantages (N, R), the critic's targets, the critic's metrics).
 
         log_ratios: (N, R) of the policy to the reference of the KL penalty, for the reward.
         """
@@ -234,7 +234,7 @@ class Updater:
         return advantages.expand_as(batch.behavior_logprobs), None, {}
 
     def _proximal_logprobs(self, batch: Batch, current_logprobs: Tensor) -> Tensor:
-        """(N, R) log-probs in the denominator of the PPO ratio, by `loss.ratio`."""
+        """Returns log-probs (N, R) in the denominator of the PPO ratio, by `loss.ratio`."""
         match self.config.loss.ratio:
             case "prox_current":
                 return current_logprobs
@@ -266,7 +266,8 @@ class Updater:
     ) -> UpdateStatistics:
         """Returns what the objective needs of the whole update, of which this rank has `rows`.
 
-        positions: of the batch's groups in the manifest. update: the step, and the update's index.
+        positions: places of the batch's groups in the manifest. update: the step, and the index of
+        the update.
         """
         if self.objective.statistics is None:
             return NO_STATISTICS
@@ -330,7 +331,7 @@ class Updater:
         return totals
 
     def _loss_scale(self, mask: Tensor, rows: Tensor, aggregation: Aggregation) -> Tensor:
-        """(N, R) factors of the losses of this rank's tokens in `rows`; 0 elsewhere.
+        """Returns factors (N, R) of the losses of this rank's tokens in `rows`; 0 elsewhere.
 
         They are shares of the whole update, so that the sum over all ranks is its aggregate loss.
         """
@@ -342,7 +343,7 @@ class Updater:
         return scale
 
     def _metric_scale(self, mask: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
-        """(N, R) factors whose sum over all ranks is 1: those of the loss, if it is a mean."""
+        """Returns factors (N, R) that sum to 1 over all ranks: the loss's, if it is a mean."""
         if self.config.loss.aggregation in ("token-mean", "seq-mean-token-mean"):
             return scale
         return self._loss_scale(mask, rows, "token-mean")

@@ -126,7 +126,7 @@ class _Worker:
                     self._load(payload)
                     loaded, now = payload, time.monotonic()
                     PROGRESS.pack_into(self._progress, 0, now, index)
-                    # A message has the pool look at the time again.
+                    # A message makes the pool read the time of the item's start again.
                     self.send([results, False, None])
                     results, flushed = [], now
                 else:

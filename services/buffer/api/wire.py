@@ -522,7 +522,7 @@ class Score(Wire):
     """mean@k: share of correct responses; pass@k: probability that k responses include a correct
     one; maj@k: share of blocks of k responses whose most frequent answer is correct."""
     k: int
-    """Number of responses that the metric looks at."""
+    """Number of responses that the metric takes."""
     value: float
     """Mean over the prompts, from 0 to 1."""
     low: float

@@ -1,4 +1,4 @@
-"""Datasets."""
+"""Stores datasets, lists them, and serves their prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images of prompts."""
+"""Stores and serves images of prompts."""
 
 from __future__ import annotations
 

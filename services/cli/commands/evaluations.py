@@ -30,15 +30,15 @@ def evaluations(run: str, evaluation_set: str | None, as_json: bool) -> None:
 
     client = connect(run)
     if evaluation_set is not None:
-        found = client.evaluations(evaluation_set)
-        rows = [[row.version, *score_rows([row])[0][1:]] for row in found]
-        show(found, ["version", *COLUMNS[1:]], rows, as_json=as_json)
+        evaluations = client.evaluations(evaluation_set)
+        rows = [[row.version, *score_rows([row])[0][1:]] for row in evaluations]
+        show(evaluations, ["version", *COLUMNS[1:]], rows, as_json=as_json)
         return
     sets = client.evaluation_sets()
     if as_json:
         print_json(sets)
         return
-    last = [one.evaluations[-1] for one in sets if one.evaluations]
+    last = [view.evaluations[-1] for view in sets if view.evaluations]
     versions = [row.version for row in last]
     # The averages of several sets, which come last, have no version.
     rows = [

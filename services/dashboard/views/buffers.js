@@ -25,7 +25,7 @@ const REASONS = {
   expired: "older than high_quality_buffer.max_age steps",
   replaced: "a newer group of the same prompt was admitted",
   solved: "the accuracy was above c1 when re-evaluated",
-  supervised: "a supervised update had the prompt's demonstration",
+  supervised: "a supervised update trained on the prompt's demonstration",
 };
 const EVENTS_PER_PAGE = 25;
 const MAX_PAGE = 1000;
