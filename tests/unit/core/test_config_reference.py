@@ -72,5 +72,5 @@ def test_a_whole_configuration_satisfies_the_schema() -> None:
         {"replay_window": {"c2_range": [0.1, 0.2, 0.3]}},
     ],
 )
-def test_the_schema_refuses_what_no_configuration_may_have(values: dict[str, Any]) -> None:
+def test_the_schema_refuses_invalid_configurations(values: dict[str, Any]) -> None:
     assert errors(values)

@@ -1,4 +1,4 @@
-"""The Countdown verifier agrees with a second one, which is written on Python's parser."""
+"""The Countdown verifier agrees with an independent one, which uses Python's parser."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ ALLOWED = re.compile(r"[0-9+\-*/() \t\r\n]*")
 LEADING_ZERO = re.compile(r"(?<![0-9])0[0-9]")
 
 
-def independent(numbers: Sequence[int], target: int, answer: str) -> bool:
-    """Whether `answer` is right: ast for the grammar, Fraction for the value."""
+def verify_independently(numbers: Sequence[int], target: int, answer: str) -> bool:
+    """Returns whether `answer` is right, by ast for the grammar and Fraction for the value."""
     answer = answer.strip()
     if not answer or len(answer) > 512 or not ALLOWED.fullmatch(answer):
         return False
     if LEADING_ZERO.search(answer):
         return False
     try:
-        # Line breaks end an expression of Python's; here they are blanks.
+        # A line break ends an expression in Python and is a blank in an answer.
         tree = ast.parse(re.sub(r"\s", " ", answer), mode="eval").body
         used: list[int] = []
         value = evaluate(tree, used)
@@ -54,32 +54,32 @@ def evaluate(node: ast.expr, used: list[int]) -> Fraction:
     raise NotImplementedError(type(node).__name__)
 
 
-def generated(rng: random.Random) -> tuple[list[int], int, str]:
-    """(numbers, target, answer): right, nearly right, or mutilated."""
+def draw_problem(rng: random.Random) -> tuple[list[int], int, str]:
+    """Draws (numbers, target, answer), where the answer is right, nearly right or mutilated."""
     numbers = [rng.randint(1, rng.choice([9, 99])) for _ in range(rng.choice([2, 3, 4, 5, 6]))]
     text, value = random_expression(numbers, rng, positive_integer=True)
     target = int(value)
     kind = rng.randrange(4)
     if kind == 0:
-        return numbers, target, spaced(text, rng)
-    if kind == 1:  # other expressions over the same numbers: mostly the wrong value
+        return numbers, target, add_blanks(text, rng)
+    if kind == 1:  # another expression over the same numbers, mostly of another value
         return numbers, target, random_expression(numbers, rng)[0]
-    if kind == 2:  # other numbers: 1 of them changed, left out or added
-        return [*numbers[1:], rng.randint(1, 99)], target, spaced(text, rng)
+    if kind == 2:  # the problem has another number in place of one of the expression
+        return [*numbers[1:], rng.randint(1, 99)], target, add_blanks(text, rng)
     for _ in range(rng.randint(1, 3)):
-        text = mutated(text, rng)
+        text = mutate(text, rng)
     return numbers, target, text
 
 
-def spaced(text: str, rng: random.Random) -> str:
-    """Blanks between tokens, and parentheses around everything, change nothing."""
+def add_blanks(text: str, rng: random.Random) -> str:
+    """Returns an equal expression with blanks between tokens and parentheses around it."""
     tokens = re.findall(r"\d+|.", text)
     blanks = ["", "", " ", "\t", "\n", "  "]
     inside = "".join(token + rng.choice(blanks) for token in tokens)
     return rng.choice([inside, f"({inside})", f" (({inside}) ) "])
 
 
-def mutated(text: str, rng: random.Random) -> str:
+def mutate(text: str, rng: random.Random) -> str:
     at = rng.randrange(len(text) + 1)
     match rng.randrange(3):
         case 0:
@@ -94,12 +94,12 @@ def compare(seed: int, count: int) -> None:
     rng = random.Random(seed)
     right = 0
     for _ in range(count):
-        numbers, target, answer = generated(rng)
-        expected = independent(numbers, target, answer)
+        numbers, target, answer = draw_problem(rng)
+        expected = verify_independently(numbers, target, answer)
         verdict = TASK.verify({"nums": numbers, "target": target}, answer)
         assert (verdict.reward == 1.0) == expected, (numbers, target, answer, verdict)
         right += expected
-    # Neither side always says the same.
+    # Two verifiers that accept everything, or nothing, would agree as well.
     assert 0.2 < right / count < 0.6
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from bapo_core.advantages import ESTIMATORS, Responses, get_estimator
 from bapo_core.config import AdvantageConfig, ConfigError
 from bapo_core.config.objectives import ESTIMATOR_NAMES
-from tests.unit.core.test_plug_ins import distribution
+from tests.unit.core.test_plug_ins import write_distribution
 
 Groups = list[list[float]]
 
@@ -61,7 +61,7 @@ def estimated(name: str, groups: Groups, **options: object) -> list[list[float]]
     return [row[valid].tolist() for row, valid in zip(advantages, responses.mask, strict=True)]
 
 
-# -- transcriptions: groups -> the advantage of each response
+# ---- transcriptions, which return the advantage of each response ----
 
 
 def grpo(groups: Groups) -> list[float]:
@@ -149,7 +149,9 @@ def test_reinforce_pp_whitens_discounted_returns(groups: Groups, gamma: float) -
 
 
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=list(GROUPS))
-def test_reinforce_pp_baseline_whitens_what_exceeds_the_group(groups: Groups) -> None:
+def test_reinforce_pp_baseline_whitens_rewards_minus_the_mean_of_their_group(
+    groups: Groups,
+) -> None:
     lengths = [length for row in lengths_of(groups) for length in row]
     rows = [[a] * length for a, length in zip(dr_grpo(groups), lengths, strict=True)]
     advantages = estimated("reinforce_pp_baseline", groups)
@@ -165,7 +167,7 @@ def test_equal_rewards_give_exactly_zero(name: str, reward: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["group", "rloo", "opo", "maxrl"])
-def test_a_response_without_others_gets_exactly_zero(name: str) -> None:
+def test_a_group_of_one_response_gets_exactly_zero(name: str) -> None:
     advantages = estimated(name, [[1.0, 0.0, 0.5], [0.7]])
     assert advantages[:3] == estimated(name, [[1.0, 0.0, 0.5]])
     assert not any(advantages[3])
@@ -175,12 +177,12 @@ def test_the_configuration_knows_every_estimator() -> None:
     assert {*ESTIMATORS, "gae"} == set(ESTIMATOR_NAMES)
 
 
-def test_an_estimator_of_another_distribution_is_found(
+def test_an_estimator_of_an_installed_package_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     code = "def rewards(responses, settings, moments):\n    return responses.rewards.view(-1, 1)\n"
-    distribution(tmp_path, "bapo-raw", "raw = bapo_raw:rewards", code, "bapo.estimators")
+    write_distribution(tmp_path, "bapo-raw", "raw = bapo_raw:rewards", code, "bapo.estimators")
     assert estimated("raw", [[1.0, 0.5]]) == [[1.0] * 2, [0.5] * 5]
     with pytest.raises(ConfigError, match=r"no estimator 'other'; known estimators: .*, raw"):
         get_estimator("other")

@@ -1,4 +1,6 @@
-"""Expressions parse as in Python, evaluate exactly, and refuse everything else."""
+"""The parser reads expressions as Python does, evaluates them exactly, and refuses other text."""
+
+from __future__ import annotations
 
 import random
 from fractions import Fraction
@@ -33,7 +35,7 @@ from bapo_core.tasks.expressions import ExpressionError, parse, random_expressio
         ("- - 5 - -2", Fraction(7)),
     ],
 )
-def test_values_are_exact_with_the_usual_precedence(text, value):
+def test_values_are_exact_with_the_usual_precedence(text: str, value: Fraction) -> None:
     assert parse(text).value() == value
 
 
@@ -48,35 +50,35 @@ def test_values_are_exact_with_the_usual_precedence(text, value):
         "__import__('os').system('true')", "[1]", "1 if 1 else 2", "9" * 513, "(" * 256 + "1",
     ],
 )  # fmt: skip
-def test_everything_else_is_refused(text):
+def test_text_that_is_no_expression_is_refused(text: str) -> None:
     with pytest.raises(ExpressionError):
         parse(text)
 
 
-def test_an_error_says_where():
+def test_an_error_names_the_character_and_its_position() -> None:
     with pytest.raises(ExpressionError, match=r"unexpected '\*' at character 4"):
         parse("1 **2")
 
 
-def test_depth_is_limited_by_length_alone():
+def test_depth_is_limited_by_length_alone() -> None:
     assert parse("(" * 255 + "1" + ")" * 255).value() == 1
     assert parse("1-(" * 100 + "1" + ")" * 100).value() == 1
     assert parse("-" * 511 + "1").value() == -1
 
 
-def test_division_by_zero_has_no_value():
+def test_division_by_zero_has_no_value() -> None:
     with pytest.raises(ZeroDivisionError):
         parse("1/(2-2)").value()
 
 
 @given(st.text(alphabet="0123456789+-*/() ", max_size=40))
-def test_what_is_read_has_the_value_that_python_gives_it(text):
-    """Python's own parser as the oracle; ours is a subset of it (no unary plus, ** or //)."""
+def test_a_parsed_expression_has_the_value_that_python_gives_it(text: str) -> None:
+    """The grammar is a subset of Python's, without unary plus, ** and //."""
     try:
         expression = parse(text)
     except ExpressionError:
         return
-    exact = "".join(f"Fraction({t})" if t.isdigit() else t for t in _split(text))
+    exact = "".join(f"Fraction({t})" if t.isdigit() else t for t in split_tokens(text))
     try:
         expected = eval(exact, {"Fraction": Fraction})
     except ZeroDivisionError:
@@ -86,7 +88,7 @@ def test_what_is_read_has_the_value_that_python_gives_it(text):
         assert expression.value() == expected
 
 
-def _split(text):
+def split_tokens(text: str) -> list[str]:
     for symbol in "+-*/()":
         text = text.replace(symbol, f" {symbol} ")
     return text.split()
@@ -96,7 +98,9 @@ numbers = st.lists(st.integers(1, 99), min_size=1, max_size=6)
 
 
 @given(numbers, st.integers(0, 2**32))
-def test_a_random_expression_means_what_it_says(given_numbers, seed):
+def test_a_random_expression_has_the_stated_numbers_and_value(
+    given_numbers: list[int], seed: int
+) -> None:
     text, value = random_expression(given_numbers, random.Random(seed))
     expression = parse(text)
     assert sorted(expression.numbers) == sorted(given_numbers)
@@ -104,7 +108,9 @@ def test_a_random_expression_means_what_it_says(given_numbers, seed):
 
 
 @given(numbers, st.integers(0, 2**32))
-def test_no_parentheses_can_be_left_out(given_numbers, seed):
+def test_a_random_expression_has_no_redundant_parentheses(
+    given_numbers: list[int], seed: int
+) -> None:
     text, value = random_expression(given_numbers, random.Random(seed))
     for opened in (i for i, c in enumerate(text) if c == "("):
         depth, closed = 1, opened
@@ -118,14 +124,16 @@ def test_no_parentheses_can_be_left_out(given_numbers, seed):
 
 
 @given(numbers.filter(lambda n: len(n) <= 4), st.integers(0, 2**32))
-def test_positive_integers_on_request(given_numbers, seed):
+def test_a_random_expression_has_a_positive_integer_value_on_request(
+    given_numbers: list[int], seed: int
+) -> None:
     text, value = random_expression(given_numbers, random.Random(seed), positive_integer=True)
     assert value > 0
     assert value.denominator == 1
     assert parse(text).value() == value
 
 
-def test_random_expressions_use_all_operators_and_parentheses():
+def test_random_expressions_use_all_operators_and_parentheses() -> None:
     rng = random.Random(0)
     texts = "".join(random_expression([2, 3, 4, 5], rng)[0] for _ in range(200))
     assert set(texts) == set("2345+-*/()")

@@ -31,7 +31,7 @@ def figures(kind: str, count: int = 60) -> list[Figure]:
     return [random_figure(kind, rng) for _ in range(count)]  # type: ignore[arg-type]
 
 
-def test_it_is_a_task_with_images_that_generates_problems() -> None:
+def test_geometry_is_a_task_with_images_that_generates_problems() -> None:
     assert isinstance(TASK, ImageTask)
     assert isinstance(TASK, SyntheticTask)
     assert not isinstance(get_task("math"), ImageTask)
@@ -45,7 +45,7 @@ def test_a_row_of_geometry3k_is_a_problem() -> None:
     assert TASK.parse_row(row(answer=None)) is None
 
 
-def test_images_without_a_place_come_first() -> None:
+def test_images_that_the_problem_does_not_place_come_first() -> None:
     payload = TASK.parse_row(row(images=[FIRST, SECOND], problem="Find x."))
     assert payload == row(images=[FIRST, SECOND], problem="<image><image>Find x.")
 
@@ -60,7 +60,7 @@ def test_images_without_a_place_come_first() -> None:
         ({"answer": {}}, "make it text, a number or a list of those"),
     ],
 )
-def test_other_rows_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_rows_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TASK.parse_row(row(**changes))
 
@@ -73,7 +73,7 @@ def test_the_uid_follows_from_the_problem_and_its_images() -> None:
 # ---- prompts ------------------------------------------------------------------------------------
 
 
-def test_images_stand_where_the_problem_has_them() -> None:
+def test_images_stand_where_the_problem_places_them() -> None:
     task = GeometryTask(instruction="Answer.")
     payload = row(images=[FIRST, SECOND], problem="In <image>, as in <image>, find x.")
     (message,) = task.render(payload)
@@ -113,7 +113,7 @@ def test_the_short_template_has_no_instruction_and_takes_the_answer_alone() -> N
         (r"16 \pi", r"\boxed{16}", 0.0),
     ],
 )
-def test_answers_are_compared_in_number_and_in_symbols(
+def test_answers_are_compared_numerically_and_symbolically(
     answer: str, response: str, reward: float
 ) -> None:
     verdict = TASK.verify(row(answer=answer), response)
@@ -124,7 +124,7 @@ def test_answers_are_compared_in_number_and_in_symbols(
 # ---- generated problems -------------------------------------------------------------------------
 
 
-def measured(angle: Angle) -> float:
+def measure_degrees(angle: Angle) -> float:
     """Returns the degrees of an angle, counterclockwise from its first side."""
     turn = (angle.end - angle.vertex) / (angle.start - angle.vertex)
     return math.degrees(cmath.phase(turn)) % 360
@@ -133,7 +133,7 @@ def measured(angle: Angle) -> float:
 @pytest.mark.parametrize("kind", ["triangle", "parallel", "circle"])
 def test_every_angle_of_a_diagram_has_the_size_of_its_label(kind: str) -> None:
     for figure in figures(kind):
-        labels = {angle.label: measured(angle) for angle in figure.diagram.angles}
+        labels = {angle.label: measure_degrees(angle) for angle in figure.diagram.angles}
         assert labels.pop("x") == pytest.approx(figure.answer)
         for label, degrees in labels.items():
             assert float(label.removesuffix("°")) == pytest.approx(degrees)
@@ -148,7 +148,7 @@ def test_the_area_of_a_diagram_is_the_answer() -> None:
         )
         assert area == pytest.approx(figure.answer)
         for angle in figure.diagram.right_angles:
-            assert measured(angle) == pytest.approx(90)
+            assert measure_degrees(angle) == pytest.approx(90)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,18 +1,21 @@
 """Importance weights and mismatch metrics agree with worked examples."""
 
+from __future__ import annotations
+
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from bapo_core.importance import mismatch_metrics, truncated_weights, weight_metrics
+from bapo_core.importance import Level, Mode, mismatch_metrics, truncated_weights, weight_metrics
 
 BEHAVIOR = torch.tensor([[-1.0, -2.0, -0.5, -3.0]], dtype=torch.double)
 PROX = torch.tensor([[-0.9, -1.5, -0.6, -1.0]], dtype=torch.double)
 MASK = torch.ones(1, 4, dtype=torch.bool)
 
 
-def test_truncation_at_three():
+def test_weights_are_truncated_at_three_by_default() -> None:
     log_ratios = torch.tensor([[-1.2, -0.1, 0, 0.5, math.log(3), 1.5, 25]], dtype=torch.double)
     zeros, mask = torch.zeros_like(log_ratios), torch.ones_like(log_ratios)
     weights = truncated_weights(log_ratios, zeros, mask)
@@ -29,7 +32,9 @@ def test_truncation_at_three():
         ("geometric", 3.0, [1.868246] * 4),
     ],
 )
-def test_weights(level, cap, expected):
+def test_weights_of_each_level_agree_with_worked_examples(
+    level: Level, cap: float, expected: list[float]
+) -> None:
     weights = truncated_weights(PROX, BEHAVIOR, MASK, cap=cap, level=level)
     assert weights[0].tolist() == pytest.approx(expected, abs=1e-6)
 
@@ -38,11 +43,13 @@ def test_weights(level, cap, expected):
     ("mode", "expected"),
     [("truncate", [0.5, 0.5, 1.0, 2.0, 2.0]), ("mask", [0.0, 0.5, 1.0, 2.0, 0.0])],
 )
-def test_weights_outside_of_the_bounds_are_moved_or_masked(mode, expected):
+def test_weights_outside_the_bounds_are_truncated_or_masked(
+    mode: Mode, expected: list[float]
+) -> None:
     ratios = torch.tensor([[0.4, 0.5, 1.0, 2.0, 2.1, math.nan]], dtype=torch.double)
     mask = ~ratios.isnan()
     arguments = (ratios.log(), torch.zeros_like(ratios), mask)
-    options = {"floor": 0.5, "cap": 2.0, "mode": mode}
+    options: dict[str, Any] = {"floor": 0.5, "cap": 2.0, "mode": mode}
     weights = truncated_weights(*arguments, **options)
     assert weights[0].tolist() == pytest.approx([*expected, 0.0])
     metrics = weight_metrics(*arguments, **options)
@@ -52,7 +59,7 @@ def test_weights_outside_of_the_bounds_are_moved_or_masked(mode, expected):
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_masked_positions_weigh_nothing_and_change_nothing(level):
+def test_masked_positions_have_weight_zero_and_no_influence(level: Level) -> None:
     padded = torch.nn.functional.pad(PROX, (0, 1), value=math.nan)
     weights = truncated_weights(
         padded,
@@ -65,14 +72,14 @@ def test_masked_positions_weigh_nothing_and_change_nothing(level):
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-def test_weights_are_detached_and_rows_independent(level):
+def test_weights_are_detached_and_rows_independent(level: Level) -> None:
     prox = torch.cat([PROX, BEHAVIOR]).requires_grad_()
     weights = truncated_weights(prox, BEHAVIOR.expand(2, 4), MASK.expand(2, 4), level=level)
     assert not weights.requires_grad
     assert weights[1].tolist() == [1.0] * 4
 
 
-def test_metrics_of_identical_policies():
+def test_metrics_of_identical_policies() -> None:
     assert mismatch_metrics(PROX, PROX, MASK) == {
         "logprob_diff_mean": 0.0,
         "logprob_diff_max": 0.0,
@@ -81,7 +88,7 @@ def test_metrics_of_identical_policies():
     assert weight_metrics(PROX, PROX, MASK) == {"ess_fraction": 1.0, "truncated_fraction": 0.0}
 
 
-def test_metrics_of_t6():
+def test_metrics_agree_with_a_worked_example() -> None:
     metrics = mismatch_metrics(PROX, BEHAVIOR, MASK) | weight_metrics(PROX, BEHAVIOR, MASK)
     differences = [0.1, 0.5, -0.1, 2.0]
     weights = [math.exp(0.1), math.exp(0.5), math.exp(-0.1), 3.0]
@@ -96,11 +103,11 @@ def test_metrics_of_t6():
     )
 
 
-def test_a_weight_at_the_cap_is_not_truncated():
+def test_a_weight_at_the_cap_is_not_truncated() -> None:
     assert weight_metrics(PROX, PROX, MASK, cap=1.0)["truncated_fraction"] == 0.0
 
 
-def test_metrics_without_tokens_are_neutral():
+def test_metrics_without_tokens_are_neutral() -> None:
     arguments = (PROX, BEHAVIOR, torch.zeros_like(MASK))
     metrics = mismatch_metrics(*arguments) | weight_metrics(*arguments)
     assert metrics["ess_fraction"] == 1.0

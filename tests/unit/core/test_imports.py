@@ -1,4 +1,6 @@
-"""The rules import without the libraries that only some processes have."""
+"""Modules of bapo_core import without the libraries that only some processes have installed."""
+
+from __future__ import annotations
 
 import subprocess
 import sys
@@ -12,7 +14,7 @@ WITHOUT_TORCH = [
 
 
 @pytest.mark.parametrize("blocked", ["torch", "pyarrow"])
-def test_the_rules_import_without_heavy_libraries(blocked):
+def test_modules_without_tensors_import_without_heavy_libraries(blocked: str) -> None:
     modules = ", ".join(f"bapo_core.{name}" for name in WITHOUT_TORCH)
     code = f"import sys; sys.modules[{blocked!r}] = None; import {modules}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -14,8 +14,8 @@ LENIENT = MathTask(boxed_only=False)
 
 
 def verdict(gold: str, response: str, task: MathTask = LENIENT) -> tuple[float, str]:
-    verdict = task.verify({"problem": "?", "answer": gold}, response)
-    return verdict.reward, str(verdict.status)
+    result = task.verify({"problem": "?", "answer": gold}, response)
+    return result.reward, str(result.status)
 
 
 RIGHT = [
@@ -82,22 +82,22 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("gold", "response"), RIGHT)
-def test_right(gold: str, response: str) -> None:
+def test_an_answer_equal_to_the_reference_is_right(gold: str, response: str) -> None:
     assert verdict(gold, response) == (1.0, "ok")
 
 
 @pytest.mark.parametrize(("gold", "response", "status"), WRONG)
-def test_wrong(gold: str, response: str, status: str) -> None:
+def test_another_response_is_wrong_with_its_status(gold: str, response: str, status: str) -> None:
     assert verdict(gold, response) == (0.0, status)
 
 
-def test_an_answer_outside_a_box_counts_only_if_told_so() -> None:
+def test_an_answer_outside_a_box_counts_only_without_boxed_only() -> None:
     assert verdict("42", "the answer is 42", TASK) == (0.0, "no_answer")
     assert verdict("42", r"\boxed{42}", TASK) == (1.0, "ok")
     assert verdict("42", "the answer is 42", LENIENT) == (1.0, "ok")
 
 
-def test_it_is_a_task_and_poses_problems() -> None:
+def test_math_is_a_task_and_renders_problems() -> None:
     task = get_task("math", instruction="Box it.")
     assert isinstance(task, Task)
     assert task.render({"problem": "1+1?", "answer": "2"}) == [
@@ -105,9 +105,9 @@ def test_it_is_a_task_and_poses_problems() -> None:
     ]
 
 
-def test_a_problem_keeps_its_name_whatever_its_blanks_and_answer() -> None:
+def test_the_uid_of_a_problem_depends_on_neither_blanks_nor_the_answer() -> None:
     uid = TASK.uid({"problem": "What is\n 1+1?", "answer": "2"})
-    # For ever: stored runs go by it.
+    # Stored runs identify prompts by their uid, so it may never change.
     assert uid == TASK.uid({"problem": " What is 1+1?", "answer": "3"}) == "math:31adf3e245f99d7b"
     assert uid != TASK.uid({"problem": "What is 1+2?", "answer": "3"})
 
@@ -147,7 +147,7 @@ def test_a_row_without_an_answer_is_left_out(answer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "why"),
+    ("row", "message"),
     [
         ({"problem": "?", "answer": True}, "answer is True"),
         ({"problem": "?", "answer": float("nan")}, "answer is nan"),
@@ -156,8 +156,8 @@ def test_a_row_without_an_answer_is_left_out(answer: Any) -> None:
         ({"problem": " ", "answer": "3"}, "problem is ' '"),
     ],
 )
-def test_a_bad_row_is_explained(row: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
+def test_a_bad_row_is_explained(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         TASK.parse_row(row)
 
 
@@ -171,10 +171,10 @@ def test_a_bad_row_is_explained(row: dict[str, Any], why: str) -> None:
         ["90", r"90^\circ", r"90^{\circ}", r"90\%"],
     ],
 )
-def test_answers_that_vote_together(answers: list[str]) -> None:
+def test_equal_numbers_vote_together(answers: list[str]) -> None:
     assert len({MathTask().normalise(answer) for answer in answers}) == 1
 
 
 @pytest.mark.parametrize("answer", ["1/0", r"\frac{1}{0}", "1,2", "x", "", r"\{1,2\}", "9" * 1000])
-def test_other_answers_vote_by_their_text(answer: str) -> None:
+def test_answers_that_are_no_numbers_vote_by_their_text(answer: str) -> None:
     assert MathTask().normalise(answer) == answer

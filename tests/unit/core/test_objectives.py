@@ -23,7 +23,7 @@ from bapo_core.config import AdaptiveClippingConfig, ConfigError, LossConfig
 from bapo_core.config.objectives import BEHAVIOR_OBJECTIVES, OBJECTIVE_NAMES
 from bapo_core.methods import EXAMPLE
 from bapo_core.objectives import OBJECTIVES, Tokens, get_objective, losses_by_source, shaped
-from tests.unit.core.test_plug_ins import distribution
+from tests.unit.core.test_plug_ins import write_distribution
 
 Rows = list[list[float]]
 
@@ -43,7 +43,10 @@ class Case:
 def make_case(
     seed: int, *, sign: int = 0, longest: int = 6, noise: float = 0.3, weighted: bool = True
 ) -> Case:
-    """Draws responses; sign: of all advantages, where it is not 0. noise: of the log-ratios."""
+    """Draws responses whose log-ratios have the standard deviation `noise`.
+
+    All advantages get the `sign`, or signs of their own where it is 0.
+    """
     rng = random.Random(seed)
     lengths = [rng.randint(1, longest) for _ in range(8)]
     prox = [[-rng.uniform(0.05, 3) for _ in range(length)] for length in lengths]
@@ -95,7 +98,7 @@ def tokens_of(case: Case) -> Tokens:
 
 
 def flat(tokens: Tokens) -> Tokens:
-    """Returns the valid tokens as an update's statistics get them."""
+    """Returns the valid tokens in one dimension, as an objective's statistics get them."""
     assert tokens.scored_logprobs is not None
     assert tokens.draws is not None
     mask = tokens.mask
@@ -126,7 +129,7 @@ def computed(name: str, case: Case, **options: Any) -> tuple[Any, Tokens, dict[s
     return objective.loss(tokens, settings, statistics), tokens, statistics
 
 
-# -- transcriptions: (case, log-probs, fixed log-probs) -> losses
+# ---- transcriptions, which return the losses of (case, log-probs, fixed log-probs) ----
 
 
 def clip(x: float, low: float, high: float) -> float:
@@ -134,8 +137,8 @@ def clip(x: float, low: float, high: float) -> float:
 
 
 def ppo(case: Case, lp: Rows, fixed: Rows) -> Rows:
-    """-w min(r A, clip(r, .8, 1.28) A), at most -10 w A where A < 0."""
-    losses = []
+    """Returns -w min(r A, clip(r, 0.8, 1.28) A), at most -10 w A where A < 0."""
+    losses: Rows = []
     for i, a in enumerate(case.advantages):
         losses.append([])
         for t in range(len(lp[i])):
@@ -148,7 +151,7 @@ def ppo(case: Case, lp: Rows, fixed: Rows) -> Rows:
 
 
 def gspo(case: Case, lp: Rows, fixed: Rows) -> Rows:
-    losses = []
+    losses: Rows = []
     for i, a in enumerate(case.advantages):
         d = [x - y for x, y in zip(lp[i], case.prox[i], strict=True)]
         s = math.exp(min(10.0, sum(d) / len(d)))
@@ -171,7 +174,7 @@ def cispo(low: float, high: float) -> Callable[[Case, Rows, Rows], Rows]:
 
 
 def sapo(case: Case, lp: Rows, fixed: Rows) -> Rows:
-    losses = []
+    losses: Rows = []
     for i, a in enumerate(case.advantages):
         tau = 1.0 if a > 0 else 1.05
         losses.append([])
@@ -182,7 +185,7 @@ def sapo(case: Case, lp: Rows, fixed: Rows) -> Rows:
 
 
 def gmpo(case: Case, lp: Rows, fixed: Rows) -> Rows:
-    losses = []
+    losses: Rows = []
     for i, a in enumerate(case.advantages):
         sign = (a > 0) - (a < 0)
         d = [x - old for x, old in zip(lp[i], case.prox[i], strict=True)]
@@ -193,7 +196,7 @@ def gmpo(case: Case, lp: Rows, fixed: Rows) -> Rows:
 
 def topr(level: str) -> Callable[[Case, Rows, Rows], Rows]:
     def of(case: Case, lp: Rows, fixed: Rows) -> Rows:
-        losses = []
+        losses: Rows = []
         for i, a in enumerate(case.advantages):
             ratios = [math.exp(f - old) for f, old in zip(fixed[i], case.prox[i], strict=True)]
             if level == "sequence":
@@ -245,7 +248,7 @@ def m2po_clip(case: Case, lp: Rows, fixed: Rows) -> Rows:
         fits = sum(min(d, tau) ** 2 for d in harmful) <= 0.04 * len(harmful)
         low, high = (tau, high) if fits else (low, tau)
     bounds = min(math.exp(-low), 0.7), max(math.exp(low), 1.5)
-    losses = []
+    losses: Rows = []
     for i, a in enumerate(case.advantages):
         losses.append([])
         for x, old, w in zip(lp[i], case.prox[i], case.weights[i], strict=True):
@@ -255,14 +258,16 @@ def m2po_clip(case: Case, lp: Rows, fixed: Rows) -> Rows:
 
 
 def covariances(case: Case) -> dict[tuple[int, int], float]:
-    every = all_tokens(case)
-    mean_a = sum(case.advantages[i] for i, _ in every) / len(every)
-    mean_lp = sum(case.scored[i][t] for i, t in every) / len(every)
-    return {(i, t): (case.advantages[i] - mean_a) * (case.scored[i][t] - mean_lp) for i, t in every}
+    positions = all_tokens(case)
+    mean_a = sum(case.advantages[i] for i, _ in positions) / len(positions)
+    mean_lp = sum(case.scored[i][t] for i, t in positions) / len(positions)
+    return {
+        (i, t): (case.advantages[i] - mean_a) * (case.scored[i][t] - mean_lp) for i, t in positions
+    }
 
 
 def clip_cov(case: Case, lp: Rows, fixed: Rows) -> Rows:
-    """Fraction .2, covariances (.1, 2)."""
+    """Uses a fraction of 0.2 and covariances of 0.1 to 2."""
     candidates = []
     for at, cov in covariances(case).items():
         r, a = math.exp(scored_log_ratio(case, at)), case.advantages[at[0]]
@@ -271,7 +276,7 @@ def clip_cov(case: Case, lp: Rows, fixed: Rows) -> Rows:
             candidates.append(at)
     candidates.sort(key=lambda at: case.draws[at[0]][at[1]])
     drawn = candidates[: max(int(0.2 * len(all_tokens(case))), 1)]
-    losses = []
+    losses: Rows = []
     for i, a in enumerate(case.advantages):
         losses.append([])
         for t, (x, old, w) in enumerate(zip(lp[i], case.prox[i], case.weights[i], strict=True)):
@@ -289,11 +294,11 @@ def kl_cov(penalty: Callable[[float], float]) -> Callable[[Case, Rows, Rows], Ro
 
 
 def kl_cov_with(penalty: Callable[[float], float], case: Case, lp: Rows) -> Rows:
-    """Fraction .2, coefficient .7."""
+    """Uses a fraction of 0.2 and a coefficient of 0.7."""
     by_token = covariances(case)
     ordered = sorted(by_token, key=lambda at: -by_token[at])
     last = by_token[ordered[max(int(0.2 * len(ordered)), 1) - 1]]
-    losses = []
+    losses: Rows = []
     for i, a in enumerate(case.advantages):
         losses.append([])
         for t, (x, old, w) in enumerate(zip(lp[i], case.prox[i], case.weights[i], strict=True)):
@@ -305,7 +310,7 @@ def kl_cov_with(penalty: Callable[[float], float], case: Case, lp: Rows) -> Rows
 def adaptive(**options: Any) -> Callable[[Case, Rows, Rows], Rows]:
     def of(case: Case, lp: Rows, fixed: Rows) -> Rows:
         low, high, _ = adaptive_search(case, **options)
-        losses = []
+        losses: Rows = []
         for i, a in enumerate(case.advantages):
             losses.append([])
             for x, old, w in zip(lp[i], case.prox[i], case.weights[i], strict=True):
@@ -327,7 +332,7 @@ def adaptive_search(
     uppers = [(0, highs) for highs in range(37)], [(lows, 36) for lows in range(1, 16)]
     lowers = [(lows, 0) for lows in range(16)], [(15, highs) for highs in range(1, 37)]
     first, then = uppers if order == "upper_first" else lowers
-    for lows, highs in [*first, *then]:  # steps of .02 from .6, and of .05 from 1.2
+    for lows, highs in [*first, *then]:  # steps of 0.02 from 0.6, and of 0.05 from 1.2
         low, high = 0.6 + 0.02 * lows, 1.2 + 0.05 * highs
         rho = adaptive_rho(case, low, high, contribution, token_weight)
         if rho >= target:
@@ -387,7 +392,7 @@ IDS = ["-".join([name, *map(str, options.values())]) for name, options, _ in TRA
 def test_losses_and_gradients_are_those_of_the_equation(
     name: str, options: dict[str, Any], transcription: Any, case: Case
 ) -> None:
-    if name in BEHAVIOR_OBJECTIVES:  # whose weights are 1
+    if name in BEHAVIOR_OBJECTIVES:  # these take no importance weights
         case = replace(case, weights=[[1.0] * len(row) for row in case.prox])
     result, tokens, _ = computed(name, case, **options)
     expected = transcription(case, case.logprobs, case.logprobs)
@@ -418,7 +423,7 @@ def test_clipped_tokens_are_those_that_the_paper_bounds(name: str) -> None:
     assert tokens.logprobs.grad is not None
     valid = tokens.mask & (tokens.advantages != 0)
     without_gradient = (tokens.logprobs.grad == 0) & valid
-    if name in ("cispo", "topr"):  # which bound weights instead of cutting gradients off
+    if name in ("cispo", "topr"):  # these bound weights and leave every token a gradient
         assert not without_gradient.any()
         assert result.clipped.any()
     elif name in ("sapo", "kl_cov"):
@@ -442,8 +447,8 @@ def test_the_search_ends_at_the_bounds_of_the_algorithm(
         assert tuple(statistics) == ("clip/low", "clip/high", "clip/rho")
 
 
-def test_raising_the_lower_bound_helps_by_gradient_and_harms_by_loss() -> None:
-    """One better token, and a worse one at r = .7: the flaw that the default measure has not."""
+def test_a_higher_lower_bound_raises_rho_by_gradient_and_lowers_it_by_loss() -> None:
+    """With a worse token at r = 0.7, `share` has a flaw that the default `gradient` has not."""
     ratios, advantages = torch.tensor([1.0, 0.7]), torch.tensor([1.0, -3.0])
 
     def rho(contribution: str, low: float) -> float:
@@ -476,7 +481,7 @@ def test_at_least_one_token_is_kept_drawn_or_penalised() -> None:
 
 
 def test_the_shaped_ratio_is_that_of_the_equation() -> None:
-    """-w A r / (r + gamma), whose gradient by log pi is -w A gamma r / (r + gamma)^2."""
+    """The loss is -w A r / (r + gamma), its gradient by log pi -w A gamma r / (r + gamma)^2."""
     case, gamma = CASES["stale"], 0.1
     tokens = tokens_of(case)
     losses, clipped = shaped(tokens, gamma)
@@ -535,12 +540,12 @@ def test_the_configuration_knows_every_objective() -> None:
     assert tuple(OBJECTIVES) == OBJECTIVE_NAMES
 
 
-def test_an_objective_of_another_distribution_is_found(
+def test_an_objective_of_an_installed_package_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     point = "mine = bapo_reinforce:reinforce"
-    distribution(tmp_path, "bapo-reinforce", point, EXAMPLE, "bapo.objectives")
+    write_distribution(tmp_path, "bapo-reinforce", point, EXAMPLE, "bapo.objectives")
     config = LossConfig(objective="mine", options={"factor": 2.0})
     case = CASES["mixed"]
     tokens = tokens_of(case)

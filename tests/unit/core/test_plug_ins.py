@@ -1,4 +1,4 @@
-"""Tasks of other distributions are found by entry point, and the example of the docs works."""
+"""Tasks of installed packages are found by entry point, and the example of the docs works."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from services.verifier.pool import VerifierPool
 DOCS = Path(__file__).parents[3] / "docs" / "adding-a-task.md"
 
 
-def distribution(
+def write_distribution(
     directory: Path, name: str, entry_points: str, code: str, group: str = "bapo.tasks"
 ) -> None:
     """Writes what pip installs for a distribution."""
@@ -30,24 +30,24 @@ def distribution(
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def site_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
     for name in ("bapo_mine", "bapo_his", "bapo_sums"):
         sys.modules.pop(name, None)
 
 
-def blocks() -> dict[str, str]:
+def read_code_blocks() -> dict[str, str]:
     """Returns the docs' code blocks by the file that their first line names."""
     pairs = re.findall(r"```\w+\n# (\S+)\n(.*?)```", DOCS.read_text(), re.DOTALL)
     return dict(pairs)
 
 
-def test_the_example_of_the_docs_works_in_the_verifier(place: Path) -> None:
-    code = blocks()["bapo_sums.py"]
-    points = re.search(r'"bapo\.tasks"\]\n(.*?)\n', blocks()["pyproject.toml"])
+def test_the_example_of_the_docs_works_in_the_verifier(site_directory: Path) -> None:
+    code = read_code_blocks()["bapo_sums.py"]
+    points = re.search(r'"bapo\.tasks"\]\n(.*?)\n', read_code_blocks()["pyproject.toml"])
     assert points is not None
-    distribution(place, "bapo-sums", points[1].replace('"', ""), code)
+    write_distribution(site_directory, "bapo-sums", points[1].replace('"', ""), code)
     assert "sums" in task_names()
     task = get_task("sums", largest=9)
     assert isinstance(task, SyntheticTask)
@@ -68,7 +68,7 @@ def test_a_distribution_that_pip_installs_is_found(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", reason="needs setuptools: run `make install`")
     project, target = tmp_path / "project", tmp_path / "target"
     project.mkdir()
-    for name, content in blocks().items():
+    for name, content in read_code_blocks().items():
         if name in ("pyproject.toml", "bapo_sums.py"):
             (project / name).write_text(content)
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
@@ -86,8 +86,8 @@ def test_a_distribution_that_pip_installs_is_found(tmp_path: Path) -> None:
     assert done.stdout.split() == ["1.0", "True"], done.stderr
 
 
-def test_an_unknown_name_lists_the_known_ones(place: Path) -> None:
-    distribution(place, "bapo-mine", "mine = bapo_mine:Task", "Task = int\n")
+def test_an_unknown_name_lists_the_known_ones(site_directory: Path) -> None:
+    write_distribution(site_directory, "bapo-mine", "mine = bapo_mine:Task", "Task = int\n")
     # `chance` is the plug-in of tests/plug_in/.
     known = (
         "no task 'nonsense'; known tasks: chance, chance_diagrams, countdown, geometry, math, mine"
@@ -96,35 +96,37 @@ def test_an_unknown_name_lists_the_known_ones(place: Path) -> None:
         get_task("nonsense")
 
 
-def test_what_is_no_task_is_named(place: Path) -> None:
-    distribution(place, "bapo-mine", "mine = bapo_mine:Task", "Task = int\n")
+def test_a_plug_in_that_is_no_task_is_named(site_directory: Path) -> None:
+    write_distribution(site_directory, "bapo-mine", "mine = bapo_mine:Task", "Task = int\n")
     with pytest.raises(
         TaskError, match="makes a int, which lacks some of name, uid, render, verify, columns"
     ):
         get_task("mine")
 
 
-def test_what_does_not_load_is_named(place: Path) -> None:
-    distribution(place, "bapo-mine", "mine = bapo_mine:Task\nhis = bapo_his:Task", "")
+def test_a_plug_in_that_does_not_load_is_named(site_directory: Path) -> None:
+    write_distribution(
+        site_directory, "bapo-mine", "mine = bapo_mine:Task\nhis = bapo_his:Task", ""
+    )
     with pytest.raises(TaskError, match="cannot load bapo_mine:Task of bapo-mine"):
         get_task("mine")
     with pytest.raises(TaskError, match="No module named 'bapo_his'"):
         get_task("his")
 
 
-def test_two_of_a_name_are_refused(place: Path) -> None:
-    distribution(place, "bapo-mine", "mine = bapo_mine:Task", "Task = int\n")
-    distribution(place, "bapo-his", "mine = bapo_his:Task", "Task = int\n")
+def test_two_plug_ins_of_one_name_are_refused(site_directory: Path) -> None:
+    write_distribution(site_directory, "bapo-mine", "mine = bapo_mine:Task", "Task = int\n")
+    write_distribution(site_directory, "bapo-his", "mine = bapo_his:Task", "Task = int\n")
     with pytest.raises(TaskError, match="installed more than once"):
         get_task("mine")
 
 
-def test_a_plug_in_does_not_replace_a_task_of_ours(place: Path) -> None:
-    distribution(place, "bapo-mine", "countdown = bapo_mine:Task", "Task = int\n")
+def test_a_plug_in_does_not_replace_a_built_in_task(site_directory: Path) -> None:
+    write_distribution(site_directory, "bapo-mine", "countdown = bapo_mine:Task", "Task = int\n")
     assert get_task("countdown").uid({"nums": [1, 2], "target": 3}) == "countdown:1-2:3"
 
 
-def test_tasks_import_without_mathematics() -> None:
+def test_the_task_math_is_constructed_without_math_verify_and_sympy() -> None:
     code = (
         "import sys; sys.modules['math_verify'] = sys.modules['sympy'] = None\n"
         "import bapo_core.tasks; bapo_core.tasks.get_task('math')"

@@ -1,4 +1,4 @@
-"""The task `reasoning_gym`: its generators, prompts, scores and errors."""
+"""The task `reasoning_gym` generates, renders and scores the entries of reasoning-gym."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from services.datasets import load_datasets
 pytest.importorskip("reasoning_gym", reason="`make install-reasoning-gym` installs it")
 
 SUMS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
-"""Sums and differences of two digits: some hundred questions."""
+"""Options of sums and differences of two digits, of which there are some hundred questions."""
 MIXTURE = {
     "datasets": [
         {"name": "chain_sum", "weight": 1},
@@ -47,7 +47,7 @@ def answered(problem: ReasoningGymTask, answer: str, dataset_seed: int = 0) -> V
 # ---- prompts ------------------------------------------------------------------------------------
 
 
-def test_it_is_a_task_that_generates_problems() -> None:
+def test_reasoning_gym_is_a_task_that_generates_problems() -> None:
     assert isinstance(get_task("reasoning_gym", dataset="chain_sum"), SyntheticTask)
 
 
@@ -220,7 +220,7 @@ def test_the_last_answer_counts_and_short_responses_are_the_answer() -> None:
     assert task(config=SUMS, template="short").verify(payload, f" {reference}").status == "ok"
 
 
-def test_what_the_scorer_cannot_read_is_a_parse_error() -> None:
+def test_an_answer_that_the_scorer_cannot_read_is_a_parse_error() -> None:
     verdict = answered(task("coin_flip"), "1e999")
     assert (verdict.reward, verdict.status, verdict.detail) == (0.0, "parse_error", "OverflowError")
 
@@ -237,7 +237,7 @@ def test_another_entry_than_that_of_the_prompt_is_an_error_and_no_score() -> Non
             task().parse_row(other)
 
 
-def test_a_row_is_checked() -> None:
+def test_a_row_that_names_no_valid_entry_is_refused() -> None:
     payload = task().generate(0, 1)[0]
     assert task().parse_row(payload) == payload
     with pytest.raises(ValueError, match="index is -1; make it a whole number"):
@@ -300,7 +300,7 @@ def test_a_row_is_checked() -> None:
         ),
     ],
 )
-def test_options_that_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TaskError) as caught:
         get_task("reasoning_gym", **options)
     assert str(caught.value).startswith("task reasoning_gym: ")
@@ -319,16 +319,16 @@ def test_generators_that_evaluate_answers_need_consent(dataset: str) -> None:
 
 def test_only_the_scorers_that_need_consent_evaluate_answers(tmp_path: Path) -> None:
     program = Path(__file__).with_name("audit_scorers_program.py")
-    found = tmp_path / "compiling.json"
-    subprocess.run([sys.executable, program, found], check=True, capture_output=True)
-    assert set(json.loads(found.read_text())) == CODE_SCORERS
+    output = tmp_path / "compiling.json"
+    subprocess.run([sys.executable, program, output], check=True, capture_output=True)
+    assert set(json.loads(output.read_text())) == CODE_SCORERS
 
 
 def test_the_refused_generators_still_have_the_fault_for_which_they_are_refused() -> None:
     from reasoning_gym.factory import DATASETS
 
-    # Of codeio and intermediate_integration, a few entries in a hundred differ.
-    places = {"codeio": (1, 0, 200), "intermediate_integration": (1565351893, 1, 2)}
+    # In these two, a few entries in a hundred differ: each range (seed, start, stop) has some.
+    ranges = {"codeio": (1, 0, 200), "intermediate_integration": (1565351893, 1, 2)}
     program = (
         "import hashlib, json, sys; from reasoning_gym.factory import DATASETS\n"
         "for name, (seed, start, stop) in json.loads(sys.argv[1]).items():\n"
@@ -338,7 +338,7 @@ def test_the_refused_generators_still_have_the_fault_for_which_they_are_refused(
         "    print('\\n' + name, hashlib.sha256(repr(entries).encode()).hexdigest())"
     )
     names = tuple(name for name in REFUSED if "in every process" in REFUSED[name])
-    arguments = json.dumps({name: places.get(name, (1, 0, 2)) for name in names})
+    arguments = json.dumps({name: ranges.get(name, (1, 0, 2)) for name in names})
     outputs = [
         subprocess.run(
             [sys.executable, "-c", program, arguments],
@@ -390,7 +390,7 @@ def run_config(**changes: Any) -> RunConfig:
     return RunConfig.model_validate({"task": section, "rollout": rollout, **changes, **small})
 
 
-def test_generators_stand_side_by_side_as_evaluation_sets() -> None:
+def test_several_generators_can_be_evaluation_sets_of_a_run() -> None:
     sets = {
         "same": {},
         "longer": {"options": {"config": SUMS | {"max_terms": 4}}, "prompts": 5},
@@ -404,7 +404,7 @@ def test_generators_stand_side_by_side_as_evaluation_sets() -> None:
     assert not held_out & {prompt.uid for prompt in datasets.train.prompts}
 
 
-def test_options_of_an_evaluation_set_are_checked_first() -> None:
+def test_options_of_an_evaluation_set_are_checked_before_its_prompts_are_made() -> None:
     sets = {"a": {}, "b": {"options": {"dataset": "leg_counting"}}}
     config = run_config(evaluation={"sets": sets})
     message = "evaluation.sets.b: task reasoning_gym: dataset leg_counting has no option 'm"

@@ -25,7 +25,7 @@ def eq_13(length: int, longest: int, cache: int) -> float:
 
 @given(st.integers(1, 20_480))
 def test_the_overlong_punishment_is_eq_13(length: int) -> None:
-    # DAPO: 16,384 expected tokens and a cache of 4,096.
+    # DAPO expects 16,384 tokens and adds a cache of 4,096.
     expected = eq_13(length, 20_480, 4_096)
     assert overlong_punishment(length, 20_480, 0.2) == pytest.approx(expected, abs=1e-9)
 
@@ -64,7 +64,7 @@ def test_the_reward_is_the_weighted_sum_of_its_parts(
 
 
 def test_format_credit_of_countdown_is_a_tenth() -> None:
-    """TinyZero and MoPPS: 1 for a correct answer, 0.1 for another answer, 0 for none."""
+    """TinyZero and MoPPS reward a correct answer by 1, another answer by 0.1, and none by 0."""
     task = get_task("countdown")
     settings = RewardConfig(correct=0.9, weights={"format": 0.1})
     check_reward(task, settings)

@@ -1,4 +1,4 @@
-"""Samplers draw by their papers' formulas, purely, and no prompt twice in a step."""
+"""Samplers draw deterministically by their papers' formulas, and no prompt twice in a step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ posteriors = st.lists(
 # ---- the uniform sampler ----
 
 
-def test_the_uniform_sampler_draws_what_it_drew_before() -> None:
+def test_the_uniform_sampler_draws_the_recorded_prompts() -> None:
     """A change would give every stored run other prompts when it is resumed."""
     assert prompt_positions(42, 6, dataset_size=2000, prompts_per_step=6) == UNIFORM_42_6
     assert prompt_positions(7, 401, dataset_size=2000, prompts_per_step=5) == UNIFORM_7_401
@@ -49,7 +49,7 @@ UNIFORM_7_401 = (723, 1506, 1329, 958, 1983)
 
 @st.composite
 def streams(draw: st.DrawFn) -> tuple[int, int, int]:
-    """Draws (dataset_size, prompts of a round, most rounds) of which a step can be filled."""
+    """Draws (dataset_size, prompts of a round, most rounds) where a step can be filled."""
     per_round, rounds = draw(st.integers(1, 9)), draw(st.integers(2, 5))
     most = per_round * rounds
     size = draw(st.integers(most, 5 * most) | st.sampled_from([most, most + 1, 2 * most - 1]))
@@ -116,7 +116,7 @@ def test_epochs_of_the_stream_are_in_different_orders() -> None:
     assert sum(distance > 50 for distance in moved) > 300
 
 
-def test_a_dataset_of_one_step_keeps_its_order_because_it_must() -> None:
+def test_a_dataset_of_one_step_has_the_same_order_in_every_epoch() -> None:
     """Otherwise a step that begins in the middle of the dataset would draw a prompt twice."""
     drawn = stream_positions(5, 0, 36, dataset_size=12, distinct=12)
     assert drawn[:12] == drawn[12:24] == drawn[24:]
@@ -127,7 +127,7 @@ def test_the_stream_is_refused_without_the_prompts_of_a_step() -> None:
         stream_positions(5, 0, 4, dataset_size=11, distinct=12)
 
 
-def test_the_stream_draws_what_it_drew_before() -> None:
+def test_the_stream_draws_the_recorded_prompts() -> None:
     """A change would give every stored run other prompts when it is resumed."""
     assert stream_positions(42, 1998, 6, dataset_size=2000, distinct=24) == STREAM_42
 
@@ -167,7 +167,7 @@ def test_without_decay_the_posterior_counts_responses_exactly(
 
 
 @given(st.integers(0, 2**40), st.integers(1, 10**6), st.integers(1, 4), st.integers(1, 12))
-def test_no_candidate_comes_twice_in_a_step(
+def test_no_candidate_is_drawn_twice_in_a_step(
     seed: int, step: int, rounds: int, per_round: int
 ) -> None:
     drawn = [
@@ -196,7 +196,7 @@ def test_candidates_are_drawn_uniformly() -> None:
         )
     )
     expected = steps * per_round / size
-    # Five standard deviations of a binomial count.
+    # The tolerance is five standard deviations of a binomial count.
     assert all(abs(counts[p] - expected) < 5 * math.sqrt(expected) for p in range(size))
 
 
@@ -224,7 +224,7 @@ def test_mopps_takes_the_smallest_squared_distances_of_its_draws(
 
 
 @given(posteriors, st.integers(0, 2**40))
-def test_the_band_comes_first_in_the_order_of_candidature(
+def test_candidates_within_the_band_come_first_in_the_order_given(
     candidates: list[Posterior], seed: int
 ) -> None:
     ranked = rank_by_thompson(candidates, band=(0.3, 0.7), rng=random.Random(seed))
@@ -261,7 +261,7 @@ def test_dots_samples_with_the_papers_probabilities() -> None:
     total = sum(weights)
     for index, weight in enumerate(weights):
         assert firsts[index] / trials == pytest.approx(weight / total, abs=0.012)
-    # Without replacement: the second is drawn from what the first leaves.
+    # Draws are without replacement, so the second is drawn from the other candidates.
     expected = weights[0] / total * weights[2] / (total - weights[0])
     assert pairs[0, 2] / trials == pytest.approx(expected, abs=0.012)
 
@@ -282,7 +282,7 @@ def test_a_draw_of_zero_keeps_the_weight_finite() -> None:
     assert math.isfinite(candidate.draw)
 
 
-# ---- both ----
+# ---- MoPPS and DOTS ----
 
 
 @pytest.mark.parametrize("kind", ["mopps", "dots"])

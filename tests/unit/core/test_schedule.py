@@ -1,4 +1,4 @@
-"""Properties of the schedule of syncs and of the draw of prompts."""
+"""Syncs partition the steps into windows, and an epoch draws each prompt at most once."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_windows_partition_the_steps(schedule: SyncSchedule, t: int) -> None:
 @pytest.mark.parametrize(
     ("phase", "syncs"), [("algorithm1", [5, 10, 15]), ("first_step", [1, 6, 11])]
 )
-def test_phases(phase: Phase, syncs: list[int]) -> None:
+def test_a_phase_decides_the_steps_of_syncs(phase: Phase, syncs: list[int]) -> None:
     schedule = SyncSchedule(5, 5, phase)
     assert [t for t in range(1, 16) if schedule.syncs_at(t)] == syncs
     assert [t for t in range(1, 16) if schedule.reevaluates_at(t)] == [5, 10, 15]
@@ -88,7 +88,7 @@ def test_permuted_is_a_permutation(size: int, key: int) -> None:
     assert sorted(permuted(i, size=size, key=key) for i in range(size)) == list(range(size))
 
 
-def test_any_two_prompts_land_anywhere_as_likely() -> None:
+def test_a_permutation_moves_two_prompts_to_any_two_places_equally_likely() -> None:
     pairs = [(permuted(0, size=6, key=k), permuted(4, size=6, key=k)) for k in range(12_000)]
     drawn = Counter(pairs)
     assert len(drawn) == 30
