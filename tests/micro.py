@@ -26,7 +26,7 @@ END = 1
 def micro_model(*, seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     """Builds a Qwen3 of two layers; its weights are large enough for uneven distributions.
 
-    changes: of its configuration.
+    changes: values that replace those of its configuration.
     """
     options = {
         "vocab_size": 13,
@@ -60,7 +60,7 @@ CHAT_TEMPLATE = (
 def save_micro_vision_model(
     directory: Path, architecture: str = "qwen2_5_vl", *, seed: int = 0
 ) -> Path:
-    """Saves a model of a few thousand random weights that reads images, with its processor.
+    """Saves a model of random weights that reads images, with its processor.
 
     Its tokens are the characters of ASCII. An image of 112 x 112 pixels has 16 of them.
     """

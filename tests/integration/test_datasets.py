@@ -122,7 +122,7 @@ def test_a_file_is_uploaded_once_and_used_by_its_name(
         (("none.jsonl", "--task", "math", "--column", "problem"), 2, "write COLUMN=THEIRS"),
     ],
 )
-def test_a_wrong_upload_is_one_line(
+def test_an_invalid_upload_is_refused_in_one_line(
     bapo: Bapo, arguments: tuple[str, ...], code: int, message: str
 ) -> None:
     exit_code, _, error = bapo("dataset", "upload", *arguments)
@@ -166,7 +166,7 @@ def test_a_dataset_with_a_digest_takes_no_other_prompts(client: BufferClient) ->
         ("s3://BUCKET/data.jsonl", "data.jsonl, row 1: not JSON"),
     ],
 )
-def test_what_is_wrong_with_an_address_is_said(
+def test_an_unusable_address_is_explained(
     client: BufferClient, sources: DataSources, address: str, message: str
 ) -> None:
     store = sources.open_store()

@@ -28,7 +28,7 @@ STEPS = range(1, 11)
 
 
 class Recorder(Driver):
-    """Drives a run, and remembers what it posted."""
+    """Drives a run, and records the groups that it posted."""
 
     def __init__(self, stack: Endpoints, config: RunConfig) -> None:
         super().__init__(stack, config)
@@ -157,7 +157,7 @@ def test_after_a_rewind_the_same_steps_give_the_same_demonstrations(
     assert snapshot(driver) == rows
 
 
-def test_a_demonstration_that_is_too_long_is_named(
+def test_a_demonstration_that_is_too_long_is_refused_by_name(
     make: Callable[..., Recorder], stack: Endpoints, tmp_path: Path
 ) -> None:
     driver = make("luffy", rollout={**ROLLOUT, "max_response_tokens": 3})

@@ -195,13 +195,15 @@ def test_a_gated_data_set_needs_a_token(read: Read) -> None:
         ("hf://ac me/sums:train", "Repo id must use alphanumeric chars"),
     ],
 )
-def test_what_is_wrong_is_one_line(read: Read, address: str, message: str) -> None:
+def test_an_unusable_address_is_explained_in_one_line(
+    read: Read, address: str, message: str
+) -> None:
     error = read(address)["error"]
     assert re.search(message, error), error
     assert "\n" not in error
 
 
-def test_a_column_that_is_missing_lists_those_that_are_there(hub: Hub, read: Read) -> None:
+def test_the_error_of_a_missing_column_lists_the_present_ones(hub: Hub, read: Read) -> None:
     hub.repositories["acme/other"] = Repository()
     rows = [{"prompt": "1+1?", "solution": "2"}]
     for number, (name, data) in enumerate(

@@ -57,7 +57,7 @@ def dataset_of(tmp_path: Path, seeds: range) -> Dataset:
     return read_dataset(GEOMETRY, str(tmp_path / "data.parquet"), DataSources(), {})
 
 
-def test_an_image_is_stored_by_its_digest_and_read_by_whoever_may_read(
+def test_an_image_is_stored_by_its_digest_and_read_with_the_scope_read(
     stack: Endpoints, client: BufferClient, store: ObjectStore
 ) -> None:
     data = diagram(1)
@@ -77,7 +77,7 @@ def test_an_image_is_stored_by_its_digest_and_read_by_whoever_may_read(
     assert denied.status_code == 403
 
 
-def test_what_is_no_image_is_not_stored(client: BufferClient) -> None:
+def test_a_file_that_is_no_valid_image_is_refused(client: BufferClient) -> None:
     text = b"<script>alert(1)</script>"
     with pytest.raises(ServiceError, match="is no image in PNG, JPEG or WebP"):
         client.upload_image(digest_of(text), text)
@@ -105,7 +105,7 @@ def test_images_are_uploaded_once_and_before_the_prompts_that_refer_to_them(
     assert read.images.get(digest) == diagram(10)
 
 
-def test_prompts_whose_images_are_gone_are_noticed_before_the_run(
+def test_prompts_whose_images_were_deleted_are_refused_before_the_run(
     client: BufferClient, store: ObjectStore, tmp_path: Path
 ) -> None:
     dataset = dataset_of(tmp_path, range(20, 22))

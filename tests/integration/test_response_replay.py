@@ -31,7 +31,7 @@ Rows = list[tuple[int, tuple[int, ...] | None, bool]]
 
 
 class Recorder(Driver):
-    """Drives a run, and remembers what it posted."""
+    """Drives a run, and records the responses that it posted."""
 
     def __init__(self, stack: Endpoints, algorithm: str, name: str, **sections: Any) -> None:
         settings = {"task": TASK, "rollout": ROLLOUT, "sync": {"every": 1}, **sections}
@@ -125,7 +125,7 @@ def test_the_trainer_reads_the_responses_that_the_manifest_names(
 
 def test_arpo_puts_a_success_into_a_group_without_any(make: Callable[..., Recorder]) -> None:
     driver = make("arpo")
-    rescued = 0
+    completed = 0
     for step in STEPS:
         manifest = driver.run_step(step)
         for group, members in zip(
@@ -139,20 +139,20 @@ def test_arpo_puts_a_success_into_a_group_without_any(make: Callable[..., Record
             if group.correct or not successes:
                 assert members == [(step, None, False)]
                 continue
-            rescued += 1
+            completed += 1
             kept, (before, rows, joined) = members
             assert kept == (step, (1, 2, 3), False)
             assert joined
             assert rows is not None
             (row,) = rows
             assert (before, row) in successes
-    assert rescued > 3
+    assert completed > 3
 
 
-def test_exgrpo_revisits_what_was_solved_in_part_and_retires_the_rest(
+def test_exgrpo_revisits_prompts_solved_in_part_and_retires_solved_ones(
     make: Callable[..., Recorder],
 ) -> None:
-    """With v = 1, the prompts of a step go by the results of all steps before."""
+    """With v = 1, the prompts of a step depend on the results of all earlier steps."""
     driver = make("exgrpo", task={**TASK, "train_prompts": 24})
     uids = [prompt.uid for prompt in load_datasets(driver.config)[0].prompts]
     seed, revisited_in_all, retired_in_all = driver.config.seed, 0, 0
@@ -228,7 +228,7 @@ def test_after_a_rewind_the_same_steps_give_the_same_rows(
     assert snapshot(driver) == before
 
 
-def test_why_a_prompt_was_trained_on_names_the_replayed_responses(
+def test_the_explanation_of_a_decision_names_the_replayed_responses(
     make: Callable[..., Recorder],
 ) -> None:
     driver = make("repo", response_replay=REPO)

@@ -39,7 +39,7 @@ def drive(stack: Endpoints, request: pytest.FixtureRequest) -> Drive:
 
 
 class Reference:
-    """MoPPS in plain Python, which draws from the closed form of the groups that it was told of."""
+    """MoPPS in plain Python, which draws from the closed form of the recorded groups."""
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
@@ -114,7 +114,7 @@ def test_the_prompts_of_a_window_are_known_once_the_step_before_it_is_committed(
     assert drawn(driver, 3) == early
 
 
-def test_as_of_the_step_before_every_step_waits_for_its_commit(drive: Drive) -> None:
+def test_with_as_of_step_the_prompts_of_a_step_wait_for_the_commit_before_it(drive: Drive) -> None:
     driver = drive(sampler={"as_of": "step"})
     for step in range(1, 4):
         driver.run_step(step)
@@ -189,7 +189,7 @@ def test_the_uniform_sampler_stores_nothing(drive: Drive) -> None:
     assert driver.client.prompt_history(uid).posterior is None
 
 
-def test_steps_tell_how_well_the_sampler_predicted_them(drive: Drive) -> None:
+def test_metrics_of_steps_report_how_well_the_sampler_predicted_them(drive: Drive) -> None:
     driver = drive()
     reference = Reference(driver)
     for step in range(1, 4):
@@ -293,7 +293,9 @@ def test_a_dataset_that_cannot_give_the_candidates_is_refused_at_the_start(
 
 
 @pytest.mark.parametrize("kind", ["mopps", "dots"])
-def test_every_prompt_is_told_why_it_was_drawn_or_not(drive: Drive, kind: str) -> None:
+def test_every_prompt_has_an_explanation_of_why_it_was_drawn_or_not(
+    drive: Drive, kind: str
+) -> None:
     driver = drive(f"-{kind}", sampler={"kind": kind})
     for step in range(1, 5):
         driver.run_step(step)

@@ -20,7 +20,7 @@ class Loss(NamedTuple):
 
     value: Tensor
     gradient: Tensor
-    """(N, T) with respect to the log-probs."""
+    """(N, T) gradient with respect to the log-probs."""
     clipped: float
     """Share of the valid tokens that are clipped."""
 
@@ -38,12 +38,15 @@ class Case:
 
     @property
     def response_weights(self) -> Tensor:
-        """Importance weights that are equal for all tokens of a response."""
+        """The importance weights with those of a response's first token for all of its tokens."""
         return self.weights[:, :1].expand_as(self.weights)
 
 
 def make_case(seed: int, *, sign: int = 0, longest: int = 6, noise: float = 0.3) -> Case:
-    """Draws 8 responses; sign: of all advantages, where it is not 0. noise: of the log-ratios."""
+    """Draws 8 responses whose log-ratios have the standard deviation `noise`.
+
+    All advantages get the `sign`, or signs of their own where it is 0.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(low: float, high: float) -> Tensor:
@@ -140,7 +143,7 @@ GROUPS: dict[str, Groups] = {
 
 
 def responses_of(groups: Groups, *, penalised: bool = False) -> Responses:
-    """Returns responses of random lengths; penalised: tokens have penalties."""
+    """Returns responses of random lengths, whose tokens have penalties if `penalised`."""
     generator = torch.Generator().manual_seed(1)
     sizes = torch.tensor([len(group) for group in groups])
     lengths = torch.randint(1, 7, (int(sizes.sum()), 1), generator=generator)
@@ -153,7 +156,7 @@ def responses_of(groups: Groups, *, penalised: bool = False) -> Responses:
 
 
 def rewards_by_token(responses: Responses) -> Tensor:
-    """Returns the rewards less the penalties, as verl takes them, (M, R)."""
+    """Returns the rewards minus the penalties, as verl takes them, (M, R)."""
     rewards = responses.by_row(responses.rewards)[:, 0]
     return token_rewards(rewards, responses.mask) - responses.penalties
 

@@ -99,9 +99,7 @@ def test_a_suite_replaces_the_sets_of_a_file_and_keeps_the_options_of_its_own_ta
         (("gsm8k=x.json",), "--data gsm8k=x.json: is no directory and no SET=ADDRESS"),
     ],
 )
-def test_what_is_wrong_with_the_data_of_a_suite_is_said(
-    data: tuple[str, ...], message: str
-) -> None:
+def test_invalid_data_of_a_suite_are_refused(data: tuple[str, ...], message: str) -> None:
     with pytest.raises(BapoError, match=message):
         maths(*data)
 

@@ -59,7 +59,7 @@ def test_columns_are_mapped_and_further_ones_ignored(tmp_path: Path, suffix: str
     assert dataset.name == f"math-{digest_of_prompts(dataset.prompts)[:12]}"
 
 
-def test_the_limit_is_one_of_rows(tmp_path: Path) -> None:
+def test_the_limit_counts_rows_and_not_prompts(tmp_path: Path) -> None:
     address = write(tmp_path / "data.jsonl", ROWS)
     dataset = read_dataset(MATH, address, DataSources(), COLUMNS, 3)
     assert dataset.summary == (
@@ -100,7 +100,7 @@ GOOD = '{"problem": "1+1?", "answer": "2"}\n'
         ),
     ],
 )
-def test_what_is_wrong_is_named_with_its_row(
+def test_an_invalid_file_or_row_is_named(
     tmp_path: Path, name: str, content: bytes, message: str
 ) -> None:
     path = tmp_path / name
@@ -130,7 +130,7 @@ def test_a_problem_that_the_verifier_would_refuse_is_refused(tmp_path: Path) -> 
         read_dataset(MATH, address, DataSources(), {})
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(BapoError, match=r"none.jsonl: No such file or directory; give the path"):
         read_dataset(MATH, str(tmp_path / "none.jsonl"), DataSources(), {})
 
@@ -162,7 +162,7 @@ def test_training_and_held_out_prompts_are_named_by_their_part(tmp_path: Path) -
         ({}, "task math cannot generate prompts; set task.train_path and task.test_path"),
     ],
 )
-def test_half_of_the_data_is_refused(task: dict[str, Any], message: str) -> None:
+def test_training_and_held_out_data_need_each_other(task: dict[str, Any], message: str) -> None:
     with pytest.raises(BapoError, match=message):
         load_datasets(math_config(**task))
 
@@ -194,7 +194,7 @@ def test_each_set_is_read_with_its_own_columns_and_limit(tmp_path: Path) -> None
     assert datasets.test_names["mapped"] == datasets.test["mapped"].name
 
 
-def test_what_is_wrong_with_a_set_is_said_with_its_name(tmp_path: Path) -> None:
+def test_an_error_of_an_evaluation_set_names_the_set(tmp_path: Path) -> None:
     empty = write(tmp_path / "empty.jsonl", [{"question": "?", "solution": None}])
     other = write(tmp_path / "other.jsonl", [{"nums": [1, 2], "target": 3}])
     trained = write(tmp_path / "trained.jsonl", ROWS[:1])

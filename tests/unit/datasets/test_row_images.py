@@ -117,7 +117,7 @@ def test_a_column_may_hold_one_image(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_bad_image_is_one_line_with_its_row_and_file(
+def test_an_invalid_image_is_refused_in_one_line_with_its_row_and_file(
     tmp_path: Path, item: Any, message: str
 ) -> None:
     rows = [row({"bytes": encoded(), "path": "0.png"})]

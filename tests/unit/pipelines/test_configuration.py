@@ -100,7 +100,9 @@ def test_a_stored_configuration_replaces_the_default_one() -> None:
         ({"overrides": ["steps"]}, "write key=value"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_parameters_of_the_form_are_refused(
+    arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         read(**arguments)
 

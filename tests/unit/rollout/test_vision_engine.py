@@ -112,7 +112,7 @@ def test_the_digest_of_a_request_counts_images(directory: Path) -> None:
 # ---- what is wrong ------------------------------------------------------------------------------
 
 
-def test_a_model_that_reads_no_images_is_one_line(tmp_path: Path) -> None:
+def test_a_model_that_reads_no_images_is_refused_in_one_line(tmp_path: Path) -> None:
     micro_model().save_pretrained(tmp_path)
     with pytest.raises(BapoError, match="a model of the type qwen3 has no vision tower that bapo"):
         check_model(tmp_path)
@@ -123,7 +123,9 @@ def test_a_model_that_reads_no_images_is_one_line(tmp_path: Path) -> None:
         engine.generate([prompt], sampling(), policy_version=1)
 
 
-def test_a_model_without_its_image_processor_is_one_line(directory: Path, tmp_path: Path) -> None:
+def test_a_model_without_its_image_processor_is_refused_in_one_line(
+    directory: Path, tmp_path: Path
+) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(directory, copy)
     (copy / "preprocessor_config.json").unlink()

@@ -172,7 +172,7 @@ def forward_passes(*overrides: str) -> int:
     return passes
 
 
-def test_only_objectives_with_statistics_take_a_pass_more() -> None:
+def test_only_objectives_with_statistics_take_one_more_forward_pass() -> None:
     scoring, updates = 1, 2
     for overrides in ((), *WITHOUT_STATISTICS):
         assert forward_passes(*overrides) == scoring + updates
@@ -246,7 +246,7 @@ def test_adaptive_clipping_is_composed_with_batch_adaptation() -> None:
     assert {"clip/low", "clip/high", "clip/rho", "clip_fraction/replayed"} <= metrics.keys()
 
 
-def test_a_kl_penalty_in_the_reward_is_none_of_the_loss() -> None:
+def test_a_kl_penalty_in_the_reward_is_not_in_the_loss() -> None:
     """Without a difference in rewards, the penalty alone makes advantages."""
     data = single.batch()
     data.rewards.fill_(1.0)
@@ -277,7 +277,7 @@ def test_metrics_are_means_whatever_the_aggregation() -> None:
 
 
 @pytest.mark.parametrize("algorithm", sorted(PRESETS))
-def test_no_preset_has_a_surprising_combination(algorithm: str) -> None:
+def test_presets_get_warnings_about_approximations_alone(algorithm: str) -> None:
     warnings = load_config(None, [f"algorithm={algorithm}"]).warnings()
     approximations = {"opo": ["advantage.estimator=opo"], "dots": ["sampler.kind=dots"]}
     assert [warning.split()[0] for warning in warnings] == approximations.get(algorithm, [])

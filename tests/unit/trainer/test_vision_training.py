@@ -46,7 +46,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module")
 def batch(directory: Path) -> Batch:
-    """Groups of all prompts, as the engine has generated them."""
+    """Returns groups of all prompts, as the engine generates them."""
     return sampled_batch(directory)
 
 
@@ -180,7 +180,7 @@ def test_an_update_trains_the_vision_tower_unless_it_is_frozen(
     assert not torch.equal(head_before, updater.policy.model.get_output_embeddings().weight)  # type: ignore[operator]
 
 
-def test_gradients_reach_the_vision_tower_as_finite_differences_say(
+def test_gradients_of_the_vision_tower_equal_finite_differences(
     directory: Path, batch: Batch
 ) -> None:
     policy = load_policy(directory)

@@ -22,10 +22,10 @@ from services.verifier.settings import VerifierSettings
 pytest.importorskip("reasoning_gym", reason="`make install-reasoning-gym` installs it")
 
 DEADLINE_S = 20.0
-"""No response but one that hangs takes as long, also on a busy machine."""
+"""Deadline that only a response that hangs misses, also on a busy machine."""
 
 UNKNOWN = {"boxnet", "rush_hour"}
-"""Generators without a reference answer: any plan that solves the problem is correct."""
+"""Generators without a reference answer, for which any plan that solves the problem is correct."""
 EXAMPLES = {
     "graph_color": "possible_answer",
     "propositional_logic": "example_answer",
@@ -60,7 +60,7 @@ def score(
     )
 
 
-def a_correct_answer(problem: ReasoningGymTask, payload: Payload) -> str:
+def find_correct_answer(problem: ReasoningGymTask, payload: Payload) -> str:
     """Returns the reference answer of a problem, or one of its correct answers."""
     if problem.dataset not in EXAMPLES:
         return str(payload["answer"])
@@ -80,7 +80,7 @@ def test_the_reference_answer_of_every_generator_is_correct(pool: VerifierPool) 
         payloads = problem.generate(0, 2)
         work = [(payload, "no such answer") for payload in payloads]
         if name not in UNKNOWN:
-            work += [(payload, a_correct_answer(problem, payload)) for payload in payloads]
+            work += [(payload, find_correct_answer(problem, payload)) for payload in payloads]
         verdicts = score(pool, problem, work)
         statuses = [verdict.status for verdict in verdicts]
         if set(statuses[:2]) & {"ok", "crashed", "timeout"} or set(statuses[2:]) - {"ok"}:
