@@ -295,7 +295,7 @@ def supervise(
         digest = batch_digest(batch, positions, ranks)
     with timer.phase("update"):
         try:
-            metrics = updater.supervise(batch)
+            metrics = updater.supervise(manifest.step, batch)
         except NonFiniteLoss as error:
             store_evidence(manifest.step, error, context, ranks)
             raise

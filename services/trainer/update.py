@@ -120,12 +120,13 @@ class Updater:
             return {}
         return metrics | diagnose(self.config, StepResults.concatenate(by_rank), window)
 
-    def supervise(self, batch: Batch) -> dict[str, float]:
+    def supervise(self, step: int, batch: Batch) -> dict[str, float]:
         """Takes one optimizer step on the mean of -log pi over the tokens of all ranks' batches.
 
         Returns the loss and the norm of its gradient, on every rank. Raises `NonFiniteLoss` before
         a step that would spoil the weights.
         """
+        self._set_learning_rate(step)  # the step may have had no other update
         rows = torch.arange(len(batch.lengths))
         scale = self._loss_scale(batch.mask, rows, "token-mean")
         self.optimizer.zero_grad(set_to_none=True)

@@ -181,7 +181,7 @@ def test_a_supervised_update_descends_on_the_mean_of_minus_log_pi() -> None:
         batch(),
     )
     updater, tested = updater_of(settings), policy()
-    metrics = updater.supervise(data)
+    metrics = updater.supervise(1, data)
     rows = torch.arange(GROUPS * G)
     logprobs, _ = response_logprobs(tested, data, rows, settings.rollout.temperature)
     loss = -logprobs[data.mask].mean()
@@ -196,6 +196,16 @@ def test_a_supervised_update_descends_on_the_mean_of_minus_log_pi() -> None:
             parameter.grad = graded.grad
     torch.optim.AdamW(reference.parameters(), 1e-3, weight_decay=0.1).step()
     assert torch.allclose(flat(updater.policy), flat(reference), atol=1e-6)
+
+
+def test_a_supervised_update_has_the_learning_rate_of_its_step() -> None:
+    """Its step may have no other update: with a filter, a batch may be empty."""
+    updater = updater_of(config("optimizer.warmup_steps=4"))
+    rates = []
+    for number in (1, 2, 5):
+        updater.supervise(number, batch())
+        rates.append(updater.optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.25e-3, 0.5e-3, 1e-3])
 
 
 def test_a_demonstration_has_no_behaviour_policy() -> None:
