@@ -341,11 +341,15 @@ def kl_cov(tokens: Tokens, settings: KlCovConfig, statistics: Statistics) -> Tok
         cov  = (A - mean of A) (log pi - mean of log pi), over all tokens of the update
         loss = -w r A, plus beta (r - log r - 1) for the fraction * n tokens of highest cov
 
-    The log-probs of cov are those just before the update. There is no clip. fraction is 2e-4, and
-    at least one token; beta is 1. Under `penalty: abs` (authors' code) it is beta |log r| instead.
+    The log-probs of cov are those just before the update. Of tokens of equal covariance, such as
+    those of probability 1, some are drawn. There is no clip. fraction is 2e-4, and at least one
+    token; beta is 1. Under `penalty: abs` (authors' code) it is beta |log r| instead.
     """
     covariances = _covariances("kl_cov", tokens, statistics)
-    chosen = tokens.valid & (covariances >= statistics["kl_cov/threshold"])
+    assert tokens.draws is not None  # see OBJECTIVES
+    threshold = statistics["kl_cov/threshold"]
+    drawn = (covariances == threshold) & (tokens.draws <= statistics["kl_cov/draw"])
+    chosen = tokens.valid & ((covariances > threshold) | drawn)
     log_ratios = tokens.log_ratios
     ratios = log_ratios.exp()
     divergences = log_ratios.abs() if settings.penalty == "abs" else ratios - log_ratios - 1.0
@@ -355,11 +359,16 @@ def kl_cov(tokens: Tokens, settings: KlCovConfig, statistics: Statistics) -> Tok
 
 
 def kl_cov_statistics(tokens: Tokens, settings: KlCovConfig) -> dict[str, float]:
-    """Returns the means of `kl_cov`, and the smallest covariance of a token that is penalised."""
+    """Returns the means of `kl_cov`, the smallest covariance of a token that is penalised, and the
+    largest draw of those with this covariance."""
     means = _means("kl_cov", tokens)
     covariances = _covariances("kl_cov", tokens, means)
     count = max(int(settings.fraction * len(covariances)), 1)
-    return {**means, "kl_cov/threshold": float(covariances.topk(count).values[-1])}
+    threshold = covariances.topk(count).values[-1]
+    assert tokens.draws is not None  # see OBJECTIVES
+    tied = tokens.draws[covariances == threshold].sort().values
+    draw = tied[count - 1 - int((covariances > threshold).sum())]
+    return {**means, "kl_cov/threshold": float(threshold), "kl_cov/draw": float(draw)}
 
 
 def _means(family: str, tokens: Tokens) -> dict[str, float]:
@@ -472,7 +481,7 @@ OBJECTIVES: dict[str, Objective] = {
     "topr": Objective(topr),
     "m2po": Objective(m2po, second_moment_statistics),
     "clip_cov": Objective(clip_cov, clip_cov_statistics, draws=True),
-    "kl_cov": Objective(kl_cov, kl_cov_statistics),
+    "kl_cov": Objective(kl_cov, kl_cov_statistics, draws=True),
     "adaptive_clipping": Objective(adaptive_clipping, adaptive_clipping_statistics),
 }
 """The built-in objectives by name."""

@@ -296,14 +296,14 @@ def kl_cov(penalty: Callable[[float], float]) -> Callable[[Case, Rows, Rows], Ro
 def kl_cov_with(penalty: Callable[[float], float], case: Case, lp: Rows) -> Rows:
     """Uses a fraction of 0.2 and a coefficient of 0.7."""
     by_token = covariances(case)
-    ordered = sorted(by_token, key=lambda at: -by_token[at])
-    last = by_token[ordered[max(int(0.2 * len(ordered)), 1) - 1]]
+    ordered = sorted(by_token, key=lambda at: (-by_token[at], case.draws[at[0]][at[1]]))
+    chosen = ordered[: max(int(0.2 * len(ordered)), 1)]
     losses: Rows = []
     for i, a in enumerate(case.advantages):
         losses.append([])
         for t, (x, old, w) in enumerate(zip(lp[i], case.prox[i], case.weights[i], strict=True)):
             loss = -w * math.exp(x - old) * a
-            losses[i].append(loss + 0.7 * penalty(x - old) * (by_token[i, t] >= last))
+            losses[i].append(loss + 0.7 * penalty(x - old) * ((i, t) in chosen))
     return losses
 
 
@@ -478,6 +478,19 @@ def test_at_least_one_token_is_kept_drawn_or_penalised() -> None:
     none, _, _ = computed("kl_cov", case, fraction=1e-9, coefficient=1e-12)
     one, _, _ = computed("kl_cov", case, fraction=1e-9)
     assert ((one.losses - none.losses).abs() > 1e-6).sum() == 1
+
+
+@pytest.mark.parametrize("ties", ["no advantages", "certain tokens"])
+def test_kl_cov_penalises_its_share_of_tokens_of_equal_covariance(ties: str) -> None:
+    """Covariances are all 0 without advantages, and equal for tokens of probability 1."""
+    case = CASES["no advantages"]
+    if ties == "certain tokens":
+        scored = [[0.0 if i < 4 else -1.0] * len(row) for i, row in enumerate(case.scored)]
+        case = replace(case, scored=scored, advantages=[1.0] * 4 + [-1.0] * 4)
+    count = int(0.2 * len(all_tokens(case)))
+    none, _, _ = computed("kl_cov", case, fraction=0.2, coefficient=1e-12)
+    some, _, _ = computed("kl_cov", case, fraction=0.2)
+    assert int((some.losses != none.losses).sum()) == count > 1
 
 
 def test_the_shaped_ratio_is_that_of_the_equation() -> None:
