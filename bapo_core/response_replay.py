@@ -84,7 +84,7 @@ def _largest_variance(rewards: Sequence[float], count: int) -> list[int]:
     Ties go to the larger sum. Such a subset has the lowest and the highest rewards and none from
     the middle, because the variance is convex in each reward; so count + 1 subsets are compared.
     """
-    order = sorted(range(len(rewards)), key=lambda index: (rewards[index], index))
+    by_reward = sorted(range(len(rewards)), key=lambda index: (rewards[index], index))
 
     def score(highest: int) -> tuple[float, float]:
         values = [rewards[index] for index in subset(highest)]
@@ -93,8 +93,10 @@ def _largest_variance(rewards: Sequence[float], count: int) -> list[int]:
         return count * sum(value * value for value in values) - total * total, total
 
     def subset(highest: int) -> list[int]:
-        lowest = order[: count - highest]
-        return [*lowest, *order[len(order) - highest :]]
+        split = len(rewards) - highest
+        # The newer ones of equal rewards, at this end as well.
+        others = sorted(by_reward[:split], key=lambda index: (rewards[index], -index))
+        return [*others[: count - highest], *by_reward[split:]]
 
     return subset(max(range(count + 1), key=score))
 

@@ -84,11 +84,18 @@ def test_the_strategy_max_variance_takes_the_best_of_all_subsets(
 ) -> None:
     """RePO compares all C(n, k) subsets, and takes the larger sum among equal variances."""
     count = min(count, len(rewards))
-    rewards_chosen = [
-        r.reward for r in chosen(cache_of(rewards), strategy="max_variance", count=count)
-    ]
+    options = {"strategy": "max_variance", "count": count, "advantages": "mixed"}
+    rewards_chosen = [r.reward for r in chosen(cache_of(rewards), **options)]
     best = max((pvariance(subset), sum(subset)) for subset in combinations(rewards, count))
     assert (pvariance(rewards_chosen), sum(rewards_chosen)) == pytest.approx(best)
+
+
+def test_the_strategy_max_variance_takes_the_newer_of_equal_rewards() -> None:
+    cache = cache_of([0, 1, 0, 0, 1, 0.5])
+    assert chosen(cache, strategy="max_variance", count=2) == [cache[3], cache[4]]
+    assert chosen(cache, strategy="max_variance", count=3) == [cache[n] for n in (1, 3, 4)]
+    same = cache_of([0.0] * 6)
+    assert chosen(same, strategy="max_variance", count=4) == same[-4:]
 
 
 def test_nothing_is_replayed_from_too_small_a_cache() -> None:
