@@ -43,6 +43,8 @@ class StepResults:
     clipped: Tensor
     """Whether the objective then cut the token's gradient off, or bounded its weight."""
     mask: Tensor
+    trained: Tensor
+    """Tokens that have a loss: those of all responses, or only of complete ones."""
     advantages: Tensor
     """(N,) advantage of each response."""
     variances: Tensor
@@ -64,6 +66,7 @@ class StepResults:
             new_logprobs=results.logprobs,
             clipped=results.clipped,
             mask=batch.mask,
+            trained=targets.mask,
             advantages=targets.advantages[:, 0],
             variances=group_variance(batch.rewards, batch.sizes)[batch.group],
             sources=batch.sources,
@@ -90,6 +93,7 @@ class StepResults:
             new_logprobs=concatenated("new_logprobs"),
             clipped=concatenated("clipped"),
             mask=concatenated("mask"),
+            trained=concatenated("trained"),
             advantages=concatenated("advantages"),
             variances=concatenated("variances"),
             sources=[sources[index] for index in order.tolist()],
@@ -105,7 +109,7 @@ class StepResults:
         fractions = {}
         for source in sorted(set(self.sources)):
             rows = self.rows_from(source)
-            fraction = clip_fraction(self.clipped[rows], self.mask[rows])
+            fraction = clip_fraction(self.clipped[rows], self.trained[rows])
             fractions[f"clip_fraction/{source}"] = fraction
         return fractions
 
@@ -138,7 +142,7 @@ def diagnose(
         **config.loss.weighting,
     )
     return {
-        "trained_tokens": float(results.mask.sum()),
+        "trained_tokens": float(results.trained.sum()),
         "response_length": float(results.mask.sum(dim=1).float().mean()),
         **{f"mismatch/{name}": value for name, value in mismatch.items()},
         **results.clip_fractions(),

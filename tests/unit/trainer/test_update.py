@@ -545,6 +545,7 @@ def test_clip_fractions_are_reported_by_source() -> None:
         new_logprobs=logprobs,
         clipped=torch.tensor([[True, False], [True, False]]),
         mask=mask,
+        trained=mask,
         advantages=torch.zeros(2),
         variances=torch.zeros(2),
         sources=["fresh", "replayed"],
@@ -554,6 +555,23 @@ def test_clip_fractions_are_reported_by_source() -> None:
         "clip_fraction/fresh": 1 / 2,
         "clip_fraction/replayed": 1.0,
     }
+
+
+def test_responses_without_a_loss_are_no_part_of_the_trained_tokens() -> None:
+    """Overlong filtering: the clip fraction of the only source is that of the update."""
+    settings = config(
+        "optimizer.minibatch_prompts=6",
+        "loss.mask_truncated=true",
+        "loss.clip_low=0.01",
+        "loss.clip_high=0.01",
+        "loss.ratio=behavior",
+    )
+    data = batch()
+    data.truncated[::2] = True
+    metrics = step(updater_of(settings), 1, data)
+    assert metrics["trained_tokens"] == int(data.mask[1::2].sum())
+    assert metrics["response_length"] == pytest.approx(float(data.mask.sum()) / (GROUPS * G))
+    assert 0 < metrics["clip_fraction/fresh"] == pytest.approx(metrics["clip_fraction"])
 
 
 def test_weight_metrics_are_those_of_the_weights_that_the_loss_applies() -> None:
@@ -577,6 +595,7 @@ def test_the_bound_weighs_each_group_once_and_leaves_out_groups_without_variance
         new_logprobs=torch.tensor([0.0, 0.0, 0.0, 0.0, math.log(2), -math.log(2)])[:, None],
         clipped=torch.zeros(6, 1, dtype=torch.bool),
         mask=torch.ones(6, 1, dtype=torch.bool),
+        trained=torch.ones(6, 1, dtype=torch.bool),
         advantages=advantages,
         variances=torch.tensor([0.25, 0.25, 0.0, 0.0, 0.16, 0.16]),
         sources=["fresh"] * 4 + ["replayed"] * 2,
