@@ -209,6 +209,12 @@ class RewardConfig(Section):
         return self
 
     @property
+    def is_in_unit_interval(self) -> bool:
+        """Whether every reward is in [0, 1], whatever the verdict and the length."""
+        parts = bool(self.weights) or (self.overlong_share > 0 and self.overlong_weight > 0)
+        return self.wrong >= 0.0 and self.correct <= 1.0 and not parts
+
+    @property
     def may_be_negative(self) -> bool:
         """Whether a verdict between 0 and 1 can have a reward below 0."""
         punished = self.overlong_share > 0 and self.overlong_weight > 0

@@ -129,9 +129,11 @@ def diagnose(
 
     window: [c2, c3] of the step. theta is the policy at the time it trained on each update: the
     step's last update is not in it, which spares a pass over the batch. The bound is about the
-    advantages of Eq. 2, so there is none with another estimator.
+    advantages of Eq. 2 of rewards in [0, 1], so there is none with another estimator, or with
+    rewards that may be outside.
     """
     of_eq_2 = config.advantage.estimator == "group" and config.advantage.scale == "group"
+    has_bound = of_eq_2 and config.reward.is_in_unit_interval
     sampled = results.mask & ~results.rows_from(DEMONSTRATED)[:, None]
     mismatch = mismatch_metrics(
         results.current_logprobs, results.behavior_logprobs, sampled
@@ -146,7 +148,7 @@ def diagnose(
         "response_length": float(results.mask.sum(dim=1).float().mean()),
         **{f"mismatch/{name}": value for name, value in mismatch.items()},
         **results.clip_fractions(),
-        **(_bound(config, results, window) if of_eq_2 else {}),
+        **(_bound(config, results, window) if has_bound else {}),
     }
 
 

@@ -608,3 +608,20 @@ def test_the_bound_weighs_each_group_once_and_leaves_out_groups_without_variance
     assert metrics["theory/bound_replayed"] == pytest.approx(replayed, abs=1e-6)
     assert metrics["theory/tv_replayed"] == pytest.approx(0.375)
     assert metrics["theory/bound"] == pytest.approx(replayed / 2, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "reward.wrong=-1",
+        "reward.weights={format: 0.1}",
+        "reward.overlong_share=0.2",
+        "advantage.scale=batch",
+        "advantage.estimator=rloo",
+    ],
+)
+def test_there_is_no_bound_where_the_theorem_does_not_hold(override: str) -> None:
+    """It is about rewards in [0, 1], with the advantages of Eq. 2."""
+    assert "theory/bound" in step(updater_of(config()), 1, batch())
+    metrics = step(updater_of(config(override)), 1, batch())
+    assert not [name for name in metrics if name.startswith("theory/")]
