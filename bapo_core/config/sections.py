@@ -640,8 +640,8 @@ class LossConfig(Section):
     loss (IcePop, with 0.5 and 2). `unit` makes all weights 1, as if theta_t had sampled every
     response (ARPO), which is biased."""
     weight_norm: Literal["none", "batch"] = "none"
-    """Normaliser of importance weights: `batch` divides them by their mean over the valid tokens of
-    the batch, so that it is 1 (verl's rollout correction)."""
+    """Normaliser of importance weights: `batch` divides them by their mean over the tokens of the
+    batch that have a loss, so that it is 1 (verl's rollout correction)."""
     weight_level: Literal["token", "sequence", "geometric"] = "token"
     """Level of importance weights: a token's ratio, the product over the response, or its geometric
     mean (released script: token)."""

@@ -195,7 +195,7 @@ class Updater:
             mask=mask,
             advantages=advantages,
             proximal_logprobs=proximal,
-            weights=self._importance_weights(batch, proximal),
+            weights=self._importance_weights(batch, proximal, mask),
             reference_logprobs=reference,
             center=(current - behavior).exp() if loss.clip_center == "current" else None,
             current_logprobs=current,
@@ -204,8 +204,11 @@ class Updater:
         )
         return targets, metrics
 
-    def _importance_weights(self, batch: Batch, proximal_logprobs: Tensor) -> Tensor:
-        """Returns importance weights (N, R), proximal over behaviour; 1 under `ratio: behavior`."""
+    def _importance_weights(self, batch: Batch, proximal_logprobs: Tensor, mask: Tensor) -> Tensor:
+        """Returns importance weights (N, R), proximal over behaviour; 1 under `ratio: behavior`.
+
+        mask: (N, R) tokens that have a loss, whose mean `loss.weight_norm` divides by.
+        """
         loss = self.config.loss
         if loss.ratio == "behavior":
             return batch.mask.float()
@@ -213,7 +216,7 @@ class Updater:
             proximal_logprobs, batch.behavior_logprobs, batch.mask, **loss.weighting
         )
         if loss.weight_norm == "batch":
-            mean, _, _ = self.ranks.moments(weights[batch.mask])
+            mean, _, _ = self.ranks.moments(weights[mask])
             weights = weights / (mean or 1.0)
         return weights
 

@@ -652,7 +652,7 @@ def normalised(case: Case, level: str) -> Tensor:
         config=SimpleNamespace(loss=loss), ranks=SimpleNamespace(moments=moments)
     )
     batch: Any = SimpleNamespace(behavior_logprobs=case.old_logprobs, mask=case.mask)
-    return Updater._importance_weights(updater, batch, case.logprobs)
+    return Updater._importance_weights(updater, batch, case.logprobs, case.mask)
 
 
 @each_case

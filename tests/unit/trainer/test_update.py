@@ -358,6 +358,12 @@ def test_weights_normalised_over_the_batch_have_mean_one() -> None:
     plain, normed = weights(), weights("loss.weight_norm=batch")
     assert plain.mean() != pytest.approx(1.0, abs=0.01)
     torch.testing.assert_close(normed, plain / plain.mean())
+    # Responses without a loss are no part of the mean.
+    data.truncated[::2] = True
+    targets, _ = updater_of(
+        config("loss.weight_norm=batch", "loss.mask_truncated=true")
+    )._make_targets(data)
+    assert float(targets.weights[targets.mask].mean()) == pytest.approx(1.0, abs=1e-5)
     masked = weights("loss.weight_mode=mask", "loss.weight_floor=0.5", "loss.weight_cap=2")
     outside = (plain < 0.5) | (plain > 2.0)
     assert outside.any()
