@@ -215,11 +215,11 @@ class TrajectoryReader:
         objects: dict[str, dict[int, list[list[float]]]] = {}
         row = 0
         for member in batch.members:
-            if member.proximal_key is not None and member.proximal_digest is not None:
-                key = member.proximal_key
+            key, digest = member.proximal_key, member.proximal_digest
+            # They are of whole groups, and only whole ones are replayed with `ratio: decoupled`.
+            if key is not None and digest is not None and member.rows is None:
                 if key not in objects:
-                    data = self._store.get(key, member.proximal_digest)
-                    objects[key] = decode_proximal(data)
+                    objects[key] = decode_proximal(self._store.get(key, digest))
                 for offset, values in enumerate(objects[key][member.group_id]):
                     logprobs[row + offset, : len(values)] = torch.tensor(values)
             row += member.response_count

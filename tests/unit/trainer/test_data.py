@@ -224,6 +224,22 @@ def test_a_batch_takes_its_groups_from_any_objects_in_the_manifests_order(
             assert rows == stored_values
 
 
+def test_a_part_of_a_group_has_no_log_probs_of_the_storage_step() -> None:
+    """A fresh group that a demonstration has joined may have recorded ones of all its responses."""
+    store = MemoryStore()
+    responses = [
+        TrajectoryResponse([1] * length, [-1.0] * length, 1.0, "stop", "", correct=True)
+        for length in (3, 1)
+    ]
+    key = store.put(encode_groups([TrajectoryGroup("0", [1], 1, responses)]))
+    proximal = store.put(encode_proximal({0: [[-1.0, -1.0, -1.0], [-2.0]]}))
+    part = member(0, 2, key, 0, proximal).model_copy(update={"rows": [1]})
+    batch = TrajectoryReader(cast(ObjectStore, store)).batch([part], with_storage=True)
+    assert batch.storage_logprobs is not None
+    assert batch.storage_logprobs.shape == (1, 1)
+    assert bool(batch.storage_logprobs.isnan().all())
+
+
 def test_an_object_is_read_once_while_it_is_among_the_recent_ones() -> None:
     store = MemoryStore()
     response = TrajectoryResponse([1, 2], [-1.0, -2.0], 1.0, "stop", "", correct=True)
