@@ -380,7 +380,8 @@ class ResponseReplayConfig(Section):
     """Fewest candidates with which responses are replayed (RePO: 16, which 8 responses an epoch
     reach after two epochs; ARPO: 1)."""
     count: int = Field(8, ge=1)
-    """Most responses that a group gets (RePO: 8; ARPO and ExGRPO: 1)."""
+    """Most responses that a group gets (RePO: 8; ARPO and ExGRPO: 1); with `strategy: all`, these
+    are `cache`."""
     only_correct: bool = False
     """Whether correct responses alone are candidates (ARPO and ExGRPO)."""
     strategy: Literal[
@@ -396,6 +397,16 @@ class ResponseReplayConfig(Section):
     replace: bool = False
     """Whether replayed responses take the place of as many fresh ones (ARPO and ExGRPO)."""
 
+    @property
+    def most(self) -> int:
+        """Most responses that a group gets."""
+        return self.cache if self.strategy == "all" else min(self.count, self.cache)
+
+    @property
+    def most_key(self) -> str:
+        """The key that sets `most`."""
+        return "cache" if self.most == self.cache else "count"
+
     @model_validator(mode="after")
     def _can_choose(self) -> ResponseReplayConfig:
         if self.min_cache > self.cache:
@@ -409,6 +420,11 @@ class ResponseReplayConfig(Section):
                 f"{key} is true but advantages is 'split': compared with each other alone, correct "
                 "responses have no advantages, and replaced responses are missed; set advantages "
                 "to mixed"
+            )
+        if self.advantages == "split" and self.most == 1:
+            raise ValueError(
+                f"{self.most_key} is 1 but advantages is 'split': a response by itself has nothing "
+                f"to be compared with; set advantages to mixed, or raise {self.most_key}"
             )
         return self
 
@@ -1134,10 +1150,13 @@ class RunConfig(Section):
                 f"'{self.sampler.kind}', which revisits no prompts; set sampler.kind=exgrpo, or "
                 "response_replay.groups to all or unsolved"
             )
-        if settings.replace and settings.count >= size:
+        demonstrated = int(self.demonstrations.join != "none")
+        if settings.replace and settings.most + demonstrated >= size:
+            key = f"response_replay.{settings.most_key}"
+            and_one = " and a demonstration" if demonstrated else ""
             raise ValueError(
-                f"response_replay.count is {settings.count} with response_replay.replace, which "
-                f"leaves no fresh response of a group of {size}; lower response_replay.count"
+                f"{key} is {settings.most} with response_replay.replace{and_one}, which leaves no "
+                f"fresh response of a group of {size}; lower {key}"
             )
         if self.loss.ratio == "decoupled":
             raise ValueError(
@@ -1150,6 +1169,22 @@ class RunConfig(Section):
                 "response_replay.enabled and replay.enabled with batch.dedup=rollout would put "
                 "responses into a batch twice; set batch.dedup=prompt, or disable one of the two"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _filter_keeps_what_is_joined(self) -> RunConfig:
+        joins = {
+            "response_replay.groups": self.response_replay.enabled
+            and self.response_replay.groups == "unsolved",
+            "demonstrations.join": self.demonstrations.join == "unsolved",
+        }
+        for key, unsolved in joins.items():
+            if unsolved and self.fresh.filter == "gaussian":
+                raise ValueError(
+                    f"{key} is 'unsolved' but fresh.filter is 'gaussian', which keeps no group "
+                    "without a correct response, so nothing would join; set fresh.filter to range "
+                    "or none"
+                )
         return self
 
     @model_validator(mode="after")

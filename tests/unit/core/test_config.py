@@ -154,6 +154,30 @@ def split(overrides: str) -> list[str]:
             "which leaves no fresh response of a group of 8; lower response_replay.count",
         ),
         (
+            "response_replay={count: 1}",
+            "a response by itself has nothing to be compared with; set advantages to mixed",
+        ),
+        (
+            "response_replay={strategy: all, cache: 1, min_cache: 1}",
+            "a response by itself has nothing to be compared with; set advantages to mixed",
+        ),
+        (
+            "algorithm=arpo response_replay.strategy=all",
+            "which leaves no fresh response of a group of 8; lower response_replay.cache",
+        ),
+        (
+            "algorithm=arpo demonstrations.join=all response_replay.count=7",
+            "which leaves no fresh response of a group of 8; lower response_replay.count",
+        ),
+        (
+            "algorithm=arpo fresh.filter=gaussian",
+            "fresh.filter is 'gaussian', which keeps no group without a correct response",
+        ),
+        (
+            "algorithm=luffy demonstrations.join=unsolved fresh.filter=gaussian",
+            "fresh.filter is 'gaussian', which keeps no group without a correct response",
+        ),
+        (
             "response_replay.enabled=true loss.ratio=decoupled",
             "loss.ratio is 'decoupled', which has the trainer's log-probs of whole groups alone",
         ),
