@@ -1338,7 +1338,8 @@ class RunConfig(Section):
                 f"{' and '.join(unused)} change nothing with loss.objective={objective}: its "
                 f"settings are the keys of loss.{objective}"
             )
-        stale = self.sync.every > 1 or self.sync.lag > 0 or self.replay.enabled
+        replays = self.replay.enabled or self.response_replay.enabled
+        stale = self.sync.every > 1 or self.sync.lag > 0 or replays
         if objective == "gspo" and self.loss.ratio == "behavior" and stale:
             warnings.append(
                 "loss.objective=gspo with loss.ratio=behavior clips almost every response that an "
@@ -1353,11 +1354,15 @@ class RunConfig(Section):
                 f"batch capacity ({self.batch_capacity}), so later minibatches are off-policy; "
                 "raise optimizer.minibatch_prompts"
             )
-        unused = _changed("advantage", self.advantage, ("gamma",))
-        if estimator not in ("gae", "reinforce_pp") and unused:
+        unscaled = estimator == "group" and self.advantage.scale == "none"
+        read = () if unscaled else _READ_BY_ESTIMATOR.get(estimator, ())
+        unread = [key for key in ("std", "eps", "gamma", "lam", "whiten") if key not in read]
+        unused = _changed("advantage", self.advantage, unread)
+        # A plug-in gets the whole section.
+        if estimator in ESTIMATOR_NAMES and unused:
             warnings.append(
-                f"{unused[0]} changes nothing with advantage.estimator={estimator}, which does "
-                "not discount"
+                f"{' and '.join(unused)} change nothing with advantage.estimator={estimator}"
+                f"{' and scale=none' if unscaled else ''}"
             )
         return warnings
 
@@ -1365,7 +1370,7 @@ class RunConfig(Section):
         """Returns warnings about the sampler."""
         warnings = []
         kind, revisits = self.sampler.kind, ["revisited_share", "revisit_above"]
-        unread = ["select", "band", "temperature", *revisits]
+        unread = ["select", "band", *revisits]  # by dots
         if kind == "uniform":
             unread = [key for key in SamplerConfig.model_fields if key != "kind"]
         elif kind == "mopps":
@@ -1376,6 +1381,12 @@ class RunConfig(Section):
         unused = _changed("sampler", self.sampler, unread)
         if unused:
             warnings.append(f"{' and '.join(unused)} change nothing with sampler.kind={kind}")
+        if self.sampler.is_adaptive and self.sampler.as_of == "step" and self.sync.lag:
+            warnings.append(
+                f"sync.lag is {self.sync.lag} with sampler.as_of=step: the prompts of a step "
+                "depend on the commit of the step before, so rollouts wait for the trainer in "
+                "every step; set sampler.as_of=sync"
+            )
         if kind == "dots":
             warnings.append(
                 "sampler.kind=dots predicts difficulty by the posterior of each prompt's own "
@@ -1395,6 +1406,29 @@ class RunConfig(Section):
                 f"{' and '.join(unused)} change nothing with replay.select=mixed, which replays "
                 "groups of any mixed rewards"
             )
+        replayed = [key for key in ResponseReplayConfig.model_fields if key != "enabled"]
+        unused = _changed("response_replay", self.response_replay, replayed)
+        if unused and not self.response_replay.enabled:
+            warnings.append(
+                f"{' and '.join(unused)} change nothing with response_replay.enabled=False, the "
+                "default"
+            )
+        absent = {
+            "reevaluated": not self.reevaluate.enabled,
+            "replayed": not (self.replay.enabled or self.response_replay.enabled),
+            "demonstrated": self.demonstrations.join == "none",
+        }
+        warnings += [
+            f"loss.by_source.{source} changes nothing: no batch of this run has such responses"
+            for source in self.loss.by_source
+            if absent.get(source)
+        ]
+        if self.batch.fresh_fraction < 1.0 and not self.replay.enabled:
+            warnings.append(
+                f"batch.fresh_fraction={self.batch.fresh_fraction} leaves room in every batch that "
+                "nothing fills with replay.enabled=False; set replay.enabled=true, or "
+                "batch.fresh_fraction=1"
+            )
         if self.batch.fresh_fraction < 1.0 and self.batch.capacity is not None:
             warnings.append(
                 f"batch.fresh_fraction={self.batch.fresh_fraction} changes nothing with "
@@ -1411,6 +1445,15 @@ class RunConfig(Section):
         ]
         empty = [not any(within(k / size, c2, c3) for k in range(size + 1)) for c2, c3 in windows]
         return sum(empty) / len(empty)
+
+
+_READ_BY_ESTIMATOR: dict[str, tuple[str, ...]] = {
+    "group": ("std", "eps"),
+    "gae": ("gamma", "lam", "whiten"),
+    "reinforce_pp": ("gamma",),
+    "maxrl": ("eps",),
+}
+"""The keys of the section `advantage` that a built-in estimator reads, besides `scale`."""
 
 
 def _changed(name: str, section: Section, keys: Sequence[str]) -> list[str]:

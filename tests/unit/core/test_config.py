@@ -291,9 +291,31 @@ def test_importance_weights_that_change_nothing_get_a_warning() -> None:
             "sampler.temperature=1.0 and sampler.band=(0.0, 1.0) change nothing with sampler.kind",
         ),
         ("algorithm=dots", "sampler.kind=dots predicts difficulty by the posterior"),
+        # What it reads is not pointed out.
+        ("algorithm=dots sampler.temperature=0.1 sampler.decay=0.5", "sampler.kind=dots predicts"),
+        (
+            "algorithm=mopps sync.lag=2 sampler.as_of=step",
+            "sync.lag is 2 with sampler.as_of=step: the prompts of a step depend on the commit of",
+        ),
+        (
+            "response_replay={strategy: random, cache: 32}",
+            "response_replay.cache=32 and response_replay.strategy=random change nothing with ",
+        ),
         (
             "batch={fresh_fraction: 0.5, capacity: 512}",
             "batch.fresh_fraction=0.5 changes nothing with batch.capacity=512",
+        ),
+        (
+            "algorithm=grpo batch.fresh_fraction=0.5",
+            "batch.fresh_fraction=0.5 leaves room in every batch that nothing fills with",
+        ),
+        (
+            "algorithm=luffy demonstrations.join=none",
+            "loss.by_source.demonstrated changes nothing: no batch of this run has such",
+        ),
+        (
+            "algorithm=grpo loss.by_source={replayed: {coefficient: 0.5}, fresh: {}}",
+            "loss.by_source.replayed changes nothing",
         ),
         (
             "replay.select=mixed replay_window.direction=off",
@@ -302,7 +324,15 @@ def test_importance_weights_that_change_nothing_get_a_warning() -> None:
         ("algorithm=opo", "advantage.estimator=opo is derived for exactly on-policy updates"),
         (
             "advantage.gamma=0.9",
-            "advantage.gamma=0.9 changes nothing with advantage.estimator=group",
+            "advantage.gamma=0.9 change nothing with advantage.estimator=group",
+        ),
+        (
+            "advantage={estimator: rloo, std: sample, lam: 0.9}",
+            "advantage.std=sample and advantage.lam=0.9 change nothing with advantage.estimator=rl",
+        ),
+        (
+            "algorithm=dr_grpo advantage.eps=1.0e-4",
+            "advantage.eps=0.0001 change nothing with advantage.estimator=group and scale=none",
         ),
         (
             "algorithm=grpo loss.weight_norm=batch",
