@@ -25,12 +25,12 @@ from bapo_core.seeding import derive_rng, derive_seed
 from bapo_core.tasks import get_task
 
 # Keys of which this file implements the default value alone.
-DEFAULTS_ONLY = """loss.norm kl.placement replay_window.r_tot evaluation.temperature task.test_path
-fresh.filter loss.objective reward loss.weight_level loss.weight_norm batch.dedup loss.weight_floor
+DEFAULTS_ONLY = """loss.norm fresh.filter replay_window.r_tot evaluation.temperature task.test_path
+kl.reference loss.objective reward loss.weight_level loss.weight_norm batch.dedup loss.weight_floor
 hard_buffer.store_new_in_high lora evaluation.samples response_replay rollout.max_generation_rounds
 loss.ratio optimizer.epochs loss.by_source reevaluate.rule task.train_path hard_buffer.after replay
 loss.aggregation sync.weights_dtype evaluation.sets reevaluate.enabled sync.lag advantage.estimator
-loss.mask_truncated sampler evaluation.top_p loss.weight_mode advantage.scale kl.reference"""
+loss.mask_truncated sampler evaluation.top_p loss.weight_mode advantage.scale demonstrations"""
 
 
 def train(config, directory, sample=None, learner=None):

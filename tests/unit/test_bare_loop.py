@@ -125,7 +125,17 @@ def test_it_makes_the_same_batches_with_the_parts_of_the_services(
     assert sources == set(Source)
 
 
-def test_a_variant_that_it_does_not_implement_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["bare_loop.py", "examples/countdown.yaml", "algorithm=grpo"])
-    with pytest.raises(SystemExit, match=r"fresh\.filter: only range is implemented"):
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("algorithm=grpo", r"fresh\.filter: only range is implemented"),
+        ("demonstrations.join=all", r"demonstrations: only .*join='none'.* is implemented"),
+    ],
+)
+def test_a_variant_that_it_does_not_implement_is_refused(
+    monkeypatch: pytest.MonkeyPatch, override: str, message: str
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bare_loop.py", "examples/countdown.yaml", override])
+    monkeypatch.setattr(bare_loop, "train", lambda *_: [])
+    with pytest.raises(SystemExit, match=message):
         bare_loop.main()
