@@ -259,8 +259,8 @@ def forget(session: Session, run: Run, step: int) -> None:
 def copy_prior(session: Session, run: Run, config: RunConfig) -> None:
     """Copies the results of `sampler.prior_run` as of now, when a run is created.
 
-    Raises 400 if there is no such run, if its training prompts are others, or if it has no
-    committed step.
+    Raises 400 if there is no such run, if its training prompts are others, if it has no committed
+    step, or if the sampler compares counts of correct responses and its groups have another size.
     """
     name = config.sampler.prior_run
     if name is None or not config.sampler.is_adaptive:
@@ -277,6 +277,13 @@ def copy_prior(session: Session, run: Run, config: RunConfig) -> None:
         raise bad_request(
             f"sampler.prior_run: run {name!r} has no committed step, so it has no results; name "
             "another run, or remove the key"
+        )
+    sizes = [prior.config["rollout"]["group_size"], config.rollout.group_size]
+    if config.sampler.kind == "exgrpo" and sizes[0] != sizes[1]:
+        raise bad_request(
+            f"sampler.prior_run: run {name!r} has groups of {sizes[0]} responses, but this run has "
+            f"groups of {sizes[1]}, and sampler.kind=exgrpo compares how many of them are correct; "
+            "name another run, or remove the key"
         )
     session.execute(
         _COPY_PRIOR,

@@ -265,6 +265,9 @@ def test_an_earlier_run_that_cannot_be_used_is_refused_at_the_start(drive: Drive
     )
     with pytest.raises(ServiceError, match=r"has the training dataset .* name a run on"):
         Driver(other.stack, config)
+    revisits = {"kind": "exgrpo", "prior_run": other.config.name}
+    with pytest.raises(ServiceError, match="has groups of 4 responses, but this run has groups of"):
+        drive("-c", sampler=revisits, rollout={"prompts_per_step": B, "group_size": 2})
     names = {run.name for run in BufferClient(other.stack.buffer_url, other.stack.token).runs()}
     assert "another-dataset" not in names, "a refused run leaves nothing"
 
