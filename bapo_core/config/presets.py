@@ -220,8 +220,8 @@ SUMMARIES: dict[str, str] = {
     "each update, so that tokens with positive advantages keep their share. With batch adaptation: "
     "`algorithm: bapo`, `loss.objective: adaptive_clipping`, `loss.ratio: behavior`.",
     "mopps": "GRPO on the prompts whose Thompson draws are nearest to one half "
-    "(arXiv 2507.04632), with the paper's settings for Countdown; for mathematics, it has "
-    "`sampler.decay: 1` and `sampler.candidates: 16`.",
+    "(arXiv 2507.04632), with the paper's settings for Countdown but for `sampler.candidates`, "
+    "which are 8 there; for mathematics, it has `sampler.decay: 1` and `sampler.candidates: 16`.",
     "dots": "Prompts of medium difficulty, and half of each batch from the mixed groups of earlier "
     "steps (arXiv 2506.05316). The posterior's mean stands for the paper's predictor, which needs "
     "an embedding model.",
