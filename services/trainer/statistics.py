@@ -54,27 +54,23 @@ def select_tokens(
 def gather_tokens(tokens: Tokens, ranks: Ranks) -> Tokens:
     """Returns the valid tokens of all ranks, (T,), on every rank.
 
-    Every rank then computes the same numbers, which may be sums or quantiles. A token takes 16
-    bytes, which is little beside its logits.
+    Every rank then computes the same numbers, which may be sums or quantiles. A token takes 16 to
+    24 bytes, which is little beside its logits.
     """
-    assert tokens.scored_logprobs is not None
-    draws = torch.zeros_like(tokens.advantages) if tokens.draws is None else tokens.draws
-    columns = (tokens.scored_logprobs, tokens.proximal_logprobs, tokens.advantages, draws)
-    gathered = ranks.all_gather(torch.stack([column[tokens.valid] for column in columns]))
+    names = ("scored_logprobs", "proximal_logprobs", "advantages", "weights", "center", "draws")
+    columns: dict[str, Tensor] = {
+        name: values[tokens.valid]
+        for name in names
+        if (values := getattr(tokens, name)) is not None
+    }
+    gathered = ranks.all_gather(torch.stack(list(columns.values())))
     if gathered.shape[1] == 0:
         # All responses were cut off (`loss.mask_truncated`), so no token has a loss. One without
         # advantage stands in, because means and quantiles of no token do not exist.
         gathered = torch.zeros(len(columns), 1)
-    scored, proximal, advantages, draws = gathered
-    return Tokens(
-        logprobs=scored,
-        proximal_logprobs=proximal,
-        advantages=advantages,
-        mask=torch.ones_like(scored, dtype=torch.bool),
-        weights=torch.ones_like(scored),
-        scored_logprobs=scored,
-        draws=draws,
-    )
+    of_all = dict(zip(columns, gathered, strict=True))
+    scored = of_all["scored_logprobs"]
+    return Tokens(logprobs=scored, mask=torch.ones_like(scored, dtype=torch.bool), **of_all)
 
 
 def draw_tokens(batch: Batch, positions: Sequence[int], seed: int, *update: int) -> Tensor:

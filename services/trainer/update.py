@@ -273,15 +273,16 @@ class Updater:
         positions: places of the batch's groups in the manifest. update: the step, and the index of
         the update.
         """
+        statistics = NO_STATISTICS
+        if self.objective.draws:
+            draws = draw_tokens(batch, positions, self.config.seed, *update)
+            statistics = replace(statistics, draws=draws)
         if self.objective.statistics is None:
-            return NO_STATISTICS
+            return statistics
         # Before the step's first update, the policy is theta_t, whose log-probs are known.
         first = update[1] == 0
         scored = targets.current_logprobs if first else self.score(batch, rows=rows)
-        draws = None
-        if self.objective.draws:
-            draws = draw_tokens(batch, positions, self.config.seed, *update)
-        statistics = UpdateStatistics({}, scored, draws)
+        statistics = replace(statistics, scored_logprobs=scored)
         tokens = select_tokens(rows, targets, statistics, scored[rows])
         settings = self.config.loss.objective_settings
         values = self.objective.statistics(gather_tokens(tokens, self.ranks), settings)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bapo_core.config import PRESETS, RunConfig, load_config
+from bapo_core.objectives import Objective, TokenLosses, Tokens
 from services.buffer.api.trajectories import SCHEMA
 from services.trainer.critic import Critic
 from services.trainer.data import Batch, collate
@@ -196,6 +197,42 @@ def test_statistics_are_of_all_ranks() -> None:
         targets, _ = one._make_targets(part)
         last = one._statistics(part, torch.arange(len(part.mask)), targets, positions, (1, 0))
     assert last.values == pytest.approx(whole.values)
+
+
+def test_statistics_are_of_the_tokens_that_the_loss_has() -> None:
+    """Those of a plug-in may use the importance weights and the centre of the clip range."""
+    found: dict[str, Tensor | None] = {}
+
+    def statistics(tokens: Tokens, settings: Any) -> dict[str, float]:
+        found.update(weights=tokens.weights, center=tokens.center)
+        return {}
+
+    data = single.batch()
+    for overrides in ((), ("loss.ratio=behavior", "loss.clip_center=current")):
+        updater = updater_of(single.config(*overrides))
+        updater.objective = replace(updater.objective, statistics=statistics)
+        targets, _ = updater._make_targets(data)
+        updater._statistics(data, torch.arange(len(data.mask)), targets, range(6), (1, 0))
+        assert found["weights"] is not None
+        assert torch.equal(found["weights"], targets.weights[data.mask])
+        assert (found["center"] is None) == (targets.center is None)
+    assert found["center"] is not None
+    assert targets.center is not None
+    assert torch.equal(found["center"], targets.center[data.mask])
+
+
+def test_an_objective_without_statistics_may_draw_tokens() -> None:
+    updater, draws = updater_of(single.config()), []
+    plain = updater.objective.loss
+
+    def loss(tokens: Tokens, *arguments: Any) -> TokenLosses:
+        draws.append(tokens.draws)
+        return plain(tokens, *arguments)
+
+    updater.objective = Objective(loss, draws=True)
+    single.step(updater, 1, single.batch())
+    assert draws
+    assert all(drawn is not None for drawn in draws)
 
 
 class GatheringRanks(Ranks):
