@@ -1423,6 +1423,14 @@ class RunConfig(Section):
             for source in self.loss.by_source
             if absent.get(source)
         ]
+        if self.demonstrations.join != "none" and self.reward.weights:
+            parts = " and ".join(sorted(self.reward.weights))
+            warnings.append(
+                f"demonstrations have the reward of a correct answer ({self.reward.correct:g}) "
+                f"without the part {parts} of reward.weights, so beside sampled responses that "
+                "have it too, their advantage is negative; remove the weights, or set "
+                "demonstrations.join=none"
+            )
         if self.batch.fresh_fraction < 1.0 and not self.replay.enabled:
             warnings.append(
                 f"batch.fresh_fraction={self.batch.fresh_fraction} leaves room in every batch that "

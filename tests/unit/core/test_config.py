@@ -310,6 +310,10 @@ def test_importance_weights_that_change_nothing_get_a_warning() -> None:
             "batch.fresh_fraction=0.5 leaves room in every batch that nothing fills with",
         ),
         (
+            "algorithm=luffy reward.weights={format: 0.1}",
+            "demonstrations have the reward of a correct answer (1) without the part format",
+        ),
+        (
             "algorithm=luffy demonstrations.join=none",
             "loss.by_source.demonstrated changes nothing: no batch of this run has such",
         ),
