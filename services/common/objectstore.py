@@ -24,6 +24,8 @@ from minio import Minio
 from minio.credentials.providers import IamAwsProvider, Provider, StaticProvider
 from minio.deleteobjects import DeleteObject
 from minio.error import MinioException, S3Error
+from urllib3.connection import HTTPConnection, HTTPSConnection
+from urllib3.connectionpool import HTTPConnectionPool, HTTPSConnectionPool
 
 from bapo_core.errors import BapoError, TransientError
 from services.common.settings import ObjectStoreSettings
@@ -40,6 +42,11 @@ FILE_PART = 64 << 20
 RETRIES = 10
 """Retries of a request. With their pauses they take 45 seconds, within which a server that moves to
 another machine answers again."""
+CONNECT_WITHIN_S = 5.0
+"""Seconds within which a connection must be made."""
+ANSWER_WITHIN_S = 60.0
+"""Seconds that the server may take to read or to send more bytes. A server that waits for its disk
+reads nothing for many seconds."""
 REPEATS = 2
 """Repetitions of a transfer whose connection breaks in mid-body, which retries do not cover."""
 TRANSFERS = 4
@@ -119,10 +126,41 @@ def _credentials(settings: ObjectStoreSettings) -> Provider:
     )
 
 
+class _HttpConnection(HTTPConnection):
+    """Sends under the time-out of reading. urllib3 sends under that of connecting."""
+
+    def send(self, data: Any) -> None:
+        _send_for(self, ANSWER_WITHIN_S)
+        super().send(data)
+
+
+class _HttpsConnection(HTTPSConnection):
+    """Sends as `_HttpConnection` does."""
+
+    def send(self, data: Any) -> None:
+        _send_for(self, ANSWER_WITHIN_S)
+        super().send(data)
+
+
+def _send_for(connection: HTTPConnection, seconds: float) -> None:
+    if connection.sock is None:
+        connection.connect()
+    sock: Any = connection.sock
+    sock.settimeout(seconds)
+
+
+class _HttpPool(HTTPConnectionPool):
+    ConnectionCls = _HttpConnection
+
+
+class _HttpsPool(HTTPSConnectionPool):
+    ConnectionCls = _HttpsConnection
+
+
 def _connection_pool(endpoint: str, retries: int) -> urllib3.PoolManager:
     """Returns connections to the server, through the proxy that the environment names for it."""
     options: dict[str, Any] = {
-        "timeout": urllib3.Timeout(connect=5, read=60),
+        "timeout": urllib3.Timeout(connect=CONNECT_WITHIN_S, read=ANSWER_WITHIN_S),
         "retries": urllib3.Retry(
             total=retries, backoff_factor=0.2, backoff_max=8, status_forcelist=[500, 503]
         ),
@@ -130,9 +168,11 @@ def _connection_pool(endpoint: str, retries: int) -> urllib3.PoolManager:
     }
     url = urlsplit(endpoint)
     proxy = getproxies().get(url.scheme)
-    if proxy is None or proxy_bypass(url.netloc):
-        return urllib3.PoolManager(**options)
-    return urllib3.ProxyManager(proxy, **options)
+    pool = urllib3.PoolManager(**options)
+    if proxy is not None and not proxy_bypass(url.netloc):
+        pool = urllib3.ProxyManager(proxy, **options)
+    pool.pool_classes_by_scheme = {"http": _HttpPool, "https": _HttpsPool}
+    return pool
 
 
 def _region(region: str, host: str) -> str | None:

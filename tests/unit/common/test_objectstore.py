@@ -1,7 +1,9 @@
-"""Tests how the object store's client addresses and signs requests; no server is asked."""
+"""Tests how the object store's client addresses, signs and sends requests."""
 
 from __future__ import annotations
 
+import socket
+import threading
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import urllib3
 from minio.credentials import IamAwsProvider
 from pydantic import ValidationError
 
+from services.common import objectstore
 from services.common.objectstore import ObjectStore
 from services.common.settings import ObjectStoreSettings
 
@@ -107,3 +110,29 @@ def test_the_server_is_reached_through_the_proxy_of_the_environment(
     assert isinstance(outside._http, urllib3.ProxyManager)
     assert outside._http.proxy.host == "proxy"
     assert not isinstance(inside._http, urllib3.ProxyManager)
+
+
+def test_a_server_may_read_an_object_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that waits for its disk reads nothing for longer than a connection takes."""
+    monkeypatch.setattr(objectstore, "CONNECT_WITHIN_S", 0.2)
+    data = bytes(32 << 20)  # more than the sockets' buffers hold
+    requests: list[int] = []
+
+    def serve(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        threading.Event().wait(1.0)  # five times as long as a connection may take
+        with connection, connection.makefile("rb") as received:
+            length = 0
+            for line in iter(received.readline, b"\r\n"):
+                name, _, value = line.partition(b":")
+                length = int(value) if name.lower() == b"content-length" else length
+            requests.append(len(received.read(length)))
+            connection.sendall(b'HTTP/1.1 200 OK\r\nETag: "x"\r\nContent-Length: 0\r\n\r\n')
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=serve, args=(listener,))
+        server.start()
+        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        ObjectStore(settings(endpoint), retries=0).put("key", data)
+        server.join()
+    assert requests == [len(data)]
