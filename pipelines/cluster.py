@@ -79,7 +79,6 @@ class Cluster:
             ) from error
         self._custom, self._core = self.training.custom_api, self.training.core_api
         api = self._custom.api_client
-        self._apps = kubernetes_client.AppsV1Api(api)
         api.rest_client = _ClientWithTimeouts(api.configuration)
 
     # -- custom objects
@@ -155,24 +154,29 @@ class Cluster:
         group, version, plural = kind
         return group, version, self.namespace, plural
 
-    # -- StatefulSets
+    # -- scaling
 
-    def replicas(self, name: str) -> int:
-        """Returns the number of pods that a StatefulSet should have."""
+    def replicas(self, kind: ResourceType, name: str) -> int:
+        """Returns the number of replicas that a workload should have."""
         scale = self.call(
             "read",
             name,
-            lambda: self._apps.read_namespaced_stateful_set_scale(name, self.namespace),
+            lambda: self._custom.get_namespaced_custom_object_scale(
+                *self._in_namespace(kind), name
+            ),
         )
-        return int(scale.spec.replicas or 0)
+        return int(scale["spec"].get("replicas", 0))
 
-    def scale(self, name: str, replicas: int) -> None:
-        """Sets the number of pods that a StatefulSet should have."""
-        change = {"spec": {"replicas": replicas}}
+    def scale(self, kind: ResourceType, name: str, replicas: int) -> None:
+        """Sets the number of replicas that a workload should have."""
+        # The server leaves out a number of 0, which "replace" would not find.
+        change = [{"op": "add", "path": "/spec/replicas", "value": replicas}]
         self.call(
             "scale",
             name,
-            lambda: self._apps.patch_namespaced_stateful_set_scale(name, self.namespace, change),
+            lambda: self._custom.patch_namespaced_custom_object_scale(
+                *self._in_namespace(kind), name, change
+            ),
         )
 
     # -- pods and events

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shlex
-import shutil
 import signal
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from fastapi import Depends, FastAPI, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -44,6 +43,7 @@ from services.rollout.errors import EngineLost, WrongVersion
 from services.rollout.offers import PendingOffer
 from services.rollout.replica import Replica
 from services.rollout.settings import ReplicaSettings, VllmSettings
+from services.rollout.vllm.nodes import SharedWeightCache, WorkerNodes
 from services.rollout.weights import WeightCache
 
 log = logging.getLogger(__name__)
@@ -171,16 +171,26 @@ def _count_tokens(responses: Iterable[GeneratedResponse | StartedResponse]) -> i
 
 
 def make_driver(
-    config: RunConfig, scratch: Path, vllm: VllmSettings, open_image: OpenImage | None = None
+    config: RunConfig,
+    scratch: Path,
+    vllm: VllmSettings,
+    open_image: OpenImage | None = None,
+    nodes: WorkerNodes | None = None,
 ) -> EngineDriver:
     """Returns the driver of the engine that the run's configuration names.
 
-    scratch: directory for vLLM's log. open_image: returns the images of prompts.
+    scratch: directory for vLLM's log. open_image: returns the images of prompts. nodes: further
+    nodes over which vLLM shards the model.
 
-    Raises `BapoError` if the engine is not installed here.
+    Raises `BapoError` if the engine is not installed here, or cannot run on several nodes.
     """
     rollout = config.rollout
     if rollout.engine == "transformers":
+        if nodes is not None:
+            raise BapoError(
+                "rollout.engine is transformers, which runs on one node, but this replica has "
+                "several (BAPO_VLLM_NODES); set rollout.engine to vllm"
+            )
         try:
             from services.rollout.transformers_engine import TransformersEngine
         except ModuleNotFoundError as error:
@@ -191,7 +201,12 @@ def make_driver(
 
         return TransformersDriver(TransformersEngine(open_image=open_image))
     from services.rollout.vllm.driver import VllmDriver
-    from services.rollout.vllm.server import VllmOptions, find_python, installed
+    from services.rollout.vllm.server import (
+        VllmOptions,
+        compiler_environment,
+        find_python,
+        installed,
+    )
 
     python = find_python(vllm.python)
     distribution, version = installed(python)
@@ -212,20 +227,30 @@ def make_driver(
                 *rollout.vllm_args,
             ],
             environment=compiler_environment() if on_cpu else {},
-        )
+        ),
+        nodes,
     )
 
 
-def compiler_environment() -> dict[str, str]:
-    """Returns variables that turn torch.compile off where there is no C++ compiler.
+def worker_nodes(settings: ReplicaSettings) -> WorkerNodes | None:
+    """Returns the worker nodes that the settings name; None for a replica of one node."""
+    urls = [url.strip() for url in settings.vllm.nodes.split(",") if url.strip()]
+    if not urls:
+        return None
+    leader_host = urlsplit(settings.advertise or "").hostname
+    if leader_host is None:
+        raise BapoError(
+            "environment: BAPO_VLLM_NODES is set, so BAPO_ADVERTISE must be the address at which "
+            "the worker nodes reach this one, such as http://rollout-0:8702"
+        )
+    return WorkerNodes(urls, settings.token.get_secret_value(), leader_host=leader_host)
 
-    On CPUs torch.compile needs one, and slim images have none.
-    """
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is not None:
-        return {}
-    log.info("there is no C++ compiler (%s): vLLM runs without torch.compile", compiler)
-    return {"TORCHDYNAMO_DISABLE": "1"}
+
+def weight_cache(store: ObjectStore, scratch: Path, nodes: WorkerNodes | None) -> WeightCache:
+    """Returns the cache of this node, or the caches of all nodes of the replica."""
+    if nodes is None:
+        return WeightCache(store, scratch)
+    return SharedWeightCache(store, scratch, nodes)
 
 
 def main() -> None:
@@ -238,12 +263,13 @@ def main() -> None:
         config = buffer.run_state().config
         scratch.mkdir(parents=True, exist_ok=True)
         store = ObjectStore(settings.s3)
-        driver = make_driver(config, scratch, settings.vllm, stored_images(store).get)
+        nodes = worker_nodes(settings)
+        driver = make_driver(config, scratch, settings.vllm, stored_images(store).get, nodes)
         pending_offer = PendingOffer() if config.sync.transport == "nccl" else None
         replica = Replica(
             driver,
             buffer,
-            WeightCache(store, scratch),
+            weight_cache(store, scratch, nodes),
             name=settings.replica,
             url=settings.advertise or f"http://{settings.host}:{settings.port}",
             pending_offer=pending_offer,

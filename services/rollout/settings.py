@@ -1,4 +1,5 @@
-"""Settings (environment variables) of the replica, the collector and the run watcher."""
+"""Settings (environment variables) of the replica, its worker nodes, the collector and the run
+watcher."""
 
 from __future__ import annotations
 
@@ -15,12 +16,20 @@ from services.common.settings import (
 )
 
 
-class VllmSettings(SettingsGroup):
-    """How a replica starts vLLM on its machine."""
+class VllmInstallation(SettingsGroup):
+    """Where vLLM is installed on a machine."""
 
     python: str | None = None
     """Interpreter of the environment that has vLLM; `.venv-vllm` beside this environment if it
     exists, else this interpreter."""
+
+
+class VllmSettings(VllmInstallation):
+    """How a replica starts vLLM."""
+
+    nodes: str = ""
+    """Addresses of the worker nodes (`services.rollout.worker_node`) over which vLLM shards the
+    model together with this node, separated by commas; this node alone unless set."""
     args: str = ""
     """Further arguments of vLLM's server, such as `--tensor-parallel-size 2`."""
     start_within_s: float = Field(2700.0, gt=0.0)
@@ -44,6 +53,20 @@ class ReplicaSettings(ServerSettings, BufferClientSettings, ObjectStoreClientSet
     set."""
     vllm: VllmSettings = VllmSettings()
     """How vLLM is started on this machine."""
+
+
+class WorkerNodeSettings(ServerSettings, ObjectStoreClientSettings):
+    """Settings of a worker node (`python -m services.rollout.worker_node`).
+
+    What it runs, and on which weights, it is told by the replica, its leader node.
+    """
+
+    token: SecretStr
+    """Bearer token of the services."""
+    scratch: Path
+    """Directory for weights and logs, with room for three versions of the weights."""
+    vllm: VllmInstallation = VllmInstallation()
+    """Where vLLM is installed on this machine."""
 
 
 class CollectorSettings(BufferClientSettings, ObjectStoreClientSettings):

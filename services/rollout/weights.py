@@ -36,9 +36,9 @@ class WeightCache:
         return self._place(stored) in self._verified
 
     def prune(self, keep: Collection[StoredVersion]) -> None:
-        """Deletes every version but those in `keep`."""
+        """Deletes every version but those in `keep`. Must not be called during a `fetch`."""
         kept = {self._place(stored) for stored in keep}
-        for directory in self._directory.glob("v*-*"):
+        for directory in self._directory.glob("v[0-9]*-*"):
             if directory not in kept:
                 self._verified.discard(directory)
                 shutil.rmtree(directory)

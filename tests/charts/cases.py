@@ -75,6 +75,11 @@ LEAST = {
     "rollout.scratch.persistent": True,
     "keepOnUninstall": False,
 }
+SEVERAL_NODES = {
+    "rollout.nodes": 3,
+    "rollout.pipelineParallelSize": 3,
+    "rollout.scratch.persistent": False,
+}
 LONG = "a-release-with-a-name-as-long-as-helm-lets-it-be-5312"
 
 CASES = {
@@ -130,6 +135,13 @@ CASES = {
             ],
         },
     ),
+    "several nodes": Case(("production",), SEVERAL_NODES),
+    "several nodes, scaled to zero": Case(
+        ("production",), {**SEVERAL_NODES, "rollout.scaleToZero.enabled": True}
+    ),
     "scaled to zero": Case(("production",), {"rollout.scaleToZero.enabled": True}),
     "a long name": Case(("dev",), release=LONG),
+    "a long name, several nodes": Case(
+        ("dev",), {"rollout.nodes": 2, "rollout.pipelineParallelSize": 2}, release=LONG
+    ),
 }

@@ -35,14 +35,19 @@ KINDS = {
 }
 
 
-def answers(secrets: dict[str, dict[str, str]]) -> dict[str, Any]:
-    """Returns the response bodies, by path."""
+LEADER_WORKER_SETS = {"leaderworkerset.x-k8s.io/v1": {"leaderworkersets": "LeaderWorkerSet"}}
+
+
+def answers(
+    secrets: dict[str, dict[str, str]], served: dict[str, dict[str, str]]
+) -> dict[str, Any]:
+    """Returns the response bodies, by path. served: kinds by API version, and by plural."""
     bodies: dict[str, Any] = {
         "/version": {"major": "1", "minor": "33", "gitVersion": "v1.33.0"},
         "/api": {"kind": "APIVersions", "versions": ["v1"]},
-        "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": _groups()},
+        "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": _groups(served)},
     }
-    for version, kinds in KINDS.items():
+    for version, kinds in served.items():
         root = "/api" if version == "v1" else "/apis"
         bodies[f"{root}/{version}"] = {
             "kind": "APIResourceList",
@@ -86,8 +91,8 @@ def _owned(name: str) -> dict[str, Any]:
     }
 
 
-def _groups() -> list[dict[str, Any]]:
-    versions = [version for version in KINDS if version != "v1"]
+def _groups(served: dict[str, dict[str, str]]) -> list[dict[str, Any]]:
+    versions = [version for version in served if version != "v1"]
     return [
         {
             "name": version.partition("/")[0],
@@ -99,9 +104,16 @@ def _groups() -> list[dict[str, Any]]:
 
 
 @contextmanager
-def cluster(directory: Path, secrets: dict[str, dict[str, str]]) -> Iterator[Path]:
-    """Serves a cluster that has these Secrets; yields the path of its kubeconfig."""
-    bodies = answers(secrets)
+def cluster(
+    directory: Path,
+    secrets: dict[str, dict[str, str]],
+    custom: dict[str, dict[str, str]] | None = None,
+) -> Iterator[Path]:
+    """Serves a cluster that has these Secrets; yields the path of its kubeconfig.
+
+    custom: its custom kinds besides Prometheus' by API version, and by plural.
+    """
+    bodies = answers(secrets, KINDS | (custom or {}))
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import yaml
 CHART = Path(__file__).parents[2] / "charts" / "bapo"
 VERSIONS = ("3.18", "4.1")
 NAMESPACE = "ml"
-WORKLOADS = ("Deployment", "StatefulSet", "Job", "CronJob", "Pod")
+WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet", "Job", "CronJob", "Pod")
 
 Object = dict[str, Any]
 
@@ -76,6 +77,36 @@ def of_kind(objects: list[Object], *kinds: str) -> list[Object]:
     return [manifest for manifest in objects if manifest["kind"] in kinds]
 
 
+def workloads(objects: list[Object], *kinds: str) -> list[Object]:
+    """Returns the workloads of these kinds, or of all.
+
+    A LeaderWorkerSet has two templates of pods, so it counts as two: that of the leaders, which has
+    its name, and `<name>-workers`. Their pods have the labels that its controller adds.
+    """
+    found = []
+    for manifest in of_kind(objects, *(kinds or WORKLOADS)):
+        if manifest["kind"] == "LeaderWorkerSet":
+            found += [_leaders_or_workers(manifest, index) for index in (0, 1)]
+        else:
+            found.append(manifest)
+    return found
+
+
+def _leaders_or_workers(manifest: Object, index: int) -> Object:
+    """Returns the leaders (index 0) or the workers of a LeaderWorkerSet as the StatefulSet that its
+    controller makes of them."""
+    name = manifest["metadata"]["name"]
+    role, suffix = (("leaderTemplate", ""), ("workerTemplate", "-workers"))[index]
+    template = copy.deepcopy(manifest["spec"]["leaderWorkerTemplate"][role])
+    template["metadata"]["labels"] |= {
+        "leaderworkerset.sigs.k8s.io/name": name,
+        "leaderworkerset.sigs.k8s.io/worker-index": str(index),
+    }
+    metadata = {**manifest["metadata"], "name": f"{name}{suffix}"}
+    spec = {"template": template}
+    return {**manifest, "kind": "StatefulSet", "metadata": metadata, "spec": spec}
+
+
 def one(objects: list[Object], kind: str, name: str) -> Object:
     (match,) = (
         manifest for manifest in of_kind(objects, kind) if manifest["metadata"]["name"] == name
@@ -94,14 +125,17 @@ def pod_of(workload: Object) -> Object:
 
 def containers(objects: list[Object]) -> Iterator[tuple[str, Object]]:
     """Yields every container, after `kind/name` of its workload."""
-    for workload in of_kind(objects, *WORKLOADS):
+    for workload in workloads(objects):
         spec = pod_of(workload)["spec"]
         for container in [*spec.get("initContainers", []), *spec["containers"]]:
             yield f"{workload['kind']}/{workload['metadata']['name']}", container
 
 
 def container_of(objects: list[Object], kind: str, name: str) -> Object:
-    (container,) = pod_of(one(objects, kind, name))["spec"]["containers"]
+    (workload,) = (
+        workload for workload in workloads(objects, kind) if workload["metadata"]["name"] == name
+    )
+    (container,) = pod_of(workload)["spec"]["containers"]
     return container
 
 

@@ -11,7 +11,7 @@ from pipelines.pytorchjob import build_pytorchjob
 from pipelines.settings import DeploymentSettings
 from pipelines.training_job import Deployment, Resources, TrainingJob
 from tests.charts.cases import CASES, FROM_INGRESS
-from tests.charts.helm import NAMESPACE, WORKLOADS, Case, Object, of_kind, one, pod_of, render
+from tests.charts.helm import NAMESPACE, Case, Object, of_kind, one, pod_of, render, workloads
 from tests.charts.network import Address, End, Flow, Pod, allowed
 
 COMPONENTS = ("buffer", "migrate", "verifier", "rollout", "collector", "trainer", "reaper", "test")
@@ -23,7 +23,7 @@ TRAINER_PORTS = [port for port in PORTS if port >= 1024]
 def release_pod(component: str, objects: list[Object]) -> Pod:
     """Returns a component's pod with the chart's labels, or the training job's pod with those that
     the pipeline gives it."""
-    for workload in of_kind(objects, *WORKLOADS):
+    for workload in workloads(objects):
         labels = pod_of(workload)["metadata"]["labels"]
         if labels["app.kubernetes.io/component"] == component:
             return Pod(labels)
@@ -108,6 +108,12 @@ def test_flows_from_an_ingress_and_between_trainers_and_rollouts(everything: lis
     ingress = {("ingress", "buffer", 8700)}
     expected = TO_SERVICES | TO_OUTSIDE | METRICS | ingress | DIRECT_WEIGHTS
     assert set(flows(everything, COMPONENTS)) == expected
+
+
+def test_pods_of_replicas_of_several_nodes_reach_each_other() -> None:
+    among = {("rollout", "rollout", port) for port in TRAINER_PORTS}
+    expected = TO_SERVICES | TO_OUTSIDE | METRICS | among
+    assert set(flows(render(CASES["several nodes"]), COMPONENTS)) == expected
 
 
 def test_flows_of_the_scaler() -> None:

@@ -13,9 +13,9 @@ import pytest
 
 from services.common.settings import Settings, variables
 from services.rollout.run_watcher import MODULES
+from services.rollout.settings import WorkerNodeSettings
 from tests.charts.cases import CASES
 from tests.charts.helm import (
-    WORKLOADS,
     Object,
     container_of,
     containers,
@@ -24,17 +24,17 @@ from tests.charts.helm import (
     one,
     pod_of,
     render,
+    workloads,
 )
 from tests.charts.restricted import violations
 
-LONG_RUNNING = ("Deployment", "StatefulSet")
+LONG_RUNNING = ("Deployment", "StatefulSet", "LeaderWorkerSet")
 ROOT = Path(__file__).parents[2]
 
 
 def pods(objects: list[Object]) -> list[tuple[str, Any]]:
     return [
-        (manifest["metadata"]["name"], pod_of(manifest)["spec"])
-        for manifest in of_kind(objects, *WORKLOADS)
+        (manifest["metadata"]["name"], pod_of(manifest)["spec"]) for manifest in workloads(objects)
     ]
 
 
@@ -134,7 +134,7 @@ def test_every_empty_dir_has_a_size_limit(objects: list[Object]) -> None:
 
 
 def test_long_running_pods_are_probed(objects: list[Object]) -> None:
-    for name, container in containers(of_kind(objects, *LONG_RUNNING)):
+    for name, container in containers(workloads(objects, *LONG_RUNNING)):
         if "scaler" in name:
             assert "ports" not in container, "its process ends when it fails; there is no server"
             continue
@@ -151,7 +151,7 @@ def test_probes_use_these_routes(production: list[Object]) -> None:
             container[probe]["httpGet"]["path"]
             for probe in ("startupProbe", "livenessProbe", "readinessProbe")
         ]
-        for name, container in containers(of_kind(production, *LONG_RUNNING))
+        for name, container in containers(workloads(production, *LONG_RUNNING))
     }
     assert routes == {
         "buffer": ["/health", "/health", "/readyz"],
@@ -302,6 +302,47 @@ def test_scratch_is_a_volume_or_the_nodes_disk(dev: list[Object], production: li
     assert claim["spec"]["resources"]["requests"]["storage"] == "500Gi"
 
 
+def test_a_replica_of_several_nodes_is_a_group_of_a_leader_and_workers(
+    production: list[Object],
+) -> None:
+    objects = render(CASES["several nodes"])
+    assert "bapo-rollout" not in {m["metadata"]["name"] for m in of_kind(objects, "StatefulSet")}
+    spec = one(objects, "LeaderWorkerSet", "bapo-nodes")["spec"]
+    assert (spec["replicas"], spec["leaderWorkerTemplate"]["size"]) == (4, 3)
+    assert spec["leaderWorkerTemplate"]["restartPolicy"] == "RecreateGroupOnPodRestart"
+    leader = container_of(objects, "LeaderWorkerSet", "bapo-nodes")
+    worker = container_of(objects, "LeaderWorkerSet", "bapo-nodes-workers")
+    alone = container_of(production, "StatefulSet", "bapo-rollout")
+    assert leader["command"] == alone["command"]
+    assert worker["command"] == ["python", "-m", "services.rollout.worker_node"]
+    assert leader["resources"] == worker["resources"] == alone["resources"]
+    assert leader["image"] == worker["image"]
+
+
+def test_a_leader_knows_its_workers_by_the_names_of_their_pods() -> None:
+    objects = render(CASES["several nodes"])
+    leader = env(container_of(objects, "LeaderWorkerSet", "bapo-nodes"))
+    names = list(leader)
+    assert names.index("BAPO_REPLICA") < names.index("BAPO_VLLM_NODES")
+    # The LeaderWorkerSet's controller creates the Service "bapo-nodes".
+    assert leader["BAPO_ADVERTISE"] == "http://$(BAPO_REPLICA).bapo-nodes.ml.svc:8702"
+    assert leader["BAPO_VLLM_NODES"] == (
+        "http://$(BAPO_REPLICA)-1.bapo-nodes.ml.svc:8702,"
+        "http://$(BAPO_REPLICA)-2.bapo-nodes.ml.svc:8702"
+    )
+    assert leader["BAPO_VLLM_ARGS"] == "--tensor-parallel-size 2 --pipeline-parallel-size 3"
+
+
+def test_a_worker_is_told_what_to_run_by_its_leader() -> None:
+    worker = container_of(render(CASES["several nodes"]), "LeaderWorkerSet", "bapo-nodes-workers")
+    own = {name for name in env(worker) if name.startswith("BAPO_")}
+    assert own == {"BAPO_HOST", "BAPO_PORT", "BAPO_SCRATCH"}
+    known = {name for name, _ in variables(WorkerNodeSettings)}
+    assert own <= known
+    routes = {worker[probe]["httpGet"]["path"] for probe in ("livenessProbe", "readinessProbe")}
+    assert routes == {"/health"}, "a worker of an idle release is ready"
+
+
 def test_there_is_one_collector_at_a_time(objects: list[Object]) -> None:
     (collector,) = (
         manifest
@@ -362,7 +403,7 @@ def test_pods_follow_the_scheduling_values(everything: list[Object]) -> None:
 
 
 def test_no_sidecars_are_injected(objects: list[Object]) -> None:
-    for workload in of_kind(objects, *WORKLOADS):
+    for workload in workloads(objects):
         assert pod_of(workload)["metadata"]["labels"]["sidecar.istio.io/inject"] == "false"
 
 

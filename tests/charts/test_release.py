@@ -14,7 +14,6 @@ from pipelines.training_job import CA_DIRECTORY
 from tests.charts.cases import CASES, LONG
 from tests.charts.helm import (
     CHART,
-    WORKLOADS,
     Case,
     Object,
     container_of,
@@ -22,6 +21,7 @@ from tests.charts.helm import (
     one,
     pod_of,
     render,
+    workloads,
 )
 from tests.charts.network import selects
 
@@ -32,13 +32,18 @@ ROOT = Path(__file__).parents[2]
 # ---- names ---------------------------------------------------------------------------------------
 
 
-def test_names_of_the_longest_release_fit() -> None:
+LONGEST = {"StatefulSet": 52, "CronJob": 52, "LeaderWorkerSet": 48}
+"""A label of at most 63 characters holds a StatefulSet's name and a hash, and the name of a
+CronJob's Job its name and a time. The StatefulSets of a LeaderWorkerSet have its name and the
+group's number."""
+
+
+@pytest.mark.parametrize("case", ["a long name", "a long name, several nodes"])
+def test_names_of_the_longest_release_fit(case: str) -> None:
     assert len(LONG) == 53
-    for manifest in render(CASES["a long name"]):
+    for manifest in render(CASES[case]):
         name = manifest["metadata"]["name"]
-        # A label of at most 63 characters holds a StatefulSet's name and a hash, and the name of a
-        # CronJob's Job its name and a time.
-        assert len(name) <= (52 if manifest["kind"] in ("StatefulSet", "CronJob") else 63), name
+        assert len(name) <= LONGEST.get(manifest["kind"], 63), name
         labels = {**manifest["metadata"]["labels"], **pod_labels(manifest)}
         assert all(len(value) <= 63 for value in labels.values())
 
@@ -94,23 +99,30 @@ def test_everything_is_in_the_namespace_and_labelled(objects: list[Object]) -> N
 
 
 def test_services_select_exactly_their_pods(objects: list[Object]) -> None:
-    workloads = of_kind(objects, *WORKLOADS)
     for service in of_kind(objects, "Service"):
         selected = [
             manifest["metadata"]["name"]
-            for manifest in workloads
+            for manifest in workloads(objects)
             if selects(
                 {"matchLabels": service["spec"]["selector"]}, pod_of(manifest)["metadata"]["labels"]
             )
         ]
-        assert selected == [service["metadata"]["name"]]
+        assert selected == [workload_of(service, objects)]
+
+
+def workload_of(service: Object, objects: list[Object]) -> str:
+    """Returns the name of the workload whose pods a Service selects."""
+    name: str = service["metadata"]["name"]
+    if of_kind(objects, "LeaderWorkerSet") and name.endswith("-rollout"):
+        return name.removesuffix("-rollout") + "-nodes"
+    return name
 
 
 def test_ports_are_named_and_match(objects: list[Object]) -> None:
     for service in of_kind(objects, "Service"):
-        name = service["metadata"]["name"]
+        name = workload_of(service, objects)
         (workload,) = (
-            port for port in of_kind(objects, *RUNNING) if port["metadata"]["name"] == name
+            workload for workload in workloads(objects) if workload["metadata"]["name"] == name
         )
         (container,) = pod_of(workload)["spec"]["containers"]
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
@@ -167,7 +179,7 @@ def test_a_release_with_cloud_identities_has_no_keys() -> None:
     objects = render(Case(("production",), identity))
     data = one(objects, "ConfigMap", "bapo-connection")["data"]
     assert (data["BAPO_S3_CREDENTIALS"], data["BAPO_S3_SECRET"]) == ("identity", "")
-    for workload in of_kind(objects, *WORKLOADS):
+    for workload in workloads(objects):
         assert "bapo-s3" not in json.dumps(pod_of(workload)["spec"])
 
 
@@ -184,7 +196,7 @@ def test_user_ids_can_be_left_to_the_cluster(dev: list[Object]) -> None:
     """OpenShift refuses pods that choose them."""
     unset = dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"))
     objects = render(Case(("dev",), {"podSecurityContext": unset}))
-    for workload in of_kind(objects, *WORKLOADS):
+    for workload in workloads(objects):
         context = pod_of(workload)["spec"]["securityContext"]
         assert not unset.keys() & context.keys(), workload["metadata"]["name"]
         assert context["runAsNonRoot"] is True
@@ -236,13 +248,13 @@ def test_the_connection_names_objects_that_exist(dev: list[Object]) -> None:
 def test_a_changed_address_restarts_its_readers_and_a_changed_queue_none() -> None:
     def checksums(sets: dict[str, str]) -> set[str]:
         objects = render(Case(("production",), sets))
-        workloads = [
+        readers = [
             one(objects, "Deployment", "bapo-buffer"),
             one(objects, "Deployment", "bapo-collector"),
             one(objects, "StatefulSet", "bapo-rollout"),
         ]
         (checksum,) = {
-            pod_of(manifest)["metadata"]["annotations"]["checksum/config"] for manifest in workloads
+            pod_of(manifest)["metadata"]["annotations"]["checksum/config"] for manifest in readers
         }
         return {checksum}
 
@@ -328,6 +340,21 @@ def test_the_scaler_may_change_one_number_and_upgrades_do_not() -> None:
         "--replicas=4",
         "--idle-minutes=10",
     ]
+
+
+def test_the_scaler_of_replicas_of_several_nodes_scales_their_leaderworkerset() -> None:
+    objects = render(CASES["several nodes, scaled to zero"])
+    assert "replicas" not in one(objects, "LeaderWorkerSet", "bapo-nodes")["spec"]
+    (rule,) = one(objects, "Role", "bapo-scaler")["rules"]
+    assert rule == {
+        "apiGroups": ["leaderworkerset.x-k8s.io"],
+        "resources": ["leaderworkersets/scale"],
+        "resourceNames": ["bapo-nodes"],
+        "verbs": ["get", "patch"],
+    }
+    (container,) = pod_of(one(objects, "Deployment", "bapo-scaler"))["spec"]["containers"]
+    assert "--leader-worker-set=bapo-nodes" in container["args"]
+    assert not [argument for argument in container["args"] if "statefulset" in argument]
 
 
 def test_no_service_account_means_no_role(everything: list[Object]) -> None:

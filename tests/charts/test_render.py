@@ -7,17 +7,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
 from kubernetes_validate import utils
 
 from tests.charts.cases import CASES, FILES
-from tests.charts.helm import CHART, Object, render, run
+from tests.charts.helm import CHART, Object, of_kind, pod_of, render, run, workloads
 
 GOLDEN = Path(__file__).parent / "golden"
 CUSTOM = {"ServiceMonitor", "PrometheusRule", "HTTPRoute"}
 """Kinds that are custom resources, which test_crds.py validates."""
+LEADER_WORKER_SET = Path(__file__).parent / "crds" / "leaderworkerset.json"
+"""Schema of the spec of a LeaderWorkerSet, whose definition is no npm package."""
 KUBERNETES = ("1.31", "1.32", "1.33", "1.34", "1.35", "1.36")
 
 
@@ -73,8 +76,26 @@ def test_versions_of_helm_render_the_same(name: str) -> None:
 def test_kubernetes_accepts_every_object(kubernetes: str) -> None:
     for text in distinct_objects():
         manifest = json.loads(text)
-        if manifest["kind"] not in CUSTOM:
+        if manifest["kind"] == "LeaderWorkerSet":
+            for workload in workloads([manifest]):
+                names = {key: workload["metadata"][key] for key in ("name", "namespace", "labels")}
+                pods = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": names}
+                pods["template"] = pod_of(workload)
+                kubernetes_validate.validate(pods, kubernetes, strict=True)
+        elif manifest["kind"] not in CUSTOM:
             kubernetes_validate.validate(manifest, kubernetes, strict=True)
+
+
+def test_leaderworkersets_match_their_definition() -> None:
+    validator = jsonschema.Draft7Validator(json.loads(LEADER_WORKER_SET.read_text()))
+    manifests = [json.loads(text) for text in distinct_objects()]
+    sets = of_kind(manifests, "LeaderWorkerSet")
+    assert len(sets) == 3
+    for manifest in sets:
+        assert manifest["apiVersion"] == "leaderworkerset.x-k8s.io/v1"
+        validator.validate(manifest["spec"])
+    broken = {**sets[0]["spec"], "startupPolicy": "Whenever", "size": 2}
+    assert len(list(validator.iter_errors(broken))) == 2
 
 
 def test_validation_finds_an_unknown_field() -> None:

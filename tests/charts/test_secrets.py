@@ -14,7 +14,6 @@ from tests.charts.cluster import cluster
 from tests.charts.helm import (
     CHART,
     NAMESPACE,
-    WORKLOADS,
     Case,
     HelmError,
     Object,
@@ -25,6 +24,7 @@ from tests.charts.helm import (
     pod_of,
     render,
     run,
+    workloads,
 )
 
 KEEP = {"helm.sh/resource-policy": "keep"}
@@ -182,7 +182,7 @@ def test_the_verifier_gets_a_token_that_no_other_service_accepts(dev: list[Objec
 def test_only_the_database_and_its_clients_get_its_password(dev: list[Object]) -> None:
     knowing = {
         workload["metadata"]["name"]
-        for workload in of_kind(dev, *WORKLOADS)
+        for workload in workloads(dev)
         if "bapo-database" in json.dumps(pod_of(workload)["spec"])
     }
     assert knowing == {"bapo-buffer", "bapo-migrate", "bapo-postgres"}

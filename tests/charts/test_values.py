@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.charts.cases import DATABASE_URL, FROM_INGRESS
-from tests.charts.cluster import cluster
+from tests.charts.cases import DATABASE_URL, FROM_INGRESS, SEVERAL_NODES
+from tests.charts.cluster import LEADER_WORKER_SETS, cluster
 from tests.charts.helm import CHART, Case, HelmError, render, run
 
 ROOT = CHART.parents[1]
@@ -33,6 +33,8 @@ BY_SCHEMA = [
     ({"buffer.autoscaling.targetCPU": 101}, "targetCPU"),
     ({"collector.replicas": 2}, "replicas"),
     ({"rollout.gpus": 0.5}, "gpus"),
+    ({"rollout.nodes": 0}, "nodes"),
+    ({"rollout.pipelineParallelSize": 0}, "pipelineParallelSize"),
     ({"rollout.gpuResource": "gpu"}, "gpuResource"),
     ({"rollout.tensorParallelSize": 0}, "tensorParallelSize"),
     ({"rollout.vllmArgs": "--a --b"}, "vllmArgs"),
@@ -73,10 +75,35 @@ BY_TEMPLATE = [
     ({"database.bundled.image": "postgres:latest"}, "postgres:latest has no fixed version"),
     (
         {"rollout.tensorParallelSize": 4},
-        "rollout.tensorParallelSize: it is 4, but a pod has 2 GPU(s) (rollout.gpus); raise",
+        "rollout.tensorParallelSize x rollout.pipelineParallelSize is 4, but a replica has 2 GPU",
     ),
     ({"rollout.vllmArgs": ["--tensor-parallel-size=2"]}, "use rollout.tensorParallelSize"),
-    ({"rollout.gpus": 8}, "a pod has 8 GPUs, and vLLM would use 2; set"),
+    ({"rollout.gpus": 8}, "is 2, but a replica has 8 GPUs (rollout.gpus x rollout.nodes), so that"),
+    (
+        {"rollout.nodes": 2},
+        "is 2, but a replica has 4 GPUs (rollout.gpus x rollout.nodes), so that",
+    ),
+    (
+        {**SEVERAL_NODES, "rollout.pipelineParallelSize": 4},
+        "is 8, but a replica has 6 GPU(s) (rollout.gpus x rollout.nodes); raise rollout.gpus or",
+    ),
+    (
+        {**SEVERAL_NODES, "rollout.gpus": 0, "rollout.nodes": 4},
+        "is 6, which 4 pods cannot share equally (rollout.nodes); set rollout.pipelineParallelSize",
+    ),
+    (
+        {**SEVERAL_NODES, "rollout.vllmArgs": ["--data-parallel-size=2"]},
+        "rollout.vllmArgs: --data-parallel-size copies the model, and with rollout.nodes 3 one",
+    ),
+    (
+        {**SEVERAL_NODES, "rollout.scratch.persistent": True},
+        "rollout.scratch.persistent: the pods of a LeaderWorkerSet have no volumes of their own",
+    ),
+    ({"rollout.vllmArgs": ["--nnodes=2"]}, "the chart sets --nnodes=2 itself; use rollout.nodes"),
+    (
+        {"rollout.vllmArgs": ["--pipeline-parallel-size", "2"]},
+        "the chart sets --pipeline-parallel-size itself; use rollout.pipelineParallelSize",
+    ),
     (
         {"image.registry": ""},
         "image.registry: it is empty, and images of these names on Docker Hub",
@@ -235,16 +262,37 @@ def test_the_notes_contain_the_address_of_the_ingress(version: str, tmp_path: Pa
     assert "port-forward" not in text
 
 
+def test_replicas_of_several_nodes_need_the_controller_of_leaderworkersets(
+    version: str, tmp_path: Path
+) -> None:
+    case = Case(("dev",), {"rollout.nodes": 2, "rollout.pipelineParallelSize": 2})
+    with cluster(tmp_path, {}) as kubeconfig, pytest.raises(HelmError) as caught:
+        install(version, "bapo", case, kubeconfig, dry_run="server")
+    assert "rollout.nodes: it is 2, but this cluster has no LeaderWorkerSet" in " ".join(
+        str(caught.value).split()
+    )
+    with cluster(tmp_path, {}, LEADER_WORKER_SETS) as kubeconfig:
+        text = install(version, "bapo", case, kubeconfig, dry_run="server")
+        assert "kind: LeaderWorkerSet" in text
+
+
 def notes(version: str, release: str, case: Case, directory: Path) -> str:
     with cluster(directory, {}) as kubeconfig:
-        return run(
-            version,
-            "install",
-            release,
-            str(CHART),
-            "--namespace=ml",
-            f"--kubeconfig={kubeconfig}",
-            "--dry-run=client",
-            "--disable-openapi-validation",
-            *case.arguments(),
-        ).partition("NOTES:")[2]
+        return install(version, release, case, kubeconfig).partition("NOTES:")[2]
+
+
+def install(
+    version: str, release: str, case: Case, kubeconfig: Path, dry_run: str = "client"
+) -> str:
+    """Returns what Helm says when it would install the chart."""
+    return run(
+        version,
+        "install",
+        release,
+        str(CHART),
+        "--namespace=ml",
+        f"--kubeconfig={kubeconfig}",
+        f"--dry-run={dry_run}",
+        "--disable-openapi-validation",
+        *case.arguments(),
+    )

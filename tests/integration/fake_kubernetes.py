@@ -69,9 +69,7 @@ class FakeKubernetes:
             time.sleep(refusal.delay_s)
             return refusal.status, status(refusal.status, refusal.message)
         group, plural, name, rest = self._parse(url.path)
-        if group.endswith("kubeflow.org") and group not in self.operators:
-            return 404, "404 page not found\n"
-        if group == "kueue.x-k8s.io" and f"/{self.kueue}/" not in url.path:
+        if not self._is_installed(group, url.path):
             return 404, "404 page not found\n"
         if method == "POST":
             assert body is not None
@@ -88,9 +86,14 @@ class FakeKubernetes:
             return 200, self._read(plural, name)
         if method == "DELETE":
             return self._delete(plural, name, body)
-        if rest == "log":
-            return 200, self.logs.get(name, "")
-        return 200, self._read(plural, name)
+        if rest == "scale":
+            return 200, self._scale(plural, name, body)
+        return 200, self.logs.get(name, "") if rest == "log" else self._read(plural, name)
+
+    def _is_installed(self, group: str, path: str) -> bool:
+        if group.endswith("kubeflow.org"):
+            return group in self.operators
+        return group != "kueue.x-k8s.io" or f"/{self.kueue}/" in path
 
     def _parse(self, path: str) -> tuple[str, str, str | None, str | None]:
         segments = path.strip("/").split("/")
@@ -128,6 +131,17 @@ class FakeKubernetes:
             (owner,) = runtime["metadata"]["ownerReferences"]
             assert (owner["kind"], owner["uid"]) == ("TrainJob", f"uid-of-{name}")
         return 200, status(200, "")
+
+    def _scale(self, plural: str, name: str, patch: Any) -> Object:
+        """Applies a JSON patch, the only one besides merge patches that custom resources take."""
+        spec = self.objects[plural][name]["spec"]
+        for change in patch or []:
+            assert change["path"] == "/spec/replicas"
+            assert change["op"] == "add" or spec["replicas"], "there is nothing to replace"
+            spec["replicas"] = change["value"]
+        # A number of 0 is left out.
+        shown = {"replicas": spec["replicas"]} if spec["replicas"] else {}
+        return {"apiVersion": "autoscaling/v1", "kind": "Scale", "spec": shown}
 
     def _list(self, plural: str, query: dict[str, list[str]]) -> Object:
         items = list(self.objects[plural].values())
@@ -206,7 +220,7 @@ def fake_kubernetes(
             self.end_headers()
             self.wfile.write(data)
 
-        do_GET = do_POST = do_PUT = do_DELETE = _serve
+        do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _serve
 
         def log_message(self, format: str, *args: object) -> None:
             """Silences the access log."""

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from pipelines.scaling import RolloutScaler
+from pipelines.cluster import Cluster
+from pipelines.scaling import LEADER_WORKER_SETS, STATEFUL_SETS, RolloutScaler, Workload
 from services.stack.stack import Endpoints
 from tests.integration.driver import Driver, small_config, stop_open_runs
+from tests.integration.fake_kubernetes import fake_kubernetes
 
 IDLE_S = 600.0
 
@@ -21,12 +23,12 @@ class OneStatefulSet:
     now: float = 0.0
     log: list[str] = field(default_factory=list)
 
-    def replicas(self, name: str) -> int:
-        assert name == "bapo-rollout"
+    def replicas(self, kind: Workload, name: str) -> int:
+        assert (kind, name) == (STATEFUL_SETS, "bapo-rollout")
         return self.desired
 
-    def scale(self, name: str, replicas: int) -> None:
-        assert name == "bapo-rollout"
+    def scale(self, kind: Workload, name: str, replicas: int) -> None:
+        assert (kind, name) == (STATEFUL_SETS, "bapo-rollout")
         self.desired = replicas
 
 
@@ -44,6 +46,7 @@ def test_replicas_start_for_a_run_and_end_some_time_after_the_last_one(
     scaler = RolloutScaler(
         driver.client,
         cluster,
+        STATEFUL_SETS,
         "bapo-rollout",
         2,
         IDLE_S,
@@ -70,3 +73,26 @@ def test_replicas_start_for_a_run_and_end_some_time_after_the_last_one(
         "bapo-rollout is scaled to 2 replicas, for run scaled",
         "bapo-rollout is scaled to 0 replicas, because no run needs them",
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        (STATEFUL_SETS, "/apis/apps/v1/namespaces/team/statefulsets/bapo/scale"),
+        (
+            LEADER_WORKER_SETS,
+            "/apis/leaderworkerset.x-k8s.io/v1/namespaces/team/leaderworkersets/bapo/scale",
+        ),
+    ],
+)
+def test_workloads_of_both_kinds_are_scaled_by_their_subresource(kind: Workload, path: str) -> None:
+    with fake_kubernetes(namespace="team") as kubernetes:
+        kubernetes.objects[kind[2]]["bapo"] = {
+            "metadata": {"name": "bapo"},
+            "spec": {"replicas": 2},
+        }
+        cluster = Cluster("team", kubernetes.configuration())
+        for desired in (2, 0, 3):
+            cluster.scale(kind, "bapo", desired)
+            assert cluster.replicas(kind, "bapo") == desired
+        assert set(kubernetes.requests) == {f"GET {path}", f"PATCH {path}"}

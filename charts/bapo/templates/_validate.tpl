@@ -125,24 +125,60 @@ would wait for a missing Secret without an error of the release. */}}
 
 {{- define "bapo.rolloutProblems" -}}
 {{- $rollout := .Values.rollout -}}
-{{- if and (gt (int $rollout.gpus) 0) (gt (int $rollout.tensorParallelSize) (int $rollout.gpus)) }}
+{{- $nodes := int $rollout.nodes }}
+{{- $sizes := printf "rollout.tensorParallelSize x rollout.pipelineParallelSize is %d" (mul $rollout.tensorParallelSize $rollout.pipelineParallelSize) }}
+{{- $size := mul $rollout.tensorParallelSize $rollout.pipelineParallelSize }}
+{{- $gpus := mul $rollout.gpus $nodes }}
+{{- if and (gt $gpus 0) (gt $size $gpus) }}
 - >-
-  rollout.tensorParallelSize: it is {{ $rollout.tensorParallelSize }}, but a pod has
-  {{ $rollout.gpus }} GPU(s) (rollout.gpus); raise rollout.gpus, or lower rollout.tensorParallelSize
+  {{ $sizes }}, but a replica has {{ $gpus }} GPU(s) (rollout.gpus x rollout.nodes); raise rollout.gpus
+  or rollout.nodes, or lower one of the sizes
 {{- end }}
 {{- $parallel := false }}
 {{- range $rollout.vllmArgs }}
-{{- if hasPrefix "--data-parallel-size" . }}{{ $parallel = true }}{{ end }}
+{{- if or (hasPrefix "--data-parallel-size" .) (hasPrefix "-dp" .) }}{{ $parallel = true }}{{ end }}
 {{- end }}
-{{- if and (lt (int $rollout.tensorParallelSize) (int $rollout.gpus)) (not $parallel) }}
+{{- if and (lt $size $gpus) (not $parallel) }}
 - >-
-  rollout.gpus: a pod has {{ $rollout.gpus }} GPUs, and vLLM would use {{ $rollout.tensorParallelSize }}; set
-  rollout.tensorParallelSize to the same number, or --data-parallel-size among rollout.vllmArgs
+  {{ $sizes }}, but a replica has {{ $gpus }} GPUs (rollout.gpus x rollout.nodes), so that some would be
+  idle; set the sizes to make the same number{{ if eq $nodes 1 }}, or --data-parallel-size among
+  rollout.vllmArgs{{ end }}
 {{- end }}
-{{- range $rollout.vllmArgs }}
-{{- if or (hasPrefix "--tensor-parallel-size" .) (hasPrefix "-tp" .) }}
+{{- if gt $nodes 1 }}
+{{- if and (eq $gpus 0) (mod $size $nodes) }}
 - >-
-  rollout.vllmArgs: the chart sets {{ . }} itself; use rollout.tensorParallelSize
+  {{ $sizes }}, which {{ $nodes }} pods cannot share equally (rollout.nodes); set
+  rollout.pipelineParallelSize to {{ $nodes }}
+{{- end }}
+{{- if $parallel }}
+- >-
+  rollout.vllmArgs: --data-parallel-size copies the model, and with rollout.nodes {{ $nodes }} one copy has
+  all GPUs of a replica; raise rollout.replicas instead
+{{- end }}
+{{- if $rollout.scratch.persistent }}
+- >-
+  rollout.scratch.persistent: the pods of a LeaderWorkerSet have no volumes of their own; with rollout.nodes
+  {{ $nodes }} set it to false, and the scratch space is on the nodes' disks
+{{- end }}
+{{- /* Helm knows the kinds of a cluster only if it has asked one; otherwise it assumes API versions. */}}
+{{- $asked := .Capabilities.APIVersions.Has "apps/v1/StatefulSet" }}
+{{- if and $asked (not (.Capabilities.APIVersions.Has "leaderworkerset.x-k8s.io/v1/LeaderWorkerSet")) }}
+- >-
+  rollout.nodes: it is {{ $nodes }}, but this cluster has no LeaderWorkerSet (leaderworkerset.x-k8s.io/v1);
+  install its controller (https://lws.sigs.k8s.io), or set rollout.nodes to 1
+{{- end }}
+{{- end }}
+{{- $own := dict
+  "--tensor-parallel-size" "rollout.tensorParallelSize" "-tp" "rollout.tensorParallelSize"
+  "--pipeline-parallel-size" "rollout.pipelineParallelSize" "-pp" "rollout.pipelineParallelSize"
+  "--nnodes" "rollout.nodes" "--node-rank" "rollout.nodes" "--master-addr" "rollout.nodes"
+  "--master-port" "rollout.nodes" "--headless" "rollout.nodes" -}}
+{{- range $argument := $rollout.vllmArgs }}
+{{- range $flag, $value := $own }}
+{{- if hasPrefix $flag $argument }}
+- >-
+  rollout.vllmArgs: the chart sets {{ $argument }} itself; use {{ $value }}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- if $rollout.scaleToZero.enabled }}

@@ -174,24 +174,38 @@ def reap(namespace: str, release: str, delete: bool) -> None:
 
 @pipeline.command("scale-rollouts")
 @click.option("--namespace", default="default", metavar="NAME", help="Kubernetes namespace.")
-@click.option("--statefulset", required=True, metavar="NAME", help="The rollout replicas.")
+@click.option("--statefulset", metavar="NAME", help="The rollout replicas of one pod each.")
+@click.option("--leader-worker-set", metavar="NAME", help="The rollout replicas of several pods.")
 @click.option("--replicas", required=True, type=int, metavar="COUNT", help="Replicas for a run.")
 @click.option(
     "--idle-minutes", default=10, metavar="MINUTES", help="Time without a run, before zero."
 )
-def scale_rollouts(namespace: str, statefulset: str, replicas: int, idle_minutes: int) -> None:
+def scale_rollouts(
+    namespace: str,
+    statefulset: str | None,
+    leader_worker_set: str | None,
+    replicas: int,
+    idle_minutes: int,
+) -> None:
     """Scale the rollout replicas up for a run, and to zero without one, until this is ended.
 
     The chart does this with `rollout.scaleToZero`. Needs `BAPO_BUFFER_URL` and `BAPO_TOKEN`.
     """
     from pipelines.cluster import Cluster
-    from pipelines.scaling import RolloutScaler
+    from pipelines.scaling import LEADER_WORKER_SETS, STATEFUL_SETS, RolloutScaler
     from services.common.process import stop_on_signals
 
+    named = [
+        (kind, name)
+        for kind, name in ((STATEFUL_SETS, statefulset), (LEADER_WORKER_SETS, leader_worker_set))
+        if name
+    ]
+    if len(named) != 1:
+        raise click.UsageError("give either --statefulset or --leader-worker-set")
+    ((kind, name),) = named
     stop_on_signals()
-    RolloutScaler(
-        _buffer(), Cluster(namespace), statefulset, replicas, idle_minutes * 60, click.echo
-    ).run()
+    cluster = Cluster(namespace)
+    RolloutScaler(_buffer(), cluster, kind, name, replicas, idle_minutes * 60, click.echo).run()
 
 
 def _buffer() -> BufferClient:

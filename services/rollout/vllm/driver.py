@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any, TypeVar
 
 from bapo_core.seeding import derive_seed
 from services.rollout.api.offers import WeightOffer
@@ -26,6 +27,7 @@ from services.rollout.driver import AcceptOffer
 from services.rollout.errors import EngineFaulty, EngineLost, PromptRefused
 from services.rollout.vllm.api import VllmApi
 from services.rollout.vllm.layout import Layout, read_layout
+from services.rollout.vllm.nodes import WorkerNodes
 from services.rollout.vllm.server import VllmOptions, VllmServer
 
 log = logging.getLogger(__name__)
@@ -36,15 +38,24 @@ WARM_UP_TOKENS = 32
 """Prompt length of the warm-up request: a very short first prompt crashes vLLM on some CPUs."""
 RESET_TRIES = 20
 
+Result = TypeVar("Result")
+
 
 class VllmDriver:
-    """An `EngineDriver` for vLLM."""
+    """An `EngineDriver` for vLLM, on this node or on several."""
 
     prompts_per_request = 1
     """vLLM batches by itself, so that each prompt can go to the least busy replica."""
 
-    def __init__(self, options: VllmOptions) -> None:
-        self._options = options
+    def __init__(self, options: VllmOptions, nodes: WorkerNodes | None = None) -> None:
+        """Makes a driver; vLLM is started by the first `load`.
+
+        nodes: the worker nodes over which the model is sharded together with this node. `load` then
+        takes only directories of a `SharedWeightCache`, which the worker nodes have as well.
+        """
+        self._options, self._nodes = options, nodes
+        self._nodes_started = False
+        """Whether vLLM may run on worker nodes."""
         self._server: VllmServer | None = None
         self._layout: Layout | None = None
         self._version = ""
@@ -71,9 +82,13 @@ class VllmDriver:
     async def _start(self, directory: Path, layout: Layout, version: str) -> None:
         await self.close()
         self._layout = layout
-        server = self._server = VllmServer(self._options, directory)
         try:
-            await server.wait_ready()
+            place = None
+            if self._nodes is not None:
+                self._nodes_started = True
+                place = await self._nodes.start(self._options, directory.name)
+            server = self._server = VllmServer(self._options, directory, place)
+            await self._run_on_all_nodes(server.wait_ready())
             await self._tag(server.api, version)
             await self._warm_up(server.api, version)
         except BaseException:
@@ -100,7 +115,7 @@ class VllmDriver:
             if not accept(workers):
                 await api.resume()
                 return False
-            await api.receive(offer, workers)
+            await self._run_on_all_nodes(api.receive(offer, workers))
             await self._finish_update(api, version)
         except (EngineLost, PromptRefused) as error:
             await self.close()  # some of the weights may have been replaced
@@ -110,8 +125,14 @@ class VllmDriver:
 
     async def _load_in_place(self, api: VllmApi, directory: Path, version: str) -> None:
         await api.pause()
-        await api.load(str(directory))
+        # Each node has the version in a directory of its own.
+        path = str(directory) if self._nodes is None else directory.name
+        await self._run_on_all_nodes(api.load(path))
         await self._finish_update(api, version)
+
+    async def _run_on_all_nodes(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """Awaits `work`; raises `EngineLost` if vLLM ends on another node in the meantime."""
+        return await (work if self._nodes is None else self._nodes.run_while_all_run(work))
 
     async def _finish_update(self, api: VllmApi, version: str) -> None:
         """Drops the cache of the old weights, sets the version, resumes, and generates a token."""
@@ -317,6 +338,8 @@ class VllmDriver:
             raise EngineLost("vLLM does not run")
         if not self._server.running():
             raise EngineLost(f"vLLM has exited: {self._server.last_error()}")
+        if self._nodes is not None:
+            await self._nodes.check()
         api = self._server.api
         if not self._requests:
             try:
@@ -342,10 +365,13 @@ class VllmDriver:
             return ""
 
     async def close(self) -> None:
-        """Stops vLLM."""
+        """Stops vLLM, on the worker nodes too."""
         server, self._server = self._server, None
         if server is not None:
             await server.stop()
+        if self._nodes is not None and self._nodes_started:
+            await self._nodes.stop()
+            self._nodes_started = False
 
 
 def _most_serious(errors: BaseExceptionGroup[BaseException]) -> BaseException:

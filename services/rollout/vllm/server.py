@@ -1,8 +1,14 @@
-"""Starts a vLLM server on loopback, watches it, and stops it together with its workers."""
+"""Starts vLLM, watches it, and stops it together with its workers.
+
+On one node, vLLM is a server on loopback. If the model is sharded over several nodes, that server
+runs on the leader node, and a vLLM without an API server (headless) on each worker node.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
+import logging
 import os
 import shutil
 import signal
@@ -18,14 +24,42 @@ from pathlib import Path
 from bapo_core.errors import BapoError
 from services.common.process import ChildProcess
 from services.rollout.errors import EngineLost, ModelLoadError
-from services.rollout.vllm import worker
+from services.rollout.vllm import headless, worker
 from services.rollout.vllm.api import VllmApi
+
+log = logging.getLogger(__name__)
 
 SUPPORTED = ("0.32.",)
 """Prefixes of the vLLM versions whose routes and flags the contract tests have covered."""
 STOP_WITHIN_S = 10.0
 WORKER_MODULE = "bapo_vllm_worker"
 """Name under which vLLM's workers import `services.rollout.vllm.worker`."""
+HEADLESS_MODULE = "bapo_vllm_headless"
+"""Name under which vLLM's interpreter runs `services.rollout.vllm.headless`."""
+
+
+@dataclass(frozen=True)
+class NodePlace:
+    """The place of a node among those over which vLLM shards the model."""
+
+    rank: int
+    """Rank of the node; the leader has rank 0."""
+    nodes: int
+    """Number of nodes."""
+    leader_host: str
+    """Host at which the nodes reach the leader."""
+    leader_port: int
+    """Port at which the ranks meet."""
+
+    def arguments(self) -> list[str]:
+        """Returns vLLM's arguments."""
+        return [
+            *("--distributed-executor-backend", "mp"),
+            *("--nnodes", str(self.nodes)),
+            *("--node-rank", str(self.rank)),
+            *("--master-addr", self.leader_host),
+            *("--master-port", str(self.leader_port)),
+        ]
 
 
 @dataclass(frozen=True)
@@ -41,7 +75,7 @@ class VllmOptions:
     log: Path
     """File that vLLM's output is appended to. The worker extension is put beside it."""
     arguments: Sequence[str] = ()
-    """Further arguments of vLLM, after those of `command`."""
+    """Further arguments of vLLM, after those of this class."""
     environment: dict[str, str] = field(default_factory=dict)
     """Further environment variables."""
     start_within_s: float = 2700.0
@@ -49,29 +83,50 @@ class VllmOptions:
 
     @property
     def module_directory(self) -> Path:
-        """Directory of modules for vLLM's import path; it has the worker extension only."""
+        """Directory for vLLM's import path; it has the files of `install_modules` only."""
         return self.log.parent / "vllm-modules"
 
-    def install_worker(self) -> None:
-        """Copies the worker extension into `module_directory`.
+    def install_modules(self) -> None:
+        """Copies the worker extension and the headless entry point into `module_directory`.
 
         vLLM's environment has packages of its own. With the directory of this project on its import
         path, this environment's packages (where bapo is installed as a wheel: all of site-packages,
         torch included) would shadow vLLM's.
         """
         self.module_directory.mkdir(exist_ok=True)
-        shutil.copyfile(worker.__file__, self.module_directory / f"{WORKER_MODULE}.py")
+        for name, module in ((WORKER_MODULE, worker), (HEADLESS_MODULE, headless)):
+            shutil.copyfile(inspect.getfile(module), self.module_directory / f"{name}.py")
 
-    def command(self, directory: Path, port: int) -> list[str]:
-        """Returns the command that serves the model in `directory`."""
+    def command(self, directory: Path, port: int, place: NodePlace | None = None) -> list[str]:
+        """Returns the command that serves the model in `directory`.
+
+        place: that of the leader node if the model is sharded over several nodes.
+        """
         return [
             self.python,
             # The `vllm` script of the CPU wheel does not start.
             *("-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", str(directory)),
-            *("--served-model-name", "policy"),
             *("--host", "127.0.0.1"),
             *("--port", str(port)),
+            *([] if place is None else place.arguments()),
+            *self._model_arguments(directory),
+        ]
+
+    def headless_command(self, directory: Path, place: NodePlace) -> list[str]:
+        """Returns the command of a worker node, whose model is in its own `directory`."""
+        return [
+            self.python,
+            *("-m", HEADLESS_MODULE),
+            "--headless",
+            *place.arguments(),
+            *self._model_arguments(directory),
+        ]
+
+    def _model_arguments(self, directory: Path) -> list[str]:
+        """Returns the arguments that all nodes have in common, but for the directory."""
+        return [
+            *("--model", str(directory)),
+            *("--served-model-name", "policy"),
             *("--max-model-len", str(self.longest_sequence)),
             *("--dtype", self.dtype),
             # Log-probs of the distribution that is sampled from: after the temperature.
@@ -100,6 +155,7 @@ class VllmOptions:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             **inherited,
             "PYTHONPATH": str(self.module_directory),
+            worker.WEIGHTS_ROOT: str(self.log.parent.absolute()),
             # Enables the routes that load weights.
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
@@ -145,17 +201,27 @@ def installed(python: str) -> tuple[str, str]:
     return name, version
 
 
-class VllmServer:
-    """A vLLM server process and its API. It is started once and not reused after `stop`."""
+def compiler_environment() -> dict[str, str]:
+    """Returns variables that turn torch.compile off where there is no C++ compiler.
 
-    def __init__(self, options: VllmOptions, directory: Path) -> None:
-        """Starts vLLM on the model in `directory`; call it from the main thread."""
+    On CPUs torch.compile needs one, and slim images have none.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is not None:
+        return {}
+    log.info("there is no C++ compiler (%s): vLLM runs without torch.compile", compiler)
+    return {"TORCHDYNAMO_DISABLE": "1"}
+
+
+class VllmProcess:
+    """A process of vLLM. It is started once and not reused after `stop`."""
+
+    def __init__(self, options: VllmOptions, command: Sequence[str]) -> None:
+        """Starts `command`; call it from the main thread."""
         self._options = options
-        options.install_worker()
-        port = _free_port()
-        self.api = VllmApi(port)
+        options.install_modules()
         self._process = ChildProcess(
-            options.command(directory, port),
+            command,
             environment=options.variables(),
             log=options.log,
             append_log=True,
@@ -168,6 +234,39 @@ class VllmServer:
 
     def running(self) -> bool:
         return self._process.exit_code is None
+
+    async def stop(self) -> None:
+        """Asks vLLM and its workers to stop, and kills them after `STOP_WITHIN_S`."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, STOP_WITHIN_S)
+        # Workers may outlive the process that started them.
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        await asyncio.to_thread(self._process.wait)
+
+    def last_error(self) -> str:
+        """Returns the last error in the log that is not the consequence of another."""
+        lines = self._options.log.read_text(errors="replace").splitlines()
+        errors = [line for line in lines if "Error" in line and "See " not in line]
+        line = (errors or lines or ["it wrote nothing"])[-1].strip()
+        return f"{line[-300:]} (log: {self._options.log})"
+
+
+class VllmServer(VllmProcess):
+    """A vLLM server and its API."""
+
+    def __init__(
+        self, options: VllmOptions, directory: Path, place: NodePlace | None = None
+    ) -> None:
+        """Starts vLLM on the model in `directory`; call it from the main thread.
+
+        place: that of the leader node if the model is sharded over several nodes.
+        """
+        port = free_port()
+        self.api = VllmApi(port)
+        super().__init__(options, options.command(directory, port, place))
 
     async def wait_ready(self) -> None:
         """Waits until the server answers.
@@ -187,26 +286,12 @@ class VllmServer:
             await asyncio.sleep(0.1)
 
     async def stop(self) -> None:
-        """Asks the server and its workers to stop, and kills them after `STOP_WITHIN_S`."""
         await self.api.close()
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self._process.wait, STOP_WITHIN_S)
-        # Workers may outlive the server.
-        with suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        await asyncio.to_thread(self._process.wait)
-
-    def last_error(self) -> str:
-        """Returns the last error in the log that is not the consequence of another."""
-        lines = self._options.log.read_text(errors="replace").splitlines()
-        errors = [line for line in lines if "Error" in line and "See " not in line]
-        line = (errors or lines or ["it wrote nothing"])[-1].strip()
-        return f"{line[-300:]} (log: {self._options.log})"
+        await super().stop()
 
 
-def _free_port() -> int:
+def free_port(host: str = "127.0.0.1") -> int:
+    """Returns a port of this machine that nothing listens on at present."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -6,7 +6,11 @@ import nothing but the standard library and what vLLM depends on.
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+WEIGHTS_ROOT = "POLICY_WEIGHTS_ROOT"
+"""Environment variable with the directory in which this node has its versions of the weights."""
 
 
 class LoadsPolicies:
@@ -15,9 +19,14 @@ class LoadsPolicies:
     model_runner: Any
 
     def load_policy(self, weights_path: str) -> None:
-        """Replaces the weights by those of a Hugging Face directory."""
+        """Replaces the weights by those of a Hugging Face directory.
+
+        weights_path: absolute, or relative to this node's own directory of versions, because the
+        workers of all nodes get the same call.
+        """
         worker: Any = self
-        worker.reload_weights(weights_path=weights_path)
+        path = os.path.join(os.environ[WEIGHTS_ROOT], weights_path)
+        worker.reload_weights(weights_path=path)
         self._repack_tied_head()
 
     def _repack_tied_head(self) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from services.rollout.server import compiler_environment
-from services.rollout.vllm.server import VllmOptions
+from services.rollout.vllm.server import NodePlace, VllmOptions, compiler_environment
+
+MODULES = {"bapo_vllm_worker.py", "bapo_vllm_headless.py"}
 
 
 @pytest.fixture
@@ -47,13 +48,35 @@ def test_the_command_names_the_model_and_ends_with_the_users_arguments(
     assert command[-2:] == ["--seed", "1"]
 
 
-def test_the_import_path_of_vllm_has_the_worker_extension_and_nothing_else(
+def test_a_worker_node_runs_the_model_of_its_leader_without_a_server(
+    options: VllmOptions, tmp_path: Path
+) -> None:
+    leader, worker = (NodePlace(rank, 2, "leader.example", 29_999) for rank in (0, 1))
+    command = options.command(Path("/leader/v3"), 8123, leader)
+    headless = options.headless_command(Path("/worker/v3"), worker)
+    assert headless[:4] == ["python", "-m", "bapo_vllm_headless", "--headless"]
+    assert "--port" not in headless
+    for flag, value in (
+        ("--nnodes", "2"),
+        ("--master-addr", "leader.example"),
+        ("--master-port", "29999"),
+        ("--distributed-executor-backend", "mp"),
+    ):
+        assert command[command.index(flag) + 1] == headless[headless.index(flag) + 1] == value
+    assert command[command.index("--node-rank") + 1] == "0"
+    assert headless[headless.index("--node-rank") + 1] == "1"
+    model, other = (words[words.index("--model") + 2 :] for words in (command, headless))
+    assert model == other
+    assert "--nnodes" not in options.command(tmp_path, 8123)
+
+
+def test_the_import_path_of_vllm_has_the_modules_of_this_project_and_nothing_else(
     options: VllmOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["/app", "/site-packages"]))
-    options.install_worker()
+    options.install_modules()
     (directory,) = options.variables()["PYTHONPATH"].split(os.pathsep)
-    assert [path.name for path in Path(directory).iterdir()] == ["bapo_vllm_worker.py"]
+    assert {path.name for path in Path(directory).iterdir()} == MODULES
 
 
 def test_vllm_gets_no_secret_and_the_users_variables_come_last(
@@ -72,9 +95,9 @@ def test_vllm_gets_no_secret_and_the_users_variables_come_last(
 
 
 def test_the_worker_extension_is_importable_without_this_project(options: VllmOptions) -> None:
-    options.install_worker()
+    options.install_modules()
     code = (
-        "import sys, bapo_vllm_worker\n"
+        "import sys, bapo_vllm_headless, bapo_vllm_worker\n"
         "assert callable(bapo_vllm_worker.LoadsPolicies.load_policy)\n"
         "assert not {'services', 'bapo_core', 'torch'} & set(sys.modules)\n"
     )
@@ -83,6 +106,6 @@ def test_the_worker_extension_is_importable_without_this_project(options: VllmOp
 
 
 def test_the_worker_extension_may_be_installed_again(options: VllmOptions) -> None:
-    options.install_worker()
-    options.install_worker()
-    assert len(list(options.module_directory.iterdir())) == 1
+    options.install_modules()
+    options.install_modules()
+    assert {path.name for path in options.module_directory.iterdir()} == MODULES
