@@ -169,8 +169,7 @@ class Cluster:
 
     def scale(self, kind: ResourceType, name: str, replicas: int) -> None:
         """Sets the number of replicas that a workload should have."""
-        # The server leaves out a number of 0, which "replace" would not find.
-        change = [{"op": "add", "path": "/spec/replicas", "value": replicas}]
+        change = {"spec": {"replicas": replicas}}  # the client sends it as a merge patch
         self.call(
             "scale",
             name,
