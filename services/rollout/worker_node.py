@@ -19,9 +19,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from services.buffer.api.wire import StoredVersion
 from services.common.auth import require_shared_token
-from services.common.errors import conflict, install_problem_handlers
 from services.common.logs import configure_logs
 from services.common.objectstore import ObjectStore
+from services.common.problems import conflict, install_problem_handlers
 from services.common.process import run_until_error
 from services.common.serve import serve
 from services.rollout.api.nodes import EngineState, FetchProgress, KeptVersions, StartEngine
