@@ -19,6 +19,7 @@ from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.cli.progress import RunDisplay
 from services.cli.service import data_sources
+from services.common.errors import ServiceUnavailable
 from services.common.process import python_command
 from services.datasets import check_images, load_datasets, store_dataset
 from services.exporters.mlflow import mirror_to_mlflow
@@ -43,13 +44,13 @@ class LocalRun:
     """Summary and report are written here, `runs/<name>`."""
     console: Console
 
-    def client(self, give_up_s: float = GIVE_UP_AFTER_S) -> BufferClient:
-        """Returns a client that repeats a call for `give_up_s` seconds while nothing answers."""
+    @property
+    def client(self) -> BufferClient:
         return BufferClient(
             self.endpoints.buffer_url,
             self.endpoints.token,
             run=self.config.name,
-            give_up_s=give_up_s,
+            give_up_s=GIVE_UP_AFTER_S,
         )
 
 
@@ -59,7 +60,7 @@ def create_run(run: LocalRun, model: Path) -> None:
     model: directory of the initial model. Raises `BapoError` when the run's name is taken, or when
     its prompts have images that its model or engine cannot take.
     """
-    client = run.client()
+    client = run.client
     if run.config.name in {state.name for state in client.runs()}:
         raise BapoError(
             f"run {run.config.name!r} exists; continue it with --resume, or take another name "
@@ -93,7 +94,7 @@ def execute(run: LocalRun, model: Path) -> RunHistory:
     run.directory.mkdir(parents=True, exist_ok=True)
     config_text = yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False)
     (run.directory / "config.yaml").write_text(config_text)
-    client = run.client()
+    client = run.client
     state = client.begin_attempt()
     scratch = Path(tempfile.mkdtemp(prefix=f"{run.config.name}-", dir=_scratch_directory(run.home)))
     try:
@@ -102,8 +103,10 @@ def execute(run: LocalRun, model: Path) -> RunHistory:
                 _start_processes(run, supervisor, state, model, scratch)
                 _show_progress(run, supervisor, client, state)
             client.set_status("finished")
+    except ServiceUnavailable:
+        raise  # the buffer service cannot be told either, and --resume needs no mark
     except BaseException:
-        _mark_failed(run)
+        _mark_failed(client)
         raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -212,9 +215,9 @@ def _show_progress(
             time.sleep(POLL_INTERVAL_S)
 
 
-def _mark_failed(run: LocalRun) -> None:
+def _mark_failed(client: BufferClient) -> None:
     try:
-        run.client(give_up_s=1.0).set_status("failed")
+        client.set_status("failed")
     except BapoError:
         # The service may be what failed. The error to show is the one that led here.
         return

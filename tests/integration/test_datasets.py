@@ -206,7 +206,7 @@ def test_a_run_of_this_machine_takes_data_of_the_services(
     config = config_from({**CONFIG, "name": "own-local", "task": {**CONFIG["task"], **paths}})
     run = LocalRun(config, stack, tmp_path, tmp_path, Console(width=200))
     create_run(run, TINY_MODEL)
-    state = run.client().run_state()
+    state = run.client.run_state()
     assert client.dataset(state.train_dataset).prompts == 8
     test_dataset = state.test_datasets["test"]
     assert client.dataset(test_dataset).prompts == 2

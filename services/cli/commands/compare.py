@@ -157,7 +157,7 @@ def _train(
 
     config = pin_revisions(planned.config)
     run = LocalRun(config, endpoints, home, Path("runs") / config.name, console)
-    state = {state.name: state for state in run.client().runs()}.get(config.name)
+    state = {state.name: state for state in run.client.runs()}.get(config.name)
     if state is not None and state.config != config:
         before = data_addresses(state.config)
         moved = [
@@ -171,12 +171,12 @@ def _train(
         )
     if state is not None and state.status == "finished":
         console.print(f"{config.name}: finished already", highlight=False)
-        return RunResult.read(run.client(), planned.label), False
+        return RunResult.read(run.client, planned.label), False
     model = ensure_model(config, home, open_store=open_local_object_store)
     if state is None:
         create_run(run, model)
     execute(run, model)
-    return RunResult.read(run.client(), planned.label), True
+    return RunResult.read(run.client, planned.label), True
 
 
 def _print_table(results: Sequence[RunResult], console: Console) -> None:
