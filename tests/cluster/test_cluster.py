@@ -141,6 +141,9 @@ def test_a_second_run_waits_and_the_reaper_ends_the_one_whose_workflow_was_delet
     assert release.client("next").run_state().status == "queued"
     assert release.jobs() == {"bapo-lost"}, "no GPUs are held meanwhile"
 
+    # The schedule must not start the reaper before the test does.
+    suspended = '{"spec": {"suspend": true}}'
+    release.namespace.kubectl("patch", "cronjob", "bapo-reaper", "--patch", suspended)
     first.delete_workflow()
     # Kubernetes deletes the job with its owner, and nothing tells the run.
     wait_until(lambda: not release.jobs(), "deletion of the job", WAIT_S)
