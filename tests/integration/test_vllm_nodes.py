@@ -91,7 +91,7 @@ async def load(leader: tuple[VllmDriver, SharedWeightCache], stored: StoredVersi
     await driver.load(await asyncio.to_thread(cache.fetch, stored), stored.number)
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_nodes_generate_with_the_weights_that_were_loaded_last(
     leader: tuple[VllmDriver, SharedWeightCache], nodes: Nodes, runner: asyncio.Runner, tied: bool
 ) -> None:
@@ -108,6 +108,7 @@ def test_two_nodes_generate_with_the_weights_that_were_loaded_last(
         pid = driver._server.pid
 
 
+@pytest.mark.slow
 def test_a_killed_vllm_of_the_worker_node_is_noticed_and_both_are_restarted(
     leader: tuple[VllmDriver, SharedWeightCache], nodes: Nodes, runner: asyncio.Runner
 ) -> None:
