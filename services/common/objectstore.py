@@ -130,23 +130,15 @@ class _HttpConnection(HTTPConnection):
     """Sends under the time-out of reading. urllib3 sends under that of connecting."""
 
     def send(self, data: Any) -> None:
-        _send_for(self, ANSWER_WITHIN_S)
+        if self.sock is None:
+            self.connect()
+        sock: Any = self.sock
+        sock.settimeout(ANSWER_WITHIN_S)
         super().send(data)
 
 
-class _HttpsConnection(HTTPSConnection):
+class _HttpsConnection(_HttpConnection, HTTPSConnection):
     """Sends as `_HttpConnection` does."""
-
-    def send(self, data: Any) -> None:
-        _send_for(self, ANSWER_WITHIN_S)
-        super().send(data)
-
-
-def _send_for(connection: HTTPConnection, seconds: float) -> None:
-    if connection.sock is None:
-        connection.connect()
-    sock: Any = connection.sock
-    sock.settimeout(seconds)
 
 
 class _HttpPool(HTTPConnectionPool):
