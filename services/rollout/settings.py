@@ -58,7 +58,7 @@ class ReplicaSettings(ServerSettings, BufferClientSettings, ObjectStoreClientSet
 class WorkerNodeSettings(ServerSettings, ObjectStoreClientSettings):
     """Settings of a worker node (`python -m services.rollout.worker_node`).
 
-    What it runs, and on which weights, it is told by the replica, its leader node.
+    The replica, which is its leader node, says what it runs, and with which weights.
     """
 
     token: SecretStr

@@ -2,7 +2,7 @@
 
 One node cannot hold the model, so vLLM shards it over several. This process fetches the versions of
 the weights that its replica names, and runs a vLLM without an API server that joins the replica's.
-The replica alone decides: this process asks nobody what to do, so it is the same for every run.
+It acts on requests of the replica alone and reads nothing of a run, so one process serves any run.
 `WorkerNodeSettings` lists its environment variables.
 """
 
@@ -43,7 +43,7 @@ FETCH_WAIT_S = 10.0
 
 
 class Node:
-    """What the replica may ask of this node."""
+    """Fetches weights and runs vLLM on this node, as the replica requests."""
 
     def __init__(
         self, cache: WeightCache, scratch: Path, python: str, environment: dict[str, str]

@@ -305,7 +305,7 @@ def test_a_lost_vllm_on_a_worker_node_is_noticed_and_all_are_restarted(nodes: No
 
 
 def test_a_replaced_worker_node_gets_the_weights_again(nodes: Nodes) -> None:
-    """As a new pod, it has an empty disk, runs nothing, and joins at the next start."""
+    """A new pod has an empty disk and runs nothing; it joins when the leader starts vLLM next."""
     stored = nodes.publish("one")
     driver, cache = nodes.leader()
 
