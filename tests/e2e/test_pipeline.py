@@ -9,8 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from pipelines.local_jobs import MANIFEST, OPERATOR
 from pipelines.training_job import job_name
 from services.buffer.api.client import BufferClient
 from services.stack.stack import Endpoints, running_stack
-from tests.e2e.test_run import TIMEOUT_S, configuration
+from tests.e2e.test_run import TIMEOUT_S, _committed, _wait_until, configuration
 
 NAME = "piped"
 
@@ -68,12 +67,8 @@ class Pipeline:
         """The directory in which the operator of the training job keeps its state."""
         return self.home / "jobs" / job_name("bapo", NAME)
 
-    @property
     def client(self) -> BufferClient:
         return BufferClient(self.endpoints.buffer_url, self.endpoints.token, run=NAME)
-
-    def committed(self) -> int:
-        return self.client.run_state().current_step if self.client.runs() else 0
 
 
 @pytest.fixture
@@ -84,22 +79,14 @@ def pipeline(tmp_path: Path, small_model: Path) -> Iterator[Pipeline]:
     shutil.rmtree(home)
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert process.poll() is None, "the pipeline ended before the condition was met"
-        assert time.monotonic() < deadline, f"the condition was not met within {TIMEOUT_S} s"
-        time.sleep(0.1)
-
-
 def test_a_pipeline_whose_job_fails_trains_every_step_once(pipeline: Pipeline) -> None:
     steps = 9
+    client = pipeline.client()
     process = pipeline.start("log", steps=steps)
-    wait_until(lambda: pipeline.committed() >= 1, process)
+    _wait_until(lambda: _committed(client) >= 1, process)
     # When the job fails, the pipeline retries the segment's step, which creates the job again.
     os.kill(int((pipeline.job / OPERATOR).read_text()), signal.SIGKILL)
     assert process.wait(TIMEOUT_S) == 0, pipeline.log("log")
-    client = pipeline.client
     state = client.run_state()
     assert (state.status, state.current_step) == ("finished", steps)
     assert state.attempt >= 2
@@ -128,9 +115,9 @@ def test_a_pipeline_whose_job_fails_trains_every_step_once(pipeline: Pipeline) -
 @pytest.mark.slow
 def test_a_pipeline_that_is_cancelled_goes_on_where_it_ended(pipeline: Pipeline) -> None:
     steps = 29
-    client = pipeline.client
+    client = pipeline.client()
     first = pipeline.start("first.log", steps=steps)
-    wait_until(lambda: pipeline.committed() >= 3, first)
+    _wait_until(lambda: _committed(client) >= 3, first)
     first.send_signal(signal.SIGTERM)
     assert first.wait(TIMEOUT_S) == 128 + signal.SIGTERM
     state = client.run_state()
