@@ -334,7 +334,7 @@ def test_the_scores_of_every_evaluation_set_are_shown(stack: Endpoints, page: Pa
     expect(page.locator("[aria-busy]")).to_have_count(0)
     assert page.evaluate(ACCESSIBILITY_ERRORS) == []
     visit(page, stack, "/runs/dashboard-sets/difficulty?set=held-out&unit=prompts")
-    page.get_by_label("Evaluation set").select_option("cd-4")
+    page.get_by_label("Evaluation set", exact=True).select_option("cd-4")
     expect(page).to_have_url(re.compile("evaluation=cd-4"))
     migration = run.client.evaluation_migration(1, 12, "cd-4")
     cells = page.locator(".heatmap tbody tr").first.locator("td")
@@ -355,7 +355,7 @@ def test_runs_are_added_to_a_comparison_and_removed(
     expect(page).to_have_url(re.compile("runs=dashboard%2Cdashboard-hostile"))
     fresh = page.get_by_role("slider", name="Accuracy of fresh rollouts")
     expect(fresh).to_have_attribute("aria-valuemax", str(STEPS))
-    page.get_by_label("Curves by").select_option("generated tokens")
+    page.get_by_label("Curves by", exact=True).select_option("generated tokens")
     expect(page).to_have_url(re.compile("by=tokens"))
     compared = play.client.compare("dashboard-hostile").runs
     tokens = max(run.cost.tokens for run in compared)
@@ -363,7 +363,7 @@ def test_runs_are_added_to_a_comparison_and_removed(
     page.get_by_role("button", name="Remove dashboard-hostile").click()
     expect(page.get_by_role("list", name="Compared runs").get_by_role("listitem")).to_have_count(1)
     expect(page.locator("main")).to_contain_text("The configurations are equal.")
-    page.get_by_label("Add a run").fill("nowhere")
+    page.get_by_label("Add a run", exact=True).fill("nowhere")
     page.get_by_role("button", name="Add").click()
     expect(page.locator("main")).to_contain_text("there is no run 'nowhere'")
     (error,) = console_errors
@@ -397,14 +397,14 @@ def test_filters_of_prompts(stack: Endpoints, play: ImprovingRun, page: Page) ->
     everything = list(play.client.all_prompts())
     expect(rows).to_have_count(len(everything))
     solved = [prompt for prompt in everything if prompt.bin == 4]
-    page.get_by_label("Now correct").select_option("4")
+    page.get_by_label("Now correct", exact=True).select_option("4")
     expect(rows).to_have_count(len(solved))
-    page.get_by_label("Search").fill(solved[0].uid)
+    page.get_by_label("Search", exact=True).fill(solved[0].uid)
     expect(rows).to_have_count(1)
     expect(page).to_have_url(re.compile(r"bin=4&search=countdown"))
     page.reload()
     expect(rows).to_have_count(1)
-    expect(page.get_by_label("Now correct")).to_have_value("4")
+    expect(page.get_by_label("Now correct", exact=True)).to_have_value("4")
     page.get_by_role("button", name="Clear").click()
     expect(rows).to_have_count(len(everything))
     page.get_by_role("button", name="Change").click()
@@ -446,7 +446,7 @@ def test_a_prompt_opens_with_its_trajectories(
         expect(side.locator("pre")).to_have_text(texts)
         right = sum(response.reward == 1 for response in shown.responses)
         expect(side.get_by_text("reward 1", exact=True)).to_have_count(right)
-    page.get_by_label("Show tokens, shaded by log-prob").check()
+    page.get_by_label("Show tokens, shaded by log-prob", exact=True).check()
     token = page.locator(".token").first
     expect(token).to_have_attribute("title", re.compile(r"^token \d+, log-prob −?[\d.]+"))
     other = attempts[1]
@@ -645,7 +645,7 @@ def test_hostile_text_is_text(stack: Endpoints, hostile: ImprovingRun, page: Pag
     visit(page, stack, f"/runs/dashboard-hostile/prompt?uid={uid_of(hostile)}")
     response = page.locator("pre").first
     expect(response).to_have_text(HOSTILE)
-    page.get_by_label("Show tokens, shaded by log-prob").check()
+    page.get_by_label("Show tokens, shaded by log-prob", exact=True).check()
     expect(page.locator(".token").first).to_have_text("<")
     assert page.evaluate("window.hacked") is None
     assert page.locator("main img, main script, main a[href^=javascript]").count() == 0
