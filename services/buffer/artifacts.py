@@ -66,9 +66,10 @@ def publish_weights(session: Session, run: Run, version: int, digest: str) -> wi
 def set_weights_aside(session: Session, run: Run, last_valid: int) -> None:
     """Sets versions after `last_valid` aside, which a rewind undid, and keeps their groups.
 
-    Groups of a version without weights can never be confirmed, so they are deleted. If prompts are
-    drawn from a stream, those of later steps follow from the deleted groups, so that the later
-    versions are deleted as well.
+    Groups of a version without weights can never be confirmed, so they are deleted. Where prompts
+    of later steps follow from the deleted groups (those of a stream, of an adaptive sampler and of
+    re-evaluations), the later versions are deleted as well: with these groups generated anew, other
+    prompts may be due.
     """
     later = (WeightVersion.run_id == run.id, WeightVersion.version > last_valid)
     session.execute(delete(WeightVersion).where(*later, WeightVersion.status == "pruned"))
@@ -78,10 +79,11 @@ def set_weights_aside(session: Session, run: Run, last_valid: int) -> None:
         RolloutGroup.policy_version > last_valid,
         RolloutGroup.policy_version.not_in(select(WeightVersion.version).where(*later)),
     )
-    if run_config(run).draws_from_stream:
+    config = run_config(run)
+    if config.draws_from_stream or config.sampler.is_adaptive or config.reevaluate.enabled:
         first_deleted = session.scalar(
             select(func.min(RolloutGroup.policy_version)).where(
-                *without_weights, RolloutGroup.kind == "fresh"
+                *without_weights, RolloutGroup.kind != "evaluation"
             )
         )
         if first_deleted is not None:

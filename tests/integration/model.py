@@ -184,10 +184,9 @@ class Model:
     def rewind(self, step: int) -> None:
         del self.states[step + 1 :]
         self.set_aside |= {version for version in self.weights if version > step + 1}
-        if self.uids:
-            # The prompts of later steps follow from the groups that are dropped.
-            fresh = [at for at, kind in self.landed if kind == "fresh"]
-            made_by = {self.config.rollout_version(at, "fresh") for at in fresh}
+        if self.uids or self.config.reevaluate.enabled:
+            # Prompts of later steps follow from the groups that are dropped.
+            made_by = {self.config.rollout_version(at, kind) for at, kind in self.landed}
             lost = {v for v in made_by if v > step + 1 and v not in self.set_aside}
             dropped = {v for v in self.set_aside if lost and v > min(lost)}
             self.set_aside -= dropped

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ def drive(stack: Endpoints, request: pytest.FixtureRequest) -> Callable[..., Dri
     """Returns a function that creates a run named after the test."""
 
     def make(**sections: Any) -> Driver:
-        name = request.node.name.split("[")[0].replace("_", "-")[:60]
+        name = re.sub("[^a-z0-9]+", "-", request.node.name.lower()).strip("-")[:60]
         return Driver(stack, small_config(name, **sections))
 
     return make
@@ -213,12 +214,17 @@ def evaluate(driver: Driver, version: int, correct: int = 2) -> None:
     groups = []
     for prompt in driver.client.step_prompts(version, "evaluation").prompts:
         group = synthetic_group(prompt.uid, version, size=4, rng=rng)
-        responses = [
-            dataclasses.replace(response, correct=index < correct)
-            for index, response in enumerate(group.responses)
-        ]
-        groups.append(dataclasses.replace(group, responses=responses))
+        groups.append(with_correct(group, correct))
     driver.client.post_groups(version, "evaluation", encode_groups(groups))
+
+
+def with_correct(group: TrajectoryGroup, correct: int) -> TrajectoryGroup:
+    """Returns the group with its first `correct` responses correct, and no others."""
+    responses = [
+        dataclasses.replace(response, correct=index < correct)
+        for index, response in enumerate(group.responses)
+    ]
+    return dataclasses.replace(group, responses=responses)
 
 
 def recorded(driver: Driver, step: int, kind: wire.Kind = "fresh") -> int:
@@ -329,6 +335,35 @@ def test_groups_of_later_weights_are_deleted_when_other_weights_are_published(
     assert driver.client.evaluations() == []
     with pytest.raises(ServiceError, match="published with other weights"):
         publish(driver, 8, "a")
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [{}, {"sampler": {"kind": "mopps", "candidates": 2}, "reevaluate": {"enabled": False}}],
+    ids=["reevaluated", "sampled"],
+)
+def test_groups_that_follow_from_deleted_ones_are_deleted(
+    drive: Callable[..., Driver], sections: dict[str, Any]
+) -> None:
+    """The groups of version 8 decide which prompts version 10 re-evaluates, or draws."""
+    driver = drive(**sections)
+    for step in range(1, 13):
+        if step != 8:
+            publish(driver, step)
+        driver.run_step(step)
+    driver.client.rewind(5)
+    for step in (6, 7):
+        publish(driver, step)
+        driver.client.batch(step)
+        driver.client.commit(step, {"loss": 0.5})
+    publish(driver, 8)
+    for step in (8, 9):
+        groups = [with_correct(group, 0) for group in driver.groups(step)]
+        driver.client.post_groups(step, "fresh", encode_groups(groups))
+        driver.run_step(step)
+    for step in range(10, 13):
+        publish(driver, step)
+        driver.run_step(step)
 
 
 def test_groups_of_other_weights_than_the_published_ones_are_refused(
