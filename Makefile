@@ -193,6 +193,7 @@ bench: $(STAMP) ## run the benchmarks of benchmarks/
 	$(BIN)/python -m benchmarks.stack
 	$(BIN)/python -m benchmarks.logprobs
 	$(BIN)/python -m benchmarks.trainer
+	$(BIN)/python -m benchmarks.prompt_sharing
 	$(BIN)/python -m benchmarks.verifier
 	$(BIN)/python -m benchmarks.buffer
 	$(BIN)/python -m benchmarks.sampler

@@ -873,7 +873,8 @@ class OptimizerConfig(Section):
     """Groups in a minibatch, which is one optimizer update (Table 3: 64, so 4 updates a step)."""
     microbatch_tokens: int = Field(16384, ge=1)
     """Most tokens in a micro-batch, which is one forward and backward pass; it bounds memory and
-    does not change the gradient."""
+    does not change the gradient. A prompt counts once for the responses of its group that are in
+    the same micro-batch, and a quarter more for each further one."""
 
 
 class CheckpointConfig(Section):

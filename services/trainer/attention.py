@@ -3,11 +3,14 @@
 Registered with transformers as the attention implementation `packed`. On a GPU it is one kernel for
 sequences of all lengths. On a CPU the sequences are padded for the time of the attention alone,
 which is little padding where their lengths are similar.
+
+Sequences may share the tokens of a prompt, which all other layers then compute once: what a token
+of the prompt gets depends on the prompt alone. Attention computes it for each sequence.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,12 +27,19 @@ IMPLEMENTATION = "packed"
 
 @dataclass(frozen=True)
 class Sequences:
-    """Bounds of n sequences in T packed tokens: i is in `cu_seqlens[i]` to `cu_seqlens[i + 1]`."""
+    """Bounds of n sequences of S tokens: i is in `cu_seqlens[i]` to `cu_seqlens[i + 1]`.
+
+    The T packed tokens are the same S tokens, or fewer if sequences share prompts.
+    """
 
     cu_seqlens: Tensor
     """(n + 1,) int32 cumulative sequence lengths, from 0 on."""
     max_seqlen: int
     """Tokens of the longest sequence."""
+    sources: Tensor | None = None
+    """(S,) index of the packed token that each token is; None if none is shared, so that S = T."""
+    kept: Tensor | None = None
+    """(T,) index among the S tokens of the first one that each packed token is; None as above."""
 
     @classmethod
     def of(cls, lengths: Tensor) -> Sequences:
@@ -40,13 +50,13 @@ class Sequences:
 
     @cached_property
     def sequence_ids(self) -> Tensor:
-        """(T,) index of the sequence that each token belongs to."""
+        """(S,) index of the sequence that each token belongs to."""
         lengths = self.cu_seqlens.diff().long()
         return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
     @cached_property
     def position_ids(self) -> Tensor:
-        """(T,) position of each token in its sequence, from 0 on."""
+        """(S,) position of each token in its sequence, from 0 on."""
         tokens = torch.arange(len(self.sequence_ids), device=self.sequence_ids.device)
         return tokens - self.cu_seqlens[:-1].long()[self.sequence_ids]
 
@@ -58,12 +68,57 @@ class Sequences:
         """
         starts = self.cu_seqlens[:-1, None].long()
         ends = self.cu_seqlens[1:, None].long()
-        return torch.minimum(starts + torch.arange(self.max_seqlen, device=starts.device), ends - 1)
+        columns = torch.arange(self.max_seqlen, device=starts.device)
+        return self.packed_indices(torch.minimum(starts + columns, ends - 1))
 
     @cached_property
     def unpad_indices(self) -> Tensor:
         """(T,) indexes into the flattened padded sequences that pack them again."""
-        return self.sequence_ids * self.max_seqlen + self.position_ids
+        unpadded = self.sequence_ids * self.max_seqlen + self.position_ids
+        return self.keep(unpadded)
+
+    def share_prompts(self, prompt_lengths: Tensor, prompts: Tensor) -> Sequences:
+        """Returns these sequences with every prompt packed once, where its first sequence begins.
+
+        prompt_lengths: (n,) tokens with which the sequences begin. prompts: (n,) number of each
+        sequence's prompt; those of one number begin with the same tokens.
+        """
+        numbers, prompt = torch.unique(prompts, return_inverse=True)
+        if len(numbers) == len(prompts):
+            return self
+        sequence = torch.arange(len(prompts))
+        first = sequence.new_full((len(numbers),), len(prompts))
+        owner = first.scatter_reduce(0, prompt, sequence, "amin")[prompt]
+        shared = (owner != sequence)[self.sequence_ids]
+        shared &= self.position_ids < prompt_lengths[self.sequence_ids]
+        packed = (~shared).cumsum(0) - 1
+        owned = self.cu_seqlens[:-1].long()[owner][self.sequence_ids] + self.position_ids
+        return replace(
+            self,
+            sources=torch.where(shared, packed[torch.where(shared, owned, 0)], packed),
+            kept=torch.nonzero(~shared)[:, 0],
+        )
+
+    def keep(self, values: Tensor) -> Tensor:
+        """Returns values (S, ...) of the sequences' tokens as (T, ...) of the packed ones."""
+        return values if self.kept is None else values[self.kept]
+
+    def spread(self, values: Tensor) -> Tensor:
+        """Returns values (T, ...) of the packed tokens as (S, ...) of the sequences'."""
+        return values if self.sources is None else values[self.sources]
+
+    def packed_indices(self, tokens: Tensor) -> Tensor:
+        """Returns the indexes among the packed tokens of these of the S tokens."""
+        return tokens if self.sources is None else self.sources[tokens]
+
+    def to(self, device: torch.device) -> Sequences:
+        """Returns a copy on `device`."""
+        return Sequences(
+            self.cu_seqlens.to(device),
+            self.max_seqlen,
+            None if self.sources is None else self.sources.to(device),
+            None if self.kept is None else self.kept.to(device),
+        )
 
 
 def packed_attention(
@@ -157,6 +212,7 @@ def _varlen(
     """Runs one kernel for all sequences; inputs and output are (T, heads, D)."""
     from torch.nn.attention.varlen import varlen_attn
 
+    query, key, value = (sequences.spread(packed) for packed in (query, key, value))
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
@@ -172,7 +228,7 @@ def _varlen(
         window_size=(-1, 0) if window is None else (window - 1, 0),
     )
     assert isinstance(output, Tensor)
-    return output
+    return sequences.keep(output)
 
 
 AttentionInterface.register(IMPLEMENTATION, packed_attention)

@@ -66,6 +66,13 @@ class Batch:
         return self.group.bincount(minlength=len(self.rewards))
 
     @property
+    def packed_tokens(self) -> int:
+        """Tokens that are computed: those of the responses, and each member's prompt once."""
+        is_first = torch.ones_like(self.member, dtype=torch.bool)
+        is_first[1:] = self.member[1:] != self.member[:-1]
+        return int(self.mask.sum() + self.prompt_lengths[is_first].sum())
+
+    @property
     def row_rewards(self) -> Tensor:
         """(N,) reward of each row."""
         return self.rewards[_first(self.sizes, self.rewards.shape[1])]
@@ -328,7 +335,10 @@ def member_cost(member: ManifestMember, width: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Sequences one after another without padding: T tokens, of which K are of responses."""
+    """Sequences one after another without padding: T tokens, of which K are of responses.
+
+    The tokens of a prompt are there once, however many responses follow it.
+    """
 
     tokens: Tensor
     """(1, T)"""
@@ -337,23 +347,26 @@ class Packed:
     sequences: Sequences
     logit_positions: Tensor
     """(K,) index into the T tokens of the token that each response token is predicted from."""
+    response_positions: Tensor
+    """(K,) index into the T tokens of each response token."""
     target_ids: Tensor
     """(K,) ids of the response tokens."""
     pixels: Pixels | None = None
-    """The images of all sequences, in order; None if there are none."""
-    image_counts: Sequence[int] = ()
-    """Number of images of each sequence; empty if there are none."""
+    """The images of all prompts, in the order of the T tokens; None if there are none."""
+    images: Sequence[Sequence[int]] = ()
+    """For each sequence, the indexes of its prompt's images in `pixels`; empty without images."""
 
     def to(self, device: torch.device) -> Packed:
         """Returns a copy on `device`."""
         return Packed(
             self.tokens.to(device),
             self.position_ids.to(device),
-            Sequences(self.sequences.cu_seqlens.to(device), self.sequences.max_seqlen),
+            self.sequences.to(device),
             self.logit_positions.to(device),
+            self.response_positions.to(device),
             self.target_ids.to(device),
             self.pixels and self.pixels.to(device),
-            self.image_counts,
+            self.images,
         )
 
 
@@ -362,62 +375,93 @@ PADDING = Packed(
     position_ids=torch.arange(2)[None],
     sequences=Sequences.of(torch.tensor([2])),
     logit_positions=torch.zeros(1, dtype=torch.long),
+    response_positions=torch.ones(1, dtype=torch.long),
     target_ids=torch.zeros(1, dtype=torch.long),
 )
 """A sequence with one response token, for a rank that has no micro-batch left while others do."""
 
 
 def pack(batch: Batch, rows: Tensor) -> Packed:
-    """Packs these rows; response tokens are in the order of `batch.mask[rows]`."""
+    """Packs these rows; response tokens are in the order of `batch.mask[rows]`.
+
+    The responses of a member share their prompt's tokens and images.
+    """
+    prompt_lengths = batch.prompt_lengths[rows]
     sequences = Sequences.of(batch.lengths[rows])
+    sequences = sequences.share_prompts(prompt_lengths, batch.member[rows])
     tokens = batch.tokens[rows[sequences.sequence_ids], sequences.position_ids]
     response, column = torch.nonzero(batch.mask[rows], as_tuple=True)
-    response_starts = sequences.cu_seqlens[:-1].long() + batch.prompt_lengths[rows]
+    response_starts = sequences.cu_seqlens[:-1].long() + prompt_lengths
     response_tokens = response_starts[response] + column
-    pixels, image_counts = _pack_pixels(batch, rows)
+    pixels, images = _pack_pixels(batch, rows)
     return Packed(
-        tokens=tokens[None],
-        position_ids=sequences.position_ids[None],
+        tokens=sequences.keep(tokens)[None],
+        position_ids=sequences.keep(sequences.position_ids)[None],
         sequences=sequences,
-        logit_positions=response_tokens - 1,
+        logit_positions=sequences.packed_indices(response_tokens - 1),
+        response_positions=sequences.packed_indices(response_tokens),
         target_ids=tokens[response_tokens],
         pixels=pixels,
-        image_counts=image_counts,
+        images=images,
     )
 
 
-def _pack_pixels(batch: Batch, rows: Tensor) -> tuple[Pixels | None, list[int]]:
-    """Returns the images of these rows, one after another, and their number in each row."""
+def _pack_pixels(batch: Batch, rows: Tensor) -> tuple[Pixels | None, list[range]]:
+    """Returns the images of the prompts of these rows, and which of them each row has."""
     if not batch.pixels:
         return None, []
-    pixels = [batch.pixels[member] for member in batch.member[rows].tolist()]
-    present = [images for images in pixels if images is not None]
+    members = batch.member[rows].tolist()
+    indexes: dict[int, range] = {}
+    present, count = [], 0
+    for member in dict.fromkeys(members):
+        images = batch.pixels[member]
+        number = 0 if images is None else len(images.grids)
+        indexes[member] = range(count, count + number)
+        count += number
+        if images is not None:
+            present.append(images)
     if not present:
         return None, []
     packed = Pixels(
         torch.cat([images.values for images in present]),
         torch.cat([images.grids for images in present]),
     )
-    return packed, [0 if images is None else len(images.grids) for images in pixels]
+    return packed, [indexes[member] for member in members]
 
 
-def microbatches(lengths: Tensor, rows: Tensor, token_budget: int) -> list[Tensor]:
-    """Splits `rows` into micro-batches of rows of similar length, of at most `token_budget` tokens.
+SHARED_COST = 0.25
+"""Memory of a prompt token that another response has computed, relative to that of a token: only
+its query, key, value and attention output are stored again."""
+
+
+def microbatches(batch: Batch, rows: Tensor, token_budget: int) -> list[Tensor]:
+    """Splits `rows` into micro-batches of at most `token_budget` tokens.
+
+    The responses of a member follow one another, and count its prompt once, and `SHARED_COST` of it
+    for each further response. Members whose longest rows are of similar length follow one another.
 
     Raises `BapoError` for a row that is longer by itself.
     """
-    ordered = rows[torch.argsort(lengths[rows], stable=True)]
+    members, lengths, prompts = (
+        values[rows].tolist() for values in (batch.member, batch.lengths, batch.prompt_lengths)
+    )
+    longest: dict[int, int] = {}
+    for member, length in zip(members, lengths, strict=True):
+        longest[member] = max(length, longest.get(member, 0))
+    order = sorted(range(len(rows)), key=lambda i: (longest[members[i]], members[i], lengths[i]))
     micro_batches: list[list[int]] = []
-    room = 0
-    for row, length in zip(ordered.tolist(), lengths[ordered].tolist(), strict=True):
+    room, last = 0.0, -1
+    for index in order:
+        member, length, prompt = members[index], lengths[index], prompts[index]
         if length > token_budget:
             raise BapoError(
                 f"a sequence of {length} tokens does not fit optimizer.microbatch_tokens "
                 f"({token_budget}); raise it, or lower rollout.max_response_tokens"
             )
-        if length > room:
+        cost = length if member != last else length - (1 - SHARED_COST) * prompt
+        if cost > room:
             micro_batches.append([])
-            room = token_budget
-        micro_batches[-1].append(row)
-        room -= length
+            room, cost = token_budget, length
+        micro_batches[-1].append(int(rows[index]))
+        room, last = room - cost, member
     return [torch.tensor(micro_batch) for micro_batch in micro_batches]

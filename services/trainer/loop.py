@@ -271,7 +271,7 @@ def train_groups(
     seconds = time.monotonic() - started
     metrics |= measure_speed(
         updater.policy,
-        int(batch.lengths.sum()),
+        batch.packed_tokens,
         seconds,
         ranks,
         epochs=config.optimizer.epochs,

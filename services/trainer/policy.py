@@ -80,7 +80,7 @@ def device_of(module: nn.Module) -> torch.device:
 def target_hidden_states(model: Any, packed: Packed) -> Tensor:
     """Returns the hidden states (K, width) from which the response tokens are predicted."""
     tokens, position_ids, images = packed.tokens.clone(), packed.position_ids, {}
-    responses = packed.logit_positions + 1
+    responses = packed.response_positions
     tokens[0, responses] = fed_tokens(model, tokens[0, responses])
     if packed.pixels is not None:
         position_ids = _multimodal_positions(model.base_model, tokens, packed)
@@ -130,13 +130,17 @@ def _multimodal_positions(base_model: Any, tokens: Tensor, packed: Packed) -> Te
     """Returns position ids (3, 1, T) of multimodal rotary embeddings, from 0 in each sequence."""
     assert packed.pixels is not None
     lengths = packed.sequences.cu_seqlens.diff().tolist()
-    sequences = torch.split(tokens, lengths, dim=1)
-    grids = torch.split(packed.pixels.grids, list(packed.image_counts))
     positions = [
-        rope_positions(base_model, sequence, torch.ones_like(sequence), sequence_grids)[0]
-        for sequence, sequence_grids in zip(sequences, grids, strict=True)
+        rope_positions(
+            base_model, sequence, torch.ones_like(sequence), packed.pixels.grids[list(images)]
+        )[0]
+        for sequence, images in zip(
+            torch.split(packed.sequences.spread(tokens[0])[None], lengths, dim=1),
+            packed.images,
+            strict=True,
+        )
     ]
-    return torch.cat(positions, dim=2)
+    return packed.sequences.keep(torch.cat(positions, dim=2)[:, 0].T).T[:, None]
 
 
 def make_optimizer(module: nn.Module, learning_rate: float, settings: OptimizerConfig) -> AdamW:

@@ -24,8 +24,9 @@ def measure_speed(
     trainer/tokens_per_second counts all ranks together, trainer/tflops each rank, trainer/mfu its
     share of the device's peak where that is known; trainer/peak_memory_mib is the ranks' largest.
 
-    tokens: number in this rank's batch, prompts included. seconds: duration of scoring it and
-    training on it. epochs: how often it was trained on; statistics of an objective do not count.
+    tokens: number in this rank's batch, each prompt counted once. seconds: duration of scoring it
+    and training on it. epochs: how often it was trained on; statistics of an objective do not
+    count.
     """
     total = ranks.all_reduce_sum({"tokens": float(tokens)})["tokens"]
     flops = sum(

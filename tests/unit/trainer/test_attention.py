@@ -28,9 +28,10 @@ from transformers import (
 )
 
 from bapo_core.errors import BapoError
+from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
 from services.trainer import attention
 from services.trainer.attention import Sequences
-from services.trainer.data import Packed
+from services.trainer.data import Packed, collate, pack
 from services.trainer.policy import Policy
 from tests.micro import micro_model
 
@@ -81,6 +82,7 @@ def packed_of(sequences: list[torch.Tensor]) -> Packed:
         position_ids=torch.cat([torch.arange(len(tokens)) for tokens in sequences])[None],
         sequences=Sequences(torch.tensor(cu_seqlens, dtype=torch.int32), max(map(len, sequences))),
         logit_positions=torch.tensor(scored) - 1,
+        response_positions=torch.tensor(scored),
         target_ids=joined[scored],
     )
 
@@ -108,6 +110,47 @@ def test_no_sequence_attends_to_another(name: str) -> None:
         logprobs.sum().backward()
         gradients.append(torch.cat([p.grad.flatten() for p in policy.parameters()]))
     torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
+
+
+def group_of(prompt: list[int], lengths: tuple[int, ...]) -> TrajectoryGroup:
+    """Makes a group of random responses of these lengths."""
+    responses = []
+    for length in lengths:
+        tokens = torch.randint(2, 40, (length,)).tolist()
+        responses.append(TrajectoryResponse(tokens, [0.0] * length, 0.0, "stop", "", correct=False))
+    return TrajectoryGroup("", prompt, 1, responses)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_responses_that_share_a_prompt_score_as_each_does_alone(name: str) -> None:
+    """Three prompts with 3, 2 and 1 responses, which alternate."""
+    torch.manual_seed(0)
+    policy = Policy(MODELS[name]()).eval()
+    policy.model.set_attn_implementation(attention.IMPLEMENTATION)
+    batch = collate(
+        None,
+        table_of(
+            [
+                group_of([2, 3, 4, 5, 6, 7], lengths=(3, 7, 1)),
+                group_of([8, 9], lengths=(5, 2)),
+                group_of([3, 3, 3], lengths=(4,)),
+            ]
+        ),
+    )
+    rows = torch.tensor([3, 0, 5, 2, 4, 1])
+    packed = pack(batch, rows)
+    assert packed.tokens.shape[1] == batch.packed_tokens == 11 + 22
+    factors = torch.randn(22)
+
+    def gradients(scores: torch.Tensor) -> torch.Tensor:
+        policy.zero_grad()
+        (scores * factors).sum().backward()
+        return torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+
+    shared = policy(packed, 1.0)[0]
+    alone = torch.cat([policy(pack(batch, row), 1.0)[0] for row in rows.split(1)])
+    torch.testing.assert_close(shared, alone, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradients(shared), gradients(alone), atol=1e-4, rtol=1e-4)
 
 
 def test_other_kinds_of_attention_are_refused() -> None:

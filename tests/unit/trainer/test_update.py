@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Collection
 from dataclasses import replace
@@ -510,25 +511,37 @@ def test_responses_with_positive_advantage_become_likelier() -> None:
 
 
 @given(
-    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
+    prompts=st.lists(st.integers(1, 30), min_size=1, max_size=10),
+    responses=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 50)), min_size=1, max_size=40),
     budget=st.integers(1, 300),
     data=st.data(),
 )
 def test_microbatches_partition_the_rows_within_the_budget(
-    lengths: list[int], budget: int, data: Any
+    prompts: list[int], responses: list[tuple[int, int]], budget: int, data: Any
 ) -> None:
-    rows = data.draw(st.permutations(range(len(lengths))))[
-        : data.draw(st.integers(1, len(lengths)))
+    """A micro-batch counts a prompt once, and a quarter of it for each further response."""
+    members = [index % len(prompts) for index, _ in responses]
+    lengths = [length for _, length in responses]
+    chosen = data.draw(st.permutations(range(len(responses))))[
+        : data.draw(st.integers(1, len(responses)))
     ]
-    sizes = torch.tensor(lengths)
-    if max(lengths[row] for row in rows) > budget:
+    sizes = dataclasses.replace(
+        batch(),
+        member=torch.tensor(members),
+        prompt_lengths=torch.tensor([prompts[member] for member in members]),
+        lengths=torch.tensor([prompts[m] + n for m, n in zip(members, lengths, strict=True)]),
+    )
+    rows = torch.tensor(chosen)
+    if int(sizes.lengths[rows].max()) > budget:
         with pytest.raises(BapoError, match="does not fit optimizer"):
-            microbatches(sizes, torch.tensor(rows), budget)
+            microbatches(sizes, rows, budget)
         return
-    split = [rows.tolist() for rows in microbatches(sizes, torch.tensor(rows), budget)]
-    assert sorted(row for micro_batch in split for row in micro_batch) == sorted(rows)
+    split = [rows.tolist() for rows in microbatches(sizes, rows, budget)]
+    assert sorted(row for micro_batch in split for row in micro_batch) == sorted(chosen)
     for micro_batch in split:
-        assert sum(lengths[row] for row in micro_batch) <= budget
+        cost = sum(lengths[row] + 0.25 * prompts[members[row]] for row in micro_batch)
+        cost += sum(0.75 * prompts[member] for member in {members[row] for row in micro_batch})
+        assert cost <= budget
 
 
 def test_clip_fractions_are_reported_by_source() -> None:
