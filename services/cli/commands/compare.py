@@ -73,7 +73,7 @@ def compare(
     Everything else is the same for all: what the file and the command line set. The runs follow
     one another. One that is finished with exactly this configuration is not trained again, and one
     that was interrupted goes on. The page with the comparison is written to
-    `runs/NAME-comparison`.
+    `runs/NAME-comparison` after each run.
 
     \b
     Examples:
@@ -114,7 +114,7 @@ def train_and_compare(
 ) -> Path:
     """Trains the runs that are not finished; returns the page that compares them all.
 
-    directory: where the page is written. Raises `BapoError` when a run fails.
+    directory: where the page is written, anew after each run. Raises `BapoError` when a run fails.
     """
     from services.report.comparison import write_comparison  # imports matplotlib
 
@@ -129,10 +129,14 @@ def train_and_compare(
             )
             started = time.monotonic()
             result, was_trained = _train(planned, endpoints, home, console)
+            results.append(result)
             if was_trained:
                 trained.append(time.monotonic() - started)
-            results.append(result)
-    page = write_comparison(results, directory)
+            if was_trained or number == len(runs):
+                # A comparison takes hours: whoever waits, or stops it, has the page of the runs
+                # that are finished.
+                page = write_comparison(results, directory)
+                console.print(f"{number} of {len(runs)} runs compared: {page}", highlight=False)
     _print_table(results, console)
     return page
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from bapo_core.config import load_config
+from bapo_core.errors import BapoError
 from services.buffer.api.wire import Evaluation, Migration, RunState, StepView
+from services.cli.commands import compare
+from services.cli.variants import PlannedRun
 from services.report.comparison import (
     COSTS,
     RunResult,
@@ -155,3 +160,25 @@ def test_more_variants_than_colours_are_all_drawn(tmp_path: Path) -> None:
 )
 def test_the_interval_is_that_of_students_t(differences: list[float], half_width: float) -> None:
     assert paired_difference(differences)["half_width"] == pytest.approx(half_width, rel=1e-4)
+
+
+def test_the_page_compares_the_runs_that_are_finished_when_a_later_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finished = result("a", 1, [0.0, 0.25, 0.5], rollouts=10)
+
+    def train(planned: PlannedRun, *_: object) -> tuple[RunResult, bool]:
+        if planned.label == "b":
+            raise BapoError("the trainer failed")
+        return finished, True
+
+    monkeypatch.setattr(compare, "_train", train)
+    monkeypatch.setattr(compare, "find_or_start_stack", lambda *_: nullcontext())
+    runs = [PlannedRun(label, finished.history.config) for label in ("a", "b")]
+    with pytest.raises(BapoError, match="the trainer failed"):
+        compare.train_and_compare(
+            runs, directory=tmp_path, home=tmp_path, console=Console(), port=0
+        )
+    found = json.loads((tmp_path / "comparison.json").read_text())
+    assert [run["label"] for run in found["runs"]] == ["a"]
+    assert (tmp_path / "comparison.html").exists()
