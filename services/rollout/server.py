@@ -53,8 +53,8 @@ CPU_ARGUMENTS = ["--no-enable-chunked-prefill"]
 crashes there when requests have seeds ("CPU Generator does not use offset")."""
 
 EAGER_ARGUMENTS = ["--enforce-eager"]
-"""Where torch.compile is turned off (`compiler_environment`), vLLM does not start unless it is told
-not to compile the model."""
+"""vLLM compiles the model at start-up by default, which fails when `compiler_environment` has
+turned torch.compile off. Eager mode skips this compilation."""
 
 NCCL_ARGUMENTS = ["--weight-transfer-config", '{"backend": "nccl"}']
 

@@ -74,8 +74,7 @@ class Sequences:
     @cached_property
     def unpad_indices(self) -> Tensor:
         """(T,) indexes into the flattened padded sequences that pack them again."""
-        unpadded = self.sequence_ids * self.max_seqlen + self.position_ids
-        return self.keep(unpadded)
+        return self.keep(self.sequence_ids * self.max_seqlen + self.position_ids)
 
     def share_prompts(self, prompt_lengths: Tensor, prompts: Tensor) -> Sequences:
         """Returns these sequences with every prompt packed once, where its first sequence begins.

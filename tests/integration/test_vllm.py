@@ -466,7 +466,7 @@ def test_vllm_generates_where_there_is_no_compiler(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Slim images have none, and vLLM compiles the model with one unless it is told not to."""
+    """The replica starts vLLM in eager mode on a CPU without a C++ compiler, as in slim images."""
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
     config = load_config(
         None,

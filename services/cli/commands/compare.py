@@ -133,8 +133,8 @@ def train_and_compare(
             if was_trained:
                 trained.append(time.monotonic() - started)
             if was_trained or number == len(runs):
-                # A comparison takes hours: whoever waits, or stops it, has the page of the runs
-                # that are finished.
+                # A comparison can take hours. The page of the finished runs exists while the others
+                # are trained, and stays if the command is stopped or a run fails.
                 page = write_comparison(results, directory)
                 console.print(f"{number} of {len(runs)} runs compared: {page}", highlight=False)
     _print_table(results, console)
