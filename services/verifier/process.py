@@ -27,6 +27,8 @@ against a response's deadline."""
 _MESSAGE_TIMEOUT_S = 30
 """A process that stops in the middle of a message for this long counts as crashed."""
 _LARGEST_MESSAGE = 256 << 20
+_POLL_S = 0.25
+"""Longest single wait for results, so that a wait that took longer shows a pause of the machine."""
 NOT_BEGUN = -1
 """The position of a process that has items and has not begun the first of them."""
 
@@ -98,16 +100,26 @@ class WorkerProcess:
     def receive(self, deadline_s: float) -> list[Result]:
         """Waits for the next results, and kills the process when an item misses its deadline.
 
-        Returns nothing once there are no more results; `fate` then says why. Raises `PayloadError`
-        for a payload that the task refuses; the process may be used again.
+        Time in which this process did not run either, because the machine was suspended or
+        overloaded, does not count against the deadline. Returns nothing once there are no more
+        results; `fate` then says why. Raises `PayloadError` for a payload that the task refuses;
+        the process may be used again.
         """
+        _, since = self.position()
+        paused = 0.0
         while self.fate is None:
-            _, since = self.position()
-            remaining = since + deadline_s - time.monotonic()
-            if self._connection.poll(max(remaining, 0.0)):
+            begin = time.monotonic()
+            remaining = since + deadline_s + paused - begin
+            timeout = min(max(remaining, 0.0), _POLL_S)
+            if self._connection.poll(timeout):
                 return self._read()
-            # Another item may have begun during the poll; only the same one can be overdue.
-            if remaining <= 0 and self.position()[1] == since:
+            late = time.monotonic() - begin - timeout
+            paused += late
+            _, latest = self.position()
+            if latest != since:
+                # Another item has begun during the poll, and perhaps before the pause.
+                since, paused = latest, late
+            elif remaining <= 0:
                 self.kill("timeout")
                 if self.position()[1] != since:
                     self.fate = "retired"  # it began another item before it was killed

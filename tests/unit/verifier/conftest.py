@@ -48,6 +48,8 @@ class OddTask:
     def verify(self, payload, response):
         if response == "hang":
             time.sleep(3600)
+        elif response == "slow":
+            time.sleep(2)
         elif response == "spin":
             10 ** 10 ** 9  # holds the interpreter, in C
         elif response == "exit":

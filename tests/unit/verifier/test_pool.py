@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -124,6 +126,41 @@ def test_a_missed_deadline_costs_itself_and_half_a_second(pool: VerifierPool, ho
 
 def test_each_response_has_a_deadline_of_its_own(pool: VerifierPool) -> None:
     assert odd(pool, ["hang", "a", "hang", "b"]) == ["timeout", "ok", "timeout", "ok"]
+
+
+SCORE_A_SLOW_RESPONSE = """
+import time
+from services.verifier.pool import VerifierPool
+pool = VerifierPool(1, 3.0)
+batch = pool.submit("odd", {}, [({"n": 0}, "slow")])
+slot = pool._slots[0]
+while slot._process is None or slot._process.position()[1] == 0 or slot._process.position()[0] < 0:
+    time.sleep(0.01)
+print(slot._process.pid, flush=True)
+print(batch.done.result()[0][1])
+pool.close()
+"""
+
+
+def test_a_pause_of_the_machine_costs_no_response(odd_task: None) -> None:
+    # Another process holds the pool, since a stopped pytest would hand the terminal to its shell.
+    scorer = subprocess.Popen(
+        [sys.executable, "-c", SCORE_A_SLOW_RESPONSE],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert scorer.stdout is not None
+    with scorer:
+        worker = int(scorer.stdout.readline())
+        for pid in (scorer.pid, worker):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(3.5)  # longer than the deadline, which is 3 s
+        # The pool goes on first, and must not conclude that the response has had its time.
+        os.kill(scorer.pid, signal.SIGCONT)
+        time.sleep(0.3)
+        os.kill(worker, signal.SIGCONT)
+        assert scorer.stdout.read() == "ok\n"
 
 
 def test_loading_a_payload_does_not_count_against_the_deadline(pool: VerifierPool) -> None:
