@@ -22,6 +22,12 @@ from services.stack.supervisor import Supervisor
 BUCKET = "bapo"
 PORTS = 8
 """Ports of a SeaweedFS server: HTTP and gRPC of master, volume, filer and S3."""
+VOLUMES = 10_000
+"""Largest number of SeaweedFS's volumes, files of at most 512 MB.
+
+SeaweedFS's own choice is as many as would fit on the free disk. It reserves seven at a time for
+each bucket, though they start empty, so that on a nearly full disk no object could be stored.
+"""
 READY_WITHIN_S = 60.0
 
 
@@ -57,7 +63,8 @@ def start_s3(supervisor: Supervisor, directory: Path, ports: Sequence[int]) -> O
         "-master.volumeSizeLimitMB=512",
         f"-volume.port={volume}",
         f"-volume.port.grpc={volume_grpc}",
-        "-volume.max=0",
+        f"-volume.max={VOLUMES}",
+        "-volume.minFreeSpace=256MiB",
         "-filer",
         f"-filer.port={filer}",
         f"-filer.port.grpc={filer_grpc}",
