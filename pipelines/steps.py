@@ -194,7 +194,6 @@ def prepare(context: PipelineContext, config: RunConfig) -> str:
     from services.common.layout import MODEL_SCHEME
     from services.datasets import (
         DataSources,
-        check_images,
         keep_prompts,
         load_datasets,
         pin_revisions,
@@ -202,6 +201,7 @@ def prepare(context: PipelineContext, config: RunConfig) -> str:
     )
     from services.model.resolve import ensure_model
     from services.model.stored import store_model
+    from services.model.vision import check_model
 
     for warning in config.warnings():
         context.log(f"note: {warning}")
@@ -221,7 +221,7 @@ def prepare(context: PipelineContext, config: RunConfig) -> str:
     if not path.startswith(MODEL_SCHEME):
         model = ensure_model(config, context.scratch)
         if datasets.train.images is not None:
-            check_images(config, model)
+            check_model(model)
         path = store_model(context.store, model)
     context.log(f"model {path}")
     request = wire.RunCreate(

@@ -58,11 +58,13 @@ CHAT_TEMPLATE = (
 
 
 def save_micro_vision_model(
-    directory: Path, architecture: str = "qwen2_5_vl", *, seed: int = 0
+    directory: Path, architecture: str = "qwen2_5_vl", *, seed: int = 0, head_size: int = 8
 ) -> Path:
     """Saves a model of random weights that reads images, with its processor.
 
     Its tokens are the characters of ASCII. An image of 112 x 112 pixels has 16 of them.
+
+    head_size: dimension of an attention head; vLLM on CPUs takes multiples of 32 alone.
     """
     characters = [chr(code) for code in range(32, 127)]
     vocabulary = {token: index for index, token in enumerate((*SPECIAL, "\n", "°", *characters))}
@@ -83,17 +85,17 @@ def save_micro_vision_model(
     ).save_pretrained(directory)
     text = {
         "vocab_size": len(vocabulary),
-        "hidden_size": 32,
+        "hidden_size": 4 * head_size,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 8,
+        "head_dim": head_size,
         "max_position_embeddings": 512,
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": 10_000.0,
-            "mrope_section": [2, 1, 1],
+            "mrope_section": [head_size // 4, head_size // 8, head_size // 8],
             **({"mrope_interleaved": True} if architecture == "qwen3_vl" else {}),
         },
         "pad_token_id": 0,
@@ -108,16 +110,16 @@ def save_micro_vision_model(
         "patch_size": 14,
         "initializer_range": 0.1,
         **{
-            "qwen2_vl": {"embed_dim": 32, "mlp_ratio": 2},
+            "qwen2_vl": {"embed_dim": 32, "mlp_ratio": 2, "hidden_size": 4 * head_size},
             "qwen2_5_vl": {
                 "intermediate_size": 48,
-                "out_hidden_size": 32,
+                "out_hidden_size": 4 * head_size,
                 "window_size": 56,
                 "fullatt_block_indexes": [1],
             },
             "qwen3_vl": {
                 "intermediate_size": 48,
-                "out_hidden_size": 32,
+                "out_hidden_size": 4 * head_size,
                 "deepstack_visual_indexes": [0],
                 "num_position_embeddings": 64,
             },

@@ -25,9 +25,9 @@ from bapo_core.tasks import get_task
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
 from services.buffer.api.wire import PromptItem
 from services.cli.service import data_sources
-from services.datasets import check_images, load_datasets
+from services.datasets import load_datasets
 from services.datasets.images import image_digests
-from services.model.vision import OpenImage, load_processor
+from services.model.vision import OpenImage, check_model, load_processor
 from services.rollout.api.wire import GeneratedGroup, GenerateRequest, PromptRequest
 from services.rollout.collector import tokenize_conversation
 from services.rollout.server import make_driver
@@ -86,7 +86,7 @@ def measure_parity(config: RunConfig, model: Path, *, prompts: int) -> Parity:
     train = load_datasets(config, data_sources()).train
     open_image = None
     if train.images is not None:
-        check_images(config, model)
+        check_model(model)
         open_image = train.images.get
     request, groups = asyncio.run(_generate(config, model, train.prompts[:prompts], open_image))
     refused = [group.refused for group in groups if group.refused]

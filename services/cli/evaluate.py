@@ -23,9 +23,9 @@ from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task, normalise_answer
 from services.buffer.api.wire import Evaluation, Score
 from services.cli.service import data_sources
-from services.datasets import Dataset, check_images, load_datasets, load_evaluation_sets
+from services.datasets import Dataset, load_datasets, load_evaluation_sets
 from services.datasets.images import image_digests
-from services.model.vision import OpenImage, VisionProcessor, load_processor
+from services.model.vision import OpenImage, VisionProcessor, check_model, load_processor
 from services.rollout.api.wire import GeneratedGroup, PromptRequest, Sampling
 from services.rollout.collector import tokenize_conversation
 from services.rollout.transformers_engine import TransformersEngine
@@ -51,7 +51,7 @@ def evaluate_directory(config: RunConfig, directory: Path) -> list[Evaluation]:
     from transformers import AutoTokenizer
 
     held_out = _load_held_out(config)
-    engine = TransformersEngine(open_image=_make_image_opener(config, held_out, directory))
+    engine = TransformersEngine(open_image=_make_image_opener(held_out, directory))
     engine.load(directory, 1)
     tokenizer, vision = AutoTokenizer.from_pretrained(directory), load_processor(directory)
     return [
@@ -67,9 +67,7 @@ def _load_held_out(config: RunConfig) -> dict[str, Dataset]:
     return load_datasets(config, data_sources()).test
 
 
-def _make_image_opener(
-    config: RunConfig, held_out: Mapping[str, Dataset], directory: Path
-) -> OpenImage | None:
+def _make_image_opener(held_out: Mapping[str, Dataset], directory: Path) -> OpenImage | None:
     """Returns a function that opens the images of prompts; None if they have none.
 
     Raises `BapoError` unless the model takes images.
@@ -77,7 +75,7 @@ def _make_image_opener(
     images = [dataset.images for dataset in held_out.values() if dataset.images is not None]
     if not images:
         return None
-    check_images(config, directory)
+    check_model(directory)
 
     def open_image(digest: str) -> bytes:
         with_image = [stored for stored in images if digest in stored.digests]

@@ -21,8 +21,9 @@ from services.cli.progress import RunDisplay
 from services.cli.service import data_sources
 from services.common.errors import ServiceUnavailable
 from services.common.process import python_command
-from services.datasets import check_images, load_datasets, store_dataset
+from services.datasets import load_datasets, store_dataset
 from services.exporters.mlflow import mirror_to_mlflow
+from services.model.vision import check_model
 from services.report.summary import RunHistory, read_history, summarise
 from services.stack.stack import Endpoints
 from services.stack.supervisor import Supervisor, free_ports
@@ -68,7 +69,7 @@ def create_run(run: LocalRun, model: Path) -> None:
         )
     datasets = load_datasets(run.config, data_sources(lambda: client))
     if datasets.train.images is not None:
-        check_images(run.config, model)
+        check_model(model)
     for dataset in datasets.all:
         store_dataset(client, dataset)
         if dataset.notes:

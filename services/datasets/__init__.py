@@ -5,7 +5,6 @@ An address of a data set is a local file, `hf://organisation/name[@revision][:sp
 """
 
 from services.datasets.dataset import Dataset, digest_of_prompts
-from services.datasets.images import check_images
 from services.datasets.load import (
     RunDatasets,
     keep_prompts,
@@ -20,7 +19,6 @@ __all__ = [
     "DataSources",
     "Dataset",
     "RunDatasets",
-    "check_images",
     "data_addresses",
     "digest_of_prompts",
     "keep_prompts",

@@ -8,12 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bapo_core.config import RunConfig
-from bapo_core.errors import BapoError
 from bapo_core.tasks import ImageTask, Payload, Task
 from services.buffer.api import wire
 from services.common.images import LARGEST_IMAGE, ImageReference, check_image
-from services.model.vision import check_model
 
 
 class Images:
@@ -102,20 +99,6 @@ class Images:
                 digest=digest, width=facts.width, height=facts.height
             )
         return self._references[digest]
-
-
-def check_images(config: RunConfig, model: Path) -> None:
-    """Raises `BapoError` unless engine and model of a run can take prompts with images.
-
-    model: directory of the initial model.
-    """
-    engine = config.rollout.engine
-    if engine != "transformers":
-        raise BapoError(
-            f"rollout.engine={engine} cannot take prompts with images yet; set rollout.engine to "
-            "transformers"
-        )
-    check_model(model)
 
 
 def image_digests(payload: Payload) -> list[str]:

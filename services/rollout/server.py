@@ -235,6 +235,7 @@ def make_driver(
             environment=environment,
         ),
         nodes,
+        open_image,
     )
 
 

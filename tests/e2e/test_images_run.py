@@ -111,7 +111,6 @@ def test_doctor_proves_parity_with_images(model: Path, environment: dict[str, st
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ("rollout.engine=vllm", "rollout.engine=vllm cannot take prompts with images yet; set"),
         ("model.path={text}", "has no vision tower that bapo supports; choose one of the types"),
     ],
 )

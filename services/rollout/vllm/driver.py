@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from bapo_core.seeding import derive_seed
+from services.common.images import decode_image
+from services.model.vision import SUBSTITUTE, OpenImage
 from services.rollout.api.offers import WeightOffer
 from services.rollout.api.wire import (
     DiscardedTokens,
@@ -25,7 +27,7 @@ from services.rollout.api.wire import (
 )
 from services.rollout.driver import AcceptOffer
 from services.rollout.errors import EngineFaulty, EngineLost, PromptRefused
-from services.rollout.vllm.api import VllmApi
+from services.rollout.vllm.api import RgbImage, VllmApi
 from services.rollout.vllm.layout import Layout, read_layout
 from services.rollout.vllm.nodes import WorkerNodes
 from services.rollout.vllm.server import VllmOptions, VllmServer
@@ -47,13 +49,19 @@ class VllmDriver:
     prompts_per_request = 1
     """vLLM batches by itself, so that each prompt can go to the least busy replica."""
 
-    def __init__(self, options: VllmOptions, nodes: WorkerNodes | None = None) -> None:
+    def __init__(
+        self,
+        options: VllmOptions,
+        nodes: WorkerNodes | None = None,
+        open_image: OpenImage | None = None,
+    ) -> None:
         """Makes a driver; vLLM is started by the first `load`.
 
         nodes: the worker nodes over which the model is sharded together with this node. `load` then
         takes only directories of a `SharedWeightCache`, which the worker nodes have as well.
+        open_image: returns the images of prompts; None if no prompt has any.
         """
-        self._options, self._nodes = options, nodes
+        self._options, self._nodes, self._open_image = options, nodes, open_image
         self._nodes_started = False
         """Whether vLLM may run on worker nodes."""
         self._server: VllmServer | None = None
@@ -89,6 +97,8 @@ class VllmDriver:
                 place = await self._nodes.start(self._options, directory.name)
             server = self._server = VllmServer(self._options, directory, place)
             await self._run_on_all_nodes(server.wait_ready())
+            if layout.image_token is not None:
+                await server.api.substitute_placeholders(layout.image_token, SUBSTITUTE)
             await self._tag(server.api, version)
             await self._warm_up(server.api, version)
         except BaseException:
@@ -142,6 +152,8 @@ class VllmDriver:
             await asyncio.sleep(0.05)  # a request that was cut off may still hold a part of it
         else:
             raise EngineLost("the prefix cache still holds keys and values of other weights")
+        if self._layout is not None and self._layout.image_token is not None:
+            await api.reset_encoder_cache()
         await self._tag(api, version)
         await api.resume()
         await self._warm_up(api, version)
@@ -203,10 +215,9 @@ class VllmDriver:
             emit(DiscardedTokens(index=index, policy_version=version, discarded=problem))
             responses = []
         try:
-            if prompt.images:
-                raise PromptRefused("vLLM cannot take prompts with images yet")
             self._check_prompt(prompt, request)
-            group.responses = await self._sample_group(request, index, responses, emit)
+            images = await asyncio.to_thread(self._read_images, prompt)
+            group.responses = await self._sample_group(request, index, images, responses, emit)
         except PromptRefused as error:
             group.refused = str(error)
         except EngineFaulty as error:
@@ -218,10 +229,11 @@ class VllmDriver:
         self,
         request: GenerateRequest,
         index: int,
+        images: list[RgbImage],
         responses: list[StartedResponse],
         emit: Callable[[Generated], None],
     ) -> list[GeneratedResponse]:
-        """Samples the responses to the prompt `index`.
+        """Samples the responses to the prompt `index`, whose images are `images`.
 
         responses: those to continue; an empty list to begin all of them.
         """
@@ -239,7 +251,9 @@ class VllmDriver:
         try:
             async with asyncio.TaskGroup() as tasks:
                 for members, sample_seed in samples:
-                    sampling = self._sample(request, index, responses, members, sample_seed, emit)
+                    sampling = self._sample(
+                        request, index, images, responses, members, sample_seed, emit
+                    )
                     tasks.create_task(sampling)
         except BaseExceptionGroup as errors:
             raise _most_serious(errors) from errors
@@ -249,6 +263,7 @@ class VllmDriver:
         self,
         request: GenerateRequest,
         index: int,
+        images: list[RgbImage],
         responses: list[StartedResponse],
         members: list[int],
         seed: int,
@@ -273,6 +288,7 @@ class VllmDriver:
             self._layout.ends,
             str(request.policy_version),
             every=request.stream_every or request.max_tokens,
+            images=images,
         )
         async with aclosing(chunks):
             async for chunk in chunks:
@@ -309,6 +325,24 @@ class VllmDriver:
                 f"token {foreign} is not in the model's vocabulary of "
                 f"{self._layout.vocabulary_size}; use the tokenizer that belongs to the model"
             )
+
+    def _read_images(self, prompt: PromptRequest) -> list[RgbImage]:
+        """Returns the decoded images of a prompt.
+
+        Raises `PromptRefused` if the model reads no images, and what `open_image` raises.
+        """
+        if not prompt.images:
+            return []
+        if self._open_image is None or self._layout is None or self._layout.image_token is None:
+            raise PromptRefused(
+                "the prompt has images, but the model that is served reads none; set model.path "
+                "to a model that does"
+            )
+        images = []
+        for digest in prompt.images:
+            image = decode_image(self._open_image(digest))
+            images.append(RgbImage(digest, image.width, image.height, image.tobytes()))
+        return images
 
     def _problem_of_started(self, prompt: PromptRequest, request: GenerateRequest) -> str:
         """Returns why the responses that were started cannot be continued; empty if they can."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.dtypes import TORCH_DTYPES
+from services.model.vision import ARCHITECTURES
 from services.rollout.errors import ModelLoadError
 
 _MAX_HEADER_BYTES = 100 << 20
@@ -41,6 +42,13 @@ class Layout:
     def vocabulary_size(self) -> int:
         text = self.config.get("text_config") or self.config
         return int(text["vocab_size"])
+
+    @property
+    def image_token(self) -> int | None:
+        """Placeholder of images; None if the model reads none."""
+        if self.config.get("model_type") not in ARCHITECTURES:
+            return None
+        return int(self.config["image_token_id"])
 
 
 def read_layout(directory: Path) -> Layout:

@@ -23,8 +23,9 @@ from pathlib import Path
 
 from bapo_core.errors import BapoError
 from services.common.process import ChildProcess
+from services.model.vision import reads_images
 from services.rollout.errors import EngineLost, ModelLoadError
-from services.rollout.vllm import headless, worker
+from services.rollout.vllm import headless, images, worker
 from services.rollout.vllm.api import VllmApi
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,17 @@ WORKER_MODULE = "bapo_vllm_worker"
 """Name under which vLLM's workers import `services.rollout.vllm.worker`."""
 HEADLESS_MODULE = "bapo_vllm_headless"
 """Name under which vLLM's interpreter runs `services.rollout.vllm.headless`."""
+IMAGES_MODULE = "bapo_vllm_images"
+"""Name under which vLLM's server imports `services.rollout.vllm.images`."""
+IMAGE_ARGUMENTS = (
+    *("--limit-mm-per-prompt", '{"video": 0}'),
+    # Pixels arrive with each request, as the trainer has them: normalised.
+    *("--mm-processor-cache-gb", "0"),
+    "--no-mm-device-do-normalize",
+)
+"""Arguments for a model that reads images."""
+
+MIDDLEWARE = f"{IMAGES_MODULE}.{images.TakesImages.__name__}"
 
 
 @dataclass(frozen=True)
@@ -87,14 +99,15 @@ class VllmOptions:
         return self.log.parent / "vllm-modules"
 
     def install_modules(self) -> None:
-        """Copies the worker extension and the headless entry point into `module_directory`.
+        """Copies what runs in vLLM's environment into `module_directory`.
 
         vLLM's environment has packages of its own. With the directory of this project on its import
         path, this environment's packages (where bapo is installed as a wheel: all of site-packages,
         torch included) would shadow vLLM's.
         """
         self.module_directory.mkdir(exist_ok=True)
-        for name, module in ((WORKER_MODULE, worker), (HEADLESS_MODULE, headless)):
+        modules = {WORKER_MODULE: worker, HEADLESS_MODULE: headless, IMAGES_MODULE: images}
+        for name, module in modules.items():
             shutil.copyfile(inspect.getfile(module), self.module_directory / f"{name}.py")
 
     def command(self, directory: Path, port: int, place: NodePlace | None = None) -> list[str]:
@@ -109,6 +122,7 @@ class VllmOptions:
             *("--host", "127.0.0.1"),
             *("--port", str(port)),
             *([] if place is None else place.arguments()),
+            *(["--middleware", MIDDLEWARE] if reads_images(directory) else []),
             *self._model_arguments(directory),
         ]
 
@@ -133,8 +147,8 @@ class VllmOptions:
             *("--logprobs-mode", "processed_logprobs"),
             # A model's generation_config.json must not bring its own top-k and top-p.
             *("--generation-config", "vllm"),
-            # Token ids in, token ids out.
-            "--skip-tokenizer-init",
+            # Token ids in, token ids out. The processor of images contains the tokenizer.
+            *(IMAGE_ARGUMENTS if reads_images(directory) else ["--skip-tokenizer-init"]),
             "--enable-scale-out",
             *("--worker-extension-cls", f"{WORKER_MODULE}.{worker.LoadsPolicies.__name__}"),
             *self.arguments,

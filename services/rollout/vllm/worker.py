@@ -29,6 +29,25 @@ class LoadsPolicies:
         worker.reload_weights(weights_path=path)
         self._repack_tied_head()
 
+    def substitute_placeholders(self, token: int, substitute: int) -> None:
+        """Feeds `substitute` for each `token`, the placeholder of images, that was sampled.
+
+        There is no image for it. The trainer does the same (`services.model.vision.fed_tokens`).
+        """
+        model = self.model_runner.get_model()
+        embed = model.embed_input_ids
+
+        def embed_without_sampled_placeholders(
+            input_ids: Any, multimodal_embeddings: Any = None, *, is_multimodal: Any = None
+        ) -> Any:
+            sampled = input_ids == token
+            if is_multimodal is not None:
+                sampled &= ~is_multimodal.to(sampled.device)
+            input_ids = input_ids.masked_fill(sampled, substitute)
+            return embed(input_ids, multimodal_embeddings, is_multimodal=is_multimodal)
+
+        model.embed_input_ids = embed_without_sampled_placeholders
+
     def _repack_tied_head(self) -> None:
         """Repacks an output layer that is tied to the embedding.
 
@@ -37,6 +56,8 @@ class LoadsPolicies:
         would silently go on with the packed copy of the old ones.
         """
         model = self.model_runner.get_model()
+        if hasattr(model, "get_language_model"):  # it reads images
+            model = model.get_language_model()
         head = getattr(model, "lm_head", None)
         packed = getattr(head, "cpu_linear", None)
         if packed is not None:

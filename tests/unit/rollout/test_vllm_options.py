@@ -11,7 +11,7 @@ import pytest
 
 from services.rollout.vllm.server import NodePlace, VllmOptions, compiler_environment
 
-MODULES = {"bapo_vllm_worker.py", "bapo_vllm_headless.py"}
+MODULES = {"bapo_vllm_worker.py", "bapo_vllm_headless.py", "bapo_vllm_images.py"}
 
 
 @pytest.fixture
