@@ -273,7 +273,8 @@ def build_pipeline(segments: int = SEGMENTS) -> Any:
                 continued.
             config: The run's configuration; docs/configuration.md describes every key.
             stored_config: A stored configuration that replaces `config`: the name that `bapo config
-                push` gave it, or the address `s3://bucket/key` of a YAML file.
+                push` gave it, the address `s3://bucket/key` of a YAML file, or
+                `configmap:NAME/KEY`.
             overrides: Changes to the configuration, as a list of `key=value`, for example
                 `["optimizer.weight_decay=0.1"]`. They replace every other value.
             model: Model to train, `model.path` of the configuration, for example

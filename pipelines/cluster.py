@@ -199,6 +199,12 @@ class Cluster:
         )
         return text or ""
 
+    def config_map(self, name: str) -> dict[str, str] | None:
+        """Returns the texts of a ConfigMap by their keys, or None if it does not exist."""
+        read = self._core.read_namespaced_config_map
+        found = self._unless_missing("read the ConfigMap", name, lambda: read(name, self.namespace))
+        return None if found is None else dict(found.data or {})
+
     def warning(self, kind: str, name: str) -> str:
         """Returns the last warning event of an object, such as an exceeded quota; else nothing."""
         response = self.call(

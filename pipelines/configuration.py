@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from bapo_core.config import RunConfig, merge, nest, override_config, parse_overrides, parse_values
 from bapo_core.errors import ConfigError
@@ -11,6 +11,11 @@ from services.buffer.api.client import BufferClient
 from services.common.errors import ServiceError
 from services.common.objectstore import S3_SCHEME, ObjectStore, ObjectStoreError
 
+if TYPE_CHECKING:
+    from pipelines.cluster import Cluster
+
+CONFIGMAP_SCHEME = "configmap:"
+"""Begins `configmap:NAME` and `configmap:NAME/KEY`."""
 COUNTDOWN: dict[str, Any] = {
     "steps": 120,
     "model": {"path": "tiny"},
@@ -118,20 +123,57 @@ def _stored_values(text: str) -> dict[str, Any]:
     return values
 
 
-def load_stored_config(name: str, buffer: BufferClient, store: ObjectStore) -> str | None:
+def load_stored_config(
+    name: str,
+    buffer: BufferClient,
+    store: ObjectStore,
+    connect: Callable[[], Cluster] | None = None,
+) -> str | None:
     """Returns the text of a stored configuration, or None if `name` is empty.
 
     name: as `bapo config push` stored it, or `s3://bucket/key`, which is read with the release's
-    own credentials. Raises `ConfigError` when there is none of this name.
+    own credentials, or `configmap:NAME/KEY` in the pod's namespace. The key may be left out if the
+    ConfigMap has one only.
+    connect: connects to that namespace; None for the pod's own way.
+
+    Raises `ConfigError` when there is none of this name, `BapoError` for a ConfigMap outside of a
+    cluster, and `RequestRefused` for one that the pod may not read.
     """
     if not name:
         return None
+    if name.startswith(CONFIGMAP_SCHEME):
+        return _read_config_map(name.removeprefix(CONFIGMAP_SCHEME), connect or _own_namespace)
     if name.startswith(S3_SCHEME):
         return _read_object(name, store)
     try:
         return buffer.config(name).text
     except ServiceError as error:
         raise ConfigError(f"stored_config: {error}") from error
+
+
+def _own_namespace() -> Cluster:
+    from pipelines.cluster import Cluster, current_namespace
+
+    return Cluster(current_namespace())
+
+
+def _read_config_map(address: str, connect: Callable[[], Cluster]) -> str:
+    name, _, key = address.partition("/")
+    cluster = connect()
+    texts = cluster.config_map(name) if name else None
+    if texts is None:
+        raise ConfigError(
+            f"stored_config: there is no ConfigMap {name!r} in the namespace {cluster.namespace}; "
+            "`kubectl create configmap NAME --from-file=config.yaml` makes one"
+        )
+    if not key and len(texts) == 1:
+        return next(iter(texts.values()))
+    if key not in texts:
+        raise ConfigError(
+            f"stored_config: the ConfigMap {name} has the keys {', '.join(texts) or 'none'}; give "
+            f"one of them: configmap:{name}/KEY"
+        )
+    return texts[key]
 
 
 def _read_object(address: str, store: ObjectStore) -> str:

@@ -271,6 +271,7 @@ READ_PODS = {
 }
 RIGHTS = {
     "bapo-pipeline": {
+        ("", "configmaps", "get"),
         *(("kubeflow.org", "pytorchjobs", verb) for verb in ("get", "list", "create", "delete")),
         *(
             ("trainer.kubeflow.org", kind, verb)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 
-from bapo_core.errors import BapoError
+from bapo_core.errors import BapoError, ConfigError
 from pipelines import backends
 from pipelines.backends import JobState, ensure_job, remove_job
-from pipelines.cluster import ApiUnavailable
+from pipelines.cluster import ApiUnavailable, Cluster, RequestRefused
+from pipelines.configuration import load_stored_config
 from pipelines.kubeflow import KubeflowBackend
 from pipelines.pytorchjob import build_pytorchjob
 from pipelines.settings import JobKindName
@@ -460,3 +462,48 @@ def test_only_jobs_that_succeeded_or_failed_have_finished() -> None:
     assert not JobState("terminating").finished
     assert JobState("succeeded").finished
     assert JobState("failed").finished
+
+
+# ---- configurations in ConfigMaps ---------------------------------------------------------------
+
+
+def load_config_map(cluster: FakeKubernetes, name: str) -> str | None:
+    unused: Any = None
+    connect = partial(Cluster, "team", cluster.configuration(), retry_for_s=1.0)
+    return load_stored_config(name, unused, unused, connect)
+
+
+def store_config_map(cluster: FakeKubernetes, **data: str) -> None:
+    texts = {key.replace("_", "."): text for key, text in data.items()}
+    cluster.objects["configmaps"]["mine"] = {"metadata": {"name": "mine"}, "data": texts}
+
+
+def test_a_stored_configuration_may_be_a_config_map(cluster: FakeKubernetes) -> None:
+    store_config_map(cluster, a_yaml="steps: 3\n")
+    assert load_config_map(cluster, "configmap:mine") == "steps: 3\n"
+    assert load_config_map(cluster, "configmap:mine/a.yaml") == "steps: 3\n"
+    store_config_map(cluster, a_yaml="steps: 3\n", b_yaml="steps: 4\n")
+    assert load_config_map(cluster, "configmap:mine/b.yaml") == "steps: 4\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("configmap:other", "no ConfigMap 'other' in the namespace team; `kubectl create configm"),
+        ("configmap:", "no ConfigMap '' in the namespace team"),
+        ("configmap:mine", "the ConfigMap mine has the keys a.yaml, b.yaml; give one of them: con"),
+        ("configmap:mine/c", "the ConfigMap mine has the keys a.yaml, b.yaml; give one of them"),
+    ],
+)
+def test_a_config_map_that_names_no_configuration_is_refused(
+    cluster: FakeKubernetes, name: str, message: str
+) -> None:
+    store_config_map(cluster, a_yaml="steps: 3\n", b_yaml="steps: 4\n")
+    with pytest.raises(ConfigError, match=f"stored_config: .*{message}"):
+        load_config_map(cluster, name)
+
+
+def test_a_config_map_that_may_not_be_read_names_the_role(cluster: FakeKubernetes) -> None:
+    cluster.refusals = [Refusal(403, "configmaps is forbidden")]
+    with pytest.raises(RequestRefused, match=r"configmaps is forbidden; bind the chart's pipeline"):
+        load_config_map(cluster, "configmap:mine")
