@@ -64,7 +64,7 @@ def start_s3(supervisor: Supervisor, directory: Path, ports: Sequence[int]) -> O
         f"-volume.port={volume}",
         f"-volume.port.grpc={volume_grpc}",
         f"-volume.max={VOLUMES}",
-        "-volume.minFreeSpace=256MiB",
+        "-volume.minFreeSpace=16MiB",
         "-filer",
         f"-filer.port={filer}",
         f"-filer.port.grpc={filer_grpc}",
