@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from bapo_core.seeding import derive_rng
-from bapo_core.tasks.diagrams import draw_png
+from bapo_core.tasks.diagrams import draw
 from bapo_core.tasks.figures import random_figure
 from bapo_core.tasks.geometry import GeometryTask
 from services.common.images import check_image
@@ -22,7 +22,7 @@ TASK = GeometryTask(template="short")
 
 
 def diagram(seed: int, pixels: int = 112) -> bytes:
-    return draw_png(random_figure("triangle", derive_rng(seed, "test")).diagram, pixels)
+    return draw(random_figure("triangle", derive_rng(seed, "test")).diagram, pixels).png
 
 
 IMAGES = {

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
-    PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
@@ -19,6 +17,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from services.model import tiny_vision
 
 END = 1
 
@@ -47,16 +47,6 @@ def micro_model(*, seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(Qwen3Config(**(options | changes)))
 
 
-IMAGE = "<|image_pad|>"
-SPECIAL = ("<pad>", "<eos>", "<|vision_start|>", IMAGE, "<|vision_end|>", "<|video_pad|>")
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}{% endfor %}"
-)
-
-
 def save_micro_vision_model(
     directory: Path, architecture: str = "qwen2_5_vl", *, seed: int = 0, head_size: int = 8
 ) -> Path:
@@ -66,25 +56,13 @@ def save_micro_vision_model(
 
     head_size: dimension of an attention head; vLLM on CPUs takes multiples of 32 alone.
     """
-    characters = [chr(code) for code in range(32, 127)]
-    vocabulary = {token: index for index, token in enumerate((*SPECIAL, "\n", "°", *characters))}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        eos_token="<eos>",
-        additional_special_tokens=list(SPECIAL[2:]),
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=512,
-    ).save_pretrained(directory)
+    tokenizer = tiny_vision.build_tokenizer()
+    tokenizer.save_pretrained(directory)
     Qwen2VLImageProcessorPil(
         patch_size=14, merge_size=2, min_pixels=28 * 28, max_pixels=224 * 224
     ).save_pretrained(directory)
     text = {
-        "vocab_size": len(vocabulary),
+        "vocab_size": len(tokenizer),
         "hidden_size": 4 * head_size,
         "intermediate_size": 48,
         "num_hidden_layers": 2,
@@ -126,10 +104,10 @@ def save_micro_vision_model(
         }[architecture],
     }
     tokens = {
-        "image_token_id": 3,
-        "video_token_id": 5,
-        "vision_start_token_id": 2,
-        "vision_end_token_id": 4,
+        "image_token_id": tiny_vision.IMAGE,
+        "video_token_id": tiny_vision.VIDEO,
+        "vision_start_token_id": tiny_vision.VISION_START,
+        "vision_end_token_id": tiny_vision.VISION_END,
     }
     config_class, model_class = {
         "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration),

@@ -95,25 +95,44 @@ def direction(degrees: float) -> Point:
     return complex(math.cos(radians), math.sin(radians))
 
 
-def draw_png(diagram: Diagram, size: int) -> bytes:
-    """Draws the diagram in black on white; returns a PNG of size x size pixels."""
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A diagram as an image."""
+
+    png: bytes
+    texts: Sequence[tuple[float, float, str]]
+    """The texts of the image: column and row of the centre, in pixels, and the characters."""
+
+
+def draw(diagram: Diagram, size: int, label_grid: int | None = None) -> Drawing:
+    """Draws the diagram in black on white, on size x size pixels.
+
+    label_grid: texts are moved so that their centres are multiples of this many pixels; None leaves
+    them where they are.
+    """
     from PIL import Image, ImageDraw
 
     image = Image.new("L", (size * _SCALE, size * _SCALE), 255)
-    _Pen(ImageDraw.Draw(image), diagram, size * _SCALE).draw()
+    pen = _Pen(ImageDraw.Draw(image), diagram, size * _SCALE, (label_grid or 0) * _SCALE)
+    pen.draw()
     buffer = io.BytesIO()
     reduced = image.resize((size, size), Image.Resampling.BOX)
     reduced.save(buffer, format="PNG")
-    return buffer.getvalue()
+    texts = [(column / _SCALE, row / _SCALE, text) for (column, row), text in pen.texts]
+    return Drawing(buffer.getvalue(), texts)
 
 
 class _Pen:
-    """Draws one diagram on a canvas of `size` pixels."""
+    """Draws one diagram on a canvas of `size` pixels.
 
-    def __init__(self, canvas: Any, diagram: Diagram, size: int) -> None:
+    grid: the centres of texts are multiples of this many pixels; 0 for any centres.
+    """
+
+    def __init__(self, canvas: Any, diagram: Diagram, size: int, grid: int) -> None:
         from PIL import ImageFont
 
-        self._canvas, self._diagram, self._size = canvas, diagram, size
+        self._canvas, self._diagram, self._size, self._grid = canvas, diagram, size, grid
+        self.texts: list[tuple[tuple[float, float], str]] = []
         self._font = ImageFont.load_default(size * _FONT)
         self._width = max(1, round(size * 0.008))
         points = list(diagram.points())
@@ -155,7 +174,11 @@ class _Pen:
         self._canvas.line((*self._pixel(start), *self._pixel(end)), fill=0, width=self._width)
 
     def _text(self, pixel: tuple[float, float], text: str) -> None:
+        if self._grid:
+            column, row = (round(value / self._grid) * self._grid for value in pixel)
+            pixel = (column, row)
         self._canvas.text(pixel, text, fill=0, font=self._font, anchor="mm")
+        self.texts.append((pixel, text))
 
     def _angle(self, angle: Angle) -> None:
         first = math.degrees(_phase(angle.start - angle.vertex))

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Literal
 
 from bapo_core.seeding import derive_rng
 from bapo_core.tasks.base import Message, Payload, Verdict, draw_distinct
-from bapo_core.tasks.diagrams import draw_png
+from bapo_core.tasks.diagrams import draw
 from bapo_core.tasks.figures import KINDS, Figure, Kind, random_figure
 from bapo_core.tasks.mathematics import INSTRUCTION, MathTask
 
@@ -51,6 +51,9 @@ class GeometryTask:
     """Kinds of generated problems, all equally likely: triangle, parallel, circle, area."""
     pixels: int = 224
     """Width and height of a generated diagram."""
+    label_grid: int | None = None
+    """Texts of a generated diagram are centred on multiples of this many pixels. A small vision
+    tower learns to read faster if texts meet its patches in few ways only. null: no grid."""
 
     def __post_init__(self) -> None:
         if self.template not in ("boxed", "short"):
@@ -60,6 +63,11 @@ class GeometryTask:
         if not MIN_PIXELS <= self.pixels <= MAX_PIXELS:
             raise ValueError(
                 f"pixels is {self.pixels}; choose a size from {MIN_PIXELS} to {MAX_PIXELS}"
+            )
+        if self.label_grid is not None and not 1 <= self.label_grid <= self.pixels // 8:
+            raise ValueError(
+                f"label_grid is {self.label_grid}; choose null or a number from 1 to "
+                f"{self.pixels // 8}, an eighth of pixels"
             )
 
     def uid(self, payload: Payload) -> str:
@@ -147,7 +155,7 @@ class GeometryTask:
 
     def _problem(self, figure: Figure) -> Payload:
         return {
-            "images": [draw_png(figure.diagram, self.pixels)],
+            "images": [draw(figure.diagram, self.pixels, self.label_grid).png],
             "problem": figure.problem,
             "answer": str(figure.answer),
         }

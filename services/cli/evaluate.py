@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -23,6 +24,7 @@ from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task, normalise_answer
 from services.buffer.api.wire import Evaluation, Score
 from services.cli.service import data_sources
+from services.common.images import decode_image
 from services.datasets import Dataset, load_datasets, load_evaluation_sets
 from services.datasets.images import image_digests
 from services.model.vision import OpenImage, VisionProcessor, check_model, load_processor
@@ -40,18 +42,29 @@ PROMPTS_AT_ONCE = 16
 """Prompts between two movements of the progress bar."""
 
 
-def evaluate_directory(config: RunConfig, directory: Path) -> list[Evaluation]:
+def evaluate_directory(
+    config: RunConfig, directory: Path, *, blank_images: bool = False
+) -> list[Evaluation]:
     """Samples the prompts of every evaluation set and scores the responses.
 
-    The model counts as policy version 1. Raises `BapoError` when `directory` holds no model, and
-    when a set cannot be read.
+    The model counts as policy version 1.
+
+    blank_images: whether the model is shown white images of the same sizes.
+
+    Raises `BapoError` when `directory` holds no model, when a set cannot be read, and when images
+    are to be blank but no prompt has one.
     """
     if not (directory / "config.json").is_file():
         raise BapoError(f"{directory} is not a model directory: it has no config.json")
     from transformers import AutoTokenizer
 
     held_out = _load_held_out(config)
-    engine = TransformersEngine(open_image=_make_image_opener(held_out, directory))
+    open_image = _make_image_opener(held_out, directory)
+    if blank_images:
+        if open_image is None:
+            raise BapoError("no prompt has an image; leave out --blank-images")
+        open_image = blank_image_opener(open_image)
+    engine = TransformersEngine(open_image=open_image)
     engine.load(directory, 1)
     tokenizer, vision = AutoTokenizer.from_pretrained(directory), load_processor(directory)
     return [
@@ -82,6 +95,20 @@ def _make_image_opener(held_out: Mapping[str, Dataset], directory: Path) -> Open
         return (with_image or images)[0].get(digest)
 
     return open_image
+
+
+def blank_image_opener(open_image: OpenImage) -> OpenImage:
+    """Returns a function that opens a white image in place of each image, of the same size."""
+
+    def open_blank(digest: str) -> bytes:
+        from PIL import Image
+
+        buffer = io.BytesIO()
+        size = decode_image(open_image(digest)).size
+        Image.new("RGB", size, "white").save(buffer, format="PNG")
+        return buffer.getvalue()
+
+    return open_blank
 
 
 def _evaluate_set(

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from bapo_core.seeding import derive_rng, derive_seed
 from bapo_core.tasks.countdown import CountdownTask, random_expression
+from services.model.character_tokenizer import build_character_tokenizer
 
 PAD, END = "<pad>", "<eos>"
 CHARACTERS = "0123456789+-*/()= :"
@@ -65,18 +65,8 @@ def build_tiny_model(
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Builds a tokenizer with one token for each character; an unknown character raises."""
-    vocabulary = {token: index for index, token in enumerate((PAD, END, *CHARACTERS))}
-    # No unk_token in the vocabulary: an unknown character raises instead of becoming padding.
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=END,
-        chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=128,
+    return build_character_tokenizer(
+        (PAD, END), CHARACTERS, chat_template=CHAT_TEMPLATE, max_length=128
     )
 
 

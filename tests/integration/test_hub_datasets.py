@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bapo_core.tasks.diagrams import Diagram, draw_png
+from bapo_core.tasks.diagrams import Diagram, draw
 from tests.integration.hub import Hub, Repository, running_hub
 
 datasets = pytest.importorskip("datasets", reason="needs datasets: run `make install`")
@@ -126,7 +126,7 @@ def test_a_split_is_streamed_and_kept(hub: Hub, read: Read) -> None:
 
 
 def test_images_of_the_hub_stay_the_files_that_they_are(hub: Hub, read: Read) -> None:
-    files = [draw_png(Diagram(segments=[(0j, complex(1, n))]), 56) for n in (1, 2)]
+    files = [draw(Diagram(segments=[(0j, complex(1, n))]), 56).png for n in (1, 2)]
     rows = [
         {"images": [file], "problem": "<image>Find x.", "answer": str(number)}
         for number, file in enumerate(files)

@@ -13,7 +13,7 @@ import pytest
 from bapo_core.errors import BapoError
 from bapo_core.seeding import derive_rng
 from bapo_core.tasks import get_task
-from bapo_core.tasks.diagrams import draw_png
+from bapo_core.tasks.diagrams import draw
 from bapo_core.tasks.figures import Figure, random_figure
 from services.buffer.api.client import BufferClient
 from services.common import layout
@@ -27,7 +27,7 @@ GEOMETRY = get_task("geometry")
 
 def diagram(seed: int) -> bytes:
     figure: Figure = random_figure("triangle", derive_rng(seed, "test"))
-    return draw_png(figure.diagram, 112)
+    return draw(figure.diagram, 112).png
 
 
 def digest_of(data: bytes) -> str:

@@ -29,9 +29,20 @@ from services.model.resolve import TINY_MODEL
     help="With --suite maths: a directory with aime24.json, amc.json, math500.json, minerva.json "
     "and olympiad.json (or .jsonl, .parquet), or the address of one set. May be repeated.",
 )
+@click.option(
+    "--blank-images",
+    is_flag=True,
+    help="Show the model white images of the same sizes: the accuracy that remains does not come "
+    "from the images.",
+)
 @json_option
 def evaluate(
-    model: str, config: ConfigArguments, suite: str | None, data: tuple[str, ...], as_json: bool
+    model: str,
+    config: ConfigArguments,
+    suite: str | None,
+    data: tuple[str, ...],
+    blank_images: bool,
+    as_json: bool,
 ) -> None:
     """Measure the accuracy of a model directory.
 
@@ -44,6 +55,7 @@ def evaluate(
       bapo eval tiny examples/countdown.yaml
       bapo eval tiny examples/countdown.yaml --suite countdown
       bapo eval exported/ examples/countdown.yaml evaluation.samples=16 --json
+      bapo eval exported/ examples/geometry.yaml --blank-images
       bapo eval exported/ rollout.max_response_tokens=4096 --suite maths --data benchmarks/
     """
     from services.cli.evaluate import evaluate_directory  # imports torch
@@ -60,7 +72,7 @@ def evaluate(
         if chosen.left_out:
             console.print(f"note: no data of {', '.join(chosen.left_out)}", highlight=False)
     directory = TINY_MODEL if model == "tiny" else Path(model)
-    evaluations = evaluate_directory(loaded, directory)
+    evaluations = evaluate_directory(loaded, directory, blank_images=blank_images)
     show(evaluations, COLUMNS, score_rows(evaluations), as_json=as_json)
     if not as_json:
         click.echo(f"pass@k and maj@k for every k: --json. {INTERVALS}")

@@ -13,7 +13,7 @@ from PIL import Image
 
 from bapo_core.errors import TaskError
 from bapo_core.tasks import ImageTask, SyntheticTask, get_task
-from bapo_core.tasks.diagrams import Angle, draw_png
+from bapo_core.tasks.diagrams import Angle, draw
 from bapo_core.tasks.figures import KINDS, Figure, random_figure
 from bapo_core.tasks.geometry import GeometryTask
 
@@ -158,11 +158,38 @@ def test_the_numbers_stand_in_the_diagram_and_not_in_the_problem(kind: str) -> N
 
 
 def test_a_diagram_is_a_png_of_the_size_asked_for() -> None:
-    data = draw_png(figures("circle")[0].diagram, 112)
+    data = draw(figures("circle")[0].diagram, 112).png
     with Image.open(io.BytesIO(data)) as image:
         assert (image.format, image.size) == ("PNG", (112, 112))
         assert image.getextrema() == (0, 255)
-    assert draw_png(figures("circle")[0].diagram, 112) == data
+    assert draw(figures("circle")[0].diagram, 112).png == data
+
+
+def test_the_texts_of_a_drawing_are_those_of_its_diagram() -> None:
+    (figure,) = figures("triangle", 1)
+    angles = [angle.label for angle in figure.diagram.angles if angle.label]
+    expected = [*angles, *(label.text for label in figure.diagram.labels)]
+    assert sorted(text for _, _, text in draw(figure.diagram, 112).texts) == sorted(expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_labels_stand_on_the_grid_near_their_places(kind: str) -> None:
+    for figure in figures(kind, 10):
+        free = draw(figure.diagram, 112).texts
+        for (x, y, text), (column, row, moved) in zip(
+            free, draw(figure.diagram, 112, label_grid=7).texts, strict=True
+        ):
+            assert moved == text
+            assert (column % 7, row % 7) == (0, 0)
+            assert max(abs(column - x), abs(row - y)) <= 3.5 + 1e-9
+
+
+def test_the_task_draws_labels_on_its_grid() -> None:
+    plain, on_grid = (
+        GeometryTask(pixels=112, label_grid=grid).generate(3, 5) for grid in (None, 7)
+    )
+    assert [p["answer"] for p in plain] == [p["answer"] for p in on_grid]
+    assert all(p["images"] != q["images"] for p, q in zip(plain, on_grid, strict=True))
 
 
 def test_train_and_test_problems_are_disjoint_and_of_all_kinds() -> None:
@@ -190,6 +217,8 @@ def test_no_two_problems_have_the_same_numbers_in_the_same_figure() -> None:
         ({"kinds": ["square"]}, "list some of triangle, parallel, circle, area"),
         ({"kinds": []}, "list some of"),
         ({"pixels": 20}, "choose a size from 56 to 1024"),
+        ({"label_grid": 0}, "choose null or a number from 1 to 28, an eighth of pixels"),
+        ({"pixels": 112, "label_grid": 15}, "choose null or a number from 1 to 14"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
