@@ -130,7 +130,7 @@ def _fit(
     )
     model.train()
     for step, batch in zip(range(1, steps + 1), _batches(examples, rng), strict=False):
-        tokens, labels = _padded(batch)
+        tokens, labels = pad_examples(batch)
         loss: Tensor = model(input_ids=tokens, labels=labels).loss
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -171,10 +171,11 @@ def _batches(
             yield [examples[index] for index in order[start : start + BATCH]]
 
 
-def _padded(batch: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
-    """Returns (tokens, labels), int64 [batch, width], padded on the right.
+def pad_examples(batch: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
+    """Returns (tokens, labels), int64 [batch, width], padded on the right with token 0.
 
-    Labels are -100 outside the responses, so that only these are learnt.
+    batch: token ids of prompts and responses. Labels are -100 outside the responses, so that only
+    these are learnt.
     """
     width = max(len(prompt) + len(response) for prompt, response in batch)
     tokens = torch.zeros(len(batch), width, dtype=torch.long)

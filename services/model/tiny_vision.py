@@ -41,6 +41,7 @@ from bapo_core.tasks.diagrams import Diagram, Drawing, Label, draw
 from bapo_core.tasks.figures import KINDS, random_figure
 from bapo_core.tasks.geometry import GeometryTask
 from services.model.character_tokenizer import build_character_tokenizer
+from services.model.tiny import pad_examples
 from services.model.vision import rope_positions
 
 TASK = GeometryTask(template="short", pixels=112, label_grid=7)
@@ -328,7 +329,7 @@ def _number(text: str) -> int | None:
 @dataclass(frozen=True, slots=True)
 class _Example:
     seen: Tensor
-    """What the vision tower makes of the diagram: [cells, width] float32."""
+    """The image embeddings that the vision tower returns: [cells, width] float32."""
     text: list[int]
     """Token ids of the problem's text."""
     numbers: Sequence[int]
@@ -382,7 +383,7 @@ def _learn_to_answer(
     def losses() -> Iterator[Tensor]:
         for batch in _batches(len(examples), rng):
             chosen = [examples[index] for index in batch]
-            tokens, labels = _padded(
+            tokens, labels = pad_examples(
                 [
                     (
                         [VISION_START, *[IMAGE] * CELLS**2, VISION_END, *example.text],
@@ -441,18 +442,3 @@ def _batches(examples: int, rng: random.Random) -> Iterator[list[int]]:
         order = rng.sample(range(examples), examples)
         for start in range(0, examples - BATCH + 1, BATCH):
             yield order[start : start + BATCH]
-
-
-def _padded(batch: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
-    """Returns (tokens, labels), int64 [batch, width], padded on the right.
-
-    Labels are -100 outside the responses, so that only these are learnt.
-    """
-    width = max(len(prompt) + len(response) for prompt, response in batch)
-    tokens = torch.full((len(batch), width), PAD)
-    labels = torch.full((len(batch), width), -100)
-    for row, (prompt, response) in enumerate(batch):
-        end = len(prompt) + len(response)
-        tokens[row, :end] = torch.tensor(prompt + response)
-        labels[row, len(prompt) : end] = torch.tensor(response)
-    return tokens, labels
