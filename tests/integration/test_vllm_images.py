@@ -33,8 +33,11 @@ from tests.micro import save_micro_vision_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
-TOLERANCE = 1e-4
-"""Largest difference in log-probs between two programs that both compute in float32."""
+TOLERANCE = 5e-4
+"""Largest difference in log-probs between two programs that both compute in float32.
+
+The largest of 1,511 differences was 1.4e-4, the median 3e-6. Wrong pixels make differences of 2.
+"""
 TEMPERATURE = 0.9
 PLACEHOLDER = 3
 
