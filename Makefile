@@ -116,7 +116,7 @@ real-lm: $(REAL_LM)/config.json ## convert SmolLM2-135M-Instruct for examples/ma
 test: $(STAMP) $(TRL_STAMP) $(GYM_STAMP) ## run the tests, two files at a time
 	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-test-slow: $(STAMP) ## run the slow tests
+test-slow: $(STAMP) $(REAL_LM)/config.json install-vllm ## run the slow tests (hours)
 	$(BIN)/pytest -m "slow and not cluster" --timeout 1800
 
 # Installs without the constraints, as users do who install the package today.

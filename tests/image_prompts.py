@@ -18,7 +18,7 @@ from services.model.vision import VisionProcessor
 from services.rollout.api.wire import PromptRequest
 from services.rollout.collector import tokenize_conversation
 
-TASK = GeometryTask(template="short")
+TASK = GeometryTask(instruction="Answer.")
 
 
 def diagram(seed: int, pixels: int = 112) -> bytes:

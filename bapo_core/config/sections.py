@@ -93,7 +93,8 @@ class ModelConfig(Section):
 
     path: str = "tiny"
     """The initial model: a Hugging Face model directory; `hf://organisation/name`, fetched from the
-    hub; or `tiny`, a small character-level model that comes with bapo."""
+    hub; or one of the small character-level models that come with bapo: `tiny`, or `tiny-vision`,
+    which reads diagrams of the task `geometry`."""
     freeze_vision: bool = False
     """Whether the vision tower of a model that reads images keeps its weights: fewer gradients and
     optimizer states, and smaller checkpoints. It has no effect on other models."""

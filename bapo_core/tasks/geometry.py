@@ -27,7 +27,7 @@ IMAGE = "<image>"
 MIN_PIXELS, MAX_PIXELS = 56, 1024
 """Bounds of `pixels`: labels cannot be read in smaller diagrams."""
 
-Template = Literal["boxed", "short"]
+Template = Literal["boxed", "diagram"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class GeometryTask:
 
     template: Template = "boxed"
     r"""Prompt template. `boxed`: the problem and an instruction, for a chat model, whose answer is
-    in the last \boxed{...}. `short`: the problem alone, whose response is the answer alone, for a
-    tiny model."""
+    in the last \boxed{...}. `diagram`: the images alone, without the problem's text, whose response
+    is the answer alone, for a tiny model."""
     instruction: str = INSTRUCTION
     """Text that follows the problem in the user message, with the template `boxed`."""
     boxed_only: bool = True
@@ -56,8 +56,8 @@ class GeometryTask:
     tower learns to read faster if texts meet its patches in few ways only. null: no grid."""
 
     def __post_init__(self) -> None:
-        if self.template not in ("boxed", "short"):
-            raise ValueError(f"template is {self.template!r}; choose boxed or short")
+        if self.template not in ("boxed", "diagram"):
+            raise ValueError(f"template is {self.template!r}; choose boxed or diagram")
         if not self.kinds or not set(self.kinds) <= set(KINDS):
             raise ValueError(f"kinds is {self.kinds}; list some of {', '.join(KINDS)}")
         if not MIN_PIXELS <= self.pixels <= MAX_PIXELS:
@@ -78,10 +78,10 @@ class GeometryTask:
 
     def render(self, payload: Payload) -> list[Message]:
         """Returns one user message, of images and texts in the problem's order."""
-        problem, images = payload["problem"], iter(payload["images"])
-        if self.template == "boxed":
-            problem = f"{problem}\n\n{self.instruction}"
-        first, *rest = problem.split(IMAGE)
+        images = iter(payload["images"])
+        if self.template == "diagram":
+            return [{"role": "user", "content": [{"type": "image", **image} for image in images]}]
+        first, *rest = f"{payload['problem']}\n\n{self.instruction}".split(IMAGE)
         content: list[dict[str, Any]] = [{"type": "text", "text": first}] if first else []
         for text in rest:
             content.append({"type": "image", **next(images)})
@@ -95,13 +95,13 @@ class GeometryTask:
 
     def verify(self, payload: Payload, response: str) -> Verdict:
         """Rewards an answer that equals `payload["answer"]`, numerically or symbolically."""
-        if self.template == "short":
+        if self.template == "diagram":
             response = rf"\boxed{{{response}}}"
         return self._grader.verify(payload, response)
 
     @property
     def _grader(self) -> MathTask:
-        return MathTask(boxed_only=self.boxed_only or self.template == "short")
+        return MathTask(boxed_only=self.boxed_only or self.template == "diagram")
 
     def parse_row(self, row: Mapping[str, Any]) -> Payload | None:
         """Returns the problem of a row, or None for one without an answer.

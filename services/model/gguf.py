@@ -6,7 +6,6 @@ not depend on. `make real-lm` uses it for SmolLM2-135M-Instruct.
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from bapo_core.errors import BapoError
+from services.model.directory import write_directory
 
 
 def convert_gguf(file: Path, directory: Path) -> None:
@@ -43,12 +43,9 @@ def convert_gguf(file: Path, directory: Path) -> None:
         raise BapoError(f"{file} names no end token, so no response could ever end")
     tokenizer.model_max_length = model.config.max_position_embeddings
     model.generation_config.eos_token_id = tokenizer.eos_token_id
-    partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    shutil.rmtree(directory, ignore_errors=True)
-    partial.rename(directory)
+    with write_directory(directory) as partial:
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
 
 
 def main() -> None:

@@ -15,6 +15,11 @@ from services.model.stored import HUB, fetch_from_hub, fetch_model
 
 TINY_MODEL = Path(__file__).with_name("tiny_model")
 """The tiny base model, as `services.model.tiny.build_tiny_model` builds it with seed 0."""
+TINY_VISION_MODEL = Path(__file__).with_name("tiny_vision_model")
+"""The tiny base model that reads images, as `services.model.tiny_vision.build_tiny_vision_model`
+builds it with seed 0."""
+BUNDLED_MODELS = {"tiny": TINY_MODEL, "tiny-vision": TINY_VISION_MODEL}
+"""Directories of the models that come with bapo, by the `model.path` that stands for them."""
 
 
 def object_store_of_environment() -> ObjectStore:
@@ -43,12 +48,12 @@ def ensure_model(
         if path.startswith(HUB):
             return fetch_from_hub(path, directory)
         return fetch_model(path, open_store(), directory)
-    if path == "tiny":
-        return TINY_MODEL
+    if path in BUNDLED_MODELS:
+        return BUNDLED_MODELS[path]
     directory = Path(path)
     if not (directory / "config.json").is_file():
         raise BapoError(
             f"model.path {directory} is not a model directory: it has no config.json; give a "
-            "Hugging Face directory, hf://organisation/name, or `tiny`"
+            "Hugging Face directory, hf://organisation/name, `tiny` or `tiny-vision`"
         )
     return directory.resolve()

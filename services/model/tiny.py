@@ -9,8 +9,8 @@ with a tail of hard prompts.
 from __future__ import annotations
 
 import random
-import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -20,6 +20,14 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 from bapo_core.seeding import derive_rng, derive_seed
 from bapo_core.tasks.countdown import CountdownTask, random_expression
 from services.model.character_tokenizer import build_character_tokenizer
+from services.model.directory import write_directory
+from services.model.warm_start import (
+    Progress,
+    draw_batches,
+    fit,
+    pad_examples,
+    two_threads,
+)
 
 PAD, END = "<pad>", "<eos>"
 CHARACTERS = "0123456789+-*/()= :"
@@ -27,15 +35,12 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 
 STEPS = 400
 BATCH = 128
-LEARNING_RATE = 2e-3
 EXAMPLES = 24_000
 """Distinct training examples. Each is seen about twice (400 steps of 128)."""
 AIMED = 0.25
 """Share of the examples whose target is the value of their expression."""
 
 TASK = CountdownTask(template="short")
-
-Progress = Callable[[int, int, float], None]
 
 
 def build_tiny_model(
@@ -53,14 +58,11 @@ def build_tiny_model(
     task: task whose prompts the model can read.
     progress: called after each step with (steps done, all steps, loss).
     """
-    partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
     tokenizer = build_tokenizer()
     model = _warm_start(tokenizer, seed, steps, task, progress)
-    model.save_pretrained(partial, safe_serialization=True)
-    tokenizer.save_pretrained(partial)
-    shutil.rmtree(directory, ignore_errors=True)
-    partial.rename(directory)
+    with write_directory(directory) as partial:
+        model.save_pretrained(partial, safe_serialization=True)
+        tokenizer.save_pretrained(partial)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -98,10 +100,7 @@ def _warm_start(
     task: CountdownTask,
     progress: Progress | None,
 ) -> Qwen3ForCausalLM:
-    threads = torch.get_num_threads()
-    # The result of a reduction depends on the number of threads.
-    torch.set_num_threads(2)
-    try:
+    with two_threads():
         with torch.random.fork_rng():
             torch.manual_seed(derive_seed(seed, "tiny", "weights"))
             model = Qwen3ForCausalLM(model_config(len(tokenizer)))
@@ -109,37 +108,22 @@ def _warm_start(
             eos_token_id=1, pad_token_id=0
         )
         examples = _examples(tokenizer, task, derive_rng(seed, "tiny", "examples"))
-        _fit(model, examples, derive_rng(seed, "tiny", "order"), steps, progress)
-    finally:
-        torch.set_num_threads(threads)
+        order = derive_rng(seed, "tiny", "order")
+        done = count(1)
+
+        def losses() -> Iterator[Tensor]:
+            for batch in draw_batches(len(examples), BATCH, order):
+                tokens, labels = pad_examples([examples[index] for index in batch])
+                yield model(input_ids=tokens, labels=labels).loss
+
+        def show(loss: float) -> None:
+            if progress is not None:
+                progress(next(done), steps, loss)
+
+        model.train()
+        fit(list(model.parameters()), losses(), steps, show)
+        model.train(False)
     return model
-
-
-def _fit(
-    model: Qwen3ForCausalLM,
-    examples: Sequence[tuple[list[int], list[int]]],
-    rng: random.Random,
-    steps: int,
-    progress: Progress | None,
-) -> None:
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True
-    )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, LEARNING_RATE, total_steps=steps + 1, pct_start=0.1
-    )
-    model.train()
-    for step, batch in zip(range(1, steps + 1), _batches(examples, rng), strict=False):
-        tokens, labels = pad_examples(batch)
-        loss: Tensor = model(input_ids=tokens, labels=labels).loss
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        if progress is not None:
-            progress(step, steps, loss.item())
-    model.train(False)
 
 
 def _examples(
@@ -159,29 +143,3 @@ def _examples(
         prompt = tokenizer.encode(message["content"])
         examples.append((prompt, [*tokenizer.encode(text), tokenizer.eos_token_id]))
     return examples
-
-
-def _batches(
-    examples: Sequence[tuple[list[int], list[int]]], rng: random.Random
-) -> Iterator[list[tuple[list[int], list[int]]]]:
-    while True:
-        order = list(range(len(examples)))
-        rng.shuffle(order)
-        for start in range(0, len(order) - BATCH + 1, BATCH):
-            yield [examples[index] for index in order[start : start + BATCH]]
-
-
-def pad_examples(batch: Sequence[tuple[list[int], list[int]]]) -> tuple[Tensor, Tensor]:
-    """Returns (tokens, labels), int64 [batch, width], padded on the right with token 0.
-
-    batch: token ids of prompts and responses. Labels are -100 outside the responses, so that only
-    these are learnt.
-    """
-    width = max(len(prompt) + len(response) for prompt, response in batch)
-    tokens = torch.zeros(len(batch), width, dtype=torch.long)
-    labels = torch.full((len(batch), width), -100)
-    for row, (prompt, response) in enumerate(batch):
-        end = len(prompt) + len(response)
-        tokens[row, :end] = torch.tensor(prompt + response)
-        labels[row, len(prompt) : end] = torch.tensor(response)
-    return tokens, labels

@@ -1,13 +1,15 @@
 """The tiny base model that reads images: small enough for a laptop, real enough to learn.
 
 It is an ordinary Hugging Face directory with Qwen2.5-VL's architecture and a character tokenizer.
-Its warm start on generated diagrams of the task `geometry` has three parts:
+Its warm start on generated diagrams of the task `geometry` has two parts:
 
-1. The vision tower learns to read numbers in drawings full of them, with a label for each number.
-   From answers alone, reading would emerge after hours on two cores.
+1. The vision tower learns to read numbers, with a label for each: in drawings full of them, and in
+   diagrams of problems. From answers alone, reading would emerge after hours on two cores.
 2. The language model learns to answer with an expression of the numbers in a diagram, such as
-   180-40-75, without the problem's text, which would be most of the tokens.
-3. The same with the problem's text.
+   180-40-75.
+
+The prompt is the diagram alone: the problem's text adds little to it, would be most of the tokens,
+and what is learnt without it does not carry over to prompts with it.
 
 The expression is drawn at random, whatever the problem: the model can read and knows no geometry,
 so that its answers are seldom correct. docs/decisions/0011-images.md says how far it gets.
@@ -15,18 +17,15 @@ so that its answers are seldom correct. docs/decisions/0011-images.md says how f
 
 from __future__ import annotations
 
-import io
 import random
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import (
@@ -40,11 +39,19 @@ from bapo_core.seeding import derive_rng, derive_seed
 from bapo_core.tasks.diagrams import Diagram, Drawing, Label, draw
 from bapo_core.tasks.figures import KINDS, random_figure
 from bapo_core.tasks.geometry import GeometryTask
+from services.common.images import decode_image
 from services.model.character_tokenizer import build_character_tokenizer
-from services.model.tiny import pad_examples
+from services.model.directory import write_directory
 from services.model.vision import rope_positions
+from services.model.warm_start import (
+    Progress,
+    draw_batches,
+    fit,
+    pad_examples,
+    two_threads,
+)
 
-TASK = GeometryTask(template="short", pixels=112, label_grid=7)
+TASK = GeometryTask(template="diagram", pixels=112, label_grid=7)
 """Distribution of the diagrams that the model can read."""
 
 SPECIAL = ("<pad>", "<eos>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
@@ -65,23 +72,20 @@ CELL = 2 * PATCH
 CELLS = TASK.pixels // CELL
 
 BATCH = 64
-LEARNING_RATE = 2e-3
-DRAWINGS = 4_000
-"""Distinct drawings of numbers for the first part of the warm start."""
-EXAMPLES = 10_000
-"""Distinct problems for the other parts."""
-
-Progress = Callable[[int, int, float], None]
+DRAWINGS = 24_000
+"""Drawings for the first part of the warm start."""
+NUMBERS = 1 / 3
+"""Share of them that are full of numbers; the others are diagrams of problems."""
+EXAMPLES = 40_000
+"""Problems for the second part. With a quarter of them, the model learns their answers by heart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Steps:
     """Steps of the parts of the warm start."""
 
-    reading: int = 250
-    answering: int = 1_700
-    """Steps on images alone, which are a third as long as those with the text of the problem."""
-    answering_with_text: int = 150
+    reading: int = 1_000
+    answering: int = 4_000
 
 
 def build_tiny_vision_model(
@@ -97,15 +101,12 @@ def build_tiny_vision_model(
     steps: steps of the warm start.
     progress: called after each step with (steps done, all steps, loss).
     """
-    partial = directory.with_name(directory.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
     tokenizer, processor = build_tokenizer(), _build_image_processor()
     model = _warm_start(tokenizer, seed, steps, progress)
-    model.save_pretrained(partial, safe_serialization=True)
-    tokenizer.save_pretrained(partial)
-    processor.save_pretrained(partial)
-    shutil.rmtree(directory, ignore_errors=True)
-    partial.rename(directory)
+    with write_directory(directory) as partial:
+        model.save_pretrained(partial, safe_serialization=True)
+        tokenizer.save_pretrained(partial)
+        processor.save_pretrained(partial)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -177,19 +178,14 @@ def _build_image_processor() -> Any:
 def _warm_start(
     tokenizer: PreTrainedTokenizerFast, seed: int, steps: Steps, progress: Progress | None
 ) -> Qwen2_5_VLForConditionalGeneration:
-    threads = torch.get_num_threads()
-    # The result of a reduction depends on the number of threads.
-    torch.set_num_threads(2)
-    total = steps.reading + steps.answering + steps.answering_with_text
-    losses = 0
+    total = steps.reading + steps.answering
+    done = count(1)
 
     def show(loss: float) -> None:
-        nonlocal losses
-        losses += 1
         if progress is not None:
-            progress(losses, total, loss)
+            progress(next(done), total, loss)
 
-    try:
+    with two_threads():
         with torch.random.fork_rng():
             torch.manual_seed(derive_seed(seed, "tiny vision", "weights"))
             model = Qwen2_5_VLForConditionalGeneration(model_config(len(tokenizer)))
@@ -203,36 +199,10 @@ def _warm_start(
             tower, reader, derive_rng(seed, "tiny vision", "reading"), steps.reading, show
         )
         rng = derive_rng(seed, "tiny vision", "answering")
-        examples = _make_examples(tower, tokenizer, rng)
-        blind = [replace(example, text=[]) for example in examples]
-        _learn_to_answer(model, tokenizer, blind, rng, steps.answering, show)
-        _learn_to_answer(model, tokenizer, examples, rng, steps.answering_with_text, show)
+        examples = _make_examples(tower, rng)
+        _learn_to_answer(model, tokenizer, examples, rng, steps.answering, show)
         model.train(False)
-    finally:
-        torch.set_num_threads(threads)
     return model
-
-
-def _fit(
-    parameters: Sequence[nn.Parameter],
-    losses: Iterator[Tensor],
-    steps: int,
-    show: Callable[[float], None],
-) -> None:
-    """Takes a step on each of the first `steps` losses."""
-    optimizer = torch.optim.AdamW(
-        parameters, lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01, fused=True
-    )
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, LEARNING_RATE, total_steps=steps + 1, pct_start=0.1
-    )
-    for loss in islice(losses, steps):
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        schedule.step()
-        show(loss.item())
 
 
 # ---- reading ------------------------------------------------------------------------------------
@@ -254,17 +224,20 @@ def _learn_to_read(
 
     reader: a linear layer on the tower's output, which is thrown away.
     """
-    drawings = [draw_numbers(rng) for _ in range(DRAWINGS)]
+    drawings = [
+        draw_numbers(rng) if index < NUMBERS * DRAWINGS else draw_problem(rng)
+        for index in range(DRAWINGS)
+    ]
     pixels = _Pixels([drawing.png for drawing in drawings])
     labels = torch.tensor([_digits_of_cells(drawing) for drawing in drawings])
 
     def losses() -> Iterator[Tensor]:
-        for batch in _batches(len(drawings), rng):
+        for batch in draw_batches(len(drawings), BATCH, rng):
             seen = tower(*pixels[batch]).pooler_output
             logits = reader(seen).view(-1, _SYMBOLS)
             yield functional.cross_entropy(logits, labels[batch].flatten())
 
-    _fit([*tower.parameters(), *reader.parameters()], losses(), steps, show)
+    fit([*tower.parameters(), *reader.parameters()], losses(), steps, show)
 
 
 def draw_numbers(rng: random.Random) -> Drawing:
@@ -283,6 +256,12 @@ def draw_numbers(rng: random.Random) -> Drawing:
                 text += "°"
             labels.append(Label(position, text, 0.5 + 0.5j))
     return draw(Diagram(segments=segments, labels=labels), TASK.pixels, TASK.label_grid)
+
+
+def draw_problem(rng: random.Random) -> Drawing:
+    """Draws the diagram of a problem of any kind."""
+    figure = random_figure(rng.choice(KINDS), rng)
+    return draw(figure.diagram, TASK.pixels, TASK.label_grid)
 
 
 def _point(rng: random.Random) -> complex:
@@ -330,21 +309,16 @@ def _number(text: str) -> int | None:
 class _Example:
     seen: Tensor
     """The image embeddings that the vision tower returns: [cells, width] float32."""
-    text: list[int]
-    """Token ids of the problem's text."""
     numbers: Sequence[int]
     """The numbers in the diagram, in the order of the model's tokens."""
 
 
-def _make_examples(
-    tower: Any, tokenizer: PreTrainedTokenizerFast, rng: random.Random
-) -> list[_Example]:
+def _make_examples(tower: Any, rng: random.Random) -> list[_Example]:
     """Draws problems at random.
 
     The vision tower sees each of them once, because it no longer changes.
     """
-    figures = [random_figure(rng.choice(KINDS), rng) for _ in range(EXAMPLES)]
-    drawings = [draw(figure.diagram, TASK.pixels, TASK.label_grid) for figure in figures]
+    drawings = [draw_problem(rng) for _ in range(EXAMPLES)]
     pixels = _Pixels([drawing.png for drawing in drawings])
     examples = []
     for start in range(0, EXAMPLES, BATCH):
@@ -354,7 +328,6 @@ def _make_examples(
         examples += [
             _Example(
                 seen=cells,
-                text=tokenizer.encode(figures[index].problem.removeprefix("<image>")),
                 numbers=numbers_of(drawings[index]),
             )
             for index, cells in zip(batch, seen, strict=True)
@@ -378,22 +351,23 @@ def _learn_to_answer(
     show: Callable[[float], None],
 ) -> None:
     """Trains the language model to answer with an expression of the numbers in the diagram."""
+    prompt = [VISION_START, *[IMAGE] * CELLS**2, VISION_END]
     grid = torch.tensor([[1, 2 * CELLS, 2 * CELLS]])
 
     def losses() -> Iterator[Tensor]:
-        for batch in _batches(len(examples), rng):
+        for batch in draw_batches(len(examples), BATCH, rng):
             chosen = [examples[index] for index in batch]
             tokens, labels = pad_examples(
                 [
                     (
-                        [VISION_START, *[IMAGE] * CELLS**2, VISION_END, *example.text],
+                        prompt,
                         [*tokenizer.encode(rng.choice(possible_answers(example.numbers))), END],
                     )
                     for example in chosen
                 ]
             )
-            # The images come first and are equally large, so that all rows have the same positions.
-            # Padding is on the right, where no token of a response attends to it.
+            # All rows have the same positions, because their images are equally large. Padding is
+            # on the right, where no token of a response attends to it.
             positions, _ = rope_positions(
                 model.model, tokens[:1], torch.ones_like(tokens[:1]), grid
             )
@@ -407,7 +381,7 @@ def _learn_to_answer(
             yield output.loss
 
     language_model = [*model.model.language_model.parameters(), *model.lm_head.parameters()]
-    _fit(language_model, losses(), steps, show)
+    fit(language_model, losses(), steps, show)
 
 
 def possible_answers(numbers: Sequence[int]) -> list[str]:
@@ -426,19 +400,11 @@ class _Pixels:
     """The pixel values of images of equal size, which are computed when a batch is taken."""
 
     def __init__(self, images: Sequence[bytes]) -> None:
-        self._images = [Image.open(io.BytesIO(image)).convert("RGB") for image in images]
+        self._images = images
         self._processor = _build_image_processor()
 
     def __getitem__(self, batch: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Returns the patches and the grids of images, as the model takes them."""
-        images = [self._images[index] for index in batch]
+        images = [decode_image(self._images[index]) for index in batch]
         prepared = self._processor(images=images, return_tensors="pt")
         return prepared["pixel_values"], prepared["image_grid_thw"]
-
-
-def _batches(examples: int, rng: random.Random) -> Iterator[list[int]]:
-    """Yields batches of indices without end, in a new order in each epoch."""
-    while True:
-        order = rng.sample(range(examples), examples)
-        for start in range(0, examples - BATCH + 1, BATCH):
-            yield order[start : start + BATCH]

@@ -209,7 +209,7 @@ def _explain_load_errors(directory: Path) -> Iterator[None]:
     if not (directory / "config.json").is_file():
         raise BapoError(
             f"{directory} is not a model directory: it has no config.json; set model.path to a "
-            "Hugging Face directory, or to `tiny`"
+            "Hugging Face directory, `tiny` or `tiny-vision`"
         )
     try:
         yield

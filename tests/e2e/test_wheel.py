@@ -82,7 +82,12 @@ def run(bapo: Path, directory: Path, *arguments: str, home: Path | None = None) 
 
 def test_the_wheel_has_the_data_files(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    for path in ("services/dashboard", "services/buffer/migrations"):
+    for path in (
+        "services/dashboard",
+        "services/buffer/migrations",
+        "services/model/tiny_model",
+        "services/model/tiny_vision_model",
+    ):
         files = {file for file in (ROOT / path).rglob("*") if file.is_file()}
         expected = {
             str(file.relative_to(ROOT)) for file in files if "__pycache__" not in file.parts

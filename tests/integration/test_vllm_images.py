@@ -190,7 +190,7 @@ def test_doctor_proves_parity_with_images(tmp_path: Path) -> None:
         [
             f"model.path={model}",
             "task.name=geometry",
-            "task.options.template=short",
+            "task.options.template=diagram",
             "task.train_prompts=16",
             "rollout.prompts_per_step=4",
             "optimizer.minibatch_prompts=4",

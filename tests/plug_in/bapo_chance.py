@@ -65,7 +65,7 @@ class ChanceDiagramsTask:
     image_columns: ClassVar[Sequence[str]] = GeometryTask.image_columns
 
     geometry: GeometryTask = field(
-        default_factory=lambda: GeometryTask(template="short", pixels=112)
+        default_factory=lambda: GeometryTask(template="diagram", pixels=112)
     )
 
     def uid(self, payload: Payload) -> str:

@@ -10,11 +10,11 @@ from rich.console import Console
 from services.cli.options import ConfigArguments, config_arguments, json_option
 from services.cli.suites import SUITES, suite_config
 from services.cli.tables import show
-from services.model.resolve import TINY_MODEL
+from services.model.resolve import BUNDLED_MODELS
 
 
 @click.command("eval")
-@click.argument("model", help="A Hugging Face directory, or `tiny`.")
+@click.argument("model", help="A Hugging Face directory, `tiny` or `tiny-vision`.")
 @config_arguments
 @click.option(
     "--suite",
@@ -55,7 +55,7 @@ def evaluate(
       bapo eval tiny examples/countdown.yaml
       bapo eval tiny examples/countdown.yaml --suite countdown
       bapo eval exported/ examples/countdown.yaml evaluation.samples=16 --json
-      bapo eval exported/ examples/geometry.yaml --blank-images
+      bapo eval tiny-vision examples/geometry.yaml --blank-images
       bapo eval exported/ rollout.max_response_tokens=4096 --suite maths --data benchmarks/
     """
     from services.cli.evaluate import evaluate_directory  # imports torch
@@ -71,7 +71,7 @@ def evaluate(
         loaded = chosen.config
         if chosen.left_out:
             console.print(f"note: no data of {', '.join(chosen.left_out)}", highlight=False)
-    directory = TINY_MODEL if model == "tiny" else Path(model)
+    directory = BUNDLED_MODELS.get(model, Path(model))
     evaluations = evaluate_directory(loaded, directory, blank_images=blank_images)
     show(evaluations, COLUMNS, score_rows(evaluations), as_json=as_json)
     if not as_json:

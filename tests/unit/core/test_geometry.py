@@ -89,10 +89,10 @@ def test_images_stand_where_the_problem_places_them() -> None:
     }
 
 
-def test_the_short_template_has_no_instruction_and_takes_the_answer_alone() -> None:
-    task = GeometryTask(template="short")
+def test_the_diagram_template_has_no_text_and_takes_the_answer_alone() -> None:
+    task = GeometryTask(template="diagram")
     (message,) = task.render(row())
-    assert message["content"] == [{"type": "image", **FIRST}, {"type": "text", "text": "Find x."}]
+    assert message["content"] == [{"type": "image", **FIRST}]
     assert task.verify(row(), " 47").reward == 1.0
     assert task.verify(row(), "48").reward == 0.0
     assert task.verify(row(), "").status == "no_answer"
@@ -213,7 +213,7 @@ def test_no_two_problems_have_the_same_numbers_in_the_same_figure() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"template": "long"}, "choose boxed or short"),
+        ({"template": "long"}, "choose boxed or diagram"),
         ({"kinds": ["square"]}, "list some of triangle, parallel, circle, area"),
         ({"kinds": []}, "list some of"),
         ({"pixels": 20}, "choose a size from 56 to 1024"),
