@@ -112,9 +112,9 @@ $(REAL_LM)/config.json: services/model/gguf.py | $(STAMP)
 real-lm: $(REAL_LM)/config.json ## convert SmolLM2-135M-Instruct for examples/maths-smollm2.yaml (540 MB)
 
 # Files run in their listed order. By default, xdist orders them by their number of tests, so that
-# the longest one runs last, and alone.
-test: $(STAMP) $(TRL_STAMP) $(GYM_STAMP) ## run the tests, two files at a time
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+# the longest one runs last, and alone. A third worker uses the time in which tests wait.
+test: $(STAMP) $(TRL_STAMP) $(GYM_STAMP) ## run the tests, three files at a time
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-slow: $(STAMP) $(REAL_LM)/config.json install-vllm ## run the slow tests (hours)
 	$(BIN)/pytest -m "slow and not cluster" --timeout 1800
