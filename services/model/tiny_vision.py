@@ -8,8 +8,8 @@ Its warm start on generated diagrams of the task `geometry` has two parts:
 2. The language model learns to answer with an expression of the numbers in a diagram, such as
    180-40-75.
 
-The prompt is the diagram alone: the problem's text adds little to it, would be most of the tokens,
-and what is learnt without it does not carry over to prompts with it.
+The prompt is the diagram alone: the problem's text would be most of the tokens, and says little
+that the figure does not show.
 
 The expression is drawn at random, whatever the problem: the model can read and knows no geometry,
 so that its answers are seldom correct. docs/decisions/0011-images.md says how far it gets.

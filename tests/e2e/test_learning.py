@@ -51,7 +51,7 @@ def examples(tmp_path: Path, environment: dict[str, str], stack: Endpoints) -> E
 def test_the_tiny_vision_model_learns_from_diagrams(examples: Examples) -> None:
     """Accuracy rises by far more than its confidence interval, and without images there is none."""
     name = "diagrams"
-    first, *_, last = examples.run("geometry.yaml", name, "steps=30")
+    first, *_, last = examples.run("geometry.yaml", name)
     assert last.mean_accuracy >= first.mean_accuracy + 0.1
     examples.bapo("checkpoints", name, "--export", "exported")
     config = load_config(ROOT / "examples/geometry.yaml", [])
