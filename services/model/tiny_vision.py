@@ -104,7 +104,8 @@ def build_tiny_vision_model(
     tokenizer, processor = build_tokenizer(), _build_image_processor()
     model = _warm_start(tokenizer, seed, steps, progress)
     with write_directory(directory) as partial:
-        model.to(torch.bfloat16).save_pretrained(partial, safe_serialization=True)
+        rounded: Any = model
+        rounded.to(torch.bfloat16).save_pretrained(partial, safe_serialization=True)
         tokenizer.save_pretrained(partial)
         processor.save_pretrained(partial)
 
