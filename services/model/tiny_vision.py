@@ -70,6 +70,8 @@ PATCH = 14
 CELL = 2 * PATCH
 """Width and height in pixels of what one token of the language model sees."""
 CELLS = TASK.pixels // CELL
+PROMPT = (VISION_START, *[IMAGE] * CELLS**2, VISION_END)
+"""Token ids of a prompt: the placeholders of one diagram."""
 
 BATCH = 64
 DRAWINGS = 24_000
@@ -352,7 +354,6 @@ def _learn_to_answer(
     show: Callable[[float], None],
 ) -> None:
     """Trains the language model to answer with an expression of the numbers in the diagram."""
-    prompt = [VISION_START, *[IMAGE] * CELLS**2, VISION_END]
     grid = torch.tensor([[1, 2 * CELLS, 2 * CELLS]])
 
     def losses() -> Iterator[Tensor]:
@@ -361,7 +362,7 @@ def _learn_to_answer(
             tokens, labels = pad_examples(
                 [
                     (
-                        prompt,
+                        list(PROMPT),
                         [*tokenizer.encode(rng.choice(possible_answers(example.numbers))), END],
                     )
                     for example in chosen
