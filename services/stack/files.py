@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a file that only its owner can read, at no moment otherwise."""
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_EXCL, 0o600), "w") as file:
-        file.write(text)
+    """Writes a file that only its owner can read, at no moment otherwise.
+
+    Another process that reads `path` meanwhile sees the file of before or the whole new one.
+    """
+    # `mkstemp` creates the file with mode 0600.
+    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
