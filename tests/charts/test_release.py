@@ -14,6 +14,7 @@ from pipelines.training_job import CA_DIRECTORY
 from tests.charts.cases import CASES, LONG
 from tests.charts.helm import (
     CHART,
+    NAMESPACE,
     Case,
     Object,
     container_of,
@@ -361,7 +362,20 @@ def test_the_scaler_of_replicas_of_several_nodes_scales_their_leaderworkerset() 
 def test_no_service_account_means_no_role(everything: list[Object]) -> None:
     assert not of_kind(render(CASES["least"]), "Role", "RoleBinding", "CronJob")
     binding = one(everything, "RoleBinding", "bapo-pipeline")
-    assert binding["subjects"][0]["namespace"] == "pipelines"
+    subject = {"kind": "ServiceAccount", "name": "runner", "namespace": NAMESPACE}
+    assert binding["subjects"] == [subject]
+
+
+def test_the_releases_own_jobs_have_a_queue_where_kueue_suspends_those_without(
+    everything: list[Object],
+) -> None:
+    label = "kueue.x-k8s.io/queue-name"
+    jobs = [
+        one(everything, "Job", "bapo-migrate"),
+        one(everything, "CronJob", "bapo-reaper")["spec"]["jobTemplate"],
+    ]
+    assert [job["metadata"]["labels"][label] for job in jobs] == ["small", "small"]
+    assert label not in json.dumps(render(CASES["least"]))
 
 
 # ---- migrations ----------------------------------------------------------------------------------

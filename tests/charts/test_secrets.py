@@ -111,6 +111,51 @@ def test_an_upgrade_keeps_generated_secrets(tmp_path: Path, version: str) -> Non
     assert "kept-secret" in decoded(one(objects, "Secret", "bapo-s3-identities"))["identities.json"]
 
 
+def test_an_upgrade_restarts_the_pods_that_read_a_secret_of_yours_that_changed(
+    tmp_path: Path, version: str
+) -> None:
+    case = Case(("production",), {"token.existingSecret": "ours"})
+    existing = {
+        "bapo-external-database": {"BAPO_DATABASE_URL": DATABASE_URL},
+        "bapo-external-s3": {"BAPO_S3_ACCESS_KEY": "a", "BAPO_S3_SECRET_KEY": "s"},
+        "ours": {"BAPO_TOKEN": "t", "BAPO_VERIFIER_TOKEN": "v"},
+    }
+
+    def annotations(secrets: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+        with cluster(tmp_path, secrets) as kubeconfig:
+            text = render_on(kubeconfig, version, case)
+        objects = [manifest for manifest in yaml.safe_load_all(text) if manifest]
+        return {
+            workload["metadata"]["name"]: pod_of(workload)["metadata"]["annotations"]
+            for workload in workloads(objects, "Deployment", "StatefulSet")
+        }
+
+    before = annotations(existing)
+    assert set(before) == {"bapo-buffer", "bapo-verifier", "bapo-collector", "bapo-rollout"}
+    assert annotations(existing) == before
+    for secret, key in (
+        ("bapo-external-database", "BAPO_DATABASE_URL"),
+        ("bapo-external-s3", "BAPO_S3_SECRET_KEY"),
+        ("ours", "BAPO_VERIFIER_TOKEN"),
+    ):
+        after = annotations(existing | {secret: existing[secret] | {key: DATABASE_URL + "/new"}})
+        assert all(after[name] != before[name] for name in before), secret
+
+
+def test_an_upgrade_restarts_no_pod_because_secrets_were_generated(
+    tmp_path: Path, version: str
+) -> None:
+    with cluster(tmp_path, {}) as kubeconfig:
+        installed = render_on(kubeconfig, version, DEV)
+    with cluster(tmp_path, EXISTING) as kubeconfig:
+        upgraded = render_on(kubeconfig, version, DEV)
+    templates = [
+        [pod_of(workload) for workload in workloads(list(filter(None, yaml.safe_load_all(text))))]
+        for text in (installed, upgraded)
+    ]
+    assert templates[0] == templates[1]
+
+
 def test_generated_secrets_and_volumes_outlive_the_release(dev: list[Object]) -> None:
     for name in ("bapo-token", "bapo-database", "bapo-s3"):
         assert one(dev, "Secret", name)["metadata"]["annotations"] == KEEP

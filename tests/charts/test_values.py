@@ -50,6 +50,8 @@ BY_SCHEMA = [
     ({"networkPolicy.externalS3.port": 70000}, "port"),
     ({"networkPolicy.ingressFrom": [{}]}, "ingressFrom"),
     ({"pipeline.serviceAccounts": ["runner"]}, "serviceAccounts"),
+    # A step reads the release's Secrets, so pipelines run in the release's namespace.
+    ({"pipeline.serviceAccounts": [{"name": "runner", "namespace": "other"}]}, "namespace"),
     ({"monitoring.serviceMonitor.interval": "often"}, "interval"),
     ({"nonsense": True}, "nonsense"),
 ]

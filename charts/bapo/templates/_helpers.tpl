@@ -38,6 +38,13 @@ from finishing, and is cut off by the network policies. `podLabels` can override
 {{- toYaml (merge $own .settings.podLabels (dict "sidecar.istio.io/inject" "false")) -}}
 {{- end -}}
 
+{{/* Label of the release's own Jobs, which Kueue reads; none without a queue. */}}
+{{- define "bapo.queueLabel" -}}
+{{- with .Values.kueue.ownJobsQueue -}}
+kueue.x-k8s.io/queue-name: {{ . }}
+{{- end -}}
+{{- end -}}
+
 {{/* Name, namespace and labels of an object. `suffix`: end of its name, where that is not the component. */}}
 {{- define "bapo.metadata" -}}
 name: {{ include "bapo.fullname" .root }}-{{ .suffix | default .component }}
@@ -142,12 +149,22 @@ annotations:
 
 {{/* ---- pods ---- */}}
 
-{{/* Annotations of a pod. The checksum restarts it when a setting changes that it reads at its start.
-Generated Secrets never change. */}}
+{{/* Annotations of a pod. The checksums restart it at an upgrade when a setting or a Secret of yours has
+changed that it reads at its start. Generated Secrets are left out: on an installation they do not exist
+yet, so that the first upgrade would restart every pod. */}}
 {{- define "bapo.podAnnotations" -}}
 {{- $values := .root.Values -}}
 {{- $read := list (include "bapo.endpoints" .root) $values.database.url $values.s3.accessKey $values.s3.secretKey -}}
 {{- $own := dict "checksum/config" (join "\n" $read | sha256sum) -}}
+{{- $found := list -}}
+{{- range compact (list $values.token.existingSecret $values.database.existingSecret $values.s3.existingSecret) -}}
+{{- with lookup "v1" "Secret" $.root.Release.Namespace . -}}
+{{- $found = append $found (toJson .data) -}}
+{{- end -}}
+{{- end -}}
+{{- with $found -}}
+{{- $_ := set $own "checksum/secrets" (join "\n" . | sha256sum) -}}
+{{- end -}}
 {{- toYaml (merge $own .settings.podAnnotations) -}}
 {{- end -}}
 
