@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 Value = TypeVar("Value")
+
+_memory: Any = torch.utils.deterministic
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,10 @@ class Ranks:
 
 @contextmanager
 def init_distributed() -> Iterator[Ranks]:
-    """Joins torchrun's process group, or makes one of this process alone; leaves it at the end."""
+    """Joins torchrun's process group, or makes one of this process alone; leaves it at the end.
+
+    On CPUs, equal inputs give equal bits meanwhile, with any number of threads.
+    """
     cuda = torch.cuda.is_available()
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if cuda:
@@ -106,9 +111,28 @@ def init_distributed() -> Iterator[Ranks]:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
-        yield Ranks(dist.get_rank(), dist.get_world_size())
+        with nullcontext() if cuda else _deterministic_algorithms():
+            yield Ranks(dist.get_rank(), dist.get_world_size())
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _deterministic_algorithms() -> Iterator[None]:
+    """Makes PyTorch use deterministic algorithms.
+
+    Without them, the threads of a CPU add up the gradient of an indexed tensor in any order. The
+    tokens of a shared prompt are such a tensor: each of its responses adds to their gradient.
+    """
+    enabled = torch.are_deterministic_algorithms_enabled()
+    filled = _memory.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    _memory.fill_uninitialized_memory = False  # a debugging aid that takes time
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled)
+        _memory.fill_uninitialized_memory = filled
 
 
 def balance_by_cost(costs: Sequence[float], size: int) -> list[list[int]]:

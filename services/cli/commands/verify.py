@@ -175,7 +175,9 @@ def _compare(step: int, recorded: wire.ChainLink, found: wire.StepDigests) -> No
         why = (
             f"they may differ because of this ({'; '.join(causes)})"
             if causes
-            else "code and platform are the same, so data or weights are not what was trained"
+            else "code and platform are the same, so data or weights are not what was trained, "
+            "unless the machine does not repeat its sums bit for bit, as GPUs do not: then a "
+            "repetition of this command finds another digest"
         )
         raise BapoError(
             f"step {step}: {name} is {there[:12]} in the chain and {here[:12]} here; {why}"

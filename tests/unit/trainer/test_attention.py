@@ -33,6 +33,7 @@ from services.trainer import attention
 from services.trainer.attention import Sequences
 from services.trainer.data import Packed, collate, pack
 from services.trainer.policy import Policy
+from services.trainer.ranks import init_distributed
 from tests.micro import micro_model
 
 SMALL = {
@@ -151,6 +152,32 @@ def test_responses_that_share_a_prompt_score_as_each_does_alone(name: str) -> No
     alone = torch.cat([policy(pack(batch, row), 1.0)[0] for row in rows.split(1)])
     torch.testing.assert_close(shared, alone, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(gradients(shared), gradients(alone), atol=1e-4, rtol=1e-4)
+
+
+def test_gradients_of_shared_prompts_are_equal_bit_for_bit_with_several_threads() -> None:
+    """So that a run that is resumed, or a step that is trained again, gives the same weights."""
+    torch.manual_seed(0)
+    policy = Policy(micro_model(vocab_size=40)).eval()
+    policy.model.set_attn_implementation(attention.IMPLEMENTATION)
+    prompts = torch.randint(2, 40, (8, 40)).tolist()
+    batch = collate(None, table_of([group_of(prompt, lengths=(16,) * 8) for prompt in prompts]))
+    # Responses of each prompt in both halves, which the threads divide between them.
+    packed = pack(batch, torch.arange(64).view(8, 8).T.flatten())
+
+    def gradients() -> bytes:
+        policy.zero_grad()
+        policy(packed, 1.0)[0].sum().backward()
+        all_gradients = [p.grad.flatten() for p in policy.parameters() if p.grad is not None]
+        return torch.cat(all_gradients).numpy().tobytes()
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with init_distributed():
+            first = gradients()
+            assert all(gradients() == first for _ in range(20))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_other_kinds_of_attention_are_refused() -> None:
