@@ -209,6 +209,8 @@ def _show_progress(
             steps = client.steps(after=done)
             if steps:
                 done = steps[-1].step
+            if steps or finished:
+                # The last evaluation comes after the last step.
                 evaluations = client.evaluations()
             display.update(steps, evaluations, client.replicas())
             if finished:

@@ -23,6 +23,7 @@ from pipelines.parameters import config_of, run_of
 from pipelines.settings import LOCAL_JOBS
 from pipelines.steps import LAST_ERROR, PipelineContext, TrainerJobs, cancel
 from services.cli.local_run import engine_threads
+from services.cli.service import format_addresses
 from services.common.process import end_with_parent, python_command
 from services.stack.stack import Endpoints, find_or_start_stack
 from services.stack.supervisor import Supervisor, free_ports
@@ -44,9 +45,7 @@ def run_pipeline(
     last_error.unlink(missing_ok=True)
     with find_or_start_stack(home) as endpoints, _rollouts(home, endpoints, rollout) as environment:
         os.environ.update(environment)
-        print(
-            f"REST API  {endpoints.buffer_url}/docs  (token: in {home / 'stack.json'})", flush=True
-        )
+        print(format_addresses(endpoints, home), flush=True)
         resources = {"gpus_per_worker": 0, "cpu_per_worker": str(os.cpu_count())}
         code = _execute({**resources, **parameters}, output, segments)
     if code:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
@@ -37,6 +38,16 @@ def require_stack(alternative: str) -> Endpoints:
             f"no stack is running in {home}; start it with `bapo stack up`, or {alternative}"
         )
     return stack
+
+
+def format_addresses(endpoints: Endpoints, home: Path) -> str:
+    """Returns lines that say where a person finds the services of this machine."""
+    return (
+        f"dashboard  {endpoints.buffer_url}/\n"
+        f"REST API   {endpoints.buffer_url}/docs\n"
+        f'token      "token" in {home / "stack.json"}\n'
+        f"logs       {home / 'logs'}"
+    )
 
 
 def service_environment() -> dict[str, str]:

@@ -12,14 +12,14 @@ from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
 from services.cli.local_run import LocalRun, create_run, execute, next_free_name
 from services.cli.options import ConfigArguments, config_arguments, port_option
-from services.cli.service import open_local_object_store
+from services.cli.service import format_addresses, open_local_object_store
 from services.common.errors import ServiceError
 from services.common.process import stop_on_signals
 from services.datasets import pin_revisions
 from services.model.resolve import ensure_model
 from services.report.summary import RunHistory
 from services.stack.settings import default_home
-from services.stack.stack import Endpoints, find_or_start_stack
+from services.stack.stack import find_or_start_stack
 
 
 @click.command
@@ -71,20 +71,12 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
             stored = _stored_config(client)
             # `trainer` may change on resume: it says how a step is computed, not what.
             loaded = stored.model_copy(update={"trainer": loaded.trainer})
-        _print_addresses(console, endpoints, home)
+        console.print(format_addresses(endpoints, home), highlight=False)
         local_run = LocalRun(loaded, endpoints, home, Path("runs") / loaded.name, console)
         if not resume:
             create_run(local_run, model)
         history = execute(local_run, model)
         _print_results(console, local_run, history)
-
-
-def _print_addresses(console: Console, endpoints: Endpoints, home: Path) -> None:
-    console.print(
-        f"REST API  {endpoints.buffer_url}/docs  (token: in {home / 'stack.json'})\n"
-        f"logs      {home / 'logs'}",
-        highlight=False,
-    )
 
 
 def _stored_config(client: BufferClient) -> RunConfig:
@@ -105,11 +97,13 @@ def _stored_config(client: BufferClient) -> RunConfig:
 
 def _print_results(console: Console, local_run: LocalRun, history: RunHistory) -> None:
     initial, final = history.evaluations[0], history.evaluations[-1]
+    name = local_run.config.name
     console.print(
         f"\nheld-out accuracy {initial.mean_accuracy:.3f} -> {final.mean_accuracy:.3f}, "
         f"prompts at 0 correct {initial.bins[0]} -> {final.bins[0]} of {final.prompts}\n"
         f"report   {local_run.directory / 'report.html'}\n"
         f"summary  {local_run.directory / 'summary.json'}\n"
-        "query    `bapo stack up` keeps the REST API running after this",
+        f"queries  `bapo stack up`, then `bapo prompts {name}`, `bapo evaluations {name}`, or the "
+        "dashboard",
         highlight=False,
     )

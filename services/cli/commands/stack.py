@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from services.cli.options import port_option
+from services.cli.service import format_addresses
 from services.stack.settings import default_home
 from services.stack.stack import stack_down, stack_up
 
@@ -24,8 +25,7 @@ def up(port: int) -> None:
     """Start the services, which run until `bapo stack down`."""
     home = default_home()
     endpoints = stack_up(home, port)
-    click.echo(f"REST API  {endpoints.buffer_url}/docs")
-    click.echo(f"token     {home / 'stack.json'}")
+    click.echo(format_addresses(endpoints, home))
 
 
 @stack.command
