@@ -13,6 +13,8 @@ from rich.table import Table
 
 GAP = 2
 """Characters between two columns."""
+PIPE_WIDTH = 1000
+"""Characters of a line that another program or a file gets: none of a table's values is cut off."""
 
 
 def show(
@@ -29,7 +31,10 @@ def show(
     table = Table(*columns, box=None, header_style="bold", pad_edge=False)
     for row in rows:
         table.add_row(*map(str, row))
-    Console().print(table if table.rows else "nothing")
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PIPE_WIDTH)
+    console.print(table if table.rows else "nothing")
 
 
 def print_json(answer: BaseModel | Sequence[BaseModel]) -> None:
