@@ -103,7 +103,6 @@ def _print_results(console: Console, local_run: LocalRun, history: RunHistory) -
         f"prompts at 0 correct {initial.bins[0]} -> {final.bins[0]} of {final.prompts}\n"
         f"report   {local_run.directory / 'report.html'}\n"
         f"summary  {local_run.directory / 'summary.json'}\n"
-        f"queries  `bapo stack up`, then `bapo prompts {name}`, `bapo evaluations {name}`, or the "
-        "dashboard",
+        f"queries  `bapo stack up`, then `bapo prompts {name}`, or the dashboard",
         highlight=False,
     )
