@@ -10,9 +10,7 @@ import base64
 import hashlib
 import json
 import logging
-import os
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_core.errors import BapoError
+from services.common.files import write_private
 from services.datasets.files import Row, RowError, check_columns, read_rows
 from services.model.stored import HUB
 
@@ -216,9 +215,7 @@ def _write_rows(rows: Sequence[Row], file: Path) -> None:
     except TypeError as error:
         raise ValueError(f"holds values that are no text, numbers or lists: {error}") from error
     file.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as partial:
-        partial.write(text)
-    os.replace(partial.name, file)
+    write_private(file, text)
 
 
 def _encode_bytes(value: Any) -> dict[str, str]:

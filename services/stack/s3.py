@@ -14,9 +14,9 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from bapo_core.errors import BapoError
+from services.common.files import write_private
 from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.common.settings import ObjectStoreSettings
-from services.stack.files import write_private
 from services.stack.supervisor import Supervisor
 
 BUCKET = "bapo"

@@ -28,10 +28,10 @@ import httpx
 from pydantic import SecretStr
 
 from bapo_core.errors import BapoError
+from services.common.files import write_private
 from services.common.process import last_error, python_command, stop_on_signals
 from services.common.settings import ObjectStoreSettings
 from services.stack import DEFAULT_PORT, s3
-from services.stack.files import write_private
 from services.stack.postgres import start_postgres
 from services.stack.supervisor import Supervisor, check_port_free, free_ports
 

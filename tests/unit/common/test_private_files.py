@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.stack.files import write_private
+from services.common.files import write_private
 
 
 def test_a_private_file_is_its_owners_alone(tmp_path: Path) -> None:

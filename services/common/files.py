@@ -1,4 +1,4 @@
-"""Writes files that hold secrets."""
+"""Writes files that other processes read meanwhile."""
 
 from __future__ import annotations
 
