@@ -99,7 +99,7 @@ class Ranks:
 def init_distributed() -> Iterator[Ranks]:
     """Joins torchrun's process group, or makes one of this process alone; leaves it at the end.
 
-    On CPUs, equal inputs give equal bits meanwhile, with any number of threads.
+    On CPUs, equal inputs give equal bits meanwhile, also with several threads.
     """
     cuda = torch.cuda.is_available()
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"

@@ -34,6 +34,13 @@ EXISTING = {
     "bapo-s3": {"BAPO_S3_ACCESS_KEY": "kept-access", "BAPO_S3_SECRET_KEY": "kept-secret"},
 }
 
+NAMED = {
+    "bapo-external-database": {"BAPO_DATABASE_URL": DATABASE_URL},
+    "bapo-external-s3": {"BAPO_S3_ACCESS_KEY": "a", "BAPO_S3_SECRET_KEY": "s"},
+    "ours": {"BAPO_TOKEN": "t", "BAPO_VERIFIER_TOKEN": "v"},
+}
+"""Secrets of the user's, which values-production.yaml and `token.existingSecret` name."""
+
 
 def decoded(secret: Object) -> dict[str, str]:
     return {key: base64.b64decode(value).decode() for key, value in secret["data"].items()}
@@ -73,15 +80,14 @@ def render_on(kubeconfig: Path, version: str, case: Case) -> str:
     )
 
 
+def objects_on(kubeconfig: Path, version: str, case: Case) -> list[Object]:
+    """Returns the objects that an installation renders."""
+    return list(filter(None, yaml.safe_load_all(render_on(kubeconfig, version, case))))
+
+
 def test_named_secrets_must_exist_with_their_keys(tmp_path: Path, version: str) -> None:
     case = Case(("production",), {"image.pullSecrets": ["pull"], "token.existingSecret": "ours"})
-    existing = {
-        "bapo-external-database": {"BAPO_DATABASE_URL": DATABASE_URL},
-        "bapo-external-s3": {"BAPO_S3_ACCESS_KEY": "a", "BAPO_S3_SECRET_KEY": "s"},
-        "pull": {".dockerconfigjson": "{}"},
-        "ours": {"BAPO_TOKEN": "t", "BAPO_VERIFIER_TOKEN": "v"},
-    }
-    with cluster(tmp_path, existing) as kubeconfig:
+    with cluster(tmp_path, NAMED | {"pull": {".dockerconfigjson": "{}"}}) as kubeconfig:
         assert "kind: StatefulSet" in render_on(kubeconfig, version, case)
     incomplete = {"bapo-external-s3": {"BAPO_S3_ACCESS_KEY": "a"}, "ours": {"token": "t"}}
     with cluster(tmp_path, incomplete) as kubeconfig, pytest.raises(HelmError) as caught:
@@ -100,8 +106,7 @@ def test_named_secrets_must_exist_with_their_keys(tmp_path: Path, version: str) 
 
 def test_an_upgrade_keeps_generated_secrets(tmp_path: Path, version: str) -> None:
     with cluster(tmp_path, EXISTING) as kubeconfig:
-        text = render_on(kubeconfig, version, DEV)
-    objects = [manifest for manifest in yaml.safe_load_all(text) if manifest]
+        objects = objects_on(kubeconfig, version, DEV)
     assert decoded(one(objects, "Secret", "bapo-token")) == EXISTING["bapo-token"]
     assert decoded(one(objects, "Secret", "bapo-s3")) == EXISTING["bapo-s3"]
     database = decoded(one(objects, "Secret", "bapo-database"))
@@ -115,30 +120,24 @@ def test_an_upgrade_restarts_the_pods_that_read_a_secret_of_yours_that_changed(
     tmp_path: Path, version: str
 ) -> None:
     case = Case(("production",), {"token.existingSecret": "ours"})
-    existing = {
-        "bapo-external-database": {"BAPO_DATABASE_URL": DATABASE_URL},
-        "bapo-external-s3": {"BAPO_S3_ACCESS_KEY": "a", "BAPO_S3_SECRET_KEY": "s"},
-        "ours": {"BAPO_TOKEN": "t", "BAPO_VERIFIER_TOKEN": "v"},
-    }
 
     def annotations(secrets: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
         with cluster(tmp_path, secrets) as kubeconfig:
-            text = render_on(kubeconfig, version, case)
-        objects = [manifest for manifest in yaml.safe_load_all(text) if manifest]
+            objects = objects_on(kubeconfig, version, case)
         return {
             workload["metadata"]["name"]: pod_of(workload)["metadata"]["annotations"]
             for workload in workloads(objects, "Deployment", "StatefulSet")
         }
 
-    before = annotations(existing)
+    before = annotations(NAMED)
     assert set(before) == {"bapo-buffer", "bapo-verifier", "bapo-collector", "bapo-rollout"}
-    assert annotations(existing) == before
+    assert annotations(NAMED) == before
     for secret, key in (
         ("bapo-external-database", "BAPO_DATABASE_URL"),
         ("bapo-external-s3", "BAPO_S3_SECRET_KEY"),
         ("ours", "BAPO_VERIFIER_TOKEN"),
     ):
-        after = annotations(existing | {secret: existing[secret] | {key: DATABASE_URL + "/new"}})
+        after = annotations(NAMED | {secret: NAMED[secret] | {key: DATABASE_URL + "/new"}})
         assert all(after[name] != before[name] for name in before), secret
 
 
@@ -146,14 +145,10 @@ def test_an_upgrade_restarts_no_pod_because_secrets_were_generated(
     tmp_path: Path, version: str
 ) -> None:
     with cluster(tmp_path, {}) as kubeconfig:
-        installed = render_on(kubeconfig, version, DEV)
+        installed = objects_on(kubeconfig, version, DEV)
     with cluster(tmp_path, EXISTING) as kubeconfig:
-        upgraded = render_on(kubeconfig, version, DEV)
-    templates = [
-        [pod_of(workload) for workload in workloads(list(filter(None, yaml.safe_load_all(text))))]
-        for text in (installed, upgraded)
-    ]
-    assert templates[0] == templates[1]
+        upgraded = objects_on(kubeconfig, version, DEV)
+    assert list(map(pod_of, workloads(installed))) == list(map(pod_of, workloads(upgraded)))
 
 
 def test_generated_secrets_and_volumes_outlive_the_release(dev: list[Object]) -> None:

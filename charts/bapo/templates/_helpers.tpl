@@ -38,7 +38,8 @@ from finishing, and is cut off by the network policies. `podLabels` can override
 {{- toYaml (merge $own .settings.podLabels (dict "sidecar.istio.io/inject" "false")) -}}
 {{- end -}}
 
-{{/* Label of the release's own Jobs, which Kueue reads; none without a queue. */}}
+{{/* Label of the release's own Jobs, which Kueue reads; none without a queue. It may follow `bapo.metadata`,
+which ends with the labels. */}}
 {{- define "bapo.queueLabel" -}}
 {{- with .Values.kueue.ownJobsQueue -}}
 kueue.x-k8s.io/queue-name: {{ . }}

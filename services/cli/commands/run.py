@@ -97,12 +97,11 @@ def _stored_config(client: BufferClient) -> RunConfig:
 
 def _print_results(console: Console, local_run: LocalRun, history: RunHistory) -> None:
     initial, final = history.evaluations[0], history.evaluations[-1]
-    name = local_run.config.name
     console.print(
         f"\nheld-out accuracy {initial.mean_accuracy:.3f} -> {final.mean_accuracy:.3f}, "
         f"prompts at 0 correct {initial.bins[0]} -> {final.bins[0]} of {final.prompts}\n"
         f"report   {local_run.directory / 'report.html'}\n"
         f"summary  {local_run.directory / 'summary.json'}\n"
-        f"queries  `bapo stack up`, then `bapo prompts {name}`, or the dashboard",
+        f"queries  `bapo stack up`, then `bapo prompts {local_run.config.name}`, or the dashboard",
         highlight=False,
     )
