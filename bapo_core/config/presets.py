@@ -101,7 +101,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         advantage={"scale": "none"},
     ),
     "areal_async": _on_policy(
-        sync={"every": 1, "lag": 4},
+        sync={"every": 1, "lag": 4, "interrupt_rollouts": True},
         loss={"ratio": "prox_current", "weight_cap": 5.0},
     ),
     "remix_grpo": _on_policy(
@@ -227,7 +227,7 @@ SUMMARIES: dict[str, str] = {
     "an embedding model.",
     "areal_async": "Rollouts run four steps ahead of the trainer, with the decoupled objective "
     "(arXiv 2505.24298). The staleness is fixed and not only bounded, so that a resumed run is the "
-    "same run, and generation is not interrupted by new weights.",
+    "same run, as far as the engine repeats itself; with `vllm`, new weights interrupt rollouts.",
     "remix_grpo": "Two fifths of each batch from the last two policies, with a clip around the "
     "previous policy, two passes and a KL in part to it; after step 50, on policy with the policy "
     "as the new reference (arXiv 2507.06892, from its abstract and secondary sources).",

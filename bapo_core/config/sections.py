@@ -304,6 +304,12 @@ class SyncConfig(Section):
     """Steps by which rollouts run ahead of the trainer: a sync at step t loads theta_(t - lag), so
     that generation and training overlap, with a staleness of at most v - 1 + lag (the fixed form of
     AReaL's bound; AReaL: 4). 0 loads theta_t, for which rollouts wait."""
+    interrupt_rollouts: bool = False
+    """Whether new weights interrupt rollouts (AReaL's interruptible generation): with a lag,
+    replicas load the weights of the next sync as soon as they are published, and go on with the
+    responses that have not ended, so that they never wait for the last ones. The tokens of a
+    response are then of several policy versions, and a run that resumes is not the same, bit for
+    bit. Only `vllm` can continue responses; the transformers engine ends them first."""
     weights_dtype: Literal["as_trained", "float32", "bfloat16"] = "as_trained"
     """Dtype of published weights; `bfloat16` halves the transfer and rounds the rollout policy."""
     transport: Literal["object_store", "nccl"] = "object_store"
@@ -1063,6 +1069,11 @@ class RunConfig(Section):
         long = rollout.engine == "vllm" and rollout.max_response_tokens > LONG_RESPONSE_TOKENS
         return JOURNAL_INTERVAL_S if long else 0.0
 
+    @property
+    def interrupts_rollouts(self) -> bool:
+        """Whether new weights interrupt rollouts, which only an engine that streams tokens can."""
+        return self.sync.interrupt_rollouts and self.rollout.engine == "vllm"
+
     def rollout_version(self, t: int, kind: str) -> int:
         """Returns the policy version that samples at step t: alpha for `fresh`, else theta_t."""
         return self.schedule.policy_version(t) if kind == "fresh" else t
@@ -1296,7 +1307,18 @@ class RunConfig(Section):
                 "current weights, so rollouts wait for the trainer every sync.reevaluate_every "
                 "steps"
             )
-        elif self.reevaluate.enabled and not self.schedule.one_load_serves_both:
+        if self.sync.interrupt_rollouts and not self.sync.lag:
+            warnings.append(
+                "sync.interrupt_rollouts changes nothing with sync.lag=0: the weights of a sync "
+                "are published when all responses before it have ended; set sync.lag"
+            )
+        elif self.sync.interrupt_rollouts and self.rollout.max_generation_rounds > 1:
+            warnings.append(
+                "sync.interrupt_rollouts changes nothing with rollout.max_generation_rounds="
+                f"{self.rollout.max_generation_rounds}: the prompts of a step follow from the "
+                "rewards of the step before, so its responses end before new weights are loaded"
+            )
+        if self.reevaluate.enabled and not self.sync.lag and not self.schedule.one_load_serves_both:
             warnings.append(
                 f"sync.every (v={self.sync.every}) does not divide sync.reevaluate_every "
                 f"(m={self.sync.reevaluate_every}) or sync.phase is first_step, so the engine "

@@ -159,6 +159,7 @@ def group_view(
                 finish_reason=response.finish_reason,
                 token_ids=response.token_ids,
                 logprobs=response.logprobs,
+                interruptions=response.interruptions,
             )
             for response in trajectory.responses
         ],

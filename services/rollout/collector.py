@@ -5,6 +5,9 @@ collector runs ahead of the trainer to the window's end, unless the sampler's pr
 commit of the step before (`sampler.as_of: step`). With dynamic sampling, a step begins once all
 groups of the step before are delivered, which decide where its prompts begin. Evaluations come last
 in a window, when the engine would otherwise wait for new weights.
+
+The responses of a window end before the next one begins, or its weights go on with them
+(`sync.interrupt_rollouts`).
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -63,7 +66,8 @@ BUNDLE = 64
 FINISH_WITHIN_S = 60.0
 """Seconds that groups in progress have to end after a new attempt has begun."""
 STREAM_EVERY = 32
-"""Tokens of a response after which replicas stream them if there is a journal."""
+"""Tokens of a response after which replicas stream them, if there is a journal or new weights
+interrupt rollouts. An interruption loses up to so many tokens less one of each response."""
 DELIVER_WITHIN_S = 2.0
 """Seconds after which fewer groups are delivered, which bounds what a collector that dies loses."""
 
@@ -105,15 +109,30 @@ def _evaluations(config: RunConfig, version: int) -> list[Job]:
 
 
 @dataclass
-class _FinishedGroups:
-    """Groups that are generated and not delivered yet."""
+class _Running:
+    """A job whose groups are being generated, and those of them that are not delivered yet."""
 
+    job: Job
     groups: list[GeneratedGroup] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     oldest_at: float = 0.0
     """Time at which the first of them was finished, by the event loop's clock."""
     begun: bool = False
     """Whether a replica serves the weights, so that groups are being generated."""
+    weights: wire.StoredVersion | None = None
+    """Weights that are to go on with the responses; None for those of the job's own version."""
+    interrupted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when `weights` was."""
+
+    def interrupt(self, weights: wire.StoredVersion) -> None:
+        """Has `weights` go on with the responses that have not ended."""
+        log.info(
+            "version %d of the weights goes on with the rollouts of step %d",
+            weights.number,
+            self.job.step,
+        )
+        self.weights = weights
+        self.interrupted.set()
 
     def add(self, group: GeneratedGroup) -> None:
         if not self.groups:
@@ -177,7 +196,7 @@ class Collector:
         }
         check_reward(self._tasks[None], config.reward)
         self._version = 0
-        self._running: dict[asyncio.Task[bool], _FinishedGroups] = {}
+        self._running: dict[asyncio.Task[bool], _Running] = {}
         self._spans = SpanRecorder(buffer, "collector")
 
     async def collect(self, first_step: int) -> None:
@@ -240,8 +259,8 @@ class Collector:
         """
         await self._adopt_attempt(error)
         log.warning("the collector follows the run to its new attempt: %s", error)
-        for task, finished in self._running.items():
-            if not finished.begun:
+        for task, running in self._running.items():
+            if not running.begun:
                 task.cancel()
         if self._running:
             await asyncio.wait(self._running, timeout=FINISH_WITHIN_S)
@@ -289,9 +308,9 @@ class Collector:
 
     async def _run(self, job: Job) -> None:
         version = self._config.rollout_version(job.step, job.kind)
-        # Asking for prompts sets the replicas' target version, so all groups of another version
-        # must have been generated before.
-        await self._limit_running(CONCURRENT_JOBS - 1 if version == self._version else 0)
+        if version != self._version:
+            await self._leave_version(version)
+        await self._limit_running(CONCURRENT_JOBS - 1)
         self._version = version
         rounds = self._config.rollout.max_generation_rounds if job.kind == "fresh" else 1
         for generation_round in range(rounds):
@@ -304,32 +323,61 @@ class Collector:
             if prompts.complete or not prompts.prompts:
                 await self._delete_journals(job, generation_round)
                 return
-            finished = _FinishedGroups()
-            roll_out = asyncio.create_task(self._roll_out(job, generation_round, prompts, finished))
-            self._running[roll_out] = finished
+            running = _Running(job)
+            roll_out = asyncio.create_task(self._roll_out(generation_round, prompts, running))
+            self._running[roll_out] = running
             # Only dynamic sampling needs the rewards before it can tell whether to go on.
             if rounds > 1:
                 await self._limit_running(0)
                 if roll_out.result():
                     return
 
+    async def _leave_version(self, version: int) -> None:
+        """Waits until a job of another version may begin.
+
+        Asking for its prompts sets the replicas' target version, so all groups of the version
+        before must have been generated, or `version` goes on with them: if new weights interrupt
+        rollouts, as soon as it is published. An evaluation is of one version, and is not
+        interrupted.
+        """
+        if version < self._version or not self._config.interrupts_rollouts:
+            await self._limit_running(0)
+            return
+        await self._limit_running(CONCURRENT_JOBS - 1)
+        published = asyncio.create_task(self._wait_for_weights(version))
+        try:
+            while self._running and not (
+                published.done() and all(r.job.kind == "fresh" for r in self._running.values())
+            ):
+                await self._wait_for_any(published)
+            for running in self._running.values():
+                running.interrupt(published.result())
+        finally:
+            published.cancel()
+
     async def _limit_running(self, count: int) -> None:
         """Waits until at most `count` jobs are running; raises the error of one that failed."""
         while len(self._running) > count:
-            done, _ = await asyncio.wait(self._running, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                del self._running[task]
-            for task in done:
-                task.result()
+            await self._wait_for_any()
+
+    async def _wait_for_any(self, *others: asyncio.Task[Any]) -> None:
+        """Waits until a running job has ended, or one of `others` that had not.
+
+        Raises the error of a job that failed.
+        """
+        waited = [*self._running, *(task for task in others if not task.done())]
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        ended = [task for task in self._running if task.done()]
+        for task in ended:
+            del self._running[task]
+        for task in ended:
+            task.result()
 
     async def _roll_out(
-        self,
-        job: Job,
-        generation_round: int,
-        prompts: wire.StepPrompts,
-        finished: _FinishedGroups,
+        self, generation_round: int, prompts: wire.StepPrompts, running: _Running
     ) -> bool:
         """Generates, scores and delivers groups; returns whether the job is complete with them."""
+        job = running.job
         recorded = set(prompts.recorded)
         missing = {
             index for index, prompt in enumerate(prompts.prompts) if prompt.uid not in recorded
@@ -348,14 +396,14 @@ class Collector:
                     extra={"step": job.step},
                 )
             generating = asyncio.create_task(
-                self._generate(job, request, finished, frozenset(missing), unfinished)
+                self._generate(request, running, frozenset(missing), unfinished)
             )
-            generating.add_done_callback(lambda _: finished.changed.set())
+            generating.add_done_callback(lambda _: running.changed.set())
             try:
                 while missing:
-                    bundle = await finished.take_bundle(generating)
+                    bundle = await running.take_bundle(generating)
                     indices = {group.index for group in bundle}
-                    deliver = partial(self._deliver, job, prompts, request, bundle)
+                    deliver = partial(self._deliver, job, prompts, request, bundle, unfinished)
                     try:
                         complete = await asyncio.to_thread(deliver)
                     except Superseded as error:
@@ -395,6 +443,7 @@ class Collector:
         """Waits until the job's version is published and tokenizes the prompts."""
         weights = await self._wait_for_weights(prompts.policy_version)
         rollout = self._config.rollout
+        streams = self._config.journal_interval_s or self._config.interrupts_rollouts
         evaluated = self._sets[job.evaluation_set] if job.evaluation_set else None
         return GenerateRequest(
             policy_version=prompts.policy_version,
@@ -411,23 +460,60 @@ class Collector:
                 )
                 for prompt in prompts.prompts
             ],
-            stream_every=STREAM_EVERY if self._config.journal_interval_s else 0,
+            stream_every=STREAM_EVERY if streams else 0,
         )
 
     async def _generate(
         self,
-        job: Job,
         request: GenerateRequest,
-        finished: _FinishedGroups,
+        running: _Running,
         indices: Collection[int],
         unfinished: UnfinishedGroups,
     ) -> None:
-        with self._spans.span("await weights", job.step):
+        """Generates the groups with these indices; if interrupted, goes on with the new weights."""
+        missing = set(indices)
+
+        def on_group(group: GeneratedGroup) -> None:
+            missing.discard(group.index)
+            running.add(group)
+
+        while missing:
+            generating = asyncio.create_task(
+                self._generate_by_one_version(request, running, missing, on_group, unfinished)
+            )
+            interrupted = asyncio.create_task(running.interrupted.wait())
+            try:
+                await asyncio.wait({generating, interrupted}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                interrupted.cancel()
+                generating.cancel()
+                await asyncio.wait({generating})
+            if not generating.cancelled():
+                generating.result()
+            running.interrupted.clear()
+            if running.weights is not None:
+                request = request.model_copy(
+                    update={
+                        "policy_version": running.weights.number,
+                        "manifest_digest": running.weights.manifest_digest,
+                    }
+                )
+
+    async def _generate_by_one_version(
+        self,
+        request: GenerateRequest,
+        running: _Running,
+        missing: Collection[int],
+        on_group: Callable[[GeneratedGroup], None],
+        unfinished: UnfinishedGroups,
+    ) -> None:
+        """Calls `on_group` with the groups that are missing, once the version is served."""
+        with self._spans.span("await weights", running.job.step):
             await self._fleet.wait_until_served(request)
-        finished.begun = True
-        with self._spans.span(job.kind, job.step):
+        running.begun = True
+        with self._spans.span(running.job.kind, running.job.step):
             await self._fleet.generate(
-                request, finished.add, indices=indices, unfinished=unfinished
+                request, on_group, indices=frozenset(missing), unfinished=unfinished
             )
 
     async def _wait_for_weights(self, version: int) -> wire.StoredVersion:
@@ -455,6 +541,7 @@ class Collector:
         step_prompts: wire.StepPrompts,
         request: GenerateRequest,
         generated: Sequence[GeneratedGroup],
+        unfinished: UnfinishedGroups,
     ) -> bool:
         """Scores and delivers groups; returns whether the job is complete with them."""
         prompts = [step_prompts.prompts[group.index] for group in generated]
@@ -478,11 +565,16 @@ class Collector:
             TrajectoryGroup(
                 prompt_uid=prompt.uid,
                 prompt_token_ids=request.prompts[group.index].prompt_token_ids,
-                policy_version=group.policy_version,
+                policy_version=request.policy_version,
                 responses=[
-                    self._score_response(response, verdict, text, task)
-                    for response, verdict, text in zip(
-                        group.responses, group_verdicts, group_texts, strict=True
+                    self._score_response(response, verdict, text, task, interruptions)
+                    for response, verdict, text, interruptions in zip(
+                        group.responses,
+                        group_verdicts,
+                        group_texts,
+                        unfinished.interruptions(group.index, request.policy_version)
+                        or [{}] * len(group.responses),
+                        strict=True,
                     )
                 ],
             )
@@ -502,7 +594,12 @@ class Collector:
         return accepted.complete
 
     def _score_response(
-        self, response: GeneratedResponse, verdict: ItemVerdict, text: str, task: Task
+        self,
+        response: GeneratedResponse,
+        verdict: ItemVerdict,
+        text: str,
+        task: Task,
+        interruptions: dict[int, int],
     ) -> TrajectoryResponse:
         settings = self._config.reward
         parts = reward_parts(
@@ -521,6 +618,7 @@ class Collector:
             verdict.correct,
             parts,
             normalise_answer(task, verdict.extracted),
+            interruptions,
         )
 
 

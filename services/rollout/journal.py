@@ -37,6 +37,7 @@ SCHEMA = pa.schema(
         ("index", pa.int32()),
         ("response", pa.int32()),
         ("start", pa.int32()),
+        ("policy_version", pa.int64()),
         ("token_ids", pa.list_(pa.int32())),
         ("logprobs", pa.list_(pa.float32())),
         ("finish_reason", pa.string()),
@@ -149,10 +150,7 @@ class Journal:
         digest = key.split("-")[-1].removesuffix(".arrow")
         table = read_table(self._store.get(key, digest), SCHEMA)
         return [
-            GeneratedTokens(
-                policy_version=self._request.policy_version,
-                **row | {"finish_reason": row["finish_reason"] or None},
-            )
+            GeneratedTokens(**row | {"finish_reason": row["finish_reason"] or None})
             for row in table.to_pylist()
         ]
 
@@ -195,19 +193,21 @@ class Journal:
         """Returns, as a table of `SCHEMA`, the tokens that this generation does not hold yet."""
         rows = []
         for index, number, response in unfinished:
-            start = self._written.get((index, number), 0)
-            if start < len(response.token_ids):
+            length = len(response.token_ids)
+            for start, end, version in response.runs(self._written.get((index, number), 0)):
+                ended = response.finish_reason if end == length else None
                 rows.append(
                     {
                         "index": index,
                         "response": number,
                         "start": start,
-                        "token_ids": response.token_ids[start:],
-                        "logprobs": response.logprobs[start:],
-                        "finish_reason": response.finish_reason or "",
+                        "policy_version": version,
+                        "token_ids": response.token_ids[start:end],
+                        "logprobs": response.logprobs[start:end],
+                        "finish_reason": ended or "",
                     }
                 )
-                self._written[index, number] = len(response.token_ids)
+            self._written[index, number] = length
         return pa.Table.from_pylist(rows, schema=SCHEMA)
 
     def _put(self, table: pa.Table) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import isfinite
 
 from services.rollout.api.wire import FinishReason, GeneratedTokens, StartedResponse
@@ -17,6 +18,14 @@ class UnfinishedResponse:
     token_ids: array[int] = field(default_factory=lambda: array("i"))
     logprobs: array[float] = field(default_factory=lambda: array("f"))
     finish_reason: FinishReason | None = None
+    versions: dict[int, int] = field(default_factory=dict)
+    """Policy version that sampled the tokens, by the index of the first one that it sampled."""
+
+    def runs(self, start: int) -> Iterator[tuple[int, int, int]]:
+        """Yields (index of the first token, end, policy version) for the tokens from `start` on."""
+        for first, end in pairwise([*self.versions, len(self.token_ids)]):
+            if start < end:
+                yield max(first, start), end, self.versions[first]
 
 
 class UnfinishedGroups:
@@ -53,6 +62,9 @@ class UnfinishedGroups:
                 f"prompt {tokens.index}, which has {len(response.token_ids)} tokens"
             )
         self._groups[tokens.index] = group
+        last_version = next(reversed(response.versions.values()), None)
+        if tokens.token_ids and tokens.policy_version != last_version:
+            response.versions[tokens.start] = tokens.policy_version
         response.token_ids.extend(tokens.token_ids)
         response.logprobs.extend(tokens.logprobs)
         response.finish_reason = tokens.finish_reason
@@ -65,6 +77,20 @@ class UnfinishedGroups:
                 logprobs=response.logprobs.tolist(),
                 finish_reason=response.finish_reason,
             )
+            for response in self._groups.get(index, [])
+        ]
+
+    def interruptions(self, index: int, version: int) -> list[dict[int, int]]:
+        """Returns the interruptions of each response to a prompt, as in `TrajectoryResponse`.
+
+        version: the policy version of the group. Returns an empty list if no token was streamed.
+        """
+        return [
+            {
+                first: sampled_by
+                for first, sampled_by in response.versions.items()
+                if (first, sampled_by) != (0, version)
+            }
             for response in self._groups.get(index, [])
         ]
 

@@ -169,6 +169,102 @@ def test_a_new_collector_continues_responses_from_the_journal(stack: Endpoints) 
     assert not journal_keys(driver), "what a collector left that died is deleted"
 
 
+class VersionedFleet(SlowFleet):
+    """Notes what it was asked to generate, and holds the answers of one step or evaluation only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[str] = []
+        self.begun = asyncio.Event()
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        on_group: Callable[[GeneratedGroup], None],
+        *,
+        indices: Collection[int],
+        unfinished: UnfinishedGroups,
+    ) -> None:
+        what = f"{len(request.prompts)} prompts by version {request.policy_version}"
+        self.log.append(f"{what} from token {unfinished.token_count // len(indices)}")
+        self.begun.set()
+        await super().generate(request, on_group, indices=indices, unfinished=unfinished)
+        self.log.append(f"{what} end")
+
+
+def interruptible(stack: Endpoints, name: str) -> Driver:
+    """Returns the driver of a run whose step 1 is committed, with a lag of 1."""
+    config = small_config(
+        name,
+        rollout={"prompts_per_step": 8, "group_size": 4, "engine": "vllm"},
+        sync={"every": 1, "lag": 1, "interrupt_rollouts": True},
+        reevaluate={"enabled": False},
+        evaluation={"every": 1, "samples": 4},
+    )
+    driver = Driver(stack, config)
+    driver.client.publish_weights(1, "a" * 64)
+    driver.run_step(1)
+    return driver
+
+
+def test_new_weights_go_on_with_responses_that_have_not_ended(stack: Endpoints) -> None:
+    driver, fleet = interruptible(stack, "interrupted"), VersionedFleet()
+    collector = make_collector(driver, fleet)
+
+    async def work() -> None:
+        async with asyncio.timeout(300):
+            await collector._run(Job(2, "fresh"))
+            await fleet.begun.wait()
+            publish = asyncio.to_thread(driver.client.publish_weights, 2, "b" * 64)
+            await asyncio.gather(collector._run(Job(3, "fresh")), publish)
+            fleet.release.set()
+            await collector._limit_running(0)
+
+    asyncio.run(work())
+    # Step 2, the rest of it, whose 4 responses to each prompt have a token, and step 3.
+    assert sorted(fleet.log) == [
+        "8 prompts by version 1 from token 0",
+        "8 prompts by version 2 end",
+        "8 prompts by version 2 end",
+        "8 prompts by version 2 from token 0",
+        "8 prompts by version 2 from token 4",
+    ]
+    for step, interruptions in ((2, {1: 2}), (3, {})):
+        prompts = driver.client.step_prompts(step)
+        assert prompts.complete
+        for prompt in prompts.prompts:
+            attempts = driver.client.prompt_history(prompt.uid).attempts
+            (attempt,) = [attempt for attempt in attempts if attempt.step == step]
+            group = driver.client.group(attempt.group_id)
+            assert group.policy_version == step - 1
+            for response in group.responses:
+                assert response.interruptions == interruptions
+                assert len(response.token_ids) == 1 + len(interruptions)
+
+
+def test_an_evaluation_is_not_interrupted(stack: Endpoints) -> None:
+    driver, fleet = interruptible(stack, "not-interrupted"), VersionedFleet()
+    driver.client.publish_weights(2, "b" * 64)
+    collector = make_collector(driver, fleet)
+
+    async def work() -> None:
+        async with asyncio.timeout(300):
+            await collector._run(Job(1, "evaluation", "test"))
+            await fleet.begun.wait()
+            going_on = asyncio.create_task(collector._run(Job(3, "fresh")))
+            asyncio.get_running_loop().call_later(0.2, fleet.release.set)
+            await going_on
+            await collector._limit_running(0)
+
+    asyncio.run(work())
+    assert fleet.log == [
+        "4 prompts by version 1 from token 0",
+        "4 prompts by version 1 end",
+        "8 prompts by version 2 from token 0",
+        "8 prompts by version 2 end",
+    ]
+
+
 def make_collector(driver: Driver, fleet: Any, **options: Any) -> Collector:
     return Collector(
         driver.config,

@@ -52,6 +52,8 @@ def add(
     response: int,
     count: int,
     finish_reason: FinishReason | None = None,
+    *,
+    version: int = 7,
 ) -> None:
     """Appends `count` tokens, which encode their place."""
     started = unfinished.started(index)
@@ -60,7 +62,7 @@ def add(
     unfinished.add(
         GeneratedTokens(
             index=index,
-            policy_version=7,
+            policy_version=version,
             response=response,
             start=start,
             token_ids=[1000 * index + 100 * response + place for place in places],
@@ -117,6 +119,21 @@ def test_the_end_of_a_response_is_kept(store: ObjectStore, prefix: str) -> None:
         token_ids=[0, 1, 2, 3], logprobs=[0, -1 / 64, -2 / 64, -3 / 64], finish_reason="length"
     )
     assert other == StartedResponse(token_ids=[], logprobs=[])
+
+
+def test_the_versions_that_sampled_a_response_are_kept(store: ObjectStore, prefix: str) -> None:
+    journal, unfinished = Journal(store, prefix, make_request()), UnfinishedGroups(G)
+    add(unfinished, 0, 0, 3)
+    asyncio.run(journal._write(unfinished))
+    add(unfinished, 0, 0, 1)
+    add(unfinished, 0, 0, 2, version=8)
+    add(unfinished, 0, 0, 1, "stop", version=9)
+    add(unfinished, 0, 1, 4, version=8)
+    asyncio.run(journal._write(unfinished))
+    continued = read(store, prefix, make_request())
+    assert contents(continued) == contents(unfinished)
+    assert continued.interruptions(0, 7) == [{4: 8, 6: 9}, {0: 8}]
+    assert continued.interruptions(1, 7) == [], "no token of this prompt was streamed"
 
 
 def test_what_is_added_is_written_while_the_context_lasts(store: ObjectStore, prefix: str) -> None:

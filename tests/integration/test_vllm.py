@@ -13,7 +13,8 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,26 @@ async def generate(driver: EngineDriver, asked: GenerateRequest) -> list[Generat
     return sorted(groups, key=lambda group: group.index)
 
 
+async def stream_into(
+    unfinished: UnfinishedGroups,
+    driver: EngineDriver,
+    asked: GenerateRequest,
+    *,
+    until: Callable[[], bool] = lambda: False,
+) -> list[GeneratedGroup]:
+    """Adds streamed tokens to `unfinished`, and breaks off `until` something is the case."""
+    groups = []
+    async with aclosing(driver.generate(asked)) as lines:
+        async for line in lines:
+            if isinstance(line, GeneratedTokens):
+                unfinished.add(line)
+            elif isinstance(line, GeneratedGroup):
+                groups.append(line)
+            if until():
+                break
+    return sorted(groups, key=lambda group: group.index)
+
+
 def reference(
     directory: Path, asked: GenerateRequest, groups: list[GeneratedGroup]
 ) -> list[list[float]]:
@@ -190,19 +211,15 @@ def test_streamed_tokens_are_those_of_the_groups(
     driver: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
 ) -> None:
     asked = request(1).model_copy(update={"stream_every": 5})
-    unfinished, groups, lines = UnfinishedGroups(4), [], 0
+    unfinished, lines = UnfinishedGroups(4), 0
 
-    async def stream() -> None:
+    def count() -> bool:
         nonlocal lines
-        async for line in driver.generate(asked):
-            if isinstance(line, GeneratedTokens):
-                unfinished.add(line)
-                lines += 1
-            else:
-                groups.append(line)
+        lines += 1
+        return False
 
-    runner.run(stream())
-    assert lines > 6 * 4, "responses come in several lines"
+    groups = runner.run(stream_into(unfinished, driver, asked, until=count))
+    assert lines - len(groups) > 6 * 4, "responses come in several lines"
     for group in groups:
         assert [response.model_dump() for response in unfinished.started(group.index)] == [
             response.model_dump() for response in group.responses
@@ -323,6 +340,36 @@ def test_weights_are_replaced_in_place(
     assert [[r.token_ids for r in g.responses] for g in fresh] == [
         [r.token_ids for r in g.responses] for g in in_place
     ]
+
+
+def test_other_weights_go_on_with_responses_that_were_broken_off(
+    driver: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
+) -> None:
+    """As `sync.interrupt_rollouts` does it: each token has the log-prob of the weights then."""
+    runner.run(driver.load(models["v1"], 1))
+    unfinished = UnfinishedGroups(4)
+    asked = request(1).model_copy(update={"stream_every": 4})
+
+    def all_begun() -> bool:
+        return all(unfinished.started(index) for index in range(6))
+
+    runner.run(stream_into(unfinished, driver, asked, until=all_begun))
+    runner.run(driver.load(models["v2"], 2))
+    asked = asked.model_copy(update={"policy_version": 2})
+    for index, prompt in enumerate(asked.prompts):
+        prompt.started = unfinished.started(index)
+    groups = runner.run(stream_into(unfinished, driver, asked))
+    by_version = {v: iter(reference(models[f"v{v}"], asked, groups)) for v in (1, 2)}
+    changed = 0
+    for group in groups:
+        interruptions = unfinished.interruptions(group.index, 1)
+        for response, changes in zip(group.responses, interruptions, strict=True):
+            first, second = next(by_version[1]), next(by_version[2])
+            (place,) = changes or [len(response.token_ids)]
+            expected = first[:place] + second[place:]
+            assert response.logprobs == pytest.approx(expected, abs=TOLERANCE)
+            changed += 0 < place < len(response.token_ids)
+    assert changed, "no response has tokens of both versions"
 
 
 def test_a_version_that_vllm_does_not_serve_is_an_error(

@@ -32,13 +32,16 @@ SCHEMA = pa.schema(
         ("correct", pa.bool_()),
         ("reward_parts", pa.map_(pa.string(), pa.float32())),
         ("answer", pa.string()),
+        ("interruptions", pa.map_(pa.int32(), pa.int64())),
     ]
 )
 """`answer` may be null, because earlier versions did not record it; no other column may."""
 
-_SCHEMA_WITHOUT_ANSWERS = pa.schema(list(SCHEMA)[:-1])
-_OLD_SCHEMA = pa.schema(list(SCHEMA)[:-3])
+_SCHEMA_WITHOUT_INTERRUPTIONS = pa.schema(list(SCHEMA)[:-1])
+_SCHEMA_WITHOUT_ANSWERS = pa.schema(list(SCHEMA)[:-2])
+_OLD_SCHEMA = pa.schema(list(SCHEMA)[:-4])
 """The columns of objects that were stored while rewards were 0 or 1."""
+_OLDER_SCHEMAS = (_SCHEMA_WITHOUT_INTERRUPTIONS, _SCHEMA_WITHOUT_ANSWERS, _OLD_SCHEMA)
 
 PROXIMAL_SCHEMA = pa.schema(
     [
@@ -61,7 +64,9 @@ class TrajectoryResponse:
     policy that sampled them, of the same length. correct: whether it counts for the difficulty of
     its prompt. reward_parts: parts of the reward by name, without weights (`bapo_core.rewards`).
     answer: the extracted answer, as the task normalises it; empty without one, None if it was not
-    recorded.
+    recorded. interruptions: where other weights went on with the response (`sync.
+    interrupt_rollouts`): the index of the first token that each of them sampled, and their policy
+    version; empty if the group's policy version sampled all tokens.
     """
 
     token_ids: list[int]
@@ -72,11 +77,12 @@ class TrajectoryResponse:
     correct: bool
     reward_parts: dict[str, float] = field(default_factory=dict)
     answer: str | None = None
+    interruptions: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryGroup:
-    """The G responses to a prompt, sampled by one policy version."""
+    """The G responses to a prompt, sampled by one policy version unless they were interrupted."""
 
     prompt_uid: str
     prompt_token_ids: list[int]
@@ -132,29 +138,28 @@ def read_trajectories(data: bytes) -> pa.Table:
 
     Raises `TrajectoryError` for other columns than those of this version or an earlier one.
     """
-    return with_all_columns(read_table(data, SCHEMA, _SCHEMA_WITHOUT_ANSWERS, _OLD_SCHEMA))
+    return with_all_columns(read_table(data, SCHEMA, *_OLDER_SCHEMAS))
 
 
 def with_all_columns(table: pa.Table) -> pa.Table:
-    """Returns the table with the columns `correct`, `reward_parts` and `answer`.
+    """Returns the table with the columns `correct`, `reward_parts`, `answer` and `interruptions`.
 
-    Tables of earlier versions lack some of them: answers, which are null then; or all, if rewards
-    are 0 or 1, from which `correct` and `reward_parts` follow.
+    Tables of earlier versions lack some of them: interruptions, of which there were none; answers,
+    which are null then; or all, if rewards are 0 or 1, from which `correct` and `reward_parts`
+    follow.
     """
-    if table.schema.equals(SCHEMA):
-        return table
-    answers = pa.nulls(table.num_rows, pa.string())
-    if table.schema.equals(_SCHEMA_WITHOUT_ANSWERS):
-        return pa.Table.from_arrays([*table.columns, answers], schema=SCHEMA)
-    rewards = table["reward"].combine_chunks()
-    offsets = pa.array(range(table.num_rows + 1), pa.int32())
-    names = pa.array([ANSWER] * table.num_rows, pa.string())
-    columns = [
-        *table.columns,
-        pc.equal(rewards, 1),
-        pa.MapArray.from_arrays(offsets, names, rewards),
-        answers,
-    ]
+    columns = table.columns
+    if table.schema.equals(_OLD_SCHEMA):
+        rewards = table["reward"].combine_chunks()
+        offsets = pa.array(range(table.num_rows + 1), pa.int32())
+        names = pa.array([ANSWER] * table.num_rows, pa.string())
+        parts = pa.MapArray.from_arrays(offsets, names, rewards)
+        columns = [*columns, pc.equal(rewards, 1), parts]
+    if len(columns) == len(_SCHEMA_WITHOUT_ANSWERS):
+        columns = [*columns, pa.nulls(table.num_rows, pa.string())]
+    if len(columns) == len(_SCHEMA_WITHOUT_INTERRUPTIONS):
+        none = pa.array([[]] * table.num_rows, SCHEMA.field("interruptions").type)
+        columns = [*columns, none]
     return pa.Table.from_arrays(columns, schema=SCHEMA)
 
 
@@ -180,6 +185,7 @@ def table_of(groups: Sequence[TrajectoryGroup]) -> pa.Table:
             "correct": response.correct,
             "reward_parts": response.reward_parts,
             "answer": response.answer,
+            "interruptions": response.interruptions,
         }
         for index, group in enumerate(groups)
         for position, response in enumerate(group.responses)
@@ -393,6 +399,7 @@ def _group(table: pa.Table) -> TrajectoryGroup:
             row["correct"],
             dict(row["reward_parts"]),
             row["answer"],
+            dict(row["interruptions"]),
         )
         for row in rows
     ]

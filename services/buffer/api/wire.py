@@ -881,6 +881,9 @@ class ResponseView(Wire):
     """Token ids of the response, without the prompt's."""
     logprobs: list[float]
     """Log-probs of the tokens under the policy that sampled them, one for each token."""
+    interruptions: dict[int, int]
+    """Where other weights went on with the response (sync.interrupt_rollouts): the index of the
+    first token that each of them sampled, and their policy version."""
 
 
 class GroupView(Wire):

@@ -50,6 +50,9 @@ function head(response, i) {
       { class: "note" },
       `${format.plural(response.token_ids.length, "token")}, finish reason ${response.finish_reason}, mean log-prob ${format.number(mean)}`,
     ),
+    ...Object.entries(response.interruptions).map(([token, version]) =>
+      h("span", { class: "note" }, `version ${version} from token ${Number(token) + 1} on`),
+    ),
     h("span", { class: "note index" }, `#${i + 1}`),
   );
 }

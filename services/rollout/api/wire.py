@@ -25,7 +25,7 @@ class Wire(BaseModel):
 
 
 class StartedResponse(Wire):
-    """The beginning of a response, or all of it, as sampled earlier from the requested weights."""
+    """The beginning of a response, or all of it, as sampled earlier, maybe by other weights."""
 
     token_ids: list[int]
     """Token ids sampled so far."""

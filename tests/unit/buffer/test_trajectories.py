@@ -39,6 +39,8 @@ def responses(draw: st.DrawFn) -> TrajectoryResponse:
         reward_parts=draw(
             st.dictionaries(st.sampled_from(["answer", "format"]), st.floats(-9, 9, width=32))
         ),
+        answer=draw(st.none() | st.text(max_size=3)),
+        interruptions=draw(st.dictionaries(st.integers(0, 4), st.integers(1, 2**40))),
     )
 
 
@@ -72,6 +74,8 @@ def rows() -> list[dict[str, Any]]:
             "text": "x",
             "correct": True,
             "reward_parts": {"answer": 1.0},
+            "answer": "x",
+            "interruptions": {},
         }
         for group in range(2)
         for index in range(2)
@@ -93,6 +97,7 @@ def rows() -> list[dict[str, Any]]:
         (3, {"group": 0, "prompt_uid": "p0", "response_index": 2}, "rows are not together"),
         (0, {"token_ids": [], "logprobs": []}, "0 tokens"),
         (0, {"text": None}, "must not hold nulls"),
+        (0, {"interruptions": None}, "must not hold nulls"),
     ],
 )
 def test_anything_but_whole_groups_is_refused(
@@ -123,7 +128,7 @@ def test_the_rewards_of_a_group_are_means(written: list[TrajectoryGroup]) -> Non
 
 def test_trajectories_of_earlier_versions_are_read() -> None:
     """Their rewards are 0 or 1: a response is correct if its reward is 1."""
-    earlier = pa.schema(list(SCHEMA)[:-3])
+    earlier = pa.schema(list(SCHEMA)[:-4])
     assert earlier.names[-1] == "text"
     stored = [row | {"reward": float(number % 2)} for number, row in enumerate(rows())]
     read = decode_groups(write_table(pa.Table.from_pylist(stored, schema=earlier)))
@@ -133,13 +138,20 @@ def test_trajectories_of_earlier_versions_are_read() -> None:
             {"answer": 0.0},
             {"answer": 1.0},
         ]
+        assert all(response.interruptions == {} for response in group.responses)
 
 
-def test_trajectories_without_answers_are_read() -> None:
-    earlier = pa.schema(list(SCHEMA)[:-1])
-    assert earlier.names[-1] == "reward_parts"
-    read = decode_groups(write_table(pa.Table.from_pylist(rows(), schema=earlier)))
-    assert all(response.answer is None for group in read for response in group.responses)
+@pytest.mark.parametrize(
+    ("columns", "last", "answer"), [(-2, "reward_parts", None), (-1, "answer", "x")]
+)
+def test_columns_that_earlier_versions_did_not_store_are_empty(
+    columns: int, last: str, answer: str | None
+) -> None:
+    earlier = pa.schema(list(SCHEMA)[:columns])
+    assert earlier.names[-1] == last
+    for group in decode_groups(write_table(pa.Table.from_pylist(rows(), schema=earlier))):
+        assert [response.answer for response in group.responses] == [answer, answer]
+        assert all(response.interruptions == {} for response in group.responses)
 
 
 def test_other_formats_are_refused() -> None:

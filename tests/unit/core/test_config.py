@@ -285,6 +285,14 @@ def test_importance_weights_that_change_nothing_get_a_warning() -> None:
             "loss.objective=gspo with loss.ratio=behavior clips almost every response",
         ),
         ("sync.lag=2", "sync.lag is 2 with reevaluate.enabled: re-evaluations need the current"),
+        (
+            "algorithm=grpo sync.interrupt_rollouts=true",
+            "sync.interrupt_rollouts changes nothing with sync.lag=0",
+        ),
+        (
+            "algorithm=areal_async rollout.max_generation_rounds=2 fresh.filter=range",
+            "sync.interrupt_rollouts changes nothing with rollout.max_generation_rounds=2",
+        ),
         ("sampler.decay=0.5", "sampler.decay=0.5 change nothing with sampler.kind=uniform"),
         (
             "algorithm=mopps sampler.temperature=1 sampler.band=[0,1]",
