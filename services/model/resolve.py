@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,9 +40,20 @@ def ensure_model(
     open_store: returns the object store of a `store://` model; called only for such a model.
 
     Raises `BapoError` when `model.path` names neither a model directory nor a model that can be
-    fetched.
+    fetched, and when the engine cannot give the model sequences as long as the configuration's.
     """
-    path = config.model.path
+    directory = _find_model(config.model.path, home, open_store)
+    if not (directory / "config.json").is_file():
+        raise BapoError(
+            f"model.path {config.model.path} is not a model directory: it has no config.json; give "
+            "a Hugging Face directory, hf://organisation/name, `tiny` or `tiny-vision`"
+        )
+    if config.rollout.engine == "vllm":
+        _check_sequence_length(config, directory)
+    return directory
+
+
+def _find_model(path: str, home: Path, open_store: Callable[[], ObjectStore]) -> Path:
     if path.startswith((MODEL_SCHEME, HUB)):
         directory = home / "models" / hashlib.sha256(path.encode()).hexdigest()[:16]
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -50,10 +62,27 @@ def ensure_model(
         return fetch_model(path, open_store(), directory)
     if path in BUNDLED_MODELS:
         return BUNDLED_MODELS[path]
-    directory = Path(path)
-    if not (directory / "config.json").is_file():
+    return Path(path).resolve()
+
+
+def _check_sequence_length(config: RunConfig, directory: Path) -> None:
+    """Raises `BapoError` if sequences may be longer than vLLM accepts for the model.
+
+    vLLM would refuse to start, and replicas would try again and again. Models with scaled rotary
+    embeddings are left to vLLM, which derives their limit from the scaling.
+    """
+    content = json.loads((directory / "config.json").read_text())
+    content = content.get("text_config") or content
+    limit = content.get("max_position_embeddings")
+    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
+    rollout = config.rollout
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    if limit is not None and not scaled and longest > limit:
         raise BapoError(
-            f"model.path {directory} is not a model directory: it has no config.json; give a "
-            "Hugging Face directory, hf://organisation/name, `tiny` or `tiny-vision`"
+            f"model.path {config.model.path}: the model has {limit} positions, but a prompt and "
+            f"its response may have {longest} tokens (rollout.max_prompt_tokens "
+            f"{rollout.max_prompt_tokens} + rollout.max_response_tokens "
+            f"{rollout.max_response_tokens}), for which vLLM does not start; lower one of them, or "
+            "take a model with more positions"
         )
-    return directory.resolve()

@@ -18,7 +18,6 @@ from services.common.objectstore import ObjectStore, files_of
 
 HUB = "hf://"
 """Scheme of the addresses of models and data sets of the Hugging Face hub."""
-"""Scheme of models of the Hugging Face hub."""
 WEIGHTS = ".safetensors"
 _FROM_HUB = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 """Files of a model repository that are fetched. No pickles: loading one runs its code."""
