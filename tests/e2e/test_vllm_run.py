@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,6 +21,24 @@ from tests.e2e.test_run import configuration
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 
 
+VLLM_ARGUMENTS = ["--enforce-eager", "--max-num-seqs", "64"]
+
+
+def train(directory: Path, environment: dict[str, str], config: dict[str, Any]) -> None:
+    """Runs `bapo run` to its end."""
+    path = directory / f"{config['name']}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    completed = subprocess.run(
+        [sys.executable, "-m", "services.cli", "run", str(path)],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+
+
 def test_two_vllm_replicas_serve_a_whole_run(
     tmp_path: Path, environment: dict[str, str], stack: Endpoints, small_model: Path
 ) -> None:
@@ -27,21 +46,11 @@ def test_two_vllm_replicas_serve_a_whole_run(
     config["rollout"] |= {
         "engine": "vllm",
         "replicas": 2,
-        "vllm_args": ["--enforce-eager", "--max-num-seqs", "64"],
+        "vllm_args": VLLM_ARGUMENTS,
         "journal_interval_s": 0.1,  # as with long responses
     }
-    path = tmp_path / "on-vllm.yaml"
-    path.write_text(yaml.safe_dump(config))
     pids_before = {process.pid for process in psutil.process_iter()}
-    completed = subprocess.run(
-        [sys.executable, "-m", "services.cli", "run", str(path)],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=800,
-    )
-    assert completed.returncode == 0, completed.stdout + completed.stderr
+    train(tmp_path, environment, config)
     client = BufferClient(stack.buffer_url, stack.token, run="on-vllm")
     steps = client.steps()
     assert [step.step for step in steps] == [1, 2, 3, 4, 5, 6]
@@ -65,6 +74,43 @@ def test_two_vllm_replicas_serve_a_whole_run(
     store = ObjectStore(stack.object_store)
     assert not store.keys("runs/on-vllm/journal/"), "nothing is unfinished any more"
     assert not [name for name in describe_new_processes(pids_before) if "vllm" in name.lower()]
+
+
+def test_new_weights_interrupt_the_rollouts_of_a_run(
+    tmp_path: Path, environment: dict[str, str], stack: Endpoints, small_model: Path
+) -> None:
+    """Sampling up to 96 tokens takes longer than a training step, so the trainer is ahead."""
+    config = configuration("interrupted", small_model) | {
+        "algorithm": "areal_async",
+        "steps": 8,
+        "sync": {"lag": 1},
+        "evaluation": {"every": 8},
+    }
+    del config["reevaluate"], config["replay_window"]
+    config["rollout"] |= {
+        "engine": "vllm",
+        "vllm_args": VLLM_ARGUMENTS,
+        "max_response_tokens": 96,
+        "journal_interval_s": 0.1,
+    }
+    train(tmp_path, environment, config)
+    client = BufferClient(stack.buffer_url, stack.token, run="interrupted")
+    interrupted = 0
+    for step in range(1, 9):
+        for member in client.recorded_batch(step).members:
+            group = client.group(member.group_id)
+            assert group.policy_version == max(1, step - 1)
+            for response in group.responses:
+                places = list(response.interruptions)
+                versions = list(response.interruptions.values())
+                assert places == sorted(places)
+                assert all(0 <= place < len(response.token_ids) for place in places)
+                assert versions == sorted(set(versions))
+                assert all(group.policy_version < version <= step for version in versions)
+                interrupted += bool(versions)
+    assert interrupted, "no response has tokens of two versions"
+    store = ObjectStore(stack.object_store)
+    assert not store.keys("runs/interrupted/journal/"), "nothing is unfinished any more"
 
 
 def describe_new_processes(pids_before: set[int]) -> list[str]:
