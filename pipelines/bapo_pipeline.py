@@ -278,7 +278,7 @@ def build_pipeline(segments: int = SEGMENTS) -> Any:
             overrides: Changes to the configuration, as a list of `key=value`, for example
                 `["optimizer.weight_decay=0.1"]`. They replace every other value.
             model: Model to train, `model.path` of the configuration, for example
-                `hf://Qwen/Qwen3-0.6B`. Empty: as the configuration says.
+                `hf://Qwen/Qwen3-0.6B` or `s3://bucket/prefix`. Empty: as the configuration says.
             task: Task that scores the responses, `task.name`. Empty: as the configuration says.
             train_data: Training prompts, `task.train_path`: `hf://organisation/name:split`,
                 `s3://bucket/key`, or `dataset:NAME` for what `bapo dataset upload` stored. Columns

@@ -93,8 +93,9 @@ class ModelConfig(Section):
 
     path: str = "tiny"
     """The initial model: a Hugging Face model directory; `hf://organisation/name`, fetched from the
-    hub; or one of the small character-level models that come with bapo: `tiny`, or `tiny-vision`,
-    which reads diagrams of the task `geometry`."""
+    hub; `s3://bucket/prefix`, where the objects of such a directory are; or one of the small
+    character-level models that come with bapo: `tiny`, or `tiny-vision`, which reads diagrams of
+    the task `geometry`."""
     freeze_vision: bool = False
     """Whether the vision tower of a model that reads images keeps its weights: fewer gradients and
     optimizer states, and smaller checkpoints. It has no effect on other models."""

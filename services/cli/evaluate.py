@@ -1,4 +1,4 @@
-"""Measures the accuracy of a model directory on evaluation sets, without any service."""
+"""Measures the accuracy of a model on evaluation sets, without any service."""
 
 from __future__ import annotations
 

@@ -107,6 +107,8 @@ class StoredObject:
     key: str
     modified: datetime
     """Time of the last write, by the server's clock."""
+    etag: str
+    """Changes with the content."""
 
 
 class ObjectStoreUnavailable(ObjectStoreError, TransientError):
@@ -309,11 +311,9 @@ class ObjectStore:
 
         Raises `ObjectStoreError` for another kind of address, and when there is no such object.
         """
-        bucket, _, key = address.removeprefix(S3_SCHEME).partition("/")
-        if not address.startswith(S3_SCHEME) or not bucket or not key:
-            raise ObjectStoreError(f"{address!r} is no address; give s3://bucket/key")
+        store, key = self.locate(address)
         try:
-            return ObjectStore(self.settings.model_copy(update={"bucket": bucket})).read(key)
+            return store.read(key)
         except ObjectStoreError as error:
             code = getattr(error.__cause__, "code", "")
             if code not in ("NoSuchKey", "NoSuchBucket"):
@@ -322,6 +322,16 @@ class ObjectStore:
                 f"{address}: object store {self.settings.endpoint} has no such object: {code}; "
                 "check the bucket and the key"
             ) from error
+
+    def locate(self, address: str) -> tuple[ObjectStore, str]:
+        """Returns the store of the bucket of `s3://bucket/key`, with the same credentials; the key.
+
+        Raises `ObjectStoreError` for another kind of address.
+        """
+        bucket, _, key = address.removeprefix(S3_SCHEME).partition("/")
+        if not address.startswith(S3_SCHEME) or not bucket or not key:
+            raise ObjectStoreError(f"{address!r} is no address; give s3://bucket/key")
+        return ObjectStore(self.settings.model_copy(update={"bucket": bucket})), key
 
     def _get(self, key: str) -> bytes:
         try:
@@ -358,7 +368,7 @@ class ObjectStore:
                 bucket_name=self.settings.bucket, prefix=prefix, recursive=True
             )
             return [
-                StoredObject(str(item.object_name), item.last_modified)
+                StoredObject(str(item.object_name), item.last_modified, str(item.etag))
                 for item in objects
                 if not item.is_dir
             ]
@@ -417,6 +427,19 @@ class ObjectStore:
         from its partial file.
         """
         self._repeat(lambda: self._get_file(key, digest, target))
+
+    def download(self, key: str, target: Path) -> None:
+        """Fetches `key`, of which no digest is known, into the file `target`."""
+
+        def fetch() -> None:
+            try:
+                self._client.fget_object(
+                    bucket_name=self.settings.bucket, object_name=key, file_path=str(target)
+                )
+            except (MinioException, urllib3.exceptions.HTTPError) as error:
+                raise self._failure("read", key, error) from error
+
+        self._repeat(fetch)
 
     def _get_file(self, key: str, digest: str, target: Path) -> None:
         if target.exists():

@@ -10,9 +10,9 @@ from pathlib import Path
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from services.common.layout import MODEL_SCHEME
-from services.common.objectstore import ObjectStore
+from services.common.objectstore import S3_SCHEME, ObjectStore
 from services.common.settings import ObjectStoreClientSettings
-from services.model.stored import HUB, fetch_from_hub, fetch_model
+from services.model.stored import HUB, fetch_from_bucket, fetch_from_hub, fetch_model
 
 TINY_MODEL = Path(__file__).with_name("tiny_model")
 """The tiny base model, as `services.model.tiny.build_tiny_model` builds it with seed 0."""
@@ -37,26 +37,40 @@ def ensure_model(
     """Returns the directory of a run's initial model, which is fetched on first use.
 
     home: directory below which fetched models are kept (`models/`).
-    open_store: returns the object store of a `store://` model; called only for such a model.
+    open_store: returns the object store of a `store://` or `s3://` model; called only for such a
+        model.
 
     Raises `BapoError` when `model.path` names neither a model directory nor a model that can be
     fetched, and when the engine cannot give the model sequences as long as the configuration's.
     """
-    directory = _find_model(config.model.path, home, open_store)
-    if not (directory / "config.json").is_file():
-        raise BapoError(
-            f"model.path {config.model.path} is not a model directory: it has no config.json; give "
-            "a Hugging Face directory, hf://organisation/name, `tiny` or `tiny-vision`"
-        )
+    directory = find_model(config.model.path, home, open_store=open_store)
     if config.rollout.engine == "vllm":
         _check_sequence_length(config, directory)
     return directory
 
 
-def _find_model(path: str, home: Path, open_store: Callable[[], ObjectStore]) -> Path:
+def find_model(
+    path: str,
+    home: Path,
+    *,
+    open_store: Callable[[], ObjectStore] = object_store_of_environment,
+) -> Path:
+    """Returns the directory of the model that `model.path` names, as `ensure_model` does."""
+    directory = _fetch_or_locate(path, home / "models", open_store)
+    if not (directory / "config.json").is_file():
+        raise BapoError(
+            f"model.path {path} is not a model directory: it has no config.json; give a Hugging "
+            "Face directory, hf://organisation/name, s3://bucket/prefix, `tiny` or `tiny-vision`"
+        )
+    return directory
+
+
+def _fetch_or_locate(path: str, models: Path, open_store: Callable[[], ObjectStore]) -> Path:
+    if path.startswith(S3_SCHEME):
+        return fetch_from_bucket(path, open_store(), models)
     if path.startswith((MODEL_SCHEME, HUB)):
-        directory = home / "models" / hashlib.sha256(path.encode()).hexdigest()[:16]
-        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory = models / hashlib.sha256(path.encode()).hexdigest()[:16]
+        models.mkdir(parents=True, exist_ok=True)
         if path.startswith(HUB):
             return fetch_from_hub(path, directory)
         return fetch_model(path, open_store(), directory)

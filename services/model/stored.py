@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 from pathlib import Path
 
 from bapo_core.errors import BapoError
 from services.common import layout
 from services.common.layout import MODEL_SCHEME
-from services.common.objectstore import ObjectStore, files_of
+from services.common.objectstore import TRANSFERS, ObjectStore, ObjectStoreError, files_of
+from services.model.directory import write_directory
 
 HUB = "hf://"
 """Scheme of the addresses of models and data sets of the Hugging Face hub."""
 WEIGHTS = ".safetensors"
-_FROM_HUB = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-"""Files of a model repository that are fetched. No pickles: loading one runs its code."""
+_FETCHED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+"""Files of a model that are fetched from the hub or a bucket. No pickles: loading one runs its
+code."""
 
 
 def store_model(store: ObjectStore, directory: Path) -> str:
@@ -86,7 +90,7 @@ def fetch_from_hub(path: str, directory: Path) -> Path:
     name, _, revision = path.removeprefix(HUB).partition("@")
     try:
         fetched = snapshot_download(
-            name, revision=revision or None, local_dir=directory, allow_patterns=_FROM_HUB
+            name, revision=revision or None, local_dir=directory, allow_patterns=_FETCHED
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         reason = str(error).splitlines()[0]
@@ -95,3 +99,41 @@ def fetch_from_hub(path: str, directory: Path) -> Path:
             "behind a licence, or download it yourself and set model.path to its directory"
         ) from error
     return Path(fetched)
+
+
+def fetch_from_bucket(address: str, store: ObjectStore, directory: Path) -> Path:
+    """Fetches a model from a bucket, and returns its directory below `directory`.
+
+    address: `s3://bucket/prefix` of the objects of a Hugging Face directory, in any bucket that the
+        credentials of `store` open.
+
+    A model that was fetched before is not fetched again unless one of its objects has changed.
+    Raises `BapoError` when there is no model.
+    """
+    bucket, prefix = store.locate(address)
+    prefix = prefix.rstrip("/") + "/"
+    try:
+        listing = bucket.listing(prefix)
+    except ObjectStoreError as error:
+        if getattr(error.__cause__, "code", "") != "NoSuchBucket":
+            raise
+        listing = []
+    objects = {item.key.removeprefix(prefix): item for item in listing}
+    objects = {
+        name: item
+        for name, item in objects.items()
+        if "/" not in name and any(fnmatch(name, pattern) for pattern in _FETCHED)
+    }
+    if "config.json" not in objects:
+        raise BapoError(
+            f"model.path {address}: object store {store.settings.endpoint} has no model there (no "
+            "config.json); give s3://bucket/prefix of a Hugging Face directory"
+        )
+    etags = [(name, item.etag) for name, item in sorted(objects.items())]
+    content = json.dumps([bucket.settings.bucket, prefix, etags])
+    fetched = directory / hashlib.sha256(content.encode()).hexdigest()[:16]
+    if not fetched.exists():
+        with write_directory(fetched) as partial, ThreadPoolExecutor(TRANSFERS) as pool:
+            keys, targets = zip(*((i.key, partial / n) for n, i in objects.items()), strict=True)
+            list(pool.map(bucket.download, keys, targets))
+    return fetched

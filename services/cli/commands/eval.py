@@ -1,20 +1,22 @@
-"""`bapo eval`: the accuracy of a model directory, without any service."""
+"""`bapo eval`: the accuracy of a model, without any service."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import click
 from rich.console import Console
 
 from services.cli.options import ConfigArguments, config_arguments, json_option
+from services.cli.service import open_local_object_store
 from services.cli.suites import SUITES, suite_config
 from services.cli.tables import show
-from services.model.resolve import BUNDLED_MODELS
+from services.model.resolve import find_model
+from services.stack.settings import default_home
 
 
 @click.command("eval")
-@click.argument("model", help="A Hugging Face directory, `tiny` or `tiny-vision`.")
+@click.argument(
+    "model", help="A Hugging Face directory, or another model.path of docs/configuration.md."
+)
 @config_arguments
 @click.option(
     "--suite",
@@ -44,7 +46,7 @@ def evaluate(
     blank_images: bool,
     as_json: bool,
 ) -> None:
-    """Measure the accuracy of a model directory.
+    """Measure the accuracy of a model.
 
     Samples the prompts of a configuration's evaluation sets, or of a suite, and prints for each
     set the mean accuracy (mean@n), pass@k and maj@k with 95% confidence intervals, and how many
@@ -71,7 +73,7 @@ def evaluate(
         loaded = chosen.config
         if chosen.left_out:
             console.print(f"note: no data of {', '.join(chosen.left_out)}", highlight=False)
-    directory = BUNDLED_MODELS.get(model, Path(model))
+    directory = find_model(model, default_home(), open_store=open_local_object_store)
     evaluations = evaluate_directory(loaded, directory, blank_images=blank_images)
     show(evaluations, COLUMNS, score_rows(evaluations), as_json=as_json)
     if not as_json:

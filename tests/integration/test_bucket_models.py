@@ -1,0 +1,69 @@
+"""Models in a bucket: `model.path: s3://bucket/prefix`."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from bapo_core.config import config_from
+from bapo_core.errors import BapoError
+from services.common.objectstore import ObjectStore
+from services.model.resolve import ensure_model
+from services.stack.stack import Endpoints
+
+FILES = {
+    "config.json": b'{"max_position_embeddings": 64}',
+    "model.safetensors": b"weights",
+    "tokenizer.json": b"{}",
+}
+
+
+@pytest.fixture
+def bucket(stack: Endpoints, request: pytest.FixtureRequest) -> ObjectStore:
+    """Returns the store of a bucket of its own that holds a model below `team/model`."""
+    name = f"models-{hashlib.sha256(request.node.name.encode()).hexdigest()[:16]}"
+    store = ObjectStore(stack.object_store.model_copy(update={"bucket": name}))
+    store.ensure_bucket()
+    for file, data in FILES.items():
+        store.put(f"team/model/{file}", data)
+    # Neither a pickle, nor another folder, nor another model is fetched.
+    for key in ("model/training_args.bin", "model/optimizer/state.json", "model-2/config.json"):
+        store.put(f"team/{key}", b"{}")
+    return store
+
+
+def fetch(store: ObjectStore, stack: Endpoints, home: Path, prefix: str = "team/model") -> Path:
+    path = f"s3://{store.settings.bucket}/{prefix}"
+    of_run = ObjectStore(stack.object_store)  # another bucket, with the same credentials
+    return ensure_model(config_from({"model": {"path": path}}), home, open_store=lambda: of_run)
+
+
+def test_a_model_is_fetched_again_once_it_has_changed(
+    bucket: ObjectStore, stack: Endpoints, tmp_path: Path
+) -> None:
+    first = fetch(bucket, stack, tmp_path)
+    assert {file.name: file.read_bytes() for file in first.iterdir()} == FILES
+    inode = (first / "model.safetensors").stat().st_ino
+    assert fetch(bucket, stack, tmp_path, "team/model/") == first
+    assert (first / "model.safetensors").stat().st_ino == inode, "it is not fetched again"
+
+    bucket.put("team/model/model.safetensors", b"trained")
+    second = fetch(bucket, stack, tmp_path)
+    assert (second / "model.safetensors").read_bytes() == b"trained"
+    assert (first / "model.safetensors").read_bytes() == b"weights", "a run may still use it"
+
+
+@pytest.mark.parametrize("prefix", ["team", "team/model/config.json", "elsewhere"])
+def test_where_there_is_no_model_the_error_says_so(
+    bucket: ObjectStore, stack: Endpoints, tmp_path: Path, prefix: str
+) -> None:
+    with pytest.raises(BapoError, match=rf"s3://.*/{prefix}: .* has no model there .* give s3://"):
+        fetch(bucket, stack, tmp_path, prefix)
+
+
+def test_a_bucket_that_does_not_exist_has_no_model(stack: Endpoints, tmp_path: Path) -> None:
+    missing = ObjectStore(stack.object_store.model_copy(update={"bucket": "no-such-bucket"}))
+    with pytest.raises(BapoError, match=r"s3://no-such-bucket/team/model: .* has no model there"):
+        fetch(missing, stack, tmp_path)
