@@ -99,6 +99,9 @@ def test_metrics_in_narrow_terminals_have_fewer_columns(
     ask: Ask, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
+    assert "MiB" in ask("metrics", "asked").splitlines()[0], "a pipe gets all columns"
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TERM", "dumb")  # no escape codes
     table = ask("metrics", "asked").strip().splitlines()
     assert all(len(line) <= 40 for line in table)
     assert table[0].split()[:3] == ["step", "reward", "loss"]
