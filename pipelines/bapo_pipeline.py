@@ -28,6 +28,28 @@ its weights, and of the one that loads prompts and stores the model."""
 
 
 @dsl.component(**ON_TRAINER)
+def import_model(run: str, artifact: dsl.Input[dsl.Model]) -> str:
+    """Stores an imported model in the object store; returns its `model.path`."""
+    from pathlib import Path
+
+    from pipelines import steps
+
+    with steps.pipeline_step(run) as (context, _):
+        return steps.import_model(context, Path(artifact.path))
+
+
+@dsl.component(**ON_SERVICE)
+def import_data(run: str, artifact: dsl.Input[dsl.Dataset]) -> str:
+    """Stores an imported data set in the object store; returns its address."""
+    from pathlib import Path
+
+    from pipelines import steps
+
+    with steps.pipeline_step(run) as (context, _):
+        return steps.import_data(context, Path(artifact.path))
+
+
+@dsl.component(**ON_TRAINER)
 def prepare_data(
     run: str,
     config: dict[str, Any],
@@ -229,8 +251,11 @@ def _size(task: Any, memory: str, limit: str) -> Any:
 
 
 @cache
-def build_pipeline(segments: int = SEGMENTS) -> Any:
+def build_pipeline(segments: int = SEGMENTS, imports: frozenset[str] = frozenset()) -> Any:
     """Builds the pipeline with this number of segments, as KFP compiles or runs it.
+
+    imports: those of the parameters `IMPORTABLE` that hold the address of an artifact, which
+        Kubeflow imports.
 
     The segments are tasks of their own and not iterations of a loop. So a failed step ends the
     graph at once, Kubeflow's "Retry" continues at the failed step, and the graph shows which
@@ -309,6 +334,20 @@ def build_pipeline(segments: int = SEGMENTS) -> Any:
         def place(task: Any, memory: tuple[str, str]) -> Any:
             return _size(_connect(task, connection, token_secret, s3_secret, ca_bundle), *memory)
 
+        def imported(name: str, value: Any) -> Any:
+            """Returns the value of a parameter, for what it names once that is imported."""
+            if name not in imports:
+                return value
+            is_model = name == "model"
+            artifact = dsl.importer(
+                artifact_uri=value, artifact_class=dsl.Model if is_model else dsl.Dataset
+            )
+            store = import_model if is_model else import_data
+            stored = place(store(run=bapo_run, artifact=artifact.output), PREPARER)
+            label = name.replace("_", " ")
+            artifact.set_display_name(f"import {label}")
+            return stored.set_display_name(f"store {label}").output
+
         cleaned = place(clean_up(run=bapo_run), WATCHER)
         with dsl.ExitHandler(cleaned, name="training"):
             prepared = place(
@@ -317,10 +356,10 @@ def build_pipeline(segments: int = SEGMENTS) -> Any:
                     config=config,
                     stored_config=stored_config,
                     overrides=overrides,
-                    model=model,
+                    model=imported("model", model),
                     task=task,
-                    train_data=train_data,
-                    test_data=test_data,
+                    train_data=imported("train_data", train_data),
+                    test_data=imported("test_data", test_data),
                     training_steps=steps,
                     learning_rate=learning_rate,
                     prompts_per_step=prompts_per_step,

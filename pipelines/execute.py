@@ -1,4 +1,4 @@
-"""Runs the pipeline with `kfp.local`: `python -m pipelines.execute DIRECTORY SEGMENTS`.
+"""Runs the pipeline with `kfp.local`: `python -m pipelines.execute DIRECTORY SEGMENTS [IMPORT]...`.
 
 Reads the pipeline's arguments from standard input as JSON. It is a process of its own because KFP
 waits for its threads even when it is interrupted; a process can be killed with all its children.
@@ -20,7 +20,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="kfp.local")
     local.init(local.SubprocessRunner(use_venv=False), pipeline_root=sys.argv[1])
     try:
-        build_pipeline(int(sys.argv[2]))(**json.load(sys.stdin))
+        build_pipeline(int(sys.argv[2]), frozenset(sys.argv[3:]))(**json.load(sys.stdin))
     except RuntimeError as error:
         sys.exit(str(error))
 

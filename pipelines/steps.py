@@ -6,6 +6,7 @@ component passes it on.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import tempfile
 import time
@@ -36,7 +37,8 @@ from pipelines.training_job import (
 )
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient, none_if_missing
-from services.common.objectstore import ObjectStore
+from services.common import layout
+from services.common.objectstore import S3_SCHEME, FileContent, ObjectStore
 from services.common.process import end_with_parent, stop_on_signals
 from services.exporters.mlflow import mirror_to_mlflow, update_mlflow
 
@@ -183,6 +185,37 @@ def cancel(context: PipelineContext, jobs: TrainerJobs) -> None:
 
 
 # ---- before the training ------------------------------------------------------------------------
+
+
+def import_model(context: PipelineContext, directory: Path) -> str:
+    """Stores a model that Kubeflow imported, and returns its `model.path`.
+
+    Raises `BapoError` unless it is a model directory.
+    """
+    from services.model.resolve import find_model
+    from services.model.stored import store_model
+
+    path = store_model(context.store, find_model(str(directory), context.scratch))
+    context.log(f"model {path}")
+    return path
+
+
+def import_data(context: PipelineContext, file: Path) -> str:
+    """Stores a data set that Kubeflow imported, and returns its address, as of `task.train_path`.
+
+    Raises `BapoError` unless it is a file.
+    """
+    if not file.is_file():
+        raise BapoError(
+            f"{file.name}: the artifact is no file; import a Parquet, JSONL or JSON file"
+        )
+    with file.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    key = layout.imported(digest, file.name)
+    context.store.put_content(key, FileContent(file))
+    address = f"{S3_SCHEME}{context.store.settings.bucket}/{key}"
+    context.log(f"data set {address}")
+    return address
 
 
 def prepare(context: PipelineContext, config: RunConfig) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,16 @@ _IMAGE = re.compile(r"[a-z0-9][\w.:/@-]*")
 
 
 def compile_pipeline(
-    output: Path, *, service_image: str, trainer_image: str, segments: int
+    output: Path,
+    *,
+    service_image: str,
+    trainer_image: str,
+    segments: int,
+    imports: Collection[str] = (),
 ) -> None:
     """Writes the pipeline for Kubeflow Pipelines, with these images.
+
+    imports: parameters that hold the address of an artifact for Kubeflow to import.
 
     Raises `BapoError` when the file's name, an image or the number of segments is one that Kubeflow
     would refuse.
@@ -39,7 +46,7 @@ def compile_pipeline(
     if not 1 <= segments <= MAX_SEGMENTS:
         raise BapoError(f"--segments is {segments}; give 1 to {MAX_SEGMENTS}")
     output.parent.mkdir(parents=True, exist_ok=True)
-    compiler.Compiler().compile(build_pipeline(segments), str(output))
+    compiler.Compiler().compile(build_pipeline(segments, frozenset(imports)), str(output))
     # KFP begins the file with a comment in which the keys of a default have a random order.
     text = re.sub(r"\A(#.*\n)+", "", output.read_text())
     for default, image in ((SERVICE_IMAGE, service_image), (TRAINER_IMAGE, trainer_image)):

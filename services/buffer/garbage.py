@@ -27,7 +27,7 @@ def collect_garbage(service: Service, *, dry_run: bool) -> wire.Garbage:
     """
     stored = {
         item.key: item.modified
-        for prefix in ("runs/", "models/", "images/")
+        for prefix in ("runs/", "models/", "images/", "imports/")
         for item in service.store.listing(prefix)
     }
     with service.sessions() as session:

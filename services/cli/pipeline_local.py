@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,13 @@ STOP_ROLLOUTS_WITHIN_S = 40.0
 
 
 def run_pipeline(
-    parameters: Mapping[str, Any], *, home: Path, output: Path, replicas: int, segments: int
+    parameters: Mapping[str, Any],
+    *,
+    home: Path,
+    output: Path,
+    replicas: int,
+    segments: int,
+    imports: Collection[str] = (),
 ) -> Path:
     """Runs the pipeline to its end; returns the directory that its steps have written.
 
@@ -47,7 +53,7 @@ def run_pipeline(
         os.environ.update(environment)
         print(format_addresses(endpoints, home), flush=True)
         resources = {"gpus_per_worker": 0, "cpu_per_worker": str(os.cpu_count())}
-        code = _execute({**resources, **parameters}, output, segments)
+        code = _execute({**resources, **parameters}, output, segments, imports)
     if code:
         reason = last_error.read_text() if last_error.is_file() else "see the output above"
         raise BapoError(
@@ -57,13 +63,15 @@ def run_pipeline(
     return max(output.glob("bapo-*"), key=lambda path: path.stat().st_mtime)
 
 
-def _execute(parameters: Mapping[str, Any], output: Path, segments: int) -> int:
+def _execute(
+    parameters: Mapping[str, Any], output: Path, segments: int, imports: Collection[str]
+) -> int:
     """Returns the exit code of the pipeline; cancels the pipeline when this process is stopped."""
     # KFP leaves a temporary file for every step.
     scratch = tempfile.mkdtemp(prefix="bapo-kfp-")
     # Not a `ChildProcess`, because the parameters go through standard input.
     process = subprocess.Popen(
-        python_command("pipelines.execute", str(output), str(segments)),
+        python_command("pipelines.execute", str(output), str(segments), *imports),
         # The steps' processes ignore the working directory, too.
         env={**os.environ, "TMPDIR": scratch, "PYTHONSAFEPATH": "1"},
         stdin=subprocess.PIPE,

@@ -60,3 +60,11 @@ def image(digest: str) -> str:
 def model(content: str) -> str:
     """Returns the prefix of an initial model; `content` is the digest of its files."""
     return f"models/{content}"
+
+
+def imported(digest: str, name: str) -> str:
+    """Returns the key of a data set that a pipeline imported; `digest` is the SHA-256 of its file.
+
+    No row points to it, so garbage collection deletes it: a run has a copy of its prompts.
+    """
+    return f"imports/{digest}/{name}"

@@ -82,7 +82,8 @@ def pipeline(tmp_path: Path, small_model: Path) -> Iterator[Pipeline]:
 def test_a_pipeline_whose_job_fails_trains_every_step_once(pipeline: Pipeline) -> None:
     steps = 9
     client = pipeline.client()
-    process = pipeline.start("log", steps=steps)
+    imported = ["--import", "model", f"model={pipeline.model}"]
+    process = pipeline.start("log", *imported, steps=steps)
     _wait_until(lambda: _committed(client) >= 1, process)
     # When the job fails, the pipeline retries the segment's step, which creates the job again.
     os.kill(int((pipeline.job / OPERATOR).read_text()), signal.SIGKILL)
@@ -95,6 +96,8 @@ def test_a_pipeline_whose_job_fails_trains_every_step_once(pipeline: Pipeline) -
     assert final.version == steps + 1
 
     log = pipeline.log("log")
+    assert f"model {state.config.model.path}\n" in log
+    assert state.config.model.path.startswith("store://"), "the imported model is stored"
     assert "report   " in log
     assert "every replica serves version" in log
     assert not (pipeline.job / MANIFEST).exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 from collections.abc import Iterator
@@ -397,6 +398,25 @@ def test_a_stored_configuration_is_read_by_name_or_address(
     for invalid in ("steps: many", "# all of it in one line: steps: 3"):
         with pytest.raises(ServiceError):
             context.buffer.store_config("invalid", invalid)
+
+
+def test_imported_artifacts_get_addresses_that_a_configuration_takes(
+    context: PipelineContext, small_model: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "sums.jsonl"
+    data.write_text('{"nums": [1, 2], "target": 3}\n')
+    address = steps.import_data(context, data)
+    assert address.startswith(f"s3://{context.store.settings.bucket}/imports/")
+    assert address.endswith("/sums.jsonl"), "the ending says what kind of file it is"
+    assert context.store.read_address(address) == data.read_bytes()
+    path = steps.import_model(context, small_model)
+    config = read_config(context.buffer.run, CONFIG, None, [], {"model": path})
+    request = json.loads(steps.prepare(context, config))
+    assert request["config"]["model"]["path"] == path
+    with pytest.raises(BapoError, match="the artifact is no file; import a Parquet, JSONL or JSON"):
+        steps.import_data(context, tmp_path)
+    with pytest.raises(BapoError, match=r"it has no config\.json"):
+        steps.import_model(context, tmp_path)
 
 
 def test_the_summary_leads_to_the_runs_page_of_the_dashboard(context: PipelineContext) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from bapo_core.errors import BapoError
-from pipelines import SEGMENTS
+from pipelines import IMPORTABLE, SEGMENTS
 from services import VERSION
 from services.cli import COMPILED
 from services.cli.options import ConfigArguments, pipeline_arguments
@@ -18,6 +18,16 @@ if TYPE_CHECKING:
     from services.buffer.api.client import BufferClient
 
 # Imported within functions: kfp takes seconds, and most modules of `pipelines` import it.
+
+
+import_option = click.option(
+    "--import",
+    "imports",
+    type=click.Choice(IMPORTABLE),
+    multiple=True,
+    help="Let this parameter hold the address of an artifact, which Kubeflow imports with its own "
+    "credentials. May be repeated.",
+)
 
 
 @click.group
@@ -55,17 +65,29 @@ def pipeline() -> None:
     metavar="COUNT",
     help="Parts that the training is divided into; each ends with a checkpoint and a report.",
 )
-def compile_pipeline(output: Path, service_image: str, trainer_image: str, segments: int) -> None:
+@import_option
+def compile_pipeline(
+    output: Path,
+    service_image: str,
+    trainer_image: str,
+    segments: int,
+    imports: tuple[str, ...],
+) -> None:
     """Write the pipeline as a file for Kubeflow Pipelines.
 
     \b
-    Example:
+    Examples:
       bapo pipeline compile --output bapo.yaml --service-image registry.example/bapo/service:0.2.0
+      bapo pipeline compile --output imports.yaml --import model --import train_data
     """
     from pipelines import submission
 
     submission.compile_pipeline(
-        output, service_image=service_image, trainer_image=trainer_image, segments=segments
+        output,
+        service_image=service_image,
+        trainer_image=trainer_image,
+        segments=segments,
+        imports=imports,
     )
     click.echo(output)
 
@@ -115,7 +137,14 @@ def submit(
     metavar="DIRECTORY",
     help="Directory for what the steps write.",
 )
-def run_local(config: ConfigArguments, replicas: int, segments: int, output: Path) -> None:
+@import_option
+def run_local(
+    config: ConfigArguments,
+    replicas: int,
+    segments: int,
+    output: Path,
+    imports: tuple[str, ...],
+) -> None:
     """Run the pipeline on this machine, without a cluster.
 
     Services, rollouts and the trainer under torchrun are real. The same command continues a run
@@ -140,6 +169,7 @@ def run_local(config: ConfigArguments, replicas: int, segments: int, output: Pat
         output=output.resolve(),
         replicas=replicas,
         segments=segments,
+        imports=imports,
     )
     pages = sorted(written.glob("**/page"), key=lambda path: path.stat().st_mtime)
     click.echo(f"report   {pages[-1]}" if pages else f"no report in {written}")

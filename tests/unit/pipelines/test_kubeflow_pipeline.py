@@ -71,6 +71,31 @@ def test_images_can_come_from_another_registry(tmp_path: Path) -> None:
     assert used == {"r.example/s:1", "r.example/t:1"}
 
 
+def test_a_pipeline_with_imports_stores_the_artifacts_first(tmp_path: Path) -> None:
+    output = tmp_path / "imports.yaml"
+    main(
+        ["pipeline", "compile", "--output", str(output), "--import", "model", "--import=test_data"]
+    )
+    pipeline, _ = yaml.safe_load_all(output.read_text())
+    training = tasks(pipeline["components"]["comp-exit-handler-1"])
+    prepared = training["prepare-data"]["inputs"]["parameters"]
+    assert "componentInputParameter" in prepared["train_data"], "it is not imported"
+    kinds = {}
+    for parameter in ("model", "test_data"):
+        stored = training[prepared[parameter]["taskOutputParameter"]["producerTask"]]
+        artifact = stored["inputs"]["artifacts"]["artifact"]["taskOutputArtifact"]
+        importer = training[artifact["producerTask"]]
+        uri = importer["inputs"]["parameters"]["uri"]["componentInputParameter"]
+        assert uri == f"pipelinechannel--{parameter}"
+        component = pipeline["components"][importer["componentRef"]["name"]]
+        kinds[parameter] = component["outputDefinitions"]["artifacts"]["artifact"]["artifactType"]
+        label = parameter.replace("_", " ")
+        assert importer["taskInfo"]["name"] == f"import {label}"
+        assert stored["taskInfo"]["name"] == f"store {label}"
+    assert kinds["model"]["schemaTitle"] == "system.Model"
+    assert kinds["test_data"]["schemaTitle"] == "system.Dataset"
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
