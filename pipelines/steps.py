@@ -254,7 +254,7 @@ def prepare(context: PipelineContext, config: RunConfig) -> str:
     if not path.startswith(MODEL_SCHEME):
         model = ensure_model(config, context.scratch)
         if datasets.train.images is not None:
-            check_model(model)
+            check_model(model, config.rollout.engine)
         path = store_model(context.store, model)
     context.log(f"model {path}")
     request = wire.RunCreate(

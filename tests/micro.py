@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 from transformers import (
+    Glm4vConfig,
+    Glm4vForConditionalGeneration,
+    Glm46VConfig,
+    Glm46VForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
@@ -15,7 +19,10 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
 )
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from services.model import tiny_vision
@@ -47,6 +54,10 @@ def micro_model(*, seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(Qwen3Config(**(options | changes)))
 
 
+FAMILIES = {"qwen3_vl_moe": "qwen3_vl", "glm46v": "glm4v"}
+"""Architectures with the vision tower of another one."""
+
+
 def save_micro_vision_model(
     directory: Path, architecture: str = "qwen2_5_vl", *, seed: int = 0, head_size: int = 8
 ) -> Path:
@@ -58,9 +69,12 @@ def save_micro_vision_model(
     """
     tokenizer = tiny_vision.build_tokenizer()
     tokenizer.save_pretrained(directory)
-    Qwen2VLImageProcessorPil(
-        patch_size=14, merge_size=2, min_pixels=28 * 28, max_pixels=224 * 224
-    ).save_pretrained(directory)
+    processor_class: Any = Qwen2VLImageProcessorPil
+    limits: dict[str, Any] = {"min_pixels": 28 * 28, "max_pixels": 224 * 224}
+    if architecture.startswith("glm"):
+        processor_class = Glm4vImageProcessorPil
+        limits = {"size": {"shortest_edge": 2 * 28 * 28, "longest_edge": 2 * 224 * 224}}
+    processor_class(patch_size=14, merge_size=2, **limits).save_pretrained(directory)
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": 4 * head_size,
@@ -74,13 +88,20 @@ def save_micro_vision_model(
             "rope_type": "default",
             "rope_theta": 10_000.0,
             "mrope_section": [head_size // 4, head_size // 8, head_size // 8],
-            **({"mrope_interleaved": True} if architecture == "qwen3_vl" else {}),
+            **({"mrope_interleaved": True} if architecture.startswith("qwen3") else {}),
         },
         "pad_token_id": 0,
         "eos_token_id": END,
         "bos_token_id": None,
         "initializer_range": 0.3,
     }
+    if architecture == "qwen3_vl_moe":
+        text |= {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+        }
     vision = {
         "depth": 2,
         "hidden_size": 32,
@@ -101,7 +122,8 @@ def save_micro_vision_model(
                 "deepstack_visual_indexes": [0],
                 "num_position_embeddings": 64,
             },
-        }[architecture],
+            "glm4v": {"intermediate_size": 48, "out_hidden_size": 4 * head_size, "image_size": 112},
+        }[FAMILIES.get(architecture, architecture)],
     }
     tokens = {
         "image_token_id": tiny_vision.IMAGE,
@@ -113,6 +135,9 @@ def save_micro_vision_model(
         "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration),
         "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
         "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+        "qwen3_vl_moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration),
+        "glm4v": (Glm4vConfig, Glm4vForConditionalGeneration),
+        "glm46v": (Glm46VConfig, Glm46VForConditionalGeneration),
     }[architecture]
     with torch.random.fork_rng():
         torch.manual_seed(seed)

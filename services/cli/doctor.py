@@ -86,7 +86,7 @@ def measure_parity(config: RunConfig, model: Path, *, prompts: int) -> Parity:
     train = load_datasets(config, data_sources()).train
     open_image = None
     if train.images is not None:
-        check_model(model)
+        check_model(model, config.rollout.engine)
         open_image = train.images.get
     request, groups = asyncio.run(_generate(config, model, train.prompts[:prompts], open_image))
     refused = [group.refused for group in groups if group.refused]

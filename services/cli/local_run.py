@@ -69,7 +69,7 @@ def create_run(run: LocalRun, model: Path) -> None:
         )
     datasets = load_datasets(run.config, data_sources(lambda: client))
     if datasets.train.images is not None:
-        check_model(model)
+        check_model(model, run.config.rollout.engine)
     for dataset in datasets.all:
         store_dataset(client, dataset)
         if dataset.notes:

@@ -26,8 +26,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-ARCHITECTURES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+ARCHITECTURES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v")
 """Types of the models that read images, as `model_type` in config.json."""
+
+NOT_WITH_VLLM = ("glm4v", "glm46v")
+"""Those whose images vLLM does not take as pixel values and token ids."""
 
 SUBSTITUTE = 0
 """Token that is fed to a model in place of a sampled placeholder."""
@@ -131,10 +134,19 @@ def images_of(messages: Sequence[Message]) -> list[ImageReference]:
     ]
 
 
-def check_model(directory: Path) -> None:
-    """Raises `BapoError` unless the model reads images with the packages that are installed."""
-    if not reads_images(directory):
-        model_type = _read_config(directory).get("model_type")
+def check_model(directory: Path, engine: str = "transformers") -> None:
+    """Raises `BapoError` unless the model reads images with the packages that are installed.
+
+    engine: `rollout.engine` of the run.
+    """
+    model_type = _read_config(directory).get("model_type")
+    if engine == "vllm" and model_type in NOT_WITH_VLLM:
+        raise BapoError(
+            f"model.path {directory}: vLLM does not take images of a model of the type "
+            f"{model_type} together with token ids; set rollout.engine to transformers, or choose "
+            "another model"
+        )
+    if model_type not in ARCHITECTURES:
         raise BapoError(
             f"model.path {directory}: the prompts have images, but a model of the type "
             f"{model_type} has no vision tower that bapo supports; choose one of the types "

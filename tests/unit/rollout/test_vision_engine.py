@@ -123,6 +123,13 @@ def test_a_model_that_reads_no_images_is_refused_in_one_line(tmp_path: Path) -> 
         engine.generate([prompt], sampling(), policy_version=1)
 
 
+def test_a_model_whose_images_vllm_does_not_take_is_refused_in_one_line(tmp_path: Path) -> None:
+    directory = save_micro_vision_model(tmp_path, "glm4v")
+    check_model(directory)
+    with pytest.raises(BapoError, match=r"type glm4v together with token ids; set rollout.engine"):
+        check_model(directory, "vllm")
+
+
 def test_a_model_without_its_image_processor_is_refused_in_one_line(
     directory: Path, tmp_path: Path
 ) -> None:
