@@ -307,10 +307,10 @@ class SyncConfig(Section):
     AReaL's bound; AReaL: 4). 0 loads theta_t, for which rollouts wait."""
     interrupt_rollouts: bool = False
     """Whether new weights interrupt rollouts (AReaL's interruptible generation): with a lag,
-    replicas load the weights of the next sync as soon as they are published, and go on with the
-    responses that have not ended, so that they never wait for the last ones. The tokens of a
-    response are then of several policy versions, and a run that resumes is not the same, bit for
-    bit. Only `vllm` can continue responses; the transformers engine ends them first."""
+    replicas load the weights of the next sync once they are published and the rollouts of all but
+    one step have ended, and go on with the responses that have not. The tokens of a response are
+    then of several policy versions, and a run that resumes is not the same, bit for bit. Only
+    `vllm` can continue responses; the transformers engine ends them first."""
     weights_dtype: Literal["as_trained", "float32", "bfloat16"] = "as_trained"
     """Dtype of published weights; `bfloat16` halves the transfer and rounds the rollout policy."""
     transport: Literal["object_store", "nccl"] = "object_store"
@@ -1072,8 +1072,12 @@ class RunConfig(Section):
 
     @property
     def interrupts_rollouts(self) -> bool:
-        """Whether new weights interrupt rollouts, which only an engine that streams tokens can."""
-        return self.sync.interrupt_rollouts and self.rollout.engine == "vllm"
+        """Whether new weights interrupt rollouts.
+
+        That takes an engine that streams tokens, and rollouts that run ahead of the trainer.
+        """
+        ahead = self.sync.lag > 0 and self.rollout.max_generation_rounds == 1
+        return self.sync.interrupt_rollouts and ahead and self.rollout.engine == "vllm"
 
     def rollout_version(self, t: int, kind: str) -> int:
         """Returns the policy version that samples at step t: alpha for `fresh`, else theta_t."""

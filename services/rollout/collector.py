@@ -66,8 +66,11 @@ BUNDLE = 64
 FINISH_WITHIN_S = 60.0
 """Seconds that groups in progress have to end after a new attempt has begun."""
 STREAM_EVERY = 32
-"""Tokens of a response after which replicas stream them, if there is a journal or new weights
-interrupt rollouts. An interruption loses up to so many tokens less one of each response."""
+"""Tokens of a response after which replicas stream them if there is a journal."""
+STREAM_EVERY_TO_INTERRUPT = 1
+"""The same if new weights interrupt rollouts. Tokens that are not streamed yet are sampled again,
+but the end of a response always is streamed at once: any larger number would favour short
+responses, by half of it on average at each interruption."""
 DELIVER_WITHIN_S = 2.0
 """Seconds after which fewer groups are delivered, which bounds what a collector that dies loses."""
 
@@ -132,6 +135,7 @@ class _Running:
             self.job.step,
         )
         self.weights = weights
+        self.begun = False
         self.interrupted.set()
 
     def add(self, group: GeneratedGroup) -> None:
@@ -311,7 +315,6 @@ class Collector:
         if version != self._version:
             await self._leave_version(version)
         await self._limit_running(CONCURRENT_JOBS - 1)
-        self._version = version
         rounds = self._config.rollout.max_generation_rounds if job.kind == "fresh" else 1
         for generation_round in range(rounds):
             prompts = await run_detached(
@@ -323,6 +326,10 @@ class Collector:
             if prompts.complete or not prompts.prompts:
                 await self._delete_journals(job, generation_round)
                 return
+            if version != self._version:
+                # Only now are the job's weights the replicas' target.
+                await self._interrupt_running(version)
+                self._version = version
             running = _Running(job)
             roll_out = asyncio.create_task(self._roll_out(generation_round, prompts, running))
             self._running[roll_out] = running
@@ -333,12 +340,11 @@ class Collector:
                     return
 
     async def _leave_version(self, version: int) -> None:
-        """Waits until a job of another version may begin.
+        """Waits until a job of another version may ask for its prompts.
 
-        Asking for its prompts sets the replicas' target version, so all groups of the version
-        before must have been generated, or `version` goes on with them: if new weights interrupt
-        rollouts, as soon as it is published. An evaluation is of one version, and is not
-        interrupted.
+        Asking for them sets the replicas' target version, so all groups of the version before must
+        have been generated; or, if new weights interrupt rollouts, `version` must be published,
+        so that it can go on with them. An evaluation is of one version, and is not interrupted.
         """
         if version < self._version or not self._config.interrupts_rollouts:
             await self._limit_running(0)
@@ -350,10 +356,18 @@ class Collector:
                 published.done() and all(r.job.kind == "fresh" for r in self._running.values())
             ):
                 await self._wait_for_any(published)
-            for running in self._running.values():
-                running.interrupt(published.result())
         finally:
             published.cancel()
+            await asyncio.wait({published})
+        if self._running:
+            published.result()
+
+    async def _interrupt_running(self, version: int) -> None:
+        """Has the weights of `version` go on with the responses of all running jobs."""
+        if self._running:
+            weights = await self._wait_for_weights(version)
+            for running in self._running.values():
+                running.interrupt(weights)
 
     async def _limit_running(self, count: int) -> None:
         """Waits until at most `count` jobs are running; raises the error of one that failed."""
@@ -443,7 +457,9 @@ class Collector:
         """Waits until the job's version is published and tokenizes the prompts."""
         weights = await self._wait_for_weights(prompts.policy_version)
         rollout = self._config.rollout
-        streams = self._config.journal_interval_s or self._config.interrupts_rollouts
+        stream_every = STREAM_EVERY if self._config.journal_interval_s else 0
+        if self._config.interrupts_rollouts:
+            stream_every = STREAM_EVERY_TO_INTERRUPT
         evaluated = self._sets[job.evaluation_set] if job.evaluation_set else None
         return GenerateRequest(
             policy_version=prompts.policy_version,
@@ -460,7 +476,7 @@ class Collector:
                 )
                 for prompt in prompts.prompts
             ],
-            stream_every=STREAM_EVERY if streams else 0,
+            stream_every=stream_every,
         )
 
     async def _generate(
