@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from bapo_core.config import RunConfig, config_from, flatten, read_values
@@ -59,6 +59,16 @@ def parameters_of(config: str | None, arguments: Sequence[str]) -> dict[str, Any
     }
     Resources(**{field: parameters[name] for name, field in sizes.items() if name in parameters})
     return parameters
+
+
+def check_imports(imports: Iterable[str], parameters: Mapping[str, Any]) -> None:
+    """Raises `BapoError` unless each parameter whose artifact is imported holds an address."""
+    for name in imports:
+        if not parameters.get(name):
+            raise BapoError(
+                f"{name} is empty, but the pipeline imports the artifact whose address it holds; "
+                f"give {name}=ADDRESS, or a pipeline that is compiled without --import {name}"
+            )
 
 
 def run_of(parameters: Mapping[str, Any]) -> str:

@@ -200,10 +200,18 @@ def import_model(context: PipelineContext, directory: Path) -> str:
     return path
 
 
+def _ending_of(beginning: bytes) -> str:
+    """Returns the ending of a data file's name, by what the file begins with."""
+    if beginning.startswith(b"PAR1"):
+        return ".parquet"
+    return ".json" if beginning.lstrip().startswith(b"[") else ".jsonl"
+
+
 def import_data(context: PipelineContext, file: Path) -> str:
     """Stores a data set that Kubeflow imported, and returns its address, as of `task.train_path`.
 
-    Raises `BapoError` unless it is a file.
+    The artifact of an earlier step has a name without an ending, so the ending of the address says
+    what the file holds. Raises `BapoError` unless it is a file.
     """
     if not file.is_file():
         raise BapoError(
@@ -211,7 +219,9 @@ def import_data(context: PipelineContext, file: Path) -> str:
         )
     with file.open("rb") as opened:
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    key = layout.imported(digest, file.name)
+        opened.seek(0)
+        name = file.name if file.suffix else file.name + _ending_of(opened.read(1024))
+    key = layout.imported(digest, name)
     context.store.put_content(key, FileContent(file))
     address = f"{S3_SCHEME}{context.store.settings.bucket}/{key}"
     context.log(f"data set {address}")

@@ -14,9 +14,11 @@ import httpx
 
 from bapo_core.errors import BapoError
 from pipelines.bapo_pipeline import MAX_SEGMENTS, SERVICE_IMAGE, TRAINER_IMAGE, build_pipeline
-from pipelines.parameters import config_of, run_of
+from pipelines.parameters import check_imports, config_of, run_of
 
 _IMAGE = re.compile(r"[a-z0-9][\w.:/@-]*")
+_IMPORTED = re.compile(r"uri:\s+componentInputParameter: pipelinechannel--(\w+)")
+"""The parameters whose artifacts a compiled pipeline imports."""
 
 
 def compile_pipeline(
@@ -126,6 +128,7 @@ def _check(package: Path, parameters: Mapping[str, Any]) -> None:
         raise BapoError(
             f"{package} does not exist; make it with `bapo pipeline compile --output {package}`"
         )
+    check_imports(_IMPORTED.findall(package.read_text()), parameters)
     if "stored_config" in parameters:
         return  # the step reads it from the services
     engine = config_of(parameters).rollout.engine

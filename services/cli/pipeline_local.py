@@ -19,7 +19,7 @@ from typing import Any
 
 from bapo_core.config import RolloutConfig
 from bapo_core.errors import BapoError
-from pipelines.parameters import config_of, run_of
+from pipelines.parameters import check_imports, config_of, run_of
 from pipelines.settings import LOCAL_JOBS
 from pipelines.steps import LAST_ERROR, PipelineContext, TrainerJobs, cancel
 from services.cli.local_run import engine_threads
@@ -47,6 +47,7 @@ def run_pipeline(
     Raises `BapoError` when a step fails; run again, it continues the run.
     """
     rollout = config_of(parameters).rollout.model_copy(update={"replicas": replicas})
+    check_imports(imports, parameters)
     last_error = home / "jobs" / LAST_ERROR
     last_error.unlink(missing_ok=True)
     with find_or_start_stack(home) as endpoints, _rollouts(home, endpoints, rollout) as environment:

@@ -7,17 +7,18 @@ verify it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from bapo_core.errors import BapoError
 from services.common import layout
 from services.common.layout import MODEL_SCHEME
 from services.common.objectstore import TRANSFERS, ObjectStore, ObjectStoreError, files_of
-from services.model.directory import write_directory
 
 HUB = "hf://"
 """Scheme of the addresses of models and data sets of the Hugging Face hub."""
@@ -108,32 +109,49 @@ def fetch_from_bucket(address: str, store: ObjectStore, directory: Path) -> Path
         credentials of `store` open.
 
     A model that was fetched before is not fetched again unless one of its objects has changed.
-    Raises `BapoError` when there is no model.
+    Raises `BapoError` when there is no model, or when it changes while it is fetched.
     """
     bucket, prefix = store.locate(address)
     prefix = prefix.rstrip("/") + "/"
+    etags = _model_files(bucket, prefix)
+    if "config.json" not in etags:
+        raise BapoError(
+            f"model.path {address}: object store {store.settings.endpoint} has no model there (no "
+            "config.json); give s3://bucket/prefix of a Hugging Face directory"
+        )
+    content = json.dumps([bucket.settings.bucket, prefix, sorted(etags.items())])
+    fetched = directory / hashlib.sha256(content.encode()).hexdigest()[:16]
+    if fetched.exists():
+        return fetched
+    directory.mkdir(parents=True, exist_ok=True)
+    # Another process may fetch the same model at the same time, into a directory of its own.
+    with TemporaryDirectory(dir=directory, ignore_cleanup_errors=True) as temporary:
+        partial = Path(temporary) / "model"
+        partial.mkdir()
+        with ThreadPoolExecutor(TRANSFERS) as pool:
+            keys = [prefix + name for name in etags]
+            list(pool.map(bucket.download, keys, [partial / name for name in etags]))
+        if _model_files(bucket, prefix) != etags:
+            raise BapoError(f"model.path {address}: the model changed while it was fetched")
+        try:
+            partial.rename(fetched)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+    return fetched
+
+
+def _model_files(bucket: ObjectStore, prefix: str) -> dict[str, str]:
+    """Returns the ETags of the files of a model by name; none if there is no such bucket."""
     try:
         listing = bucket.listing(prefix)
     except ObjectStoreError as error:
         if getattr(error.__cause__, "code", "") != "NoSuchBucket":
             raise
-        listing = []
-    objects = {item.key.removeprefix(prefix): item for item in listing}
-    objects = {
-        name: item
-        for name, item in objects.items()
+        return {}
+    etags = {item.key.removeprefix(prefix): item.etag for item in listing}
+    return {
+        name: etag
+        for name, etag in etags.items()
         if "/" not in name and any(fnmatch(name, pattern) for pattern in _FETCHED)
     }
-    if "config.json" not in objects:
-        raise BapoError(
-            f"model.path {address}: object store {store.settings.endpoint} has no model there (no "
-            "config.json); give s3://bucket/prefix of a Hugging Face directory"
-        )
-    etags = [(name, item.etag) for name, item in sorted(objects.items())]
-    content = json.dumps([bucket.settings.bucket, prefix, etags])
-    fetched = directory / hashlib.sha256(content.encode()).hexdigest()[:16]
-    if not fetched.exists():
-        with write_directory(fetched) as partial, ThreadPoolExecutor(TRANSFERS) as pool:
-            keys, targets = zip(*((i.key, partial / n) for n, i in objects.items()), strict=True)
-            list(pool.map(bucket.download, keys, targets))
-    return fetched

@@ -3,7 +3,7 @@
 Pull-based and level-triggered: the replica asks the buffer service for the target version, brings
 its engine there, and reports the version that it serves. Restarts, additional replicas and lost
 messages need no other treatment. Each request names its version by number and digest. Nothing
-generates while weights are being loaded, so every group is by exactly one version.
+generates while weights are being loaded, so each request is answered by exactly one version.
 """
 
 from __future__ import annotations

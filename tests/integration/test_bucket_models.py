@@ -55,6 +55,38 @@ def test_a_model_is_fetched_again_once_it_has_changed(
     assert (first / "model.safetensors").read_bytes() == b"weights", "a run may still use it"
 
 
+def test_two_processes_may_fetch_a_model_at_the_same_time(
+    bucket: ObjectStore, stack: Endpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = ObjectStore.download
+
+    def download(store: ObjectStore, key: str, target: Path) -> None:
+        if key.endswith("config.json"):
+            monkeypatch.setattr(ObjectStore, "download", original)
+            fetch(bucket, stack, tmp_path)  # the other process, which is faster
+        original(store, key, target)
+
+    monkeypatch.setattr(ObjectStore, "download", download)
+    fetched = fetch(bucket, stack, tmp_path)
+    assert {file.name: file.read_bytes() for file in fetched.iterdir()} == FILES
+    assert list((tmp_path / "models").iterdir()) == [fetched], "nothing is left over"
+
+
+def test_a_model_that_changes_while_it_is_fetched_is_refused(
+    bucket: ObjectStore, stack: Endpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = ObjectStore.download
+
+    def download(store: ObjectStore, key: str, target: Path) -> None:
+        original(store, key, target)
+        bucket.put("team/model/model.safetensors", b"trained")
+
+    monkeypatch.setattr(ObjectStore, "download", download)
+    with pytest.raises(BapoError, match="the model changed while it was fetched"):
+        fetch(bucket, stack, tmp_path)
+    assert not list((tmp_path / "models").iterdir())
+
+
 @pytest.mark.parametrize("prefix", ["team", "team/model/config.json", "elsewhere"])
 def test_where_there_is_no_model_the_error_says_so(
     bucket: ObjectStore, stack: Endpoints, tmp_path: Path, prefix: str

@@ -409,6 +409,9 @@ def test_imported_artifacts_get_addresses_that_a_configuration_takes(
     assert address.startswith(f"s3://{context.store.settings.bucket}/imports/")
     assert address.endswith("/sums.jsonl"), "the ending says what kind of file it is"
     assert context.store.read_address(address) == data.read_bytes()
+    for content, ending in ((b"PAR1", ".parquet"), (b" [{}]", ".json"), (b"{}\n{}", ".jsonl")):
+        (tmp_path / "dataset").write_bytes(content)  # as the artifact of a component is named
+        assert steps.import_data(context, tmp_path / "dataset").endswith(f"/dataset{ending}")
     path = steps.import_model(context, small_model)
     config = read_config(context.buffer.run, CONFIG, None, [], {"model": path})
     request = json.loads(steps.prepare(context, config))

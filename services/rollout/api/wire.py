@@ -100,12 +100,13 @@ class GeneratedResponse(Wire):
 
 
 class GeneratedGroup(Wire):
-    """The responses to one prompt, all sampled from the same version of the weights."""
+    """The responses to one prompt, sampled from one version of the weights, but for what was
+    started."""
 
     index: int
     """Index of the prompt in the request."""
     policy_version: int
-    """Version of the weights that generated the responses."""
+    """Version of the weights that was asked for."""
     responses: list[GeneratedResponse]
     """`group_size` responses; empty if the prompt was refused."""
     refused: str = ""

@@ -38,7 +38,8 @@ STALL_TIMEOUT_S = 120.0
 """vLLM counts as hung when it has work and generates no token for this long."""
 WARM_UP_TOKENS = 32
 """Prompt length of the warm-up request: a very short first prompt crashes vLLM on some CPUs."""
-RESET_TRIES = 20
+RESET_TRIES = 200
+"""Tries to drop the cache, 0.05 s apart, while vLLM ends what was cut off."""
 
 Result = TypeVar("Result")
 

@@ -96,6 +96,21 @@ def test_a_pipeline_with_imports_stores_the_artifacts_first(tmp_path: Path) -> N
     assert kinds["test_data"]["schemaTitle"] == "system.Dataset"
 
 
+def test_an_import_without_an_address_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = str(tmp_path / "imports.yaml")
+    main(["pipeline", "compile", "--output", output, "--import", "train_data"])
+    vllm = str(ROOT / "examples/countdown-vllm.yaml")
+    for command in (
+        ["submit", vllm, "--package", output, "--host", "http://127.0.0.1:9"],
+        ["run-local", vllm, "--import", "train_data"],
+    ):
+        with pytest.raises(SystemExit):
+            main(["pipeline", *command, "model=tiny"])
+        assert "train_data is empty, but the pipeline imports" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("command", "message"),
     [
