@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -67,6 +68,7 @@ class ImprovingRun(Driver):
         skill = 0.1 + 0.8 * (1 - math.exp(-3 * version / self.config.steps))
         ability = 1 / (1 + math.exp(10 * (hardness - skill)))
         responses = [self._response(prompt, rng, rng.random() < ability) for _ in range(self.size)]
+        responses[0] = replace(responses[0], interruptions={1: version + 1})
         return TrajectoryGroup(prompt.uid, [2, 3, 4], version, responses)
 
     @property
@@ -446,6 +448,8 @@ def test_a_prompt_opens_with_its_trajectories(
         expect(side.locator("pre")).to_have_text(texts)
         right = sum(response.reward == 1 for response in shown.responses)
         expect(side.get_by_text("reward 1", exact=True)).to_have_count(right)
+        interruption = f"version {shown.policy_version + 1} from token 2 on"
+        expect(side.get_by_text(interruption, exact=True)).to_have_count(1)
     page.get_by_label("Show tokens, shaded by log-prob", exact=True).check()
     token = page.locator(".token").first
     expect(token).to_have_attribute("title", re.compile(r"^token \d+, log-prob −?[\d.]+"))
