@@ -49,6 +49,23 @@ def ensure_model(
     return directory
 
 
+def pin_model(
+    config: RunConfig,
+    home: Path,
+    *,
+    open_store: Callable[[], ObjectStore] = object_store_of_environment,
+) -> RunConfig:
+    """Returns the configuration with the content of its model, if that is one of a bucket.
+
+    A run that is resumed then has the same model, or ends with an error.
+    """
+    path = config.model.path
+    if not path.startswith(S3_SCHEME) or "#" in path:
+        return config
+    pinned = f"{path}#{find_model(path, home, open_store=open_store).name}"
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": pinned})})
+
+
 def find_model(
     path: str,
     home: Path,
@@ -67,7 +84,10 @@ def find_model(
 
 def _fetch_or_locate(path: str, models: Path, open_store: Callable[[], ObjectStore]) -> Path:
     if path.startswith(S3_SCHEME):
-        return fetch_from_bucket(path, open_store(), models)
+        address, _, content = path.partition("#")
+        if content and (models / content).is_dir():
+            return models / content
+        return fetch_from_bucket(address, open_store(), models, content)
     if path.startswith((MODEL_SCHEME, HUB)):
         directory = models / hashlib.sha256(path.encode()).hexdigest()[:16]
         models.mkdir(parents=True, exist_ok=True)

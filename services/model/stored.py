@@ -102,14 +102,17 @@ def fetch_from_hub(path: str, directory: Path) -> Path:
     return Path(fetched)
 
 
-def fetch_from_bucket(address: str, store: ObjectStore, directory: Path) -> Path:
-    """Fetches a model from a bucket, and returns its directory below `directory`.
+def fetch_from_bucket(address: str, store: ObjectStore, directory: Path, content: str = "") -> Path:
+    """Fetches a model from a bucket, and returns its directory, `directory`/<content>.
 
     address: `s3://bucket/prefix` of the objects of a Hugging Face directory, in any bucket that the
         credentials of `store` open.
 
+    content: digest of the ETags that the model must have; empty for any.
+
     A model that was fetched before is not fetched again unless one of its objects has changed.
-    Raises `BapoError` when there is no model, or when it changes while it is fetched.
+    Raises `BapoError` when there is no model, when it has other content, or when it changes while
+    it is fetched.
     """
     bucket, prefix = store.locate(address)
     prefix = prefix.rstrip("/") + "/"
@@ -119,8 +122,14 @@ def fetch_from_bucket(address: str, store: ObjectStore, directory: Path) -> Path
             f"model.path {address}: object store {store.settings.endpoint} has no model there (no "
             "config.json); give s3://bucket/prefix of a Hugging Face directory"
         )
-    content = json.dumps([bucket.settings.bucket, prefix, sorted(etags.items())])
-    fetched = directory / hashlib.sha256(content.encode()).hexdigest()[:16]
+    state = json.dumps([bucket.settings.bucket, prefix, sorted(etags.items())])
+    found = hashlib.sha256(state.encode()).hexdigest()[:16]
+    if content not in ("", found):
+        raise BapoError(
+            f"model.path {address}: the model has changed since the run began (its content was "
+            f"{content}, and is {found} now); restore its objects, or start another run"
+        )
+    fetched = directory / found
     if fetched.exists():
         return fetched
     directory.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ import pytest
 from bapo_core.config import config_from
 from bapo_core.errors import BapoError
 from services.common.objectstore import ObjectStore
-from services.model.resolve import ensure_model
+from services.model.resolve import ensure_model, pin_model
 from services.stack.stack import Endpoints
 
 FILES = {
@@ -53,6 +53,24 @@ def test_a_model_is_fetched_again_once_it_has_changed(
     second = fetch(bucket, stack, tmp_path)
     assert (second / "model.safetensors").read_bytes() == b"trained"
     assert (first / "model.safetensors").read_bytes() == b"weights", "a run may still use it"
+
+
+def test_a_run_keeps_its_model(bucket: ObjectStore, stack: Endpoints, tmp_path: Path) -> None:
+    of_run = ObjectStore(stack.object_store)
+    path = f"s3://{bucket.settings.bucket}/team/model"
+    config = config_from({"model": {"path": path}})
+    pinned = pin_model(config, tmp_path, open_store=lambda: of_run)
+    assert pin_model(pinned, tmp_path) == pinned
+    model = ensure_model(pinned, tmp_path)  # it is here, so no object store is asked
+    assert pinned.model.path == f"{path}#{model.name}"
+    elsewhere = tmp_path / "elsewhere"
+    assert ensure_model(pinned, elsewhere, open_store=lambda: of_run).name == model.name
+
+    bucket.put("team/model/model.safetensors", b"trained")
+    assert ensure_model(pinned, tmp_path) == model
+    with pytest.raises(BapoError, match=r"the model has changed since the run began .* restore"):
+        ensure_model(pinned, tmp_path / "third", open_store=lambda: of_run)
+    assert pin_model(config, tmp_path, open_store=lambda: of_run) != pinned
 
 
 def test_two_processes_may_fetch_a_model_at_the_same_time(

@@ -25,7 +25,7 @@ from services.cli.variants import (
 )
 from services.common.process import stop_on_signals
 from services.datasets import data_addresses, pin_revisions
-from services.model.resolve import ensure_model
+from services.model.resolve import ensure_model, pin_model
 from services.stack.settings import default_home
 from services.stack.stack import Endpoints, find_or_start_stack
 
@@ -160,6 +160,7 @@ def _train(
     from services.report.comparison import RunResult  # imports matplotlib
 
     config = pin_revisions(planned.config)
+    config = pin_model(config, home, open_store=open_local_object_store)
     run = LocalRun(config, endpoints, home, Path("runs") / config.name, console)
     state = {state.name: state for state in run.client.runs()}.get(config.name)
     if state is not None and state.config != config:

@@ -16,7 +16,7 @@ from services.cli.service import format_addresses, open_local_object_store
 from services.common.errors import ServiceError
 from services.common.process import stop_on_signals
 from services.datasets import pin_revisions
-from services.model.resolve import ensure_model
+from services.model.resolve import ensure_model, pin_model
 from services.report.summary import RunHistory
 from services.stack.settings import default_home
 from services.stack.stack import find_or_start_stack
@@ -62,7 +62,6 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
         console.print(f"note: {warning}", highlight=False)
     if not resume:
         loaded = pin_revisions(loaded)
-    model = ensure_model(loaded, home, open_store=open_local_object_store)
     with find_or_start_stack(home, port) as endpoints:
         client = BufferClient(endpoints.buffer_url, endpoints.token, run=loaded.name)
         if new:
@@ -71,6 +70,9 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
             stored = _stored_config(client)
             # `trainer` may change on resume: it says how a step is computed, not what.
             loaded = stored.model_copy(update={"trainer": loaded.trainer})
+        else:
+            loaded = pin_model(loaded, home, open_store=open_local_object_store)
+        model = ensure_model(loaded, home, open_store=open_local_object_store)
         console.print(format_addresses(endpoints, home), highlight=False)
         local_run = LocalRun(loaded, endpoints, home, Path("runs") / loaded.name, console)
         if not resume:
