@@ -7,10 +7,16 @@ from typing import Any
 
 import torch
 from transformers import (
+    CLIPVisionConfig,
     Glm4vConfig,
     Glm4vForConditionalGeneration,
     Glm46VConfig,
     Glm46VForConditionalGeneration,
+    InternVLConfig,
+    InternVLForConditionalGeneration,
+    InternVLVisionConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
@@ -22,10 +28,13 @@ from transformers import (
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
 )
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from services.model import tiny_vision
+from services.model.vision import OF_TILES
 
 END = 1
 
@@ -67,6 +76,8 @@ def save_micro_vision_model(
 
     head_size: dimension of an attention head; vLLM on CPUs takes multiples of 32 alone.
     """
+    if architecture in OF_TILES:
+        return _save_micro_model_of_tiles(directory, architecture, seed)
     tokenizer = tiny_vision.build_tokenizer()
     tokenizer.save_pretrained(directory)
     processor_class: Any = Qwen2VLImageProcessorPil
@@ -146,6 +157,66 @@ def save_micro_vision_model(
                 text_config=text, vision_config=vision, tie_word_embeddings=False, **tokens
             )
         )
+    model.generation_config.eos_token_id = END
+    model.generation_config.pad_token_id = 0
+    model.save_pretrained(directory)
+    return directory
+
+
+def _save_micro_model_of_tiles(directory: Path, architecture: str, seed: int) -> Path:
+    """Saves a model whose images are tiles of 56 x 56 pixels, with 16 or 4 tokens for each."""
+    tokenizer = tiny_vision.build_tokenizer()
+    tokenizer.add_tokens(["<img>", "</img>"], special_tokens=True)
+    tokenizer.save_pretrained(directory)
+    text = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        eos_token_id=END,
+        bos_token_id=None,
+        initializer_range=0.3,
+        tie_word_embeddings=False,
+    )
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 56,
+        "patch_size": 14,
+        "initializer_range": 0.1,
+    }
+    config: Any
+    model_class: Any
+    if architecture == "llava":
+        size = {"height": 56, "width": 56}
+        CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size=size).save_pretrained(directory)
+        config = LlavaConfig(
+            vision_config=CLIPVisionConfig(**vision),
+            text_config=text,
+            image_token_index=tiny_vision.IMAGE,
+        )
+        model_class = LlavaForConditionalGeneration
+    else:
+        size = {"height": 56, "width": 56}
+        GotOcr2ImageProcessorPil(size=size, max_patches=6).save_pretrained(directory)
+        config = InternVLConfig(
+            vision_config=InternVLVisionConfig(**vision),
+            text_config=text,
+            image_token_id=tiny_vision.IMAGE,
+            image_seq_length=4,
+            tie_word_embeddings=False,
+        )
+        model_class = InternVLForConditionalGeneration
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = model_class(config)
     model.generation_config.eos_token_id = END
     model.generation_config.pad_token_id = 0
     model.save_pretrained(directory)

@@ -1,8 +1,10 @@
 """Prepares prompts for models that read images: their token ids and their pixel values.
 
-Supported are the architectures of `ARCHITECTURES`, whose images are patches on a grid and whose
-prompts have one placeholder token for each patch that the language model sees. The collector, the
-engines and the trainer all use this module, so that all have the same tokens and the same pixels.
+Supported are the architectures of `ARCHITECTURES`, in two forms. Images of those in `ON_A_GRID` are
+patches on a grid, with positions in three dimensions. Images of those in `OF_TILES` are one or
+several tiles of equal size, with ordinary positions. In both, prompts have one placeholder token
+for each output of the vision tower that the language model sees. The collector, the engines and the
+trainer all use this module, so that all have the same tokens and the same pixels.
 
 Images are processed with Pillow, not with torchvision: the two scale images slightly differently,
 and a process with torchvision would compute other log-probs than one without. The processors of
@@ -13,8 +15,8 @@ loaded without torchvision.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +28,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-ARCHITECTURES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v")
+ON_A_GRID = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v")
+OF_TILES = ("llava", "internvl")
+ARCHITECTURES = (*ON_A_GRID, *OF_TILES)
 """Types of the models that read images, as `model_type` in config.json."""
 
-NOT_WITH_VLLM = ("glm4v", "glm46v")
-"""Those whose images vLLM does not take as pixel values and token ids."""
+WITH_VLLM = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Those whose images vLLM takes as pixel values, beside token ids."""
 
 SUBSTITUTE = 0
 """Token that is fed to a model in place of a sampled placeholder."""
@@ -44,20 +48,46 @@ class Pixels:
     """Images in the form that a model's vision tower takes."""
 
     values: Tensor
-    """(patches, channels x pixels of a patch) float32: the patches of all images, in order."""
-    grids: Tensor
-    """(images, 3) int64: patches of each image in time, height and width."""
+    """(patches, channels x pixels of a patch) float32: the patches of all images, in order; or
+    (tiles, channels, height, width): the tiles of all images."""
+    grids: Tensor | None
+    """(images, 3) int64: patches of each image in time, height and width; None for tiles."""
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """The arguments of the model."""
+        grids = {} if self.grids is None else {"image_grid_thw": self.grids}
+        return {"pixel_values": self.values, **grids}
 
     def to(self, device: torch.device) -> Pixels:
         """Returns a copy on `device`."""
-        return Pixels(self.values.to(device), self.grids.to(device))
+        grids = None if self.grids is None else self.grids.to(device)
+        return Pixels(self.values.to(device), grids)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """What stands for an image in a prompt of a model whose images are tiles."""
+
+    tokens: int
+    """Number of placeholders for each tile."""
+    before: Sequence[int] = ()
+    """Token ids before the placeholders of an image."""
+    after: Sequence[int] = ()
+    """Token ids after them."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the image processor."""
 
 
 class VisionProcessor:
     """Prepares prompts and images for one model."""
 
-    def __init__(self, image_processor: Any, image_token_id: int) -> None:
+    def __init__(
+        self, image_processor: Any, image_token_id: int, tiles: Tiles | None = None
+    ) -> None:
+        """tiles: None for a model whose images are patches on a grid."""
         self._processor, self.image_token_id = image_processor, image_token_id
+        self._tiles = tiles
 
     @classmethod
     def load(cls, directory: Path) -> VisionProcessor:
@@ -65,7 +95,7 @@ class VisionProcessor:
 
         Raises `BapoError` if the processor or a package that it needs is missing.
         """
-        from transformers import AutoImageProcessor
+        from transformers import AutoConfig, AutoImageProcessor
 
         try:
             load: Any = AutoImageProcessor.from_pretrained
@@ -77,10 +107,11 @@ class VisionProcessor:
                 "directory with the preprocessor_config.json of the model, and install what it "
                 "names"
             ) from error
-        return cls(processor, int(_read_config(directory)["image_token_id"]))
+        config = AutoConfig.from_pretrained(directory)
+        return cls(processor, int(config.image_token_id), _tiles(config, directory))
 
     def expand(self, token_ids: Sequence[int], images: Sequence[ImageReference]) -> list[int]:
-        """Repeats the placeholder of each image once for each patch that the model sees.
+        """Repeats the placeholder of each image once for each output that the model sees.
 
         token_ids: of a rendered prompt, with one placeholder for each image. Raises `BapoError` for
         another number of placeholders.
@@ -95,22 +126,61 @@ class VisionProcessor:
         remaining = iter(images)
         expanded: list[int] = []
         for token in token_ids:
-            repeats = self._patches(next(remaining)) if token == self.image_token_id else 1
-            expanded += [token] * repeats
+            is_image = token == self.image_token_id
+            expanded += self._expansion(next(remaining)) if is_image else [token]
         return expanded
 
-    def _patches(self, image: ImageReference) -> int:
-        """Returns the number of patches of an image that the language model sees."""
-        count = self._processor.get_number_of_image_patches
-        patches = int(count(image["height"], image["width"], {}))
-        return patches // int(self._processor.merge_size) ** 2
+    def _expansion(self, image: ImageReference) -> list[int]:
+        """Returns the token ids that stand for an image."""
+        tiles = self._tiles
+        if tiles is None:
+            count = self._processor.get_number_of_image_patches
+            patches = int(count(image["height"], image["width"], {}))
+            return [self.image_token_id] * (patches // int(self._processor.merge_size) ** 2)
+        number = 1
+        if tiles.options.get("crop_to_patches"):
+            count = self._processor.get_number_of_image_patches
+            number = int(count(image["height"], image["width"], dict(tiles.options)))
+        placeholders = [self.image_token_id] * (number * tiles.tokens)
+        return [*tiles.before, *placeholders, *tiles.after]
 
     def pixels(self, images: Sequence[bytes]) -> Pixels:
         """Returns the pixel values of at least one image file."""
+        options = {} if self._tiles is None else self._tiles.options
         prepared = self._processor(
-            images=[decode_image(data) for data in images], return_tensors="pt"
+            images=[decode_image(data) for data in images], return_tensors="pt", **options
         )
-        return Pixels(prepared["pixel_values"].float(), prepared["image_grid_thw"].long())
+        grids = None if self._tiles is not None else prepared["image_grid_thw"].long()
+        return Pixels(prepared["pixel_values"].float(), grids)
+
+
+def _tiles(config: Any, directory: Path) -> Tiles | None:
+    """Returns how images stand in prompts, as the processor of transformers writes them.
+
+    That processor itself may contain a video processor, which needs torchvision.
+    """
+    from transformers import AutoTokenizer
+
+    if config.model_type == "llava":
+        vision = config.vision_config
+        outputs = (vision.image_size // vision.patch_size) ** 2
+        outputs += vision.model_type == "clip_vision_model"  # the class token
+        return Tiles(outputs - (config.vision_feature_select_strategy == "default"))
+    if config.model_type == "internvl":
+        vocabulary = AutoTokenizer.from_pretrained(directory).get_vocab()
+        missing = [name for name in ("<img>", "</img>") if name not in vocabulary]
+        if missing:
+            raise BapoError(
+                f"{directory}: its tokenizer has no token {missing[0]}, which stands beside "
+                "images; give the tokenizer that belongs to the model"
+            )
+        return Tiles(
+            config.image_seq_length,
+            before=[vocabulary["<img>"]],
+            after=[vocabulary["</img>"]],
+            options={"crop_to_patches": True},
+        )
+    return None
 
 
 def reads_images(directory: Path) -> bool:
@@ -140,7 +210,7 @@ def check_model(directory: Path, engine: str = "transformers") -> None:
     engine: `rollout.engine` of the run.
     """
     model_type = _read_config(directory).get("model_type")
-    if engine == "vllm" and model_type in NOT_WITH_VLLM:
+    if engine == "vllm" and model_type in set(ARCHITECTURES) - set(WITH_VLLM):
         raise BapoError(
             f"model.path {directory}: vLLM does not take images of a model of the type "
             f"{model_type} together with token ids; set rollout.engine to transformers, or choose "
@@ -165,6 +235,12 @@ def fed_tokens(model: Any, response_tokens: Tensor) -> Tensor:
         return response_tokens
     sampled = response_tokens == model.config.image_token_id
     return response_tokens.masked_fill(sampled, SUBSTITUTE)
+
+
+def vision_tower(base_model: Any) -> Any:
+    """Returns the vision tower of a model without its output layer; None if it has none."""
+    names = (name for name in ("visual", "vision_tower") if hasattr(base_model, name))
+    return next((getattr(base_model, name) for name in names), None)
 
 
 def rope_positions(model: Any, tokens: Tensor, mask: Tensor, grids: Tensor | None) -> Any:

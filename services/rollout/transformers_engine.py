@@ -322,7 +322,7 @@ class _Wave:
         (P, L). Those of the first tokens are (P,).
         """
         lengths = self._prompt_mask.sum(dim=1)
-        if self._pixels is None:
+        if self._pixels is None or self._pixels.grids is None:
             return (self._prompt_mask.cumsum(dim=1) - 1).clamp(min=0), lengths
         positions, offsets = rope_positions(
             self._model.base_model, self._prompts, self._prompt_mask, self._pixels.grids
@@ -337,8 +337,7 @@ class _Wave:
         prompt_cache = DynamicCache()
         images: dict[str, Tensor] = {}
         if self._pixels is not None:
-            images["pixel_values"] = self._pixels.values.to(self._device)
-            images["image_grid_thw"] = self._pixels.grids.to(self._device)
+            images = self._pixels.to(self._device).inputs
         output = self._model(
             input_ids=self._prompts,
             attention_mask=self._prompt_mask.long(),

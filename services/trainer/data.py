@@ -354,7 +354,7 @@ class Packed:
     pixels: Pixels | None = None
     """The images of all prompts, in the order of the T tokens; None if there are none."""
     images: Sequence[Sequence[int]] = ()
-    """For each sequence, the indexes of its prompt's images in `pixels`; empty without images."""
+    """For each sequence, the indexes of its prompt's images in `pixels.grids`; empty without."""
 
     def to(self, device: torch.device) -> Packed:
         """Returns a copy on `device`."""
@@ -415,16 +415,16 @@ def _pack_pixels(batch: Batch, rows: Tensor) -> tuple[Pixels | None, list[range]
     present, count = [], 0
     for member in dict.fromkeys(members):
         images = batch.pixels[member]
-        number = 0 if images is None else len(images.grids)
+        number = 0 if images is None or images.grids is None else len(images.grids)
         indexes[member] = range(count, count + number)
         count += number
         if images is not None:
             present.append(images)
     if not present:
         return None, []
+    grids = [images.grids for images in present if images.grids is not None]
     packed = Pixels(
-        torch.cat([images.values for images in present]),
-        torch.cat([images.grids for images in present]),
+        torch.cat([images.values for images in present]), torch.cat(grids) if grids else None
     )
     return packed, [indexes[member] for member in members]
 

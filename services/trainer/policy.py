@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from bapo_core.config import OptimizerConfig
 from bapo_core.errors import BapoError
-from services.model.vision import fed_tokens, reads_images, rope_positions
+from services.model.vision import Pixels, fed_tokens, reads_images, rope_positions, vision_tower
 from services.trainer import attention
 from services.trainer.data import Batch, Packed, pack
 from services.trainer.logprobs import token_logprobs
@@ -83,8 +83,11 @@ def target_hidden_states(model: Any, packed: Packed) -> Tensor:
     responses = packed.response_positions
     tokens[0, responses] = fed_tokens(model, tokens[0, responses])
     if packed.pixels is not None:
-        position_ids = _multimodal_positions(model.base_model, tokens, packed)
-        images = {"pixel_values": packed.pixels.values, "image_grid_thw": packed.pixels.grids}
+        images = packed.pixels.inputs
+        if packed.pixels.grids is not None:
+            position_ids = _multimodal_positions(
+                model.base_model, tokens, packed, packed.pixels.grids
+            )
     # Before the language model, because every rank must gather the layers in the same order.
     idle = None
     if packed.pixels is None and _has_sharded_tower(model):
@@ -103,7 +106,7 @@ def target_hidden_states(model: Any, packed: Packed) -> Tensor:
 
 
 def _has_sharded_tower(model: Any) -> bool:
-    tower = getattr(model.base_model, "visual", None)
+    tower = vision_tower(model.base_model)
     return tower is not None and any(isinstance(m, FSDPModule) for m in tower.modules())
 
 
@@ -113,27 +116,30 @@ def _idle_tower_output(model: Any) -> Tensor:
     The ranks gather the shards of a layer when all of them compute it. So a rank whose sequences
     have no images passes a blank image through the tower, while others pass theirs.
     """
-    vision = model.config.vision_config
-    patches = vision.spatial_merge_size**2
-    patch_size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    device = device_of(model)
-    grid = torch.tensor([[1, vision.spatial_merge_size, vision.spatial_merge_size]], device=device)
     features = model.base_model.get_image_features(
-        torch.zeros(patches, patch_size, device=device), grid, return_dict=True
+        **_blank_image(model.config.vision_config).to(device_of(model)).inputs, return_dict=True
     )
     outputs = [features.pooler_output, getattr(features, "deepstack_features", None) or ()]
     flat = torch.utils._pytree.tree_leaves(outputs)
-    return sum((output.sum() for output in flat), torch.zeros((), device=device)) * 0.0
+    return sum((output.sum() for output in flat), torch.zeros((), device=device_of(model))) * 0.0
 
 
-def _multimodal_positions(base_model: Any, tokens: Tensor, packed: Packed) -> Tensor:
+def _blank_image(vision: Any) -> Pixels:
+    """Returns the smallest image that a vision tower of this configuration takes."""
+    if not hasattr(vision, "spatial_merge_size"):  # tiles
+        size = vision.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        return Pixels(torch.zeros(1, vision.num_channels, height, width), None)
+    side = vision.spatial_merge_size
+    patch_size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return Pixels(torch.zeros(side**2, patch_size), torch.tensor([[1, side, side]]))
+
+
+def _multimodal_positions(base_model: Any, tokens: Tensor, packed: Packed, grids: Tensor) -> Tensor:
     """Returns position ids (3, 1, T) of multimodal rotary embeddings, from 0 in each sequence."""
-    assert packed.pixels is not None
     lengths = packed.sequences.cu_seqlens.diff().tolist()
     positions = [
-        rope_positions(
-            base_model, sequence, torch.ones_like(sequence), packed.pixels.grids[list(images)]
-        )[0]
+        rope_positions(base_model, sequence, torch.ones_like(sequence), grids[list(images)])[0]
         for sequence, images in zip(
             torch.split(packed.sequences.spread(tokens[0])[None], lengths, dim=1),
             packed.images,
@@ -156,7 +162,7 @@ def make_optimizer(module: nn.Module, learning_rate: float, settings: OptimizerC
 
 def freeze_vision(model: Any) -> None:
     """Freezes the vision tower, adapters included, of a model that reads images, in place."""
-    tower = getattr(model.base_model, "visual", None)
+    tower = vision_tower(model.base_model)
     if tower is not None:
         tower.requires_grad_(False)
 

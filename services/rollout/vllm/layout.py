@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.dtypes import TORCH_DTYPES
-from services.model.vision import ARCHITECTURES
+from services.model.vision import WITH_VLLM
 from services.rollout.errors import ModelLoadError
 
 _MAX_HEADER_BYTES = 100 << 20
@@ -46,7 +46,7 @@ class Layout:
     @property
     def image_token(self) -> int | None:
         """Placeholder of images; None if the model reads none."""
-        if self.config.get("model_type") not in ARCHITECTURES:
+        if self.config.get("model_type") not in WITH_VLLM:
             return None
         return int(self.config["image_token_id"])
 

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    LlavaProcessor,
+)
+from transformers.models.internvl.processing_internvl import InternVLProcessor
 
 from bapo_core.errors import BapoError
-from services.model.vision import ARCHITECTURES, SUBSTITUTE, VisionProcessor, check_model
+from services.common.images import decode_image
+from services.model.tiny_vision import build_tokenizer
+from services.model.vision import (
+    ARCHITECTURES,
+    OF_TILES,
+    ON_A_GRID,
+    SUBSTITUTE,
+    WITH_VLLM,
+    VisionProcessor,
+    check_model,
+)
 from services.rollout.api.wire import GenerateRequest, PromptRequest, Sampling
 from services.rollout.collector import tokenize_conversation
 from services.rollout.transformers_engine import TransformersEngine
@@ -45,19 +64,65 @@ def teacher_forced(directory: Path, prompt: PromptRequest, response: Sequence[in
     images: dict[str, Tensor] = {}
     if prompt.images:
         pixels = VisionProcessor.load(directory).pixels([IMAGES[d] for d in prompt.images])
-        images = {"pixel_values": pixels.values, "image_grid_thw": pixels.grids}
-    types = (ids == model.config.image_token_id).int()
+        images = pixels.inputs
+    if model.config.model_type in ON_A_GRID:
+        images["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
     with torch.no_grad():
-        logits = model(input_ids=ids, mm_token_type_ids=types, use_cache=False, **images).logits
+        logits = model(input_ids=ids, use_cache=False, **images).logits
     start = len(prompt.prompt_token_ids) - 1
     logprobs = torch.log_softmax(logits[0, start:-1].float() / 0.9, dim=-1)
     return logprobs.gather(1, torch.tensor(response)[:, None])[:, 0]
 
 
+def _model_type(directory: Path) -> str:
+    return str(json.loads((directory / "config.json").read_text())["model_type"])
+
+
 def test_a_prompt_has_a_token_for_each_patch_that_the_model_sees(directory: Path) -> None:
     prompts = prompts_of(directory)
     counts = [prompt.prompt_token_ids.count(3) for prompt in prompts]
-    assert counts == [16, 4 + 36, 0, 16]
+    # Images of 112, 56, 168 and 112 pixels: 28 a token; all scaled to 56; or up to 6 tiles of 56,
+    # of which one shows the whole image.
+    expected = {"llava": [16, 2 * 16, 0, 16], "internvl": [20, 4 + 20, 0, 20]}
+    assert counts == expected.get(_model_type(directory), [16, 4 + 36, 0, 16])
+
+
+@pytest.mark.parametrize("architecture", OF_TILES)
+def test_the_tokens_of_tiles_are_those_of_the_processors(architecture: str, tmp_path: Path) -> None:
+    directory = save_micro_vision_model(tmp_path, architecture)
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    vision = VisionProcessor.load(directory)
+    config: Any = AutoConfig.from_pretrained(directory)
+    files = list(IMAGES.values())
+    images = [payload([digest], "")["images"][0] for digest in IMAGES]
+    text = "A<|image_pad|>b<|image_pad|><|image_pad|>c<|image_pad|>"
+    expanded = vision.expand(tokenizer.encode(text), images)
+    if architecture == "llava":
+        processor: Any = LlavaProcessor(
+            AutoImageProcessor.from_pretrained(directory, backend="pil"),
+            tokenizer,
+            patch_size=14,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+            image_token="<|image_pad|>",
+        )
+        opened = [decode_image(data) for data in files]
+        inputs = processor(images=opened, text=text, return_tensors="pt")
+        assert inputs["input_ids"][0].tolist() == expanded
+        assert torch.equal(inputs["pixel_values"], vision.pixels(files).values)
+        return
+    # A whole processor contains one of videos, which needs torchvision.
+    parts = SimpleNamespace(
+        start_image_token="<img>",
+        end_image_token="</img>",
+        image_token="<|image_pad|>",
+        image_seq_length=config.image_seq_length,
+    )
+    for data in files:
+        tiles = len(vision.pixels([data]).values)
+        replacement = InternVLProcessor.replace_image_token(parts, {"num_patches": [tiles]}, 0)
+        text = text.replace("<|image_pad|>", replacement.replace("<|image_pad|>", "<x>"), 1)
+    assert tokenizer.encode(text.replace("<x>", "<|image_pad|>")) == expanded
 
 
 def test_logprobs_are_those_of_transformers(directory: Path) -> None:
@@ -123,11 +188,20 @@ def test_a_model_that_reads_no_images_is_refused_in_one_line(tmp_path: Path) -> 
         engine.generate([prompt], sampling(), policy_version=1)
 
 
-def test_a_model_whose_images_vllm_does_not_take_is_refused_in_one_line(tmp_path: Path) -> None:
-    directory = save_micro_vision_model(tmp_path, "glm4v")
+def test_a_model_whose_images_vllm_does_not_take_is_refused_in_one_line(directory: Path) -> None:
     check_model(directory)
-    with pytest.raises(BapoError, match=r"type glm4v together with token ids; set rollout.engine"):
+    if (name := _model_type(directory)) in WITH_VLLM:
         check_model(directory, "vllm")
+        return
+    with pytest.raises(BapoError, match=f"type {name} together with token ids; set rollout"):
+        check_model(directory, "vllm")
+
+
+def test_a_tokenizer_without_the_marks_of_images_is_refused_in_one_line(tmp_path: Path) -> None:
+    directory = save_micro_vision_model(tmp_path, "internvl")
+    build_tokenizer().save_pretrained(directory)
+    with pytest.raises(BapoError, match="its tokenizer has no token <img>, which stands beside"):
+        check_model(directory)
 
 
 def test_a_model_without_its_image_processor_is_refused_in_one_line(

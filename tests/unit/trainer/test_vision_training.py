@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText
 
 from bapo_core.config import LoraConfig, RunConfig, config_from
 from bapo_core.errors import BapoError
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
 from services.buffer.api.wire import ManifestMember
-from services.model.vision import ARCHITECTURES, VisionProcessor, check_model
+from services.model.vision import ARCHITECTURES, VisionProcessor, check_model, vision_tower
 from services.rollout.api.wire import Sampling
 from services.rollout.transformers_engine import TransformersEngine
 from services.trainer.critic import Critic
@@ -37,6 +37,8 @@ from tests.image_prompts import IMAGES, prompts_of
 from tests.micro import save_micro_vision_model
 
 TEMPERATURE, G = 0.9, 4
+CONV = (nn.Conv2d, nn.Conv3d)
+"""Layers that embed the patches of an image."""
 
 
 @pytest.fixture(scope="module", params=ARCHITECTURES)
@@ -101,7 +103,7 @@ def scored(policy: Policy, batch: Batch, rows: Tensor) -> Tensor:
 
 def tower(policy: Policy) -> Any:
     model: Any = policy.model
-    return model.base_model.visual
+    return vision_tower(model.base_model)
 
 
 def test_logprobs_are_those_of_the_engine(directory: Path, batch: Batch) -> None:
@@ -185,7 +187,7 @@ def test_gradients_of_the_vision_tower_equal_finite_differences(
 ) -> None:
     policy = load_policy(directory)
     packed = pack(batch, torch.arange(2 * G))
-    weight = tower(policy).patch_embed.proj.weight
+    weight = next(module for module in tower(policy).modules() if isinstance(module, CONV)).weight
     policy(packed, TEMPERATURE)[0].sum().backward()
     direction = weight.grad / weight.grad.norm()
     step, values = 1e-3, []
