@@ -101,6 +101,13 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
             " and kind = 'fresh'"
             " and cast(config #>> '{rollout,max_generation_rounds}' as bigint) > 1"
         )
+        # It has no weights that are set aside either: going back drops them and their groups.
+        connection.execute(
+            "delete from rollout_group using weight_version as weights "
+            "where weights.status = 'set_aside' and rollout_group.run_id = weights.run_id "
+            "and rollout_group.policy_version = weights.version"
+        )
+        connection.execute("delete from weight_version where status = 'set_aside'")
         # Replicas send their heartbeats again within seconds, so going back drops them.
         connection.execute("delete from replica")
         # The older schema has neither digests, sources of datasets, spans, stored configurations,
