@@ -44,6 +44,15 @@ def micro_model(*, seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
 
     changes: values that replace those of its configuration.
     """
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(micro_config(**changes))
+
+
+def micro_config(**changes: Any) -> Qwen3Config:
+    """Returns the configuration of `micro_model`.
+
+    changes: values that replace those of the configuration.
+    """
     options = {
         "vocab_size": 13,
         "hidden_size": 32,
@@ -59,8 +68,7 @@ def micro_model(*, seed: int = 0, **changes: Any) -> Qwen3ForCausalLM:
         "bos_token_id": None,
         "initializer_range": 0.3,
     }
-    torch.manual_seed(seed)
-    return Qwen3ForCausalLM(Qwen3Config(**(options | changes)))
+    return Qwen3Config(**(options | changes))
 
 
 FAMILIES = {"qwen3_vl_moe": "qwen3_vl", "glm46v": "glm4v"}
@@ -150,17 +158,10 @@ def save_micro_vision_model(
         "glm4v": (Glm4vConfig, Glm4vForConditionalGeneration),
         "glm46v": (Glm46VConfig, Glm46VForConditionalGeneration),
     }[architecture]
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = model_class(
-            config_class(
-                text_config=text, vision_config=vision, tie_word_embeddings=False, **tokens
-            )
-        )
-    model.generation_config.eos_token_id = END
-    model.generation_config.pad_token_id = 0
-    model.save_pretrained(directory)
-    return directory
+    config = config_class(
+        text_config=text, vision_config=vision, tie_word_embeddings=False, **tokens
+    )
+    return _save_random_model(model_class, config, directory, seed)
 
 
 def _save_micro_model_of_tiles(directory: Path, architecture: str, seed: int) -> Path:
@@ -168,21 +169,7 @@ def _save_micro_model_of_tiles(directory: Path, architecture: str, seed: int) ->
     tokenizer = tiny_vision.build_tokenizer()
     tokenizer.add_tokens(["<img>", "</img>"], special_tokens=True)
     tokenizer.save_pretrained(directory)
-    text = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        pad_token_id=0,
-        eos_token_id=END,
-        bos_token_id=None,
-        initializer_range=0.3,
-        tie_word_embeddings=False,
-    )
+    text = micro_config(vocab_size=len(tokenizer), max_position_embeddings=512)
     vision = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -214,6 +201,11 @@ def _save_micro_model_of_tiles(directory: Path, architecture: str, seed: int) ->
             tie_word_embeddings=False,
         )
         model_class = InternVLForConditionalGeneration
+    return _save_random_model(model_class, config, directory, seed)
+
+
+def _save_random_model(model_class: Any, config: Any, directory: Path, seed: int) -> Path:
+    """Saves a model of random weights, without touching the global random state."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_class(config)

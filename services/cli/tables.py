@@ -31,10 +31,13 @@ def show(
     table = Table(*columns, box=None, header_style="bold", pad_edge=False)
     for row in rows:
         table.add_row(*map(str, row))
+    table_console().print(table if table.rows else "nothing")
+
+
+def table_console() -> Console:
+    """Returns a console as wide as the terminal, or `PIPE_WIDTH` if the output is no terminal."""
     console = Console()
-    if not console.is_terminal:
-        console = Console(width=PIPE_WIDTH)
-    console.print(table if table.rows else "nothing")
+    return console if console.is_terminal else Console(width=PIPE_WIDTH)
 
 
 def print_json(answer: BaseModel | Sequence[BaseModel]) -> None:

@@ -67,7 +67,7 @@ class Pixels:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """What stands for an image in a prompt of a model whose images are tiles."""
+    """The token ids that represent an image in a prompt, for a model whose images are tiles."""
 
     tokens: int
     """Number of placeholders for each tile."""
@@ -76,7 +76,7 @@ class Tiles:
     after: Sequence[int] = ()
     """Token ids after them."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the image processor."""
+    """Arguments with which the image processor divides an image; empty if it is one tile."""
 
 
 class VisionProcessor:
@@ -134,15 +134,16 @@ class VisionProcessor:
         """Returns the token ids that stand for an image."""
         tiles = self._tiles
         if tiles is None:
-            count = self._processor.get_number_of_image_patches
-            patches = int(count(image["height"], image["width"], {}))
+            patches = self._count_patches(image, {})
             return [self.image_token_id] * (patches // int(self._processor.merge_size) ** 2)
-        number = 1
-        if tiles.options.get("crop_to_patches"):
-            count = self._processor.get_number_of_image_patches
-            number = int(count(image["height"], image["width"], dict(tiles.options)))
+        number = self._count_patches(image, tiles.options) if tiles.options else 1
         placeholders = [self.image_token_id] * (number * tiles.tokens)
         return [*tiles.before, *placeholders, *tiles.after]
+
+    def _count_patches(self, image: ImageReference, options: Mapping[str, Any]) -> int:
+        """Returns the number of patches on the grid, or of tiles, that an image is divided into."""
+        count = self._processor.get_number_of_image_patches
+        return int(count(image["height"], image["width"], dict(options)))
 
     def pixels(self, images: Sequence[bytes]) -> Pixels:
         """Returns the pixel values of at least one image file."""

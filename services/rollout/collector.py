@@ -68,9 +68,9 @@ FINISH_WITHIN_S = 60.0
 STREAM_EVERY = 32
 """Tokens of a response after which replicas stream them if there is a journal."""
 STREAM_EVERY_TO_INTERRUPT = 1
-"""The same if new weights interrupt rollouts. Tokens that are not streamed yet are sampled again,
-but the end of a response always is streamed at once: any larger number would favour short
-responses, by half of it on average at each interruption."""
+"""Tokens of a response after which replicas stream them if new weights interrupt rollouts. An
+interruption discards tokens that have not been streamed, whereas the end of a response is streamed
+at once. So any larger number would bias responses towards short ones."""
 DELIVER_WITHIN_S = 2.0
 """Seconds after which fewer groups are delivered, which bounds what a collector that dies loses."""
 
@@ -312,8 +312,7 @@ class Collector:
 
     async def _run(self, job: Job) -> None:
         version = self._config.rollout_version(job.step, job.kind)
-        if version != self._version:
-            await self._leave_version(version)
+        weights = await self._leave_version(version) if version != self._version else None
         await self._limit_running(CONCURRENT_JOBS - 1)
         rounds = self._config.rollout.max_generation_rounds if job.kind == "fresh" else 1
         for generation_round in range(rounds):
@@ -326,10 +325,11 @@ class Collector:
             if prompts.complete or not prompts.prompts:
                 await self._delete_journals(job, generation_round)
                 return
-            if version != self._version:
-                # Only now are the job's weights the replicas' target.
-                await self._interrupt_running(version)
-                self._version = version
+            self._version = version
+            if weights is not None:
+                # Only now are they the replicas' target.
+                for interrupted in self._running.values():
+                    interrupted.interrupt(weights)
             running = _Running(job)
             roll_out = asyncio.create_task(self._roll_out(generation_round, prompts, running))
             self._running[roll_out] = running
@@ -339,16 +339,18 @@ class Collector:
                 if roll_out.result():
                     return
 
-    async def _leave_version(self, version: int) -> None:
+    async def _leave_version(self, version: int) -> wire.StoredVersion | None:
         """Waits until a job of another version may ask for its prompts.
 
         Asking for them sets the replicas' target version, so all groups of the version before must
-        have been generated; or, if new weights interrupt rollouts, `version` must be published,
-        so that it can go on with them. An evaluation is of one version, and is not interrupted.
+        have been generated; or, if new weights interrupt rollouts, `version` must be published. An
+        evaluation is of one version, and is not interrupted.
+
+        Returns the weights that are to go on with the running jobs; None if there are no such jobs.
         """
         if version < self._version or not self._config.interrupts_rollouts:
             await self._limit_running(0)
-            return
+            return None
         await self._limit_running(CONCURRENT_JOBS - 1)
         published = asyncio.create_task(self._wait_for_weights(version))
         try:
@@ -359,15 +361,7 @@ class Collector:
         finally:
             published.cancel()
             await asyncio.wait({published})
-        if self._running:
-            published.result()
-
-    async def _interrupt_running(self, version: int) -> None:
-        """Has the weights of `version` go on with the responses of all running jobs."""
-        if self._running:
-            weights = await self._wait_for_weights(version)
-            for running in self._running.values():
-                running.interrupt(weights)
+        return published.result() if self._running else None
 
     async def _limit_running(self, count: int) -> None:
         """Waits until at most `count` jobs are running; raises the error of one that failed."""

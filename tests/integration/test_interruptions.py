@@ -100,6 +100,16 @@ def notice_prompts(collector: Collector, step: int) -> asyncio.Event:
     return asked
 
 
+async def run_beside(collector: Collector, fleet: TargetFleet, job: Job, following: Job) -> None:
+    """Begins `job`, runs `following`, for which nothing is generated, and then ends `job`."""
+    async with asyncio.timeout(60):
+        await collector._run(job)
+        await fleet.begun.wait()
+        await collector._run(following)
+        fleet.release.set()
+        await collector._limit_running(0)
+
+
 def is_complete(driver: Driver, step: int) -> bool:
     return driver.client.step_prompts(step).complete
 
@@ -193,15 +203,7 @@ def test_a_reevaluation_without_prompts_interrupts_nothing(stack: Endpoints) -> 
     fleet = TargetFleet(driver)
     collector = make_collector(driver, fleet)
 
-    async def work() -> None:
-        async with asyncio.timeout(60):
-            await collector._run(Job(4, "fresh"))
-            await fleet.begun.wait()
-            await collector._run(Job(4, "reevaluation"))
-            fleet.release.set()
-            await collector._limit_running(0)
-
-    asyncio.run(work())
+    asyncio.run(run_beside(collector, fleet, Job(4, "fresh"), Job(4, "reevaluation")))
     assert is_complete(driver, 4)
     assert fleet.log == ["8 prompts by version 2 from token 0", "8 prompts by version 2 end"]
 
@@ -239,15 +241,7 @@ def test_a_complete_step_interrupts_nothing(stack: Endpoints) -> None:
     fleet = TargetFleet(driver)
     collector = make_collector(driver, fleet)
 
-    async def work() -> None:
-        async with asyncio.timeout(60):
-            await collector._run(Job(2, "fresh"))
-            await fleet.begun.wait()
-            await collector._run(Job(3, "fresh"))
-            fleet.release.set()
-            await collector._limit_running(0)
-
-    asyncio.run(work())
+    asyncio.run(run_beside(collector, fleet, Job(2, "fresh"), Job(3, "fresh")))
     assert is_complete(driver, 2)
 
 

@@ -345,7 +345,7 @@ def test_weights_are_replaced_in_place(
 def test_other_weights_go_on_with_responses_that_were_broken_off(
     driver: VllmDriver, runner: asyncio.Runner, models: dict[str, Path]
 ) -> None:
-    """As `sync.interrupt_rollouts` does it: each token has the log-prob of the weights then."""
+    """Each token has the log-prob of the weights that sampled it (`sync.interrupt_rollouts`)."""
     runner.run(driver.load(models["v1"], 1))
     unfinished = UnfinishedGroups(4)
     asked = request(1).model_copy(update={"stream_every": 4})

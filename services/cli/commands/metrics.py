@@ -6,12 +6,11 @@ import threading
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from services.buffer.api.client import BufferClient
 from services.cli.options import json_option, limit_option, run_argument
 from services.cli.service import connect
-from services.cli.tables import PIPE_WIDTH, fitting_columns, show
+from services.cli.tables import fitting_columns, show, table_console
 from services.exporters.curves import curves
 from services.exporters.mlflow import MlflowRun
 from services.exporters.tensorboard import write_tensorboard
@@ -82,8 +81,7 @@ def _show_table(client: BufferClient, limit: int, as_json: bool) -> None:
     for step in steps:
         values = curves(step)
         rows.append([str(step.step), *(_short(values.get(name)) for name in COLUMNS)])
-    console = Console()
-    width = console.width if console.is_terminal else PIPE_WIDTH
+    width = table_console().width
     fitting = fitting_columns(headings, rows, width, first=MOST_IMPORTANT)
     shown = [headings[index] for index in fitting]
     show(steps, shown, [[row[index] for index in fitting] for row in rows], as_json=as_json)

@@ -1,4 +1,4 @@
-"""What a run's model must be is checked before the run begins."""
+"""`ensure_model` refuses a model that the configuration's engine cannot serve."""
 
 from __future__ import annotations
 
