@@ -12,6 +12,8 @@ from transformers import (
     Glm4vForConditionalGeneration,
     Glm46VConfig,
     Glm46VForConditionalGeneration,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
     InternVLConfig,
     InternVLForConditionalGeneration,
     InternVLVisionConfig,
@@ -27,14 +29,18 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from services.model import tiny_vision
-from services.model.vision import OF_TILES
+from services.model.vision import IN_ROWS, OF_TILES
 
 END = 1
 
@@ -167,7 +173,9 @@ def save_micro_vision_model(
 def _save_micro_model_of_tiles(directory: Path, architecture: str, seed: int) -> Path:
     """Saves a model whose images are tiles of 56 x 56 pixels, with 16 or 4 tokens for each."""
     tokenizer = tiny_vision.build_tokenizer()
-    tokenizer.add_tokens(["<img>", "</img>"], special_tokens=True)
+    rows = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+    beside = ["<img>", "</img>", "<fake_token_around_image>", "<global-img>", *rows]
+    tokenizer.add_tokens(beside, special_tokens=True)
     tokenizer.save_pretrained(directory)
     text = micro_config(vocab_size=len(tokenizer), max_position_embeddings=512)
     vision = {
@@ -190,6 +198,25 @@ def _save_micro_model_of_tiles(directory: Path, architecture: str, seed: int) ->
             image_token_index=tiny_vision.IMAGE,
         )
         model_class = LlavaForConditionalGeneration
+    elif architecture in IN_ROWS:
+        processor_class: Any
+        config_class, model_class, processor_class = {
+            "idefics3": (
+                Idefics3Config,
+                Idefics3ForConditionalGeneration,
+                Idefics3ImageProcessorPil,
+            ),
+            "smolvlm": (SmolVLMConfig, SmolVLMForConditionalGeneration, SmolVLMImageProcessorPil),
+        }[architecture]
+        sizes = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}}
+        processor_class(**sizes).save_pretrained(directory)
+        config = config_class(
+            vision_config=vision,
+            text_config=text,
+            image_token_id=tiny_vision.IMAGE,
+            scale_factor=2,
+            tie_word_embeddings=False,
+        )
     else:
         size = {"height": 56, "width": 56}
         GotOcr2ImageProcessorPil(size=size, max_patches=6).save_pretrained(directory)

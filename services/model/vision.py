@@ -3,8 +3,9 @@
 Supported are the architectures of `ARCHITECTURES`, in two forms. Images of those in `ON_A_GRID` are
 patches on a grid, with positions in three dimensions. Images of those in `OF_TILES` are one or
 several tiles of equal size, with ordinary positions. In both, prompts have one placeholder token
-for each output of the vision tower that the language model sees. The collector, the engines and the
-trainer all use this module, so that all have the same tokens and the same pixels.
+for each output of the vision tower that the language model sees, and in some models further tokens
+around and between them. The collector, the engines and the trainer all use this module, so that all
+have the same tokens and the same pixels.
 
 Images are processed with Pillow, not with torchvision: the two scale images slightly differently,
 and a process with torchvision would compute other log-probs than one without. The processors of
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,12 +30,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ON_A_GRID = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v")
-OF_TILES = ("llava", "internvl")
+OF_TILES = ("llava", "internvl", "idefics3", "smolvlm")
 ARCHITECTURES = (*ON_A_GRID, *OF_TILES)
 """Types of the models that read images, as `model_type` in config.json."""
 
 WITH_VLLM = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Those whose images vLLM takes as pixel values, beside token ids."""
+
+IN_ROWS = ("idefics3", "smolvlm")
+"""Those that take the tiles of several texts, as (texts, tiles, channels, height, width)."""
 
 SUBSTITUTE = 0
 """Token that is fed to a model in place of a sampled placeholder."""
@@ -53,11 +57,11 @@ class Pixels:
     grids: Tensor | None
     """(images, 3) int64: patches of each image in time, height and width; None for tiles."""
 
-    @property
-    def inputs(self) -> dict[str, Tensor]:
-        """The arguments of the model."""
+    def inputs_of(self, model: Any) -> dict[str, Tensor]:
+        """Returns the arguments of `model`, for images of any number of texts."""
+        values = self.values[None] if model.config.model_type in IN_ROWS else self.values
         grids = {} if self.grids is None else {"image_grid_thw": self.grids}
-        return {"pixel_values": self.values, **grids}
+        return {"pixel_values": values, **grids}
 
     def to(self, device: torch.device) -> Pixels:
         """Returns a copy on `device`."""
@@ -65,29 +69,23 @@ class Pixels:
         return Pixels(self.values.to(device), grids)
 
 
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """The token ids that represent an image in a prompt, for a model whose images are tiles."""
-
-    tokens: int
-    """Number of placeholders for each tile."""
-    before: Sequence[int] = ()
-    """Token ids before the placeholders of an image."""
-    after: Sequence[int] = ()
-    """Token ids after them."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments with which the image processor divides an image; empty if it is one tile."""
+ExpandImage = Callable[[int, int], list[int]]
+"""Function that returns the token ids that stand for an image, by its height and width."""
 
 
 class VisionProcessor:
     """Prepares prompts and images for one model."""
 
     def __init__(
-        self, image_processor: Any, image_token_id: int, tiles: Tiles | None = None
+        self,
+        image_processor: Any,
+        image_token_id: int,
+        expand_image: ExpandImage,
+        options: Mapping[str, Any],
     ) -> None:
-        """tiles: None for a model whose images are patches on a grid."""
+        """options: arguments with which the image processor divides an image."""
         self._processor, self.image_token_id = image_processor, image_token_id
-        self._tiles = tiles
+        self._expand_image, self._options = expand_image, options
 
     @classmethod
     def load(cls, directory: Path) -> VisionProcessor:
@@ -108,7 +106,9 @@ class VisionProcessor:
                 "names"
             ) from error
         config = AutoConfig.from_pretrained(directory)
-        return cls(processor, int(config.image_token_id), _tiles(config, directory))
+        options = _OPTIONS.get(config.model_type, {})
+        expand_image = _expansion(config, directory, processor, options)
+        return cls(processor, int(config.image_token_id), expand_image, options)
 
     def expand(self, token_ids: Sequence[int], images: Sequence[ImageReference]) -> list[int]:
         """Repeats the placeholder of each image once for each output that the model sees.
@@ -126,62 +126,99 @@ class VisionProcessor:
         remaining = iter(images)
         expanded: list[int] = []
         for token in token_ids:
-            is_image = token == self.image_token_id
-            expanded += self._expansion(next(remaining)) if is_image else [token]
+            if token == self.image_token_id:
+                image = next(remaining)
+                expanded += self._expand_image(image["height"], image["width"])
+            else:
+                expanded.append(token)
         return expanded
-
-    def _expansion(self, image: ImageReference) -> list[int]:
-        """Returns the token ids that stand for an image."""
-        tiles = self._tiles
-        if tiles is None:
-            patches = self._count_patches(image, {})
-            return [self.image_token_id] * (patches // int(self._processor.merge_size) ** 2)
-        number = self._count_patches(image, tiles.options) if tiles.options else 1
-        placeholders = [self.image_token_id] * (number * tiles.tokens)
-        return [*tiles.before, *placeholders, *tiles.after]
-
-    def _count_patches(self, image: ImageReference, options: Mapping[str, Any]) -> int:
-        """Returns the number of patches on the grid, or of tiles, that an image is divided into."""
-        count = self._processor.get_number_of_image_patches
-        return int(count(image["height"], image["width"], dict(options)))
 
     def pixels(self, images: Sequence[bytes]) -> Pixels:
         """Returns the pixel values of at least one image file."""
-        options = {} if self._tiles is None else self._tiles.options
         prepared = self._processor(
-            images=[decode_image(data) for data in images], return_tensors="pt", **options
+            images=[decode_image(data) for data in images], return_tensors="pt", **self._options
         )
-        grids = None if self._tiles is not None else prepared["image_grid_thw"].long()
-        return Pixels(prepared["pixel_values"].float(), grids)
+        values, grids = prepared["pixel_values"].float(), prepared.get("image_grid_thw")
+        if values.ndim == 5:  # of one text
+            values = values.flatten(0, 1)
+        return Pixels(values, None if grids is None else grids.long())
 
 
-def _tiles(config: Any, directory: Path) -> Tiles | None:
-    """Returns how images stand in prompts, as the processor of transformers writes them.
+_OPTIONS: Mapping[str, Mapping[str, Any]] = {"internvl": {"crop_to_patches": True}}
+"""Options that the processors of transformers give to their image processors."""
+
+
+def _expansion(
+    config: Any, directory: Path, image_processor: Any, options: Mapping[str, Any]
+) -> ExpandImage:
+    """Returns what writes the tokens of an image as the processor of transformers does.
 
     That processor itself may contain a video processor, which needs torchvision.
     """
+    image = int(config.image_token_id)
+
+    def count_patches(height: int, width: int) -> int:
+        return int(image_processor.get_number_of_image_patches(height, width, dict(options)))
+
+    if config.model_type in ON_A_GRID:
+        merged = int(image_processor.merge_size) ** 2
+        return lambda height, width: [image] * (count_patches(height, width) // merged)
+    if config.model_type in IN_ROWS:
+        return _tiles_in_rows(config, directory, image_processor)
+    if config.model_type == "internvl":
+        before, after = _token_ids(directory, "<img>", "</img>")
+        tokens = int(config.image_seq_length)
+        return lambda height, width: [
+            before,
+            *[image] * (count_patches(height, width) * tokens),
+            after,
+        ]
+    vision = config.vision_config
+    outputs = (vision.image_size // vision.patch_size) ** 2
+    outputs += vision.model_type == "clip_vision_model"  # the class token
+    outputs -= config.vision_feature_select_strategy == "default"
+    return lambda *_: [image] * outputs
+
+
+def _tiles_in_rows(config: Any, directory: Path, image_processor: Any) -> ExpandImage:
+    """Returns the expansion for rows of tiles, each with its number, and the whole image as the
+    last one."""
     from transformers import AutoTokenizer
 
-    if config.model_type == "llava":
-        vision = config.vision_config
-        outputs = (vision.image_size // vision.patch_size) ** 2
-        outputs += vision.model_type == "clip_vision_model"  # the class token
-        return Tiles(outputs - (config.vision_feature_select_strategy == "default"))
-    if config.model_type == "internvl":
-        vocabulary = AutoTokenizer.from_pretrained(directory).get_vocab()
-        missing = [name for name in ("<img>", "</img>") if name not in vocabulary]
-        if missing:
-            raise BapoError(
-                f"{directory}: its tokenizer has no token {missing[0]}, which stands beside "
-                "images; give the tokenizer that belongs to the model"
-            )
-        return Tiles(
-            config.image_seq_length,
-            before=[vocabulary["<img>"]],
-            after=[vocabulary["</img>"]],
-            options={"crop_to_patches": True},
+    around, whole = "<fake_token_around_image>", "<global-img>"
+    _token_ids(directory, around, whole, "<row_1_col_1>")
+    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    image: str = tokenizer.convert_ids_to_tokens(int(config.image_token_id))
+    vision = config.vision_config
+    outputs = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
+
+    def expand(height: int, width: int) -> list[int]:
+        _, rows, columns = image_processor.get_number_of_image_patches(height, width, {})
+        text = ""
+        for row in range(1, rows + 1):
+            for column in range(1, columns + 1):
+                text += f"{around}<row_{row}_col_{column}>" + image * outputs
+            text += "\n"
+        text += "\n" if rows else ""
+        text += f"{around}{whole}" + image * outputs + around
+        token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        return token_ids
+
+    return expand
+
+
+def _token_ids(directory: Path, *tokens: str) -> list[int]:
+    """Returns the ids of tokens that stand beside images. Raises `BapoError` if one is missing."""
+    from transformers import AutoTokenizer
+
+    vocabulary = AutoTokenizer.from_pretrained(directory).get_vocab()
+    missing = [token for token in tokens if token not in vocabulary]
+    if missing:
+        raise BapoError(
+            f"{directory}: its tokenizer has no token {missing[0]}, which stands beside images; "
+            "give the tokenizer that belongs to the model"
         )
-    return None
+    return [vocabulary[token] for token in tokens]
 
 
 def reads_images(directory: Path) -> bool:
@@ -240,7 +277,9 @@ def fed_tokens(model: Any, response_tokens: Tensor) -> Tensor:
 
 def vision_tower(base_model: Any) -> Any:
     """Returns the vision tower of a model without its output layer; None if it has none."""
-    names = (name for name in ("visual", "vision_tower") if hasattr(base_model, name))
+    names = (
+        name for name in ("visual", "vision_tower", "vision_model") if hasattr(base_model, name)
+    )
     return next((getattr(base_model, name) for name in names), None)
 
 

@@ -337,7 +337,7 @@ class _Wave:
         prompt_cache = DynamicCache()
         images: dict[str, Tensor] = {}
         if self._pixels is not None:
-            images = self._pixels.to(self._device).inputs
+            images = self._pixels.to(self._device).inputs_of(self._model)
         output = self._model(
             input_ids=self._prompts,
             attention_mask=self._prompt_mask.long(),

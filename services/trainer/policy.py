@@ -83,7 +83,7 @@ def target_hidden_states(model: Any, packed: Packed) -> Tensor:
     responses = packed.response_positions
     tokens[0, responses] = fed_tokens(model, tokens[0, responses])
     if packed.pixels is not None:
-        images = packed.pixels.inputs
+        images = packed.pixels.inputs_of(model)
         if packed.pixels.grids is not None:
             position_ids = _multimodal_positions(
                 model.base_model, tokens, packed, packed.pixels.grids
@@ -116,23 +116,25 @@ def _idle_tower_output(model: Any) -> Tensor:
     The ranks gather the shards of a layer when all of them compute it. So a rank whose sequences
     have no images passes a blank image through the tower, while others pass theirs.
     """
-    features = model.base_model.get_image_features(
-        **_blank_image(model.config.vision_config).to(device_of(model)).inputs, return_dict=True
-    )
+    blank = _blank_image(model.config.vision_config).to(device_of(model))
+    features = model.base_model.get_image_features(**blank.inputs_of(model), return_dict=True)
     outputs = [features.pooler_output, getattr(features, "deepstack_features", None) or ()]
     flat = torch.utils._pytree.tree_leaves(outputs)
     return sum((output.sum() for output in flat), torch.zeros((), device=device_of(model))) * 0.0
 
 
 def _blank_image(vision: Any) -> Pixels:
-    """Returns the smallest image that a vision tower of this configuration takes."""
+    """Returns the smallest image that a vision tower of this configuration takes.
+
+    Its values are 1, because some towers leave tiles of zeros out, as padding.
+    """
     if not hasattr(vision, "spatial_merge_size"):  # tiles
         size = vision.image_size
         height, width = (size, size) if isinstance(size, int) else size
-        return Pixels(torch.zeros(1, vision.num_channels, height, width), None)
+        return Pixels(torch.ones(1, vision.num_channels, height, width), None)
     side = vision.spatial_merge_size
     patch_size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    return Pixels(torch.zeros(side**2, patch_size), torch.tensor([[1, side, side]]))
+    return Pixels(torch.ones(side**2, patch_size), torch.tensor([[1, side, side]]))
 
 
 def _multimodal_positions(base_model: Any, tokens: Tensor, packed: Packed, grids: Tensor) -> Tensor:

@@ -18,15 +18,17 @@ from transformers import (
     AutoImageProcessor,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    Idefics3Processor,
     LlavaProcessor,
 )
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 
 from bapo_core.errors import BapoError
 from services.common.images import decode_image
-from services.model.tiny_vision import build_tokenizer
+from services.model.tiny_vision import IMAGE, build_tokenizer
 from services.model.vision import (
     ARCHITECTURES,
+    IN_ROWS,
     OF_TILES,
     ON_A_GRID,
     SUBSTITUTE,
@@ -64,7 +66,7 @@ def teacher_forced(directory: Path, prompt: PromptRequest, response: Sequence[in
     images: dict[str, Tensor] = {}
     if prompt.images:
         pixels = VisionProcessor.load(directory).pixels([IMAGES[d] for d in prompt.images])
-        images = pixels.inputs
+        images = pixels.inputs_of(model)
     if model.config.model_type in ON_A_GRID:
         images["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
     with torch.no_grad():
@@ -81,9 +83,14 @@ def _model_type(directory: Path) -> str:
 def test_a_prompt_has_a_token_for_each_patch_that_the_model_sees(directory: Path) -> None:
     prompts = prompts_of(directory)
     counts = [prompt.prompt_token_ids.count(3) for prompt in prompts]
-    # Images of 112, 56, 168 and 112 pixels: 28 a token; all scaled to 56; or up to 6 tiles of 56,
-    # of which one shows the whole image.
-    expected = {"llava": [16, 2 * 16, 0, 16], "internvl": [20, 4 + 20, 0, 20]}
+    # Images of 112, 56, 168 and 112 pixels: 28 a token; all scaled to 56; up to 6 tiles of 56, of
+    # which one shows the whole image; or all scaled to 112, and always the whole image.
+    expected = {
+        "llava": [16, 2 * 16, 0, 16],
+        "internvl": [20, 4 + 20, 0, 20],
+        "idefics3": [20, 2 * 20, 0, 20],
+        "smolvlm": [20, 2 * 20, 0, 20],
+    }
     assert counts == expected.get(_model_type(directory), [16, 4 + 36, 0, 16])
 
 
@@ -110,6 +117,15 @@ def test_the_tokens_of_tiles_are_those_of_the_processors(architecture: str, tmp_
         inputs = processor(images=opened, text=text, return_tensors="pt")
         assert inputs["input_ids"][0].tolist() == expanded
         assert torch.equal(inputs["pixel_values"], vision.pixels(files).values)
+        return
+    if architecture in IN_ROWS:
+        tiles = AutoImageProcessor.from_pretrained(directory, backend="pil")
+        processor = Idefics3Processor(tiles, tokenizer, image_seq_len=4)
+        processor.image_token, processor.image_token_id = "<|image_pad|>", IMAGE
+        opened = [decode_image(data) for data in files]
+        inputs = processor(images=opened, text=text, return_tensors="pt")
+        assert inputs["input_ids"][0].tolist() == expanded
+        assert torch.equal(inputs["pixel_values"][0], vision.pixels(files).values)
         return
     # A whole processor contains one of videos, which needs torchvision.
     parts = SimpleNamespace(
