@@ -49,10 +49,11 @@ from services.buffer.api.client import BufferClient, none_if_missing
 from services.cli.local_run import engine_threads
 from services.common.objectstore import ObjectStore
 from services.datasets import load_datasets
+from services.model.conversation import tokenize_conversation
 from services.model.tiny import build_tokenizer
 from services.rollout import fleet
 from services.rollout.api.wire import Sampling
-from services.rollout.collector import CONCURRENT_JOBS, Collector, Job, tokenize_conversation
+from services.rollout.collector import CONCURRENT_JOBS, Collector, Job
 from services.rollout.fleet import Fleet
 from services.rollout.vllm.api import VllmApi
 from services.stack.stack import Endpoints, running_stack
@@ -185,6 +186,21 @@ class Run:
             time.sleep(0.01)
 
 
+def begin_run(client: BufferClient, settings: RunConfig) -> None:
+    """Creates the client's run and begins its first attempt, as the trainer does."""
+    datasets = load_datasets(settings)
+    for dataset in datasets.all:
+        client.upload_dataset(dataset.name, dataset.prompts)
+    request = wire.RunCreate(
+        name=settings.name,
+        config=settings.model_dump(mode="json"),
+        train_dataset=datasets.train.name,
+        test_datasets=datasets.test_names,
+    )
+    client.create_run(request)
+    client.begin_attempt()
+
+
 @contextmanager
 def running(
     name: str,
@@ -197,17 +213,7 @@ def running(
 ) -> Iterator[Run]:
     settings = config(name, replicas, sync_every, workload)
     client = BufferClient(stack.buffer_url, stack.token, run=name)
-    datasets = load_datasets(settings)
-    for dataset in datasets.all:
-        client.upload_dataset(dataset.name, dataset.prompts)
-    request = wire.RunCreate(
-        name=name,
-        config=settings.model_dump(mode="json"),
-        train_dataset=datasets.train.name,
-        test_datasets=datasets.test_names,
-    )
-    client.create_run(request)
-    client.begin_attempt()
+    begin_run(client, settings)
     threads = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **engine_threads(settings.rollout)}
     scratch = home / name
     scratch.mkdir()
@@ -332,7 +338,7 @@ def sync(run: Run, *, repeats: int) -> dict[str, Any]:
         parts["download"].append(_seconds(partial(_get_all, store, files, targets)))
         parts["load"].append(asyncio.run(_vllm_load(run.vllm_ports(), targets)))
         version = repeat + 2
-        commit_made_up_step(run, version - 1)
+        commit_made_up_step(run.client, version - 1)
         run.client.step_prompts(version)  # sets the target version, as the collector does
         with torch.no_grad():
             next(model.parameters()).add_(0.001)
@@ -346,14 +352,14 @@ def sync(run: Run, *, repeats: int) -> dict[str, Any]:
     return {"bytes": size, **parts, "ratio": medians["whole"] / needed}
 
 
-def commit_made_up_step(run: Run, step: int) -> None:
+def commit_made_up_step(client: BufferClient, step: int) -> None:
     """Commits a step with made-up groups: only then can the next version be published."""
-    prompts = run.client.step_prompts(step)
+    prompts = client.step_prompts(step)
     uids = [prompt.uid for prompt in prompts.prompts]
     body = trajectories(uids, prompts.policy_version, 4, np.random.default_rng(step))
-    run.client.post_groups(step, "fresh", body)
-    run.client.batch(step)
-    run.client.commit(step, {})
+    client.post_groups(step, "fresh", body)
+    client.batch(step)
+    client.commit(step, {})
 
 
 def _seconds(work: Any) -> float:

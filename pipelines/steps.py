@@ -238,12 +238,13 @@ def prepare(context: PipelineContext, config: RunConfig) -> str:
     from services.datasets import (
         DataSources,
         keep_prompts,
+        limit_lengths,
         load_datasets,
         pin_revisions,
         store_dataset,
     )
     from services.model.resolve import ensure_model
-    from services.model.stored import store_model
+    from services.model.stored import fetch_model, store_model
     from services.model.vision import check_model
 
     for warning in config.warnings():
@@ -254,17 +255,22 @@ def prepare(context: PipelineContext, config: RunConfig) -> str:
     )
     datasets = load_datasets(config, sources)
     state = none_if_missing(context.buffer.run_state)
+    # That of the configuration may lead elsewhere by now.
+    path = config.model.path if state is None else state.config.model.path
+    is_stored = path.startswith(MODEL_SCHEME)
+    if is_stored:
+        model = fetch_model(path, context.store, context.scratch / "tokenizer", weights=False)
+    else:
+        model = ensure_model(config, context.scratch)
+    if datasets.train.images is not None:
+        check_model(model, config.rollout.engine)
+    datasets = limit_lengths(config, datasets, model)
     if state is not None:
         config = keep_prompts(config, state, datasets)
     for dataset in datasets.all:
         store_dataset(context.buffer, dataset)
         context.log(f"dataset {dataset.name}: {dataset.summary}")
-    # That of the configuration may lead elsewhere by now.
-    path = config.model.path if state is None else state.config.model.path
-    if not path.startswith(MODEL_SCHEME):
-        model = ensure_model(config, context.scratch)
-        if datasets.train.images is not None:
-            check_model(model, config.rollout.engine)
+    if not is_stored:
         path = store_model(context.store, model)
     context.log(f"model {path}")
     request = wire.RunCreate(

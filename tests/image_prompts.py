@@ -14,9 +14,9 @@ from bapo_core.tasks.diagrams import draw
 from bapo_core.tasks.figures import random_figure
 from bapo_core.tasks.geometry import GeometryTask
 from services.common.images import check_image
+from services.model.conversation import tokenize_conversation
 from services.model.vision import VisionProcessor
 from services.rollout.api.wire import PromptRequest
-from services.rollout.collector import tokenize_conversation
 
 TASK = GeometryTask(instruction="Answer.")
 

@@ -122,6 +122,9 @@ class TaskConfig(Section):
     """Number of training prompts to generate, or the most to read from `task.train_path`."""
     test_prompts: int = Field(200, ge=1)
     """Number of held-out prompts to generate, or the most to read from `task.test_path`."""
+    drop_long_prompts: bool = False
+    """Whether training prompts of more than `rollout.max_prompt_tokens` tokens are left out; if
+    not, the run does not start. Held-out prompts are never left out."""
     data_seed: int = 0
     """Seed of generated prompts; it is separate from `seed`, so that runs with different seeds
     train on the same data."""
@@ -150,7 +153,8 @@ class RolloutConfig(Section):
     top_k: int = -1
     """Top-k sampling, which must be off (-1) for the same reason as `top_p` (Table 3: -1)."""
     max_prompt_tokens: int = Field(2048, ge=1)
-    """Length of the longest prompt in tokens; a longer one stops the run (Table 3: 2048)."""
+    """Length of the longest prompt in tokens; with a longer one, a run does not start, unless
+    `task.drop_long_prompts` leaves it out (Table 3: 2048)."""
     max_response_tokens: int = Field(8192, ge=1)
     """Length in tokens at which a response is cut off (Table 3: 8192)."""
     max_generation_rounds: int = Field(1, ge=1)

@@ -27,9 +27,9 @@ from services.buffer.api.wire import PromptItem
 from services.cli.service import data_sources
 from services.datasets import load_datasets
 from services.datasets.images import image_digests
+from services.model.conversation import tokenize_conversation
 from services.model.vision import OpenImage, check_model, load_processor
 from services.rollout.api.wire import GeneratedGroup, GenerateRequest, PromptRequest
-from services.rollout.collector import tokenize_conversation
 from services.rollout.server import make_driver
 from services.rollout.settings import VllmSettings
 from services.trainer.data import collate, microbatches, read_pixels

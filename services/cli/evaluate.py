@@ -27,9 +27,9 @@ from services.cli.service import data_sources
 from services.common.images import decode_image
 from services.datasets import Dataset, load_datasets, load_evaluation_sets
 from services.datasets.images import image_digests
+from services.model.conversation import tokenize_conversation
 from services.model.vision import OpenImage, VisionProcessor, check_model, load_processor
 from services.rollout.api.wire import GeneratedGroup, PromptRequest, Sampling
-from services.rollout.collector import tokenize_conversation
 from services.rollout.transformers_engine import TransformersEngine
 from services.verifier.pool import VerifierPool
 

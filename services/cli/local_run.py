@@ -21,7 +21,7 @@ from services.cli.progress import RunDisplay
 from services.cli.service import data_sources
 from services.common.errors import ServiceUnavailable
 from services.common.process import python_command
-from services.datasets import load_datasets, store_dataset
+from services.datasets import limit_lengths, load_datasets, store_dataset
 from services.exporters.mlflow import mirror_to_mlflow
 from services.model.vision import check_model
 from services.report.summary import RunHistory, read_history, summarise
@@ -59,7 +59,7 @@ def create_run(run: LocalRun, model: Path) -> None:
     """Uploads the prompts and creates the run.
 
     model: directory of the initial model. Raises `BapoError` when the run's name is taken, or when
-    its prompts have images that its model or engine cannot take.
+    its prompts are too long or have images that its model or engine cannot take.
     """
     client = run.client
     if run.config.name in {state.name for state in client.runs()}:
@@ -70,6 +70,7 @@ def create_run(run: LocalRun, model: Path) -> None:
     datasets = load_datasets(run.config, data_sources(lambda: client))
     if datasets.train.images is not None:
         check_model(model, run.config.rollout.engine)
+    datasets = limit_lengths(run.config, datasets, model)
     for dataset in datasets.all:
         store_dataset(client, dataset)
         if dataset.notes:

@@ -5,6 +5,7 @@ An address of a data set is a local file, `hf://organisation/name[@revision][:sp
 """
 
 from services.datasets.dataset import Dataset, digest_of_prompts
+from services.datasets.lengths import limit_lengths
 from services.datasets.load import (
     RunDatasets,
     keep_prompts,
@@ -22,6 +23,7 @@ __all__ = [
     "data_addresses",
     "digest_of_prompts",
     "keep_prompts",
+    "limit_lengths",
     "load_datasets",
     "load_evaluation_sets",
     "pin_address",

@@ -25,19 +25,27 @@ class Dataset:
     """The limit of rows if it was reached, so that there may be more; otherwise None."""
     demonstrated: int = 0
     """Number of prompts with a demonstration, if the run asks for them."""
+    too_long: int = 0
+    """Number of prompts that were left out, because they have too many tokens."""
 
     @property
     def notes(self) -> str:
-        """Describes demonstrations, rows that were left out, and the limit that was reached."""
+        """Describes demonstrations, what was left out, and the limit that was reached."""
         left_out = f", {self.left_out} rows without an answer left out" if self.left_out else ""
         limit = f", read up to the limit of {self.limit} rows" if self.limit else ""
         shown = f", {self.demonstrated} with a demonstration" if self.demonstrated else ""
-        return shown + left_out + limit
+        too_long = f", {self.too_long} prompts left out as too long" if self.too_long else ""
+        return shown + left_out + too_long + limit
 
     @property
     def summary(self) -> str:
         """Describes for people how many prompts it has."""
         return f"{len(self.prompts)} prompts{self.notes}"
+
+
+def name_dataset(task: str, split: str, prompts: Sequence[PromptItem]) -> str:
+    """Returns the name of a dataset, which contains a digest of its prompts."""
+    return "-".join(filter(None, (task, split, digest_of_prompts(prompts)[:12])))
 
 
 def digest_of_prompts(prompts: Sequence[PromptItem]) -> str:

@@ -18,7 +18,7 @@ from bapo_core.tasks.base import DEMONSTRATION, VerdictStatus, compose_demonstra
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.common.objectstore import S3_SCHEME
-from services.datasets.dataset import Dataset, digest_of_prompts
+from services.datasets.dataset import Dataset, name_dataset
 from services.datasets.files import RowError
 from services.datasets.images import Images, digests_of_prompts, image_digests
 from services.datasets.sources import (
@@ -79,13 +79,18 @@ def load_datasets(config: RunConfig, sources: DataSources = NO_SERVICES) -> RunD
                 f"{overlap[0]}); remove them from one of {TRAIN_PATH} and "
                 f"{address_key(config, name)}"
             )
+    check_number(config, train)
+    return RunDatasets(train, test)
+
+
+def check_number(config: RunConfig, train: Dataset) -> None:
+    """Raises `BapoError` if there are fewer training prompts than a step may draw."""
     if len(train.prompts) < config.prompts_needed:
         raise BapoError(
             f"there are {len(train.prompts)} training prompts, but "
             f"{config.explain_prompts_needed()}; lower one of these keys, or provide more "
             "prompts"
         )
-    return RunDatasets(train, test)
 
 
 def load_evaluation_sets(
@@ -365,8 +370,7 @@ def _build_dataset(task: Task, payloads: Sequence[Payload], split: str, images: 
     ]
     if isinstance(task, ImageTask):
         _check_images(task, payloads)
-    digest = digest_of_prompts(prompts)[:12]
-    name = "-".join(filter(None, (task.name, split, digest)))
+    name = name_dataset(task.name, split, prompts)
     return Dataset(name, prompts, images=images if isinstance(task, ImageTask) else None)
 
 

@@ -26,7 +26,7 @@ from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from bapo_core.rewards import check_reward, reward_parts, total_reward
 from bapo_core.seeding import derive_seed
-from bapo_core.tasks import Message, Task, get_task, normalise_answer
+from bapo_core.tasks import Task, get_task, normalise_answer
 from services.buffer.api import wire
 from services.buffer.api.client import LONG_POLL_S, BufferClient
 from services.buffer.api.spans import SpanRecorder
@@ -36,8 +36,9 @@ from services.common.errors import ServiceError, ServiceUnavailable, Superseded
 from services.common.objectstore import ObjectStore
 from services.common.threads import run_detached
 from services.datasets.images import image_digests
+from services.model.conversation import tokenize_conversation
 from services.model.stored import fetch_model, model_on_disk
-from services.model.vision import VisionProcessor, images_of, load_processor
+from services.model.vision import VisionProcessor, load_processor
 from services.rollout.api.wire import (
     GeneratedGroup,
     GeneratedResponse,
@@ -630,37 +631,6 @@ class Collector:
             normalise_answer(task, verdict.extracted),
             interruptions,
         )
-
-
-def tokenize_conversation(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[Message],
-    vision: VisionProcessor | None = None,
-) -> list[int]:
-    """Returns the token ids of a conversation, up to where the response begins.
-
-    A last message of the assistant follows the generation prompt as it is, because chat templates
-    add to it: that of Qwen3 puts an empty <think></think> before it.
-
-    vision: the processor of a model that reads images.
-
-    Raises `BapoError` for images without a processor.
-    """
-    last = messages[-1]
-    prefix = str(last["content"]) if last["role"] == "assistant" else ""
-    rendered: Any = tokenizer.apply_chat_template(
-        messages[:-1] if prefix else messages,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=False,
-    )
-    token_ids = [*rendered, *tokenizer.encode(prefix, add_special_tokens=False)]
-    images = images_of(messages)
-    if vision is not None:
-        return vision.expand(token_ids, images)
-    if images:
-        raise BapoError("the prompts have images, but the model reads none; choose another model")
-    return token_ids
 
 
 def tokenizer_directory(path: str, settings: CollectorSettings) -> Path:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from services.model.conversation import tokenize_conversation
 from services.model.tiny import build_tokenizer
-from services.rollout.collector import tokenize_conversation
 
 
 def test_the_beginning_of_a_response_follows_the_generation_prompt_as_it_is() -> None:

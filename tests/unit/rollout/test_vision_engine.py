@@ -25,6 +25,7 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 
 from bapo_core.errors import BapoError
 from services.common.images import decode_image
+from services.model.conversation import tokenize_conversation
 from services.model.tiny_vision import IMAGE, build_tokenizer
 from services.model.vision import (
     ARCHITECTURES,
@@ -37,7 +38,6 @@ from services.model.vision import (
     check_model,
 )
 from services.rollout.api.wire import GenerateRequest, PromptRequest, Sampling
-from services.rollout.collector import tokenize_conversation
 from services.rollout.transformers_engine import TransformersEngine
 from tests.image_prompts import IMAGES, TASK, payload, prompts_of
 from tests.micro import micro_model, save_micro_vision_model

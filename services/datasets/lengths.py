@@ -1,0 +1,80 @@
+"""Compares the lengths of a run's prompts with its limit, before the run begins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bapo_core.config import RunConfig
+from bapo_core.errors import BapoError
+from bapo_core.tasks import get_task
+from services.datasets.dataset import Dataset, name_dataset
+from services.datasets.load import RunDatasets, check_number
+from services.datasets.sources import TRAIN_PATH, address_key
+from services.model.conversation import tokenize_conversation
+from services.model.vision import VisionProcessor, load_processor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def limit_lengths(config: RunConfig, datasets: RunDatasets, model: Path) -> RunDatasets:
+    """Returns the datasets with no prompt of more than `rollout.max_prompt_tokens` tokens.
+
+    model: directory with the tokenizer of the initial model.
+
+    Longer training prompts are left out if `task.drop_long_prompts` is set. Raises `BapoError` for
+    those that are not, and for longer held-out prompts, without which accuracies would be those of
+    another benchmark.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer, vision = AutoTokenizer.from_pretrained(model), load_processor(model)
+    limit = config.rollout.max_prompt_tokens
+
+    def find_long(dataset: Dataset, options: Mapping[str, Any]) -> dict[str, int]:
+        lengths = _lengths(config.task.name, options, dataset, tokenizer, vision)
+        return {uid: length for uid, length in lengths.items() if length > limit}
+
+    for name, held_out in datasets.test.items():
+        too_long = find_long(held_out, config.evaluation_sets[name].options)
+        if too_long:
+            raise BapoError(_describe(config, address_key(config, name), held_out, too_long))
+    train = datasets.train
+    too_long = find_long(train, config.task.options)
+    if not too_long:
+        return datasets
+    if not config.task.drop_long_prompts:
+        message = _describe(config, TRAIN_PATH, train, too_long)
+        raise BapoError(f"{message}, or set task.drop_long_prompts to train without them")
+    kept = [prompt for prompt in train.prompts if prompt.uid not in too_long]
+    name = name_dataset(config.task.name, "train", kept)
+    shorter = replace(train, name=name, prompts=kept, too_long=len(too_long))
+    check_number(config, shorter)
+    return RunDatasets(shorter, datasets.test)
+
+
+def _lengths(
+    task_name: str,
+    options: Mapping[str, Any],
+    dataset: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    vision: VisionProcessor | None,
+) -> dict[str, int]:
+    """Returns the number of tokens of each prompt by its uid."""
+    task = get_task(task_name, **options)
+    return {
+        prompt.uid: len(tokenize_conversation(tokenizer, task.render(prompt.payload), vision))
+        for prompt in dataset.prompts
+    }
+
+
+def _describe(config: RunConfig, key: str, dataset: Dataset, too_long: Mapping[str, int]) -> str:
+    longest = max(too_long, key=lambda uid: too_long[uid])
+    return (
+        f"{key}: {len(too_long)} of {len(dataset.prompts)} prompts have more tokens than "
+        f"rollout.max_prompt_tokens ({config.rollout.max_prompt_tokens}), the longest "
+        f"{too_long[longest]} ({longest}); raise the limit"
+    )

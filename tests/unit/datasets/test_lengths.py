@@ -1,0 +1,118 @@
+"""Prompts that are too long are found before a run begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from bapo_core.config import RunConfig, load_config
+from bapo_core.errors import BapoError
+from bapo_core.tasks import get_task
+from services.datasets import Dataset, RunDatasets, limit_lengths, load_datasets
+from services.model.conversation import tokenize_conversation
+from services.model.vision import images_of
+from tests.image_prompts import TASK
+from tests.micro import save_micro_vision_model
+
+NUMBERS = "task.options={template: short, numbers: [2, 3, 4]}"
+
+
+def config_of(limit: int, *overrides: str) -> RunConfig:
+    return load_config(
+        None,
+        [
+            NUMBERS,
+            "task.train_prompts=60",
+            "task.test_prompts=5",
+            "rollout.prompts_per_step=8",
+            "optimizer.minibatch_prompts=8",
+            f"rollout.max_prompt_tokens={limit}",
+            *overrides,
+        ],
+    )
+
+
+def lengths_of(config: RunConfig, dataset: Dataset, model: Path) -> dict[str, int]:
+    tokenizer, task = AutoTokenizer.from_pretrained(model), get_task("countdown", template="short")
+    return {
+        prompt.uid: len(tokenize_conversation(tokenizer, task.render(prompt.payload)))
+        for prompt in dataset.prompts
+    }
+
+
+@pytest.fixture
+def datasets() -> RunDatasets:
+    return load_datasets(config_of(2048))
+
+
+@pytest.fixture
+def lengths(datasets: RunDatasets, small_model: Path) -> dict[str, int]:
+    return lengths_of(config_of(2048), datasets.train, small_model)
+
+
+@pytest.fixture
+def limit(lengths: dict[str, int]) -> int:
+    """Returns a limit that some of the training prompts exceed, and no held-out prompt."""
+    return sorted(set(lengths.values()))[-2]
+
+
+def without_held_out(datasets: RunDatasets) -> RunDatasets:
+    return RunDatasets(datasets.train, {})
+
+
+def test_training_prompts_that_are_too_long_are_refused_at_the_start(
+    datasets: RunDatasets, lengths: dict[str, int], limit: int, small_model: Path
+) -> None:
+    longest = max(lengths.values())
+    number = list(lengths.values()).count(longest)
+    message = (
+        rf"task\.train_path: {number} of 60 prompts have more tokens than "
+        rf"rollout\.max_prompt_tokens \({limit}\), the longest {longest} \(countdown:[\d:-]+\); "
+        r"raise the limit, or set task\.drop_long_prompts"
+    )
+    with pytest.raises(BapoError, match=message):
+        limit_lengths(config_of(limit), without_held_out(datasets), small_model)
+    assert limit_lengths(config_of(longest), datasets, small_model) == datasets
+
+
+def test_they_are_left_out_on_request(
+    datasets: RunDatasets, lengths: dict[str, int], limit: int, small_model: Path
+) -> None:
+    config = config_of(limit, "task.drop_long_prompts=true")
+    train = limit_lengths(config, without_held_out(datasets), small_model).train
+    kept = [uid for uid, length in lengths.items() if length <= limit]
+    assert [prompt.uid for prompt in train.prompts] == kept
+    left_out = len(lengths) - len(kept)
+    assert train.summary == f"{len(kept)} prompts, {left_out} prompts left out as too long"
+    assert train.name != datasets.train.name, "a dataset is named by its content"
+    needed = config_of(limit, "task.drop_long_prompts=true", "rollout.prompts_per_step=60")
+    with pytest.raises(BapoError, match=f"there are {len(kept)} training prompts, but"):
+        limit_lengths(needed, without_held_out(datasets), small_model)
+
+
+def test_held_out_prompts_are_never_left_out(datasets: RunDatasets, small_model: Path) -> None:
+    config = config_of(3, "task.drop_long_prompts=true")
+    with pytest.raises(BapoError, match=r"task\.test_path: 5 of 5 prompts .*raise the limit$"):
+        limit_lengths(config, datasets, small_model)
+
+
+def test_images_count_as_the_tokens_that_stand_for_them(tmp_path: Path) -> None:
+    model = save_micro_vision_model(tmp_path)
+    config = load_config(
+        None,
+        [
+            *("task.name=geometry", "task.train_prompts=8", "task.test_prompts=4"),
+            *("rollout.prompts_per_step=4", "optimizer.minibatch_prompts=4"),
+            "rollout.max_prompt_tokens=2048",
+        ],
+    )
+    datasets = load_datasets(config)
+    assert limit_lengths(config, datasets, model) == datasets
+    text = TASK.render(datasets.test["test"].prompts[0].payload)
+    assert images_of(text)
+    tokens = len(AutoTokenizer.from_pretrained(model).apply_chat_template(text)["input_ids"])
+    rollout = config.rollout.model_copy(update={"max_prompt_tokens": tokens})
+    with pytest.raises(BapoError, match="4 of 4 prompts have more tokens"):
+        limit_lengths(config.model_copy(update={"rollout": rollout}), datasets, model)
