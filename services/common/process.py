@@ -138,6 +138,20 @@ class ChildProcess:
         return last_error(self.log)
 
 
+def reap_orphans(*children: int) -> None:
+    """Waits for the processes that have ended and whose parents have left them to this one.
+
+    The first process of a container inherits them, and each would stay in the table of processes
+    until the container ends.
+
+    children: ids of this process's own children, for which others wait.
+    """
+    ended = partial(os.waitid, os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    with suppress(ChildProcessError):  # there are none
+        while (process := ended()) is not None and process.si_pid not in children:
+            os.waitpid(process.si_pid, 0)
+
+
 def last_error(log: Path) -> str:
     """Returns the last error of a log, or else its last line, followed by the log's path."""
     text = log.read_text(errors="replace") if log.exists() else ""

@@ -4,6 +4,8 @@ A deployment exists before its runs do. The watcher waits for a run whose first 
 starts MODULE (the replica's server or the collector) as a child process with `BAPO_RUN` set, and
 stops it when the run ends. The oldest run comes first; the others wait.
 
+As the first process of its container, it also waits for the processes that vLLM leaves behind.
+
 The watcher answers `/health` and `/readyz` on `BAPO_PORT` while MODULE does not.
 """
 
@@ -26,6 +28,7 @@ from services.common.logs import configure_logs
 from services.common.process import (
     ChildProcess,
     python_command,
+    reap_orphans,
     run_until_error,
     stop_on_signals,
 )
@@ -66,6 +69,7 @@ class RunWatcher:
     def _wait_for_run(self, done: tuple[str, int] | None) -> wire.RunState:
         """Waits for an active run, other than the attempt `done`, whose work is finished."""
         while True:
+            reap_orphans()
             run = self._find_active_run()
             if run is not None and (run.name, run.attempt) != done:
                 return run
@@ -86,6 +90,7 @@ class RunWatcher:
         attempt = run.attempt
         try:
             while process.exit_code is None:
+                reap_orphans(process.pid)
                 attempt, active = self._still_active(run.name, attempt)
                 if not active:
                     log.info("run %s has ended", run.name)

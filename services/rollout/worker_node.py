@@ -22,7 +22,7 @@ from services.common.auth import require_shared_token
 from services.common.logs import configure_logs
 from services.common.objectstore import ObjectStore
 from services.common.problems import conflict, install_problem_handlers
-from services.common.process import run_until_error
+from services.common.process import reap_orphans, run_until_error
 from services.common.serve import serve
 from services.rollout.api.nodes import EngineState, FetchProgress, KeptVersions, StartEngine
 from services.rollout.settings import WorkerNodeSettings
@@ -113,6 +113,7 @@ class Node:
             _, process = self._engine
             await process.stop()
             self._engine = None
+            reap_orphans()  # what vLLM has left behind
 
     def state(self) -> EngineState:
         """Returns whether vLLM runs."""

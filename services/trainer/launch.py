@@ -7,7 +7,9 @@ variables, and starts `services.trainer.loop` unless `-m` names another module.
 
 from __future__ import annotations
 
+import socket
 import sys
+from argparse import Namespace
 
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
@@ -22,6 +24,7 @@ def main() -> None:
     """Runs torchrun in this process."""
     module = [] if "-m" in sys.argv else ["-m", "services.trainer.loop"]
     arguments = parse_args([*sys.argv[1:], *module])  # type: ignore[no-untyped-call]
+    name_host(arguments)
     try:
         run(arguments)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
@@ -34,6 +37,19 @@ def main() -> None:
         # The other nodes have not started yet, or have been evicted.
         sys.stderr.write(f"the workers do not find each other: {error}\n")
         sys.exit(EXIT_RETRYABLE)
+
+
+def name_host(arguments: Namespace) -> None:
+    """Sets `is_host` on the node that the endpoint of the rendezvous names, by its host name.
+
+    torchrun would resolve the endpoint's name and compare addresses. In a pod that has just started
+    the name has no address yet, so that no node would be the host, and all would wait for one until
+    the rendezvous times out.
+    """
+    host, _, _ = arguments.rdzv_endpoint.rpartition(":")
+    name, _, domain = host.partition(".")
+    if arguments.rdzv_backend == "c10d" and domain and name == socket.gethostname():
+        arguments.rdzv_conf = ",".join(filter(None, [arguments.rdzv_conf, "is_host=true"]))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import config_from_args, parse_args
 
 from bapo_core.errors import BapoError, ConfigError, TaskError
 from bapo_core.tasks import get_task
@@ -24,6 +26,7 @@ from services.common.process import (
     run_until_error,
 )
 from services.stack.supervisor import free_ports
+from services.trainer.launch import name_host
 from services.trainer.update import NonFiniteLoss
 
 ROOT = Path(__file__).parents[3]
@@ -99,6 +102,22 @@ def test_workers_that_do_not_find_each_other_are_started_again(endpoint: str) ->
     )
     assert done.returncode == EXIT_RETRYABLE, done.stderr
     assert "the workers do not find each other" in done.stderr
+
+
+@pytest.mark.parametrize("node", ["job-node-0-0", "job-node-0-1"])
+def test_a_node_knows_itself_before_its_name_can_be_resolved(
+    node: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise all nodes would wait ten minutes for a host."""
+    monkeypatch.setattr(socket, "gethostname", lambda: node)
+    endpoint, conf = "job-node-0-0.job:29500", "join_timeout=2,read_timeout=2"
+    options = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-conf", conf]
+    arguments = parse_args([*options, "-m", "some.module"])  # type: ignore[no-untyped-call]
+    name_host(arguments)
+    config, _, _ = config_from_args(arguments)  # type: ignore[no-untyped-call]
+    expected = "true" if node == "job-node-0-0" else None
+    assert config.rdzv_configs.get("is_host") == expected
+    assert config.rdzv_configs["read_timeout"] == "2"
 
 
 def test_every_failed_call_to_a_service_has_one_parent() -> None:
@@ -263,3 +282,29 @@ def test_a_package_in_the_working_directory_does_not_shadow_ours(tmp_path: Path)
     assert process.wait(120) == 1
     assert "BAPO_DATABASE_URL is not set" in process.last_error()
     assert "the wrong package" not in log.read_text()
+
+
+def test_orphans_are_reaped_and_children_are_left_to_their_owners(tmp_path: Path) -> None:
+    """The program inherits orphans, as the first process of a container does."""
+    log = tmp_path / "log"
+    program = """
+        import ctypes, os, subprocess, sys, time
+        from services.common.process import reap_orphans
+
+        PR_SET_CHILD_SUBREAPER = 36
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+        reap_orphans()
+        child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+        leave = "import subprocess; print(subprocess.Popen(['sleep', '0']).pid)"
+        orphan = int(subprocess.check_output([sys.executable, "-c", leave]))
+        while f"{orphan} (sleep) Z {os.getpid()} " not in open(f"/proc/{orphan}/stat").read():
+            time.sleep(0.01)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        while os.path.exists(f"/proc/{orphan}"):
+            reap_orphans(child.pid)
+            child.poll()
+        print(child.wait())
+    """
+    done = child(program, log)
+    assert done.wait(60) == 0, log.read_text()
+    assert log.read_text() == "3\n"
