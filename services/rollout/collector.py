@@ -379,6 +379,8 @@ class Collector:
         ended = [task for task in self._running if task.done()]
         for task in ended:
             del self._running[task]
+        # The errors of all must be asked for, or asyncio logs those of the others as errors.
+        await asyncio.gather(*ended, return_exceptions=True)
         for task in ended:
             task.result()
 

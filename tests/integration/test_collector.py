@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from bapo_core.errors import ConfigError
+from bapo_core.errors import BapoError, ConfigError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import encode_groups
 from services.common import layout
@@ -26,7 +27,7 @@ from services.rollout.api.wire import (
     GenerateRequest,
     StartedResponse,
 )
-from services.rollout.collector import Collector, Job
+from services.rollout.collector import Collector, Job, _Running
 from services.rollout.fleet import Fleet
 from services.rollout.unfinished import UnfinishedGroups
 from services.stack.stack import Endpoints
@@ -242,6 +243,26 @@ def test_a_weight_that_no_verdict_has_stops_the_run_and_the_collector(stack: End
     driver.config = unknown
     with pytest.raises(ConfigError, match=message):
         make_collector(driver, ScriptedFleet(answers=1))
+
+
+def test_of_jobs_that_fail_together_one_is_reported(
+    stack: Endpoints, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The last error in the log is what a supervisor shows."""
+    collector = make_collector(Driver(stack, small_config("fail-together")), ScriptedFleet(0))
+
+    async def fail() -> bool:
+        raise BapoError("a prompt is wrong")
+
+    async def work() -> None:
+        for _ in range(2):
+            collector._running[asyncio.create_task(fail())] = _Running(Job(1, "fresh"))
+        with pytest.raises(BapoError, match="a prompt is wrong"):
+            await collector._limit_running(0)
+
+    asyncio.run(work())
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.parametrize(
