@@ -27,6 +27,7 @@ from bapo_core.errors import BapoError
 from pipelines.backends import JobState
 from pipelines.pytorchjob import build_pytorchjob
 from pipelines.training_job import RUN_LABEL, SPEC_HASH_LABEL, TrainingJob
+from services.common.files import write_private
 from services.common.process import ChildProcess, python_command, stop_on_signals
 from services.stack.supervisor import free_ports
 
@@ -142,9 +143,7 @@ def _read_state(directory: Path) -> JobState:
 
 
 def _write_state(directory: Path, state: JobState) -> None:
-    new = directory / f"{STATE}.new"
-    new.write_text(json.dumps(asdict(state)))
-    new.rename(directory / STATE)
+    write_private(directory / STATE, json.dumps(asdict(state)))
 
 
 # ---- the operator of one job --------------------------------------------------------------------
