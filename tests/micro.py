@@ -174,8 +174,13 @@ def _save_micro_model_of_tiles(directory: Path, architecture: str, seed: int) ->
     """Saves a model whose images are tiles of 56 x 56 pixels, with 16 or 4 tokens for each."""
     tokenizer = tiny_vision.build_tokenizer()
     rows = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
-    beside = ["<img>", "</img>", "<fake_token_around_image>", "<global-img>", *rows]
-    tokenizer.add_tokens(beside, special_tokens=True)
+    beside = {
+        "internvl": ["<img>", "</img>"],
+        # Places of tiles are text for Idefics3.
+        "idefics3": ["<fake_token_around_image>"],
+        "smolvlm": ["<fake_token_around_image>", "<global-img>", *rows],
+    }
+    tokenizer.add_tokens(beside.get(architecture, []), special_tokens=True)
     tokenizer.save_pretrained(directory)
     text = micro_config(vocab_size=len(tokenizer), max_position_embeddings=512)
     vision = {

@@ -27,7 +27,7 @@ from services.buffer.api.wire import PromptItem
 from services.cli.service import data_sources
 from services.datasets import load_datasets
 from services.datasets.images import image_digests
-from services.model.conversation import tokenize_conversation
+from services.model.conversation import load_tokenizer, tokenize_conversation
 from services.model.vision import OpenImage, check_model, load_processor
 from services.rollout.api.wire import GeneratedGroup, GenerateRequest, PromptRequest
 from services.rollout.server import make_driver
@@ -134,9 +134,8 @@ async def _generate(
     prompts: Sequence[PromptItem],
     open_image: OpenImage | None,
 ) -> tuple[GenerateRequest, list[GeneratedGroup]]:
-    from transformers import AutoTokenizer
 
-    tokenizer, vision = AutoTokenizer.from_pretrained(model), load_processor(model)
+    tokenizer, vision = load_tokenizer(model), load_processor(model)
     task = get_task(config.task.name, **config.task.options)
     rollout = config.rollout
     request = GenerateRequest(

@@ -27,7 +27,7 @@ from services.cli.service import data_sources
 from services.common.images import decode_image
 from services.datasets import Dataset, load_datasets, load_evaluation_sets
 from services.datasets.images import image_digests
-from services.model.conversation import tokenize_conversation
+from services.model.conversation import load_tokenizer, tokenize_conversation
 from services.model.vision import OpenImage, VisionProcessor, check_model, load_processor
 from services.rollout.api.wire import GeneratedGroup, PromptRequest, Sampling
 from services.rollout.transformers_engine import TransformersEngine
@@ -56,7 +56,6 @@ def evaluate_directory(
     """
     if not (directory / "config.json").is_file():
         raise BapoError(f"{directory} is not a model directory: it has no config.json")
-    from transformers import AutoTokenizer
 
     held_out = _load_held_out(config)
     open_image = _make_image_opener(held_out, directory)
@@ -66,7 +65,7 @@ def evaluate_directory(
         open_image = blank_image_opener(open_image)
     engine = TransformersEngine(open_image=open_image)
     engine.load(directory, 1)
-    tokenizer, vision = AutoTokenizer.from_pretrained(directory), load_processor(directory)
+    tokenizer, vision = load_tokenizer(directory), load_processor(directory)
     return [
         _evaluate_set(config, settings, held_out[name], engine, tokenizer, vision)
         for name, settings in config.evaluation_sets.items()

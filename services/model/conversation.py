@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bapo_core.errors import BapoError
@@ -10,6 +12,31 @@ from services.model.vision import VisionProcessor, images_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of a model directory, with its chat template.
+
+    Raises `BapoError` when it cannot be loaded, or has no chat template.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
+        raise BapoError(f"{directory}: its tokenizer cannot be loaded: {reason}") from error
+    # Older directories of models that read images have the template beside the tokenizer.
+    beside = directory / "chat_template.json"
+    if tokenizer.chat_template is None and beside.is_file():
+        tokenizer.chat_template = json.loads(beside.read_text())["chat_template"]
+    if tokenizer.chat_template is None:
+        raise BapoError(
+            f"{directory}: its tokenizer has no chat template; add a file chat_template.jinja to "
+            "the directory, which for a model without roles is "
+            "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+        )
+    return tokenizer  # type: ignore[no-any-return]
 
 
 def tokenize_conversation(
@@ -29,7 +56,10 @@ def tokenize_conversation(
     last = messages[-1]
     prefix = str(last["content"]) if last["role"] == "assistant" else ""
     rendered: Any = tokenizer.apply_chat_template(
-        messages[:-1] if prefix else messages,
+        [
+            message if vision is None else _in_parts(message)
+            for message in (messages[:-1] if prefix else messages)
+        ],
         add_generation_prompt=True,
         tokenize=True,
         return_dict=False,
@@ -41,3 +71,14 @@ def tokenize_conversation(
     if images:
         raise BapoError("the prompts have images, but the model reads none; choose another model")
     return token_ids
+
+
+def _in_parts(message: Message) -> Message:
+    """Returns a message whose content is a list of parts.
+
+    The templates of some models that read images leave out content that is a text.
+    """
+    content = message["content"]
+    if not isinstance(content, str):
+        return message
+    return {"role": message["role"], "content": [{"type": "text", "text": content}]}

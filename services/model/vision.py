@@ -185,8 +185,17 @@ def _tiles_in_rows(config: Any, directory: Path, image_processor: Any) -> Expand
     last one."""
     from transformers import AutoTokenizer
 
+    # The others are tokens in some vocabularies and plain text in others.
     around, whole = "<fake_token_around_image>", "<global-img>"
-    _token_ids(directory, around, whole, "<row_1_col_1>")
+    _token_ids(directory, around)
+    longest = image_processor.size["longest_edge"]
+    tile = image_processor.max_image_size["longest_edge"]
+    if longest % tile:
+        raise BapoError(
+            f"{directory}: its image processor scales images to {longest} pixels, of which tiles "
+            f"of {tile} are no divisor; set size.longest_edge of preprocessor_config.json to a "
+            "multiple"
+        )
     tokenizer: Any = AutoTokenizer.from_pretrained(directory)
     image: str = tokenizer.convert_ids_to_tokens(int(config.image_token_id))
     vision = config.vision_config
@@ -247,7 +256,13 @@ def check_model(directory: Path, engine: str = "transformers") -> None:
 
     engine: `rollout.engine` of the run.
     """
-    model_type = _read_config(directory).get("model_type")
+    config = _read_config(directory)
+    model_type = config.get("model_type")
+    if (config.get("vision_config") or {}).get("model_type") == "pixtral":
+        raise BapoError(
+            f"model.path {directory}: its vision tower, pixtral, takes images of several sizes "
+            "padded to one, which bapo does not support; choose another model"
+        )
     if engine == "vllm" and model_type in set(ARCHITECTURES) - set(WITH_VLLM):
         raise BapoError(
             f"model.path {directory}: vLLM does not take images of a model of the type "

@@ -36,7 +36,7 @@ from services.common.errors import ServiceError, ServiceUnavailable, Superseded
 from services.common.objectstore import ObjectStore
 from services.common.threads import run_detached
 from services.datasets.images import image_digests
-from services.model.conversation import tokenize_conversation
+from services.model.conversation import load_tokenizer, tokenize_conversation
 from services.model.stored import fetch_model, model_on_disk
 from services.model.vision import VisionProcessor, load_processor
 from services.rollout.api.wire import (
@@ -652,7 +652,6 @@ def wait_for_attempt(buffer: BufferClient) -> wire.RunState:
 
 
 def main() -> None:
-    from transformers import AutoTokenizer
 
     from services.common.logs import configure_logs
     from services.common.process import run_until_error
@@ -692,7 +691,7 @@ def main() -> None:
                 settings.verifier_url,
                 (settings.verifier_token or settings.token).get_secret_value(),
             ),
-            AutoTokenizer.from_pretrained(directory),
+            load_tokenizer(directory),
             load_processor(directory),
             follows=settings.attempt is None,
         )

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
-from services.model.conversation import tokenize_conversation
+import json
+from pathlib import Path
+
+import pytest
+
+from bapo_core.errors import BapoError
+from services.model import tiny_vision
+from services.model.conversation import load_tokenizer, tokenize_conversation
 from services.model.tiny import build_tokenizer
+from services.model.vision import load_processor
+from tests.micro import save_micro_vision_model
+
+OF_PARTS = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{{ part['text'] if part['type'] == 'text' else '<|image_pad|>' }}{% endfor %}{% endfor %}"
+)
+"""A template that renders the parts of a message alone, as that of SmolVLM."""
 
 
 def test_the_beginning_of_a_response_follows_the_generation_prompt_as_it_is() -> None:
@@ -13,3 +28,34 @@ def test_the_beginning_of_a_response_follows_the_generation_prompt_as_it_is() ->
     begun = tokenize_conversation(tokenizer, [question, {"role": "assistant", "content": "3+"}])
     assert begun == [*prompt, *tokenizer.encode("3+", add_special_tokens=False)]
     assert tokenizer.decode(begun).endswith("3+")
+
+
+def test_the_text_of_a_message_is_one_of_its_parts_for_models_that_read_images(
+    tmp_path: Path,
+) -> None:
+    tokenizer = tiny_vision.build_tokenizer()
+    tokenizer.chat_template = OF_PARTS
+    vision = load_processor(save_micro_vision_model(tmp_path))
+    messages = [
+        {"role": "system", "content": "Answer."},
+        {"role": "user", "content": [{"type": "text", "text": " 3+4"}]},
+        {"role": "assistant", "content": "="},
+    ]
+    token_ids = tokenize_conversation(tokenizer, messages, vision)
+    assert tokenizer.decode(token_ids) == "Answer. 3+4="
+
+
+def test_the_template_may_stand_beside_the_tokenizer(tmp_path: Path) -> None:
+    tokenizer = tiny_vision.build_tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(BapoError, match=r"has no chat template; add a file chat_template\.jinja"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": OF_PARTS}))
+    assert load_tokenizer(tmp_path).chat_template == OF_PARTS
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(BapoError, match="its tokenizer cannot be loaded: ") as error:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(error.value)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -24,7 +25,7 @@ from transformers import (
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 
 from bapo_core.errors import BapoError
-from services.common.images import decode_image
+from services.common.images import ImageReference, decode_image
 from services.model.conversation import tokenize_conversation
 from services.model.tiny_vision import IMAGE, build_tokenizer
 from services.model.vision import (
@@ -236,3 +237,39 @@ def test_a_placeholder_in_the_text_of_a_problem_is_refused(directory: Path) -> N
     problem = payload(list(IMAGES)[:1], "<image>What is <|image_pad|>?")
     with pytest.raises(BapoError, match="has 2 placeholders for 1 images; give a model whose"):
         tokenize_conversation(tokenizer, TASK.render(problem), vision)
+
+
+@pytest.mark.parametrize("architecture", IN_ROWS)
+@pytest.mark.parametrize("size", [(30, 200), (57, 56), (90, 113), (224, 20), (168, 111)])
+def test_rows_of_tiles_are_as_many_as_the_processor_makes(
+    architecture: str, size: tuple[int, int], tmp_path: Path
+) -> None:
+    directory = save_micro_vision_model(tmp_path, architecture)
+    processor: Any = AutoImageProcessor.from_pretrained(directory, backend="pil")
+    tiles = processor(images=[Image.new("RGB", size)], return_tensors="pt")["pixel_values"][0]
+    vision = VisionProcessor.load(directory)
+    width, height = size
+    reference = ImageReference(digest="", width=width, height=height)
+    assert vision.expand([IMAGE], [reference]).count(IMAGE) == 4 * len(tiles)
+
+
+def test_tiles_that_do_not_divide_an_image_evenly_are_refused(tmp_path: Path) -> None:
+    """Transformers then counts other rows than it makes."""
+    directory = save_micro_vision_model(tmp_path, "smolvlm")
+    file = directory / "preprocessor_config.json"
+    settings = json.loads(file.read_text())
+    settings["size"]["longest_edge"] = 150
+    file.write_text(json.dumps(settings))
+    with pytest.raises(BapoError, match="to 150 pixels, of which tiles of 56 are no divisor"):
+        check_model(directory)
+
+
+def test_a_tower_for_images_of_several_sizes_is_refused(tmp_path: Path) -> None:
+    """Pixtral is a LLaVA with such a tower, whose images would get the wrong number of tokens."""
+    directory = save_micro_vision_model(tmp_path, "llava")
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    config["vision_config"]["model_type"] = "pixtral"
+    file.write_text(json.dumps(config))
+    with pytest.raises(BapoError, match="pixtral, takes images of several sizes"):
+        check_model(directory)
