@@ -264,7 +264,9 @@ def prepare(context: PipelineContext, config: RunConfig) -> str:
         model = ensure_model(config, context.scratch)
     if datasets.train.images is not None:
         check_model(model, config.rollout.engine)
-    datasets = limit_lengths(config, datasets, model)
+    # A run that exists has its prompts, also one of an earlier version that did not check them.
+    if state is None or config.task.drop_long_prompts:
+        datasets = limit_lengths(config, datasets, model)
     if state is not None:
         config = keep_prompts(config, state, datasets)
     for dataset in datasets.all:

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from bapo_core.tasks import get_task
+from bapo_core.tasks.base import DEMONSTRATION
 from services.datasets.dataset import Dataset, name_dataset
 from services.datasets.load import RunDatasets, check_number
-from services.datasets.sources import TRAIN_PATH, address_key
-from services.model.conversation import tokenize_conversation
+from services.datasets.sources import TRAIN_PATH, address_key, data_addresses
+from services.model.conversation import load_tokenizer, tokenize_conversation
 from services.model.vision import VisionProcessor, load_processor
 
 if TYPE_CHECKING:
@@ -29,9 +30,7 @@ def limit_lengths(config: RunConfig, datasets: RunDatasets, model: Path) -> RunD
     those that are not, and for longer held-out prompts, without which accuracies would be those of
     another benchmark.
     """
-    from transformers import AutoTokenizer
-
-    tokenizer, vision = AutoTokenizer.from_pretrained(model), load_processor(model)
+    tokenizer, vision = load_tokenizer(model), load_processor(model)
     limit = config.rollout.max_prompt_tokens
 
     def find_long(dataset: Dataset, options: Mapping[str, Any]) -> dict[str, int]:
@@ -50,9 +49,20 @@ def limit_lengths(config: RunConfig, datasets: RunDatasets, model: Path) -> RunD
         message = _describe(config, TRAIN_PATH, train, too_long)
         raise BapoError(f"{message}, or set task.drop_long_prompts to train without them")
     kept = [prompt for prompt in train.prompts if prompt.uid not in too_long]
-    name = name_dataset(config.task.name, "train", kept)
-    shorter = replace(train, name=name, prompts=kept, too_long=len(too_long))
+    shorter = replace(
+        train,
+        name=name_dataset(config.task.name, "train", kept),
+        prompts=kept,
+        too_long=len(too_long),
+        demonstrated=sum(DEMONSTRATION in prompt.payload for prompt in kept),
+    )
     check_number(config, shorter)
+    if train.demonstrated and not shorter.demonstrated:
+        raise BapoError(
+            "the demonstrations section needs correct responses to training prompts, but those "
+            f"that have one have more than rollout.max_prompt_tokens ({limit}) tokens; raise the "
+            "limit, or remove the section"
+        )
     return RunDatasets(shorter, datasets.test)
 
 
@@ -72,9 +82,14 @@ def _lengths(
 
 
 def _describe(config: RunConfig, key: str, dataset: Dataset, too_long: Mapping[str, int]) -> str:
+    """Returns a message of the prompts that are too long, which a remedy may follow.
+
+    key: the configuration's key of the data set's address.
+    """
     longest = max(too_long, key=lambda uid: too_long[uid])
+    source = key if data_addresses(config)[key] else f"prompts that task {config.task.name} makes"
     return (
-        f"{key}: {len(too_long)} of {len(dataset.prompts)} prompts have more tokens than "
+        f"{source}: {len(too_long)} of {len(dataset.prompts)} have more tokens than "
         f"rollout.max_prompt_tokens ({config.rollout.max_prompt_tokens}), the longest "
         f"{too_long[longest]} ({longest}); raise the limit"
     )

@@ -86,8 +86,9 @@ def load_datasets(config: RunConfig, sources: DataSources = NO_SERVICES) -> RunD
 def check_number(config: RunConfig, train: Dataset) -> None:
     """Raises `BapoError` if there are fewer training prompts than a step may draw."""
     if len(train.prompts) < config.prompts_needed:
+        left_out = f" ({train.too_long} were left out as too long)" if train.too_long else ""
         raise BapoError(
-            f"there are {len(train.prompts)} training prompts, but "
+            f"there are {len(train.prompts)} training prompts{left_out}, but "
             f"{config.explain_prompts_needed()}; lower one of these keys, or provide more "
             "prompts"
         )

@@ -140,10 +140,10 @@ def test_a_run_goes_on_without_the_prompts_that_were_too_long(
     """The data are read anew then, and the tokenizer is that of the stored model."""
     several = json.dumps({**EASY, "numbers": [2, 3, 4]})
     options = [f"task.options={several}", "rollout.max_prompt_tokens=10"]
-    with pytest.raises(BapoError, match=r"task\.test_path: \d of 8 prompts have more tokens"):
+    with pytest.raises(BapoError, match=r"makes: \d of 8 have more tokens"):
         make_request(context, small_model, *options)
     options.append("evaluation.sets={easy: {options: {template: short, numbers: [2]}, prompts: 8}}")
-    with pytest.raises(BapoError, match=r"task\.train_path: \d+ of 48 prompts have more tokens"):
+    with pytest.raises(BapoError, match=r"makes: \d+ of 48 have more tokens"):
         make_request(context, small_model, *options)
     options.append("task.drop_long_prompts=true")
     open_run(context, small_model, *options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoTokenizer
 from bapo_core.config import RunConfig, load_config
 from bapo_core.errors import BapoError
 from bapo_core.tasks import get_task
+from services.buffer.api.wire import PromptItem
 from services.datasets import Dataset, RunDatasets, limit_lengths, load_datasets
 from services.model.conversation import tokenize_conversation
 from services.model.vision import images_of
@@ -68,7 +70,7 @@ def test_training_prompts_that_are_too_long_are_refused_at_the_start(
     longest = max(lengths.values())
     number = list(lengths.values()).count(longest)
     message = (
-        rf"task\.train_path: {number} of 60 prompts have more tokens than "
+        rf"prompts that task countdown makes: {number} of 60 have more tokens than "
         rf"rollout\.max_prompt_tokens \({limit}\), the longest {longest} \(countdown:[\d:-]+\); "
         r"raise the limit, or set task\.drop_long_prompts"
     )
@@ -88,14 +90,52 @@ def test_they_are_left_out_on_request(
     assert train.summary == f"{len(kept)} prompts, {left_out} prompts left out as too long"
     assert train.name != datasets.train.name, "a dataset is named by its content"
     needed = config_of(limit, "task.drop_long_prompts=true", "rollout.prompts_per_step=60")
-    with pytest.raises(BapoError, match=f"there are {len(kept)} training prompts, but"):
+    number = len(kept)
+    message = rf"there are {number} training prompts \({left_out} were left out as too long\), but"
+    with pytest.raises(BapoError, match=message):
         limit_lengths(needed, without_held_out(datasets), small_model)
 
 
 def test_held_out_prompts_are_never_left_out(datasets: RunDatasets, small_model: Path) -> None:
     config = config_of(3, "task.drop_long_prompts=true")
-    with pytest.raises(BapoError, match=r"task\.test_path: 5 of 5 prompts .*raise the limit$"):
+    with pytest.raises(BapoError, match=r"countdown makes: 5 of 5 have .*raise the limit$"):
         limit_lengths(config, datasets, small_model)
+
+
+def test_data_of_files_are_named_by_their_key(tmp_path: Path, small_model: Path) -> None:
+    long, short = {"nums": [11, 22, 33], "target": 66}, {"nums": [1, 2], "target": 3}
+    held_out = {"nums": [4, 5], "target": 9}
+    for name, rows in (("train", [long, short]), ("test", [held_out])):
+        (tmp_path / f"{name}.json").write_text(json.dumps(rows))
+    files = [f"task.{name}_path={tmp_path / name}.json" for name in ("train", "test")]
+    one = ["rollout.prompts_per_step=1", "optimizer.minibatch_prompts=1"]
+    config = config_of(10, *files, *one)
+    datasets = load_datasets(config)
+    with pytest.raises(BapoError, match=r"task\.train_path: 1 of 2 have more tokens"):
+        limit_lengths(config, RunDatasets(datasets.train, {}), small_model)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_demonstrations_of_the_prompts_that_are_left_are_counted(
+    both: bool, small_model: Path
+) -> None:
+    """If only prompts that are left out have one, the section would silently do nothing."""
+    short = {"nums": [1, 2], "target": 3} | ({"demonstration": "1+2"} if both else {})
+    long = {"nums": [11, 22, 33], "target": 66, "demonstration": "11+22+33"}
+    prompts = [
+        PromptItem(uid=f"countdown:{number}", task="countdown", payload=payload)
+        for number, payload in enumerate((short, long))
+    ]
+    train = Dataset("countdown-train", prompts, demonstrated=1 + both)
+    options = ["demonstrations.join=all", "task.drop_long_prompts=true"]
+    one = ["rollout.prompts_per_step=1", "optimizer.minibatch_prompts=1"]
+    config = config_of(10, *options, *one)
+    if both:
+        left = limit_lengths(config, RunDatasets(train, {}), small_model).train
+        assert left.summary == ("1 prompts, 1 with a demonstration, 1 prompts left out as too long")
+        return
+    with pytest.raises(BapoError, match="those that have one have more than rollout"):
+        limit_lengths(config, RunDatasets(train, {}), small_model)
 
 
 def test_images_count_as_the_tokens_that_stand_for_them(tmp_path: Path) -> None:
@@ -114,5 +154,5 @@ def test_images_count_as_the_tokens_that_stand_for_them(tmp_path: Path) -> None:
     assert images_of(text)
     tokens = len(AutoTokenizer.from_pretrained(model).apply_chat_template(text)["input_ids"])
     rollout = config.rollout.model_copy(update={"max_prompt_tokens": tokens})
-    with pytest.raises(BapoError, match="4 of 4 prompts have more tokens"):
+    with pytest.raises(BapoError, match="4 of 4 have more tokens"):
         limit_lengths(config.model_copy(update={"rollout": rollout}), datasets, model)
