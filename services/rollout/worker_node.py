@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 
 FETCH_WAIT_S = 10.0
 """Seconds that a request waits for a version that is being fetched."""
+REAP_INTERVAL_S = 2.0
 
 
 class Node:
@@ -113,7 +114,12 @@ class Node:
             _, process = self._engine
             await process.stop()
             self._engine = None
-            reap_orphans()  # what vLLM has left behind
+
+    async def reap_orphans_forever(self) -> None:
+        """Waits for the processes that vLLM leaves behind, as the first one of a container must."""
+        while True:
+            reap_orphans(*(() if self._engine is None else (self._engine[1].pid,)))
+            await asyncio.sleep(REAP_INTERVAL_S)
 
     def state(self) -> EngineState:
         """Returns whether vLLM runs."""
@@ -130,7 +136,9 @@ def create_app(node: Node, token: str) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        reaping = asyncio.create_task(node.reap_orphans_forever())
         yield
+        reaping.cancel()
         await node.stop()
 
     app = FastAPI(title="bapo worker node", version="1", lifespan=lifespan)
