@@ -10,7 +10,7 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -469,9 +469,14 @@ class ObjectStore:
             bucket_name=self.settings.bucket, object_name=key, offset=offset
         )
         try:
-            for data in response.stream(1 << 20):
-                file.write(data)
-                hashed.update(data)
+            # One thread hashes what has arrived while this one waits for the next bytes.
+            with ThreadPoolExecutor(1) as hasher:
+                hashing: Future[None] | None = None
+                for data in response.stream(1 << 20):
+                    if hashing is not None:
+                        hashing.result()
+                    hashing = hasher.submit(hashed.update, data)
+                    file.write(data)
         finally:
             response.close()
             response.release_conn()

@@ -146,7 +146,10 @@ class VllmDriver:
         return await (work if self._nodes is None else self._nodes.run_while_all_run(work))
 
     async def _finish_update(self, api: VllmApi, version: str) -> None:
-        """Drops the cache of the old weights, sets the version, resumes, and generates a token."""
+        """Drops the cache of the old weights, sets the version, and resumes.
+
+        It generates nothing: every response is checked for the version that generated it.
+        """
         for _ in range(RESET_TRIES):
             if await api.reset_prefix_cache():
                 break
@@ -157,7 +160,6 @@ class VllmDriver:
             await api.reset_encoder_cache()
         await self._tag(api, version)
         await api.resume()
-        await self._warm_up(api, version)
 
     async def _tag(self, api: VllmApi, version: str) -> None:
         await api.tag(version)
