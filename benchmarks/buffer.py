@@ -374,6 +374,7 @@ def trajectories(uids: list[str], version: int, tokens: int, rng: np.random.Gene
         pc.equal(rewards, 1),
         pa.MapArray.from_arrays(np.arange(rows + 1, dtype=np.int32), names, rewards),
         pa.array([""] * rows),
+        pa.array([[]] * rows, SCHEMA.field("interruptions").type),
     ]
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression="zstd")
