@@ -155,7 +155,9 @@ def bare(config: RunConfig, model: Path) -> tuple[float, list[list[str]]]:
     return seconds, compositions
 
 
-def whole(config: RunConfig, home: Path, client: BufferClient) -> tuple[float, list[list[str]]]:
+def run_through_stack(
+    config: RunConfig, home: Path, client: BufferClient
+) -> tuple[float, list[list[str]]]:
     """Runs the same training by `bapo run`; returns what `run_bare` does."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "run.yaml"
@@ -193,7 +195,7 @@ def measure(repeats: int, steps: int, console: Console) -> dict[str, Any]:
             seconds, expected = bare(config, model)
             alone.append(seconds)
             named = config.model_copy(update={"name": f"bench-{repeat}"})
-            seconds, compositions = whole(named, Path(directory), client)
+            seconds, compositions = run_through_stack(named, Path(directory), client)
             through.append(seconds)
             equal = equal and compositions == expected
             console.print(f"bare {alone[-1]:.3f} s/step, stack {through[-1]:.3f} s/step")
