@@ -30,6 +30,7 @@ HOST = os.environ.get("BAPO_TEST_HOST", "")
 """Address at which pods reach this machine, whose Postgres and S3 the release uses then. If empty,
 it uses the chart's own, whose images come from Docker Hub."""
 INSTALL_TIMEOUT = "5m"
+BUFFER_BYTES = 1 << 20
 
 
 @dataclass
@@ -195,13 +196,15 @@ class Forwarder:
         if isinstance(self._target, str):
             upstream, downstream = await asyncio.open_unix_connection(self._target)
         else:
-            upstream, downstream = await asyncio.open_connection("127.0.0.1", self._target)
+            upstream, downstream = await asyncio.open_connection(
+                "127.0.0.1", self._target, limit=BUFFER_BYTES
+            )
         await asyncio.gather(_copy(reader, downstream), _copy(upstream, writer))
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     try:
-        while data := await reader.read(1 << 16):
+        while data := await reader.read(BUFFER_BYTES):
             writer.write(data)
             await writer.drain()
     except ConnectionError:

@@ -129,21 +129,31 @@ def test_the_api_answers_from_outside(release: Release) -> None:
 def test_a_second_run_waits_and_the_reaper_ends_the_one_whose_workflow_was_deleted(
     release: Release, no_run: None
 ) -> None:
+    # The schedule must not start the reaper before the test does.
+    suspended = '{"spec": {"suspend": true}}'
+    release.namespace.kubectl("patch", "cronjob", "bapo-reaper", "--patch", suspended)
+
+    def is_idle() -> bool:
+        reaper = release.namespace.get("cronjob", "bapo-reaper")
+        return reaper is not None and not reaper["status"].get("active")
+
+    wait_until(is_idle, "the end of the reaper", WAIT_S)
     first = pipeline(release, "lost", steps=300)
     first.start()
     client = release.client("lost")
 
     wait_for_first_step(release, first)
-    second = pipeline(release, "next", steps=3)
+    # This one's configuration is in a ConfigMap of the release's namespace.
+    fields = form("next", stored_config="configmap:countdown", steps=3)
+    literal = f"--from-literal=config.yaml={yaml.safe_dump(fields.pop('config'))}"
+    release.namespace.kubectl("create", "configmap", "countdown", literal)
+    second = PipelineRun(release.namespace, release.package, fields)
     thread = second.start()
     line = "waiting: run lost is in front, of 300 steps"
     wait_until(lambda: line in second.log(), "the line of the step's log", WAIT_S, second.log)
     assert release.client("next").run_state().status == "queued"
     assert release.jobs() == {"bapo-lost"}, "no GPUs are held meanwhile"
 
-    # The schedule must not start the reaper before the test does.
-    suspended = '{"spec": {"suspend": true}}'
-    release.namespace.kubectl("patch", "cronjob", "bapo-reaper", "--patch", suspended)
     first.delete_workflow()
     # Kubernetes deletes the job with its owner, and nothing tells the run.
     wait_until(lambda: not release.jobs(), "deletion of the job", WAIT_S)

@@ -1,19 +1,25 @@
-"""Tests queues of Kueue on a cluster that has it: admission, waiting for quota, preemption.
+"""Tests queues of Kueue on a cluster that has it: admission, waiting for quota, preemption, and
+settings of Kueue itself.
 
 `make test-cluster-all` runs them. Kueue must manage PyTorchJobs (its configuration's
 `integrations.frameworks`). TrainJobs are not tried: Kueue 0.14 does not start those of Kubeflow
-Trainer 2.3 (docs/decisions/0006-kubernetes.md).
+Trainer 2.3 (docs/decisions/0006-kubernetes.md). The tests change Kueue's configuration, and restore
+it.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
+import yaml
 
+from tests.cluster.argo import StepFailed
 from tests.cluster.conftest import Release
-from tests.cluster.kubectl import kubectl, wait_until
+from tests.cluster.kubectl import helm, kubectl, wait_until
 from tests.cluster.test_cluster import WAIT_S, pipeline, wait_for_first_step
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -56,6 +62,52 @@ def queue(release: Release) -> Iterator[str]:
     release.upgrade()
     for kind in ("clusterqueue", "resourceflavor"):
         kubectl("delete", kind, QUEUE, "--wait=false")
+
+
+@contextmanager
+def kueue_settings(**changes: Any) -> Iterator[None]:
+    """Restarts Kueue with other settings, and with its own at the end.
+
+    changes: settings of its configuration, at its first level.
+    """
+    (source,) = (
+        volume["configMap"]["name"]
+        for volume in _kueue("deployment")["spec"]["template"]["spec"]["volumes"]
+        if "configMap" in volume
+    )
+    data = _kueue("configmap", source)["data"]
+    ((key, text),) = data.items()
+    _configure_kueue(source, {key: yaml.safe_dump(yaml.safe_load(text) | changes)})
+    try:
+        yield
+    finally:
+        _configure_kueue(source, data)
+
+
+def _kueue(kind: str, *names: str) -> Any:
+    """Returns an object of Kueue's; without a name, the only one of its kind."""
+    found = json.loads(kubectl("get", kind, *names, "-n", "kueue-system", "-o", "json"))
+    return found if names else found["items"][0]
+
+
+def _configure_kueue(config_map: str, data: dict[str, str]) -> None:
+    deployment = f"deployment/{_kueue('deployment')['metadata']['name']}"
+    change = json.dumps({"data": data})
+    for command in (
+        ("patch", "configmap", config_map, "--type=merge", "-p", change),
+        ("rollout", "restart", deployment),
+        ("rollout", "status", deployment, "--timeout=120s"),
+    ):
+        kubectl(*command, "-n", "kueue-system")
+    # The webhooks of the pod before may be called until it is gone.
+    wait_until(
+        lambda: (
+            len(json.loads(kubectl("get", "pods", "-n", "kueue-system", "-o", "json"))["items"])
+            == 1
+        ),
+        "the end of Kueue's former pod",
+        WAIT_S,
+    )
 
 
 def occupy(release: Release) -> None:
@@ -112,3 +164,41 @@ def test_a_job_waits_for_quota_is_preempted_and_resumes(
     thread.join(2 * WAIT_S)
     assert not thread.is_alive(), run.log()
     assert release.client(name).run_state().status == "finished", run.logs
+
+
+def test_a_kueue_that_does_not_manage_pytorchjobs_is_recognised(
+    release: Release, no_run: None, queue: str
+) -> None:
+    """From 0.19 on, Kueue's defaults leave PyTorchJobs out: the quota would be ignored."""
+    release.upgrade(f"kueue.queue={queue}")
+    with kueue_settings(integrations={"frameworks": ["batch/job"]}):
+        run = pipeline(release, "unmanaged")
+        run.retries = 0
+        with pytest.raises(StepFailed, match="Kueue does not manage job bapo-unmanaged: add"):
+            run.execute()
+    assert not release.jobs()
+    assert release.client("unmanaged").run_state().status == "stopped"
+
+
+def test_a_release_works_where_kueue_suspends_jobs_of_no_queue(
+    release: Release, no_run: None, queue: str
+) -> None:
+    """The hooks and the reaper are Jobs, of which none may wait for a queue that it does not have.
+
+    The other pods of the release, and those of the pipeline's steps, have no queue.
+    """
+    own = f"kueue.ownJobsQueue={queue}"
+    release.upgrade(own)
+    with kueue_settings(manageJobsWithoutQueueName=True):
+        release.upgrade(own, "verifier.podAnnotations.again=yes")
+        assert "all checks passed" in helm("test", "bapo", "-n", release.namespace.name, "--logs")
+        release.namespace.kubectl("create", "job", "reap-queued", "--from=cronjob/bapo-reaper")
+        finished = ["wait", "--for=condition=complete", "job/reap-queued", f"--timeout={WAIT_S}s"]
+        release.namespace.kubectl(*finished)
+        owners = release.namespace.names("workloads.kueue.x-k8s.io")
+        assert any("reap-queued" in name for name in owners), "Kueue did not manage the reaper"
+
+        release.upgrade(own, f"kueue.queue={queue}")
+        run = pipeline(release, "everything-managed", steps=3)
+        run.execute()
+        assert release.client("everything-managed").run_state().status == "finished", run.logs
