@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import create_engine
-from sqlalchemy.exc import OperationalError
+from psycopg import OperationalError, connect
+from sqlalchemy import URL, create_engine, make_url
 
 from bapo_core.errors import BapoError
 from services.buffer.settings import MigrationSettings
@@ -68,27 +69,41 @@ def _refuse_newer(database_url: str) -> None:
 def await_database(database_url: str, seconds: float) -> None:
     """Waits until the database accepts connections.
 
-    Raises `BapoError`, with the reason, if it does not within `seconds`.
+    Raises `BapoError`, with the reason, if it does not within `seconds`, or cannot store Unicode.
     """
-    engine = create_engine(database_url, connect_args={"connect_timeout": 5})
+    url = make_url(database_url)
+    address = url.render_as_string(hide_password=True)
     deadline = time.monotonic() + seconds
-    try:
-        while True:
-            try:
-                engine.connect().close()
-                return
-            except OperationalError as error:
-                reason = str(error.orig).strip().splitlines()[0]
-                if time.monotonic() > deadline:
-                    raise BapoError(
-                        f"the database at {engine.url.render_as_string(hide_password=True)} did "
-                        f"not accept a connection within {seconds:.0f} s: {reason}; check the "
-                        "address, the credentials, and that the network allows the connection"
-                    ) from error
-                log.info("waiting for the database: %s", reason)
-                time.sleep(POLL_INTERVAL_S)
-    finally:
-        engine.dispose()
+    while True:
+        try:
+            encoding = _read_encoding(url)
+            break
+        except OperationalError as error:
+            reason = str(error).strip().splitlines()[0]
+            if time.monotonic() > deadline:
+                raise BapoError(
+                    f"the database at {address} did not accept a connection within "
+                    f"{seconds:.0f} s: {reason}; check the address, the credentials, and that the "
+                    "network allows the connection"
+                ) from error
+            log.info("waiting for the database: %s", reason)
+            time.sleep(POLL_INTERVAL_S)
+    if encoding != "UTF8":
+        raise BapoError(
+            f"the database at {address} has the encoding {encoding}, which cannot store all texts; "
+            "create it with CREATE DATABASE ... ENCODING 'UTF8' TEMPLATE template0"
+        )
+
+
+def _read_encoding(url: URL) -> str | None:
+    """Returns the encoding of a database. Raises psycopg's `OperationalError`.
+
+    SQLAlchemy cannot be asked: it fails to connect to a database of the encoding SQL_ASCII.
+    """
+    dialect: Any = url.get_dialect()()
+    arguments, options = dialect.create_connect_args(url)
+    with connect(*arguments, **options, connect_timeout=5) as connection:
+        return connection.info.parameter_status("server_encoding")
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -12,6 +13,7 @@ from services.common.errors import ServiceError, ServiceUnavailable, Superseded
 GIVE_UP_AFTER_S = 60.0
 """Seconds for which a call is repeated: longer than a service takes to move to another machine, and
 short enough that a lost service does not block a run."""
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 class HttpClient:
@@ -74,11 +76,19 @@ class HttpClient:
             if time.monotonic() + wait >= began + give_up_after:
                 raise ServiceUnavailable(
                     f"the {self.service} at {self.url} has not served the call for "
-                    f"{give_up_after:.0f} s ({reason}); see its log, then repeat the command, or "
-                    "continue a run with `bapo run --resume`"
+                    f"{give_up_after:.0f} s ({reason}); see its log{self._local_advice()}"
                 )
             time.sleep(wait)
             pause = min(2 * pause, 1.0)
+
+    def _local_advice(self) -> str:
+        """Returns what a person may do who has started the service, or a way to it."""
+        if urlsplit(self.url).hostname not in LOCAL_HOSTS:
+            return ""
+        return (
+            ", or start the port-forward to it again; then repeat the command, or continue a run "
+            "with `bapo run --resume`"
+        )
 
     def _checked(self, response: httpx.Response, method: str, path: str) -> httpx.Response:
         if response.is_success:

@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 from alembic import command
-from sqlalchemy import create_engine, inspect, select
+from sqlalchemy import create_engine, inspect, make_url, select, text
 from sqlalchemy.orm import Session
 
 from bapo_core.errors import BapoError
@@ -356,6 +356,17 @@ def test_an_unreachable_database_is_waited_for_and_then_named(
     assert "check the address, the credentials" in str(caught.value)
     assert "secret" not in str(caught.value) + caplog.text
     assert "waiting for the database" in caplog.text
+
+
+def test_a_database_that_cannot_store_unicode_is_refused(database: str) -> None:
+    """SQLAlchemy fails to connect to one, with a `TypeError`."""
+    name = "ascii"
+    with create_engine(database, isolation_level="AUTOCOMMIT").connect() as connection:
+        encoding = "ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0"
+        connection.execute(text(f"CREATE DATABASE {name} {encoding}"))
+    url = make_url(database).set(database=name).render_as_string(hide_password=False)
+    with pytest.raises(BapoError, match=r"/ascii.* has the encoding SQL_ASCII, which cannot store"):
+        migrate.await_database(url, 5.0)
 
 
 def test_the_jobs_command_migrates(database: str) -> None:
