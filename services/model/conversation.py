@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
 
 from bapo_core.errors import BapoError
 from bapo_core.tasks import Message
@@ -51,26 +55,42 @@ def tokenize_conversation(
 
     vision: the processor of a model that reads images.
 
-    Raises `BapoError` for images without a processor.
+    Raises `BapoError` for images without a processor, and for a conversation that the template or
+    the tokenizer cannot take.
     """
     last = messages[-1]
     prefix = str(last["content"]) if last["role"] == "assistant" else ""
-    rendered: Any = tokenizer.apply_chat_template(
-        [
-            message if vision is None else _in_parts(message)
-            for message in (messages[:-1] if prefix else messages)
-        ],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=False,
-    )
-    token_ids = [*rendered, *tokenizer.encode(prefix, add_special_tokens=False)]
+    shown = messages[:-1] if prefix else messages
+    if vision is not None:
+        shown = [_in_parts(message) for message in shown]
+    with _explain_refusals():
+        rendered: Any = tokenizer.apply_chat_template(
+            shown, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+        token_ids = [*rendered, *tokenizer.encode(prefix, add_special_tokens=False)]
     images = images_of(messages)
     if vision is not None:
         return vision.expand(token_ids, images)
     if images:
         raise BapoError("the prompts have images, but the model reads none; choose another model")
     return token_ids
+
+
+@contextmanager
+def _explain_refusals() -> Iterator[None]:
+    try:
+        yield
+    except TemplateError as error:
+        raise BapoError(
+            f"the model's chat template refuses a prompt: {error}; choose another model, or change "
+            "how the task renders its prompts"
+        ) from error
+    except Exception as error:
+        if type(error) is not Exception:  # what the package tokenizers raises
+            raise
+        raise BapoError(
+            f"the model's tokenizer cannot encode a prompt: {error}; choose a model for such texts"
+        ) from error
 
 
 def _in_parts(message: Message) -> Message:

@@ -118,9 +118,9 @@ def test_what_cannot_take_images_is_one_line_before_the_run(
     bapo: Bapo, tmp_path: Path, changes: str, message: str
 ) -> None:
     micro_model().save_pretrained(tmp_path)
-    process = bapo.start("refused", changes.format(text=tmp_path))
+    process = bapo.start("no-tower", changes.format(text=tmp_path))
     _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
     assert message in errors
     assert len(errors.strip().splitlines()) == 1
-    assert "refused" not in {state.name for state in bapo.client("refused").runs()}
+    assert "no-tower" not in {state.name for state in bapo.client("no-tower").runs()}

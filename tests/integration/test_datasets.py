@@ -29,12 +29,13 @@ from services.cli.variants import PlannedRun
 from services.common.errors import ServiceError
 from services.common.objectstore import ObjectStore
 from services.datasets import DataSources, digest_of_prompts, read_dataset
-from services.model.resolve import TINY_MODEL
+from services.model.resolve import TINY_VISION_MODEL
 from services.stack.stack import Endpoints
 from tests.integration.hub import Repository, running_hub
 
 MATH = get_task("math")
 CONFIG: dict[str, Any] = {
+    "model": {"path": "tiny-vision"},
     "task": {"name": "math", "columns": {"problem": "question", "answer": "solution"}},
     "rollout": {"prompts_per_step": 4, "group_size": 4},
     "optimizer": {"minibatch_prompts": 4},
@@ -205,7 +206,7 @@ def test_a_run_of_this_machine_takes_data_of_the_services(
     }
     config = config_from({**CONFIG, "name": "own-local", "task": {**CONFIG["task"], **paths}})
     run = LocalRun(config, stack, tmp_path, tmp_path, Console(width=200))
-    create_run(run, TINY_MODEL)
+    create_run(run, TINY_VISION_MODEL)
     state = run.client.run_state()
     assert client.dataset(state.train_dataset).prompts == 8
     test_dataset = state.test_datasets["test"]
@@ -213,7 +214,7 @@ def test_a_run_of_this_machine_takes_data_of_the_services(
     printed = capsys.readouterr().out
     assert printed == f"note: {test_dataset}: 2 prompts, 1 rows without an answer left out\n"
     with pytest.raises(BapoError, match="run 'own-local' exists"):
-        create_run(run, TINY_MODEL)
+        create_run(run, TINY_VISION_MODEL)
 
     pinned = f"hf://acme/sums@{'0' * 40}:train"
     moved = config.task.model_copy(update={"train_path": pinned})

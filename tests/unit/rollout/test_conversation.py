@@ -59,3 +59,13 @@ def test_a_tokenizer_that_cannot_be_loaded_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(BapoError, match="its tokenizer cannot be loaded: ") as error:
         load_tokenizer(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_a_prompt_that_the_tokenizer_or_the_template_refuses_is_one_line() -> None:
+    question = {"role": "user", "content": "What is 3+4?"}
+    with pytest.raises(BapoError, match=r"cannot encode a prompt: .*UNK.*; choose a model for"):
+        tokenize_conversation(build_tokenizer(), [question])
+    tokenizer = tiny_vision.build_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(BapoError, match="template refuses a prompt: System role not supported;"):
+        tokenize_conversation(tokenizer, [question])
