@@ -180,25 +180,45 @@ def test_a_kueue_that_does_not_manage_pytorchjobs_is_recognised(
     assert release.client("unmanaged").run_state().status == "stopped"
 
 
-def test_a_release_works_where_kueue_suspends_jobs_of_no_queue(
-    release: Release, no_run: None, queue: str
+NO_PODS = {"integrations": {"frameworks": ["batch/job", "kubeflow.org/pytorchjob"]}}
+"""Settings of a Kueue that does not manage pods."""
+
+
+def elsewhere(namespace: str) -> dict[str, Any]:
+    """Returns settings of a Kueue that manages what has no queue in other namespaces alone."""
+    own = {
+        "key": "kubernetes.io/metadata.name",
+        "operator": "NotIn",
+        "values": ["kube-system", "kueue-system", namespace],
+    }
+    return {"managedJobsNamespaceSelector": {"matchExpressions": [own]}}
+
+
+@pytest.mark.parametrize("pods", [True, False])
+def test_a_release_works_where_kueue_suspends_what_has_no_queue(
+    release: Release, no_run: None, queue: str, pods: bool
 ) -> None:
     """The hooks and the reaper are Jobs, of which none may wait for a queue that it does not have.
 
-    The other pods of the release, and those of the pipeline's steps, have no queue.
+    pods: whether Kueue manages pods too. The release's, and those of the pipeline's steps, have no
+    queue, so their namespace must be excepted then.
     """
+    settings = elsewhere(release.namespace.name) if pods else NO_PODS
     own = f"kueue.ownJobsQueue={queue}"
     release.upgrade(own)
-    with kueue_settings(manageJobsWithoutQueueName=True):
-        release.upgrade(own, "verifier.podAnnotations.again=yes")
+    with kueue_settings(manageJobsWithoutQueueName=True, **settings):
+        release.upgrade(own, f"verifier.podAnnotations.pods={pods}")
         assert "all checks passed" in helm("test", "bapo", "-n", release.namespace.name, "--logs")
-        release.namespace.kubectl("create", "job", "reap-queued", "--from=cronjob/bapo-reaper")
-        finished = ["wait", "--for=condition=complete", "job/reap-queued", f"--timeout={WAIT_S}s"]
+        reap = f"reap-{pods}".lower()
+        release.namespace.kubectl("create", "job", reap, "--from=cronjob/bapo-reaper")
+        finished = ["wait", "--for=condition=complete", f"job/{reap}", f"--timeout={WAIT_S}s"]
         release.namespace.kubectl(*finished)
-        owners = release.namespace.names("workloads.kueue.x-k8s.io")
-        assert any("reap-queued" in name for name in owners), "Kueue did not manage the reaper"
+        workloads = release.namespace.names("workloads.kueue.x-k8s.io")
+        assert any(reap in name for name in workloads), "Kueue did not manage the reaper"
 
         release.upgrade(own, f"kueue.queue={queue}")
-        run = pipeline(release, "everything-managed", steps=3)
+        name = f"managed-{pods}".lower()
+        run = pipeline(release, name, steps=3)
         run.execute()
-        assert release.client("everything-managed").run_state().status == "finished", run.logs
+        assert release.client(name).run_state().status == "finished", run.logs
+        assert "Kueue does not manage" not in run.logs["train"]
