@@ -207,7 +207,7 @@ def test_a_release_works_where_kueue_suspends_what_has_no_queue(
     own = f"kueue.ownJobsQueue={queue}"
     release.upgrade(own)
     with kueue_settings(manageJobsWithoutQueueName=True, **settings):
-        release.upgrade(own, f"verifier.podAnnotations.pods={pods}")
+        release.upgrade(own, f"verifier.podAnnotations.managed={'pods' if pods else 'jobs'}")
         assert "all checks passed" in helm("test", "bapo", "-n", release.namespace.name, "--logs")
         reap = f"reap-{pods}".lower()
         release.namespace.kubectl("create", "job", reap, "--from=cronjob/bapo-reaper")

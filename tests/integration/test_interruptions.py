@@ -115,7 +115,7 @@ def is_complete(driver: Driver, step: int) -> bool:
 
 
 def test_new_weights_go_on_with_responses_that_have_not_ended(stack: Endpoints) -> None:
-    driver = make_driver(stack, "interrupted")
+    driver = make_driver(stack, "interrupted-rollouts")
     fleet = TargetFleet(driver)
     collector = make_collector(driver, fleet)
 
