@@ -30,9 +30,9 @@ from rich.console import Console
 from bapo_core.config import RunConfig, config_from
 from benchmarks.buffer import SIZE, percentile, service_memory, trajectories
 from benchmarks.machine import machine
+from benchmarks.runs import begin_run
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
-from services.datasets import load_datasets
 from services.stack.stack import Endpoints, running_stack
 
 GROUPS, TOKENS = 64, 128
@@ -87,17 +87,7 @@ def config(name: str) -> RunConfig:
 
 def create(stack: Endpoints, name: str) -> BufferClient:
     client = BufferClient(stack.buffer_url, stack.token, run=name)
-    datasets = load_datasets(config(name))
-    for dataset in datasets.all:
-        client.upload_dataset(dataset.name, dataset.prompts)
-    request = wire.RunCreate(
-        name=name,
-        config=config(name).model_dump(mode="json"),
-        train_dataset=datasets.train.name,
-        test_datasets=datasets.test_names,
-    )
-    client.create_run(request)
-    client.begin_attempt()
+    begin_run(client, config(name))
     return client
 
 

@@ -44,11 +44,10 @@ from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task
 from benchmarks.buffer import trajectories
 from benchmarks.machine import machine
-from services.buffer.api import wire
+from benchmarks.runs import begin_run
 from services.buffer.api.client import BufferClient, none_if_missing
 from services.cli.local_run import engine_threads
 from services.common.objectstore import ObjectStore
-from services.datasets import load_datasets
 from services.model.conversation import tokenize_conversation
 from services.model.tiny import build_tokenizer
 from services.rollout import fleet
@@ -186,21 +185,6 @@ class Run:
             time.sleep(0.01)
 
 
-def begin_run(client: BufferClient, settings: RunConfig) -> None:
-    """Creates the client's run and begins its first attempt, as the trainer does."""
-    datasets = load_datasets(settings)
-    for dataset in datasets.all:
-        client.upload_dataset(dataset.name, dataset.prompts)
-    request = wire.RunCreate(
-        name=settings.name,
-        config=settings.model_dump(mode="json"),
-        train_dataset=datasets.train.name,
-        test_datasets=datasets.test_names,
-    )
-    client.create_run(request)
-    client.begin_attempt()
-
-
 @contextmanager
 def running(
     name: str,
@@ -330,7 +314,7 @@ def sync(run: Run, *, repeats: int) -> dict[str, Any]:
     publisher = run.publisher()
     size = sum(path.stat().st_size for path in files.iterdir())
     for repeat in range(repeats):
-        parts["upload"].append(_seconds(partial(_put, store, files)))
+        parts["upload"].append(_seconds(partial(upload_raw, store, files)))
         # Into a new directory, as every version: overwriting an old file is cheaper for the disk.
         targets = [
             run.scratch / f"fetched-{repeat}-{n}" for n in range(run.config.rollout.replicas)
@@ -368,7 +352,8 @@ def _seconds(work: Any) -> float:
     return time.perf_counter() - started
 
 
-def _put(store: ObjectStore, files: Path) -> None:
+def upload_raw(store: ObjectStore, files: Path) -> None:
+    """Uploads files below `raw/`, with nothing but the client of S3."""
     for path in files.iterdir():
         store._client.fput_object(
             bucket_name=store.settings.bucket, object_name=f"raw/{path.name}", file_path=str(path)

@@ -26,11 +26,10 @@ from torch.optim import AdamW
 from bapo_core.config import RunConfig, config_from
 from benchmarks.machine import machine
 from benchmarks.random_model import save_random_model
-from services.buffer.api import wire
+from benchmarks.runs import begin_run
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
 from services.common.objectstore import ObjectStore
-from services.datasets import load_datasets
 from services.model.tiny import build_tokenizer
 from services.stack.stack import Endpoints, running_stack
 from services.trainer import update
@@ -70,17 +69,7 @@ def config(model: Path, steps: int, every: int) -> RunConfig:
 def prepare(stack: Endpoints, settings: RunConfig) -> BufferClient:
     """Creates the run with trajectories for every step: ragged, both rewards in each group."""
     client = BufferClient(stack.buffer_url, stack.token, run=settings.name)
-    datasets = load_datasets(settings)
-    for dataset in datasets.all:
-        client.upload_dataset(dataset.name, dataset.prompts)
-    request = wire.RunCreate(
-        name=settings.name,
-        config=settings.model_dump(mode="json"),
-        train_dataset=datasets.train.name,
-        test_datasets=datasets.test_names,
-    )
-    client.create_run(request)
-    client.begin_attempt()
+    begin_run(client, settings)
     draw = np.random.default_rng(0)
     for step in range(1, settings.steps + 1):
         prompts = client.step_prompts(step).prompts

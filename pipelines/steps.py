@@ -275,15 +275,8 @@ def prepare(context: PipelineContext, config: RunConfig) -> str:
     if not is_stored:
         path = store_model(context.store, model)
     context.log(f"model {path}")
-    request = wire.RunCreate(
-        name=config.name,
-        config=config.model_copy(
-            update={"model": config.model.model_copy(update={"path": path})}
-        ).model_dump(mode="json"),
-        train_dataset=datasets.train.name,
-        test_datasets=datasets.test_names,
-    )
-    return request.model_dump_json()
+    stored = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
+    return datasets.run_request(stored).model_dump_json()
 
 
 def open_run(context: PipelineContext, request: str, segments: int) -> list[int]:

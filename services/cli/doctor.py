@@ -134,7 +134,6 @@ async def _generate(
     prompts: Sequence[PromptItem],
     open_image: OpenImage | None,
 ) -> tuple[GenerateRequest, list[GeneratedGroup]]:
-
     tokenizer, vision = load_tokenizer(model), load_processor(model)
     task = get_task(config.task.name, **config.task.options)
     rollout = config.rollout

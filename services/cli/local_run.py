@@ -75,14 +75,7 @@ def create_run(run: LocalRun, model: Path) -> None:
         store_dataset(client, dataset)
         if dataset.notes:
             run.console.print(f"note: {dataset.name}: {dataset.summary}", highlight=False)
-    client.create_run(
-        wire.RunCreate(
-            name=run.config.name,
-            config=run.config.model_dump(mode="json"),
-            train_dataset=datasets.train.name,
-            test_datasets=datasets.test_names,
-        )
-    )
+    client.create_run(datasets.run_request(run.config))
 
 
 def execute(run: LocalRun, model: Path) -> RunHistory:

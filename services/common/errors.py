@@ -1,8 +1,13 @@
-"""Errors of calls to services."""
+"""Errors of calls to services, and what libraries say of theirs."""
 
 from __future__ import annotations
 
 from bapo_core.errors import BapoError, TransientError
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of a library's message that is not blank, or else its type."""
+    return next((line for line in str(error).splitlines() if line.strip()), repr(error))
 
 
 class ServiceCallError(BapoError):

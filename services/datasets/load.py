@@ -48,6 +48,15 @@ class RunDatasets(NamedTuple):
         """The name of the dataset of each evaluation set."""
         return {name: dataset.name for name, dataset in self.test.items()}
 
+    def run_request(self, config: RunConfig) -> wire.RunCreate:
+        """Returns the request that creates a run with these datasets."""
+        return wire.RunCreate(
+            name=config.name,
+            config=config.model_dump(mode="json"),
+            train_dataset=self.train.name,
+            test_datasets=self.test_names,
+        )
+
     @property
     def all(self) -> list[Dataset]:
         """All datasets, which a run needs in the buffer service."""

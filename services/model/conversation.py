@@ -12,6 +12,7 @@ from jinja2 import TemplateError
 
 from bapo_core.errors import BapoError
 from bapo_core.tasks import Message
+from services.common.errors import first_line
 from services.model.vision import VisionProcessor, images_of
 
 if TYPE_CHECKING:
@@ -28,8 +29,9 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(directory)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = next((line for line in str(error).splitlines() if line.strip()), repr(error))
-        raise BapoError(f"{directory}: its tokenizer cannot be loaded: {reason}") from error
+        raise BapoError(
+            f"{directory}: its tokenizer cannot be loaded: {first_line(error)}"
+        ) from error
     # Older directories of models that read images have the template beside the tokenizer.
     beside = directory / "chat_template.json"
     if tokenizer.chat_template is None and beside.is_file():

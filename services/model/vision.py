@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from bapo_core.errors import BapoError
 from bapo_core.tasks import Message
+from services.common.errors import first_line
 from services.common.images import ImageReference, decode_image
 
 if TYPE_CHECKING:
@@ -99,9 +100,8 @@ class VisionProcessor:
             load: Any = AutoImageProcessor.from_pretrained
             processor: Any = load(directory, backend="pil")
         except (OSError, ValueError, ImportError, KeyError) as error:
-            reason = next((line for line in str(error).splitlines() if line.strip()), "")
             raise BapoError(
-                f"{directory}: its image processor cannot be loaded: {reason or error!r}; give a "
+                f"{directory}: its image processor cannot be loaded: {first_line(error)}; give a "
                 "directory with the preprocessor_config.json of the model, and install what it "
                 "names"
             ) from error
@@ -166,7 +166,7 @@ def _expansion(
     if config.model_type in IN_ROWS:
         return _tiles_in_rows(config, directory, image_processor)
     if config.model_type == "internvl":
-        before, after = _token_ids(directory, "<img>", "</img>")
+        before, after = _token_ids(_load_tokenizer(directory), directory, "<img>", "</img>")
         tokens = int(config.image_seq_length)
         return lambda height, width: [
             before,
@@ -183,11 +183,10 @@ def _expansion(
 def _tiles_in_rows(config: Any, directory: Path, image_processor: Any) -> ExpandImage:
     """Returns the expansion for rows of tiles, each with its number, and the whole image as the
     last one."""
-    from transformers import AutoTokenizer
-
     # The others are tokens in some vocabularies and plain text in others.
     around, whole = "<fake_token_around_image>", "<global-img>"
-    _token_ids(directory, around)
+    tokenizer = _load_tokenizer(directory)
+    _token_ids(tokenizer, directory, around)
     longest = image_processor.size["longest_edge"]
     tile = image_processor.max_image_size["longest_edge"]
     if longest % tile:
@@ -196,7 +195,6 @@ def _tiles_in_rows(config: Any, directory: Path, image_processor: Any) -> Expand
             f"of {tile} are no divisor; set size.longest_edge of preprocessor_config.json to a "
             "multiple"
         )
-    tokenizer: Any = AutoTokenizer.from_pretrained(directory)
     image: str = tokenizer.convert_ids_to_tokens(int(config.image_token_id))
     vision = config.vision_config
     outputs = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
@@ -216,11 +214,15 @@ def _tiles_in_rows(config: Any, directory: Path, image_processor: Any) -> Expand
     return expand
 
 
-def _token_ids(directory: Path, *tokens: str) -> list[int]:
-    """Returns the ids of tokens that stand beside images. Raises `BapoError` if one is missing."""
+def _load_tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
-    vocabulary = AutoTokenizer.from_pretrained(directory).get_vocab()
+    return AutoTokenizer.from_pretrained(directory)
+
+
+def _token_ids(tokenizer: Any, directory: Path, *tokens: str) -> list[int]:
+    """Returns the ids of tokens that stand beside images. Raises `BapoError` if one is missing."""
+    vocabulary = tokenizer.get_vocab()
     missing = [token for token in tokens if token not in vocabulary]
     if missing:
         raise BapoError(

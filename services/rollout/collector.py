@@ -652,7 +652,6 @@ def wait_for_attempt(buffer: BufferClient) -> wire.RunState:
 
 
 def main() -> None:
-
     from services.common.logs import configure_logs
     from services.common.process import run_until_error
 

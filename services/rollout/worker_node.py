@@ -118,7 +118,8 @@ class Node:
     async def reap_orphans_forever(self) -> None:
         """Waits for the processes that vLLM leaves behind, as the first one of a container must."""
         while True:
-            reap_orphans(*(() if self._engine is None else (self._engine[1].pid,)))
+            children = [] if self._engine is None else [self._engine[1].pid]
+            reap_orphans(*children)
             await asyncio.sleep(REAP_INTERVAL_S)
 
     def state(self) -> EngineState:

@@ -20,7 +20,14 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from benchmarks.rollouts import DEFAULT_WORKLOAD, begin_run, commit_made_up_step, config, make_model
+from benchmarks.rollouts import (
+    DEFAULT_WORKLOAD,
+    commit_made_up_step,
+    config,
+    make_model,
+    upload_raw,
+)
+from benchmarks.runs import begin_run
 from services.buffer.api.client import BufferClient, none_if_missing
 from services.common.objectstore import ObjectStore
 from services.stack.stack import Endpoints
@@ -95,12 +102,7 @@ def test_weights_are_served_in_little_more_than_the_time_to_copy_and_load_them(
     model = AutoModelForCausalLM.from_pretrained(source)
     files = tmp_path / "files"
     write_files(model_files(model, as_saved(model, dict(model.state_dict())), source), files)
-    for path in files.iterdir():
-        store._client.fput_object(
-            bucket_name=store.settings.bucket,
-            object_name=f"{RAW_PREFIX}/{path.name}",
-            file_path=str(path),
-        )
+    upload_raw(store, files)
     name = "sync"
     client = release.client(name)
     begin_run(client, config(name, REPLICAS, 1, DEFAULT_WORKLOAD))

@@ -40,14 +40,7 @@ def create_run(client: BufferClient, config: RunConfig) -> None:
     datasets = load_datasets(config)
     for dataset in datasets.all:
         client.upload_dataset(dataset.name, dataset.prompts)
-    client.create_run(
-        wire.RunCreate(
-            name=config.name,
-            config=config.model_dump(mode="json"),
-            train_dataset=datasets.train.name,
-            test_datasets=datasets.test_names,
-        )
-    )
+    client.create_run(datasets.run_request(config))
 
 
 def stop_open_runs(url: str, token: str) -> None:
