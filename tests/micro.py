@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers import (
     CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     Glm4vConfig,
     Glm4vForConditionalGeneration,
     Glm46VConfig,
@@ -19,6 +21,11 @@ from transformers import (
     InternVLVisionConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PixtralVisionConfig,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
@@ -33,14 +40,19 @@ from transformers import (
     SmolVLMForConditionalGeneration,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.llava_next.image_processing_pil_llava_next import (
+    LlavaNextImageProcessorPil,
+)
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from services.model import tiny_vision
-from services.model.vision import IN_ROWS, OF_TILES
+from services.model.vision import ARCHITECTURES, IN_ROWS, ON_A_GRID
 
 END = 1
 
@@ -77,6 +89,9 @@ def micro_config(**changes: Any) -> Qwen3Config:
     return Qwen3Config(**(options | changes))
 
 
+VISION_MODELS = (*ARCHITECTURES, "pixtral")
+"""Models that `save_micro_vision_model` makes: `pixtral` is a LLaVA with Pixtral's tower."""
+
 FAMILIES = {"qwen3_vl_moe": "qwen3_vl", "glm46v": "glm4v"}
 """Architectures with the vision tower of another one."""
 
@@ -90,7 +105,7 @@ def save_micro_vision_model(
 
     head_size: dimension of an attention head; vLLM on CPUs takes multiples of 32 alone.
     """
-    if architecture in OF_TILES:
+    if architecture not in ON_A_GRID:
         return _save_micro_model_of_tiles(directory, architecture, seed)
     tokenizer = tiny_vision.build_tokenizer()
     tokenizer.save_pretrained(directory)
@@ -170,8 +185,25 @@ def save_micro_vision_model(
     return _save_random_model(model_class, config, directory, seed)
 
 
+_OF_GEMMA = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "pad_token_id",
+    "eos_token_id",
+    "initializer_range",
+)
+"""Values that the configuration of Gemma 3 has in common with that of `micro_config`."""
+
+
 def _save_micro_model_of_tiles(directory: Path, architecture: str, seed: int) -> Path:
-    """Saves a model whose images are tiles of 56 x 56 pixels, with 16 or 4 tokens for each."""
+    """Saves a model whose images are tiles of 56 x 56 pixels, with 16 or 4 tokens for each, or have
+    at most 112 x 112 pixels, with a token for 28 x 28 of them."""
     tokenizer = tiny_vision.build_tokenizer()
     rows = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
     beside = {
@@ -179,10 +211,17 @@ def _save_micro_model_of_tiles(directory: Path, architecture: str, seed: int) ->
         # Places of tiles are text for Idefics3.
         "idefics3": ["<fake_token_around_image>"],
         "smolvlm": ["<fake_token_around_image>", "<global-img>", *rows],
+        "gemma3": ["<start_of_image>", "<end_of_image>"],
+        "mistral3": ["[IMG_BREAK]", "[IMG_END]"],
+        "pixtral": ["[IMG_BREAK]", "[IMG_END]"],
     }
     tokenizer.add_tokens(beside.get(architecture, []), special_tokens=True)
+    if architecture == "gemma3":
+        tokenizer.chat_template = tiny_vision.CHAT_TEMPLATE.replace(
+            "<|image_pad|>", "<start_of_image>"
+        )
     tokenizer.save_pretrained(directory)
-    text = micro_config(vocab_size=len(tokenizer), max_position_embeddings=512)
+    text: Any = micro_config(vocab_size=len(tokenizer), max_position_embeddings=512)
     vision = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -203,6 +242,64 @@ def _save_micro_model_of_tiles(directory: Path, architecture: str, seed: int) ->
             image_token_index=tiny_vision.IMAGE,
         )
         model_class = LlavaForConditionalGeneration
+    elif architecture == "llava_next":
+        size = {"height": 56, "width": 56}
+        pinpoints = [[56, 112], [112, 56], [112, 112]]
+        LlavaNextImageProcessorPil(
+            size={"shortest_edge": 56}, crop_size=size, image_grid_pinpoints=pinpoints
+        ).save_pretrained(directory)
+        config = LlavaNextConfig(
+            vision_config=CLIPVisionConfig(**vision),
+            text_config=text,
+            image_token_index=tiny_vision.IMAGE,
+            image_grid_pinpoints=pinpoints,
+            tie_word_embeddings=False,
+        )
+        model_class = LlavaNextForConditionalGeneration
+    elif architecture in ("mistral3", "pixtral"):
+        merged = 2 if architecture == "mistral3" else 1
+        vision |= {"image_size": 112, "patch_size": 28 // merged}
+        PixtralImageProcessorPil(
+            size={"longest_edge": 112}, patch_size=28 // merged
+        ).save_pretrained(directory)
+        config_class, model_class, own = {
+            "mistral3": (
+                Mistral3Config,
+                Mistral3ForConditionalGeneration,
+                {"spatial_merge_size": merged, "vision_feature_layer": -1},
+            ),
+            "pixtral": (
+                LlavaConfig,
+                LlavaForConditionalGeneration,
+                {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+            ),
+        }[architecture]
+        config = config_class(
+            vision_config=PixtralVisionConfig(**vision),
+            text_config=text,
+            image_token_index=tiny_vision.IMAGE,
+            tie_word_embeddings=False,
+            **own,
+        )
+    elif architecture == "gemma3":
+        size = {"height": 56, "width": 56}
+        Gemma3ImageProcessorPil(size=size).save_pretrained(directory)
+        layers = ["sliding_attention", "full_attention"]
+        config = Gemma3Config(
+            vision_config=vision,
+            text_config={
+                **{name: value for name, value in text.to_dict().items() if name in _OF_GEMMA},
+                "query_pre_attn_scalar": 8,
+                "layer_types": layers,
+                "sliding_window": 24,
+            },
+            mm_tokens_per_image=4,
+            image_token_index=tiny_vision.IMAGE,
+            boi_token_index=tokenizer.convert_tokens_to_ids("<start_of_image>"),
+            eoi_token_index=tokenizer.convert_tokens_to_ids("<end_of_image>"),
+            tie_word_embeddings=False,
+        )
+        model_class = Gemma3ForConditionalGeneration
     elif architecture in IN_ROWS:
         processor_class: Any
         config_class, model_class, processor_class = {
@@ -241,6 +338,9 @@ def _save_random_model(model_class: Any, config: Any, directory: Path, seed: int
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_class(config)
+        if isinstance(model, Gemma3ForConditionalGeneration):  # is initialised with zeros
+            projector: Any = model.model.multi_modal_projector
+            torch.nn.init.normal_(projector.mm_input_projection_weight, std=0.3)
     model.generation_config.eos_token_id = END
     model.generation_config.pad_token_id = 0
     model.save_pretrained(directory)

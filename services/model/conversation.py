@@ -63,19 +63,22 @@ def tokenize_conversation(
     last = messages[-1]
     prefix = str(last["content"]) if last["role"] == "assistant" else ""
     shown = messages[:-1] if prefix else messages
+    images = images_of(messages)
+    if images and vision is None:
+        raise BapoError("the prompts have images, but the model reads none; choose another model")
     if vision is not None:
         shown = [_in_parts(message) for message in shown]
     with _explain_refusals():
         rendered: Any = tokenizer.apply_chat_template(
-            shown, add_generation_prompt=True, tokenize=True, return_dict=False
+            shown, add_generation_prompt=True, tokenize=False
         )
-        token_ids = [*rendered, *tokenizer.encode(prefix, add_special_tokens=False)]
-    images = images_of(messages)
-    if vision is not None:
-        return vision.expand(token_ids, images)
-    if images:
-        raise BapoError("the prompts have images, but the model reads none; choose another model")
-    return token_ids
+        if vision is not None:
+            rendered = vision.expand(rendered, images)
+        return [
+            token_id
+            for text in (rendered, prefix)
+            for token_id in tokenizer.encode(text, add_special_tokens=False)
+        ]
 
 
 @contextmanager

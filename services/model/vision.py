@@ -1,11 +1,12 @@
 """Prepares prompts for models that read images: their token ids and their pixel values.
 
-Supported are the architectures of `ARCHITECTURES`, in two forms. Images of those in `ON_A_GRID` are
-patches on a grid, with positions in three dimensions. Images of those in `OF_TILES` are one or
-several tiles of equal size, with ordinary positions. In both, prompts have one placeholder token
-for each output of the vision tower that the language model sees, and in some models further tokens
-around and between them. The collector, the engines and the trainer all use this module, so that all
-have the same tokens and the same pixels.
+Supported are the architectures of `ARCHITECTURES`, in three forms. Images of those in `ON_A_GRID`
+are patches on a grid, with positions in three dimensions. Images of those in `OF_TILES` are one or
+several tiles of equal size, with ordinary positions. Images of those in `OF_SIZES` have several
+sizes, and are padded to one. In all forms, prompts have one placeholder token for each output of
+the vision tower that the language model sees, and in some models further tokens around and between
+them. The collector, the engines and the trainer all use this module, so that all have the same
+tokens and the same pixels.
 
 Images are processed with Pillow, not with torchvision: the two scale images slightly differently,
 and a process with torchvision would compute other log-probs than one without. The processors of
@@ -18,6 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,15 +33,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ON_A_GRID = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v")
-OF_TILES = ("llava", "internvl", "idefics3", "smolvlm")
-ARCHITECTURES = (*ON_A_GRID, *OF_TILES)
-"""Types of the models that read images, as `model_type` in config.json."""
+OF_TILES = ("llava", "internvl", "idefics3", "smolvlm", "gemma3")
+OF_SIZES = ("llava_next", "mistral3")
+ARCHITECTURES = (*ON_A_GRID, *OF_TILES, *OF_SIZES)
+"""Types of the models that read images, as `model_type` in config.json.
+
+A LLaVA with the vision tower of Pixtral is of the form `OF_SIZES`.
+"""
 
 WITH_VLLM = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Those whose images vLLM takes as pixel values, beside token ids."""
 
 IN_ROWS = ("idefics3", "smolvlm")
 """Those that take the tiles of several texts, as (texts, tiles, channels, height, width)."""
+
+BIDIRECTIONAL = ("gemma3",)
+"""Those in which the tokens of an image attend to all tokens of this image."""
 
 SUBSTITUTE = 0
 """Token that is fed to a model in place of a sampled placeholder."""
@@ -53,25 +62,53 @@ class Pixels:
     """Images in the form that a model's vision tower takes."""
 
     values: Tensor
-    """(patches, channels x pixels of a patch) float32: the patches of all images, in order; or
-    (tiles, channels, height, width): the tiles of all images."""
-    grids: Tensor | None
-    """(images, 3) int64: patches of each image in time, height and width; None for tiles."""
+    """float32: the patches of all images, in order, as (patches, channels x pixels of a patch); the
+    tiles of all images, as (tiles, channels, height, width); or padded images, as (images,
+    channels, height, width) or (images, tiles, channels, height, width)."""
+    grids: Tensor | None = None
+    """(images, 3) int64: patches of each image in time, height and width, of images on a grid."""
+    sizes: Tensor | None = None
+    """(images, 2) int64: height and width of each image, of padded images."""
+
+    @classmethod
+    def join(cls, parts: Sequence[Pixels]) -> Pixels:
+        """Returns the images of all parts, in order; zeros pad those of several sizes."""
+        import torch
+
+        shapes = [part.values.shape[1:] for part in parts]
+        shape = [max(lengths) for lengths in zip(*shapes, strict=True)]
+        grids = [part.grids for part in parts if part.grids is not None]
+        sizes = [part.sizes for part in parts if part.sizes is not None]
+        return cls(
+            torch.cat([_pad(part.values, shape) for part in parts]),
+            torch.cat(grids) if grids else None,
+            torch.cat(sizes) if sizes else None,
+        )
 
     def inputs_of(self, model: Any) -> dict[str, Tensor]:
         """Returns the arguments of `model`, for images of any number of texts."""
         values = self.values[None] if model.config.model_type in IN_ROWS else self.values
-        grids = {} if self.grids is None else {"image_grid_thw": self.grids}
-        return {"pixel_values": values, **grids}
+        optional = {"image_grid_thw": self.grids, "image_sizes": self.sizes}
+        given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+        return {"pixel_values": values, **given}
 
     def to(self, device: torch.device) -> Pixels:
         """Returns a copy on `device`."""
-        grids = None if self.grids is None else self.grids.to(device)
-        return Pixels(self.values.to(device), grids)
+        grids, sizes = (
+            None if tensor is None else tensor.to(device) for tensor in (self.grids, self.sizes)
+        )
+        return Pixels(self.values.to(device), grids, sizes)
 
 
-ExpandImage = Callable[[int, int], list[int]]
-"""Function that returns the token ids that stand for an image, by its height and width."""
+def _pad(values: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns `values` (N, ...), with zeros behind them up to the shape (N, *shape)."""
+    padded = values.new_zeros(len(values), *shape)
+    padded[(slice(None), *(slice(length) for length in values.shape[1:]))] = values
+    return padded
+
+
+ExpandImage = Callable[[int, int], str]
+"""Function that returns the text that stands for an image, by its height and width."""
 
 
 class VisionProcessor:
@@ -80,13 +117,18 @@ class VisionProcessor:
     def __init__(
         self,
         image_processor: Any,
-        image_token_id: int,
+        placeholder: str,
+        image_token: str,
         expand_image: ExpandImage,
         options: Mapping[str, Any],
     ) -> None:
-        """options: arguments with which the image processor divides an image."""
-        self._processor, self.image_token_id = image_processor, image_token_id
-        self._expand_image, self._options = expand_image, options
+        """placeholder: text with which chat templates render an image.
+        image_token: text of the token that stands for an output of the vision tower.
+        options: arguments with which the image processor divides an image.
+        """
+        self._processor, self._options = image_processor, options
+        self._placeholder, self._image_token = placeholder, image_token
+        self._expand_image = expand_image
 
     @classmethod
     def load(cls, directory: Path) -> VisionProcessor:
@@ -94,7 +136,7 @@ class VisionProcessor:
 
         Raises `BapoError` if the processor or a package that it needs is missing.
         """
-        from transformers import AutoConfig, AutoImageProcessor
+        from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
         try:
             load: Any = AutoImageProcessor.from_pretrained
@@ -105,88 +147,129 @@ class VisionProcessor:
                 "directory with the preprocessor_config.json of the model, and install what it "
                 "names"
             ) from error
-        config = AutoConfig.from_pretrained(directory)
-        options = _OPTIONS.get(config.model_type, {})
-        expand_image = _expansion(config, directory, processor, options)
-        return cls(processor, int(config.image_token_id), expand_image, options)
+        config: Any = AutoConfig.from_pretrained(directory)
+        tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+        image_token: str = tokenizer.convert_ids_to_tokens(int(config.image_token_id))
+        placeholder = image_token
+        if config.model_type == "gemma3":
+            placeholder = tokenizer.convert_ids_to_tokens(int(config.boi_token_id))
+        options = _division_options(config)
+        expand_image = _expansion(config, directory, processor, tokenizer, image_token, options)
+        return cls(processor, placeholder, image_token, expand_image, options)
 
-    def expand(self, token_ids: Sequence[int], images: Sequence[ImageReference]) -> list[int]:
-        """Repeats the placeholder of each image once for each output that the model sees.
+    def expand(self, text: str, images: Sequence[ImageReference]) -> str:
+        """Replaces the placeholder of each image by the text of its tokens.
 
-        token_ids: of a rendered prompt, with one placeholder for each image. Raises `BapoError` for
-        another number of placeholders.
+        The tokens are written as text, because those around an image may join the text beside it:
+        Gemma 3 has one token for several line breaks.
+
+        text: a rendered prompt, with one placeholder for each image. Raises `BapoError` for another
+        number of placeholders.
         """
-        placeholders = sum(token == self.image_token_id for token in token_ids)
+        pieces = text.split(self._placeholder)
+        placeholders = len(pieces) - 1
+        if self._placeholder != self._image_token:
+            placeholders += text.count(self._image_token)
         if placeholders != len(images):
             raise BapoError(
                 f"the rendered prompt has {placeholders} placeholders for {len(images)} images; "
                 "give a model whose chat template renders images, and remove the placeholder from "
                 "the problem's text"
             )
-        remaining = iter(images)
-        expanded: list[int] = []
-        for token in token_ids:
-            if token == self.image_token_id:
-                image = next(remaining)
-                expanded += self._expand_image(image["height"], image["width"])
-            else:
-                expanded.append(token)
-        return expanded
+        expanded = [self._expand_image(image["height"], image["width"]) for image in images]
+        return "".join(part for pair in zip(pieces, [*expanded, ""], strict=True) for part in pair)
 
     def pixels(self, images: Sequence[bytes]) -> Pixels:
         """Returns the pixel values of at least one image file."""
         prepared = self._processor(
             images=[decode_image(data) for data in images], return_tensors="pt", **self._options
         )
-        values, grids = prepared["pixel_values"].float(), prepared.get("image_grid_thw")
-        if values.ndim == 5:  # of one text
+        values = prepared["pixel_values"].float()
+        grids, sizes = prepared.get("image_grid_thw"), prepared.get("image_sizes")
+        if values.ndim == 5 and sizes is None:  # of one text
             values = values.flatten(0, 1)
-        return Pixels(values, None if grids is None else grids.long())
+        return Pixels(
+            values,
+            None if grids is None else grids.long(),
+            None if sizes is None else sizes.long(),
+        )
 
 
-_OPTIONS: Mapping[str, Mapping[str, Any]] = {"internvl": {"crop_to_patches": True}}
-"""Options that the processors of transformers give to their image processors."""
+def _has_pixtral_tower(config: Any) -> bool:
+    return bool(config.vision_config.model_type == "pixtral")
+
+
+def _division_options(config: Any) -> dict[str, Any]:
+    """Returns the options that the processors of transformers give to their image processors."""
+    if config.model_type == "internvl":
+        return {"crop_to_patches": True}
+    if _has_pixtral_tower(config):
+        merged = getattr(config, "spatial_merge_size", 1)
+        return {"patch_size": config.vision_config.patch_size * merged}
+    return {}
 
 
 def _expansion(
-    config: Any, directory: Path, image_processor: Any, options: Mapping[str, Any]
+    config: Any,
+    directory: Path,
+    image_processor: Any,
+    tokenizer: Any,
+    image: str,
+    options: Mapping[str, Any],
 ) -> ExpandImage:
     """Returns what writes the tokens of an image as the processor of transformers does.
 
     That processor itself may contain a video processor, which needs torchvision.
     """
-    image = int(config.image_token_id)
 
     def count_patches(height: int, width: int) -> int:
         return int(image_processor.get_number_of_image_patches(height, width, dict(options)))
 
     if config.model_type in ON_A_GRID:
         merged = int(image_processor.merge_size) ** 2
-        return lambda height, width: [image] * (count_patches(height, width) // merged)
+        return lambda height, width: image * (count_patches(height, width) // merged)
     if config.model_type in IN_ROWS:
-        return _tiles_in_rows(config, directory, image_processor)
+        return _tiles_in_rows(config, directory, image_processor, tokenizer, image)
     if config.model_type == "internvl":
-        before, after = _token_ids(_load_tokenizer(directory), directory, "<img>", "</img>")
+        _require_tokens(tokenizer, directory, "<img>", "</img>")
         tokens = int(config.image_seq_length)
-        return lambda height, width: [
-            before,
-            *[image] * (count_patches(height, width) * tokens),
-            after,
-        ]
-    vision = config.vision_config
-    outputs = (vision.image_size // vision.patch_size) ** 2
-    outputs += vision.model_type == "clip_vision_model"  # the class token
-    outputs -= config.vision_feature_select_strategy == "default"
-    return lambda *_: [image] * outputs
+        return lambda height, width: (
+            "<img>" + image * (count_patches(height, width) * tokens) + "</img>"
+        )
+    if config.model_type == "gemma3":
+        return _whole_image(config, directory, image_processor, tokenizer, image)
+    if _has_pixtral_tower(config):
+        return _rows_of_patches(directory, image_processor, tokenizer, image, options)
+    vision, strategy = config.vision_config, config.vision_feature_select_strategy
+    # The class token, which the strategy `default` drops.
+    additional = int(vision.model_type == "clip_vision_model")
+    dropped = int(strategy == "default")
+    if config.model_type == "llava_next":
+        from transformers import LlavaNextProcessor
+
+        processor_class: Any = LlavaNextProcessor
+        count = processor_class(
+            image_processor,
+            tokenizer,
+            patch_size=vision.patch_size,
+            vision_feature_select_strategy=strategy,
+            image_token=image,
+            num_additional_image_tokens=additional,
+        )._get_number_of_features
+        side = vision.image_size
+        return lambda height, width: image * (count(height, width, side, side) - dropped)
+    outputs = (vision.image_size // vision.patch_size) ** 2 + additional - dropped
+    return lambda *_: image * outputs
 
 
-def _tiles_in_rows(config: Any, directory: Path, image_processor: Any) -> ExpandImage:
+def _tiles_in_rows(
+    config: Any, directory: Path, image_processor: Any, tokenizer: Any, image: str
+) -> ExpandImage:
     """Returns the expansion for rows of tiles, each with its number, and the whole image as the
     last one."""
     # The others are tokens in some vocabularies and plain text in others.
     around, whole = "<fake_token_around_image>", "<global-img>"
-    tokenizer = _load_tokenizer(directory)
-    _token_ids(tokenizer, directory, around)
+    _require_tokens(tokenizer, directory, around)
     longest = image_processor.size["longest_edge"]
     tile = image_processor.max_image_size["longest_edge"]
     if longest % tile:
@@ -195,33 +278,67 @@ def _tiles_in_rows(config: Any, directory: Path, image_processor: Any) -> Expand
             f"of {tile} are no divisor; set size.longest_edge of preprocessor_config.json to a "
             "multiple"
         )
-    image: str = tokenizer.convert_ids_to_tokens(int(config.image_token_id))
     vision = config.vision_config
     outputs = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
 
-    def expand(height: int, width: int) -> list[int]:
+    def expand(height: int, width: int) -> str:
         _, rows, columns = image_processor.get_number_of_image_patches(height, width, {})
-        text = ""
+        text: str = ""
         for row in range(1, rows + 1):
             for column in range(1, columns + 1):
                 text += f"{around}<row_{row}_col_{column}>" + image * outputs
             text += "\n"
         text += "\n" if rows else ""
         text += f"{around}{whole}" + image * outputs + around
-        token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return token_ids
+        return text
 
     return expand
 
 
-def _load_tokenizer(directory: Path) -> Any:
-    from transformers import AutoTokenizer
+def _whole_image(
+    config: Any, directory: Path, image_processor: Any, tokenizer: Any, image: str
+) -> ExpandImage:
+    """Returns the expansion for images of one tile, between marks and blank lines."""
+    if image_processor.do_pan_and_scan:
+        raise BapoError(
+            f"{directory}: its image processor cuts images of unequal sides into further tiles, "
+            "which bapo does not support; set do_pan_and_scan of preprocessor_config.json to false"
+        )
+    before, after = (
+        tokenizer.convert_ids_to_tokens(int(token_id))
+        for token_id in (config.boi_token_id, config.eoi_token_id)
+    )
+    text = f"\n\n{before}{image * config.mm_tokens_per_image}{after}\n\n"
+    return lambda *_: text
 
-    return AutoTokenizer.from_pretrained(directory)
+
+def _rows_of_patches(
+    directory: Path,
+    image_processor: Any,
+    tokenizer: Any,
+    image: str,
+    options: Mapping[str, Any],
+) -> ExpandImage:
+    """Returns the expansion for rows of patches, each with a mark at its end."""
+    from PIL import Image
+
+    row_end, image_end = "[IMG_BREAK]", "[IMG_END]"
+    _require_tokens(tokenizer, directory, row_end, image_end)
+    side: int = options["patch_size"]
+
+    @lru_cache(maxsize=1024)
+    def expand(height: int, width: int) -> str:
+        blank = Image.new("RGB", (width, height))
+        ((scaled_height, scaled_width),) = image_processor(images=[blank], **options)["image_sizes"]
+        row = image * (int(scaled_width) // side)
+        text: str = row_end.join([row] * (int(scaled_height) // side)) + image_end
+        return text
+
+    return expand
 
 
-def _token_ids(tokenizer: Any, directory: Path, *tokens: str) -> list[int]:
-    """Returns the ids of tokens that stand beside images. Raises `BapoError` if one is missing."""
+def _require_tokens(tokenizer: Any, directory: Path, *tokens: str) -> None:
+    """Raises `BapoError` if a token that stands beside images is missing."""
     vocabulary = tokenizer.get_vocab()
     missing = [token for token in tokens if token not in vocabulary]
     if missing:
@@ -229,7 +346,6 @@ def _token_ids(tokenizer: Any, directory: Path, *tokens: str) -> list[int]:
             f"{directory}: its tokenizer has no token {missing[0]}, which stands beside images; "
             "give the tokenizer that belongs to the model"
         )
-    return [vocabulary[token] for token in tokens]
 
 
 def reads_images(directory: Path) -> bool:
@@ -260,11 +376,6 @@ def check_model(directory: Path, engine: str = "transformers") -> None:
     """
     config = _read_config(directory)
     model_type = config.get("model_type")
-    if (config.get("vision_config") or {}).get("model_type") == "pixtral":
-        raise BapoError(
-            f"model.path {directory}: its vision tower, pixtral, takes images of several sizes "
-            "padded to one, which bapo does not support; choose another model"
-        )
     if engine == "vllm" and model_type in set(ARCHITECTURES) - set(WITH_VLLM):
         raise BapoError(
             f"model.path {directory}: vLLM does not take images of a model of the type "
@@ -290,6 +401,22 @@ def fed_tokens(model: Any, response_tokens: Tensor) -> Tensor:
         return response_tokens
     sampled = response_tokens == model.config.image_token_id
     return response_tokens.masked_fill(sampled, SUBSTITUTE)
+
+
+def number_images(model: Any, tokens: Tensor) -> Tensor | None:
+    """Returns the number of the image that each token belongs to, from 1 on, and 0 for text.
+
+    model: if the tokens of an image do not attend to each other in it, the result is None.
+    tokens: (N, L), without sampled placeholders. The result has the same shape, and counts the
+    images of each row.
+    """
+    if model.config.model_type not in BIDIRECTIONAL:
+        return None
+    is_image = tokens == model.config.image_token_id
+    starts = is_image.clone()
+    starts[:, 1:] &= ~is_image[:, :-1]
+    numbers: Tensor = starts.cumsum(dim=1) * is_image
+    return numbers
 
 
 def vision_tower(base_model: Any) -> Any:

@@ -40,6 +40,9 @@ class Sequences:
     """(S,) index of the packed token that each token is; None if none is shared, so that S = T."""
     kept: Tensor | None = None
     """(T,) index among the S tokens of the first one that each packed token is; None as above."""
+    images: Tensor | None = None
+    """(T,) number of the image that each packed token belongs to, and 0 for text, if the tokens of
+    an image attend to all tokens of this image; otherwise None."""
 
     @classmethod
     def of(cls, lengths: Tensor) -> Sequences:
@@ -117,6 +120,7 @@ class Sequences:
             self.max_seqlen,
             None if self.sources is None else self.sources.to(device),
             None if self.kept is None else self.kept.to(device),
+            None if self.images is None else self.images.to(device),
         )
 
 
@@ -133,15 +137,16 @@ def packed_attention(
     sliding_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Computes causal attention within each sequence.
+    """Computes causal attention within each sequence, or within each image in both directions.
 
     query: (1, heads, T, D); key and value: (1, key heads, T, D). Returns (1, T, heads, D).
     Raises `BapoError` for a model whose attention is of another kind.
     """
     _refuse_other_kinds(module, attention_mask, dropout, rest)
     window = sliding_window if sliding_window and sliding_window < sequences.max_seqlen else None
-    # The variable-length kernel takes half precision only.
-    kernel = _varlen if query.is_cuda and query.dtype.itemsize == 2 else _padded
+    # The variable-length kernel takes half precision and no masks.
+    variable = query.is_cuda and query.dtype.itemsize == 2 and sequences.images is None
+    kernel = _varlen if variable else _padded
     output = kernel(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
@@ -184,10 +189,16 @@ def _padded(
         packed[sequences.pad_indices].transpose(1, 2) for packed in (query, key, value)
     )
     mask = None
-    if window is not None:
+    if window is not None or sequences.images is not None:
         distance = torch.arange(sequences.max_seqlen, device=query.device)
         distance = distance[:, None] - distance[None, :]
-        mask = (distance >= 0) & (distance < window)
+        mask = distance >= 0
+        if window is not None:
+            mask &= distance < window
+        if sequences.images is not None:
+            image = sequences.images[sequences.pad_indices]
+            within = (image[:, :, None] == image[:, None, :]) & (image > 0)[:, :, None]
+            mask = (mask | within)[:, None]
     output = scaled_dot_product_attention(
         query,
         key,

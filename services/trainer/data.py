@@ -422,11 +422,7 @@ def _pack_pixels(batch: Batch, rows: Tensor) -> tuple[Pixels | None, list[range]
             present.append(images)
     if not present:
         return None, []
-    grids = [images.grids for images in present if images.grids is not None]
-    packed = Pixels(
-        torch.cat([images.values for images in present]), torch.cat(grids) if grids else None
-    )
-    return packed, [indexes[member] for member in members]
+    return Pixels.join(present), [indexes[member] for member in members]
 
 
 SHARED_COST = 0.25

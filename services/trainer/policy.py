@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from bapo_core.config import OptimizerConfig
 from bapo_core.errors import BapoError
-from services.model.vision import Pixels, fed_tokens, reads_images, rope_positions, vision_tower
+from services.model.vision import (
+    Pixels,
+    fed_tokens,
+    number_images,
+    reads_images,
+    rope_positions,
+    vision_tower,
+)
 from services.trainer import attention
 from services.trainer.data import Batch, Packed, pack
 from services.trainer.logprobs import token_logprobs
@@ -80,10 +89,13 @@ def device_of(module: nn.Module) -> torch.device:
 def target_hidden_states(model: Any, packed: Packed) -> Tensor:
     """Returns the hidden states (K, width) from which the response tokens are predicted."""
     tokens, position_ids, images = packed.tokens.clone(), packed.position_ids, {}
+    sequences = packed.sequences
     responses = packed.response_positions
     tokens[0, responses] = fed_tokens(model, tokens[0, responses])
     if packed.pixels is not None:
         images = packed.pixels.inputs_of(model)
+        if (numbers := number_images(model, tokens)) is not None:
+            sequences = replace(sequences, images=numbers[0])
         if packed.pixels.grids is not None:
             position_ids = _multimodal_positions(
                 model.base_model, tokens, packed, packed.pixels.grids
@@ -97,7 +109,7 @@ def target_hidden_states(model: Any, packed: Packed) -> Tensor:
         position_ids=position_ids,
         attention_mask=None,
         use_cache=False,
-        sequences=packed.sequences,
+        sequences=sequences,
         **images,
     ).last_hidden_state[0]
     if idle is not None:
@@ -116,25 +128,37 @@ def _idle_tower_output(model: Any) -> Tensor:
     The ranks gather the shards of a layer when all of them compute it. So a rank whose sequences
     have no images passes a blank image through the tower, while others pass theirs.
     """
-    blank = _blank_image(model.config.vision_config).to(device_of(model))
+    blank = _blank_image(model.config).to(device_of(model))
     features = model.base_model.get_image_features(**blank.inputs_of(model), return_dict=True)
     outputs = [features.pooler_output, getattr(features, "deepstack_features", None) or ()]
     flat = torch.utils._pytree.tree_leaves(outputs)
     return sum((output.sum() for output in flat), torch.zeros((), device=device_of(model))) * 0.0
 
 
-def _blank_image(vision: Any) -> Pixels:
-    """Returns the smallest image that a vision tower of this configuration takes.
+def _blank_image(config: Any) -> Pixels:
+    """Returns the smallest image that the vision tower of a model of this configuration takes.
 
     Its values are 1, because some towers leave tiles of zeros out, as padding.
     """
-    if not hasattr(vision, "spatial_merge_size"):  # tiles
-        size = vision.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        return Pixels(torch.ones(1, vision.num_channels, height, width), None)
-    side = vision.spatial_merge_size
-    patch_size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-    return Pixels(torch.ones(side**2, patch_size), torch.tensor([[1, side, side]]))
+    vision = config.vision_config
+    if hasattr(vision, "spatial_merge_size"):  # patches on a grid
+        side = vision.spatial_merge_size
+        patch_size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+        return Pixels(torch.ones(side**2, patch_size), torch.tensor([[1, side, side]]))
+    if vision.model_type == "pixtral":
+        # Of two by two tokens, because Mistral 3 drops the dimension of a single one.
+        side = 2 * vision.patch_size * getattr(config, "spatial_merge_size", 1)
+        values = torch.ones(1, vision.num_channels, side, side)
+        return Pixels(values, sizes=torch.tensor([[side, side]]))
+    size = vision.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    tile = torch.ones(1, vision.num_channels, height, width)
+    if config.model_type == "llava_next":
+        resolution = min(config.image_grid_pinpoints, key=math.prod)
+        tiles = 1 + math.prod(resolution) // size**2  # the first one shows the whole image
+        values = tile.expand(tiles, -1, -1, -1)[None]
+        return Pixels(values, sizes=torch.tensor([resolution]))
+    return Pixels(tile)
 
 
 def _multimodal_positions(base_model: Any, tokens: Tensor, packed: Packed, grids: Tensor) -> Tensor:
@@ -228,7 +252,7 @@ def _explain_load_errors(directory: Path) -> Iterator[None]:
 
 def _make_policy(model: Any, directory: Path) -> Policy:
     for name in _LOGIT_CHANGES:
-        if getattr(model.config, name, None) not in (None, 1.0):
+        if getattr(model.config.get_text_config(), name, None) not in (None, 1.0):
             raise BapoError(
                 f"{directory}: the model changes its logits ({name}), which the trainer's "
                 "log-probs leave out; choose another model"

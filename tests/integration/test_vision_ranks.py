@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from services.model.vision import ARCHITECTURES
 from tests.forked import run_ranks
 from tests.integration.vision_ranks_program import train
-from tests.micro import save_micro_vision_model
+from tests.micro import VISION_MODELS, save_micro_vision_model
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", VISION_MODELS)
 def test_weights_do_not_depend_on_the_number_of_processes(
     architecture: str, tmp_path: Path
 ) -> None:

@@ -15,11 +15,12 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoImageProcessor,
     AutoModelForImageTextToText,
     AutoTokenizer,
+    Gemma3Processor,
     Idefics3Processor,
+    LlavaNextProcessor,
     LlavaProcessor,
 )
 from transformers.models.internvl.processing_internvl import InternVLProcessor
@@ -29,22 +30,24 @@ from services.common.images import ImageReference, decode_image
 from services.model.conversation import tokenize_conversation
 from services.model.tiny_vision import IMAGE, build_tokenizer
 from services.model.vision import (
-    ARCHITECTURES,
+    BIDIRECTIONAL,
     IN_ROWS,
-    OF_TILES,
     ON_A_GRID,
     SUBSTITUTE,
     WITH_VLLM,
+    Pixels,
     VisionProcessor,
     check_model,
 )
 from services.rollout.api.wire import GenerateRequest, PromptRequest, Sampling
 from services.rollout.transformers_engine import TransformersEngine
 from tests.image_prompts import IMAGES, TASK, payload, prompts_of
-from tests.micro import micro_model, save_micro_vision_model
+from tests.micro import VISION_MODELS, micro_model, save_micro_vision_model
+
+PLACEHOLDER = "<|image_pad|>"
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=VISION_MODELS)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_micro_vision_model(tmp_path_factory.mktemp("model"), request.param)
 
@@ -70,6 +73,8 @@ def teacher_forced(directory: Path, prompt: PromptRequest, response: Sequence[in
         images = pixels.inputs_of(model)
     if model.config.model_type in ON_A_GRID:
         images["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    if model.config.model_type in BIDIRECTIONAL and prompt.images:
+        images["token_type_ids"] = (ids == model.config.image_token_id).int()
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False, **images).logits
     start = len(prompt.prompt_token_ids) - 1
@@ -81,65 +86,123 @@ def _model_type(directory: Path) -> str:
     return str(json.loads((directory / "config.json").read_text())["model_type"])
 
 
+def _name(directory: Path) -> str:
+    """Returns the name of a model among `VISION_MODELS`."""
+    config = json.loads((directory / "config.json").read_text())
+    pixtral = config["vision_config"].get("model_type") == "pixtral"
+    return "pixtral" if pixtral and config["model_type"] == "llava" else config["model_type"]
+
+
 def test_a_prompt_has_a_token_for_each_patch_that_the_model_sees(directory: Path) -> None:
     prompts = prompts_of(directory)
     counts = [prompt.prompt_token_ids.count(3) for prompt in prompts]
     # Images of 112, 56, 168 and 112 pixels: 28 a token; all scaled to 56; up to 6 tiles of 56, of
-    # which one shows the whole image; or all scaled to 112, and always the whole image.
+    # which one shows the whole image; all scaled to 112, and always the whole image; or at most
+    # 112. The tokens of LLaVA-NeXT are 14 pixels, with one for each end of a row.
     expected = {
         "llava": [16, 2 * 16, 0, 16],
         "internvl": [20, 4 + 20, 0, 20],
         "idefics3": [20, 2 * 20, 0, 20],
         "smolvlm": [20, 2 * 20, 0, 20],
+        "gemma3": [4, 2 * 4, 0, 4],
+        "llava_next": [16 + 8 * 9, 16 + 4 * 5 + 16 + 8 * 9, 0, 16 + 8 * 9],
+        "mistral3": [16, 4 + 16, 0, 16],
+        "pixtral": [16, 4 + 16, 0, 16],
     }
-    assert counts == expected.get(_model_type(directory), [16, 4 + 36, 0, 16])
+    assert counts == expected.get(_name(directory), [16, 4 + 36, 0, 16])
 
 
-@pytest.mark.parametrize("architecture", OF_TILES)
-def test_the_tokens_of_tiles_are_those_of_the_processors(architecture: str, tmp_path: Path) -> None:
+def _processor(directory: Path, architecture: str, tokenizer: Any) -> Any:
+    """Returns the processor of transformers."""
+    images: Any = AutoImageProcessor.from_pretrained(directory, backend="pil")
+    token = PLACEHOLDER
+    if architecture == "gemma3":
+        tokenizer.boi_token, tokenizer.eoi_token = "<start_of_image>", "<end_of_image>"
+        tokenizer.image_token, tokenizer.image_token_id = token, IMAGE
+        tokenizer.boi_token_id = tokenizer.convert_tokens_to_ids("<start_of_image>")
+        return Gemma3Processor(images, tokenizer, image_seq_length=4)
+    if architecture in IN_ROWS:
+        processor: Any = Idefics3Processor(images, tokenizer, image_seq_len=4)
+        processor.image_token, processor.image_token_id = token, IMAGE
+        return processor
+    processor_class: Any = {"llava": LlavaProcessor, "llava_next": LlavaNextProcessor}[architecture]
+    return processor_class(
+        images,
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        image_token=token,
+    )
+
+
+@pytest.mark.parametrize("architecture", ["gemma3", "idefics3", "llava", "llava_next", "smolvlm"])
+def test_tokens_and_pixels_are_those_of_the_processor(architecture: str, tmp_path: Path) -> None:
     directory = save_micro_vision_model(tmp_path, architecture)
     tokenizer: Any = AutoTokenizer.from_pretrained(directory)
     vision = VisionProcessor.load(directory)
-    config: Any = AutoConfig.from_pretrained(directory)
     files = list(IMAGES.values())
     images = [payload([digest], "")["images"][0] for digest in IMAGES]
-    text = "A<|image_pad|>b<|image_pad|><|image_pad|>c<|image_pad|>"
-    expanded = vision.expand(tokenizer.encode(text), images)
-    if architecture == "llava":
-        processor: Any = LlavaProcessor(
-            AutoImageProcessor.from_pretrained(directory, backend="pil"),
-            tokenizer,
-            patch_size=14,
-            vision_feature_select_strategy="default",
-            num_additional_image_tokens=1,
-            image_token="<|image_pad|>",
-        )
-        opened = [decode_image(data) for data in files]
-        inputs = processor(images=opened, text=text, return_tensors="pt")
-        assert inputs["input_ids"][0].tolist() == expanded
-        assert torch.equal(inputs["pixel_values"], vision.pixels(files).values)
-        return
-    if architecture in IN_ROWS:
-        tiles = AutoImageProcessor.from_pretrained(directory, backend="pil")
-        processor = Idefics3Processor(tiles, tokenizer, image_seq_len=4)
-        processor.image_token, processor.image_token_id = "<|image_pad|>", IMAGE
-        opened = [decode_image(data) for data in files]
-        inputs = processor(images=opened, text=text, return_tensors="pt")
-        assert inputs["input_ids"][0].tolist() == expanded
-        assert torch.equal(inputs["pixel_values"][0], vision.pixels(files).values)
-        return
-    # A whole processor contains one of videos, which needs torchvision.
+    mark = "<start_of_image>" if architecture == "gemma3" else PLACEHOLDER
+    text = f"A{mark}b{mark}{mark}\nc{mark}"
+    expanded = tokenizer.encode(vision.expand(text, images))
+    inputs = _processor(directory, architecture, tokenizer)(
+        images=[decode_image(data) for data in files], text=text, return_tensors="pt"
+    )
+    assert inputs["input_ids"][0].tolist() == expanded
+    pixels = vision.pixels(files)
+    values = inputs["pixel_values"]
+    assert torch.equal(values[0] if architecture in IN_ROWS else values, pixels.values)
+    if "image_sizes" in inputs:
+        assert pixels.sizes is not None
+        assert inputs["image_sizes"].tolist() == pixels.sizes.tolist()
+    else:
+        assert pixels.sizes is None
+
+
+def test_the_tokens_of_internvl_are_those_of_its_processor(tmp_path: Path) -> None:
+    """The whole processor contains one of videos, which needs torchvision."""
+    directory = save_micro_vision_model(tmp_path, "internvl")
+    vision = VisionProcessor.load(directory)
     parts = SimpleNamespace(
         start_image_token="<img>",
         end_image_token="</img>",
-        image_token="<|image_pad|>",
-        image_seq_length=config.image_seq_length,
+        image_token=PLACEHOLDER,
+        image_seq_length=4,
     )
-    for data in files:
+    for digest, data in IMAGES.items():
         tiles = len(vision.pixels([data]).values)
-        replacement = InternVLProcessor.replace_image_token(parts, {"num_patches": [tiles]}, 0)
-        text = text.replace("<|image_pad|>", replacement.replace("<|image_pad|>", "<x>"), 1)
-    assert tokenizer.encode(text.replace("<x>", "<|image_pad|>")) == expanded
+        expected = InternVLProcessor.replace_image_token(parts, {"num_patches": [tiles]}, 0)
+        images = payload([digest], "")["images"]
+        assert vision.expand("A<|image_pad|>b", images) == f"A{expected}b"
+
+
+@pytest.mark.parametrize("architecture", ["mistral3", "pixtral"])
+def test_the_tokens_of_a_row_of_patches_end_with_a_mark(architecture: str, tmp_path: Path) -> None:
+    """Transformers cannot load this processor without torchvision."""
+    vision = VisionProcessor.load(save_micro_vision_model(tmp_path, architecture))
+    for (width, height), rows, columns in (
+        ((112, 56), 2, 4),
+        ((29, 100), 4, 2),
+        ((300, 150), 2, 4),
+        ((5, 5), 1, 1),
+    ):
+        row = PLACEHOLDER * columns
+        expected = "[IMG_BREAK]".join([row] * rows) + "[IMG_END]"
+        reference = ImageReference(digest="", width=width, height=height)
+        assert vision.expand(f"A{PLACEHOLDER}b", [reference]) == f"A{expected}b"
+
+
+@pytest.mark.parametrize("architecture", VISION_MODELS)
+def test_images_that_are_joined_are_those_of_one_call(architecture: str, tmp_path: Path) -> None:
+    vision = VisionProcessor.load(save_micro_vision_model(tmp_path, architecture))
+    files = list(IMAGES.values())
+    together = vision.pixels(files)
+    joined = Pixels.join([vision.pixels([data]) for data in files])
+    assert torch.equal(joined.values, together.values)
+    for mine, theirs in ((joined.grids, together.grids), (joined.sizes, together.sizes)):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or torch.equal(mine, theirs)
 
 
 def test_logprobs_are_those_of_transformers(directory: Path) -> None:
@@ -250,7 +313,7 @@ def test_rows_of_tiles_are_as_many_as_the_processor_makes(
     vision = VisionProcessor.load(directory)
     width, height = size
     reference = ImageReference(digest="", width=width, height=height)
-    assert vision.expand([IMAGE], [reference]).count(IMAGE) == 4 * len(tiles)
+    assert vision.expand(PLACEHOLDER, [reference]).count(PLACEHOLDER) == 4 * len(tiles)
 
 
 def test_tiles_that_do_not_divide_an_image_evenly_are_refused(tmp_path: Path) -> None:
@@ -264,12 +327,9 @@ def test_tiles_that_do_not_divide_an_image_evenly_are_refused(tmp_path: Path) ->
         check_model(directory)
 
 
-def test_a_tower_for_images_of_several_sizes_is_refused(tmp_path: Path) -> None:
-    """Pixtral is a LLaVA with such a tower, whose images would get the wrong number of tokens."""
-    directory = save_micro_vision_model(tmp_path, "llava")
-    file = directory / "config.json"
-    config = json.loads(file.read_text())
-    config["vision_config"]["model_type"] = "pixtral"
-    file.write_text(json.dumps(config))
-    with pytest.raises(BapoError, match="pixtral, takes images of several sizes"):
+def test_an_image_processor_that_cuts_further_tiles_is_refused(tmp_path: Path) -> None:
+    directory = save_micro_vision_model(tmp_path, "gemma3")
+    file = directory / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"do_pan_and_scan": True}))
+    with pytest.raises(BapoError, match="set do_pan_and_scan of"):
         check_model(directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from bapo_core.config import LoraConfig, RunConfig, config_from
 from bapo_core.errors import BapoError
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
 from services.buffer.api.wire import ManifestMember
-from services.model.vision import ARCHITECTURES, VisionProcessor, check_model, vision_tower
+from services.model.vision import VisionProcessor, check_model, vision_tower
 from services.rollout.api.wire import Sampling
 from services.rollout.transformers_engine import TransformersEngine
 from services.trainer.critic import Critic
@@ -34,14 +35,14 @@ from services.trainer.policy import (
 from services.trainer.ranks import Ranks
 from services.trainer.update import Updater
 from tests.image_prompts import IMAGES, prompts_of
-from tests.micro import save_micro_vision_model
+from tests.micro import VISION_MODELS, save_micro_vision_model
 
 TEMPERATURE, G = 0.9, 4
 CONV = (nn.Conv2d, nn.Conv3d)
 """Layers that embed the patches of an image."""
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=VISION_MODELS)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_micro_vision_model(tmp_path_factory.mktemp("model"), request.param)
 
@@ -138,6 +139,16 @@ def test_a_sampled_placeholder_is_no_image(directory: Path, batch: Batch) -> Non
     with_placeholder = replace(batch, tokens=tokens)
     logprobs = scored(load_policy(directory), with_placeholder, torch.arange(2 * G))
     assert logprobs.isfinite().all()
+
+
+def test_a_text_model_that_changes_its_logits_is_refused(tmp_path: Path) -> None:
+    directory = save_micro_vision_model(tmp_path, "gemma3")
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    config["text_config"]["final_logit_softcapping"] = 30.0
+    file.write_text(json.dumps(config))
+    with pytest.raises(BapoError, match=r"changes its logits \(final_logit_softcapping\)"):
+        load_policy(directory)
 
 
 def settings(**changes: Any) -> RunConfig:
