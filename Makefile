@@ -25,7 +25,7 @@ CHROMIUMS := chromium google-chrome google-chrome-stable chromium-browser
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-trl install-reasoning-gym install-stores install-chromium gpu-bundle run real-lm test test-slow test-newest test-vllm test-parity test-crds images sbom chart test-images test-cluster test-cluster-all lint compare compare-methods bench docs clean
+.PHONY: help install install-vllm install-trl install-reasoning-gym install-stores install-chromium gpu-bundle run real-lm test test-slow test-newest test-vllm test-parity test-crds images sbom chart test-images test-admission test-cluster test-cluster-all lint compare compare-methods bench docs clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -174,6 +174,9 @@ test-images: $(STAMP) ## test chart and pipeline in containers of those images (
 # For example on kind: BAPO_TEST_REGISTRY names where its nodes find the images of this version.
 test-cluster: $(STAMP) ## test chart and pipeline on the cluster of KUBECONFIG (docs/deploy.md)
 	$(BIN)/pytest -m "cluster and not slow" --timeout 1800 tests/cluster
+
+test-admission: $(STAMP) ## test what that cluster makes of chart and jobs, without images (a minute)
+	$(BIN)/pytest -m cluster tests/cluster/test_admission.py
 
 test-cluster-all: $(STAMP) ## also test what needs Kueue or takes long
 	$(BIN)/pytest -m cluster --timeout 1800 tests/cluster

@@ -5,12 +5,9 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-import yaml
 
-from tests.cluster.conftest import ROOT, Release
+from tests.cluster.conftest import Release
 from tests.cluster.kubectl import helm, kubectl, wait_until
 from tests.cluster.test_cluster import WAIT_S, pipeline, wait_for_first_step
 
@@ -69,29 +66,6 @@ def test_a_drained_node_ends_no_run(release: Release, no_run: None) -> None:
     thread.join(3 * WAIT_S)
     assert not thread.is_alive(), run.log()
     assert release.client("drained").run_state().status == "finished", run.logs
-
-
-@pytest.mark.parametrize("name", ["dev", "production", "air-gapped"])
-def test_the_cluster_admits_what_each_values_file_renders(release: Release, name: str) -> None:
-    values = str(ROOT / f"charts/bapo/values-{name}.yaml")
-    text = helm(
-        *("template", "other", str(ROOT / "charts/bapo"), "-n", release.namespace.name),
-        *("-f", values, "--set", "image.registry=registry.example.com"),
-    )
-    served = kubectl("api-resources", "-o", "name")
-    manifests = [manifest for manifest in yaml.safe_load_all(text) if manifest]
-    # The Prometheus operator's kinds may be missing; `make test-crds` validates them. The pod of
-    # `helm test` would need the service account that is only tried as well.
-    known = [
-        manifest
-        for manifest in manifests
-        if ("monitoring" not in manifest["apiVersion"] or "monitoring" in served)
-        and manifest["kind"] != "Pod"
-    ]
-    release.namespace.kubectl(
-        *("apply", "--dry-run=server", "-f", "-"),
-        stdin="".join(f"---\n{json.dumps(manifest)}\n" for manifest in known),
-    )
 
 
 def test_a_rollback_and_a_reinstallation_keep_runs_and_token(
