@@ -30,6 +30,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3VLConfig,
@@ -96,6 +98,18 @@ FAMILIES = {"qwen3_vl_moe": "qwen3_vl", "glm46v": "glm4v"}
 """Architectures with the vision tower of another one."""
 
 
+RECURRENT = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "initializer_range": 0.15,
+}
+"""Configuration of a recurrent layer before one of attention, as Qwen3.5 and Qwen3-Next have."""
+
+
 def save_micro_vision_model(
     directory: Path, architecture: str = "qwen2_5_vl", *, seed: int = 0, head_size: int = 8
 ) -> Path:
@@ -142,6 +156,8 @@ def save_micro_vision_model(
             "moe_intermediate_size": 24,
             "norm_topk_prob": True,
         }
+    if architecture == "qwen3_5":
+        text |= RECURRENT
     vision = {
         "depth": 2,
         "hidden_size": 32,
@@ -162,6 +178,11 @@ def save_micro_vision_model(
                 "deepstack_visual_indexes": [0],
                 "num_position_embeddings": 64,
             },
+            "qwen3_5": {
+                "intermediate_size": 48,
+                "out_hidden_size": 4 * head_size,
+                "num_position_embeddings": 64,
+            },
             "glm4v": {"intermediate_size": 48, "out_hidden_size": 4 * head_size, "image_size": 112},
         }[FAMILIES.get(architecture, architecture)],
     }
@@ -178,6 +199,7 @@ def save_micro_vision_model(
         "qwen3_vl_moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration),
         "glm4v": (Glm4vConfig, Glm4vForConditionalGeneration),
         "glm46v": (Glm46VConfig, Glm46VForConditionalGeneration),
+        "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
     }[architecture]
     config = config_class(
         text_config=text, vision_config=vision, tie_word_embeddings=False, **tokens

@@ -119,7 +119,7 @@ def measure_parity(config: RunConfig, model: Path, *, prompts: int) -> Parity:
     # On a GPU, as a trainer does: sharding is what makes it compute in bfloat16.
     with init_distributed() as ranks, torch.no_grad():
         policy = load_sharded(model, ranks, prepare=lambda policy: policy)
-        for rows in microbatches(batch, all_rows, MICROBATCH_TOKENS):
+        for rows in microbatches(batch, all_rows, MICROBATCH_TOKENS, padded=not policy.packs):
             trainer_logprobs[rows] = response_logprobs(policy, batch, rows, request.temperature)[0]
     logprobs = (trainer_logprobs, batch.behavior_logprobs, batch.mask)
     metrics = mismatch_metrics(*logprobs) | weight_metrics(*logprobs, **config.loss.weighting)

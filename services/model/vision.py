@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-ON_A_GRID = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v")
+ON_A_GRID = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v", "qwen3_5")
 OF_TILES = ("llava", "internvl", "idefics3", "smolvlm", "gemma3")
 OF_SIZES = ("llava_next", "mistral3")
 ARCHITECTURES = (*ON_A_GRID, *OF_TILES, *OF_SIZES)
@@ -41,7 +41,7 @@ ARCHITECTURES = (*ON_A_GRID, *OF_TILES, *OF_SIZES)
 A LLaVA with the vision tower of Pixtral is of the form `OF_SIZES`.
 """
 
-WITH_VLLM = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+WITH_VLLM = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
 """Those whose images vLLM takes as pixel values, beside token ids."""
 
 IN_ROWS = ("idefics3", "smolvlm")
@@ -84,6 +84,14 @@ class Pixels:
             torch.cat(grids) if grids else None,
             torch.cat(sizes) if sizes else None,
         )
+
+    def select(self, images: Sequence[int]) -> Pixels:
+        """Returns at least one of the images on a grid, each as often as it is named."""
+        import torch
+
+        assert self.grids is not None
+        of_image = torch.split(self.values, self.grids.prod(dim=1).tolist())
+        return Pixels(torch.cat([of_image[index] for index in images]), self.grids[list(images)])
 
     def inputs_of(self, model: Any) -> dict[str, Tensor]:
         """Returns the arguments of `model`, for images of any number of texts."""

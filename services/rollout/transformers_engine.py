@@ -22,11 +22,13 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
     DynamicCache,
+    cache_utils,
 )
 from transformers.cache_utils import DynamicLayer
 from transformers.core_model_loading import revert_weight_conversion
 
 from bapo_core.errors import BapoError
+from services.model.layers import has_recurrent_layers
 from services.model.vision import (
     OpenImage,
     Pixels,
@@ -45,13 +47,12 @@ from services.rollout.api.wire import (
 )
 from services.rollout.errors import ModelLoadError, WrongVersion
 
+LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
+"""State of a recurrent layer; None in a transformers in which each model has its own."""
+
 COMPACT_BELOW = 0.8
 """Finished rows are dropped once the unfinished ones are fewer than this share of the batch: often
 enough to save their cost, seldom enough that copying the rest does not cost more."""
-
-ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-"""Layer types whose state is keys and values. The caches of other types, such as recurrent layers,
-cannot be copied from a prompt to its samples here."""
 
 
 class NonFiniteLogprobs(BapoError):
@@ -97,7 +98,9 @@ class _PlacedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
 
 class TransformersEngine:
-    """An engine for any causal language model of transformers whose layers are attention.
+    """An engine for causal language models of transformers.
+
+    Their layers are attention, or recurrent ones whose state is a `LinearAttentionLayer`.
 
     It also serves the models that read images (`services.model.vision`).
 
@@ -137,12 +140,18 @@ class TransformersEngine:
     def load(self, directory: Path, version: int) -> None:
         """Serves the model in `directory`; loads in place if only the weights changed.
 
+        A model whose files hold other tensors than it computes with is built again: transformers
+        converts them while it loads.
+
         Raises `ModelLoadError` for a directory that holds no such model. Everything is checked
         before anything changes, so the engine then still serves the version from before.
         """
         identity = _read_identity(directory)
+        current = None
         if self._model is not None and identity == self._identity:
-            self._copy_weights(_read_weights(directory), str(directory))
+            current = _weights_by_saved_name(self._model)
+        if current is not None:
+            self._copy_weights(current, _read_weights(directory), str(directory))
         else:
             model = self._build(directory)
             vision = load_processor(directory)
@@ -184,9 +193,10 @@ class TransformersEngine:
         built: nn.Module = model.eval().requires_grad_(False).to(self._device)
         return built
 
-    def _copy_weights(self, weights: Mapping[str, Tensor], source: str) -> None:
+    def _copy_weights(
+        self, current: Mapping[str, Tensor], weights: Mapping[str, Tensor], source: str
+    ) -> None:
         """Replaces all weights. Raises `ModelLoadError` before it has replaced any."""
-        current = _weights_by_saved_name(self._model)
         tied = set(getattr(self._model, "all_tied_weights_keys", None) or {})
         for name in current.keys() - weights.keys() - tied:
             raise _misfit(source, name, "is missing")
@@ -306,7 +316,7 @@ class _Wave:
             if unfinished < COMPACT_BELOW * len(rows):
                 kept = torch.nonzero(~finished).flatten()
                 for layer in layers:
-                    layer.keep(kept)
+                    _keep_rows(layer, kept)
                 rows, positions = rows[kept], positions[kept]
                 attention_mask = attention_mask[kept]
                 tokens, finished = tokens[kept], finished[kept]
@@ -330,12 +340,12 @@ class _Wave:
         )
         return positions, lengths + offsets[:, 0].to(self._device)
 
-    def _prefill(self, new_tokens: int, positions: Tensor) -> tuple[list[_PlacedLayer], Tensor]:
+    def _prefill(self, new_tokens: int, positions: Tensor) -> tuple[list[Any], Tensor]:
         """Returns the cache layers of all rows, with room for the response, and the first logits.
 
         The logits have the shape (P, V): one row for each prompt.
         """
-        prompt_cache = DynamicCache()
+        prompt_cache = _empty_cache(self._model)
         images: dict[str, Tensor] = {}
         if self._pixels is not None:
             images = self._pixels.to(self._device).inputs_of(self._model)
@@ -350,14 +360,11 @@ class _Wave:
             logits_to_keep=1,
             **images,
         )
-        placed = [_PlacedLayer() for _ in prompt_cache.layers]  # type: ignore[no-untyped-call]
         length = self._prompts.shape[1] + new_tokens
-        for target, layer in zip(placed, prompt_cache.layers, strict=True):
-            assert isinstance(layer, DynamicLayer)
-            assert layer.keys is not None
-            assert layer.values is not None
-            target.place(layer.keys, layer.values, self._sampling.group_size, length)
-        return placed, output.logits[:, -1]
+        group_size = self._sampling.group_size
+        return [
+            _for_samples(layer, group_size, length) for layer in prompt_cache.layers
+        ], output.logits[:, -1]
 
     def _step(
         self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: DynamicCache
@@ -465,13 +472,57 @@ def _end_tokens(model: Any, directory: Path | None = None) -> list[int]:
     )
 
 
+def _empty_cache(model: Any) -> DynamicCache:
+    """Returns a cache for prompts, whose attention layers keep all keys and values."""
+    if not has_recurrent_layers(type(model), model.config):
+        return DynamicCache()
+    cache = DynamicCache(config=model.config.get_text_config())
+    cache.layers = [
+        DynamicLayer() if isinstance(layer, DynamicLayer) else layer  # type: ignore[no-untyped-call]
+        for layer in cache.layers
+    ]
+    return cache
+
+
+def _for_samples(layer: Any, group_size: int, length: int) -> Any:
+    """Returns a layer's state after the prompts, `group_size` times each, for `length` tokens."""
+    if type(layer) is LinearAttentionLayer:
+        states = next(
+            state
+            for state in (*layer.conv_states.values(), *layer.recurrent_states.values())
+            if state is not None
+        )
+        prompts = torch.arange(len(states), device=states.device)
+        layer.reorder_cache(prompts.repeat_interleave(group_size))
+        return layer
+    assert isinstance(layer, DynamicLayer)
+    assert layer.keys is not None
+    assert layer.values is not None
+    placed = _PlacedLayer()  # type: ignore[no-untyped-call]
+    placed.place(layer.keys, layer.values, group_size, length)
+    return placed
+
+
+def _keep_rows(layer: Any, rows: Tensor) -> None:
+    """Drops all rows of a layer's state but `rows`."""
+    if isinstance(layer, _PlacedLayer):
+        layer.keep(rows)
+    else:
+        layer.reorder_cache(rows)
+
+
 def _refuse_other_layers(model: Any, source: str) -> None:
-    """Raises `ModelLoadError` if a layer is not attention."""
-    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ()) - ATTENTION
-    if kinds:
+    """Raises `ModelLoadError` if a layer's state is neither keys and values nor a
+    `LinearAttentionLayer`."""
+    if not has_recurrent_layers(type(model), model.config):
+        return
+    layers = _empty_cache(model).layers
+    others = {type(layer).__name__ for layer in layers} - {"DynamicLayer", "LinearAttentionLayer"}
+    if others or not any(type(layer) is LinearAttentionLayer for layer in layers):
         raise ModelLoadError(
-            f"{source}: has layers of the type {min(kinds)}, whose state this engine cannot share "
-            "between samples; serve the model with vLLM (rollout.engine = vllm)"
+            f"{source}: its layers have a state that this engine cannot share between samples "
+            f"({min(others, default=model.config.model_type)}); serve the model with vLLM "
+            "(rollout.engine = vllm)"
         )
 
 
@@ -513,11 +564,11 @@ def _read_weights(directory: Path) -> dict[str, Tensor]:
     return weights
 
 
-def _weights_by_saved_name(model: Any) -> dict[str, Tensor]:
+def _weights_by_saved_name(model: Any) -> dict[str, Tensor] | None:
     """Returns the model's weights by the names that they have in files.
 
-    These are other names than the model's own for models that read images. A model of which files
-    hold other tensors than it computes with, such as fused ones, keeps its own names.
+    These are other names than the model's own for models that read images. Returns None if files
+    hold other tensors than the model computes with, such as one for each expert.
     """
     weights: dict[str, Tensor] = model.state_dict()
     addresses = {tensor.data_ptr() for tensor in weights.values()}
@@ -525,7 +576,7 @@ def _weights_by_saved_name(model: Any) -> dict[str, Tensor]:
     same = len(saved) == len(weights) and all(
         tensor.data_ptr() in addresses for tensor in saved.values()
     )
-    return saved if same else weights
+    return saved if same else None
 
 
 def _misfit(source: str, name: str, problem: str) -> ModelLoadError:

@@ -430,11 +430,16 @@ SHARED_COST = 0.25
 its query, key, value and attention output are stored again."""
 
 
-def microbatches(batch: Batch, rows: Tensor, token_budget: int) -> list[Tensor]:
+def microbatches(
+    batch: Batch, rows: Tensor, token_budget: int, *, padded: bool = False
+) -> list[Tensor]:
     """Splits `rows` into micro-batches of at most `token_budget` tokens.
 
     The responses of a member follow one another, and count its prompt once, and `SHARED_COST` of it
     for each further response. Members whose longest rows are of similar length follow one another.
+
+    padded: whether the model computes every row as a whole, padded to the longest of its
+        micro-batch. The tokens of all rows then count, with the padding.
 
     Raises `BapoError` for a row that is longer by itself.
     """
@@ -446,7 +451,7 @@ def microbatches(batch: Batch, rows: Tensor, token_budget: int) -> list[Tensor]:
         longest[member] = max(length, longest.get(member, 0))
     order = sorted(range(len(rows)), key=lambda i: (longest[members[i]], members[i], lengths[i]))
     micro_batches: list[list[int]] = []
-    room, last = 0.0, -1
+    room, last, widest = 0.0, -1, 0
     for index in order:
         member, length, prompt = members[index], lengths[index], prompts[index]
         if length > token_budget:
@@ -455,9 +460,12 @@ def microbatches(batch: Batch, rows: Tensor, token_budget: int) -> list[Tensor]:
                 f"({token_budget}); raise it, or lower rollout.max_response_tokens"
             )
         cost = length if member != last else length - (1 - SHARED_COST) * prompt
+        if padded and micro_batches:
+            wider = max(length, widest)
+            cost = wider + len(micro_batches[-1]) * (wider - widest)
         if cost > room:
             micro_batches.append([])
-            room, cost = token_budget, length
+            room, cost, widest = token_budget, length, 0
         micro_batches[-1].append(int(rows[index]))
-        room, last = room - cost, member
+        room, last, widest = room - cost, member, max(length, widest)
     return [torch.tensor(micro_batch) for micro_batch in micro_batches]

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from bapo_core.config import OptimizerConfig
 from bapo_core.errors import BapoError
+from services.model.layers import has_recurrent_layers
 from services.model.vision import (
     Pixels,
     fed_tokens,
@@ -50,6 +51,11 @@ class Policy(nn.Module):
     def device(self) -> torch.device:
         """The device that computes."""
         return device_of(self)
+
+    @property
+    def packs(self) -> bool:
+        """Whether sequences are computed without padding."""
+        return packs(self.model)
 
     @property
     def width(self) -> int:
@@ -88,10 +94,30 @@ def device_of(module: nn.Module) -> torch.device:
 
 def target_hidden_states(model: Any, packed: Packed) -> Tensor:
     """Returns the hidden states (K, width) from which the response tokens are predicted."""
-    tokens, position_ids, images = packed.tokens.clone(), packed.position_ids, {}
-    sequences = packed.sequences
-    responses = packed.response_positions
+    tokens, responses = packed.tokens.clone(), packed.response_positions
     tokens[0, responses] = fed_tokens(model, tokens[0, responses])
+    # Before the language model, because every rank must gather the layers in the same order.
+    idle = None
+    if packed.pixels is None and _has_sharded_tower(model):
+        idle = _idle_tower_output(model)
+    compute = _packed_hidden_states if packs(model) else _padded_hidden_states
+    hidden = compute(model, packed, tokens)
+    if idle is not None:
+        hidden = hidden + idle.to(hidden.dtype)
+    return hidden[packed.logit_positions]
+
+
+def packs(model: Any) -> bool:
+    """Returns whether the model computes packed sequences; otherwise they are padded."""
+    return bool(model.config.get_text_config()._attn_implementation == attention.IMPLEMENTATION)
+
+
+def _packed_hidden_states(model: Any, packed: Packed, tokens: Tensor) -> Tensor:
+    """Returns the hidden states (T, width) of all packed tokens.
+
+    tokens: (1, T), as they are fed.
+    """
+    sequences, position_ids, images = packed.sequences, packed.position_ids, {}
     if packed.pixels is not None:
         images = packed.pixels.inputs_of(model)
         if (numbers := number_images(model, tokens)) is not None:
@@ -100,10 +126,6 @@ def target_hidden_states(model: Any, packed: Packed) -> Tensor:
             position_ids = _multimodal_positions(
                 model.base_model, tokens, packed, packed.pixels.grids
             )
-    # Before the language model, because every rank must gather the layers in the same order.
-    idle = None
-    if packed.pixels is None and _has_sharded_tower(model):
-        idle = _idle_tower_output(model)
     hidden: Tensor = model.base_model(
         input_ids=tokens,
         position_ids=position_ids,
@@ -112,9 +134,31 @@ def target_hidden_states(model: Any, packed: Packed) -> Tensor:
         sequences=sequences,
         **images,
     ).last_hidden_state[0]
-    if idle is not None:
-        hidden = hidden + idle.to(hidden.dtype)
-    return hidden[packed.logit_positions]
+    return hidden
+
+
+def _padded_hidden_states(model: Any, packed: Packed, tokens: Tensor) -> Tensor:
+    """Returns the same as `_packed_hidden_states`, with each sequence computed as a padded row.
+
+    Prompts and their images are computed again for each of their responses.
+    """
+    sequences = packed.sequences
+    rows = tokens[0][sequences.pad_indices]
+    columns = torch.arange(sequences.max_seqlen, device=rows.device)
+    mask = columns < sequences.cu_seqlens.diff()[:, None]
+    position_ids, images = columns.expand_as(rows), {}
+    if packed.pixels is not None:
+        pixels = packed.pixels.select([index for indexes in packed.images for index in indexes])
+        images = pixels.inputs_of(model)
+        position_ids, _ = rope_positions(model.base_model, rows, mask, pixels.grids)
+    hidden: Tensor = model.base_model(
+        input_ids=rows,
+        position_ids=position_ids,
+        attention_mask=mask.long(),
+        use_cache=False,
+        **images,
+    ).last_hidden_state
+    return hidden.flatten(0, 1)[sequences.unpad_indices]
 
 
 def _has_sharded_tower(model: Any) -> bool:
@@ -201,8 +245,9 @@ def load_policy(directory: Path) -> Policy:
     """
     with _explain_load_errors(directory):
         auto: Any = _auto_class(directory)
+        config = AutoConfig.from_pretrained(directory)
         model: Any = auto.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation=_attention(directory)
+            directory, dtype=torch.float32, attn_implementation=_attention(auto, config)
         )
     return _make_policy(model, directory)
 
@@ -217,7 +262,7 @@ def empty_policy(directory: Path) -> Policy:
         with torch.device("meta"):
             auto: Any = _auto_class(directory)
             model: Any = auto.from_config(
-                config, dtype=torch.float32, attn_implementation=_attention(directory)
+                config, dtype=torch.float32, attn_implementation=_attention(auto, config)
             )
     model.to_empty(device="cpu")
     model.tie_weights()
@@ -228,9 +273,12 @@ def _auto_class(directory: Path) -> type:
     return AutoModelForImageTextToText if reads_images(directory) else AutoModelForCausalLM
 
 
-def _attention(directory: Path) -> str | dict[str, str]:
+def _attention(auto: Any, config: Any) -> str | dict[str, str]:
     """Returns the implementations of attention; a vision tower has no sequences to pack."""
-    if not reads_images(directory):
+    model_class = auto._model_mapping.get(type(config), None)
+    if has_recurrent_layers(model_class, config):
+        return "sdpa"
+    if auto is not AutoModelForImageTextToText:
         return attention.IMPLEMENTATION
     return {"text_config": attention.IMPLEMENTATION, "vision_config": "sdpa"}
 

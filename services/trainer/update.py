@@ -173,7 +173,8 @@ class Updater:
 
     def _micro_batches(self, batch: Batch, rows: Tensor) -> list[Tensor | None]:
         """Splits rows into micro-batches, padded with None so that all ranks have equally many."""
-        micro_batches = microbatches(batch, rows, self.config.optimizer.microbatch_tokens)
+        budget = self.config.optimizer.microbatch_tokens
+        micro_batches = microbatches(batch, rows, budget, padded=not self.policy.packs)
         count = self.ranks.all_reduce_max(len(micro_batches))
         return [*micro_batches, *[None] * (count - len(micro_batches))]
 

@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from services.rollout.api.wire import GeneratedGroup, PromptRequest, Sampling
 from services.rollout.errors import ModelLoadError, WrongVersion
@@ -23,7 +23,7 @@ from services.rollout.transformers_engine import (
     _sample,
     _uniforms,
 )
-from tests.micro import END, micro_model
+from tests.micro import END, micro_config, micro_model
 
 VOCABULARY = 13
 RAGGED = [[2], [3, 4, 5, 6, 7, 8, 9], [10, 11, 12], [5, 5, 5, 5]]
@@ -249,6 +249,24 @@ class TestVersions:
         engine.load(first, 1)
         engine.load(second, 2)
         fresh.load(second, 2)
+        assert engine.generate(requests(), sampling(), policy_version=2) == fresh.generate(
+            requests(), sampling(), policy_version=2
+        )
+
+    def test_experts_that_files_hold_one_by_one_are_reloaded(self, tmp_path: Path) -> None:
+        """The model computes with all experts of a layer in one tensor."""
+        options = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
+        directories = [tmp_path / "first", tmp_path / "second"]
+        for seed, directory in enumerate(directories):
+            torch.manual_seed(seed)
+            config = micro_config().to_dict() | options | {"model_type": "qwen3_moe"}
+            Qwen3MoeForCausalLM(Qwen3MoeConfig(**config)).save_pretrained(directory)
+        names = load_file(directories[0] / "model.safetensors").keys()
+        assert any(".experts.3." in name for name in names)
+        engine, fresh = TransformersEngine(), TransformersEngine()
+        engine.load(directories[0], 1)
+        engine.load(directories[1], 2)
+        fresh.load(directories[1], 2)
         assert engine.generate(requests(), sampling(), policy_version=2) == fresh.generate(
             requests(), sampling(), policy_version=2
         )
