@@ -143,6 +143,7 @@ def save_micro_vision_model(
             "rope_theta": 10_000.0,
             "mrope_section": [head_size // 4, head_size // 8, head_size // 8],
             **({"mrope_interleaved": True} if architecture.startswith("qwen3") else {}),
+            **({"partial_rotary_factor": 1.0} if architecture == "qwen3_5" else {}),
         },
         "pad_token_id": 0,
         "eos_token_id": END,
@@ -158,6 +159,7 @@ def save_micro_vision_model(
         }
     if architecture == "qwen3_5":
         text |= RECURRENT
+        text |= {"linear_key_head_dim": head_size, "linear_value_head_dim": head_size}
     vision = {
         "depth": 2,
         "hidden_size": 32,

@@ -41,7 +41,7 @@ ARCHITECTURES = (*ON_A_GRID, *OF_TILES, *OF_SIZES)
 A LLaVA with the vision tower of Pixtral is of the form `OF_SIZES`.
 """
 
-WITH_VLLM = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5")
+WITH_VLLM = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """Those whose images vLLM takes as pixel values, beside token ids."""
 
 IN_ROWS = ("idefics3", "smolvlm")

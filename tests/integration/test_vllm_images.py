@@ -42,7 +42,7 @@ TEMPERATURE = 0.9
 PLACEHOLDER = 3
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
+@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_micro_vision_model(tmp_path_factory.mktemp("model"), request.param, head_size=32)
 
