@@ -27,7 +27,7 @@ def add_adapters(model: nn.Module, settings: LoraConfig, seed: int) -> None:
     B starts at 0, so that the model computes the same as before; A is drawn from `seed`. With
     `settings.rank` 0, which stands for no adapters, nothing changes.
 
-    Raises `BapoError` when `settings.targets` names no layer of the model.
+    Raises `BapoError` when `settings.targets` names no layer of the model, or a layer of experts.
     """
     if settings.rank == 0:
         return
@@ -47,6 +47,13 @@ def add_adapters(model: nn.Module, settings: LoraConfig, seed: int) -> None:
         except ValueError as error:
             reason = str(error).splitlines()[0]
             raise BapoError(f"lora.targets {targets}: {reason}") from error
+    experts = [name for name, layer in model.named_modules() if hasattr(layer, "parameter_name")]
+    if experts:
+        raise BapoError(
+            f"lora.targets {targets}: {experts[0]} holds the weights of several experts in one "
+            "tensor, whose adapters cannot be merged into published weights; name other layers, "
+            "such as [q_proj, k_proj, v_proj, o_proj]"
+        )
 
 
 def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from bapo_core.config import LoraConfig
 from bapo_core.errors import BapoError
@@ -11,7 +12,7 @@ from services.trainer import attention
 from services.trainer.data import pack
 from services.trainer.lora import add_adapters, merge_adapter, plain_weights, trained_state
 from services.trainer.policy import Policy
-from tests.micro import micro_model
+from tests.micro import micro_config, micro_model
 from tests.unit.trainer import test_update as single
 
 
@@ -80,3 +81,17 @@ def test_adapters_are_drawn_from_the_seed() -> None:
 def test_targets_that_name_no_layer_are_refused() -> None:
     with pytest.raises(BapoError, match=r"lora.targets \['no_such_layer'\]"):
         add_adapters(micro_model(), LoraConfig(rank=2, targets=["no_such_layer"]), 1)
+
+
+def test_adapters_of_experts_are_refused() -> None:
+    """Their published weights had names that no engine knows."""
+    options = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
+    config = Qwen3MoeConfig(**micro_config().to_dict() | options | {"model_type": "qwen3_moe"})
+    with pytest.raises(BapoError, match="holds the weights of several experts in one tensor"):
+        add_adapters(Qwen3MoeForCausalLM(config), LoraConfig(rank=2), 1)
+    model = Qwen3MoeForCausalLM(config)
+    add_adapters(model, LoraConfig(rank=2, targets=["q_proj"]), 1)
+    assert not any(
+        ".base_layer." in name.replace("q_proj.base_layer.", "")
+        for name, _ in model.named_parameters()
+    )
