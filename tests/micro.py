@@ -14,6 +14,9 @@ from transformers import (
     Glm4vForConditionalGeneration,
     Glm46VConfig,
     Glm46VForConditionalGeneration,
+    Idefics2Config,
+    Idefics2ForConditionalGeneration,
+    Idefics2Processor,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     InternVLConfig,
@@ -23,8 +26,10 @@ from transformers import (
     LlavaForConditionalGeneration,
     LlavaNextConfig,
     LlavaNextForConditionalGeneration,
+    LlavaProcessor,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
+    MistralConfig,
     PixtralVisionConfig,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -40,11 +45,14 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
+    VipLlavaConfig,
+    VipLlavaForConditionalGeneration,
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import (
     LlavaNextImageProcessorPil,
@@ -91,7 +99,10 @@ def micro_config(**changes: Any) -> Qwen3Config:
     return Qwen3Config(**(options | changes))
 
 
-VISION_MODELS = (*ARCHITECTURES, "pixtral")
+OTHER_VISION_MODELS = ("vipllava", "idefics2")
+"""Models that read images and are not of `ARCHITECTURES`."""
+
+VISION_MODELS = (*ARCHITECTURES, "pixtral", *OTHER_VISION_MODELS)
 """Models that `save_micro_vision_model` makes: `pixtral` is a LLaVA with Pixtral's tower."""
 
 FAMILIES = {"qwen3_vl_moe": "qwen3_vl", "glm46v": "glm4v"}
@@ -119,6 +130,8 @@ def save_micro_vision_model(
 
     head_size: dimension of an attention head; vLLM on CPUs takes multiples of 32 alone.
     """
+    if architecture in OTHER_VISION_MODELS:
+        return _save_micro_model_of_another_type(directory, architecture, seed)
     if architecture not in ON_A_GRID:
         return _save_micro_model_of_tiles(directory, architecture, seed)
     tokenizer = tiny_vision.build_tokenizer()
@@ -209,7 +222,7 @@ def save_micro_vision_model(
     return _save_random_model(model_class, config, directory, seed)
 
 
-_OF_GEMMA = (
+_OF_ALL = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
@@ -222,7 +235,7 @@ _OF_GEMMA = (
     "eos_token_id",
     "initializer_range",
 )
-"""Values that the configuration of Gemma 3 has in common with that of `micro_config`."""
+"""Values that the configurations of other language models have in common with `micro_config`."""
 
 
 def _save_micro_model_of_tiles(directory: Path, architecture: str, seed: int) -> Path:
@@ -312,7 +325,7 @@ def _save_micro_model_of_tiles(directory: Path, architecture: str, seed: int) ->
         config = Gemma3Config(
             vision_config=vision,
             text_config={
-                **{name: value for name, value in text.to_dict().items() if name in _OF_GEMMA},
+                **{name: value for name, value in text.to_dict().items() if name in _OF_ALL},
                 "query_pre_attn_scalar": 8,
                 "layer_types": layers,
                 "sliding_window": 24,
@@ -355,6 +368,62 @@ def _save_micro_model_of_tiles(directory: Path, architecture: str, seed: int) ->
         )
         model_class = InternVLForConditionalGeneration
     return _save_random_model(model_class, config, directory, seed)
+
+
+def _save_micro_model_of_another_type(directory: Path, architecture: str, seed: int) -> Path:
+    """Saves a model of tiles of 56 x 56 pixels, with the whole processor that transformers has."""
+    tokenizer = tiny_vision.build_tokenizer()
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 56,
+        "patch_size": 14,
+        "initializer_range": 0.1,
+    }
+    config: Any
+    if architecture == "vipllava":
+        size = {"height": 56, "width": 56}
+        LlavaProcessor(
+            CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size=size),
+            tokenizer,
+            patch_size=14,
+            vision_feature_select_strategy="default",
+            image_token="<|image_pad|>",
+            num_additional_image_tokens=1,
+        ).save_pretrained(directory)
+        config = VipLlavaConfig(
+            vision_config=CLIPVisionConfig(**vision),
+            text_config=micro_config(vocab_size=len(tokenizer), max_position_embeddings=512),
+            image_token_index=tiny_vision.IMAGE,
+            vision_feature_layers=[-1, -2],
+            tie_word_embeddings=False,
+        )
+        return _save_random_model(VipLlavaForConditionalGeneration, config, directory, seed)
+    tokenizer.chat_template = tiny_vision.CHAT_TEMPLATE.replace("<|image_pad|>", "<image>")
+    marks = ["<fake_token_around_image>", "<end_of_utterance>", "<image>"]
+    tokenizer.add_tokens(marks, special_tokens=True)
+    sizes = {"shortest_edge": 28, "longest_edge": 56}
+    Idefics2Processor(
+        Idefics2ImageProcessorPil(size=sizes), tokenizer, image_seq_len=4
+    ).save_pretrained(directory)
+    text = micro_config(vocab_size=len(tokenizer), max_position_embeddings=512).to_dict()
+    config = Idefics2Config(
+        vision_config=vision,
+        text_config=MistralConfig(**{name: text[name] for name in _OF_ALL}),
+        perceiver_config={
+            "resampler_n_latents": 4,
+            "resampler_depth": 1,
+            "resampler_n_heads": 2,
+            "resampler_head_dim": 8,
+            "num_key_value_heads": 1,
+            "hidden_size": 32,
+        },
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        tie_word_embeddings=False,
+    )
+    return _save_random_model(Idefics2ForConditionalGeneration, config, directory, seed)
 
 
 def _save_random_model(model_class: Any, config: Any, directory: Path, seed: int) -> Path:

@@ -1,17 +1,20 @@
 """Prepares prompts for models that read images: their token ids and their pixel values.
 
-Supported are the architectures of `ARCHITECTURES`, in three forms. Images of those in `ON_A_GRID`
-are patches on a grid, with positions in three dimensions. Images of those in `OF_TILES` are one or
-several tiles of equal size, with ordinary positions. Images of those in `OF_SIZES` have several
-sizes, and are padded to one. In all forms, prompts have one placeholder token for each output of
-the vision tower that the language model sees, and in some models further tokens around and between
-them. The collector, the engines and the trainer all use this module, so that all have the same
-tokens and the same pixels.
+The architectures of `ARCHITECTURES` have three forms. Images of those in `ON_A_GRID` are patches on
+a grid, with positions in three dimensions. Images of those in `OF_TILES` are one or several tiles
+of equal size, with ordinary positions. Images of those in `OF_SIZES` have several sizes, and are
+padded to one. In all forms, prompts have one placeholder token for each output of the vision tower
+that the language model sees, and in some models further tokens around and between them. The
+collector, the engines and the trainer all use this module, so that all have the same tokens and the
+same pixels.
 
 Images are processed with Pillow, not with torchvision: the two scale images slightly differently,
 and a process with torchvision would compute other log-probs than one without. The processors of
-transformers are not used as a whole, because they also contain video processors, which cannot be
-loaded without torchvision.
+transformers are not used as a whole for these architectures, because many of them also contain
+video processors, which cannot be loaded without torchvision.
+
+Image-text models of other types are prepared by the processor of transformers (`whole_processor`),
+and their sequences are padded instead of packed.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +31,11 @@ from bapo_core.errors import BapoError
 from bapo_core.tasks import Message
 from services.common.errors import first_line
 from services.common.images import ImageReference, decode_image
+from services.model.whole_processor import WholeProcessor
 
 if TYPE_CHECKING:
     import torch
+    from PIL.Image import Image
     from torch import Tensor
 
 ON_A_GRID = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v", "qwen3_5")
@@ -50,6 +56,9 @@ IN_ROWS = ("idefics3", "smolvlm")
 BIDIRECTIONAL = ("gemma3",)
 """Those in which the tokens of an image attend to all tokens of this image."""
 
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+"""Arguments of models that are 1 at the tokens of images and 0 elsewhere."""
+
 SUBSTITUTE = 0
 """Token that is fed to a model in place of a sampled placeholder."""
 
@@ -59,53 +68,52 @@ OpenImage = Callable[[str], bytes]
 
 @dataclass(frozen=True, slots=True)
 class Pixels:
-    """Images in the form that a model's vision tower takes."""
+    """The images of one or of several prompts, in the form that a model takes them."""
 
-    values: Tensor
-    """float32: the patches of all images, in order, as (patches, channels x pixels of a patch); the
-    tiles of all images, as (tiles, channels, height, width); or padded images, as (images,
-    channels, height, width) or (images, tiles, channels, height, width)."""
-    grids: Tensor | None = None
-    """(images, 3) int64: patches of each image in time, height and width, of images on a grid."""
-    sizes: Tensor | None = None
-    """(images, 2) int64: height and width of each image, of padded images."""
+    arguments: Mapping[str, Tensor]
+    """Arguments of the model by their names. Those of `ARCHITECTURES` are:
+
+    - `pixel_values`: float32; the patches of all images, in order, as (patches, channels x pixels
+      of a patch); the tiles of all images, as (tiles, channels, height, width); or padded images,
+      as (images, channels, height, width) or (images, tiles, channels, height, width).
+    - `image_grid_thw`: (images, 3) int64; patches of each image in time, height and width, of
+      images on a grid.
+    - `image_sizes`: (images, 2) int64; height and width of each image, of padded images.
+    """
+
+    @property
+    def grids(self) -> Tensor | None:
+        """(images, 3) int64: patches of each image in time, height and width, on a grid."""
+        return self.arguments.get("image_grid_thw")
 
     @classmethod
     def join(cls, parts: Sequence[Pixels]) -> Pixels:
         """Returns the images of all parts, in order; zeros pad those of several sizes."""
-        import torch
-
-        shapes = [part.values.shape[1:] for part in parts]
-        shape = [max(lengths) for lengths in zip(*shapes, strict=True)]
-        grids = [part.grids for part in parts if part.grids is not None]
-        sizes = [part.sizes for part in parts if part.sizes is not None]
         return cls(
-            torch.cat([_pad(part.values, shape) for part in parts]),
-            torch.cat(grids) if grids else None,
-            torch.cat(sizes) if sizes else None,
+            {
+                name: _concatenate([part.arguments[name] for part in parts])
+                for name in parts[0].arguments
+            }
         )
-
-    def select(self, images: Sequence[int]) -> Pixels:
-        """Returns at least one of the images on a grid, each as often as it is named."""
-        import torch
-
-        assert self.grids is not None
-        of_image = torch.split(self.values, self.grids.prod(dim=1).tolist())
-        return Pixels(torch.cat([of_image[index] for index in images]), self.grids[list(images)])
 
     def inputs_of(self, model: Any) -> dict[str, Tensor]:
         """Returns the arguments of `model`, for images of any number of texts."""
-        values = self.values[None] if model.config.model_type in IN_ROWS else self.values
-        optional = {"image_grid_thw": self.grids, "image_sizes": self.sizes}
-        given = {name: tensor for name, tensor in optional.items() if tensor is not None}
-        return {"pixel_values": values, **given}
+        inputs = dict(self.arguments)
+        if model.config.model_type in IN_ROWS:
+            inputs["pixel_values"] = inputs["pixel_values"][None]
+        return inputs
 
     def to(self, device: torch.device) -> Pixels:
         """Returns a copy on `device`."""
-        grids, sizes = (
-            None if tensor is None else tensor.to(device) for tensor in (self.grids, self.sizes)
-        )
-        return Pixels(self.values.to(device), grids, sizes)
+        return Pixels({name: tensor.to(device) for name, tensor in self.arguments.items()})
+
+
+def _concatenate(parts: Sequence[Tensor]) -> Tensor:
+    """Returns all rows of all parts, padded with zeros to the longest part in each dimension."""
+    import torch
+
+    shape = [max(lengths) for lengths in zip(*(part.shape[1:] for part in parts), strict=True)]
+    return torch.cat([_pad(part, shape) for part in parts])
 
 
 def _pad(values: Tensor, shape: Sequence[int]) -> Tensor:
@@ -119,24 +127,25 @@ ExpandImage = Callable[[int, int], str]
 """Function that returns the text that stands for an image, by its height and width."""
 
 
+ComputePixels = Callable[[Sequence["Image"]], Pixels]
+"""Function that returns the pixels of at least one image, all of one prompt."""
+
+
 class VisionProcessor:
     """Prepares prompts and images for one model."""
 
     def __init__(
         self,
-        image_processor: Any,
         placeholder: str,
         image_token: str,
         expand_image: ExpandImage,
-        options: Mapping[str, Any],
+        compute_pixels: ComputePixels,
     ) -> None:
         """placeholder: text with which chat templates render an image.
         image_token: text of the token that stands for an output of the vision tower.
-        options: arguments with which the image processor divides an image.
         """
-        self._processor, self._options = image_processor, options
         self._placeholder, self._image_token = placeholder, image_token
-        self._expand_image = expand_image
+        self._expand_image, self._compute_pixels = expand_image, compute_pixels
 
     @classmethod
     def load(cls, directory: Path) -> VisionProcessor:
@@ -152,18 +161,28 @@ class VisionProcessor:
         except (OSError, ValueError, ImportError, KeyError) as error:
             raise BapoError(
                 f"{directory}: its image processor cannot be loaded: {first_line(error)}; give a "
-                "directory with the preprocessor_config.json of the model, and install what it "
-                "names"
+                "directory with the preprocessor_config.json or processor_config.json of the "
+                "model, and install what it names"
             ) from error
         config: Any = AutoConfig.from_pretrained(directory)
         tokenizer: Any = AutoTokenizer.from_pretrained(directory)
         image_token: str = tokenizer.convert_ids_to_tokens(int(config.image_token_id))
+        if config.model_type not in ARCHITECTURES:
+            whole = WholeProcessor.load(directory, processor, tokenizer)
+            return cls(
+                whole.placeholder,
+                image_token,
+                whole.expand_image,
+                lambda images: Pixels(whole.compute_arguments(images)),
+            )
         placeholder = image_token
         if config.model_type == "gemma3":
             placeholder = tokenizer.convert_ids_to_tokens(int(config.boi_token_id))
         options = _division_options(config)
         expand_image = _expansion(config, directory, processor, tokenizer, image_token, options)
-        return cls(processor, placeholder, image_token, expand_image, options)
+        return cls(
+            placeholder, image_token, expand_image, partial(_compute_pixels, processor, options)
+        )
 
     def expand(self, text: str, images: Sequence[ImageReference]) -> str:
         """Replaces the placeholder of each image by the text of its tokens.
@@ -187,20 +206,32 @@ class VisionProcessor:
         expanded = [self._expand_image(image["height"], image["width"]) for image in images]
         return "".join(part for pair in zip(pieces, [*expanded, ""], strict=True) for part in pair)
 
+    def blank_image(self, height: int, width: int) -> tuple[str, Pixels]:
+        """Returns the text of the tokens of a black image, and its pixels."""
+        from PIL import Image
+
+        blank = Image.new("RGB", (width, height))
+        return self._expand_image(height, width), self._compute_pixels([blank])
+
     def pixels(self, images: Sequence[bytes]) -> Pixels:
-        """Returns the pixel values of at least one image file."""
-        prepared = self._processor(
-            images=[decode_image(data) for data in images], return_tensors="pt", **self._options
-        )
-        values = prepared["pixel_values"].float()
-        grids, sizes = prepared.get("image_grid_thw"), prepared.get("image_sizes")
-        if values.ndim == 5 and sizes is None:  # of one text
-            values = values.flatten(0, 1)
-        return Pixels(
-            values,
-            None if grids is None else grids.long(),
-            None if sizes is None else sizes.long(),
-        )
+        """Returns the pixel values of the image files of one prompt, of which there are some."""
+        return self._compute_pixels([decode_image(data) for data in images])
+
+
+def _compute_pixels(
+    image_processor: Any, options: Mapping[str, Any], images: Sequence[Image]
+) -> Pixels:
+    """options: arguments with which the image processor divides an image."""
+    prepared = image_processor(images=list(images), return_tensors="pt", **options)
+    values = prepared["pixel_values"].float()
+    arguments = {
+        name: prepared[name].long()
+        for name in ("image_grid_thw", "image_sizes")
+        if name in prepared
+    }
+    if values.ndim == 5 and "image_sizes" not in prepared:  # of one text
+        values = values.flatten(0, 1)
+    return Pixels({"pixel_values": values, **arguments})
 
 
 def _has_pixtral_tower(config: Any) -> bool:
@@ -357,8 +388,23 @@ def _require_tokens(tokenizer: Any, directory: Path, *tokens: str) -> None:
 
 
 def reads_images(directory: Path) -> bool:
-    """Returns whether the model of a directory is of a supported architecture that reads images."""
-    return _read_config(directory).get("model_type") in ARCHITECTURES
+    """Returns whether the model of a directory is one that reads images."""
+    return _is_image_text_type(_read_config(directory).get("model_type"))
+
+
+@lru_cache
+def _is_image_text_type(model_type: str | None) -> bool:
+    """Returns whether models of a type read images.
+
+    Those that transformers also knows as language models alone do only if they are of
+    `ARCHITECTURES`, because sequences of other image-text models are not packed.
+    """
+    from transformers.models.auto import modeling_auto
+
+    return model_type in ARCHITECTURES or (
+        model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        and model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
 
 
 def load_processor(directory: Path) -> VisionProcessor | None:
@@ -384,17 +430,18 @@ def check_model(directory: Path, engine: str = "transformers") -> None:
     """
     config = _read_config(directory)
     model_type = config.get("model_type")
-    if engine == "vllm" and model_type in set(ARCHITECTURES) - set(WITH_VLLM):
+    reads = reads_images(directory)
+    if engine == "vllm" and reads and model_type not in WITH_VLLM:
         raise BapoError(
             f"model.path {directory}: vLLM does not take images of a model of the type "
             f"{model_type} together with token ids; set rollout.engine to transformers, or choose "
             "another model"
         )
-    if model_type not in ARCHITECTURES:
+    if not reads:
         raise BapoError(
             f"model.path {directory}: the prompts have images, but a model of the type "
             f"{model_type} has no vision tower that bapo supports; choose one of the types "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{', '.join(ARCHITECTURES)}, or another image-text model"
         )
     VisionProcessor.load(directory)
 
@@ -405,7 +452,7 @@ def fed_tokens(model: Any, response_tokens: Tensor) -> Tensor:
     A model may sample the placeholder of an image, for which there is no image. Engine and trainer
     alike feed `SUBSTITUTE` in its place, so that their log-probs agree.
     """
-    if model.config.model_type not in ARCHITECTURES:
+    if not _is_image_text_type(model.config.model_type):
         return response_tokens
     sampled = response_tokens == model.config.image_token_id
     return response_tokens.masked_fill(sampled, SUBSTITUTE)
@@ -425,6 +472,19 @@ def number_images(model: Any, tokens: Tensor) -> Tensor | None:
     starts[:, 1:] &= ~is_image[:, :-1]
     numbers: Tensor = starts.cumsum(dim=1) * is_image
     return numbers
+
+
+def token_types(model: Any, tokens: Tensor) -> dict[str, Tensor]:
+    """Returns the arguments that tell a model which of `tokens` (N, L) belong to images.
+
+    They are empty for `ARCHITECTURES`, which learn it in other ways, and for models that take none.
+    """
+    model_type = model.config.model_type
+    if model_type in ARCHITECTURES or not _is_image_text_type(model_type):
+        return {}
+    accepted = signature(model.base_model.forward).parameters
+    is_image = (tokens == model.config.image_token_id).long()
+    return {name: is_image for name in TOKEN_TYPES if name in accepted}
 
 
 def vision_tower(base_model: Any) -> Any:

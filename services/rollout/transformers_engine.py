@@ -38,6 +38,7 @@ from services.model.vision import (
     number_images,
     reads_images,
     rope_positions,
+    token_types,
 )
 from services.rollout.api.wire import (
     GeneratedGroup,
@@ -248,15 +249,18 @@ class TransformersEngine:
 
     def _pixels(self, prompts: Sequence[PromptRequest]) -> Pixels | None:
         """Returns the images of all prompts, in order; None if there are none."""
-        digests = [digest for prompt in prompts for digest in prompt.images]
-        if not digests:
+        with_images = [prompt.images for prompt in prompts if prompt.images]
+        if not with_images:
             return None
         if self._vision is None or self._open_image is None:
             raise BapoError(
                 "a prompt has images, but the model that is served reads none; set model.path to a "
                 "model that does"
             )
-        return self._vision.pixels([self._open_image(digest) for digest in digests])
+        vision, open_image = self._vision, self._open_image
+        return Pixels.join(
+            [vision.pixels([open_image(digest) for digest in digests]) for digests in with_images]
+        )
 
 
 class _Wave:
@@ -346,9 +350,9 @@ class _Wave:
         The logits have the shape (P, V): one row for each prompt.
         """
         prompt_cache = _empty_cache(self._model)
-        images: dict[str, Tensor] = {}
+        images = token_types(self._model, self._prompts)
         if self._pixels is not None:
-            images = self._pixels.to(self._device).inputs_of(self._model)
+            images |= self._pixels.to(self._device).inputs_of(self._model)
             if (numbers := number_images(self._model, self._prompts)) is not None:
                 images["token_type_ids"] = (numbers > 0).long()
         output = self._model(

@@ -351,10 +351,11 @@ class Packed:
     """(K,) index into the T tokens of each response token."""
     target_ids: Tensor
     """(K,) ids of the response tokens."""
-    pixels: Pixels | None = None
-    """The images of all prompts, in the order of the T tokens; None if there are none."""
-    images: Sequence[Sequence[int]] = ()
-    """For each sequence, the indexes of its prompt's images in `pixels.grids`; empty without."""
+    pixels: Sequence[Pixels] = ()
+    """The images of each prompt that has any, in the order of the T tokens."""
+    images: Sequence[int | None] = ()
+    """For each sequence, the index in `pixels` of its prompt's images, None without any; empty if
+    no sequence has images."""
 
     def to(self, device: torch.device) -> Packed:
         """Returns a copy on `device`."""
@@ -365,7 +366,7 @@ class Packed:
             self.logit_positions.to(device),
             self.response_positions.to(device),
             self.target_ids.to(device),
-            self.pixels and self.pixels.to(device),
+            [pixels.to(device) for pixels in self.pixels],
             self.images,
         )
 
@@ -406,23 +407,19 @@ def pack(batch: Batch, rows: Tensor) -> Packed:
     )
 
 
-def _pack_pixels(batch: Batch, rows: Tensor) -> tuple[Pixels | None, list[range]]:
-    """Returns the images of the prompts of these rows, and which of them each row has."""
+def _pack_pixels(batch: Batch, rows: Tensor) -> tuple[list[Pixels], list[int | None]]:
+    """Returns the images of the prompts of these rows, and the index of those of each row."""
     if not batch.pixels:
-        return None, []
+        return [], []
     members = batch.member[rows].tolist()
-    indexes: dict[int, range] = {}
-    present, count = [], 0
+    present: list[Pixels] = []
+    indexes: dict[int, int | None] = {}
     for member in dict.fromkeys(members):
-        images = batch.pixels[member]
-        number = 0 if images is None or images.grids is None else len(images.grids)
-        indexes[member] = range(count, count + number)
-        count += number
-        if images is not None:
-            present.append(images)
-    if not present:
-        return None, []
-    return Pixels.join(present), [indexes[member] for member in members]
+        pixels = batch.pixels[member]
+        indexes[member] = None if pixels is None else len(present)
+        if pixels is not None:
+            present.append(pixels)
+    return present, [indexes[member] for member in members] if present else []
 
 
 SHARED_COST = 0.25

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from bapo_core.config import OptimizerConfig
 from bapo_core.errors import BapoError
+from services.common.errors import first_line
+from services.model.conversation import load_tokenizer
 from services.model.layers import has_recurrent_layers
 from services.model.vision import (
+    ARCHITECTURES,
+    ON_A_GRID,
+    SUBSTITUTE,
     Pixels,
+    VisionProcessor,
     fed_tokens,
     number_images,
     reads_images,
     rope_positions,
+    token_types,
     vision_tower,
 )
 from services.trainer import attention
@@ -33,6 +40,10 @@ from services.trainer.logprobs import token_logprobs
 
 _LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Configuration keys of models that change their logits after the output layer."""
+_BLANK_SIZE = (224, 224)
+"""Height and width of blank images, in pixels."""
+_SAME = 1e-3
+"""Largest difference between equal hidden states, as a share of the largest one."""
 
 
 def plain_name(name: str) -> str:
@@ -98,7 +109,7 @@ def target_hidden_states(model: Any, packed: Packed) -> Tensor:
     tokens[0, responses] = fed_tokens(model, tokens[0, responses])
     # Before the language model, because every rank must gather the layers in the same order.
     idle = None
-    if packed.pixels is None and _has_sharded_tower(model):
+    if not packed.pixels and _has_sharded_tower(model):
         idle = _idle_tower_output(model)
     compute = _packed_hidden_states if packs(model) else _padded_hidden_states
     hidden = compute(model, packed, tokens)
@@ -118,14 +129,12 @@ def _packed_hidden_states(model: Any, packed: Packed, tokens: Tensor) -> Tensor:
     tokens: (1, T), as they are fed.
     """
     sequences, position_ids, images = packed.sequences, packed.position_ids, {}
-    if packed.pixels is not None:
-        images = packed.pixels.inputs_of(model)
+    if packed.pixels:
+        images = Pixels.join(packed.pixels).inputs_of(model)
         if (numbers := number_images(model, tokens)) is not None:
             sequences = replace(sequences, images=numbers[0])
-        if packed.pixels.grids is not None:
-            position_ids = _multimodal_positions(
-                model.base_model, tokens, packed, packed.pixels.grids
-            )
+        if packed.pixels[0].grids is not None:
+            position_ids = _multimodal_positions(model.base_model, tokens, packed)
     hidden: Tensor = model.base_model(
         input_ids=tokens,
         position_ids=position_ids,
@@ -143,27 +152,82 @@ def _padded_hidden_states(model: Any, packed: Packed, tokens: Tensor) -> Tensor:
     Prompts and their images are computed again for each of their responses.
     """
     sequences = packed.sequences
-    rows = tokens[0][sequences.pad_indices]
-    columns = torch.arange(sequences.max_seqlen, device=rows.device)
-    mask = columns < sequences.cu_seqlens.diff()[:, None]
-    position_ids, images = columns.expand_as(rows), {}
-    if packed.pixels is not None:
-        pixels = packed.pixels.select([index for indexes in packed.images for index in indexes])
-        images = pixels.inputs_of(model)
-        position_ids, _ = rope_positions(model.base_model, rows, mask, pixels.grids)
+    rows, lengths = tokens[0][sequences.pad_indices], sequences.cu_seqlens.diff()
+    count, width = rows.shape
+    images = [packed.pixels[index] for index in packed.images if index is not None]
+    blank = _blank_prompt(model) if not images else None
+    if blank is not None and _is_sharded(model):
+        # The ranks gather the vision tower together: one without images adds a row with one.
+        rows, lengths = _append_row(rows, lengths, blank.tokens.to(rows.device))
+        images = [blank.pixels.to(rows.device)]
+    hidden = _hidden_states_of_rows(model, rows, lengths, images)
+    idle = hidden[count:].sum() * 0.0
+    return hidden[:count, :width].flatten(0, 1)[sequences.unpad_indices] + idle
+
+
+def _append_row(rows: Tensor, lengths: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the padded rows (n + 1, L) and their lengths, with `row` as the last one."""
+    width = max(rows.shape[1], len(row))
+    padded = rows.new_zeros(len(rows) + 1, width)
+    padded[:-1, : rows.shape[1]] = rows
+    padded[-1, : len(row)] = row
+    return padded, torch.cat([lengths, lengths.new_tensor([len(row)])])
+
+
+def _hidden_states_of_rows(
+    model: Any, rows: Tensor, lengths: Tensor, images: Sequence[Pixels]
+) -> Tensor:
+    """Returns the hidden states (n, L, width) of rows that are padded on the right.
+
+    rows: (n, L). lengths: (n,), without the padding. images: those of each row that has any.
+    """
+    columns = torch.arange(rows.shape[1], device=rows.device)
+    mask = columns < lengths[:, None]
+    position_ids, inputs = columns.expand_as(rows), token_types(model, rows)
+    if images:
+        pixels = Pixels.join(images)
+        inputs |= pixels.inputs_of(model)
+        if model.config.model_type in ON_A_GRID:
+            position_ids, _ = rope_positions(model.base_model, rows, mask, pixels.grids)
     hidden: Tensor = model.base_model(
         input_ids=rows,
         position_ids=position_ids,
         attention_mask=mask.long(),
         use_cache=False,
-        **images,
+        **inputs,
     ).last_hidden_state
-    return hidden.flatten(0, 1)[sequences.unpad_indices]
+    return hidden
+
+
+@dataclass(frozen=True)
+class BlankPrompt:
+    """A black image alone, for a model whose type is not one of `vision.ARCHITECTURES`."""
+
+    tokens: Tensor
+    """(T,)"""
+    pixels: Pixels
+
+    @classmethod
+    def of(cls, directory: Path) -> BlankPrompt:
+        """Returns that of the model in `directory`."""
+        text, pixels = VisionProcessor.load(directory).blank_image(*_BLANK_SIZE)
+        return cls(
+            torch.tensor(load_tokenizer(directory).encode(text, add_special_tokens=False)), pixels
+        )
+
+
+def _blank_prompt(model: Any) -> BlankPrompt | None:
+    prompt: BlankPrompt | None = getattr(model, "blank_prompt", None)
+    return prompt
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(isinstance(submodule, FSDPModule) for submodule in module.modules())
 
 
 def _has_sharded_tower(model: Any) -> bool:
-    tower = vision_tower(model.base_model)
-    return tower is not None and any(isinstance(m, FSDPModule) for m in tower.modules())
+    tower = vision_tower(model.base_model) if _blank_prompt(model) is None else None
+    return tower is not None and _is_sharded(tower)
 
 
 def _idle_tower_output(model: Any) -> Tensor:
@@ -188,12 +252,17 @@ def _blank_image(config: Any) -> Pixels:
     if hasattr(vision, "spatial_merge_size"):  # patches on a grid
         side = vision.spatial_merge_size
         patch_size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        return Pixels(torch.ones(side**2, patch_size), torch.tensor([[1, side, side]]))
+        return Pixels(
+            {
+                "pixel_values": torch.ones(side**2, patch_size),
+                "image_grid_thw": torch.tensor([[1, side, side]]),
+            }
+        )
     if vision.model_type == "pixtral":
         # Of two by two tokens, because Mistral 3 drops the dimension of a single one.
         side = 2 * vision.patch_size * getattr(config, "spatial_merge_size", 1)
         values = torch.ones(1, vision.num_channels, side, side)
-        return Pixels(values, sizes=torch.tensor([[side, side]]))
+        return Pixels({"pixel_values": values, "image_sizes": torch.tensor([[side, side]])})
     size = vision.image_size
     height, width = (size, size) if isinstance(size, int) else size
     tile = torch.ones(1, vision.num_channels, height, width)
@@ -201,18 +270,19 @@ def _blank_image(config: Any) -> Pixels:
         resolution = min(config.image_grid_pinpoints, key=math.prod)
         tiles = 1 + math.prod(resolution) // size**2  # the first one shows the whole image
         values = tile.expand(tiles, -1, -1, -1)[None]
-        return Pixels(values, sizes=torch.tensor([resolution]))
-    return Pixels(tile)
+        return Pixels({"pixel_values": values, "image_sizes": torch.tensor([resolution])})
+    return Pixels({"pixel_values": tile})
 
 
-def _multimodal_positions(base_model: Any, tokens: Tensor, packed: Packed, grids: Tensor) -> Tensor:
+def _multimodal_positions(base_model: Any, tokens: Tensor, packed: Packed) -> Tensor:
     """Returns position ids (3, 1, T) of multimodal rotary embeddings, from 0 in each sequence."""
     lengths = packed.sequences.cu_seqlens.diff().tolist()
+    grids = [None if index is None else packed.pixels[index].grids for index in packed.images]
     positions = [
-        rope_positions(base_model, sequence, torch.ones_like(sequence), grids[list(images)])[0]
-        for sequence, images in zip(
+        rope_positions(base_model, sequence, torch.ones_like(sequence), of_prompt)[0]
+        for sequence, of_prompt in zip(
             torch.split(packed.sequences.spread(tokens[0])[None], lengths, dim=1),
-            packed.images,
+            grids,
             strict=True,
         )
     ]
@@ -235,6 +305,11 @@ def freeze_vision(model: Any) -> None:
     tower = vision_tower(model.base_model)
     if tower is not None:
         tower.requires_grad_(False)
+    elif _blank_prompt(model) is not None:
+        raise BapoError(
+            f"the vision tower of a {type(model).__name__} cannot be told from its other parts; "
+            "set model.freeze_vision to false"
+        )
 
 
 def load_policy(directory: Path) -> Policy:
@@ -249,7 +324,10 @@ def load_policy(directory: Path) -> Policy:
         model: Any = auto.from_pretrained(
             directory, dtype=torch.float32, attn_implementation=_attention(auto, config)
         )
-    return _make_policy(model, directory)
+    policy = _make_policy(model, directory)
+    if (blank := _blank_prompt(model)) is not None:
+        _try_prompt(model, blank, directory)
+    return policy
 
 
 def empty_policy(directory: Path) -> Policy:
@@ -276,10 +354,10 @@ def _auto_class(directory: Path) -> type:
 def _attention(auto: Any, config: Any) -> str | dict[str, str]:
     """Returns the implementations of attention; a vision tower has no sequences to pack."""
     model_class = auto._model_mapping.get(type(config), None)
-    if has_recurrent_layers(model_class, config):
-        return "sdpa"
     if auto is not AutoModelForImageTextToText:
-        return attention.IMPLEMENTATION
+        return "sdpa" if has_recurrent_layers(model_class, config) else attention.IMPLEMENTATION
+    if config.model_type not in ARCHITECTURES or has_recurrent_layers(model_class, config):
+        return "sdpa"
     return {"text_config": attention.IMPLEMENTATION, "vision_config": "sdpa"}
 
 
@@ -305,7 +383,34 @@ def _make_policy(model: Any, directory: Path) -> Policy:
                 f"{directory}: the model changes its logits ({name}), which the trainer's "
                 "log-probs leave out; choose another model"
             )
+    if reads_images(directory) and model.config.model_type not in ARCHITECTURES:
+        model.blank_prompt = BlankPrompt.of(directory)
     return Policy(model).eval()
+
+
+@torch.no_grad()
+def _try_prompt(model: Any, blank: BlankPrompt, directory: Path) -> None:
+    """Raises `BapoError` if the model cannot score a blank image with a few tokens behind it.
+
+    It cannot if these tokens see later ones, as in a model that takes them for a part of a prompt.
+    """
+    tokens = torch.cat([blank.tokens, torch.arange(1, 7)])
+    tokens[-6:] = fed_tokens(model, tokens[-6:])
+    rows = tokens.repeat(2, 1)
+    rows[1, -1] = SUBSTITUTE
+    lengths = torch.full((2,), len(tokens))
+    try:
+        first, second = _hidden_states_of_rows(model, rows, lengths, [blank.pixels] * 2)[:, :-1]
+    except (ValueError, TypeError, RuntimeError, AttributeError, KeyError) as error:
+        raise BapoError(
+            f"{directory}: the trainer cannot score images with a {type(model).__name__}: "
+            f"{first_line(error)}; choose another model"
+        ) from error
+    if not torch.allclose(first, second, rtol=0.0, atol=_SAME * float(first.abs().max())):
+        raise BapoError(
+            f"{directory}: tokens of a {type(model).__name__} see later ones, so it has no "
+            "log-probs of responses; choose another model"
+        )
 
 
 def response_logprobs(

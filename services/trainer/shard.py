@@ -52,7 +52,8 @@ def shard(policy: Sharded, ranks: Ranks, *, offload: bool = False) -> Sharded:
     mesh = init_device_mesh("cuda" if cuda else "cpu", (ranks.size,))
     precision = HALF if cuda else MixedPrecisionPolicy()
     offload_policy = CPUOffloadPolicy(pin_memory=cuda) if offload else OffloadPolicy()
-    modules: list[nn.Module] = [*_layers(policy.model), policy]
+    # From the inside out: some models name a layer and a part of it.
+    modules: list[nn.Module] = [*reversed(_layers(policy.model)), policy]
     for module in modules:
         # Moves the module to the device before sharding it: one full layer at a time is there.
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload_policy)

@@ -109,7 +109,7 @@ def teacher_forced(directory: Path, prompt: PromptRequest, response: Sequence[in
     images: dict[str, Tensor] = {}
     if prompt.images:
         pixels = VisionProcessor.load(directory).pixels([IMAGES[d] for d in prompt.images])
-        images = {"pixel_values": pixels.values, "image_grid_thw": pixels.grids}
+        images = dict(pixels.arguments)
     types = (ids == model.config.image_token_id).int()
     with torch.no_grad():
         logits = model(input_ids=ids, mm_token_type_ids=types, use_cache=False, **images).logits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, VipLlavaModel
 
 from bapo_core.config import LoraConfig, RunConfig, config_from
 from bapo_core.errors import BapoError
@@ -257,3 +258,47 @@ def test_images_need_a_model_that_reads_them() -> None:
     assert read_pixels([[], []], None, IMAGES.__getitem__) == []
     with pytest.raises(BapoError, match="the batch has prompts with images, but the model reads"):
         read_pixels([["a"]], None, IMAGES.__getitem__)
+
+
+# ---- models without rules of their own ----------------------------------------------------------
+
+
+def test_a_model_whose_tokens_see_later_ones_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its responses would have log-probs that depend on what follows."""
+    directory = save_micro_vision_model(tmp_path, "vipllava")
+    load_policy(directory)
+    causal = VipLlavaModel.forward
+
+    def see_all(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = causal(self, *args, **kwargs)
+        output.last_hidden_state = output.last_hidden_state + output.last_hidden_state.sum(1, True)
+        return output
+
+    # The decorators of transformers pass arguments by this signature.
+    see_all.__signature__ = inspect.signature(causal)  # type: ignore[attr-defined]
+    monkeypatch.setattr(VipLlavaModel, "forward", see_all)
+    with pytest.raises(BapoError, match="tokens of a VipLlavaForConditionalGeneration see later"):
+        load_policy(directory)
+
+
+def test_a_model_that_cannot_score_images_is_refused(tmp_path: Path) -> None:
+    directory = save_micro_vision_model(tmp_path, "vipllava")
+    file = directory / "processor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"patch_size": 28}))
+    check_model(directory)
+    with pytest.raises(BapoError, match="the trainer cannot score images with a VipLlava") as error:
+        load_policy(directory)
+    assert "\n" not in str(error.value)
+
+
+def test_a_vision_tower_that_is_not_found_is_not_frozen_in_silence(
+    tmp_path: Path,
+) -> None:
+    policy = load_policy(save_micro_vision_model(tmp_path, "idefics2"))
+    base: Any = policy.model.base_model
+    base.tower = base.vision_model
+    del base.vision_model
+    with pytest.raises(BapoError, match=r"set model\.freeze_vision to false"):
+        freeze_vision(policy.model)
