@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from transformers import (
     LlavaForConditionalGeneration,
     LlavaNextConfig,
     LlavaNextForConditionalGeneration,
+    LlavaNextProcessor,
     LlavaProcessor,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
@@ -133,7 +135,7 @@ def save_micro_vision_model(
     if architecture in OTHER_VISION_MODELS:
         return _save_micro_model_of_another_type(directory, architecture, seed)
     if architecture not in ON_A_GRID:
-        return _save_micro_model_of_tiles(directory, architecture, seed)
+        return _save_micro_model_of_tiles(directory, architecture, seed, head_size)
     tokenizer = tiny_vision.build_tokenizer()
     tokenizer.save_pretrained(directory)
     processor_class: Any = Qwen2VLImageProcessorPil
@@ -222,6 +224,15 @@ def save_micro_vision_model(
     return _save_random_model(model_class, config, directory, seed)
 
 
+OF_LLAVA: dict[str, Any] = {
+    "patch_size": 14,
+    "vision_feature_select_strategy": "default",
+    "image_token": "<|image_pad|>",
+    "num_additional_image_tokens": 1,
+}
+"""Arguments of the processors of LLaVA and of models like it."""
+
+
 _OF_ALL = (
     "vocab_size",
     "hidden_size",
@@ -238,7 +249,9 @@ _OF_ALL = (
 """Values that the configurations of other language models have in common with `micro_config`."""
 
 
-def _save_micro_model_of_tiles(directory: Path, architecture: str, seed: int) -> Path:
+def _save_micro_model_of_tiles(
+    directory: Path, architecture: str, seed: int, head_size: int
+) -> Path:
     """Saves a model whose images are tiles of 56 x 56 pixels, with 16 or 4 tokens for each, or have
     at most 112 x 112 pixels, with a token for 28 x 28 of them."""
     tokenizer = tiny_vision.build_tokenizer()
@@ -257,8 +270,17 @@ def _save_micro_model_of_tiles(directory: Path, architecture: str, seed: int) ->
         tokenizer.chat_template = tiny_vision.CHAT_TEMPLATE.replace(
             "<|image_pad|>", "<start_of_image>"
         )
+    if architecture == "internvl":  # vLLM needs the tokens and the processor by these names
+        tokens = {"start_image_token": "<img>", "end_image_token": "</img>"}
+        tokens |= {"context_image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+        tokenizer._set_model_specific_special_tokens(tokens)
+        (directory / "processor_config.json").write_text(
+            json.dumps({"processor_class": "InternVLProcessor", "image_seq_length": 4})
+        )
     tokenizer.save_pretrained(directory)
-    text: Any = micro_config(vocab_size=len(tokenizer), max_position_embeddings=512)
+    text: Any = micro_config(
+        vocab_size=len(tokenizer), max_position_embeddings=512, head_dim=head_size
+    )
     vision = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -272,7 +294,11 @@ def _save_micro_model_of_tiles(directory: Path, architecture: str, seed: int) ->
     model_class: Any
     if architecture == "llava":
         size = {"height": 56, "width": 56}
-        CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size=size).save_pretrained(directory)
+        LlavaProcessor(
+            CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size=size),
+            tokenizer,
+            **OF_LLAVA,
+        ).save_pretrained(directory)
         config = LlavaConfig(
             vision_config=CLIPVisionConfig(**vision),
             text_config=text,
@@ -282,8 +308,12 @@ def _save_micro_model_of_tiles(directory: Path, architecture: str, seed: int) ->
     elif architecture == "llava_next":
         size = {"height": 56, "width": 56}
         pinpoints = [[56, 112], [112, 56], [112, 112]]
-        LlavaNextImageProcessorPil(
-            size={"shortest_edge": 56}, crop_size=size, image_grid_pinpoints=pinpoints
+        LlavaNextProcessor(
+            LlavaNextImageProcessorPil(
+                size={"shortest_edge": 56}, crop_size=size, image_grid_pinpoints=pinpoints
+            ),
+            tokenizer,
+            **OF_LLAVA,
         ).save_pretrained(directory)
         config = LlavaNextConfig(
             vision_config=CLIPVisionConfig(**vision),
@@ -388,10 +418,7 @@ def _save_micro_model_of_another_type(directory: Path, architecture: str, seed: 
         LlavaProcessor(
             CLIPImageProcessorPil(size={"shortest_edge": 56}, crop_size=size),
             tokenizer,
-            patch_size=14,
-            vision_feature_select_strategy="default",
-            image_token="<|image_pad|>",
-            num_additional_image_tokens=1,
+            **OF_LLAVA,
         ).save_pretrained(directory)
         config = VipLlavaConfig(
             vision_config=CLIPVisionConfig(**vision),

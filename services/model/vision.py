@@ -47,8 +47,11 @@ ARCHITECTURES = (*ON_A_GRID, *OF_TILES, *OF_SIZES)
 A LLaVA with the vision tower of Pixtral is of the form `OF_SIZES`.
 """
 
-WITH_VLLM = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""Those whose images vLLM takes as pixel values, beside token ids."""
+WITH_VLLM = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl")
+"""Those whose images vLLM takes as pixel values, beside token ids.
+
+The placeholders of an image must follow one another.
+"""
 
 IN_ROWS = ("idefics3", "smolvlm")
 """Those that take the tiles of several texts, as (texts, tiles, channels, height, width)."""
@@ -205,6 +208,10 @@ class VisionProcessor:
             )
         expanded = [self._expand_image(image["height"], image["width"]) for image in images]
         return "".join(part for pair in zip(pieces, [*expanded, ""], strict=True) for part in pair)
+
+    def count_placeholders(self, height: int, width: int) -> int:
+        """Returns the number of outputs of the vision tower for an image of this size."""
+        return self._expand_image(height, width).count(self._image_token)
 
     def blank_image(self, height: int, width: int) -> tuple[str, Pixels]:
         """Returns the text of the tokens of a black image, and its pixels."""
@@ -389,11 +396,11 @@ def _require_tokens(tokenizer: Any, directory: Path, *tokens: str) -> None:
 
 def reads_images(directory: Path) -> bool:
     """Returns whether the model of a directory is one that reads images."""
-    return _is_image_text_type(_read_config(directory).get("model_type"))
+    return is_image_text_type(_read_config(directory).get("model_type"))
 
 
 @lru_cache
-def _is_image_text_type(model_type: str | None) -> bool:
+def is_image_text_type(model_type: str | None) -> bool:
     """Returns whether models of a type read images.
 
     Those that transformers also knows as language models alone do only if they are of
@@ -430,7 +437,7 @@ def check_model(directory: Path, engine: str = "transformers") -> None:
     """
     config = _read_config(directory)
     model_type = config.get("model_type")
-    reads = reads_images(directory)
+    reads = is_image_text_type(model_type)
     if engine == "vllm" and reads and model_type not in WITH_VLLM:
         raise BapoError(
             f"model.path {directory}: vLLM does not take images of a model of the type "
@@ -452,7 +459,7 @@ def fed_tokens(model: Any, response_tokens: Tensor) -> Tensor:
     A model may sample the placeholder of an image, for which there is no image. Engine and trainer
     alike feed `SUBSTITUTE` in its place, so that their log-probs agree.
     """
-    if not _is_image_text_type(model.config.model_type):
+    if not is_image_text_type(model.config.model_type):
         return response_tokens
     sampled = response_tokens == model.config.image_token_id
     return response_tokens.masked_fill(sampled, SUBSTITUTE)
@@ -480,7 +487,7 @@ def token_types(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     They are empty for `ARCHITECTURES`, which learn it in other ways, and for models that take none.
     """
     model_type = model.config.model_type
-    if model_type in ARCHITECTURES or not _is_image_text_type(model_type):
+    if model_type in ARCHITECTURES or not is_image_text_type(model_type):
         return {}
     accepted = signature(model.base_model.forward).parameters
     is_image = (tokens == model.config.image_token_id).long()

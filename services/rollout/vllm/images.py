@@ -4,10 +4,11 @@ vLLM's route for token ids takes images in the form that its models take, which 
 classes can write. This middleware adds the route `/inference/v1/generate-with-images`. Its body is
 that of `/inference/v1/generate` with one more key:
 
-    images: [{digest, width, height, rgb}], in the order of their placeholders
+    images: [{digest, width, height, rgb, placeholders}], in the order of their placeholders
 
-rgb: base64 of height x width x 3 bytes. Pixels are computed by the model's image processor with
-Pillow, as in `services.model.vision`: the trainer has the same pixels and token ids.
+rgb: base64 of height x width x 3 bytes. placeholders: number of tokens of the image. Pixels are
+computed by the model's image processor with Pillow, as in `services.model.vision`: the trainer has
+the same pixels and token ids.
 
 This file is copied alone into vLLM's environment (`services.rollout.vllm.server`), so it must
 import nothing but the standard library and what vLLM depends on.
@@ -92,23 +93,11 @@ def _features(token_ids: Sequence[int], images: Sequence[dict[str, Any]]) -> dic
 
     Raises `ValueError` if the placeholders are not those of the images.
     """
-    processor, token = _processor()
-    pillow: Any = import_module("PIL.Image")
-    inputs: Any = import_module("vllm.multimodal.inputs")
+    config, processor = _model()
+    token = int(config["image_token_id"])
     serialization: Any = import_module("vllm.entrypoints.scale_out.token_in_token_out.mm_serde")
-    pictures = [
-        pillow.frombytes("RGB", (i["width"], i["height"]), base64.b64decode(i["rgb"]))
-        for i in images
-    ]
-    prepared = processor(images=pictures, return_tensors="pt")
-    grids = prepared["image_grid_thw"]
-    lengths = [int(grid.prod()) // int(processor.merge_size) ** 2 for grid in grids]
-    field = inputs.MultiModalFieldConfig
-    fields = {
-        "pixel_values": field.flat_from_sizes("image", grids.prod(-1)),
-        "image_grid_thw": field.batched("image", keep_on_cpu=True),
-    }
-    items = inputs.MultiModalKwargsItems.from_hf_inputs(prepared, fields)["image"]
+    items = [_item(config, processor, image) for image in images]
+    lengths = [int(image["placeholders"]) for image in images]
     return {
         "mm_hashes": {"image": [image["digest"] for image in images]},
         "mm_placeholders": {"image": _placeholders(token_ids, token, lengths)},
@@ -116,33 +105,70 @@ def _features(token_ids: Sequence[int], images: Sequence[dict[str, Any]]) -> dic
     }
 
 
+def _item(config: dict[str, Any], processor: Any, image: dict[str, Any]) -> Any:
+    """Returns an image as the class of vLLM takes it that computes the model."""
+    pillow: Any = import_module("PIL.Image")
+    inputs: Any = import_module("vllm.multimodal.inputs")
+    torch: Any = import_module("torch")
+    rgb = base64.b64decode(image["rgb"])
+    picture = pillow.frombytes("RGB", (image["width"], image["height"]), rgb)
+    field = inputs.MultiModalFieldConfig
+    if config["model_type"] == "internvl":
+        prepared = processor(images=[picture], return_tensors="pt", crop_to_patches=True)
+        tiles = torch.tensor([len(prepared["pixel_values"])])
+        values = {
+            "pixel_values": prepared["pixel_values"],
+            "image_num_patches": tiles,
+            "image_token_id": torch.tensor(config["image_token_id"]),
+        }
+        fields = {
+            "pixel_values": field.flat_from_sizes("image", tiles),
+            "image_num_patches": field.batched("image", keep_on_cpu=True),
+            "image_token_id": field.shared("image", 1, keep_on_cpu=True),
+        }
+    else:
+        values = processor(images=[picture], return_tensors="pt")
+        fields = {
+            "pixel_values": field.flat_from_sizes("image", values["image_grid_thw"].prod(-1)),
+            "image_grid_thw": field.batched("image", keep_on_cpu=True),
+        }
+    (item,) = inputs.MultiModalKwargsItems.from_hf_inputs(values, fields)["image"]
+    return item
+
+
 def _placeholders(
     token_ids: Sequence[int], token: int, lengths: Sequence[int]
 ) -> list[dict[str, int]]:
     """Returns where the placeholders of each image are.
 
-    Placeholders after those of the images were sampled and belong to no image.
+    Those of several images may follow one another. Placeholders after those of the images were
+    sampled and belong to no image.
     """
     runs, position = [], 0
     for is_placeholder, members in groupby(token_ids, lambda found: found == token):
         length = len(list(members))
         if is_placeholder:
-            runs.append({"offset": position, "length": length})
+            runs.append((position, length))
         position += length
-    found = [run["length"] for run in runs[: len(lengths)]]
-    if found != list(lengths):
-        raise ValueError(
-            f"the prompt has {found} placeholders for images of {list(lengths)} patches; use the "
-            "processor that belongs to the model"
-        )
-    return runs[: len(lengths)]
+    places: list[dict[str, int]] = []
+    for length in lengths:
+        offset, left = runs.pop(0) if runs else (0, 0)
+        if left < length:
+            found = [run for _, run in runs]
+            raise ValueError(
+                f"the prompt has {[left, *found]} placeholders for images of {list(lengths)} "
+                "patches; use the processor that belongs to the model"
+            )
+        places.append({"offset": offset, "length": length})
+        if left > length:
+            runs.insert(0, (offset + length, left - length))
+    return places
 
 
 @cache
-def _processor() -> tuple[Any, int]:
-    """Returns the image processor and the placeholder's token of the model that vLLM serves."""
+def _model() -> tuple[dict[str, Any], Any]:
+    """Returns config.json and the image processor of the model that vLLM serves."""
     transformers: Any = import_module("transformers")
     directory = Path(sys.argv[sys.argv.index("--model") + 1])
     processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil")
-    config = json.loads((directory / "config.json").read_text())
-    return processor, int(config["image_token_id"])
+    return json.loads((directory / "config.json").read_text()), processor

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.dtypes import TORCH_DTYPES
-from services.model.vision import WITH_VLLM
+from services.model.vision import WITH_VLLM, is_image_text_type
 from services.rollout.errors import ModelLoadError
 
 _MAX_HEADER_BYTES = 100 << 20
@@ -44,11 +44,17 @@ class Layout:
         return int(text["vocab_size"])
 
     @property
+    def takes_images(self) -> bool:
+        """Whether vLLM takes images of the model together with token ids."""
+        return self.config.get("model_type") in WITH_VLLM
+
+    @property
     def image_token(self) -> int | None:
         """Placeholder of images; None if the model reads none."""
-        if self.config.get("model_type") not in WITH_VLLM:
+        if not is_image_text_type(self.config.get("model_type")):
             return None
-        return int(self.config["image_token_id"])
+        names = ("image_token_id", "image_token_index")
+        return next((int(self.config[name]) for name in names if name in self.config), None)
 
 
 def read_layout(directory: Path) -> Layout:
