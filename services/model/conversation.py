@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from bapo_core.errors import BapoError
 from bapo_core.tasks import Message
 from services.common.errors import first_line
-from services.model.vision import VisionProcessor, images_of
+from services.model.vision import VisionProcessor, images_of, reads_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,7 +42,32 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
             "the directory, which for a model without roles is "
             "{% for message in messages %}{{ message['content'] }}{% endfor %}"
         )
+    if reads_images(directory):
+        _require_encodable_templates(tokenizer, directory)
     return tokenizer  # type: ignore[no-any-return]
+
+
+def _require_encodable_templates(tokenizer: Any, directory: Path) -> None:
+    """Raises `BapoError` if encoding what the template renders gives other tokens than its own.
+
+    Images are expanded in the rendered text. The tokenizers of mistral-common take the marks in it
+    for ordinary text.
+    """
+    probe: list[Message] = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    with _explain_refusals():
+        rendered, token_ids = (
+            tokenizer.apply_chat_template(
+                probe, add_generation_prompt=True, tokenize=tokenize, return_dict=False
+            )
+            for tokenize in (False, True)
+        )
+        encoded = tokenizer.encode(rendered, add_special_tokens=False)
+    if encoded != token_ids:
+        raise BapoError(
+            f"{directory}: its tokenizer ({type(tokenizer).__name__}) cannot encode prompts that "
+            "its chat template has rendered, which images need; give a tokenizer.json, and "
+            "uninstall mistral-common if it is installed"
+        )
 
 
 def tokenize_conversation(
@@ -69,16 +94,18 @@ def tokenize_conversation(
     if vision is not None:
         shown = [_in_parts(message) for message in shown]
     with _explain_refusals():
-        rendered: Any = tokenizer.apply_chat_template(
-            shown, add_generation_prompt=True, tokenize=False
-        )
-        if vision is not None:
-            rendered = vision.expand(rendered, images)
-        return [
-            token_id
-            for text in (rendered, prefix)
-            for token_id in tokenizer.encode(text, add_special_tokens=False)
-        ]
+        if images and vision is not None:
+            rendered: Any = tokenizer.apply_chat_template(
+                shown, add_generation_prompt=True, tokenize=False
+            )
+            expanded = vision.expand(rendered, images)
+            prompt = tokenizer.encode(expanded, add_special_tokens=False)
+        else:
+            # Some tokenizers cannot encode what their templates render.
+            prompt = tokenizer.apply_chat_template(
+                shown, add_generation_prompt=True, tokenize=True, return_dict=False
+            )
+        return [*prompt, *tokenizer.encode(prefix, add_special_tokens=False)]
 
 
 @contextmanager

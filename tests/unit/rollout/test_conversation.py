@@ -69,3 +69,26 @@ def test_a_prompt_that_the_tokenizer_or_the_template_refuses_is_one_line() -> No
     tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(BapoError, match="template refuses a prompt: System role not supported;"):
         tokenize_conversation(tokenizer, [question])
+
+
+def test_a_prompt_without_images_has_the_tokens_of_its_template(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tokenizers of mistral-common take the marks of a rendered prompt for ordinary text."""
+    tokenizer = build_tokenizer()
+    expected = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "3 4=7:"}], add_generation_prompt=True, return_dict=False
+    )
+    monkeypatch.setattr(type(tokenizer), "encode", lambda *_, **__: [])
+    question = {"role": "user", "content": "3 4=7:"}
+    assert tokenize_conversation(tokenizer, [question]) == expected
+
+
+def test_images_need_a_tokenizer_that_encodes_rendered_prompts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save_micro_vision_model(tmp_path)
+    tokenizer = load_tokenizer(directory)
+    monkeypatch.setattr(type(tokenizer), "encode", lambda *_, **__: [])
+    with pytest.raises(BapoError, match="cannot encode prompts that its chat template has rende"):
+        load_tokenizer(directory)
