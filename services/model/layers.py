@@ -15,5 +15,7 @@ def has_recurrent_layers(model_class: type, config: Any) -> bool:
 
     model_class: a class of transformers. config: its configuration.
     """
-    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
-    return bool(getattr(model_class, "_is_stateful", False) or set(kinds) - ATTENTION)
+    kinds = getattr(config.get_text_config(), "layer_types", None)
+    if kinds:
+        return bool(set(kinds) - ATTENTION)
+    return bool(getattr(model_class, "_is_stateful", False))

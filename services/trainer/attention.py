@@ -199,6 +199,10 @@ def _padded(
             image = sequences.images[sequences.pad_indices]
             within = (image[:, :, None] == image[:, None, :]) & (image > 0)[:, :, None]
             mask = (mask | within)[:, None]
+    groups = query.shape[1] // key.shape[1]
+    if mask is not None and groups > 1:
+        # On GPUs, the fast kernels that take a mask take no groups of heads.
+        key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
     output = scaled_dot_product_attention(
         query,
         key,

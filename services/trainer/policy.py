@@ -35,15 +35,19 @@ from services.model.vision import (
     vision_tower,
 )
 from services.trainer import attention
+from services.trainer.attention import Sequences
 from services.trainer.data import Batch, Packed, pack
 from services.trainer.logprobs import token_logprobs
 
-_LOGIT_CHANGES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
-"""Configuration keys of models that change their logits after the output layer."""
+_LOGIT_DIVISORS = ("logits_scaling",)
+_LOGIT_FACTORS = ("logit_scale", "lm_head_multiplier")
+"""Configuration keys of numbers by which models divide or multiply the output layer's logits."""
+_LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Configuration keys of models that cap their logits."""
 _BLANK_SIZE = (224, 224)
 """Height and width of blank images, in pixels."""
 _SAME = 1e-3
-"""Largest difference between equal hidden states, as a share of the largest one."""
+"""Largest difference between equal values, as a share of the largest one."""
 
 
 def plain_name(name: str) -> str:
@@ -89,10 +93,22 @@ class Policy(nn.Module):
             target_hidden_states(hf_model, packed),
             head.weight,
             packed.target_ids,
-            temperature=temperature,
+            # softmax(factor x logits / temperature)
+            temperature=temperature / logit_factor(hf_model.config),
             bias=head.bias,
             entropy=entropy,
         )
+
+
+def logit_factor(config: Any) -> float:
+    """Returns the number by which a model multiplies the logits of its output layer."""
+    text = config.get_text_config()
+    factor = 1.0
+    for name in _LOGIT_FACTORS:
+        factor *= getattr(text, name, None) or 1.0
+    for name in _LOGIT_DIVISORS:
+        factor /= getattr(text, name, None) or 1.0
+    return factor
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -325,6 +341,7 @@ def load_policy(directory: Path) -> Policy:
             directory, dtype=torch.float32, attn_implementation=_attention(auto, config)
         )
     policy = _make_policy(model, directory)
+    _check_logits(model, directory)
     if (blank := _blank_prompt(model)) is not None:
         _try_prompt(model, blank, directory)
     return policy
@@ -377,15 +394,34 @@ def _explain_load_errors(directory: Path) -> Iterator[None]:
 
 
 def _make_policy(model: Any, directory: Path) -> Policy:
-    for name in _LOGIT_CHANGES:
-        if getattr(model.config.get_text_config(), name, None) not in (None, 1.0):
-            raise BapoError(
-                f"{directory}: the model changes its logits ({name}), which the trainer's "
-                "log-probs leave out; choose another model"
-            )
+    for name in _LOGIT_CAPS:
+        if getattr(model.config.get_text_config(), name, None) is not None:
+            raise _changed_logits(directory, name)
     if reads_images(directory) and model.config.model_type not in ARCHITECTURES:
         model.blank_prompt = BlankPrompt.of(directory)
     return Policy(model).eval()
+
+
+def _changed_logits(directory: Path, how: str) -> BapoError:
+    return BapoError(
+        f"{directory}: the model changes its logits ({how}), which the trainer's log-probs leave "
+        "out; choose another model"
+    )
+
+
+@torch.no_grad()
+def _check_logits(model: Any, directory: Path) -> None:
+    """Raises `BapoError` unless the model's logits are those that the trainer computes."""
+    tokens = fed_tokens(model, torch.arange(1, 7)[None])
+    inputs: dict[str, Any] = {"attention_mask": torch.ones_like(tokens)}
+    if packs(model):
+        inputs = {"attention_mask": None, "sequences": Sequences.of(torch.tensor([6]))}
+    inputs |= {"input_ids": tokens, "position_ids": torch.arange(6)[None], "use_cache": False}
+    hidden = model.base_model(**inputs).last_hidden_state
+    mine = model.get_output_embeddings()(hidden) * logit_factor(model.config)
+    difference = (model(**inputs).logits - mine).abs().max()
+    if not difference <= _SAME * mine.abs().max():
+        raise _changed_logits(directory, f"by up to {float(difference):.2g}")
 
 
 @torch.no_grad()

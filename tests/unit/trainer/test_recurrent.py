@@ -11,20 +11,30 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
     Lfm2Config,
     Lfm2ForCausalLM,
+    Lfm3Config,
+    Lfm3ForCausalLM,
     Qwen3NextConfig,
     Qwen3NextForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
 )
 
+from bapo_core.config import config_from
+from bapo_core.errors import BapoError
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
 from services.rollout.api.wire import GeneratedGroup, PromptRequest, Sampling
 from services.rollout.errors import ModelLoadError
 from services.rollout.transformers_engine import TransformersEngine
 from services.trainer.data import Batch, collate, microbatches
 from services.trainer.policy import empty_policy, load_policy, response_logprobs
+from services.trainer.ranks import Ranks
+from services.trainer.update import Updater
 from tests.micro import END, RECURRENT
 
 PROMPTS = [[2], [3, 4, 5, 6, 7, 8, 9], [10, 11, 12], [5, 5, 5, 5]]
@@ -67,18 +77,81 @@ MODELS: dict[str, Callable[[], Any]] = {
             mamba_chunk_size=4,
             num_local_experts=0,
             shared_intermediate_size=48,
+            logits_scaling=0.5,
+        )
+    ),
+    "lfm3": lambda: Lfm3ForCausalLM(
+        Lfm3Config(
+            **{**SMALL, "num_hidden_layers": 3},
+            layer_types=["conv", "sliding_attention", "full_attention"],
+            sliding_window=6,
+            head_dim=16,
         )
     ),
 }
+WITH_ATTENTION: dict[str, Any] = {
+    "num_local_experts": 0,
+    "shared_intermediate_size": 48,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+}
+
+
+def _lfm2_with_bias() -> Any:
+    layers = ["conv", "full_attention"]
+    config = Lfm2Config(**SMALL, layer_types=layers, block_auto_adjust_ff_dim=False, conv_bias=True)
+    model: Any = Lfm2ForCausalLM(config)
+    torch.nn.init.ones_(model.model.layers[0].conv.in_proj.bias)
+    return model
+
+
+NOT_SHARED: dict[str, tuple[str, Callable[[], Any]]] = {
+    # Its layers have keys, values and a recurrent state at once.
+    "falcon_h1": (
+        "LinearAttentionAndFullAttentionLayer",
+        lambda: FalconH1ForCausalLM(
+            FalconH1Config(
+                **SMALL,
+                mamba_n_heads=8,
+                mamba_d_head=8,
+                mamba_d_ssm=64,
+                mamba_d_state=8,
+                mamba_chunk_size=4,
+                lm_head_multiplier=0.25,
+            )
+        ),
+    ),
+    "recurrent_gemma": (
+        "they are not in the cache",
+        lambda: RecurrentGemmaForCausalLM(
+            RecurrentGemmaConfig(
+                **{**SMALL, "num_hidden_layers": 3},
+                lru_width=32,
+                attention_window_size=8,
+                block_types=["recurrent", "recurrent", "attention"],
+                logits_soft_cap=2.0,
+            )
+        ),
+    ),
+    "lfm2_with_bias": (
+        "padding before a prompt changes them",
+        _lfm2_with_bias,
+    ),
+}
+"""Models whose states the engine cannot share, and why."""
+
+
+def save(build: Callable[[], Any], directory: Path) -> Path:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        build().save_pretrained(directory)
+    return directory
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("model")
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        MODELS[request.param]().save_pretrained(directory)
-    return directory
+    return save(MODELS[request.param], tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +250,29 @@ def test_padding_counts_in_a_micro_batch(batch: Batch) -> None:
     assert len(microbatches(batch, rows, 1000, padded=True)) == 1
 
 
+def test_an_update_counts_the_padding(directory: Path, batch: Batch) -> None:
+    budget = 3 * int(batch.lengths.max())
+    config = config_from(
+        {
+            "rollout": {
+                "group_size": G,
+                "prompts_per_step": 4,
+                "max_prompt_tokens": 16,
+                "max_response_tokens": 24,
+            },
+            "optimizer": {"minibatch_prompts": 4, "microbatch_tokens": budget},
+        }
+    )
+    updater = Updater(config, load_policy(directory), Ranks(0, 1))
+    computed = []
+    updater.policy.register_forward_pre_hook(
+        lambda _, arguments: computed.append(arguments[0].sequences.pad_indices.numel())
+    )
+    updater.score(batch)
+    assert len(computed) > 1
+    assert max(computed) <= budget
+
+
 def test_a_model_whose_state_cannot_be_shared_is_refused_in_one_line(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,3 +280,49 @@ def test_a_model_whose_state_cannot_be_shared_is_refused_in_one_line(
     monkeypatch.setattr("services.rollout.transformers_engine.LinearAttentionLayer", None)
     with pytest.raises(ModelLoadError, match="a state that this engine cannot share between"):
         TransformersEngine().load(directory, 1)
+
+
+@pytest.mark.parametrize("name", NOT_SHARED)
+def test_a_model_whose_states_are_of_another_kind_is_refused(name: str, tmp_path: Path) -> None:
+    reason, build = NOT_SHARED[name]
+    with pytest.raises(ModelLoadError, match=f"cannot share between samples \\({reason}\\)"):
+        TransformersEngine().load(save(build, tmp_path), 1)
+
+
+def test_the_trainer_multiplies_logits_as_the_model_does(tmp_path: Path, batch: Batch) -> None:
+    """This engine does not serve Falcon-H1, but vLLM does."""
+    directory = save(NOT_SHARED["falcon_h1"][1], tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    rows = torch.arange(len(batch.lengths))
+    with torch.no_grad():
+        logprobs, _ = response_logprobs(load_policy(directory), batch, rows, TEMPERATURE)
+    for row in rows:
+        prompt, length = int(batch.prompt_lengths[row]), int(batch.lengths[row])
+        tokens = batch.tokens[row, :length].tolist()
+        expected = teacher_forced(model, tokens[:prompt], tokens[prompt:])
+        assert logprobs[row, : length - prompt] == pytest.approx(expected, abs=2e-5)
+
+
+def test_a_model_that_caps_its_logits_is_refused(tmp_path: Path) -> None:
+    directory = save(NOT_SHARED["recurrent_gemma"][1], tmp_path)
+    with pytest.raises(BapoError, match=r"the model changes its logits \(logits_soft_cap\)"):
+        load_policy(directory)
+
+
+def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = save(MODELS["granitemoehybrid"], tmp_path)
+    monkeypatch.setattr("services.trainer.policy._LOGIT_DIVISORS", ())
+    with pytest.raises(
+        BapoError, match=r"the model changes its logits \(by up to [0-9.]+\), which"
+    ):
+        load_policy(directory)
+
+
+def test_a_hybrid_architecture_with_attention_alone_is_packed(tmp_path: Path) -> None:
+    """The smallest Granite 4 is one."""
+    config = GraniteMoeHybridConfig(**SMALL, **WITH_ATTENTION, layer_types=["attention"] * 2)
+    directory = save(lambda: GraniteMoeHybridForCausalLM(config), tmp_path)
+    TransformersEngine().load(directory, 1)
+    assert load_policy(directory).packs
