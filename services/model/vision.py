@@ -245,6 +245,17 @@ def _has_pixtral_tower(config: Any) -> bool:
     return bool(config.vision_config.model_type == "pixtral")
 
 
+def patches_in_dense_attention(model: Any) -> int:
+    """Returns the patches of each placeholder if the patches of all images attend in one mask.
+
+    It is 0 for other models: their towers compute each image or tile by itself.
+    """
+    vision = getattr(model.config, "vision_config", None)
+    if vision is None or vision.model_type != "pixtral":
+        return 0
+    return int(getattr(model.config, "spatial_merge_size", 1)) ** 2
+
+
 def _division_options(config: Any) -> dict[str, Any]:
     """Returns the options that the processors of transformers give to their image processors."""
     if config.model_type == "internvl":
@@ -285,7 +296,8 @@ def _expansion(
     if config.model_type == "gemma3":
         return _whole_image(config, directory, image_processor, tokenizer, image)
     if _has_pixtral_tower(config):
-        return _rows_of_patches(directory, image_processor, tokenizer, image, options)
+        merged = config.model_type == "mistral3"
+        return _rows_of_patches(directory, image_processor, tokenizer, image, options, merged)
     vision, strategy = config.vision_config, config.vision_feature_select_strategy
     # The class token, which the strategy `default` drops.
     additional = int(vision.model_type == "clip_vision_model")
@@ -364,21 +376,37 @@ def _rows_of_patches(
     tokenizer: Any,
     image: str,
     options: Mapping[str, Any],
+    merged: bool,
 ) -> ExpandImage:
-    """Returns the expansion for rows of patches, each with a mark at its end."""
-    from PIL import Image
+    """Returns the expansion for rows of patches, each with a mark at its end.
+
+    merged: whether the model merges patches; it then fails for an image of a single output.
+    """
+    import numpy
+    from transformers.image_utils import ChannelDimension
+    from transformers.models.pixtral.image_processing_pil_pixtral import (
+        get_resize_output_image_size,
+    )
 
     row_end, image_end = "[IMG_BREAK]", "[IMG_END]"
     _require_tokens(tokenizer, directory, row_end, image_end)
     side: int = options["patch_size"]
+    longest = int(image_processor.size["longest_edge"])
 
-    @lru_cache(maxsize=1024)
     def expand(height: int, width: int) -> str:
-        blank = Image.new("RGB", (width, height))
-        ((scaled_height, scaled_width),) = image_processor(images=[blank], **options)["image_sizes"]
-        row = image * (int(scaled_width) // side)
-        text: str = row_end.join([row] * (int(scaled_height) // side)) + image_end
-        return text
+        scaled_height, scaled_width = get_resize_output_image_size(
+            numpy.broadcast_to(0, (3, height, width)),
+            size=longest,
+            patch_size=side,
+            input_data_format=ChannelDimension.FIRST,
+        )
+        rows, columns = scaled_height // side, scaled_width // side
+        if rows == columns == 1 and merged:
+            raise BapoError(
+                f"an image of {width} x {height} pixels is too small for the model, which needs "
+                f"more than {side} x {side}; enlarge it, or remove its prompt"
+            )
+        return row_end.join([image * columns] * rows) + image_end
 
     return expand
 

@@ -9,7 +9,7 @@ depend on the rest of the batch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from transformers import (
     DynamicCache,
     cache_utils,
 )
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.core_model_loading import revert_weight_conversion
 
 from bapo_core.errors import BapoError
+from services.common.errors import first_line
 from services.model.layers import has_recurrent_layers
 from services.model.vision import (
     OpenImage,
@@ -36,6 +37,7 @@ from services.model.vision import (
     fed_tokens,
     load_processor,
     number_images,
+    patches_in_dense_attention,
     reads_images,
     rope_positions,
     token_types,
@@ -48,12 +50,20 @@ from services.rollout.api.wire import (
 )
 from services.rollout.errors import ModelLoadError, WrongVersion
 
+ATTENTION_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+"""States of layers of attention. Those of layers that are recurrent too are subclasses."""
+
 LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
 """State of a recurrent layer; None in a transformers in which each model has its own."""
 
 COMPACT_BELOW = 0.8
 """Finished rows are dropped once the unfinished ones are fewer than this share of the batch: often
 enough to save their cost, seldom enough that copying the rest does not cost more."""
+
+
+MAX_DENSE_PATCHES = 16384
+"""Patches over which a vision tower attends with one dense mask, of 2 bytes for each pair: 0.5 GiB.
+A single prompt may have more."""
 
 
 class NonFiniteLogprobs(BapoError):
@@ -129,6 +139,9 @@ class TransformersEngine:
         self._model: Any = None
         self._ends: list[int] = []
         self._identity: dict[str, Any] | None = None
+        self._own_names: dict[str, str] | None = None
+        """The model's name of each weight by its name in files; None if files hold other tensors
+        than the model computes with."""
         self._version = 0
 
     @property
@@ -141,24 +154,26 @@ class TransformersEngine:
     def load(self, directory: Path, version: int) -> None:
         """Serves the model in `directory`; loads in place if only the weights changed.
 
-        A model whose files hold other tensors than it computes with is built again: transformers
-        converts them while it loads.
+        A model whose files hold other tensors than it computes with is built again in main memory:
+        transformers converts them while it loads.
 
         Raises `ModelLoadError` for a directory that holds no such model. Everything is checked
         before anything changes, so the engine then still serves the version from before.
         """
         identity = _read_identity(directory)
-        current = None
-        if self._model is not None and identity == self._identity:
-            current = _weights_by_saved_name(self._model)
-        if current is not None:
-            self._copy_weights(current, _read_weights(directory), str(directory))
-        else:
-            model = self._build(directory)
+        if self._model is None or identity != self._identity:
+            model, own_names = self._build(directory)
             vision = load_processor(directory)
             self._ends = _end_tokens(model, directory)
             self._vision = vision
-            self._model, self._identity = model, identity
+            self._model, self._identity = model.to(self._device), identity
+            self._own_names = own_names
+        elif self._own_names is not None:
+            self._copy_weights(self._own_names, _read_weights(directory), str(directory))
+        else:
+            # Beside the model itself, so that the device never holds two.
+            converted, _ = self._build(directory)
+            self._model.load_state_dict(converted.state_dict())
         self._version = version
 
     def use(self, model: nn.Module, version: int) -> None:
@@ -168,7 +183,8 @@ class TransformersEngine:
         self._ends = _end_tokens(model)
         self._model, self._identity, self._version = model, None, version
 
-    def _build(self, directory: Path) -> nn.Module:
+    def _build(self, directory: Path) -> tuple[nn.Module, dict[str, str] | None]:
+        """Returns the model, on the CPU, and its names of the weights by their names in files."""
         auto: Any = AutoModelForImageTextToText if reads_images(directory) else AutoModelForCausalLM
         try:
             loaded: Any = auto.from_pretrained(
@@ -191,13 +207,15 @@ class TransformersEngine:
         if report["missing_keys"]:
             raise _misfit(str(directory), min(report["missing_keys"]), "is missing")
         _refuse_other_layers(model, str(directory))
-        built: nn.Module = model.eval().requires_grad_(False).to(self._device)
-        return built
+        built: nn.Module = model.eval().requires_grad_(False)
+        return built, _own_names(built)
 
     def _copy_weights(
-        self, current: Mapping[str, Tensor], weights: Mapping[str, Tensor], source: str
+        self, own_names: Mapping[str, str], weights: Mapping[str, Tensor], source: str
     ) -> None:
         """Replaces all weights. Raises `ModelLoadError` before it has replaced any."""
+        state = self._model.state_dict()
+        current: dict[str, Tensor] = {saved: state[own] for saved, own in own_names.items()}
         tied = set(getattr(self._model, "all_tied_weights_keys", None) or {})
         for name in current.keys() - weights.keys() - tied:
             raise _misfit(source, name, "is missing")
@@ -231,10 +249,8 @@ class TransformersEngine:
                 f"asked for policy version {policy_version}, but the engine serves {self._version}"
             )
         size = sampling.group_size
-        prompts_per_wave = max(1, self._max_sequences // size)
         groups: list[GeneratedGroup] = []
-        for start in range(0, len(prompts), prompts_per_wave):
-            wave = prompts[start : start + prompts_per_wave]
+        for start, wave in self._waves(prompts, max(1, self._max_sequences // size)):
             pixels = self._pixels(wave)
             responses = _Wave(self._model, self._device, self._ends, wave, sampling, pixels).run()
             groups += [
@@ -246,6 +262,27 @@ class TransformersEngine:
                 for row in range(0, len(responses), size)
             ]
         return groups
+
+    def _waves(
+        self, prompts: Sequence[PromptRequest], most: int
+    ) -> Iterator[tuple[int, Sequence[PromptRequest]]]:
+        """Yields at most `most` prompts at a time, and the index of the first one.
+
+        Fewer where the memory of the vision tower grows with the square of all patches.
+        """
+        patches_of_token = patches_in_dense_attention(self._model)
+        start, patches = 0, 0
+        for index, prompt in enumerate(prompts):
+            more = 0
+            if patches_of_token:
+                tokens = prompt.prompt_token_ids.count(self._model.config.image_token_id)
+                more = tokens * patches_of_token
+            if index > start and (index - start == most or patches + more > MAX_DENSE_PATCHES):
+                yield start, prompts[start:index]
+                start, patches = index, 0
+            patches += more
+        if prompts:
+            yield start, prompts[start:]
 
     def _pixels(self, prompts: Sequence[PromptRequest]) -> Pixels | None:
         """Returns the images of all prompts, in order; None if there are none."""
@@ -482,7 +519,7 @@ def _empty_cache(model: Any) -> DynamicCache:
         return DynamicCache()
     cache = DynamicCache(config=model.config.get_text_config())
     cache.layers = [
-        DynamicLayer() if isinstance(layer, DynamicLayer) else layer  # type: ignore[no-untyped-call]
+        DynamicLayer() if type(layer) in ATTENTION_LAYERS else layer  # type: ignore[no-untyped-call]
         for layer in cache.layers
     ]
     return cache
@@ -491,12 +528,8 @@ def _empty_cache(model: Any) -> DynamicCache:
 def _for_samples(layer: Any, group_size: int, length: int) -> Any:
     """Returns a layer's state after the prompts, `group_size` times each, for `length` tokens."""
     if type(layer) is LinearAttentionLayer:
-        states = next(
-            state
-            for state in (*layer.conv_states.values(), *layer.recurrent_states.values())
-            if state is not None
-        )
-        prompts = torch.arange(len(states), device=states.device)
+        states = _states(layer)
+        prompts = torch.arange(len(states[0]), device=states[0].device)
         layer.reorder_cache(prompts.repeat_interleave(group_size))
         return layer
     assert isinstance(layer, DynamicLayer)
@@ -515,19 +548,59 @@ def _keep_rows(layer: Any, rows: Tensor) -> None:
         layer.reorder_cache(rows)
 
 
+def _states(layer: Any) -> list[Tensor]:
+    """Returns the states of a `LinearAttentionLayer`."""
+    states = (*layer.conv_states.values(), *layer.recurrent_states.values())
+    return [state for state in states if state is not None]
+
+
+@torch.inference_mode()
 def _refuse_other_layers(model: Any, source: str) -> None:
-    """Raises `ModelLoadError` if a layer's state is neither keys and values nor a
-    `LinearAttentionLayer`."""
+    """Raises `ModelLoadError` if a layer's state is neither keys and values nor that of a
+    `LinearAttentionLayer`, which padding on the left leaves as it is."""
     if not has_recurrent_layers(type(model), model.config):
         return
-    layers = _empty_cache(model).layers
-    others = {type(layer).__name__ for layer in layers} - {"DynamicLayer", "LinearAttentionLayer"}
-    if others or not any(type(layer) is LinearAttentionLayer for layer in layers):
+    cache, problem = _empty_cache(model), None
+    others = {type(layer) for layer in cache.layers} - {DynamicLayer, LinearAttentionLayer}
+    if others:
+        problem = min(other.__name__ for other in others)
+    else:
+        problem = _problem_of_states(model, cache)
+    if problem is not None:
         raise ModelLoadError(
             f"{source}: its layers have a state that this engine cannot share between samples "
-            f"({min(others, default=model.config.model_type)}); serve the model with vLLM "
-            "(rollout.engine = vllm)"
+            f"({problem}); serve the model with vLLM (rollout.engine = vllm)"
         )
+
+
+def _problem_of_states(model: Any, cache: DynamicCache) -> str | None:
+    """Returns why states that a model puts into `cache` are not all that it needs, or None."""
+    device = next(model.parameters()).device
+    tokens = torch.arange(1, 4, device=device)[None]
+    padded = torch.cat([torch.zeros_like(tokens), tokens], dim=1)
+    try:
+        logits = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -1]
+        behind_padding = model(
+            input_ids=padded,
+            attention_mask=(padded > 0).long(),
+            position_ids=(torch.arange(6, device=device)[None] - 3).clamp(min=0),
+            past_key_values=_empty_cache(model),
+            use_cache=True,
+        ).logits[:, -1]
+    except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
+        return first_line(error)
+    recurrent = [layer for layer in cache.layers if type(layer) is LinearAttentionLayer]
+    if not recurrent or not all(_states(layer) for layer in recurrent):
+        return "they are not in the cache"
+    largest = (behind_padding - logits).abs().max() / logits.abs().max()
+    if largest > (1e-3 if logits.dtype == torch.float32 else 0.1):
+        return "padding before a prompt changes them"
+    return None
+
+
+def _place(tensor: Tensor) -> tuple[int, torch.Size]:
+    """Returns what two tensors have in common only if they are the same one."""
+    return tensor.data_ptr(), tensor.shape
 
 
 def _read_identity(directory: Path) -> dict[str, Any]:
@@ -568,19 +641,21 @@ def _read_weights(directory: Path) -> dict[str, Tensor]:
     return weights
 
 
-def _weights_by_saved_name(model: Any) -> dict[str, Tensor] | None:
-    """Returns the model's weights by the names that they have in files.
+def _own_names(model: Any) -> dict[str, str] | None:
+    """Returns the model's name of each weight by the name that it has in files.
 
-    These are other names than the model's own for models that read images. Returns None if files
-    hold other tensors than the model computes with, such as one for each expert.
+    The names differ for models that read images. Returns None if files hold other tensors than the
+    model computes with, such as one for each expert.
     """
     weights: dict[str, Tensor] = model.state_dict()
-    addresses = {tensor.data_ptr() for tensor in weights.values()}
     saved: dict[str, Tensor] = revert_weight_conversion(model, dict(weights))
-    same = len(saved) == len(weights) and all(
-        tensor.data_ptr() in addresses for tensor in saved.values()
-    )
-    return saved if same else None
+    if len(saved) != len(weights):
+        return None
+    # Of tied weights, any name will do.
+    names = {_place(tensor): name for name, tensor in weights.items()}
+    if not all(_place(tensor) in names for tensor in saved.values()):
+        return None
+    return {name: names[_place(tensor)] for name, tensor in saved.items()}
 
 
 def _misfit(source: str, name: str, problem: str) -> ModelLoadError:

@@ -265,7 +265,9 @@ class TestVersions:
         assert any(".experts.3." in name for name in names)
         engine, fresh = TransformersEngine(), TransformersEngine()
         engine.load(directories[0], 1)
+        model = engine._model
         engine.load(directories[1], 2)
+        assert engine._model is model, "the device never holds two models"
         fresh.load(directories[1], 2)
         assert engine.generate(requests(), sampling(), policy_version=2) == fresh.generate(
             requests(), sampling(), policy_version=2

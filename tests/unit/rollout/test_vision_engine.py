@@ -188,7 +188,7 @@ def test_the_tokens_of_a_row_of_patches_end_with_a_mark(architecture: str, tmp_p
         ((112, 56), 2, 4),
         ((29, 100), 4, 2),
         ((300, 150), 2, 4),
-        ((5, 5), 1, 1),
+        ((57, 5), 1, 3),
     ):
         row = PLACEHOLDER * columns
         expected = "[IMG_BREAK]".join([row] * rows) + "[IMG_END]"
@@ -400,3 +400,44 @@ def test_a_processor_whose_images_depend_on_the_text_is_refused(
     whole = WholeProcessor(processor_class(tokenizer), tokenizer, PLACEHOLDER)
     with pytest.raises(BapoError, match=reason):
         whole.check(tmp_path)
+
+
+def test_an_image_of_a_single_token_is_refused_for_mistral3(tmp_path: Path) -> None:
+    """Transformers drops a dimension of it, so that the model fails."""
+    for architecture in ("pixtral", "mistral3"):
+        vision = VisionProcessor.load(
+            save_micro_vision_model(tmp_path / architecture, architecture)
+        )
+        reference = ImageReference(digest="", width=28, height=5)
+        if architecture == "pixtral":
+            assert vision.expand(PLACEHOLDER, [reference]) == f"{PLACEHOLDER}[IMG_END]"
+            continue
+        with pytest.raises(BapoError, match="an image of 28 x 5 pixels is too small for the model"):
+            vision.expand(PLACEHOLDER, [reference])
+
+
+@pytest.mark.parametrize("architecture", ["mistral3", "llava"])
+def test_patches_that_attend_to_each_other_are_bounded(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory grows with the square of the patches that the tower of Pixtral computes together."""
+    directory = save_micro_vision_model(tmp_path, architecture)
+    prompts = prompts_of(directory)
+    engine = loaded(directory)
+
+    def sampled() -> list[list[int]]:
+        groups = engine.generate(prompts, sampling(), policy_version=1)
+        return [response.token_ids for group in groups for response in group.responses]
+
+    expected = sampled()
+    tower: Any = engine._model.base_model.vision_tower
+    counts: list[int] = []
+    tower.register_forward_hook(
+        lambda _, __, output: counts.append(output.last_hidden_state.shape[1])
+    )
+    # 64 and 80 patches in the first two prompts, and 64 in the last one.
+    monkeypatch.setattr("services.rollout.transformers_engine.MAX_DENSE_PATCHES", 100)
+    assert sampled() == expected
+    assert len(counts) == (3 if architecture == "mistral3" else 1)
+    monkeypatch.setattr("services.rollout.transformers_engine.MAX_DENSE_PATCHES", 10)
+    assert sampled() == expected
