@@ -13,7 +13,8 @@ def has_recurrent_layers(model_class: type, config: Any) -> bool:
 
     Sequences of such a model cannot be packed: its state would pass from one to the next.
 
-    model_class: a class of transformers. config: its configuration.
+    model_class: a class of transformers, which is asked where the configuration names no layers.
+    config: its configuration.
     """
     kinds = getattr(config.get_text_config(), "layer_types", None)
     if kinds:

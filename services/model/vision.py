@@ -209,10 +209,6 @@ class VisionProcessor:
         expanded = [self._expand_image(image["height"], image["width"]) for image in images]
         return "".join(part for pair in zip(pieces, [*expanded, ""], strict=True) for part in pair)
 
-    def count_placeholders(self, height: int, width: int) -> int:
-        """Returns the number of outputs of the vision tower for an image of this size."""
-        return self._expand_image(height, width).count(self._image_token)
-
     def blank_image(self, height: int, width: int) -> tuple[str, Pixels]:
         """Returns the text of the tokens of a black image, and its pixels."""
         from PIL import Image
@@ -424,11 +420,11 @@ def _require_tokens(tokenizer: Any, directory: Path, *tokens: str) -> None:
 
 def reads_images(directory: Path) -> bool:
     """Returns whether the model of a directory is one that reads images."""
-    return is_image_text_type(_read_config(directory).get("model_type"))
+    return _is_image_text_type(read_config(directory).get("model_type"))
 
 
 @lru_cache
-def is_image_text_type(model_type: str | None) -> bool:
+def _is_image_text_type(model_type: str | None) -> bool:
     """Returns whether models of a type read images.
 
     Those that transformers also knows as language models alone do only if they are of
@@ -463,9 +459,9 @@ def check_model(directory: Path, engine: str = "transformers") -> None:
 
     engine: `rollout.engine` of the run.
     """
-    config = _read_config(directory)
+    config = read_config(directory)
     model_type = config.get("model_type")
-    reads = is_image_text_type(model_type)
+    reads = _is_image_text_type(model_type)
     if engine == "vllm" and reads and model_type not in WITH_VLLM:
         raise BapoError(
             f"model.path {directory}: vLLM does not take images of a model of the type "
@@ -487,7 +483,7 @@ def fed_tokens(model: Any, response_tokens: Tensor) -> Tensor:
     A model may sample the placeholder of an image, for which there is no image. Engine and trainer
     alike feed `SUBSTITUTE` in its place, so that their log-probs agree.
     """
-    if not is_image_text_type(model.config.model_type):
+    if not hasattr(model.config, "vision_config"):
         return response_tokens
     sampled = response_tokens == model.config.image_token_id
     return response_tokens.masked_fill(sampled, SUBSTITUTE)
@@ -515,7 +511,7 @@ def token_types(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     They are empty for `ARCHITECTURES`, which learn it in other ways, and for models that take none.
     """
     model_type = model.config.model_type
-    if model_type in ARCHITECTURES or not is_image_text_type(model_type):
+    if model_type in ARCHITECTURES or not _is_image_text_type(model_type):
         return {}
     accepted = signature(model.base_model.forward).parameters
     is_image = (tokens == model.config.image_token_id).long()
@@ -543,7 +539,8 @@ def rope_positions(model: Any, tokens: Tensor, mask: Tensor, grids: Tensor | Non
     )
 
 
-def _read_config(directory: Path) -> dict[str, Any]:
+def read_config(directory: Path) -> dict[str, Any]:
+    """Returns the content of config.json; empty if there is none, or a damaged one."""
     try:
         config: dict[str, Any] = json.loads((directory / "config.json").read_text())
     except (OSError, ValueError):

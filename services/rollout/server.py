@@ -52,6 +52,9 @@ CPU_ARGUMENTS = ["--no-enable-chunked-prefill"]
 """With chunked prefill, vLLM rewinds the random generator of a partly prefilled prompt. On CPU it
 crashes there when requests have seeds ("CPU Generator does not use offset")."""
 
+CPU_RECURRENT_ARGUMENTS = ["--no-enable-prefix-caching"]
+"""vLLM caches prefixes of a model with recurrent layers with chunked prefill only."""
+
 EAGER_ARGUMENTS = ["--enforce-eager"]
 """vLLM compiles the model at start-up by default, which fails when `compiler_environment` has
 turned torch.compile off. Eager mode skips this compilation."""
@@ -232,6 +235,7 @@ def make_driver(
                 *shlex.split(vllm.args),
                 *rollout.vllm_args,
             ],
+            recurrent_arguments=CPU_RECURRENT_ARGUMENTS if on_cpu else [],
             environment=environment,
         ),
         nodes,

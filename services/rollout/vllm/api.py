@@ -53,13 +53,12 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class RgbImage:
-    """A decoded image. rgb: height x width x 3 bytes. placeholders: number of its tokens."""
+    """A decoded image. rgb: height x width x 3 bytes."""
 
     digest: str
     width: int
     height: int
     rgb: bytes
-    placeholders: int
 
     def as_json(self) -> dict[str, Any]:
         """Returns the image as the route of `services.rollout.vllm.images` takes it."""
@@ -68,7 +67,6 @@ class RgbImage:
             "width": self.width,
             "height": self.height,
             "rgb": base64.b64encode(self.rgb).decode(),
-            "placeholders": self.placeholders,
         }
 
 

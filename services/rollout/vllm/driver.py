@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from bapo_core.seeding import derive_seed
 from services.common.images import decode_image
-from services.model.vision import SUBSTITUTE, OpenImage, VisionProcessor
+from services.model.vision import SUBSTITUTE, OpenImage
 from services.rollout.api.offers import WeightOffer
 from services.rollout.api.wire import (
     DiscardedTokens,
@@ -67,7 +67,6 @@ class VllmDriver:
         """Whether vLLM may run on worker nodes."""
         self._server: VllmServer | None = None
         self._layout: Layout | None = None
-        self._vision: VisionProcessor | None = None
         self._version = ""
         self._requests = 0
         """Requests in progress."""
@@ -91,9 +90,6 @@ class VllmDriver:
 
     async def _start(self, directory: Path, layout: Layout, version: str) -> None:
         await self.close()
-        self._vision = None
-        if layout.takes_images and self._open_image is not None:
-            self._vision = await asyncio.to_thread(VisionProcessor.load, directory)
         self._layout = layout
         try:
             place = None
@@ -340,7 +336,7 @@ class VllmDriver:
         """
         if not prompt.images:
             return []
-        if self._open_image is None or self._vision is None:
+        if self._open_image is None or self._layout is None or not self._layout.takes_images:
             raise PromptRefused(
                 "the prompt has images, but the model that is served reads none; set model.path "
                 "to a model that does"
@@ -348,10 +344,7 @@ class VllmDriver:
         images = []
         for digest in prompt.images:
             image = decode_image(self._open_image(digest))
-            placeholders = self._vision.count_placeholders(image.height, image.width)
-            images.append(
-                RgbImage(digest, image.width, image.height, image.tobytes(), placeholders)
-            )
+            images.append(RgbImage(digest, image.width, image.height, image.tobytes()))
         return images
 
     def _problem_of_started(self, prompt: PromptRequest, request: GenerateRequest) -> str:

@@ -4,11 +4,10 @@ vLLM's route for token ids takes images in the form that its models take, which 
 classes can write. This middleware adds the route `/inference/v1/generate-with-images`. Its body is
 that of `/inference/v1/generate` with one more key:
 
-    images: [{digest, width, height, rgb, placeholders}], in the order of their placeholders
+    images: [{digest, width, height, rgb}], in the order of their placeholders
 
-rgb: base64 of height x width x 3 bytes. placeholders: number of tokens of the image. Pixels are
-computed by the model's image processor with Pillow, as in `services.model.vision`: the trainer has
-the same pixels and token ids.
+rgb: base64 of height x width x 3 bytes. Pixels are computed by the model's image processor with
+Pillow, as in `services.model.vision`: the trainer has the same pixels and token ids.
 
 This file is copied alone into vLLM's environment (`services.rollout.vllm.server`), so it must
 import nothing but the standard library and what vLLM depends on.
@@ -96,8 +95,11 @@ def _features(token_ids: Sequence[int], images: Sequence[dict[str, Any]]) -> dic
     config, processor = _model()
     token = int(config["image_token_id"])
     serialization: Any = import_module("vllm.entrypoints.scale_out.token_in_token_out.mm_serde")
-    items = [_item(config, processor, image) for image in images]
-    lengths = [int(image["placeholders"]) for image in images]
+    items, lengths = [], []
+    for image in images:
+        item, length = _item(config, processor, image)
+        items.append(item)
+        lengths.append(length)
     return {
         "mm_hashes": {"image": [image["digest"] for image in images]},
         "mm_placeholders": {"image": _placeholders(token_ids, token, lengths)},
@@ -105,8 +107,8 @@ def _features(token_ids: Sequence[int], images: Sequence[dict[str, Any]]) -> dic
     }
 
 
-def _item(config: dict[str, Any], processor: Any, image: dict[str, Any]) -> Any:
-    """Returns an image as the class of vLLM takes it that computes the model."""
+def _item(config: dict[str, Any], processor: Any, image: dict[str, Any]) -> tuple[Any, int]:
+    """Returns an image as vLLM's class of the model takes it, and its number of placeholders."""
     pillow: Any = import_module("PIL.Image")
     inputs: Any = import_module("vllm.multimodal.inputs")
     torch: Any = import_module("torch")
@@ -116,6 +118,7 @@ def _item(config: dict[str, Any], processor: Any, image: dict[str, Any]) -> Any:
     if config["model_type"] == "internvl":
         prepared = processor(images=[picture], return_tensors="pt", crop_to_patches=True)
         tiles = torch.tensor([len(prepared["pixel_values"])])
+        length = len(prepared["pixel_values"]) * int(config["image_seq_length"])
         values = {
             "pixel_values": prepared["pixel_values"],
             "image_num_patches": tiles,
@@ -128,12 +131,13 @@ def _item(config: dict[str, Any], processor: Any, image: dict[str, Any]) -> Any:
         }
     else:
         values = processor(images=[picture], return_tensors="pt")
+        length = int(values["image_grid_thw"].prod()) // int(processor.merge_size) ** 2
         fields = {
             "pixel_values": field.flat_from_sizes("image", values["image_grid_thw"].prod(-1)),
             "image_grid_thw": field.batched("image", keep_on_cpu=True),
         }
     (item,) = inputs.MultiModalKwargsItems.from_hf_inputs(values, fields)["image"]
-    return item
+    return item, length
 
 
 def _placeholders(

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from services.common.dtypes import TORCH_DTYPES
-from services.model.vision import WITH_VLLM, is_image_text_type
+from services.model.layers import ATTENTION
+from services.model.vision import WITH_VLLM
 from services.rollout.errors import ModelLoadError
 
 _MAX_HEADER_BYTES = 100 << 20
@@ -46,15 +48,31 @@ class Layout:
     @property
     def takes_images(self) -> bool:
         """Whether vLLM takes images of the model together with token ids."""
-        return self.config.get("model_type") in WITH_VLLM
+        return takes_images(self.config)
 
     @property
     def image_token(self) -> int | None:
         """Placeholder of images; None if the model reads none."""
-        if not is_image_text_type(self.config.get("model_type")):
+        if not reads_images(self.config):
             return None
         names = ("image_token_id", "image_token_index")
         return next((int(self.config[name]) for name in names if name in self.config), None)
+
+
+def reads_images(config: Mapping[str, Any]) -> bool:
+    """Returns whether a model has a vision tower. config: the content of its config.json."""
+    return "vision_config" in config
+
+
+def takes_images(config: Mapping[str, Any]) -> bool:
+    """Returns whether vLLM takes images of a model together with token ids."""
+    return config.get("model_type") in WITH_VLLM
+
+
+def has_recurrent_layers(config: Mapping[str, Any]) -> bool:
+    """Returns whether a configuration names a layer whose state is not keys and values."""
+    text = config.get("text_config") or config
+    return bool(set(text.get("layer_types") or ()) - ATTENTION)
 
 
 def read_layout(directory: Path) -> Layout:

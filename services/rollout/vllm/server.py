@@ -23,10 +23,11 @@ from pathlib import Path
 
 from bapo_core.errors import BapoError
 from services.common.process import ChildProcess
-from services.model.vision import reads_images
+from services.model.vision import read_config
 from services.rollout.errors import EngineLost, ModelLoadError
 from services.rollout.vllm import headless, images, worker
 from services.rollout.vllm.api import VllmApi
+from services.rollout.vllm.layout import has_recurrent_layers, reads_images, takes_images
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,8 @@ class VllmOptions:
     """File that vLLM's output is appended to. The worker extension is put beside it."""
     arguments: Sequence[str] = ()
     """Further arguments of vLLM, after those of this class."""
+    recurrent_arguments: Sequence[str] = ()
+    """Further arguments for a model with recurrent layers."""
     environment: dict[str, str] = field(default_factory=dict)
     """Further environment variables."""
     start_within_s: float = 2700.0
@@ -122,7 +125,7 @@ class VllmOptions:
             *("--host", "127.0.0.1"),
             *("--port", str(port)),
             *([] if place is None else place.arguments()),
-            *(["--middleware", MIDDLEWARE] if reads_images(directory) else []),
+            *(["--middleware", MIDDLEWARE] if takes_images(read_config(directory)) else []),
             *self._model_arguments(directory),
         ]
 
@@ -138,6 +141,7 @@ class VllmOptions:
 
     def _model_arguments(self, directory: Path) -> list[str]:
         """Returns the arguments that all nodes have in common, but for the directory."""
+        config = read_config(directory)
         return [
             *("--model", str(directory)),
             *("--served-model-name", "policy"),
@@ -148,9 +152,10 @@ class VllmOptions:
             # A model's generation_config.json must not bring its own top-k and top-p.
             *("--generation-config", "vllm"),
             # Token ids in, token ids out. The processor of images contains the tokenizer.
-            *(IMAGE_ARGUMENTS if reads_images(directory) else ["--skip-tokenizer-init"]),
+            *(IMAGE_ARGUMENTS if reads_images(config) else ["--skip-tokenizer-init"]),
             "--enable-scale-out",
             *("--worker-extension-cls", f"{WORKER_MODULE}.{worker.LoadsPolicies.__name__}"),
+            *(self.recurrent_arguments if has_recurrent_layers(config) else []),
             *self.arguments,
         ]
 

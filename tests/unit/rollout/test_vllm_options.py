@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from services.model.vision import WITH_VLLM
 from services.rollout.vllm.server import NodePlace, VllmOptions, compiler_environment
+from tests.micro import save_micro_vision_model
 
 MODULES = {"bapo_vllm_worker.py", "bapo_vllm_headless.py", "bapo_vllm_images.py"}
 
@@ -109,3 +111,53 @@ def test_the_worker_extension_may_be_installed_again(options: VllmOptions) -> No
     options.install_modules()
     options.install_modules()
     assert {path.name for path in options.module_directory.iterdir()} == MODULES
+
+
+WITHOUT_MODELS = """
+import sys
+from pathlib import Path
+
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+import services.rollout.server
+from services.rollout.vllm.driver import VllmDriver
+from services.rollout.vllm.layout import read_layout
+from services.rollout.vllm.server import NodePlace, VllmOptions
+
+directory = Path(sys.argv[1])
+options = VllmOptions("python", 96, "float32", directory / "vllm.log")
+VllmDriver(options, None, lambda digest: b"")
+print(read_layout(directory).image_token)
+print(*options.command(directory, 8123))
+print(*options.headless_command(directory, NodePlace(1, 2, "leader.example", 29_999)))
+"""
+"""A program for an environment with neither torch nor transformers, as the rollout image has."""
+
+
+@pytest.mark.parametrize("architecture", ["qwen2_5_vl", "gemma3", "vipllava", "qwen3_5"])
+def test_vllm_is_started_without_torch_and_transformers(architecture: str, tmp_path: Path) -> None:
+    directory = save_micro_vision_model(tmp_path, architecture)
+    token, *commands = subprocess.run(
+        [sys.executable, "-c", WITHOUT_MODELS, str(directory)],
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout.splitlines()
+    assert token == "3"
+    for command in commands:
+        assert "--skip-tokenizer-init" not in command, "the image processor needs the tokenizer"
+    assert ("--middleware" in commands[0]) == (architecture in WITH_VLLM)
+
+
+def test_models_with_recurrent_layers_have_arguments_of_their_own(tmp_path: Path) -> None:
+    options = VllmOptions(
+        "python", 96, "float32", tmp_path / "vllm.log", recurrent_arguments=["--of-recurrent"]
+    )
+    recurrent = save_micro_vision_model(tmp_path / "recurrent", "qwen3_5")
+    other = save_micro_vision_model(tmp_path / "other", "qwen3_vl")
+    assert "--of-recurrent" in options.command(recurrent, 8123)
+    assert "--of-recurrent" not in options.command(other, 8123)
