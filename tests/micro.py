@@ -39,6 +39,8 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3VLConfig,
@@ -107,7 +109,7 @@ OTHER_VISION_MODELS = ("vipllava", "idefics2")
 VISION_MODELS = (*ARCHITECTURES, "pixtral", *OTHER_VISION_MODELS)
 """Models that `save_micro_vision_model` makes: `pixtral` is a LLaVA with Pixtral's tower."""
 
-FAMILIES = {"qwen3_vl_moe": "qwen3_vl", "glm46v": "glm4v"}
+FAMILIES = {"qwen3_vl_moe": "qwen3_vl", "qwen3_5_moe": "qwen3_5", "glm46v": "glm4v"}
 """Architectures with the vision tower of another one."""
 
 
@@ -158,21 +160,23 @@ def save_micro_vision_model(
             "rope_theta": 10_000.0,
             "mrope_section": [head_size // 4, head_size // 8, head_size // 8],
             **({"mrope_interleaved": True} if architecture.startswith("qwen3") else {}),
-            **({"partial_rotary_factor": 1.0} if architecture == "qwen3_5" else {}),
+            **({"partial_rotary_factor": 1.0} if architecture.startswith("qwen3_5") else {}),
         },
         "pad_token_id": 0,
         "eos_token_id": END,
         "bos_token_id": None,
         "initializer_range": 0.3,
     }
-    if architecture == "qwen3_vl_moe":
+    if architecture.endswith("moe"):
         text |= {
             "num_experts": 4,
             "num_experts_per_tok": 2,
             "moe_intermediate_size": 24,
             "norm_topk_prob": True,
         }
-    if architecture == "qwen3_5":
+    if architecture == "qwen3_5_moe":
+        text |= {"shared_expert_intermediate_size": 24}
+    if architecture.startswith("qwen3_5"):
         text |= RECURRENT
         text |= {"linear_key_head_dim": head_size, "linear_value_head_dim": head_size}
     vision = {
@@ -217,6 +221,7 @@ def save_micro_vision_model(
         "glm4v": (Glm4vConfig, Glm4vForConditionalGeneration),
         "glm46v": (Glm46VConfig, Glm46VForConditionalGeneration),
         "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+        "qwen3_5_moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
     }[architecture]
     config = config_class(
         text_config=text, vision_config=vision, tie_word_embeddings=False, **tokens

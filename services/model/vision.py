@@ -38,7 +38,10 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor
 
-ON_A_GRID = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm46v", "qwen3_5")
+ON_A_GRID = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    *("glm4v", "glm46v"),
+)
 OF_TILES = ("llava", "internvl", "idefics3", "smolvlm", "gemma3")
 OF_SIZES = ("llava_next", "mistral3")
 ARCHITECTURES = (*ON_A_GRID, *OF_TILES, *OF_SIZES)
@@ -47,7 +50,10 @@ ARCHITECTURES = (*ON_A_GRID, *OF_TILES, *OF_SIZES)
 A LLaVA with the vision tower of Pixtral is of the form `OF_SIZES`.
 """
 
-WITH_VLLM = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "internvl")
+WITH_VLLM = (
+    *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+    "internvl",
+)
 """Those whose images vLLM takes as pixel values, beside token ids.
 
 The placeholders of an image must follow one another.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from bapo_core.config import load_config
 from services.cli.doctor import measure_parity
@@ -40,7 +41,7 @@ The largest of 1,511 differences was 1.4e-4, the median 3e-6. Wrong pixels make 
 """
 TEMPERATURE = 0.9
 PLACEHOLDER = 3
-MODELS = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl"]
+MODELS = [pytest.param("qwen2_vl", marks=pytest.mark.slow), "qwen2_5_vl", "qwen3_vl", "internvl"]
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -104,7 +105,9 @@ def generate(
 
 def teacher_forced(directory: Path, prompt: PromptRequest, response: Sequence[int]) -> Tensor:
     """Returns the log-probs of transformers for one sequence."""
-    model: Any = AutoModelForImageTextToText.from_pretrained(directory)
+    with_vision = "vision_config" in json.loads((directory / "config.json").read_text())
+    auto: Any = AutoModelForImageTextToText if with_vision else AutoModelForCausalLM
+    model = auto.from_pretrained(directory)
     fed = fed_tokens(model, torch.tensor(response))
     ids = torch.cat([torch.tensor(prompt.prompt_token_ids), fed])[None]
     images: dict[str, Tensor] = {}

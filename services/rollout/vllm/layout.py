@@ -72,7 +72,9 @@ def takes_images(config: Mapping[str, Any]) -> bool:
 def has_recurrent_layers(config: Mapping[str, Any]) -> bool:
     """Returns whether a configuration names a layer whose state is not keys and values."""
     text = config.get("text_config") or config
-    return bool(set(text.get("layer_types") or ()) - ATTENTION)
+    if kinds := text.get("layer_types"):
+        return bool(set(kinds) - ATTENTION)
+    return any(name.startswith("mamba") for name in text)
 
 
 def read_layout(directory: Path) -> Layout:
