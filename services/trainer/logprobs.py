@@ -27,6 +27,7 @@ def token_logprobs(
     targets: Tensor,
     *,
     temperature: float = 1.0,
+    cap: float | None = None,
     bias: Tensor | None = None,
     entropy: bool = False,
     tile: int | None = None,
@@ -34,12 +35,13 @@ def token_logprobs(
     """(log-probs, entropies) in nats, each (T,), of `targets` under softmax(logits / temperature).
 
     hidden: (T, H); weight: (V, H) and bias: (V,) of the output layer; targets: (T,) token ids.
+    cap: x = logits / temperature is replaced by cap tanh(x / cap), which bounds it, if given.
     Computed and returned in fp32, or fp64 if the hidden states are. Entropies are 0 unless asked
     for. Gradients are exact and flow to hidden states, weight and bias.
     """
     size = tile or (GPU_TILE if hidden.is_cuda else CPU_TILE)
     scores: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, temperature, entropy, size
+        hidden, weight, bias, targets, temperature, cap, entropy, size
     )
     return scores
 
@@ -53,10 +55,11 @@ class _TokenLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
+        cap: float | None,
         entropy: bool,
         tile: int,
     ) -> tuple[Tensor, Tensor]:
-        tiles = _Tiles(hidden, weight, bias, targets, temperature, tile)
+        tiles = _Tiles(hidden, weight, bias, targets, temperature, cap, tile)
         logprobs = hidden.new_empty(len(hidden), dtype=tiles.dtype)
         normalisers, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
         for tokens in tiles.token_slices():
@@ -69,7 +72,7 @@ class _TokenLogprobs(torch.autograd.Function):
             normalisers[tokens], entropies[tokens] = log_sum_exp.result()
         logprobs -= normalisers
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropies)
-        ctx.temperature, ctx.entropy, ctx.tile = temperature, entropy, tile
+        ctx.temperature, ctx.cap, ctx.entropy, ctx.tile = temperature, cap, entropy, tile
         ctx.set_materialize_grads(False)
         return logprobs, entropies
 
@@ -79,7 +82,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, weight, bias, targets, normalisers, entropies = ctx.saved_tensors
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(normalisers)
-        tiles = _Tiles(hidden, weight, bias, targets, ctx.temperature, ctx.tile)
+        tiles = _Tiles(hidden, weight, bias, targets, ctx.temperature, ctx.cap, ctx.tile)
         grad_hidden, grad_weight, grad_bias = (
             torch.zeros_like(tensor, dtype=tiles.dtype) if needed else None
             for tensor, needed in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
@@ -87,7 +90,10 @@ class _TokenLogprobs(torch.autograd.Function):
         for tokens in tiles.token_slices():
             slope = grad_logprobs[tokens, None]
             for vocabulary in tiles.vocabulary_slices():
-                log_distribution = tiles.logits(tokens, vocabulary).sub_(normalisers[tokens, None])
+                logits = tiles.logits(tokens, vocabulary)
+                # d cap tanh(x / cap) / d x = 1 - tanh(x / cap)^2
+                cap_slope = None if ctx.cap is None else 1 - (logits / ctx.cap).square_()
+                log_distribution = logits.sub_(normalisers[tokens, None])
                 distribution = log_distribution.exp()
                 # d log p(y) / d logits = onehot(y) - p;  d H / d logits = -p (log p + H)
                 factor = slope
@@ -97,6 +103,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_logits = distribution.mul_(factor).neg_()
                 rows, columns = tiles.target_entries(tokens, vocabulary)
                 grad_logits[rows, columns] += slope[rows, 0]
+                if cap_slope is not None:
+                    grad_logits.mul_(cap_slope)
                 grad_logits.div_(ctx.temperature)
                 if grad_bias is not None:
                     grad_bias[vocabulary] += grad_logits.sum(dim=0)
@@ -109,7 +117,7 @@ class _TokenLogprobs(torch.autograd.Function):
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 
@@ -123,10 +131,12 @@ class _Tiles:
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
+        cap: float | None,
         size: int,
     ) -> None:
         self._hidden, self._weight, self._bias = hidden, weight, bias
         self._targets, self._temperature, self._size = targets, temperature, size
+        self._cap = cap
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         """Dtype of logits, sums and results."""
 
@@ -137,10 +147,12 @@ class _Tiles:
         return _slices(len(self._weight), self._size)
 
     def logits(self, tokens: slice, vocabulary: slice) -> Tensor:
-        """Logits of a tile, divided by the temperature."""
+        """Logits of a tile, divided by the temperature, and capped."""
         bias = None if self._bias is None else self._bias[vocabulary]
         logits = linear(self._hidden[tokens], self._weight[vocabulary], bias).to(self.dtype)
-        return logits if self._temperature == 1.0 else logits.div_(self._temperature)
+        if self._temperature != 1.0:
+            logits.div_(self._temperature)
+        return logits if self._cap is None else logits.div_(self._cap).tanh_().mul_(self._cap)
 
     def target_entries(self, tokens: slice, vocabulary: slice) -> tuple[Tensor, Tensor]:
         """(rows, columns) of the tile's entries that are targets."""

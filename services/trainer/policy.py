@@ -43,7 +43,7 @@ _LOGIT_DIVISORS = ("logits_scaling",)
 _LOGIT_FACTORS = ("logit_scale", "lm_head_multiplier")
 """Configuration keys of numbers by which models divide or multiply the output layer's logits."""
 _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Configuration keys of models that cap their logits."""
+"""Configuration keys of the bound of models that cap their logits softly."""
 _BLANK_SIZE = (224, 224)
 """Height and width of blank images, in pixels."""
 _SAME = 1e-3
@@ -93,8 +93,9 @@ class Policy(nn.Module):
             target_hidden_states(hf_model, packed),
             head.weight,
             packed.target_ids,
-            # softmax(factor x logits / temperature)
+            # softmax(capped(factor x logits) / temperature)
             temperature=temperature / logit_factor(hf_model.config),
+            cap=None if (cap := logit_cap(hf_model.config)) is None else cap / temperature,
             bias=head.bias,
             entropy=entropy,
         )
@@ -109,6 +110,13 @@ def logit_factor(config: Any) -> float:
     for name in _LOGIT_DIVISORS:
         factor /= getattr(text, name, None) or 1.0
     return factor
+
+
+def logit_cap(config: Any) -> float | None:
+    """Returns the bound c if a model replaces its logits l by c tanh(l / c), and otherwise None."""
+    text = config.get_text_config()
+    caps = (getattr(text, name, None) for name in _LOGIT_CAPS)
+    return next((float(cap) for cap in caps if cap is not None), None)
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -394,19 +402,9 @@ def _explain_load_errors(directory: Path) -> Iterator[None]:
 
 
 def _make_policy(model: Any, directory: Path) -> Policy:
-    for name in _LOGIT_CAPS:
-        if getattr(model.config.get_text_config(), name, None) is not None:
-            raise _changed_logits(directory, name)
     if reads_images(directory) and model.config.model_type not in ARCHITECTURES:
         model.blank_prompt = BlankPrompt.of(directory)
     return Policy(model).eval()
-
-
-def _changed_logits(directory: Path, how: str) -> BapoError:
-    return BapoError(
-        f"{directory}: the model changes its logits ({how}), which the trainer's log-probs leave "
-        "out; choose another model"
-    )
 
 
 @torch.no_grad()
@@ -419,9 +417,15 @@ def _check_logits(model: Any, directory: Path) -> None:
     inputs |= {"input_ids": tokens, "position_ids": torch.arange(6)[None], "use_cache": False}
     hidden = model.base_model(**inputs).last_hidden_state
     mine = model.get_output_embeddings()(hidden) * logit_factor(model.config)
+    if (cap := logit_cap(model.config)) is not None:
+        mine = cap * torch.tanh(mine / cap)
     difference = (model(**inputs).logits - mine).abs().max()
     if not difference <= _SAME * mine.abs().max():
-        raise _changed_logits(directory, f"by up to {float(difference):.2g}")
+        raise BapoError(
+            f"{directory}: the model changes its logits (by up to {float(difference):.2g}) in a "
+            "way that the trainer does not know, so its log-probs would be wrong; choose another "
+            "model"
+        )
 
 
 @torch.no_grad()

@@ -13,9 +13,17 @@ T, H, V = 11, 6, 9
 
 
 def naive(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    distribution = torch.log_softmax(linear(hidden, weight, bias) / temperature, dim=-1)
+    logits = linear(hidden, weight, bias) / temperature
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    distribution = torch.log_softmax(logits, dim=-1)
     logprobs = distribution.gather(1, targets[:, None])[:, 0]
     return logprobs, -(distribution.exp() * distribution).sum(dim=-1)
 
@@ -30,8 +38,9 @@ def random_inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, T
 @pytest.mark.parametrize("tile", [1, 2, 4, 1000])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("cap", [None, 1.5])
 def test_results_and_gradients_equal_those_of_the_full_matrix(
-    tile: int, with_bias: bool, entropy: bool
+    tile: int, with_bias: bool, entropy: bool, cap: float | None
 ) -> None:
     results = []
     for tiled in (False, True):
@@ -43,12 +52,13 @@ def test_results_and_gradients_equal_those_of_the_full_matrix(
                 weight,
                 targets,
                 temperature=0.7,
+                cap=cap,
                 bias=used_bias,
                 entropy=entropy,
                 tile=tile,
             )
         else:
-            logprobs, entropies = naive(hidden, weight, used_bias, targets, 0.7)
+            logprobs, entropies = naive(hidden, weight, used_bias, targets, 0.7, cap)
             entropies = entropies if entropy else entropies * 0
         slope = torch.linspace(-1, 2, T, dtype=torch.float64)
         ((logprobs * slope).sum() + (entropies * slope.flip(0)).sum()).backward()
@@ -59,7 +69,8 @@ def test_results_and_gradients_equal_those_of_the_full_matrix(
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_gradients_are_exact(entropy: bool) -> None:
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_gradients_are_exact(entropy: bool, cap: float | None) -> None:
     hidden, weight, bias, targets = random_inputs(torch.float64)
 
     def tiled(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -67,6 +78,7 @@ def test_gradients_are_exact(entropy: bool) -> None:
             *inputs[:2],
             targets,
             temperature=1.3,
+            cap=cap,
             bias=inputs[2],
             entropy=entropy,
             tile=4,

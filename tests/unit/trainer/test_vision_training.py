@@ -142,16 +142,6 @@ def test_a_sampled_placeholder_is_no_image(directory: Path, batch: Batch) -> Non
     assert logprobs.isfinite().all()
 
 
-def test_a_text_model_that_changes_its_logits_is_refused(tmp_path: Path) -> None:
-    directory = save_micro_vision_model(tmp_path, "gemma3")
-    file = directory / "config.json"
-    config = json.loads(file.read_text())
-    config["text_config"]["final_logit_softcapping"] = 30.0
-    file.write_text(json.dumps(config))
-    with pytest.raises(BapoError, match=r"changes its logits \(final_logit_softcapping\)"):
-        load_policy(directory)
-
-
 def settings(**changes: Any) -> RunConfig:
     optimizer = {"minibatch_prompts": 4, "microbatch_tokens": 512, "learning_rate": 1e-3}
     return config_from(
