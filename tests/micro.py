@@ -11,6 +11,8 @@ from transformers import (
     CLIPVisionConfig,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     Glm4vConfig,
     Glm4vForConditionalGeneration,
     Glm46VConfig,
@@ -54,6 +56,7 @@ from transformers import (
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
@@ -267,6 +270,7 @@ def _save_micro_model_of_tiles(
         "idefics3": ["<fake_token_around_image>"],
         "smolvlm": ["<fake_token_around_image>", "<global-img>", *rows],
         "gemma3": ["<start_of_image>", "<end_of_image>"],
+        "gemma4": ["<|image>", "<image|>", "<|audio|>"],
         "mistral3": ["[IMG_BREAK]", "[IMG_END]"],
         "pixtral": ["[IMG_BREAK]", "[IMG_END]"],
     }
@@ -372,6 +376,41 @@ def _save_micro_model_of_tiles(
             tie_word_embeddings=False,
         )
         model_class = Gemma3ForConditionalGeneration
+    elif architecture == "gemma4":
+        Gemma4ImageProcessorPil(
+            patch_size=14, max_soft_tokens=70, pooling_kernel_size=2
+        ).save_pretrained(directory)
+        # The last layer of images is seen by no text, so two layers come before it.
+        layers = ["full_attention", "sliding_attention", "full_attention"]
+        config = Gemma4Config(
+            vision_config={
+                **{name: value for name, value in vision.items() if name != "image_size"},
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "patch_size": 14,
+                "pooling_kernel_size": 2,
+                "position_embedding_size": 64,
+            },
+            text_config={
+                **{name: value for name, value in text.to_dict().items() if name in _OF_ALL},
+                "num_hidden_layers": len(layers),
+                "layer_types": layers,
+                "sliding_window": 24,
+                "global_head_dim": 16,
+                "vocab_size_per_layer_input": len(tokenizer),
+                "hidden_size_per_layer_input": 8,
+                "final_logit_softcapping": 5.0,
+                "use_bidirectional_attention": "vision",
+                "tie_word_embeddings": False,
+            },
+            image_token_id=tiny_vision.IMAGE,
+            video_token_id=tiny_vision.VIDEO,
+            boi_token_id=tokenizer.convert_tokens_to_ids("<|image>"),
+            eoi_token_id=tokenizer.convert_tokens_to_ids("<image|>"),
+            audio_token_id=tokenizer.convert_tokens_to_ids("<|audio|>"),
+            tie_word_embeddings=False,
+        )
+        model_class = Gemma4ForConditionalGeneration
     elif architecture in IN_ROWS:
         processor_class: Any
         config_class, model_class, processor_class = {

@@ -43,7 +43,7 @@ ON_A_GRID = (
     *("glm4v", "glm46v"),
 )
 OF_TILES = ("llava", "internvl", "idefics3", "smolvlm", "gemma3")
-OF_SIZES = ("llava_next", "mistral3")
+OF_SIZES = ("llava_next", "mistral3", "gemma4")
 ARCHITECTURES = (*ON_A_GRID, *OF_TILES, *OF_SIZES)
 """Types of the models that read images, as `model_type` in config.json.
 
@@ -62,8 +62,9 @@ The placeholders of an image must follow one another.
 IN_ROWS = ("idefics3", "smolvlm")
 """Those that take the tiles of several texts, as (texts, tiles, channels, height, width)."""
 
-BIDIRECTIONAL = ("gemma3",)
-"""Those in which the tokens of an image attend to all tokens of this image."""
+BIDIRECTIONAL = ("gemma3", "gemma4")
+"""Those in which the tokens of an image may attend to all tokens of this image: in all layers of
+Gemma 3, and within the sliding windows of larger models of Gemma 4."""
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Arguments of models that are 1 at the tokens of images and 0 elsewhere."""
@@ -88,6 +89,8 @@ class Pixels:
     - `image_grid_thw`: (images, 3) int64; patches of each image in time, height and width, of
       images on a grid.
     - `image_sizes`: (images, 2) int64; height and width of each image, of padded images.
+    - `image_position_ids`: (images, patches, 2) int64; column and row of each patch, -1 at padding,
+      where `pixel_values` are (images, patches, channels x pixels of a patch).
     """
 
     @property
@@ -235,7 +238,7 @@ def _compute_pixels(
     values = prepared["pixel_values"].float()
     arguments = {
         name: prepared[name].long()
-        for name in ("image_grid_thw", "image_sizes")
+        for name in ("image_grid_thw", "image_sizes", "image_position_ids")
         if name in prepared
     }
     if values.ndim == 5 and "image_sizes" not in prepared:  # of one text
@@ -295,6 +298,8 @@ def _expansion(
         return lambda height, width: (
             "<img>" + image * (count_patches(height, width) * tokens) + "</img>"
         )
+    if config.model_type == "gemma4":
+        return _patches_in_proportion(config, image_processor, tokenizer, image)
     if config.model_type == "gemma3":
         return _whole_image(config, directory, image_processor, tokenizer, image)
     if _has_pixtral_tower(config):
@@ -370,6 +375,35 @@ def _whole_image(
     )
     text = f"\n\n{before}{image * config.mm_tokens_per_image}{after}\n\n"
     return lambda *_: text
+
+
+def _patches_in_proportion(
+    config: Any, image_processor: Any, tokenizer: Any, image: str
+) -> ExpandImage:
+    """Returns the expansion for images scaled to about the same area, between marks."""
+    from transformers.models.gemma4.image_processing_pil_gemma4 import (
+        get_aspect_ratio_preserving_size,
+    )
+
+    before, after = (
+        tokenizer.convert_ids_to_tokens(int(token_id))
+        for token_id in (config.boi_token_id, config.eoi_token_id)
+    )
+    patch, pooled = image_processor.patch_size, image_processor.pooling_kernel_size
+
+    def expand(height: int, width: int) -> str:
+        scaled = get_aspect_ratio_preserving_size(
+            height=height,
+            width=width,
+            patch_size=patch,
+            max_patches=image_processor.max_soft_tokens * pooled**2,
+            pooling_kernel_size=pooled,
+        )
+        outputs = (scaled[0] // patch) * (scaled[1] // patch) // pooled**2
+        text: str = before + image * outputs + after
+        return text
+
+    return expand
 
 
 def _rows_of_patches(
@@ -502,7 +536,10 @@ def number_images(model: Any, tokens: Tensor) -> Tensor | None:
     tokens: (N, L), without sampled placeholders. The result has the same shape, and counts the
     images of each row.
     """
-    if model.config.model_type not in BIDIRECTIONAL:
+    config = model.config
+    if config.model_type not in BIDIRECTIONAL:
+        return None
+    if config.model_type == "gemma4" and config.text_config.use_bidirectional_attention != "vision":
         return None
     is_image = tokens == model.config.image_token_id
     starts = is_image.clone()
@@ -514,10 +551,12 @@ def number_images(model: Any, tokens: Tensor) -> Tensor | None:
 def token_types(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     """Returns the arguments that tell a model which of `tokens` (N, L) belong to images.
 
-    They are empty for `ARCHITECTURES`, which learn it in other ways, and for models that take none.
+    They are empty for models that take none, and for those of `ARCHITECTURES` that need none.
     """
     model_type = model.config.model_type
-    if model_type in ARCHITECTURES or not _is_image_text_type(model_type):
+    if not _is_image_text_type(model_type):
+        return {}
+    if model_type in ARCHITECTURES and number_images(model, tokens) is None:
         return {}
     accepted = signature(model.base_model.forward).parameters
     is_image = (tokens == model.config.image_token_id).long()

@@ -36,7 +36,6 @@ from services.model.vision import (
     VisionProcessor,
     fed_tokens,
     load_processor,
-    number_images,
     patches_in_dense_attention,
     reads_images,
     rope_positions,
@@ -390,8 +389,6 @@ class _Wave:
         images = token_types(self._model, self._prompts)
         if self._pixels is not None:
             images |= self._pixels.to(self._device).inputs_of(self._model)
-            if (numbers := number_images(self._model, self._prompts)) is not None:
-                images["token_type_ids"] = (numbers > 0).long()
         output = self._model(
             input_ids=self._prompts,
             attention_mask=self._prompt_mask.long(),

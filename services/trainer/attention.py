@@ -43,6 +43,8 @@ class Sequences:
     images: Tensor | None = None
     """(T,) number of the image that each packed token belongs to, and 0 for text, if the tokens of
     an image attend to all tokens of this image; otherwise None."""
+    images_in_window: bool = False
+    """Whether they do so within a sliding window alone, and not in layers without one."""
 
     @classmethod
     def of(cls, lengths: Tensor) -> Sequences:
@@ -121,6 +123,7 @@ class Sequences:
             None if self.sources is None else self.sources.to(device),
             None if self.kept is None else self.kept.to(device),
             None if self.images is None else self.images.to(device),
+            self.images_in_window,
         )
 
 
@@ -144,6 +147,8 @@ def packed_attention(
     """
     _refuse_other_kinds(module, attention_mask, dropout, rest)
     window = sliding_window if sliding_window and sliding_window < sequences.max_seqlen else None
+    if sequences.images_in_window and not sliding_window:
+        sequences = replace(sequences, images=None)
     # The variable-length kernel takes half precision and no masks.
     variable = query.is_cuda and query.dtype.itemsize == 2 and sequences.images is None
     kernel = _varlen if variable else _padded
@@ -198,6 +203,8 @@ def _padded(
         if sequences.images is not None:
             image = sequences.images[sequences.pad_indices]
             within = (image[:, :, None] == image[:, None, :]) & (image > 0)[:, :, None]
+            if window is not None and sequences.images_in_window:
+                within &= distance < window
             mask = (mask | within)[:, None]
     groups = query.shape[1] // key.shape[1]
     if mask is not None and groups > 1:

@@ -156,7 +156,8 @@ def _packed_hidden_states(model: Any, packed: Packed, tokens: Tensor) -> Tensor:
     if packed.pixels:
         images = Pixels.join(packed.pixels).inputs_of(model)
         if (numbers := number_images(model, tokens)) is not None:
-            sequences = replace(sequences, images=numbers[0])
+            in_window = model.config.model_type == "gemma4"
+            sequences = replace(sequences, images=numbers[0], images_in_window=in_window)
         if packed.pixels[0].grids is not None:
             position_ids = _multimodal_positions(model.base_model, tokens, packed)
     hidden: Tensor = model.base_model(
@@ -282,6 +283,11 @@ def _blank_image(config: Any) -> Pixels:
                 "image_grid_thw": torch.tensor([[1, side, side]]),
             }
         )
+    if vision.model_type == "gemma4_vision":
+        side = vision.pooling_kernel_size
+        values = torch.ones(1, side**2, 3 * vision.patch_size**2)
+        places = torch.cartesian_prod(torch.arange(side), torch.arange(side))[None]
+        return Pixels({"pixel_values": values, "image_position_ids": places})
     if vision.model_type == "pixtral":
         # Of two by two tokens, because Mistral 3 drops the dimension of a single one.
         side = 2 * vision.patch_size * getattr(config, "spatial_merge_size", 1)

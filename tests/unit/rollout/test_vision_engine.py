@@ -24,6 +24,7 @@ from transformers import (
     LlavaNextProcessor,
     LlavaProcessor,
 )
+from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
 from transformers.models.internvl.processing_internvl import InternVLProcessor
 
 from bapo_core.errors import BapoError
@@ -77,7 +78,8 @@ def teacher_forced(directory: Path, prompt: PromptRequest, response: Sequence[in
     if model.config.model_type in ON_A_GRID:
         images["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
     if model.config.model_type in BIDIRECTIONAL and prompt.images:
-        images["token_type_ids"] = (ids == model.config.image_token_id).int()
+        name = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"
+        images[name] = (ids == model.config.image_token_id).int()
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False, **images).logits
     start = len(prompt.prompt_token_ids) - 1
@@ -114,6 +116,7 @@ def test_a_prompt_has_a_token_for_each_patch_that_the_model_sees(directory: Path
         "llava_next": [16 + 8 * 9, 16 + 4 * 5 + 16 + 8 * 9, 0, 16 + 8 * 9],
         "mistral3": [16, 4 + 16, 0, 16],
         "pixtral": [16, 4 + 16, 0, 16],
+        "gemma4": [64, 2 * 64, 0, 64],
         "vipllava": [16, 2 * 16, 0, 16],
         "idefics2": [4, 2 * 4, 0, 4],
     }
@@ -178,6 +181,21 @@ def test_the_tokens_of_internvl_are_those_of_its_processor(tmp_path: Path) -> No
         expected = InternVLProcessor.replace_image_token(parts, {"num_patches": [tiles]}, 0)
         images = payload([digest], "")["images"]
         assert vision.expand("A<|image_pad|>b", images) == f"A{expected}b"
+
+
+def test_the_tokens_of_gemma4_are_those_of_its_processor(tmp_path: Path) -> None:
+    """The whole processor contains one of videos, which needs torchvision."""
+    directory = save_micro_vision_model(tmp_path, "gemma4")
+    vision = VisionProcessor.load(directory)
+    images: Any = AutoImageProcessor.from_pretrained(directory, backend="pil")
+    parts: Any = SimpleNamespace(
+        boi_token="<|image>", eoi_token="<image|>", image_token=PLACEHOLDER
+    )
+    for width, height in ((112, 112), (300, 20), (20, 300), (57, 640), (1000, 999)):
+        prepared = images(images=[Image.new("RGB", (width, height))], return_tensors="pt")
+        expected = Gemma4Processor.replace_image_token(parts, prepared, 0)
+        reference = ImageReference(digest="", width=width, height=height)
+        assert vision.expand(f"A{PLACEHOLDER}b", [reference]) == f"A{expected}b"
 
 
 @pytest.mark.parametrize("architecture", ["mistral3", "pixtral"])

@@ -39,8 +39,8 @@ from tests.image_prompts import IMAGES, prompts_of
 from tests.micro import VISION_MODELS, save_micro_vision_model
 
 TEMPERATURE, G = 0.9, 4
-CONV = (nn.Conv2d, nn.Conv3d)
-"""Layers that embed the patches of an image."""
+EMBEDS_PATCHES = (nn.Conv2d, nn.Conv3d, nn.Linear)
+"""Layers that may embed the patches of an image; the first one of a tower does."""
 
 
 @pytest.fixture(scope="module", params=VISION_MODELS)
@@ -189,7 +189,9 @@ def test_gradients_of_the_vision_tower_equal_finite_differences(
 ) -> None:
     policy = load_policy(directory)
     packed = pack(batch, torch.arange(2 * G))
-    weight = next(module for module in tower(policy).modules() if isinstance(module, CONV)).weight
+    weight = next(
+        module for module in tower(policy).modules() if isinstance(module, EMBEDS_PATCHES)
+    ).weight
     policy(packed, TEMPERATURE)[0].sum().backward()
     direction = weight.grad / weight.grad.norm()
     # With experts, small enough that no token changes its own.
