@@ -283,6 +283,7 @@ def _save_micro_model_of_tiles(
         tokens = {"start_image_token": "<img>", "end_image_token": "</img>"}
         tokens |= {"context_image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
         tokenizer._set_model_specific_special_tokens(tokens)
+        directory.mkdir(parents=True, exist_ok=True)
         (directory / "processor_config.json").write_text(
             json.dumps({"processor_class": "InternVLProcessor", "image_seq_length": 4})
         )
