@@ -162,11 +162,11 @@ class TransformersEngine:
         identity = _read_identity(directory)
         if self._model is None or identity != self._identity:
             model, own_names = self._build(directory)
-            vision = load_processor(directory)
-            self._ends = _end_tokens(model, directory)
-            self._vision = vision
-            self._model, self._identity = model.to(self._device), identity
-            self._own_names = own_names
+            ends, vision = _end_tokens(model, directory), load_processor(directory)
+            model.to(self._device)
+            _refuse_other_layers(model, str(directory))
+            self._model, self._identity, self._own_names = model, identity, own_names
+            self._ends, self._vision = ends, vision
         elif self._own_names is not None:
             self._copy_weights(self._own_names, _read_weights(directory), str(directory))
         else:
@@ -205,7 +205,6 @@ class TransformersEngine:
         # transformers initialises missing weights at random, and only warns.
         if report["missing_keys"]:
             raise _misfit(str(directory), min(report["missing_keys"]), "is missing")
-        _refuse_other_layers(model, str(directory))
         built: nn.Module = model.eval().requires_grad_(False)
         return built, _own_names(built)
 
@@ -554,7 +553,10 @@ def _states(layer: Any) -> list[Tensor]:
 @torch.inference_mode()
 def _refuse_other_layers(model: Any, source: str) -> None:
     """Raises `ModelLoadError` if a layer's state is neither keys and values nor that of a
-    `LinearAttentionLayer`, which padding on the left leaves as it is."""
+    `LinearAttentionLayer`, which padding on the left leaves as it is.
+
+    The model is on the device on which it will generate: kernels of such layers may need a GPU.
+    """
     if not has_recurrent_layers(type(model), model.config):
         return
     cache, problem = _empty_cache(model), None

@@ -355,6 +355,8 @@ def load_policy(directory: Path) -> Policy:
             directory, dtype=torch.float32, attn_implementation=_attention(auto, config)
         )
     policy = _make_policy(model, directory)
+    if torch.cuda.is_available() and has_recurrent_layers(type(model), config):
+        return policy  # The kernels of its layers may need a GPU, and the model is on the CPU.
     _check_logits(model, directory)
     if (blank := _blank_prompt(model)) is not None:
         _try_prompt(model, blank, directory)
