@@ -19,7 +19,7 @@ SMOLLM2 := .smollm2
 REAL_LM := models/smollm2-135m-instruct
 NEWEST := .venv-newest
 SBOM := .venv-sbom
-# torch without a version would install several GB of CUDA from PyPI. TORCH=torch does so.
+# The torch of `test-newest`; TORCH=torch is the newest one.
 TORCH ?= torch==2.13.0
 CHROMIUMS := chromium google-chrome google-chrome-stable chromium-browser
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo)
