@@ -5,7 +5,8 @@ Other distributions add tasks by the entry-point group `bapo.tasks` (docs/adding
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 from bapo_core.errors import TaskError
@@ -55,6 +56,19 @@ def task_names() -> list[str]:
     return sorted({*_TASKS, *plug_in_names(ENTRY_POINTS)})
 
 
+def _explain_options(factory: Callable[..., Task], options: Mapping[str, Any]) -> str | None:
+    """Returns what is wrong with the names of options; None if the task has them all."""
+    known = [
+        name
+        for name, parameter in signature(factory).parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    unknown = sorted(set(options) - set(known))
+    if not unknown or not known:
+        return None
+    return f"it has no option {unknown[0]}; its options are {', '.join(known)}"
+
+
 def get_task(name: str, **options: Any) -> Task:
     """Builds the task `name` with its options (`task.options` of the configuration).
 
@@ -67,7 +81,7 @@ def get_task(name: str, **options: Any) -> Task:
     try:
         task = factory(**options)
     except (TypeError, ValueError) as error:
-        raise TaskError(f"task {name}: {error}") from error
+        raise TaskError(f"task {name}: {_explain_options(factory, options) or error}") from error
     if not isinstance(task, Task):
         raise TaskError(
             f"task {name}: its entry point makes a {type(task).__name__}, which lacks some of "

@@ -16,6 +16,10 @@ from services.buffer.api.wire import Evaluation, ReplicaView, StepView
 
 PLAIN_EVERY_S = 10.0
 """Seconds between two lines of progress, where the output is not a terminal."""
+NOTHING_TRAINED = (
+    "the responses of each group had equal rewards, which have no gradient; read them in the "
+    "dashboard (Prompts), and see docs/quickstart.md, `If the reward stays at 0`"
+)
 RECENT = 20
 """Steps over which rates and the mean reward are taken."""
 
@@ -34,6 +38,8 @@ class RunDisplay:
         self._live: Live | None = None
         self._replicas: list[ReplicaView] = []
         self._errors: dict[str, str] = {}
+        self._trained = done > 0
+        """Whether a step has trained, or it was said that one has not."""
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -55,13 +61,25 @@ class RunDisplay:
         for step in steps:
             self._recent.append((now, step))
             self._done = step.step
+            self._note_empty_batch(step)
         self._evaluations = evaluations
         self._update_replicas(replicas)
         if self._live is not None:
             self._live.update(self._render())
         elif steps and (now - self._last_line > PLAIN_EVERY_S or self._done == self._total):
             self._last_line = now
-            self._console.print(self._line(steps[-1]), highlight=False)
+            self._console.print(self._line(steps[-1]), highlight=False, soft_wrap=True)
+
+    def _note_empty_batch(self, step: StepView) -> None:
+        """Says once, before any step has trained, why one did not."""
+        known, self._trained = self._trained, True
+        if known or step.trained:
+            return
+        self._console.print(
+            f"note: step {step.step} trained nothing: {NOTHING_TRAINED}",
+            highlight=False,
+            markup=False,
+        )
 
     def _update_replicas(self, replicas: list[ReplicaView]) -> None:
         """Notes the state of the engines; without a terminal, prints each new error on a line."""

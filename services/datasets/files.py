@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
@@ -52,9 +53,11 @@ def check_columns(present: Iterable[str], columns: Sequence[str]) -> None:
     names = list(present)
     missing = [column for column in columns if column not in names]
     if missing:
+        close = get_close_matches(missing[0], names, n=1)
+        meant = f"; did you mean {close[0]}?" if close else ";"
         raise ValueError(
-            f"no column {', '.join(missing)} (there are {', '.join(names)}); map the task's "
-            f"columns to them, for example task.columns: {{{missing[0]}: {(names or ['x'])[0]}}}"
+            f"no column {', '.join(missing)} (there are {', '.join(names)}){meant} name the "
+            "columns of the data in task.columns, as {column of the task: column of the data}"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from bapo_core.tasks import get_task
-from bapo_core.tasks.base import DEMONSTRATION
+from bapo_core.tasks.base import DEMONSTRATION, Payload
 from services.datasets.dataset import Dataset, name_dataset
 from services.datasets.load import RunDatasets, check_number
 from services.datasets.sources import TRAIN_PATH, address_key, data_addresses
@@ -75,10 +76,20 @@ def _lengths(
 ) -> dict[str, int]:
     """Returns the number of tokens of each prompt by its uid."""
     task = get_task(task_name, **options)
-    return {
-        prompt.uid: len(tokenize_conversation(tokenizer, task.render(prompt.payload), vision))
-        for prompt in dataset.prompts
-    }
+    lengths = {}
+    for prompt in dataset.prompts:
+        try:
+            token_ids = tokenize_conversation(tokenizer, task.render(prompt.payload), vision)
+        except BapoError as error:
+            raise BapoError(f"prompt {prompt.uid} ({_excerpt(prompt.payload)}): {error}") from error
+        lengths[prompt.uid] = len(token_ids)
+    return lengths
+
+
+def _excerpt(payload: Payload) -> str:
+    """Returns the beginning of a payload."""
+    text = json.dumps(payload, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def _describe(config: RunConfig, key: str, dataset: Dataset, too_long: Mapping[str, int]) -> str:

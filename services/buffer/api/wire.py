@@ -500,6 +500,11 @@ class StepView(Wire):
     """The step's link of the digest chain; null if the trainer sent none."""
 
     @property
+    def trained(self) -> bool:
+        """Whether the step's batch had any group."""
+        return any(self.counts.get(source, 0) for source in ("fresh", "reevaluated", "replayed"))
+
+    @property
     def accuracy(self) -> float:
         """Accuracy of the step's fresh groups, before any filter; 0 without groups.
 

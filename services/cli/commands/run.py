@@ -10,8 +10,10 @@ from rich.console import Console
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
+from services.buffer.api.wire import EvaluationSetView
 from services.cli.local_run import LocalRun, create_run, execute, next_free_name
 from services.cli.options import ConfigArguments, config_arguments, port_option
+from services.cli.progress import NOTHING_TRAINED
 from services.cli.service import format_addresses, open_local_object_store
 from services.common.errors import ServiceError
 from services.common.process import stop_on_signals
@@ -59,7 +61,7 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
     home = default_home()
     loaded = config.load(*([f"trainer.profile_steps={profile}"] if profile else []))
     for warning in loaded.warnings():
-        console.print(f"note: {warning}", highlight=False)
+        console.print(f"note: {warning}", highlight=False, markup=False)
     if not resume:
         loaded = pin_revisions(loaded)
     with find_or_start_stack(home, port) as endpoints:
@@ -97,13 +99,29 @@ def _stored_config(client: BufferClient) -> RunConfig:
     return state.config
 
 
+def _describe_scores(view: EvaluationSetView, *, named: bool) -> str:
+    """Returns the first and the last scores on an evaluation set, on one line."""
+    initial, final = view.evaluations[0], view.evaluations[-1]
+    of_set = f" on {view.name}" if named else ""
+    return (
+        f"held-out accuracy{of_set} {initial.mean_accuracy:.3f} -> {final.mean_accuracy:.3f}, "
+        f"prompts at 0 correct {initial.bins[0]} -> {final.bins[0]} of {final.prompts}"
+    )
+
+
 def _print_results(console: Console, local_run: LocalRun, history: RunHistory) -> None:
-    initial, final = history.evaluations[0], history.evaluations[-1]
+    scores = "\n".join(
+        _describe_scores(view, named=len(history.sets) > 1)
+        for view in history.sets
+        if view.evaluations
+    )
+    if history.steps and not any(step.trained for step in history.steps):
+        scores += f"\nnote: no step trained: {NOTHING_TRAINED}"
     console.print(
-        f"\nheld-out accuracy {initial.mean_accuracy:.3f} -> {final.mean_accuracy:.3f}, "
-        f"prompts at 0 correct {initial.bins[0]} -> {final.bins[0]} of {final.prompts}\n"
+        f"\n{scores}\n"
         f"report   {local_run.directory / 'report.html'}\n"
         f"summary  {local_run.directory / 'summary.json'}\n"
         f"queries  `bapo stack up`, then `bapo prompts {local_run.config.name}`, or the dashboard",
         highlight=False,
+        markup=False,
     )

@@ -16,6 +16,7 @@ from services.buffer.api.wire import Evaluation
 from services.cli.main import bapo
 from services.cli.suites import suite_config
 from services.datasets import load_evaluation_sets
+from services.model.resolve import TINY_MODEL
 
 FILES = Path(__file__).parents[1] / "datasets/maths"
 """The forms of the public files, with problems of our own."""
@@ -122,3 +123,21 @@ def test_a_model_is_measured_on_every_set_of_a_suite(small_model: Path) -> None:
     table = CliRunner().invoke(bapo, arguments, catch_exceptions=False, env={"COLUMNS": "160"})
     assert "mean@n" in table.stdout
     assert "average" in table.stdout
+
+
+def test_a_test_set_is_measured_without_training_data(tmp_path: Path) -> None:
+    data = tmp_path / "own.jsonl"
+    data.write_text('{"numbers": [1, 2], "sum": 3}\n{"numbers": [2, 3], "sum": 5}\n')
+    result = CliRunner().invoke(
+        bapo,
+        [
+            *("eval", str(TINY_MODEL), f"task.test_path={data}"),
+            "task.columns={nums: numbers, target: sum}",
+            "task.options={template: short}",
+            "rollout.max_response_tokens=4",
+            "--json",
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    (evaluation,) = json.loads(result.stdout)
+    assert evaluation["prompts"] == 2

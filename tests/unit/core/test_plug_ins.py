@@ -133,3 +133,8 @@ def test_the_task_math_is_constructed_without_math_verify_and_sympy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_option_that_a_task_lacks_is_refused_with_those_that_it_has() -> None:
+    with pytest.raises(TaskError, match="task math: it has no option instruktion; its options are"):
+        get_task("math", instruktion="Antworte.")

@@ -84,7 +84,7 @@ def test_a_column_of_the_data_is_mapped_and_wrong_ones_are_left_out(tmp_path: Pa
 @pytest.mark.parametrize(
     ("change", "mapping", "message"),
     [
-        ({}, "", r"row 1: no column demonstration \(there are problem, answer, solution\); map"),
+        ({}, "", r"row 1: no column demonstration \(there are problem, answer, solution\); name"),
         ({"solution": 5}, "solution", "row 1: demonstration is 5; make it the text of a response"),
         (
             {"solution": "no idea"},

@@ -96,7 +96,7 @@ GOOD = '{"problem": "1+1?", "answer": "2"}\n'
         (
             "data.jsonl",
             (GOOD + '{"question": "1+2?", "answer": "3"}').encode(),
-            r"row 2: no column problem \(there are question, answer\); .* \{problem: question\}",
+            r"row 2: no column problem \(there are question, answer\); name the columns of the",
         ),
     ],
 )
@@ -116,6 +116,12 @@ def test_a_parquet_file_without_the_columns_lists_those_that_it_has(tmp_path: Pa
         BapoError, match=r"no column problem, answer \(there are question, solution"
     ):
         read_dataset(MATH, address, DataSources(), {})
+
+
+def test_a_misspelt_column_is_told_the_one_that_is_like_it(tmp_path: Path) -> None:
+    address = write(tmp_path / "data.jsonl", ROWS)
+    with pytest.raises(BapoError, match=r"no column questoin .*; did you mean question\? name the"):
+        read_dataset(MATH, address, DataSources(), {"problem": "questoin", "answer": "solution"})
 
 
 def test_a_column_that_the_task_does_not_have_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from bapo_core.tasks import get_task
 from services.buffer.api.wire import PromptItem
 from services.datasets import Dataset, RunDatasets, limit_lengths, load_datasets
 from services.model.conversation import tokenize_conversation
+from services.model.resolve import TINY_MODEL
 from services.model.vision import images_of
 from tests.image_prompts import TASK
 from tests.micro import save_micro_vision_model
@@ -100,6 +101,18 @@ def test_held_out_prompts_are_never_left_out(datasets: RunDatasets, small_model:
     config = config_of(3, "task.drop_long_prompts=true")
     with pytest.raises(BapoError, match=r"countdown makes: 5 of 5 have .*raise the limit$"):
         limit_lengths(config, datasets, small_model)
+
+
+def test_a_prompt_that_the_tokenizer_refuses_is_named(tmp_path: Path) -> None:
+    for name, problem in (("train", "1+1="), ("test", "What is two plus three?")):
+        rows = [{"problem": problem, "answer": "2"}]
+        (tmp_path / f"{name}.json").write_text(json.dumps(rows))
+    files = [f"task.{name}_path={tmp_path / name}.json" for name in ("train", "test")]
+    one = ["rollout.prompts_per_step=1", "optimizer.minibatch_prompts=1", "task.name=math"]
+    config = load_config(None, [*files, *one])
+    datasets = load_datasets(config)
+    with pytest.raises(BapoError, match=r'^prompt math:\w+ .\{"problem": "What is two'):
+        limit_lengths(config, datasets, TINY_MODEL)
 
 
 def test_data_of_files_are_named_by_their_key(tmp_path: Path, small_model: Path) -> None:
