@@ -45,7 +45,8 @@ def check(config: ConfigArguments) -> None:
     check_tasks(settings)
     for warning in settings.warnings():
         click.echo(f"note: {warning}")
-    click.echo(f"{config.file or 'the default configuration'} is valid")
+    name = config.file or "the default configuration"
+    click.echo(f"{name} is valid; data and model are read when a run starts")
 
 
 @config.command
