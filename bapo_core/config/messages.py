@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from bapo_core.config.base import section_of
 from bapo_core.config.sections import RunConfig
+from bapo_core.spelling import did_you_mean
 
 RENAMED = {
     "x1": "fresh",
@@ -51,7 +51,5 @@ def _suggest(location: tuple[int | str, ...]) -> str:
         if section is None:
             return ""
         model, by_name = section, get_origin(annotation) is dict
-    close = difflib.get_close_matches(str(location[-1]), model.model_fields, n=1)
-    if close:
-        return f"; did you mean {close[0]}?"
-    return f"; known keys: {', '.join(model.model_fields)}"
+    meant = did_you_mean(str(location[-1]), model.model_fields)
+    return meant or f"; known keys: {', '.join(model.model_fields)}"

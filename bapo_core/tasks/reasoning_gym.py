@@ -18,13 +18,13 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field, fields
-from difflib import get_close_matches
 from functools import lru_cache
 from itertools import count
 from typing import Any, ClassVar, Literal, get_args
 
 from bapo_core.errors import PayloadError
 from bapo_core.seeding import derive_seed
+from bapo_core.spelling import did_you_mean
 from bapo_core.tasks.base import (
     Message,
     Payload,
@@ -396,7 +396,7 @@ def _arguments(dataset: str, config: Mapping[str, Any]) -> dict[str, Any]:
     for name, options in _list_generators(dataset, config):
         if name not in datasets:
             raise ValueError(
-                f"reasoning-gym has no dataset {name!r}{_did_you_mean(name, datasets)}; its "
+                f"reasoning-gym has no dataset {name!r}{did_you_mean(name, datasets, most=3)}; its "
                 f"gallery shows all {len(datasets)}"
             )
         known = {item.name for item in fields(datasets[name][1])} - {"seed", "size"}
@@ -407,9 +407,10 @@ def _arguments(dataset: str, config: Mapping[str, Any]) -> dict[str, Any]:
                     f"prompts; remove {option} from its config"
                 )
             if option not in known:
+                meant = did_you_mean(option, known, most=3)
                 raise ValueError(
-                    f"dataset {name} has no option {option!r}{_did_you_mean(option, known)}; its "
-                    f"options are {', '.join(sorted(known)) or 'none'}"
+                    f"dataset {name} has no option {option!r}{meant}; its options are "
+                    f"{', '.join(sorted(known)) or 'none'}"
                 )
     if dataset != COMPOSITE:
         return dict(config)
@@ -424,11 +425,6 @@ def _arguments(dataset: str, config: Mapping[str, Any]) -> dict[str, Any]:
         for part in config["datasets"]
     ]
     return {**config, "datasets": specs}
-
-
-def _did_you_mean(name: str, known: Mapping[str, Any] | set[str]) -> str:
-    near = get_close_matches(name, known, n=3)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 @contextmanager

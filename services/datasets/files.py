@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
+
+from bapo_core.spelling import did_you_mean
 
 Row = Mapping[str, Any]
 """The values of a row by column; further columns are ignored."""
@@ -53,8 +54,7 @@ def check_columns(present: Iterable[str], columns: Sequence[str]) -> None:
     names = list(present)
     missing = [column for column in columns if column not in names]
     if missing:
-        close = get_close_matches(missing[0], names, n=1)
-        meant = f"; did you mean {close[0]}?" if close else ";"
+        meant = did_you_mean(missing[0], names) or ";"
         raise ValueError(
             f"no column {', '.join(missing)} (there are {', '.join(names)}){meant} name the "
             "columns of the data in task.columns, as {column of the task: column of the data}"
