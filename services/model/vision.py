@@ -63,11 +63,14 @@ IN_ROWS = ("idefics3", "smolvlm")
 """Those that take the tiles of several texts, as (texts, tiles, channels, height, width)."""
 
 BIDIRECTIONAL = ("gemma3", "gemma4")
-"""Those in which the tokens of an image may attend to all tokens of this image: in all layers of
-Gemma 3, and within the sliding windows of larger models of Gemma 4."""
+"""Those in which the tokens of an image may attend to all tokens of this image. Of Gemma 4, larger
+models do (`use_bidirectional_attention`)."""
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 """Arguments of models that are 1 at the tokens of images and 0 elsewhere."""
+
+IN_WINDOWS = ("gemma4",)
+"""Those of `BIDIRECTIONAL` in which the tokens do so within sliding windows alone."""
 
 SUBSTITUTE = 0
 """Token that is fed to a model in place of a sampled placeholder."""
@@ -180,7 +183,7 @@ class VisionProcessor:
         tokenizer: Any = AutoTokenizer.from_pretrained(directory)
         image_token: str = tokenizer.convert_ids_to_tokens(int(config.image_token_id))
         if config.model_type not in ARCHITECTURES:
-            whole = WholeProcessor.load(directory, processor, tokenizer)
+            whole = WholeProcessor.load(directory, config, processor, tokenizer)
             return cls(
                 whole.placeholder,
                 image_token,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-"""What a processor returns for each token, and not for images."""
+"""Names of the outputs of a processor that describe tokens; all other outputs describe images."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +35,25 @@ class WholeProcessor:
     _expanded: dict[tuple[int, int], str] = field(default_factory=dict)
 
     @classmethod
-    def load(cls, directory: Path, image_processor: Any, tokenizer: Any) -> WholeProcessor:
+    def load(
+        cls, directory: Path, config: Any, image_processor: Any, tokenizer: Any
+    ) -> WholeProcessor:
         """Loads the processor of a model directory.
 
+        config: the model's configuration.
         image_processor: the one that processes images in place of the processor's own.
 
         Raises `BapoError` if the processor cannot be loaded, or does more than to put tokens in the
         place of each image.
         """
-        from transformers import AutoConfig, AutoProcessor
+        from transformers import AutoProcessor
 
-        config: Any = AutoConfig.from_pretrained(directory)
         rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-        if getattr(config, "is_encoder_decoder", False) or "mrope_section" in rope:
-            kind = "positions in three dimensions" if rope else "an encoder for its prompts"
+        in_three_dimensions = "mrope_section" in rope
+        if in_three_dimensions or getattr(config, "is_encoder_decoder", False):
+            kind = "an encoder for its prompts"
+            if in_three_dimensions:
+                kind = "positions in three dimensions"
             raise BapoError(
                 f"{directory}: a model of the type {config.model_type} has {kind}, which bapo does "
                 "not support for this type; choose another model"

@@ -23,6 +23,7 @@ from services.model.conversation import load_tokenizer
 from services.model.layers import has_recurrent_layers
 from services.model.vision import (
     ARCHITECTURES,
+    IN_WINDOWS,
     ON_A_GRID,
     SUBSTITUTE,
     Pixels,
@@ -156,7 +157,7 @@ def _packed_hidden_states(model: Any, packed: Packed, tokens: Tensor) -> Tensor:
     if packed.pixels:
         images = Pixels.join(packed.pixels).inputs_of(model)
         if (numbers := number_images(model, tokens)) is not None:
-            in_window = model.config.model_type == "gemma4"
+            in_window = model.config.model_type in IN_WINDOWS
             sequences = replace(sequences, images=numbers[0], images_in_window=in_window)
         if packed.pixels[0].grids is not None:
             position_ids = _multimodal_positions(model.base_model, tokens, packed)
@@ -251,8 +252,12 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def _has_sharded_tower(model: Any) -> bool:
-    tower = vision_tower(model.base_model) if _blank_prompt(model) is None else None
-    return tower is not None and _is_sharded(tower)
+    """Returns whether a rank without images must compute the vision tower by itself.
+
+    Models with a blank prompt compute it in a row of their own (`_padded_hidden_states`).
+    """
+    tower = vision_tower(model.base_model)
+    return tower is not None and _is_sharded(tower) and _blank_prompt(model) is None
 
 
 def _idle_tower_output(model: Any) -> Tensor:
