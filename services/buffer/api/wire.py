@@ -25,6 +25,7 @@ from bapo_core.config import RunConfig
 from bapo_core.config.evaluation import SetName
 from bapo_core.config.messages import explain_validation_error
 from bapo_core.errors import ConfigError
+from bapo_core.types import Source
 from services.common.scopes import Scope
 
 Kind = Literal["fresh", "reevaluation", "evaluation"]
@@ -502,7 +503,7 @@ class StepView(Wire):
     @property
     def trained(self) -> bool:
         """Whether the step's batch had any group."""
-        return any(self.counts.get(source, 0) for source in ("fresh", "reevaluated", "replayed"))
+        return any(self.counts.get(source.value, 0) for source in Source)
 
     @property
     def accuracy(self) -> float:
