@@ -232,6 +232,18 @@ def save_micro_vision_model(
     return _save_random_model(model_class, config, directory, seed)
 
 
+TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": 14,
+    "initializer_range": 0.1,
+}
+"""Configuration of a vision tower for tiles of 56 x 56 pixels."""
+
+
 OF_LLAVA: dict[str, Any] = {
     "patch_size": 14,
     "vision_feature_select_strategy": "default",
@@ -291,15 +303,7 @@ def _save_micro_model_of_tiles(
     text: Any = micro_config(
         vocab_size=len(tokenizer), max_position_embeddings=512, head_dim=head_size
     )
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 56,
-        "patch_size": 14,
-        "initializer_range": 0.1,
-    }
+    vision = dict(TOWER)
     config: Any
     model_class: Any
     if architecture == "llava":
@@ -448,15 +452,6 @@ def _save_micro_model_of_tiles(
 def _save_micro_model_of_another_type(directory: Path, architecture: str, seed: int) -> Path:
     """Saves a model of tiles of 56 x 56 pixels, with the whole processor that transformers has."""
     tokenizer = tiny_vision.build_tokenizer()
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "image_size": 56,
-        "patch_size": 14,
-        "initializer_range": 0.1,
-    }
     config: Any
     if architecture == "vipllava":
         size = {"height": 56, "width": 56}
@@ -466,7 +461,7 @@ def _save_micro_model_of_another_type(directory: Path, architecture: str, seed: 
             **OF_LLAVA,
         ).save_pretrained(directory)
         config = VipLlavaConfig(
-            vision_config=CLIPVisionConfig(**vision),
+            vision_config=CLIPVisionConfig(**TOWER),
             text_config=micro_config(vocab_size=len(tokenizer), max_position_embeddings=512),
             image_token_index=tiny_vision.IMAGE,
             vision_feature_layers=[-1, -2],
@@ -482,7 +477,7 @@ def _save_micro_model_of_another_type(directory: Path, architecture: str, seed: 
     ).save_pretrained(directory)
     text = micro_config(vocab_size=len(tokenizer), max_position_embeddings=512).to_dict()
     config = Idefics2Config(
-        vision_config=vision,
+        vision_config=TOWER,
         text_config=MistralConfig(**{name: text[name] for name in _OF_ALL}),
         perceiver_config={
             "resampler_n_latents": 4,

@@ -56,10 +56,8 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     loop.close()
 
 
-@pytest.fixture(scope="module")
-def driver(
-    directory: Path, loop: asyncio.AbstractEventLoop, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[EngineDriver]:
+def make_vllm_driver(directory: Path, scratch: Path, *options: str) -> EngineDriver:
+    """Makes a driver of vLLM, which has loaded no model yet. options: further keys of the run."""
     config = load_config(
         None,
         [
@@ -67,11 +65,18 @@ def driver(
             "rollout.engine=vllm",
             "rollout.max_prompt_tokens=160",
             "rollout.max_response_tokens=32",
+            *options,
         ],
     )
     vllm = VllmSettings(python=os.environ.get("BAPO_VLLM_PYTHON"))
-    scratch = tmp_path_factory.mktemp("scratch")
-    driver = make_driver(config, scratch, vllm, IMAGES.__getitem__)
+    return make_driver(config, scratch, vllm, IMAGES.__getitem__)
+
+
+@pytest.fixture(scope="module")
+def driver(
+    directory: Path, loop: asyncio.AbstractEventLoop, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineDriver]:
+    driver = make_vllm_driver(directory, tmp_path_factory.mktemp("scratch"))
     loop.run_until_complete(driver.load(directory, 1))
     yield driver
     loop.run_until_complete(driver.close())

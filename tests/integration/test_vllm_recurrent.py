@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-import os
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +23,14 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
 )
 
-from bapo_core.config import load_config
 from services.rollout.api.wire import GeneratedGroup, PromptRequest
-from services.rollout.server import make_driver
-from services.rollout.settings import VllmSettings
 from tests.image_prompts import IMAGES, prompts_of
-from tests.integration.test_vllm_images import TOLERANCE, generate, teacher_forced
+from tests.integration.test_vllm_images import (
+    TOLERANCE,
+    generate,
+    make_vllm_driver,
+    teacher_forced,
+)
 from tests.micro import END, RECURRENT, save_micro_vision_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -71,31 +71,13 @@ MODELS: dict[str, Callable[[], Any]] = {
 def generated(
     directory: Path, scratch: Path, prompts: Sequence[PromptRequest], *options: str
 ) -> list[GeneratedGroup]:
-    config = load_config(
-        None,
-        [
-            f"model.path={directory}",
-            "rollout.engine=vllm",
-            "rollout.max_prompt_tokens=160",
-            "rollout.max_response_tokens=32",
-            *options,
-        ],
-    )
-    vllm = VllmSettings(python=os.environ.get("BAPO_VLLM_PYTHON"))
-    driver = make_driver(config, scratch, vllm, IMAGES.__getitem__)
-    with _event_loop() as loop:
+    driver = make_vllm_driver(directory, scratch, *options)
+    with asyncio.Runner() as runner:
         try:
-            loop.run_until_complete(driver.load(directory, 1))
-            return generate(driver, loop, prompts, group_size=8)
+            runner.run(driver.load(directory, 1))
+            return generate(driver, runner.get_loop(), prompts, group_size=8)
         finally:
-            loop.run_until_complete(driver.close())
-
-
-@contextmanager
-def _event_loop() -> Any:
-    loop = asyncio.new_event_loop()
-    yield loop
-    loop.close()
+            runner.run(driver.close())
 
 
 def differences(directory: Path, prompt: PromptRequest, group: GeneratedGroup) -> Tensor:

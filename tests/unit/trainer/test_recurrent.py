@@ -59,6 +59,18 @@ EXPERTS = {
     "shared_expert_intermediate_size": 24,
 }
 
+GRANITE: dict[str, Any] = {
+    **SMALL,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 4,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 48,
+    "logits_scaling": 0.5,
+}
+
 MODELS: dict[str, Callable[[], Any]] = {
     "qwen3_next": lambda: Qwen3NextForCausalLM(
         Qwen3NextConfig(**{**SMALL, **EXPERTS, **RECURRENT, "head_dim": 8})
@@ -67,18 +79,7 @@ MODELS: dict[str, Callable[[], Any]] = {
         Lfm2Config(**SMALL, layer_types=["conv", "full_attention"], block_auto_adjust_ff_dim=False)
     ),
     "granitemoehybrid": lambda: GraniteMoeHybridForCausalLM(
-        GraniteMoeHybridConfig(
-            **SMALL,
-            layer_types=["mamba", "attention"],
-            mamba_n_heads=8,
-            mamba_d_head=8,
-            mamba_d_state=8,
-            mamba_expand=2,
-            mamba_chunk_size=4,
-            num_local_experts=0,
-            shared_intermediate_size=48,
-            logits_scaling=0.5,
-        )
+        GraniteMoeHybridConfig(**GRANITE, layer_types=["mamba", "attention"])
     ),
     "lfm3": lambda: Lfm3ForCausalLM(
         Lfm3Config(
@@ -88,13 +89,6 @@ MODELS: dict[str, Callable[[], Any]] = {
             head_dim=16,
         )
     ),
-}
-WITH_ATTENTION: dict[str, Any] = {
-    "num_local_experts": 0,
-    "shared_intermediate_size": 48,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 8,
-    "mamba_d_state": 8,
 }
 
 
@@ -317,7 +311,7 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused(
 
 def test_a_hybrid_architecture_with_attention_alone_is_packed(tmp_path: Path) -> None:
     """The smallest Granite 4 is one."""
-    config = GraniteMoeHybridConfig(**SMALL, **WITH_ATTENTION, layer_types=["attention"] * 2)
+    config = GraniteMoeHybridConfig(**GRANITE, layer_types=["attention"] * 2)
     directory = save(lambda: GraniteMoeHybridForCausalLM(config), tmp_path)
     TransformersEngine().load(directory, 1)
     assert load_policy(directory).packs
