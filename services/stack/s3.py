@@ -61,6 +61,7 @@ def start_s3(supervisor: Supervisor, directory: Path, ports: Sequence[int]) -> O
         f"-master.port.grpc={master_grpc}",
         "-master.raftBootstrap=true",
         "-master.volumeSizeLimitMB=512",
+        "-master.telemetry=false",  # Else it reports to its authors once it holds 10 GiB.
         f"-volume.port={volume}",
         f"-volume.port.grpc={volume_grpc}",
         f"-volume.max={VOLUMES}",
