@@ -31,6 +31,14 @@ class _Formatter(JsonFormatter):
         super().add_fields(log_data, record, message_dict)
 
 
+def hide_progress_bars() -> None:
+    """Keeps the progress bars of transformers out of logs: they are for terminals."""
+    from transformers.utils.logging import disable_progress_bar  # not where nothing is loaded
+
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+
+
 def configure_logs(component: str, *, run: str | None = None, level: int = logging.INFO) -> None:
     """Sends the logs of this process to standard error, as JSON lines.
 

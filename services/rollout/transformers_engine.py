@@ -29,6 +29,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from bapo_core.errors import BapoError
 from services.common.errors import first_line
+from services.common.logs import hide_progress_bars
 from services.model.layers import has_recurrent_layers
 from services.model.vision import (
     OpenImage,
@@ -184,6 +185,7 @@ class TransformersEngine:
 
     def _build(self, directory: Path) -> tuple[nn.Module, dict[str, str] | None]:
         """Returns the model, on the CPU, and its names of the weights by their names in files."""
+        hide_progress_bars()
         auto: Any = AutoModelForImageTextToText if reads_images(directory) else AutoModelForCausalLM
         try:
             loaded: Any = auto.from_pretrained(

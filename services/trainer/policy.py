@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from bapo_core.config import OptimizerConfig
 from bapo_core.errors import BapoError
 from services.common.errors import first_line
+from services.common.logs import hide_progress_bars
 from services.model.conversation import load_tokenizer
 from services.model.layers import has_recurrent_layers
 from services.model.vision import (
@@ -353,6 +354,7 @@ def load_policy(directory: Path) -> Policy:
     It may read images (`services.model.vision`). Raises `BapoError` for a directory without one,
     or a model that the trainer cannot score.
     """
+    hide_progress_bars()
     with _explain_load_errors(directory):
         auto: Any = _auto_class(directory)
         config = AutoConfig.from_pretrained(directory)
