@@ -117,7 +117,7 @@ def stop(session: Session, name: str) -> Run:
 
 
 def end_run(session: Session, name: str, attempt: int, status: str) -> Run:
-    """Records how a run ended: `finished` or `failed`. Raises 409 for a superseded attempt."""
+    """Records how a run ended. Raises 409 for a superseded attempt."""
     run = lock_run(session, name, attempt)
     run.status = status
     return run

@@ -83,7 +83,8 @@ def execute(run: LocalRun, model: Path) -> RunHistory:
 
     model: directory of the initial model.
 
-    Raises `BapoError` when a process fails; the run is then marked as failed.
+    Raises `BapoError` when a process fails; the run is then marked as failed. One that a person
+    interrupts is marked as stopped.
     """
     started = time.monotonic()
     run.directory.mkdir(parents=True, exist_ok=True)
@@ -100,8 +101,11 @@ def execute(run: LocalRun, model: Path) -> RunHistory:
             client.set_status("finished")
     except ServiceUnavailable:
         raise  # the buffer service cannot be told either, and --resume needs no mark
+    except (KeyboardInterrupt, SystemExit):
+        _record_end(client, "stopped")
+        raise
     except BaseException:
-        _mark_failed(client)
+        _record_end(client, "failed")
         raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -212,9 +216,9 @@ def _show_progress(
             time.sleep(POLL_INTERVAL_S)
 
 
-def _mark_failed(client: BufferClient) -> None:
+def _record_end(client: BufferClient, status: str) -> None:
     try:
-        client.set_status("failed")
+        client.set_status(status)
     except BapoError:
         # The service may be what failed. The error to show is the one that led here.
         return

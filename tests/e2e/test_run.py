@@ -359,6 +359,7 @@ def test_an_interrupted_run_stops_cleanly_and_resumes_with_a_trace(
     process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 128 + signal.SIGINT
     assert _children(process.pid) == []
+    assert client.run_state().status == "stopped"
     # Of the keys that were changed since, only those of the trainer apply.
     bapo.run("interrupted", "--resume", "--profile", "2", "model.path=/does/not/exist")
     mlflow = MlflowClient(uri)

@@ -213,7 +213,7 @@ class BufferClient:
         return state
 
     def set_status(self, status: str) -> None:
-        """Records how the run ended: `finished` or `failed`."""
+        """Records how the run ended: `finished`, `failed` or `stopped`."""
         self._send("PATCH", f"/v1/runs/{self.run}", json={"status": status})
 
     # -- the step protocol

@@ -153,8 +153,8 @@ class RunCreate(Wire):
 class RunPatch(Wire):
     """How a run ended."""
 
-    status: Literal["finished", "failed"]
-    """Final status of the run."""
+    status: Literal["finished", "failed", "stopped"]
+    """Final status of the run; stopped if a person interrupted it."""
 
 
 class TurnRequest(Wire):
