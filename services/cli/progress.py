@@ -17,8 +17,9 @@ from services.buffer.api.wire import Evaluation, ReplicaView, StepView
 PLAIN_EVERY_S = 10.0
 """Seconds between two lines of progress, where the output is not a terminal."""
 NOTHING_TRAINED = (
-    "the responses of each group had equal rewards, which have no gradient; read them in the "
-    "dashboard (Prompts), and see docs/quickstart.md, `If the reward stays at 0`"
+    "the responses of each group had equal rewards, which have no gradient; read them with "
+    "`bapo group` or in the dashboard (Prompts), and see docs/quickstart.md, `If the reward stays "
+    "at 0`"
 )
 RECENT = 20
 """Steps over which rates and the mean reward are taken."""

@@ -77,6 +77,32 @@ def test_buffers_and_batches_are_listed(ask: Ask, driver: Driver) -> None:
     assert "replayed" in ask("batches", "asked")
 
 
+def test_the_responses_of_a_group_can_be_read(ask: Ask, driver: Driver) -> None:
+    member = driver.client.recorded_batch(2).members[0]
+    group = driver.client.group(member.group_id)
+    assert json.loads(ask("group", "asked", str(member.group_id), "--json")) == group.model_dump(
+        mode="json"
+    )
+    shown = ask("group", "asked", str(member.group_id))
+    assert shown.startswith(
+        f"{member.prompt_uid}: {member.correct} of {member.size} responses are correct"
+    )
+    for number, response in enumerate(group.responses, start=1):
+        verdict = "correct" if response.correct else "wrong"
+        assert f"response {number}: reward {response.reward:g}, {verdict}, " in shown
+        assert f"\n{response.text}\n" in shown
+
+
+def test_responses_cannot_change_the_terminal(
+    ask: Ask, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = driver.client.group(driver.client.recorded_batch(1).members[0].group_id)
+    response = group.responses[0].model_copy(update={"text": "é\n\x1b]0;title\x07"})
+    changed = group.model_copy(update={"responses": [response]})
+    monkeypatch.setattr(BufferClient, "group", lambda *_: changed)
+    assert ask("group", "asked", "1").endswith("é\n\\x1b]0;title\\x07\n")
+
+
 def test_metrics_are_a_table_and_tensorboard_events(
     ask: Ask, driver: Driver, tmp_path: Path
 ) -> None:

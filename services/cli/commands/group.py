@@ -1,0 +1,69 @@
+"""`bapo group`: what the model wrote in one group, and how it was rewarded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import click
+
+from services.buffer.api import wire
+from services.cli.options import json_option, run_argument
+from services.cli.service import connect
+from services.cli.tables import print_json
+
+
+@click.command
+@run_argument
+@click.argument(
+    "group_id", metavar="GROUP", type=int, help="Number of the group, as `bapo prompt` shows it."
+)
+@json_option
+def group(run: str, group_id: int, as_json: bool) -> None:
+    """Show the responses of one group.
+
+    Prints the problem, then each response with its reward. `bapo prompt RUN UID` shows the groups
+    of a prompt, `bapo batches RUN --step STEP` those of a batch. With --json, the tokens and their
+    log-probs are there too.
+
+    \b
+    Examples:
+      bapo group countdown 318
+      bapo group countdown 318 --json
+    """
+    answer = connect(run).group(group_id)
+    if as_json:
+        print_json(answer)
+    else:
+        click.echo("\n".join(_describe_group(answer)))
+
+
+def _describe_group(group: wire.GroupView) -> Iterator[str]:
+    correct = sum(response.correct for response in group.responses)
+    yield (
+        f"{group.prompt_uid}: {correct} of {len(group.responses)} responses are correct "
+        f"({group.kind}, step {group.step}, policy version {group.policy_version})"
+    )
+    yield from (
+        f"  {key}: {_printable(value if isinstance(value, str) else json.dumps(value))}"
+        for key, value in group.payload.items()
+    )
+    for number, response in enumerate(group.responses, start=1):
+        facts = [
+            f"reward {response.reward:g}",
+            "correct" if response.correct else "wrong",
+            f"{len(response.token_ids)} tokens",
+        ]
+        if response.finish_reason == "length":
+            facts.append("cut at the largest number of tokens")
+        yield ""
+        yield click.style(f"response {number}: {', '.join(facts)}", bold=True)
+        yield _printable(response.text)
+
+
+def _printable(text: str) -> str:
+    """Returns `text` with its control characters escaped: models also write those of terminals."""
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else ascii(character)[1:-1]
+        for character in text
+    )
