@@ -36,7 +36,7 @@ def hide_progress_bars() -> None:
     from transformers.utils.logging import disable_progress_bar  # not where nothing is loaded
 
     if not sys.stderr.isatty():
-        disable_progress_bar()
+        disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def configure_logs(component: str, *, run: str | None = None, level: int = logging.INFO) -> None:
