@@ -155,9 +155,9 @@ def test_a_second_run_waits_and_the_reaper_ends_the_one_whose_workflow_was_delet
     assert release.jobs() == {"bapo-lost"}, "no GPUs are held meanwhile"
 
     first.delete_workflow()
-    # Kubernetes deletes the job with its owner, and nothing tells the run.
+    # Kubernetes deletes the job and the step with their owner. The step stops the run if it has the
+    # time; otherwise, the reaper does.
     wait_until(lambda: not release.jobs(), "deletion of the job", WAIT_S)
-    assert client.run_state().status == "running"
     release.namespace.kubectl("create", "job", "reap", "--from=cronjob/bapo-reaper")
     wait_until(lambda: client.run_state().status == "stopped", "the reaper", WAIT_S)
     thread.join(WAIT_S)
