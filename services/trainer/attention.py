@@ -23,6 +23,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from bapo_core.errors import BapoError
 
 IMPLEMENTATION = "packed"
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+"""Data types that the variable-length kernel takes."""
+MAX_HEAD_SIZE = 256
+"""Largest size of a head that it takes."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +153,7 @@ def packed_attention(
     window = sliding_window if sliding_window and sliding_window < sequences.max_seqlen else None
     if sequences.images_in_window and not sliding_window:
         sequences = replace(sequences, images=None)
-    # The variable-length kernel takes half precision and no masks.
-    variable = query.is_cuda and query.dtype.itemsize == 2 and sequences.images is None
+    variable = query.is_cuda and _fits_varlen(query, value, sequences)
     kernel = _varlen if variable else _padded
     output = kernel(
         query[0].transpose(0, 1),
@@ -181,6 +184,21 @@ def _refuse_other_kinds(
             )
 
 
+def _fits_varlen(query: Tensor, value: Tensor, sequences: Sequences) -> bool:
+    """Whether the variable-length kernel, FlashAttention 2, computes this attention.
+
+    It takes half precision, no masks, and one size of all heads, a multiple of 8. The global heads
+    of Gemma 4 have 512, and those of DeepSeek-V3 192 in keys and 128 in values.
+    """
+    size = query.shape[-1]
+    return (
+        query.dtype in KERNEL_DTYPES
+        and sequences.images is None
+        and value.shape[-1] == size <= MAX_HEAD_SIZE
+        and size % 8 == 0
+    )
+
+
 def _padded(
     query: Tensor,
     key: Tensor,
@@ -207,8 +225,8 @@ def _padded(
                 within &= distance < window
             mask = (mask | within)[:, None]
     groups = query.shape[1] // key.shape[1]
-    if mask is not None and groups > 1:
-        # On GPUs, the fast kernels that take a mask take no groups of heads.
+    if groups > 1 and (mask is not None or query.is_cuda):
+        # On GPUs, the fast kernel for what `_varlen` does not take has no groups of heads.
         key, value = (heads.repeat_interleave(groups, dim=1) for heads in (key, value))
     output = scaled_dot_product_attention(
         query,

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -35,6 +39,7 @@ from services.trainer.data import Packed, collate, pack
 from services.trainer.policy import Policy
 from services.trainer.ranks import init_distributed
 from tests.micro import micro_model
+from tests.stand_in_gpu import MixedDevices, compare_with_cpu, stand_in_gpu
 
 SMALL = {
     "vocab_size": 40,
@@ -152,6 +157,62 @@ def test_responses_that_share_a_prompt_score_as_each_does_alone(name: str) -> No
     alone = torch.cat([policy(pack(batch, row), 1.0)[0] for row in rows.split(1)])
     torch.testing.assert_close(shared, alone, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(gradients(shared), gradients(alone), atol=1e-4, rtol=1e-4)
+
+
+OTHER_HEADS: dict[str, tuple[list[int], Callable[[], Any]]] = {
+    "gemma4": (
+        [8],
+        lambda: Gemma4ForCausalLM(
+            Gemma4TextConfig(
+                **SMALL,
+                head_dim=8,
+                global_head_dim=512,
+                sliding_window=4,
+                layer_types=["sliding_attention", "full_attention"],
+                hidden_size_per_layer_input=0,
+            )
+        ),
+    ),
+    "deepseek_v3": (
+        [],
+        lambda: DeepseekV3ForCausalLM(
+            DeepseekV3Config(
+                **{**SMALL, "num_key_value_heads": 4},
+                q_lora_rank=16,
+                kv_lora_rank=16,
+                qk_rope_head_dim=8,
+                qk_nope_head_dim=16,
+                v_head_dim=16,
+                first_k_dense_replace=2,
+            )
+        ),
+    ),
+    "heads_of_12": ([], lambda: micro_model(vocab_size=40, head_dim=12)),
+}
+"""Models with heads that the variable-length kernel does not take, and those that it takes."""
+
+
+@pytest.mark.parametrize("name", [*MODELS, *OTHER_HEADS])
+def test_a_gpu_computes_what_a_cpu_computes(name: str) -> None:
+    """Gemma 4 and DeepSeek-V3 failed on a GPU: the kernel refuses their heads."""
+    kernel_heads, build = OTHER_HEADS.get(name) or ([8, 8], MODELS[name])
+    torch.manual_seed(0)
+    policy = Policy(build()).eval()
+    policy.model.set_attn_implementation(attention.IMPLEMENTATION)
+    groups = [group_of([2, 3, 4, 5, 6, 7], lengths=(3, 7, 1)), group_of([8, 9], lengths=(5, 2))]
+    gpu = compare_with_cpu(policy, collate(None, table_of(groups)), 0.9)
+    assert gpu.kernel_heads == kernel_heads
+
+
+def test_a_tensor_of_the_cpu_among_those_of_the_gpu_is_an_error() -> None:
+    policy = Policy(micro_model(vocab_size=40)).eval()
+    policy.model.set_attn_implementation(attention.IMPLEMENTATION)
+    packed = packed_of([torch.tensor([2, 3, 4])])
+    with stand_in_gpu():
+        policy.to("cuda")
+        with pytest.raises(MixedDevices, match="a tensor of the CPU"):
+            policy(packed, 1.0)
+        policy(packed.to(policy.device), 1.0)
 
 
 def test_gradients_of_shared_prompts_are_equal_bit_for_bit_with_several_threads() -> None:

@@ -18,6 +18,7 @@ from services.trainer.ranks import Ranks
 from services.trainer.statistics import draw_tokens
 from services.trainer.update import Updater
 from tests.integration.ranks_program import batch_of_rank
+from tests.stand_in_gpu import stand_in_gpu
 from tests.unit.trainer import test_update as single
 
 STEPS = 3
@@ -42,24 +43,38 @@ def preset(algorithm: str, *overrides: str) -> RunConfig:
     return single.config(f"algorithm={algorithm}", *overrides)
 
 
-def updater_of(config: RunConfig) -> Updater:
-    reference = single.policy(seed=1) if config.kl.reference == "initial" else None
-    critic = Critic(single.policy()) if config.advantage.estimator == "gae" else None
-    return Updater(config, single.policy(), Ranks(0, 1), reference, critic)
+def updater_of(config: RunConfig, device: str = "cpu") -> Updater:
+    policy = single.policy().to(device)
+    reference = single.policy(seed=1).to(device) if config.kl.reference == "initial" else None
+    critic = Critic(single.policy()).to(device) if config.advantage.estimator == "gae" else None
+    return Updater(config, policy, Ranks(0, 1), reference, critic)
+
+
+def train_steps(updater: Updater) -> list[dict[str, float]]:
+    return [single.step(updater, number, single.batch()) for number in range(1, STEPS + 1)]
 
 
 @pytest.mark.parametrize("algorithm", sorted(PRESETS))
 def test_every_preset_trains(algorithm: str) -> None:
     updater = updater_of(preset(algorithm))
     before = single.flat(updater.policy)
-    for number in range(1, STEPS + 1):
-        metrics = single.step(updater, number, single.batch())
+    for metrics in train_steps(updater):
         assert all(torch.isfinite(torch.tensor(value)) for value in metrics.values())
         assert 0.0 <= metrics["clip_fraction"] <= 1.0
         assert metrics["gradient_norm"] > 0.0
     after = single.flat(updater.policy)
     assert after.isfinite().all()
     assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("algorithm", ["bapo", "grpo", "gspo", "kl_cov", "luffy", "m2po", "ppo"])
+def test_updates_on_a_gpu_are_those_on_a_cpu(algorithm: str) -> None:
+    """With a reference, statistics of all tokens, demonstrations, and a critic."""
+    on_cpu = train_steps(updater_of(preset(algorithm)))
+    with stand_in_gpu():
+        on_gpu = train_steps(updater_of(preset(algorithm), "cuda"))
+    for metrics, expected in zip(on_gpu, on_cpu, strict=True):
+        assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo", "rloo", "opo", "maxrl", "topr", "gspo"])

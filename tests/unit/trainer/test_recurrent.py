@@ -36,6 +36,7 @@ from services.trainer.policy import empty_policy, load_policy, response_logprobs
 from services.trainer.ranks import Ranks
 from services.trainer.update import Updater
 from tests.micro import END, RECURRENT
+from tests.stand_in_gpu import compare_with_cpu, stand_in_gpu
 
 PROMPTS = [[2], [3, 4, 5, 6, 7, 8, 9], [10, 11, 12], [5, 5, 5, 5]]
 TEMPERATURE, G = 0.9, 5
@@ -152,6 +153,10 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 def groups(directory: Path) -> list[GeneratedGroup]:
     engine = TransformersEngine()
     engine.load(directory, 1)
+    return generate(engine)
+
+
+def generate(engine: TransformersEngine) -> list[GeneratedGroup]:
     prompts = [
         PromptRequest(prompt_token_ids=prompt, seed=index) for index, prompt in enumerate(PROMPTS)
     ]
@@ -207,6 +212,20 @@ def test_the_trainer_scores_them_as_the_engine_does(directory: Path, batch: Batc
         logprobs, _ = response_logprobs(policy, batch, rows, TEMPERATURE)
     assert batch.mask.sum() > 100
     assert logprobs == pytest.approx(batch.behavior_logprobs[rows], abs=2e-5)
+
+
+def test_a_gpu_computes_what_a_cpu_computes(
+    directory: Path, batch: Batch, groups: list[GeneratedGroup]
+) -> None:
+    assert compare_with_cpu(load_policy(directory), batch, TEMPERATURE).kernel_heads == []
+    engine = TransformersEngine()
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    with stand_in_gpu():
+        engine.use(model.to("cuda"), 1)
+        for group, expected in zip(generate(engine), groups, strict=True):
+            for response, other in zip(group.responses, expected.responses, strict=True):
+                assert response.token_ids == other.token_ids
+                assert response.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
 def test_gradients_do_not_depend_on_what_a_sequence_is_computed_with(

@@ -19,7 +19,7 @@ from bapo_core.errors import BapoError
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
 from services.buffer.api.wire import ManifestMember
 from services.model.vision import VisionProcessor, check_model, vision_tower
-from services.rollout.api.wire import Sampling
+from services.rollout.api.wire import GeneratedGroup, Sampling
 from services.rollout.transformers_engine import TransformersEngine
 from services.trainer.critic import Critic
 from services.trainer.data import Batch, Plan, collate, pack, read_pixels
@@ -37,6 +37,7 @@ from services.trainer.ranks import Ranks
 from services.trainer.update import Updater
 from tests.image_prompts import IMAGES, prompts_of
 from tests.micro import VISION_MODELS, save_micro_vision_model
+from tests.stand_in_gpu import compare_with_cpu, stand_in_gpu
 
 TEMPERATURE, G = 0.9, 4
 EMBEDS_PATCHES = (nn.Conv2d, nn.Conv3d, nn.Linear)
@@ -57,9 +58,7 @@ def batch(directory: Path) -> Batch:
 def sampled_batch(directory: Path) -> Batch:
     engine = TransformersEngine(open_image=IMAGES.__getitem__)
     engine.load(directory, 1)
-    prompts = prompts_of(directory)
-    sampling = Sampling(temperature=TEMPERATURE, max_tokens=12, group_size=G)
-    groups = engine.generate(prompts, sampling, policy_version=1)
+    prompts, groups = prompts_of(directory), generate(engine, directory)
     table = table_of(
         [
             TrajectoryGroup(
@@ -98,6 +97,11 @@ def sampled_batch(directory: Path) -> Batch:
     return replace(collate(members, table), pixels=pixels)
 
 
+def generate(engine: TransformersEngine, directory: Path) -> list[GeneratedGroup]:
+    sampling = Sampling(temperature=TEMPERATURE, max_tokens=12, group_size=G)
+    return engine.generate(prompts_of(directory), sampling, policy_version=1)
+
+
 def scored(policy: Policy, batch: Batch, rows: Tensor) -> Tensor:
     with torch.no_grad():
         return response_logprobs(policy, batch, rows, TEMPERATURE)[0]
@@ -125,6 +129,23 @@ def test_logprobs_do_not_depend_on_what_a_sequence_is_packed_with(
     assert scored(policy, batch, shuffled) == pytest.approx(together[shuffled], abs=2e-5)
     for row in rows:
         assert scored(policy, batch, row[None]) == pytest.approx(together[row[None]], abs=2e-5)
+
+
+def test_a_gpu_computes_what_a_cpu_computes(directory: Path, batch: Batch) -> None:
+    engine = TransformersEngine(open_image=IMAGES.__getitem__)
+    engine.load(directory, 1)
+    compare_with_cpu(load_policy(directory), batch, TEMPERATURE)
+    model = AutoModelForImageTextToText.from_pretrained(directory)
+    with stand_in_gpu():
+        engine.use(model.to("cuda"), 1)
+        groups = generate(engine, directory)
+    tokens = [response.token_ids for group in groups for response in group.responses]
+    assert tokens == [
+        row[prompt:length].tolist()
+        for row, prompt, length in zip(
+            batch.tokens, batch.prompt_lengths, batch.lengths, strict=True
+        )
+    ]
 
 
 def test_images_of_other_prompts_change_the_logprobs(directory: Path, batch: Batch) -> None:
