@@ -24,7 +24,7 @@ from bapo_core.config import RunConfig
 from benchmarks.batches import batch_of
 from benchmarks.engine import countdown_prompts
 from benchmarks.gpu.device import DEVICE, GPU, synchronize
-from benchmarks.gpu.models import model_config
+from benchmarks.gpu.models import model_config, other_models
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.steps import Steps, make_group, step_config
 from benchmarks.trl_steps import Group, Response
@@ -81,6 +81,11 @@ def measure(record: Record) -> None:
         Qwen3ForCausalLM(model_config(shape)).save_pretrained(model)
         vocabulary = model_config(shape).vocab_size
         compare_with_cpu(record, model, batch_of(make_groups(record.toy, vocabulary)), ranks)
+        for name, build in other_models(shape).items():
+            other = Path(directory) / name
+            torch.manual_seed(0)
+            build().save_pretrained(other)
+            compare_other_model(record, name, other, batch_of(make_groups(True, vocabulary)), ranks)
         restart(record, model, make_groups(True, vocabulary), ranks)
         engine_against_trainer(record, ranks, prompts=8 if record.toy else 128)
     wrong = [
@@ -162,6 +167,11 @@ def compare_with_cpu(record: Record, model: Path, batch: Batch, ranks: Ranks) ->
     record.add("bf16_twice", {**difference(bf16, again, mask, BF16), "bits": bits(bf16, again)})
     compiled = run_pass(in_bf16(model, ranks, compiled=True), batch)
     record.add("bf16_compiled_against_not", difference(compiled, bf16, mask, BF16))
+
+
+def compare_other_model(record: Record, name: str, model: Path, batch: Batch, ranks: Ranks) -> None:
+    reference, bf16 = run_pass(on_cpu(model), batch), run_pass(in_bf16(model, ranks), batch)
+    record.add(f"{name}_in_bf16_against_cpu", difference(bf16, reference, batch.mask, BF16))
 
 
 def difference(one: Outcome, other: Outcome, mask: Tensor, tolerance: Tolerance) -> dict[str, Any]:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from bapo_core.config import RunConfig
 from benchmarks.gpu.device import DEVICE
@@ -53,6 +64,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """Sizes by name; the head's width is 128 unless given."""
+SMALL = tuple(key for key in SHAPES["small"] if key != "head_dim")
+"""Keys of a size that every architecture has."""
 
 
 def model_config(shape: str) -> Qwen3Config:
@@ -66,6 +79,35 @@ def model_config(shape: str) -> Qwen3Config:
         "bos_token_id": None,
     }
     return Qwen3Config(**(options | SHAPES[shape]))
+
+
+def other_models(shape: str) -> dict[str, Callable[[], Any]]:
+    """Returns models of a shape that a GPU computes in other ways than Qwen3, by what they have."""
+    size = model_config(shape).to_dict()
+    options = {key: size[key] for key in ("pad_token_id", "eos_token_id", "bos_token_id", *SMALL)}
+    layers = size["num_hidden_layers"]
+    return {
+        "wide_heads": lambda: Qwen3ForCausalLM(Qwen3Config(**options, head_dim=512)),
+        "windows": lambda: Gemma3ForCausalLM(
+            Gemma3TextConfig(
+                **options,
+                head_dim=256,
+                sliding_window=16,
+                layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+            )
+        ),
+        "experts": lambda: Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                **options,
+                moe_intermediate_size=size["intermediate_size"] // 4,
+                num_experts=8,
+                num_experts_per_tok=2,
+            )
+        ),
+        "recurrent": lambda: Lfm2ForCausalLM(
+            Lfm2Config(**options, layer_types=["conv", "full_attention"] * (layers // 2))
+        ),
+    }
 
 
 def random_policy(shape: str, config: RunConfig, ranks: Ranks) -> Policy:

@@ -26,7 +26,7 @@ class Part:
 PARTS = (
     Part("environment", "versions, driver, modules that import", 180),
     Part("ceilings", "matrix product and copies, as fast as the device can", 60),
-    Part("correctness", "losses, log-probs and gradients against the CPU", 150),
+    Part("correctness", "losses, log-probs and gradients against the CPU", 180),
     Part("logprobs", "log-probs of 16,384 tokens against Liger and the whole matrix", 90),
     Part("trainer", "training steps of Qwen3-0.6B and Qwen3-4B shapes", 420),
     Part("end_to_end", "`bapo run` on the GPU with the trainer killed once", 300),

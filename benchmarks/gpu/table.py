@@ -123,6 +123,10 @@ ROWS = (
             ("bf16_against_cpu", "bf16 on GPU, fp32 on CPU"),
             ("bf16_packed_against_one_by_one", "packed and one by one, bf16"),
             ("bf16_compiled_against_not", "compiled and not, bf16"),
+            ("wide_heads_in_bf16_against_cpu", "heads of 512"),
+            ("windows_in_bf16_against_cpu", "sliding windows (Gemma 3)"),
+            ("experts_in_bf16_against_cpu", "experts (Qwen3-MoE)"),
+            ("recurrent_in_bf16_against_cpu", "recurrent layers (LFM2)"),
         )
     ),
     Row("correctness", "restart", "the step after a restart", "the same bits", _bits),
