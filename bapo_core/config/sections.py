@@ -1255,8 +1255,8 @@ class RunConfig(Section):
         if self.evaluation.sets and self.task.test_path is not None:
             raise ValueError(
                 f"task.test_path is {self.task.test_path}, but the held-out prompts are those of "
-                f"evaluation.sets ({', '.join(names)}); remove task.test_path, or make it the "
-                "path of a set"
+                f"evaluation.sets ({', '.join(names)}); remove task.test_path "
+                "(task.test_path=null), or make it the path of a set"
             )
         return self
 

@@ -228,6 +228,8 @@ EXPECT_MS = 60_000
 expect.set_options(timeout=EXPECT_MS)
 
 ACCESSIBILITY_ERRORS = Path(__file__).with_name("accessibility.js").read_text()
+PAYLOAD_LINE = """async (payload) =>
+    (await import("/dashboard/views/pieces.js")).payloadText(payload)"""
 
 
 def uid_of(play: ImprovingRun) -> str:
@@ -485,6 +487,8 @@ def test_a_prompt_shows_its_images(stack: Endpoints, page: Page) -> None:
     expect(image).to_be_visible()
     expect(image).to_have_js_property("naturalWidth", 224)
     expect(page.locator("main")).not_to_contain_text(prompt.payload["images"][0]["digest"])
+    line = page.evaluate(PAYLOAD_LINE, prompt.payload)
+    assert line.startswith(f"1 image, problem {prompt.payload['problem']}, answer ")
     assert page.evaluate(ACCESSIBILITY_ERRORS) == []
 
 

@@ -45,10 +45,17 @@ export const decisionLink = (run, step, uid) =>
 
 export const source = (name) => h("span", { class: `source ${name}` }, format.term(name));
 
-/** A payload on one line of at most `maxLength` characters. */
+/** The images of a payload, which are given by their digests. */
+export const imagesOf = ({ images }) =>
+  Array.isArray(images) && images.every((image) => image?.digest) ? images : [];
+
+/** A payload on one line of at most `maxLength` characters. Of images it has the number. */
 export function payloadText(payload, maxLength = 120) {
+  const images = imagesOf(payload).length;
   const text = Object.entries(payload)
-    .map(([name, value]) => `${name} ${format.any(value)}`)
+    .map(([name, value]) =>
+      name === "images" && images ? format.plural(images, "image") : `${name} ${format.any(value)}`,
+    )
     .join(", ");
   return text.length > maxLength ? `${text.slice(0, maxLength)}…` : text;
 }

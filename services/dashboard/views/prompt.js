@@ -8,7 +8,7 @@ import * as format from "../format.js";
 import { empty, keeper, refusal, region } from "../live.js";
 import { href, setQuery, whole } from "../router.js";
 import { table } from "../tables.js";
-import { binChip, decisionLink, groupSize, tiles } from "./pieces.js";
+import { binChip, decisionLink, groupSize, imagesOf, tiles } from "./pieces.js";
 import { responses } from "./responses.js";
 
 const MARKERS = { fresh: "circle", reevaluation: "triangle", evaluation: "diamond" };
@@ -107,8 +107,6 @@ function summary(history, size, signal) {
       : empty("A held-out prompt, or a training prompt that was not drawn yet."),
   ];
 }
-
-const imagesOf = ({ images }) => (Array.isArray(images) && images.every((image) => image?.digest) ? images : []);
 
 /** An image of the prompt; the reason in its place if it cannot be fetched. */
 function figure({ digest, width, height }, alt, signal) {
