@@ -132,7 +132,7 @@ test-newest: ## test with the newest dependencies (also the newest torch: TORCH=
 		test_batches_equal_an_independent_recomputation)
 
 test-vllm: install-vllm ## test the contract with the real vLLM
-	$(BIN)/pytest -m "vllm and not slow" --timeout 900
+	$(BIN)/pytest -m "vllm and not slow" --timeout 900 -n 2 --dist loadfile --no-loadscope-reorder
 
 test-parity: $(TRL_STAMP) $(VERL_STAMP) ## compare the formulas with those of verl and TRL (docs/parity.md)
 	$(BIN)/pytest -m parity tests/parity

@@ -15,6 +15,7 @@ import yaml
 from bapo_core.config import RunConfig
 from services.buffer.api.client import BufferClient
 from services.common.objectstore import ObjectStore
+from services.rollout.vllm.worker import WEIGHTS_ROOT
 from services.stack.stack import Endpoints
 from tests.e2e.test_run import configuration
 
@@ -49,7 +50,6 @@ def test_two_vllm_replicas_serve_a_whole_run(
         "vllm_args": VLLM_ARGUMENTS,
         "journal_interval_s": 0.1,  # as with long responses
     }
-    pids_before = {process.pid for process in psutil.process_iter()}
     train(tmp_path, environment, config)
     client = BufferClient(stack.buffer_url, stack.token, run="on-vllm")
     steps = client.steps()
@@ -73,7 +73,7 @@ def test_two_vllm_replicas_serve_a_whole_run(
     assert 7 in versions
     store = ObjectStore(stack.object_store)
     assert not store.keys("runs/on-vllm/journal/"), "nothing is unfinished any more"
-    assert not [name for name in describe_new_processes(pids_before) if "vllm" in name.lower()]
+    assert not vllm_processes(environment["BAPO_HOME"])
 
 
 def test_new_weights_interrupt_the_rollouts_of_a_run(
@@ -113,11 +113,12 @@ def test_new_weights_interrupt_the_rollouts_of_a_run(
     assert not store.keys("runs/interrupted/journal/"), "nothing is unfinished any more"
 
 
-def describe_new_processes(pids_before: set[int]) -> list[str]:
-    """Returns the names and command lines of the running processes that are not in pids_before."""
-    descriptions = []
+def vllm_processes(home: str) -> list[str]:
+    """Returns the command lines of the running vLLMs that were started under this BAPO_HOME."""
+    found = []
     for process in psutil.process_iter():
-        with suppress(psutil.NoSuchProcess):  # psutil raises it for zombies, too
-            if process.pid not in pids_before:
-                descriptions.append(" ".join([process.name(), *process.cmdline()]))
-    return descriptions
+        # Zombies do not exist for psutil, and other users' processes are none of these.
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if process.environ().get(WEIGHTS_ROOT, "").startswith(home):
+                found.append(" ".join(process.cmdline()))
+    return found
