@@ -376,7 +376,10 @@ def _attend(
 
 @contextmanager
 def stand_in_gpu() -> Iterator[StandInGpu]:
-    """Lets tensors and modules be moved to the device `cuda` for as long as the context lasts."""
+    """Lets tensors and modules be moved to the device `cuda` for as long as the context lasts.
+
+    Models must be loaded before: `from_pretrained` initialises no buffers within it.
+    """
     gpu = StandInGpu()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
