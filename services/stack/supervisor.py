@@ -58,17 +58,22 @@ class Supervisor:
         stop_signal: signal.Signals = signal.SIGTERM,
         stop_within_s: float = STOP_WITHIN_S,
     ) -> None:
-        """Starts `command`; its output goes to `<name>.log`, which is truncated first.
+        """Starts `command`; its output goes to `<name>.log`.
+
+        What an earlier child of this name wrote is in `<name>.previous.log` from then on.
 
         environment: variables added to those of this process.
         user: name of the user to run as; needs root.
         stop_signal: signal that asks the child to stop.
         stop_within_s: seconds after which a child that was asked to stop is killed.
         """
+        log = self._logs / f"{name}.log"
+        if log.exists():
+            log.replace(self._logs / f"{name}.previous.log")
         process = ChildProcess(
             command,
             environment={**os.environ, **(environment or {})},
-            log=self._logs / f"{name}.log",
+            log=log,
             user=user,
             stop_signal=stop_signal,
         )

@@ -25,7 +25,7 @@ from services.common.process import (
     python_command,
     run_until_error,
 )
-from services.stack.supervisor import free_ports
+from services.stack.supervisor import Supervisor, free_ports
 from services.trainer.launch import name_host
 from services.trainer.update import NonFiniteLoss
 
@@ -308,3 +308,14 @@ def test_orphans_are_reaped_and_children_are_left_to_their_owners(tmp_path: Path
     done = child(program, log)
     assert done.wait(60) == 0, log.read_text()
     assert log.read_text() == "3\n"
+
+
+def test_the_log_of_an_earlier_child_is_kept(tmp_path: Path) -> None:
+    """It tells why a run ended that was then resumed, even if its process still writes."""
+    for word in ("first", "second"):
+        with Supervisor(tmp_path) as supervisor:
+            supervisor.start("child", ["echo", word])
+            while not supervisor.finished("child"):
+                time.sleep(0.01)
+    assert (tmp_path / "child.log").read_text() == "second\n"
+    assert (tmp_path / "child.previous.log").read_text() == "first\n"
