@@ -51,6 +51,8 @@ class Endpoints:
     token: str
     pid: int
     """Process that runs the stack."""
+    stays: bool = False
+    """Whether it runs until `bapo stack down`, and not until the end of another command."""
 
     @property
     def object_store(self) -> ObjectStoreSettings:
@@ -75,8 +77,8 @@ class Endpoints:
 class Stack:
     """Starts the stack's processes and waits until each is ready."""
 
-    def __init__(self, home: Path, supervisor: Supervisor, port: int) -> None:
-        self._home, self._supervisor, self._port = home, supervisor, port
+    def __init__(self, home: Path, supervisor: Supervisor, port: int, *, stays: bool) -> None:
+        self._home, self._supervisor, self._port, self._stays = home, supervisor, port, stays
         self._token = secrets.token_urlsafe(24)
 
     def start(self, sockets: Path) -> Endpoints:
@@ -99,6 +101,7 @@ class Stack:
             s3_secret_key=object_store.secret_key.get_secret_value(),
             token=self._token,
             pid=os.getpid(),
+            stays=self._stays,
         )
         self._start_service("verifier", "services.verifier.app", verifier_port, endpoints)
         s3.await_s3(self._supervisor, object_store)
@@ -127,10 +130,12 @@ class StackBusy(BapoError):
 
 
 @contextmanager
-def running_stack(home: Path, port: int = DEFAULT_PORT) -> Iterator[Endpoints]:
+def running_stack(
+    home: Path, port: int = DEFAULT_PORT, *, stays: bool = False
+) -> Iterator[Endpoints]:
     """Runs a stack for as long as the context lasts.
 
-    port: port of the REST API; 0 takes any free one.
+    port: port of the REST API; 0 takes any free one. stays: as in `Endpoints`.
 
     Raises `StackBusy` when this home has a stack already.
     """
@@ -147,7 +152,7 @@ def running_stack(home: Path, port: int = DEFAULT_PORT) -> Iterator[Endpoints]:
         state = home / "stack.json"
         try:
             with Supervisor(home / "logs") as supervisor:
-                endpoints = Stack(home, supervisor, port).start(sockets)
+                endpoints = Stack(home, supervisor, port, stays=stays).start(sockets)
                 write_private(state, json.dumps(asdict(endpoints)))
                 try:
                     yield endpoints
@@ -229,9 +234,15 @@ def _wait_for_other_users(users: TextIO, home: Path) -> None:
 def stack_up(home: Path, port: int = DEFAULT_PORT) -> Endpoints:
     """Returns the stack of `home`; starts one that outlives this process when there is none.
 
-    Raises `BapoError` when it does not start.
+    Raises `BapoError` when it does not start, or when there is one that ends with another command.
     """
     endpoints = find_stack(home)
+    if endpoints is not None and not endpoints.stays:
+        raise BapoError(
+            f"the services of another command (process {endpoints.pid}) are running, at "
+            f"{endpoints.buffer_url}, and end with it; use them meanwhile, and repeat `bapo stack "
+            "up` when it has ended"
+        )
     if endpoints is not None:
         return endpoints
     (home / "logs").mkdir(parents=True, exist_ok=True)
@@ -281,7 +292,7 @@ def main() -> None:
     home, port = Path(sys.argv[1]), int(sys.argv[2])
     stop_on_signals()
     try:
-        with running_stack(home, port):
+        with running_stack(home, port, stays=True):
             while True:
                 signal.pause()
     except BapoError as error:

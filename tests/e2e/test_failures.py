@@ -154,6 +154,14 @@ def test_stack_up_and_down_leave_nothing(command: Command, own_home: Path) -> No
         free.bind(("127.0.0.1", int(endpoints.buffer_url.rsplit(":", 1)[1])))
 
 
+def test_stack_up_is_refused_while_the_services_are_those_of_another_command(
+    command: Command, own_home: Path
+) -> None:
+    """It would print addresses that answer no longer once that command ends."""
+    with running_stack(own_home, 0):
+        assert "end with it; use them meanwhile" in refused(command("stack", "up"))
+
+
 def test_a_killed_supervisor_takes_the_stack_with_it(command: Command, own_home: Path) -> None:
     assert command("stack", "up", "--port", "0").returncode == 0
     endpoints = find_stack(own_home)

@@ -26,6 +26,8 @@ def up(port: int) -> None:
     home = default_home()
     endpoints = stack_up(home, port)
     click.echo(format_addresses(endpoints, home))
+    if port and not endpoints.buffer_url.endswith(f":{port}"):
+        click.echo(f"note: it ran already; for port {port}, run `bapo stack down` first")
 
 
 @stack.command
