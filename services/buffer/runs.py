@@ -25,7 +25,7 @@ def get_run(session: Session, name: str) -> Run:
     """Returns the run of this name; raises 404 if there is none."""
     run = session.scalar(select(Run).where(Run.name == name))
     if run is None:
-        raise not_found(f"run {name!r}; GET /v1/runs lists them")
+        raise not_found(f"run {name!r}; `bapo runs` lists them")
     return run
 
 
@@ -48,7 +48,7 @@ def lock_any_attempt(session: Session, name: str) -> Run:
         .execution_options(populate_existing=True)
     )
     if run is None:
-        raise not_found(f"run {name!r}; GET /v1/runs lists them")
+        raise not_found(f"run {name!r}; `bapo runs` lists them")
     return run
 
 

@@ -52,7 +52,7 @@ def revoke(session: Session, token_id: int) -> wire.TokenView:
     """
     row = session.get(ApiToken, token_id)
     if row is None:
-        raise not_found(f"token {token_id}; GET /v1/tokens lists them")
+        raise not_found(f"token {token_id}; `bapo token list` lists them")
     if row.revoked_at is None:
         row.revoked_at = datetime.now(UTC)
     return view(row)

@@ -11,6 +11,7 @@ import click
 from bapo_core.errors import BapoError
 from services import VERSION
 from services.cli.lazy import Lazy, LazyGroup
+from services.common.errors import ServiceError
 
 _IN = "services.cli.commands"
 
@@ -104,6 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except click.Abort:
         _fail("interrupted", 130)
+    except ServiceError as error:
+        # Who mistypes a name need not know how the service was asked.
+        _fail(error.detail if error.status in (404, 409) else str(error))
     except (BapoError, OSError) as error:
         _fail(str(error))
     if code:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
+Item = TypeVar("Item")
 GAP = 2
 """Characters between two columns."""
 PIPE_WIDTH = 1000
@@ -32,6 +35,14 @@ def show(
     for row in rows:
         table.add_row(*map(str, row))
     table_console().print(table if table.rows else "nothing")
+
+
+def take(items: Iterable[Item], limit: int) -> list[Item]:
+    """Returns the first `limit` of the items; says on standard error if there are more."""
+    taken = list(islice(items, limit + 1))
+    if len(taken) > limit:
+        print(f"the first {limit}; --limit shows more", file=sys.stderr)
+    return taken[:limit]
 
 
 def table_console() -> Console:

@@ -19,11 +19,14 @@ class ServiceUnavailable(ServiceCallError, TransientError):
 
 
 class ServiceError(ServiceCallError):
-    """A service answered with an error. `status` is the HTTP status."""
+    """A service answered with an error.
 
-    def __init__(self, status: int, message: str) -> None:
+    status: the HTTP status. detail: what the service said, without the request.
+    """
+
+    def __init__(self, status: int, message: str, detail: str = "") -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.detail = status, detail or message
 
 
 class Superseded(ServiceError):

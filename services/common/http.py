@@ -99,8 +99,8 @@ class HttpClient:
             detail, kind = problem["detail"], problem["type"]
         message = f"the {self.service} refused {method} {path}: {detail}"
         if kind == "urn:bapo:superseded":
-            raise Superseded(response.status_code, message)
-        raise ServiceError(response.status_code, message)
+            raise Superseded(response.status_code, message, detail)
+        raise ServiceError(response.status_code, message, detail)
 
 
 def _retry_after(response: httpx.Response, default: float) -> float:

@@ -121,7 +121,9 @@ def _explain_refusals() -> Iterator[None]:
         if type(error) is not Exception:  # what the package tokenizers raises
             raise
         raise BapoError(
-            f"the model's tokenizer cannot encode a prompt: {error}; choose a model for such texts"
+            f"the model's tokenizer cannot encode a prompt: {error}; choose a model for such "
+            "texts, or for those that come with bapo the prompts of examples/countdown.yaml "
+            "(task.options.template=short) and examples/geometry.yaml"
         ) from error
 
 

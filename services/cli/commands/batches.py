@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
 
 import click
 
@@ -11,7 +10,7 @@ from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.cli.options import json_option, limit_option, run_argument
 from services.cli.service import connect
-from services.cli.tables import show
+from services.cli.tables import show, take
 
 
 @click.command
@@ -45,7 +44,7 @@ def batches(run: str, limit: int, as_json: bool, step: int | None) -> None:
         columns = ["source", "prompt", "correct", "responses", "made at", "policy", "group"]
         show(manifest, columns, groups, as_json=as_json)
         return
-    summaries = list(islice(_all_batches(client), limit))
+    summaries = take(_all_batches(client), limit)
     rows = [
         (
             batch.step,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import islice
-
 import click
 
 from services.cli.options import json_option, limit_option, run_argument
 from services.cli.service import connect
-from services.cli.tables import show
+from services.cli.tables import show, take
 
 TRENDS = ("improving", "worsening", "steady", "forgotten", "never_solved")
 ORDERS = ("stored", "hardest", "most_improved", "unlocked")
@@ -63,7 +61,7 @@ def prompts(
         search=search,
         order=order,
     )
-    listed = list(islice(matching, limit))
+    listed = take(matching, limit)
     rows = [
         (
             prompt.uid,

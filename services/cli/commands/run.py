@@ -30,7 +30,7 @@ from services.stack.stack import find_or_start_stack
     "--resume",
     is_flag=True,
     help="Continue the run from its last checkpoint, with its stored configuration: of FILE and "
-    "KEY=VALUE, only name and trainer count.",
+    "KEY=VALUE, only `name` and `trainer.*` take effect.",
 )
 @click.option("--new", is_flag=True, help="Take the next free name if the run's name is taken.")
 @click.option(
@@ -54,9 +54,7 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
     """
     if resume and new:
         raise click.UsageError("--resume continues a run, --new starts one; give one of them.")
-    stop_on_signals(
-        "stopping; continue with `bapo run FILE --resume`, and name=NAME if --new chose the name"
-    )
+    stop_on_signals("stopping")
     console = Console()
     home = default_home()
     loaded = config.load(*([f"trainer.profile_steps={profile}"] if profile else []))
@@ -75,12 +73,18 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
         else:
             loaded = pin_model(loaded, home, open_store=open_local_object_store)
         model = ensure_model(loaded, home, open_store=open_local_object_store)
+        stop_on_signals(f"stopping; continue with `{_resume_command(config.file, loaded.name)}`")
         console.print(format_addresses(endpoints, home), highlight=False)
         local_run = LocalRun(loaded, endpoints, home, Path("runs") / loaded.name, console)
         if not resume:
             create_run(local_run, model)
         history = execute(local_run, model)
         _print_results(console, local_run, history)
+
+
+def _resume_command(file: str | None, name: str) -> str:
+    """Returns the command that continues a run of this name."""
+    return " ".join(["bapo run", *([file] if file else []), f"name={name}", "--resume"])
 
 
 def _stored_config(client: BufferClient) -> RunConfig:
