@@ -77,7 +77,9 @@ class Endpoints:
 class Stack:
     """Starts the stack's processes and waits until each is ready."""
 
-    def __init__(self, home: Path, supervisor: Supervisor, port: int, *, stays: bool) -> None:
+    def __init__(
+        self, home: Path, supervisor: Supervisor, port: int, *, stays: bool = False
+    ) -> None:
         self._home, self._supervisor, self._port, self._stays = home, supervisor, port, stays
         self._token = secrets.token_urlsafe(24)
 
