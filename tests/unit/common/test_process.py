@@ -295,7 +295,8 @@ def test_orphans_are_reaped_and_children_are_left_to_their_owners(tmp_path: Path
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         reap_orphans()
         child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
-        leave = "import subprocess; print(subprocess.Popen(['sleep', '0']).pid)"
+        # Not a Popen, which waits for its process if that ends first.
+        leave = "import os; print(os.posix_spawnp('sleep', ['sleep', '0'], os.environ))"
         orphan = int(subprocess.check_output([sys.executable, "-c", leave]))
         while f"{orphan} (sleep) Z {os.getpid()} " not in open(f"/proc/{orphan}/stat").read():
             time.sleep(0.01)
