@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TextIO
@@ -52,7 +52,8 @@ class Endpoints:
     pid: int
     """Process that runs the stack."""
     stays: bool = False
-    """Whether it runs until `bapo stack down`, and not until the end of another command."""
+    """Whether the stack runs until `bapo stack down` stops it. Otherwise it ends with the command
+    that started it."""
 
     @property
     def object_store(self) -> ObjectStoreSettings:
@@ -77,10 +78,8 @@ class Endpoints:
 class Stack:
     """Starts the stack's processes and waits until each is ready."""
 
-    def __init__(
-        self, home: Path, supervisor: Supervisor, port: int, *, stays: bool = False
-    ) -> None:
-        self._home, self._supervisor, self._port, self._stays = home, supervisor, port, stays
+    def __init__(self, home: Path, supervisor: Supervisor, port: int) -> None:
+        self._home, self._supervisor, self._port = home, supervisor, port
         self._token = secrets.token_urlsafe(24)
 
     def start(self, sockets: Path) -> Endpoints:
@@ -103,7 +102,6 @@ class Stack:
             s3_secret_key=object_store.secret_key.get_secret_value(),
             token=self._token,
             pid=os.getpid(),
-            stays=self._stays,
         )
         self._start_service("verifier", "services.verifier.app", verifier_port, endpoints)
         s3.await_s3(self._supervisor, object_store)
@@ -154,7 +152,8 @@ def running_stack(
         state = home / "stack.json"
         try:
             with Supervisor(home / "logs") as supervisor:
-                endpoints = Stack(home, supervisor, port, stays=stays).start(sockets)
+                started = Stack(home, supervisor, port).start(sockets)
+                endpoints = replace(started, stays=stays)
                 write_private(state, json.dumps(asdict(endpoints)))
                 try:
                     yield endpoints
@@ -239,13 +238,13 @@ def stack_up(home: Path, port: int = DEFAULT_PORT) -> Endpoints:
     Raises `BapoError` when it does not start, or when there is one that ends with another command.
     """
     endpoints = find_stack(home)
-    if endpoints is not None and not endpoints.stays:
-        raise BapoError(
-            f"the services of another command (process {endpoints.pid}) are running, at "
-            f"{endpoints.buffer_url}, and end with it; use them meanwhile, and repeat `bapo stack "
-            "up` when it has ended"
-        )
     if endpoints is not None:
+        if not endpoints.stays:
+            raise BapoError(
+                f"the services of another command (process {endpoints.pid}) are running, at "
+                f"{endpoints.buffer_url}, and end with it; use them meanwhile, and repeat `bapo "
+                "stack up` when it has ended"
+            )
         return endpoints
     (home / "logs").mkdir(parents=True, exist_ok=True)
     log = home / "logs" / "stack.log"
