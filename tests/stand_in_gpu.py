@@ -7,7 +7,7 @@ lengths is computed by a reference, which takes what the kernel takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -74,13 +74,9 @@ class OnGpu(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        with _operations():
+        with _Operations():  # type: ignore[no-untyped-call]
             return func(*args, **(kwargs or {}))
 
 
@@ -92,13 +88,7 @@ def value_of(tensor: Any) -> Any:
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Computes the operations of PyTorch on the CPU, and says where their results are."""
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
         tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
         on_gpu = _is_result_on_gpu(func, args, options, tensors)
@@ -114,13 +104,6 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return in_place[id(tensor)] if id(tensor) in in_place else OnGpu(tensor)
 
         return tree_map(place, result)
-
-
-def _operations() -> TorchDispatchMode:
-    """Returns the mode in which operations on tensors of the stand-in are computed."""
-    make: Any = _Operations
-    mode: TorchDispatchMode = make()
-    return mode
 
 
 def _is_result_on_gpu(
@@ -221,6 +204,12 @@ class _OnCpu(torch.autograd.Function):
             )
 
 
+def _compute_on_cpu(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+    apply: Any = _OnCpu.apply
+    result: Tensor = apply(function, *tensors)
+    return result
+
+
 def _detached(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else value_of(tensor).detach()
 
@@ -228,13 +217,7 @@ def _detached(tensor: Tensor | None) -> Tensor | None:
 class _Calls(TorchFunctionMode):
     """Handles calls in which C++ decides by the device of its arguments."""
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = _HANDLERS.get(func)
         if handler is None:
             return func(*args, **(kwargs or {}))
@@ -300,9 +283,7 @@ def _scaled_dot_product_attention(
 
     if on_gpu == {False}:
         return compute(query, key, value, attn_mask)
-    apply: Any = _OnCpu.apply
-    result: Tensor = apply(compute, query, key, value, attn_mask)
-    return result
+    return _compute_on_cpu(compute, query, key, value, attn_mask)
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
@@ -321,7 +302,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
 
 
 class StandInGpu:
-    """What the stand-in has computed."""
+    """Records what the stand-in computes."""
 
     def __init__(self) -> None:
         self.kernel_heads: list[int] = []
@@ -355,9 +336,7 @@ class StandInGpu:
         def compute(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> Tensor:
             return _attend(query, key, value, bounds.tolist(), scale, window_size[0])
 
-        apply: Any = _OnCpu.apply
-        result: Tensor = apply(compute, query, key, value, cu_seq_q)
-        return result
+        return _compute_on_cpu(compute, query, key, value, cu_seq_q)
 
 
 def _attend(
@@ -390,7 +369,7 @@ def stand_in_gpu() -> Iterator[StandInGpu]:
         patch.setattr(nn.Module, "to", _move_module)
         # Subclasses of tensors are not for inference mode.
         patch.setattr(torch._C, "_InferenceMode", lambda _: torch.no_grad())
-        with _Calls(), _operations():
+        with _Calls(), _Operations():  # type: ignore[no-untyped-call]
             yield gpu
 
 

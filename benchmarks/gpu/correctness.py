@@ -81,12 +81,13 @@ def measure(record: Record) -> None:
         Qwen3ForCausalLM(model_config(shape)).save_pretrained(model)
         vocabulary = model_config(shape).vocab_size
         compare_with_cpu(record, model, batch_of(make_groups(record.toy, vocabulary)), ranks)
+        few = make_groups(True, vocabulary)
         for name, build in other_models(shape).items():
             other = Path(directory) / name
             torch.manual_seed(0)
             build().save_pretrained(other)
-            compare_other_model(record, name, other, batch_of(make_groups(True, vocabulary)), ranks)
-        restart(record, model, make_groups(True, vocabulary), ranks)
+            compare_other_model(record, name, other, batch_of(few), ranks)
+        restart(record, model, few, ranks)
         engine_against_trainer(record, ranks, prompts=8 if record.toy else 128)
     wrong = [
         name for name, result in record.results.items() if not result.get("within_tolerance", True)

@@ -64,8 +64,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """Sizes by name; the head's width is 128 unless given."""
-SMALL = tuple(key for key in SHAPES["small"] if key != "head_dim")
-"""Keys of a size that every architecture has."""
+SIZE_KEYS = tuple(key for key in SHAPES["small"] if key != "head_dim")
+"""Configuration keys of a shape that every architecture has."""
 
 
 def model_config(shape: str) -> Qwen3Config:
@@ -84,7 +84,9 @@ def model_config(shape: str) -> Qwen3Config:
 def other_models(shape: str) -> dict[str, Callable[[], Any]]:
     """Returns models of a shape that a GPU computes in other ways than Qwen3, by what they have."""
     size = model_config(shape).to_dict()
-    options = {key: size[key] for key in ("pad_token_id", "eos_token_id", "bos_token_id", *SMALL)}
+    options = {
+        key: size[key] for key in ("pad_token_id", "eos_token_id", "bos_token_id", *SIZE_KEYS)
+    }
     layers = size["num_hidden_layers"]
     return {
         "wide_heads": lambda: Qwen3ForCausalLM(Qwen3Config(**options, head_dim=512)),
