@@ -33,7 +33,8 @@ class _Formatter(JsonFormatter):
 
 def hide_progress_bars() -> None:
     """Keeps the progress bars of transformers out of logs: they are for terminals."""
-    from transformers.utils.logging import disable_progress_bar  # not where nothing is loaded
+    # Imported here, because the services that load no model have no transformers.
+    from transformers.utils.logging import disable_progress_bar
 
     if not sys.stderr.isatty():
         disable_progress_bar()  # type: ignore[no-untyped-call]

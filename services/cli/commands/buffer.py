@@ -7,7 +7,7 @@ import click
 from services.buffer.api import wire
 from services.cli.options import json_option, limit_option, run_argument
 from services.cli.service import connect
-from services.cli.tables import show
+from services.cli.tables import show, take
 
 
 @click.command
@@ -53,7 +53,7 @@ def buffer(
         columns = ["step", "event", "why", "prompt", "group"]
         show(page.items, columns, changes, as_json=as_json)
         return
-    items = client.buffer(buffer, step)[:limit]
+    items = take(client.buffer(buffer, step), limit)
     rows = [
         (
             item.prompt_uid,
