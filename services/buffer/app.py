@@ -8,12 +8,12 @@ import logging
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
-from sqlalchemy import Engine, create_engine
-from sqlalchemy.dialects.postgresql import insert
+from sqlalchemy import create_engine
 from sqlalchemy.exc import DataError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.concurrency import run_in_threadpool
 
+from services.buffer import tokens
 from services.buffer.migrate import upgrade
 from services.buffer.routes import (
     admin,
@@ -28,9 +28,6 @@ from services.buffer.routes import (
 )
 from services.buffer.routes.common import ERRORS
 from services.buffer.service import Service
-from services.buffer.tables import ApiToken
-from services.buffer.tokens import FailureLimiter
-from services.common.auth import hash_token
 from services.common.middleware import BodyLimit, EntityTags
 from services.common.objectstore import ObjectStore, ObjectStoreError, ObjectStoreUnavailable
 from services.common.problems import install_problem_handlers, problem_response, unavailable
@@ -66,7 +63,8 @@ def create_app(database_url: str, store: ObjectStore, admin_token: str) -> FastA
         # Routes that need the database alone are served meanwhile; /readyz says what is missing.
         creating = asyncio.create_task(_create_bucket(store))
         await asyncio.wait([creating], timeout=BUCKET_WITHIN_S)
-        _accept_token(engine, admin_token)
+        with service.sessions.begin() as session:
+            tokens.accept_configured(session, admin_token)
         service.use_loop(asyncio.get_running_loop())
         # `gc.freeze()`: imported modules never become garbage; keep the garbage collector from
         # scanning them.
@@ -82,7 +80,7 @@ def create_app(database_url: str, store: ObjectStore, admin_token: str) -> FastA
     install_problem_handlers(app)
     _install_outage_handlers(app)
     app.state.service = service
-    app.state.token_failures = FailureLimiter()
+    app.state.token_failures = tokens.FailureLimiter()
     app.include_router(admin.health_router)
     app.include_router(dashboard.router)
     for router in (
@@ -112,15 +110,6 @@ async def _create_bucket(store: ObjectStore) -> None:
             await asyncio.sleep(BUCKET_RETRY_S)
         else:
             return
-
-
-def _accept_token(engine: Engine, token: str) -> None:
-    with engine.begin() as connection:
-        connection.execute(
-            insert(ApiToken)
-            .values(name="from the environment", hash=hash_token(token), scope="admin")
-            .on_conflict_do_nothing(index_elements=["hash"])
-        )
 
 
 def _limit_of(path: str) -> int:

@@ -14,24 +14,47 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 from fastapi import Request
-from sqlalchemy import select
+from sqlalchemy import delete, select
+from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from services.buffer.api import wire
 from services.buffer.service import Service, ServiceDep
 from services.buffer.tables import ApiToken
 from services.common.auth import bearer_token, covers, hash_token
-from services.common.problems import Problem, not_found
+from services.common.problems import Problem, bad_request, not_found
 from services.common.scopes import Scope
 
 FAILURES_PER_MINUTE = 30
 """Requests with unknown tokens from one address before it gets 429."""
+CONFIGURED = "from the environment"
+"""Name of the token that the service's environment holds."""
 MAX_CLIENTS = 10_000
 """Addresses whose failures are kept; the oldest is dropped beyond that."""
 
 
+def accept_configured(session: Session, token: str) -> None:
+    """Accepts the token of the service's own environment, with the scope `admin`.
+
+    It replaces the one that was configured before, which is refused from the commit on: a token
+    that was rotated because it leaked must not stay valid.
+    """
+    hashed = hash_token(token)
+    session.execute(delete(ApiToken).where(ApiToken.name == CONFIGURED, ApiToken.hash != hashed))
+    session.execute(
+        insert(ApiToken)
+        .values(name=CONFIGURED, hash=hashed, scope="admin")
+        .on_conflict_do_nothing(index_elements=["hash"])
+    )
+
+
 def create(session: Session, request: wire.TokenCreate) -> wire.TokenCreated:
-    """Creates a token. The returned model is the only place that ever holds its secret."""
+    """Creates a token. The returned model is the only place that ever holds its secret.
+
+    Raises a 400 `Problem` for the name of the configured token.
+    """
+    if request.name == CONFIGURED:
+        raise bad_request(f"name: {CONFIGURED!r} names the service's own token; take another")
     token = f"bapo_{secrets.token_urlsafe(32)}"
     row = ApiToken(name=request.name, scope=request.scope, hash=hash_token(token))
     session.add(row)

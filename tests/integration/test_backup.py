@@ -10,7 +10,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import psycopg
+import pytest
 
+from services.buffer.api.client import BufferClient
+from services.common.errors import ServiceError
 from services.common.objectstore import ObjectStore
 from services.stack.postgres import find_binaries
 from services.stack.stack import Endpoints
@@ -65,6 +68,7 @@ def test_a_restored_backup_gives_the_same_answers(stack: Endpoints, tmp_path: Pa
         stack,
         database_url=stack.database_url.replace("/postgres?", "/restored?"),
         buffer_url=f"http://127.0.0.1:{free_ports(1)[0]}",
+        token="a rotated token",
     )
     environment = {
         **os.environ,
@@ -79,6 +83,11 @@ def test_a_restored_backup_gives_the_same_answers(stack: Endpoints, tmp_path: Pa
             assert answer(restored, question) == answer(stack, question), question
         group = driver.client.recorded_batch(3).members[0].group_id
         assert answer(restored, f"/groups/{group}") == answer(stack, f"/groups/{group}")
+        # The dump holds the token of the first service, which the second one replaces by its own.
+        tokens = BufferClient(restored.buffer_url, restored.token).tokens()
+        assert [token.name for token in tokens].count("from the environment") == 1
+        with pytest.raises(ServiceError, match="not known here, or was revoked"):
+            BufferClient(restored.buffer_url, stack.token).runs()
     admin = stack.database_url.replace("postgresql+psycopg", "postgresql")
     with psycopg.connect(admin, autocommit=True) as connection:
         connection.execute("drop database restored with (force)")

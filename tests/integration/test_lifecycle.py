@@ -269,6 +269,8 @@ def test_tokens_are_made_used_and_revoked(driver: Driver, stack: Endpoints) -> N
     assert caught.value.status == 403
     with pytest.raises(ServiceError, match="needs scope 'admin'"):
         reader.tokens()
+    with pytest.raises(ServiceError, match="names the service's own token"):
+        driver.client.create_token("from the environment", "read")
     listed = {token.id: token for token in driver.client.tokens()}
     assert listed[made.id].name == "a reader"
     assert listed[made.id].last_used_at is not None
