@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +144,7 @@ def override_config(
             f"{where}: algorithm={algorithm} would keep {keys} of the file, which {algorithm} sets "
             "otherwise; remove these keys from the file, or give them again as overrides"
         )
-    return config_from(merge(values, overrides), where=where)
+    return config_from(merge(values, overrides), where=where, overrides=flatten(overrides).keys())
 
 
 def _kept_from_another_algorithm(
@@ -182,10 +182,13 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def config_from(values: Mapping[str, Any], *, where: str = "config") -> RunConfig:
+def config_from(
+    values: Mapping[str, Any], *, where: str = "config", overrides: Collection[str] = ()
+) -> RunConfig:
     """Lays `values` over the preset that their `algorithm` names, and validates the result.
 
-    Raises `ConfigError`, with `where` as the origin of the values.
+    overrides: dotted keys of the values that are overrides. Raises `ConfigError`, with `where` as
+    the origin of the values.
     """
     algorithm = values.get("algorithm", "bapo")
     preset = PRESETS.get(algorithm) if isinstance(algorithm, str) else None
@@ -196,4 +199,5 @@ def config_from(values: Mapping[str, Any], *, where: str = "config") -> RunConfi
     try:
         return RunConfig.model_validate(merge(preset, values))
     except ValidationError as error:
-        raise ConfigError(f"{where}: {explain_validation_error(error)}") from error
+        explanation = explain_validation_error(error, overrides=overrides)
+        raise ConfigError(f"{where}: {explanation}") from error

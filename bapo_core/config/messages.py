@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import get_origin
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from bapo_core.config.base import section_of
 from bapo_core.config.sections import RunConfig
@@ -21,20 +23,25 @@ RENAMED = {
 """Renamed sections: the name in version 0.1 -> the name since version 0.2."""
 
 
-def explain_validation_error(error: ValidationError) -> str:
-    """Returns every error of a configuration, on one line."""
-    explanations = []
-    for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"])
-        if problem["type"] == "extra_forbidden":
-            explanations.append(f"{key}: no such key{_suggest(problem['loc'])}")
-        elif problem["type"] == "value_error":
-            message = str(problem["ctx"]["error"])
-            explanations.append(f"{key}: {message}" if key else message)
-        else:
-            message = problem["msg"][0].lower() + problem["msg"][1:]
-            explanations.append(f"{key}: {message} (got {problem['input']!r})")
-    return "; ".join(explanations)
+def explain_validation_error(error: ValidationError, *, overrides: Collection[str] = ()) -> str:
+    """Returns every error of a configuration, on one line.
+
+    overrides: dotted keys of values that are no part of the file, which errors say.
+    """
+    return "; ".join(_explain(problem, overrides) for problem in error.errors())
+
+
+def _explain(problem: ErrorDetails, overrides: Collection[str]) -> str:
+    key = ".".join(str(part) for part in problem["loc"])
+    if any(f"{key}.".startswith(f"{override}.") for override in overrides):
+        key = f"override {key}"
+    if problem["type"] == "extra_forbidden":
+        return f"{key}: no such key{_suggest(problem['loc'])}"
+    if problem["type"] == "value_error":
+        message = str(problem["ctx"]["error"])
+        return f"{key}: {message}" if key else message
+    message = problem["msg"][0].lower() + problem["msg"][1:]
+    return f"{key}: {message} (got {problem['input']!r})"
 
 
 def _suggest(location: tuple[int | str, ...]) -> str:
@@ -51,5 +58,6 @@ def _suggest(location: tuple[int | str, ...]) -> str:
         if section is None:
             return ""
         model, by_name = section, get_origin(annotation) is dict
-    meant = did_you_mean(str(location[-1]), model.model_fields)
+    section = "".join(f"{part}." for part in location[:-1])
+    meant = did_you_mean(str(location[-1]), model.model_fields, prefix=section)
     return meant or f"; known keys: {', '.join(model.model_fields)}"

@@ -1341,6 +1341,11 @@ class RunConfig(Section):
                 f"the batch capacity ({self.batch_capacity}), so the last minibatch of a full "
                 "batch is short"
             )
+        if self.steps > 1 and self.schedule.policy_version(self.steps) == 1:
+            warnings.append(
+                f"sync.every is {self.sync.every} and steps is {self.steps}: all rollouts come "
+                "from the initial model; lower sync.every or raise steps"
+            )
         weights = ("weight_cap", "weight_floor", "weight_mode", "weight_norm", "weight_level")
         unused = _changed("loss", self.loss, weights)
         if self.loss.ratio == "behavior" and unused:

@@ -92,6 +92,8 @@ def execute(run: LocalRun, model: Path) -> RunHistory:
     (run.directory / "config.yaml").write_text(config_text)
     client = run.client
     state = client.begin_attempt()
+    if state.attempt > 1:
+        run.console.print(_describe_start(state), highlight=False, markup=False)
     scratch = Path(tempfile.mkdtemp(prefix=f"{run.config.name}-", dir=_scratch_directory(run.home)))
     try:
         with mirror_to_mlflow(run.config, client):
@@ -112,6 +114,12 @@ def execute(run: LocalRun, model: Path) -> RunHistory:
     history = read_history(client)
     write_outputs(run, history, time.monotonic() - started)
     return history
+
+
+def _describe_start(state: wire.RunState) -> str:
+    if state.current_step == 0:
+        return "no checkpoint was written yet: the run starts again from the initial model"
+    return f"continuing from the checkpoint of step {state.current_step}"
 
 
 def _scratch_directory(home: Path) -> Path:

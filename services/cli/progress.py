@@ -122,7 +122,7 @@ class RunDisplay:
 
     def _accuracy(self) -> str:
         if not self._evaluations:
-            return "?"
+            return "not measured yet"
         first, last = self._evaluations[0], self._evaluations[-1]
         return f"{last.mean_accuracy:.3f} (base {first.mean_accuracy:.3f})"
 

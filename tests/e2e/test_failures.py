@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -85,7 +86,7 @@ def test_help_is_instant_and_teaches(command: Command) -> None:
 def test_an_unknown_key(command: Command, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("sync: {evry: 3}\n")
     message = refused(command("config", "check", "run.yaml"))
-    assert "run.yaml: sync.evry: no such key; did you mean every?" in message
+    assert "run.yaml: sync.evry: no such key; did you mean sync.every?" in message
 
 
 def test_a_model_directory_that_is_not_one(command: Command, tmp_path: Path) -> None:
@@ -222,6 +223,7 @@ def test_a_lost_buffer_service_ends_the_run_and_loses_nothing(
     assert processes_of(own_home) == []
     done = command("run", str(path), "--resume", "--port", "0")
     assert done.returncode == 0, done.stderr
+    assert re.search(r"^continuing from the checkpoint of step \d", done.stdout, re.MULTILINE)
     assert json.loads((tmp_path / "runs/lost/summary.json").read_text())["steps"] == 9
 
 

@@ -155,7 +155,7 @@ def test_overrides_may_stand_anywhere(arguments: list[str]) -> None:
             1,
             "error: override 'more.yaml': write key=value",
         ),
-        (["config", "check", "sync.evry=3"], 1, "did you mean every?"),
+        (["config", "check", "sync.evry=3"], 1, "did you mean sync.every?"),
         (
             ["config", "check", "task.options.template=poem"],
             1,

@@ -70,7 +70,7 @@ def split(overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("sync.evry=3", "sync.evry: no such key; did you mean every?"),
+        ("sync.evry=3", "override sync.evry: no such key; did you mean sync.every?"),
         ("x2.c1=0.25", "x2: no such key; it was renamed to reevaluate"),
         ("adaptive.direction=eq8", "adaptive: no such key; it was renamed to replay_window"),
         ("zzz=3", "zzz: no such key; known keys: name, algorithm"),
@@ -106,7 +106,7 @@ def split(overrides: str) -> list[str]:
         ("loss.cispo.clip_high=1", "cispo is given but objective is 'ppo', which does not read it"),
         ("loss.options={a: 1}", "options are of objectives that an installed package adds"),
         ("loss={objective: cispo, cispo: {hgh: 1}}", "loss.cispo.hgh: no such key; known keys: cl"),
-        ("loss={objective: cispo, cispo: {cliphigh: 1}}", "no such key; did you mean clip_high?"),
+        ("loss={objective: cispo, cispo: {cliphigh: 1}}", "did you mean loss.cispo.clip_high?"),
         ("loss.objective=gspo", "weight_level is 'token': a response has one ratio"),
         ("loss.objective=gmpo", "set weight_level to geometric or sequence, or ratio to behavior"),
         ("loss.objective=topr", "objective is 'topr' but ratio is 'prox_current': its equation"),
@@ -284,6 +284,7 @@ def test_importance_weights_that_change_nothing_get_a_warning() -> None:
             "algorithm=gspo loss.ratio=behavior sync.every=5 loss.weight_level=token",
             "loss.objective=gspo with loss.ratio=behavior clips almost every response",
         ),
+        ("steps=4", "sync.every is 5 and steps is 4: all rollouts come from the initial model"),
         ("sync.lag=2", "sync.lag is 2 with reevaluate.enabled: re-evaluations need the current"),
         (
             "algorithm=grpo sync.interrupt_rollouts=true",
@@ -513,7 +514,7 @@ def test_a_run_without_evaluation_sets_has_the_set_test() -> None:
         ({"sets": {"AIME": {}}}, "evaluation.sets.AIME.*string should match pattern"),
         (
             {"sets": {"a": {"sample": 3}}},
-            "evaluation.sets.a.sample: no such key; did you mean samples",
+            "evaluation.sets.a.sample: no such key; did you mean evaluation.sets.a.samples",
         ),
         ({"sets": {"a": {"top_p": 1.5}}}, "evaluation.sets.a.top_p: .* less than or equal to 1"),
     ],
