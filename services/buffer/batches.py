@@ -101,10 +101,10 @@ def recorded_batch(session: Session, run: Run, step: int) -> wire.BatchManifest 
 
 
 def list_batches(
-    session: Session, run: Run, cursor: str | None, limit: int
+    session: Session, run: Run, after: int, cursor: str | None, limit: int
 ) -> wire.Page[wire.BatchSummary]:
-    """Returns a page of the composition of every batch, by step."""
-    statement = select(StepRecord).where(StepRecord.run_id == run.id)
+    """Returns a page of the composition of every batch after step `after`, by step."""
+    statement = select(StepRecord).where(StepRecord.run_id == run.id, StepRecord.step > after)
     order = (StepRecord.step.expression,)
     rows = list(session.scalars(after_cursor(statement, order, "step", cursor, limit)))
     return page_of(

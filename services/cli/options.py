@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from services.stack import DEFAULT_PORT
 
@@ -63,6 +64,15 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 limit_option = click.option(
     "--limit", type=click.IntRange(min=0), default=50, metavar="ROWS", help="Most rows to show."
 )
+
+
+def refuse_limit(why: str) -> None:
+    """Raises `click.UsageError` if --limit is on the command line, where it has no effect."""
+    source = click.get_current_context().get_parameter_source("limit")
+    if source is ParameterSource.COMMANDLINE:
+        raise click.UsageError(f"--limit has no effect here: {why}; leave it out.")
+
+
 port_option = click.option(
     "--port",
     type=click.IntRange(0, 65_535),

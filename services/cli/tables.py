@@ -26,15 +26,22 @@ def show(
     rows: Iterable[Sequence[Any]],
     *,
     as_json: bool,
+    empty: str,
 ) -> None:
-    """Prints a table of `rows`, or the whole `answer` as JSON."""
+    """Prints a table of `rows`, or the whole `answer` as JSON.
+
+    empty: the line to print where there are no rows. It goes to standard error, as it is no row.
+    """
     if as_json:
         print_json(answer)
         return
     table = Table(*columns, box=None, header_style="bold", pad_edge=False)
     for row in rows:
         table.add_row(*map(str, row))
-    table_console().print(table if table.rows else "nothing")
+    if table.rows:
+        table_console().print(table)
+    else:
+        print(empty, file=sys.stderr)
 
 
 def take(items: Iterable[Item], limit: int) -> list[Item]:
@@ -43,6 +50,13 @@ def take(items: Iterable[Item], limit: int) -> list[Item]:
     if len(taken) > limit:
         print(f"the first {limit}; --limit shows more", file=sys.stderr)
     return taken[:limit]
+
+
+def take_last(items: Sequence[Item], limit: int) -> list[Item]:
+    """Returns the last `limit` of the items; says on standard error if there are more."""
+    if len(items) > limit:
+        print(f"the last {limit}; --limit shows more", file=sys.stderr)
+    return list(items[max(0, len(items) - limit) :])
 
 
 def table_console() -> Console:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_prompts_and_their_attempts_are_listed(ask: Ask, driver: Driver) -> None
     decision = ask("prompt", "asked", uid, "--step", "3")
     assert "fresh" in decision
     assert "replayed" in decision
-    assert ask("prompts", "asked", "--search", "no such words").strip() == "nothing"
+    assert ask("prompts", "asked", "--search", "no such words") == ""
 
 
 def test_buffers_and_batches_are_listed(ask: Ask, driver: Driver) -> None:
@@ -185,14 +186,29 @@ def test_metrics_in_mlflow_go_on_where_they_ended(
         pass
 
 
-def test_runs_are_listed_paused_stopped_and_deleted(ask: Ask, stack: Endpoints) -> None:
+def test_runs_are_listed_paused_stopped_and_deleted(
+    ask: Ask,
+    stack: Endpoints,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     Driver(stack, small_config("changed"))
     assert {run["name"] for run in json.loads(ask("runs", "--json"))} >= {"asked", "changed"}
     assert ask("pause", "changed") == "changed is paused after step 0\n"
     assert ask("resume", "changed") == "changed is running after step 0\n"
     assert ask("stop", "changed") == "changed is stopped after step 0\n"
+    for answer in ("n\n", ""):
+        monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+        with pytest.raises(SystemExit):
+            cli.main(["delete", "changed"])
+        error = capsys.readouterr().err
+        assert "Delete run changed (stopped, 0 of 12 steps)" in error
+        assert "was not deleted; --yes deletes it without asking" in error
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
     assert "is deleted" in ask("delete", "changed")
     assert "changed" not in ask("runs")
+    Driver(stack, small_config("changed")).client.stop()
+    assert "is deleted" in ask("delete", "changed", "--yes")
 
 
 def test_tokens_are_created_listed_and_revoked(ask: Ask, driver: Driver) -> None:

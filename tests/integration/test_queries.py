@@ -331,13 +331,7 @@ def test_a_step_without_a_batch_has_no_decision(account: Account) -> None:
 def test_events_add_up_to_the_contents_of_every_step(
     account: Account, buffer: wire.BufferName
 ) -> None:
-    events: list[wire.BufferEvent] = []
-    cursor: str | None = None
-    while True:
-        page = account.client.buffer_events(buffer, cursor=cursor, limit=7)
-        events += page.items
-        if (cursor := page.next) is None:
-            break
+    events = list(account.client.buffer_events(buffer, page_size=7))
     assert [event.step for event in events] == sorted(event.step for event in events)
     assert {"admitted", "evicted"} == {event.event for event in events}
     held: set[int] = set()
@@ -353,15 +347,13 @@ def test_events_add_up_to_the_contents_of_every_step(
         for item in contents:
             assert item.age == step - item.step >= 0
             assert item.staleness >= item.age
-    later = account.client.buffer_events(buffer, after=50, limit=1000).items
-    assert later == [event for event in events if event.step > 50]
+    later = account.client.buffer_events(buffer, after=50)
+    assert list(later) == [event for event in events if event.step > 50]
 
 
-def test_batches_page_by_page(account: Account) -> None:
-    first = account.client.batches(limit=60)
-    second = account.client.batches(cursor=first.next, limit=60)
-    assert second.next is None
-    summaries = [*first.items, *second.items]
+def test_batches_are_listed_by_step(account: Account) -> None:
+    summaries = list(account.client.batches(page_size=60))
+    assert list(account.client.batches(after=50, page_size=7)) == summaries[50:]
     assert [summary.step for summary in summaries] == list(range(1, STEPS + 1))
     for summary in summaries:
         assert summary.counts == account.manifests[summary.step].counts

@@ -475,19 +475,16 @@ class BufferClient:
         buffer: wire.BufferName,
         *,
         after: int = 0,
-        cursor: str | None = None,
-        limit: int = 100,
-    ) -> wire.Page[wire.BufferEvent]:
-        """Returns a page of the admissions to a buffer and evictions from it after a step."""
-        page = wire.Page[wire.BufferEvent]
-        path = f"buffers/{buffer}/events"
-        return self._get(page, path, after=after, cursor=cursor, limit=limit)
+        page_size: int = 1000,
+    ) -> Iterator[wire.BufferEvent]:
+        """Yields the admissions to a buffer and evictions from it after a step, in order."""
+        path = f"runs/{self.run}/buffers/{buffer}/events"
+        yield from self._get_all(wire.BufferEvent, path, after=after, limit=page_size)
 
-    def batches(
-        self, *, cursor: str | None = None, limit: int = 100
-    ) -> wire.Page[wire.BatchSummary]:
-        """Returns a page of the compositions of all batches, by step."""
-        return self._get(wire.Page[wire.BatchSummary], "batches", cursor=cursor, limit=limit)
+    def batches(self, *, after: int = 0, page_size: int = 1000) -> Iterator[wire.BatchSummary]:
+        """Yields the compositions of the batches after a step, by step."""
+        path = f"runs/{self.run}/batches"
+        yield from self._get_all(wire.BatchSummary, path, after=after, limit=page_size)
 
     def recorded_batch(self, step: int) -> wire.BatchManifest:
         """Returns a batch that was built. Raises `ServiceError` (404) if it was not."""

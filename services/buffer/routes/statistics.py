@@ -238,11 +238,11 @@ def list_buffer_events(
 
 @router.get("/batches", tags=["batches"])
 def list_batches(
-    service: ServiceDep, name: RunName, cursor: Cursor = None, limit: Limit = 100
+    service: ServiceDep, name: RunName, after: After = 0, cursor: Cursor = None, limit: Limit = 100
 ) -> wire.Page[wire.BatchSummary]:
-    """Lists the composition of every batch, by step."""
+    """Lists the composition of every batch after a step, by step."""
     with service.sessions() as session:
-        return batches.list_batches(session, runs.get_run(session, name), cursor, limit)
+        return batches.list_batches(session, runs.get_run(session, name), after, cursor, limit)
 
 
 @router.get("/batches/{step}", tags=["batches"])

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import click
 
-from services.buffer.api import wire
-from services.buffer.api.client import BufferClient
-from services.cli.options import json_option, limit_option, run_argument
+from services.cli.options import json_option, limit_option, refuse_limit, run_argument
 from services.cli.service import connect
-from services.cli.tables import show, take
+from services.cli.tables import show, take_last
 
 
 @click.command
@@ -21,11 +17,16 @@ from services.cli.tables import show, take
 def batches(run: str, limit: int, as_json: bool, step: int | None) -> None:
     """Show the composition of the batches.
 
+    With --limit, the last batches are shown. Groups whose accuracy lies in the replay window can be
+    replayed; r_tot is the accuracy that moves it.
+
     \b
     Examples:
       bapo batches countdown
       bapo batches countdown --step 40
     """
+    if step is not None:
+        refuse_limit("--step shows all groups of a batch")
     client = connect(run)
     if step is not None:
         manifest = client.recorded_batch(step)
@@ -42,9 +43,12 @@ def batches(run: str, limit: int, as_json: bool, step: int | None) -> None:
             for group in manifest.members
         ]
         columns = ["source", "prompt", "correct", "responses", "made at", "policy", "group"]
-        show(manifest, columns, groups, as_json=as_json)
+        empty = f"the batch of step {step} is empty: no group was fit to train on"
+        show(manifest, columns, groups, as_json=as_json, empty=empty)
         return
-    summaries = take(_all_batches(client), limit)
+    # One more than is shown, by which `take_last` sees that there are more.
+    after = max(0, client.run_state().current_step - limit - 1)
+    summaries = take_last(list(client.batches(after=after)), limit)
     rows = [
         (
             batch.step,
@@ -57,13 +61,4 @@ def batches(run: str, limit: int, as_json: bool, step: int | None) -> None:
         for batch in summaries
     ]
     columns = ["step", "fresh", "re-evaluated", "replayed", "replay window", "r_tot"]
-    show(summaries, columns, rows, as_json=as_json)
-
-
-def _all_batches(client: BufferClient) -> Iterator[wire.BatchSummary]:
-    cursor: str | None = None
-    while True:
-        page = client.batches(cursor=cursor, limit=1000)
-        yield from page.items
-        if (cursor := page.next) is None:
-            return
+    show(summaries, columns, rows, as_json=as_json, empty=f"run {run!r} has built no batch yet")

@@ -45,13 +45,14 @@ def buffer(
     """
     client = connect(run)
     if events:
-        page = client.buffer_events(buffer, after=after, limit=min(limit, 1000))
+        listed = take(client.buffer_events(buffer, after=after), limit)
         changes = [
             (event.step, event.event, event.reason, event.prompt_uid, event.group_id)
-            for event in page.items
+            for event in listed
         ]
         columns = ["step", "event", "why", "prompt", "group"]
-        show(page.items, columns, changes, as_json=as_json)
+        empty = f"no group entered or left this buffer of run {run!r} after step {after}"
+        show(listed, columns, changes, as_json=as_json, empty=empty)
         return
     items = take(client.buffer(buffer, step), limit)
     rows = [
@@ -66,4 +67,5 @@ def buffer(
         for item in items
     ]
     columns = ["prompt", "accuracy", "inserted at", "age", "staleness", "group"]
-    show(items, columns, rows, as_json=as_json)
+    when = "now" if step is None else f"at step {step}"
+    show(items, columns, rows, as_json=as_json, empty=f"this buffer of run {run!r} is empty {when}")

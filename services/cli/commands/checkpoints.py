@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,7 +36,8 @@ def checkpoints(
 ) -> None:
     """List, verify or export a run's checkpoints.
 
-    Without --step and --best, --verify reads all checkpoints, and --export takes the newest.
+    Without --step and --best, --verify reads all checkpoints, and --export takes the newest. The
+    configuration says how many are kept (checkpoint.keep, checkpoint.keep_best).
 
     \b
     Examples:
@@ -48,14 +48,16 @@ def checkpoints(
     if best and step is not None:
         raise click.UsageError("--step and --best exclude each other; give one of them.")
     client = connect(run)
-    kept = client.checkpoints()
+    kept: Sequence[wire.CheckpointView] = client.checkpoints()
+    if verify or export is not None or best or step is not None:
+        kept = _select(run, kept, step, best)
+    if verify:
+        for checkpoint in kept:
+            _verify(checkpoint)
+    if export is not None:
+        _export(client.run_state().config, kept[0], export)
+        click.echo(f"the model of step {kept[0].step} is in {export}")
     if verify or export is not None:
-        selected = _select(run, kept, step, best)
-        if verify:
-            for checkpoint in selected:
-                _verify(checkpoint)
-        if export is not None:
-            _export(client.run_state().config, selected[0], export)
         return
     rows = [
         (
@@ -66,7 +68,8 @@ def checkpoints(
         )
         for checkpoint in kept
     ]
-    show(kept, ["step", "created", "accuracy", "objects"], rows, as_json=as_json)
+    columns = ["step", "created", "accuracy", "objects"]
+    show(kept, columns, rows, as_json=as_json, empty=f"run {run!r} keeps no checkpoint yet")
 
 
 def _select(
@@ -127,4 +130,3 @@ def _export(config: RunConfig, checkpoint: wire.CheckpointView, target: Path) ->
         load({"model": trained_state(model)}, checkpoint_id=scratch, no_dist=True)
     weights = {name: merge_adapter(tensor, layer) for name, tensor, layer in plain_weights(model)}
     write_files(model_files(model, as_saved(model, weights), source), target)
-    click.echo(json.dumps({"step": checkpoint.step, "model": str(target)}))

@@ -83,7 +83,8 @@ def stored(as_json: bool) -> None:
 
     configs = connect().configs()
     rows = [(config.name, f"{config.stored_at:%Y-%m-%d %H:%M}") for config in configs]
-    show(configs, ["name", "stored"], rows, as_json=as_json)
+    empty = "no configuration is stored yet; `bapo config push FILE` stores one"
+    show(configs, ["name", "stored"], rows, as_json=as_json, empty=empty)
 
 
 @config.command

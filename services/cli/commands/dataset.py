@@ -92,4 +92,4 @@ def list_stored(as_json: bool) -> None:
         for stored in datasets
     ]
     columns = ["dataset", "task", "prompts", "digest", "source"]
-    show(datasets, columns, rows, as_json=as_json)
+    show(datasets, columns, rows, as_json=as_json, empty="no data set is stored yet")

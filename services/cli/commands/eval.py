@@ -75,6 +75,7 @@ def evaluate(
             console.print(f"note: no data of {', '.join(chosen.left_out)}", highlight=False)
     directory = find_model(model, default_home(), open_store=open_local_object_store)
     evaluations = evaluate_directory(loaded, directory, blank_images=blank_images)
-    show(evaluations, COLUMNS, score_rows(evaluations), as_json=as_json)
+    rows = score_rows(evaluations)
+    show(evaluations, COLUMNS, rows, as_json=as_json, empty="nothing was evaluated")
     if not as_json:
         click.echo(f"pass@k and maj@k for every k: --json. {INTERVALS}")

@@ -29,10 +29,11 @@ def evaluations(run: str, evaluation_set: str | None, as_json: bool) -> None:
     from services.report.scores import COLUMNS, score_rows
 
     client = connect(run)
+    empty = f"run {run!r} was not evaluated yet"
     if evaluation_set is not None:
         evaluations = client.evaluations(evaluation_set)
         rows = [[row.version, *score_rows([row])[0][1:]] for row in evaluations]
-        show(evaluations, ["version", *COLUMNS[1:]], rows, as_json=as_json)
+        show(evaluations, ["version", *COLUMNS[1:]], rows, as_json=as_json, empty=empty)
         return
     sets = client.evaluation_sets()
     if as_json:
@@ -44,4 +45,4 @@ def evaluations(run: str, evaluation_set: str | None, as_json: bool) -> None:
     rows = [
         [*row, version] for row, version in zip_longest(score_rows(last), versions, fillvalue="")
     ]
-    show(sets, [*COLUMNS, "version"], rows, as_json=False)
+    show(sets, [*COLUMNS, "version"], rows, as_json=False, empty=empty)

@@ -10,7 +10,7 @@ import click
 from services.buffer.api.client import BufferClient
 from services.cli.options import json_option, limit_option, run_argument
 from services.cli.service import connect
-from services.cli.tables import fitting_columns, show, table_console
+from services.cli.tables import fitting_columns, show, table_console, take_last
 from services.exporters.curves import curves
 from services.exporters.mlflow import MlflowRun
 from services.exporters.tensorboard import write_tensorboard
@@ -55,6 +55,8 @@ def metrics(
 ) -> None:
     """Show or export the metrics of each step.
 
+    With --limit, the last steps are shown; exports have all steps.
+
     \b
     Examples:
       bapo metrics countdown --limit 10
@@ -75,7 +77,9 @@ def metrics(
 
 
 def _show_table(client: BufferClient, limit: int, as_json: bool) -> None:
-    steps = client.steps(after=max(0, client.run_state().current_step - limit))
+    # One more than is shown, by which `take_last` sees that there are more.
+    after = max(0, client.run_state().current_step - limit - 1)
+    steps = take_last(client.steps(after=after), limit)
     headings = ["step", *COLUMNS.values()]
     rows = []
     for step in steps:
@@ -84,7 +88,13 @@ def _show_table(client: BufferClient, limit: int, as_json: bool) -> None:
     width = table_console().width
     fitting = fitting_columns(headings, rows, width, first=MOST_IMPORTANT)
     shown = [headings[index] for index in fitting]
-    show(steps, shown, [[row[index] for index in fitting] for row in rows], as_json=as_json)
+    show(
+        steps,
+        shown,
+        [[row[index] for index in fitting] for row in rows],
+        as_json=as_json,
+        empty=f"no step of run {client.run!r} is committed yet",
+    )
     hidden = [heading for heading in headings if heading not in shown]
     if hidden and not as_json:
         click.echo(

@@ -50,12 +50,13 @@ def profile(run: str, export: Path | None, as_json: bool) -> None:
     name = connect(run).run_state().name
     store = open_object_store()
     traces = _find_traces(store, name)
+    missing = f"run {name!r} has no trace; `bapo run ... --profile 3` makes one"
     if export is None:
         rows = [(trace.step, trace.rank, trace.key) for trace in traces]
-        show(traces, ["until step", "rank", "object"], rows, as_json=as_json)
+        show(traces, ["until step", "rank", "object"], rows, as_json=as_json, empty=missing)
         return
     if not traces:
-        raise BapoError(f"run {name!r} has no trace; `bapo run ... --profile 3` makes one")
+        raise BapoError(missing)
     export.mkdir(parents=True, exist_ok=True)
     for trace in traces:
         target = export / f"{name}-until-step-{trace.step}-rank-{trace.rank}.json.gz"

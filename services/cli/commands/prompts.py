@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from services.cli.options import json_option, limit_option, run_argument
+from services.cli.options import json_option, limit_option, refuse_limit, run_argument
 from services.cli.service import connect
-from services.cli.tables import show, take
+from services.cli.tables import show, take, take_last
 
 TRENDS = ("improving", "worsening", "steady", "forgotten", "never_solved")
 ORDERS = ("stored", "hardest", "most_improved", "unlocked")
@@ -47,6 +47,8 @@ def prompts(
 ) -> None:
     """List training prompts by difficulty.
 
+    First, last and best are the shares of correct responses in the first, last and best attempt.
+
     \b
     Examples:
       bapo prompts countdown --order hardest
@@ -75,7 +77,8 @@ def prompts(
         for prompt in listed
     ]
     columns = ["prompt", "attempts", "first", "last", "best", "first solved", "last step"]
-    show(listed, columns, rows, as_json=as_json)
+    empty = f"no prompt of run {run!r} was attempted yet, or none is selected"
+    show(listed, columns, rows, as_json=as_json, empty=empty)
 
 
 @click.command
@@ -87,6 +90,8 @@ def prompts(
 def prompt(run: str, uid: str, limit: int, as_json: bool, step: int | None) -> None:
     """Show the attempts at one prompt.
 
+    With --limit, the last attempts are shown.
+
     With --step, shows why each source (fresh, re-evaluated, replayed) did or did not put the
     prompt into the batch of that step, and why the sampler drew it or did not.
 
@@ -95,6 +100,8 @@ def prompt(run: str, uid: str, limit: int, as_json: bool, step: int | None) -> N
       bapo prompt countdown UID
       bapo prompt countdown UID --step 40
     """
+    if step is not None:
+        refuse_limit("--step explains one batch")
     client = connect(run)
     if step is not None:
         decision = client.decision(step, uid)
@@ -108,7 +115,8 @@ def prompt(run: str, uid: str, limit: int, as_json: bool, step: int | None) -> N
             decisions.insert(
                 0, (f"sampler ({decision.draw.sampler})", outcome, decision.draw.reason)
             )
-        show(decision, ["source", "outcome", "why"], decisions, as_json=as_json)
+        columns = ["source", "outcome", "why"]
+        show(decision, columns, decisions, as_json=as_json, empty="no source considered it")
         return
     history = client.prompt_history(uid)
     rows = [
@@ -120,7 +128,7 @@ def prompt(run: str, uid: str, limit: int, as_json: bool, step: int | None) -> N
             ", ".join(map(str, attempt.batches)) or "-",
             attempt.group_id,
         )
-        for attempt in history.attempts[max(0, len(history.attempts) - limit) :]
+        for attempt in take_last(history.attempts, limit)
     ]
     columns = ["step", "kind", "policy", "correct", "trained at steps", "group"]
-    show(history, columns, rows, as_json=as_json)
+    show(history, columns, rows, as_json=as_json, empty=f"{uid} was not attempted yet")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from bapo_core.errors import BapoError
 from services.buffer.api.wire import RunState
 from services.cli.options import json_option, run_argument
 from services.cli.service import connect
@@ -19,7 +20,9 @@ def runs(as_json: bool) -> None:
         (state.name, state.status, f"{state.current_step}/{state.config.steps}", state.attempt)
         for state in states
     ]
-    show(states, ["run", "status", "step", "attempt"], rows, as_json=as_json)
+    columns = ["run", "status", "step", "attempt"]
+    empty = "there is no run yet; `bapo run examples/countdown.yaml` starts one"
+    show(states, columns, rows, as_json=as_json, empty=empty)
 
 
 @click.command
@@ -51,10 +54,31 @@ def stop(run: str) -> None:
 
 @click.command
 @run_argument
-def delete(run: str) -> None:
-    """Delete a run and its objects for good."""
-    connect(run).delete_run()
+@click.option("--yes", is_flag=True, help="Delete it without asking.")
+def delete(run: str, yes: bool) -> None:
+    """Delete a run and its objects for good.
+
+    Its rollouts, batches and checkpoints are deleted; reports in `runs/` are files of yours, and
+    stay.
+    """
+    client = connect(run)
+    state = client.run_state()
+    if not yes and not _confirm_deletion(state):
+        raise BapoError(f"run {run!r} was not deleted; --yes deletes it without asking")
+    client.delete_run()
     click.echo(f"{run} is deleted, with its objects")
+
+
+def _confirm_deletion(state: RunState) -> bool:
+    steps = f"{state.current_step} of {state.config.steps} steps"
+    question = (
+        f"Delete run {state.name} ({state.status}, {steps}), with its rollouts and checkpoints?"
+    )
+    try:
+        return click.confirm(question, err=True)
+    except click.Abort:  # Ctrl-C, or no input to answer with.
+        click.echo(err=True)
+        return False
 
 
 def _print_status(state: RunState) -> None:

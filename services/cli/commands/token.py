@@ -56,7 +56,8 @@ def list_tokens(as_json: bool) -> None:
         )
         for token in tokens
     ]
-    show(tokens, ["id", "name", "scope", "created", "last used", "revoked"], rows, as_json=as_json)
+    columns = ["id", "name", "scope", "created", "last used", "revoked"]
+    show(tokens, columns, rows, as_json=as_json, empty="there is no token")
 
 
 @token.command
