@@ -8,6 +8,7 @@ depend on the rest of the batch.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -394,8 +395,7 @@ class _Wave:
             input_ids=self._prompts,
             attention_mask=self._prompt_mask.long(),
             position_ids=positions,
-            past_key_values=prompt_cache,
-            use_cache=True,
+            **_cache_arguments(self._model, prompt_cache),
             logits_to_keep=1,
             **images,
         )
@@ -413,8 +413,7 @@ class _Wave:
             input_ids=fed_tokens(self._model, tokens)[:, None],
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
+            **_cache_arguments(self._model, cache),
         )
         logits: Tensor = output.logits[:, -1]
         return logits
@@ -523,6 +522,16 @@ def _empty_cache(model: Any) -> DynamicCache:
     return cache
 
 
+def _cache_arguments(model: Any, cache: DynamicCache) -> dict[str, Any]:
+    """Returns the arguments with which a model reads a cache and writes to it.
+
+    Models of transformers 5.24 and later name it `cache`, those before `past_key_values`, which is
+    no longer accepted from 5.40 on.
+    """
+    named_cache = "cache" in inspect.signature(model.forward).parameters
+    return {"cache" if named_cache else "past_key_values": cache, "use_cache": True}
+
+
 def _for_samples(layer: Any, group_size: int, length: int) -> Any:
     """Returns a layer's state after the prompts, `group_size` times each, for `length` tokens."""
     if type(layer) is LinearAttentionLayer:
@@ -580,13 +589,12 @@ def _problem_of_states(model: Any, cache: DynamicCache) -> str | None:
     tokens = torch.arange(1, 4, device=device)[None]
     padded = torch.cat([torch.zeros_like(tokens), tokens], dim=1)
     try:
-        logits = model(input_ids=tokens, past_key_values=cache, use_cache=True).logits[:, -1]
+        logits = model(input_ids=tokens, **_cache_arguments(model, cache)).logits[:, -1]
         behind_padding = model(
             input_ids=padded,
             attention_mask=(padded > 0).long(),
             position_ids=(torch.arange(6, device=device)[None] - 3).clamp(min=0),
-            past_key_values=_empty_cache(model),
-            use_cache=True,
+            **_cache_arguments(model, _empty_cache(model)),
         ).logits[:, -1]
     except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
         return first_line(error)
