@@ -58,6 +58,6 @@ def _suggest(location: tuple[int | str, ...]) -> str:
         if section is None:
             return ""
         model, by_name = section, get_origin(annotation) is dict
-    section = "".join(f"{part}." for part in location[:-1])
-    meant = did_you_mean(str(location[-1]), model.model_fields, prefix=section)
+    prefix = "".join(f"{part}." for part in location[:-1])
+    meant = did_you_mean(str(location[-1]), model.model_fields, prefix=prefix)
     return meant or f"; known keys: {', '.join(model.model_fields)}"

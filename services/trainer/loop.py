@@ -25,6 +25,7 @@ from services.common import layout
 from services.common.objectstore import ObjectStore
 from services.model.stored import fetch_model, model_on_disk
 from services.model.vision import load_processor
+from services.trainer.background import Background
 from services.trainer.checkpoint import Checkpointer, load_checkpoint
 from services.trainer.critic import Critic
 from services.trainer.data import (
@@ -100,10 +101,14 @@ def train(config: RunConfig, context: TrainerContext, ranks: Ranks) -> None:
                 log.info("step committed", extra={"step": step})
             step_done(step)
     publisher.publish(config.steps + 1, updater.policy.model)
-    publisher.settle()
-    checkpointer.settle()
     # The job succeeds as soon as one worker exits 0, so all ranks wait here until uploads are done.
-    ranks.barrier()
+    ranks.wait_for_all(lambda: settle(publisher, checkpointer))
+
+
+def settle(*tasks: Background) -> None:
+    """Waits for what runs in the background. Raises its error."""
+    for task in tasks:
+        task.settle()
 
 
 def trace(
@@ -344,9 +349,12 @@ def initial_model(path: str, store: ObjectStore, ranks: Ranks, settings: Trainer
     if directory is not None:
         return directory
     directory = settings.scratch / "model"
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-        fetch_model(path, store, directory)
-    ranks.barrier()  # no rank reads a model that is not complete
+
+    def fetch_once() -> None:
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            fetch_model(path, store, directory)
+
+    ranks.wait_for_all(fetch_once)  # no rank reads a model that is not complete
     return directory
 
 

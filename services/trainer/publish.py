@@ -58,8 +58,7 @@ class WeightPublisher(Background):
         Every rank calls it and contributes its shards; rank 0 uploads. A version that exists is not
         published again. Raises the error of the version before, if that failed.
         """
-        self.settle()
-        if self._ranks.from_main(lambda: self._published(version)):
+        if self._ranks.from_main(lambda: self._settled_and_published(version)):
             return
         weights = self._copy(model)
         if self._ranks.is_main:
@@ -67,12 +66,12 @@ class WeightPublisher(Background):
             self.begin(partial(self._upload, version, model, weights, self._recorded))
 
     def wait_until_recorded(self) -> None:
-        """Waits until the version exists; its broadcast may go on. Raises the error of publishing.
+        """Waits until the version exists; its broadcast may go on. Every rank calls it.
 
-        Only rank 0 has anything to wait for.
+        Raises the error of publishing.
         """
-        if self._recorded is not None:
-            self._recorded.result()
+        recorded = self._recorded
+        self._ranks.from_main(lambda: None if recorded is None else recorded.result())
 
     def _copy(self, model: nn.Module) -> dict[str, Tensor]:
         """Copies the weights to the CPU of rank 0; tied weights stay one tensor.
@@ -96,7 +95,8 @@ class WeightPublisher(Background):
             self._copies[name] = torch.empty_like(tensor, device="cpu", dtype=floating)
         self._copies[name].copy_(tensor)
 
-    def _published(self, version: int) -> bool:
+    def _settled_and_published(self, version: int) -> bool:
+        self.settle()
         return none_if_missing(lambda: self._buffer.weights(version)) is not None
 
     def _upload(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,7 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from services.common.threads import start_detached
+
 Value = TypeVar("Value")
+
+KEEP_ALIVE_S = 10.0
+"""Seconds after which ranks that wait for another one hear that it is still working."""
 
 _memory: Any = torch.utils.deterministic
 
@@ -73,15 +79,30 @@ class Ranks:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=self.group)
         return int(largest)
 
-    def barrier(self) -> None:
-        """Returns when every rank has called it."""
-        self.all_reduce_max(0)  # by gloo: `dist.barrier` would take NCCL where there is a GPU
+    def wait_for_all(self, function: Callable[[], Value]) -> Value:
+        """Calls `function` on every rank; returns its result when it has returned on all of them.
 
-    def from_main(self, function: Callable[[], Value]) -> Value:
-        """Calls `function` on rank 0 alone, and returns its result on every rank."""
+        It may take as long as it likes on any rank, while another collective fails after half an
+        hour. It must not contain a collective itself.
+        """
         if self.size == 1:
             return function()
-        box = [function() if self.is_main else None]
+        call = start_detached(function)
+        while True:
+            wait([call], timeout=KEEP_ALIVE_S)
+            if call.done():
+                call.result()  # An error ends this rank at once, and the others with it.
+            if not self.all_reduce_max(int(not call.done())):
+                return call.result()
+
+    def from_main(self, function: Callable[[], Value]) -> Value:
+        """Calls `function` on rank 0 alone, and returns its result on every rank.
+
+        It may take as long as it likes, as in `wait_for_all`.
+        """
+        if self.size == 1:
+            return function()
+        box = [self.wait_for_all(function if self.is_main else lambda: None)]
         dist.broadcast_object_list(box, group=self.group)
         result: Any = box[0]
         return result  # type: ignore[no-any-return]
