@@ -28,16 +28,22 @@ TURN_LOCK = 0x6261706F
 """Key of the advisory lock that lets one run at a time take its turn."""
 
 
-def begin_attempt(session: Session, name: str) -> Run:
+def begin_attempt(session: Session, name: str, *, reopen: bool) -> Run:
     """Supersedes all processes of the run and rewinds it to its last checkpoint.
 
-    Both happen in one transaction, so no process sees the new attempt with the old state. Raises
-    409 while the run is being deleted.
+    Both happen in one transaction, so no process sees the new attempt with the old state. A paused
+    run stays paused, unless `reopen` is true.
+
+    Raises 409 while the run is being deleted, and for a run that was stopped or has failed, unless
+    `reopen` is true.
     """
     run = lock_any_attempt(session, name)
     _refuse_deleting(run)
+    if not reopen:
+        _refuse_ended(run)
     run.attempt += 1
-    run.status = "running"
+    if reopen or run.status != "paused":
+        run.status = "running"
     checkpoint = latest_checkpoint(session, run)
     rewind_run(session, run, 0 if checkpoint is None else checkpoint.number)
     return run
@@ -57,8 +63,8 @@ def take_turn(session: Session, name: str, *, reopen: bool, workflow: str | None
     session.execute(select(func.pg_advisory_xact_lock(TURN_LOCK)))
     run = lock_any_attempt(session, name)
     _refuse_deleting(run)
-    if run.status in ("stopped", "failed") and not reopen:
-        raise conflict(f"run {name!r} is {run.status}; {how_to_continue(run)}")
+    if not reopen:
+        _refuse_ended(run)
     if workflow is not None:
         run.workflow = workflow
     if run.status in ("running", "paused", "finished"):
@@ -144,6 +150,11 @@ def delete_run(service: Service, name: str) -> None:
         for table in (BatchMemberRow, BufferEntry, PromptDifficulty, RolloutGroup):
             session.execute(delete(table).where(table.run_id == run.id))
         session.delete(run)
+
+
+def _refuse_ended(run: Run) -> None:
+    if run.status in ("stopped", "failed"):
+        raise conflict(f"run {run.name!r} is {run.status}; {how_to_continue(run)}")
 
 
 def _refuse_deleting(run: Run) -> None:

@@ -91,7 +91,7 @@ def execute(run: LocalRun, model: Path) -> RunHistory:
     config_text = yaml.safe_dump(run.config.model_dump(mode="json"), sort_keys=False)
     (run.directory / "config.yaml").write_text(config_text)
     client = run.client
-    state = client.begin_attempt()
+    state = client.begin_attempt(reopen=True)
     if state.attempt > 1:
         run.console.print(_describe_start(state), highlight=False, markup=False)
     scratch = Path(tempfile.mkdtemp(prefix=f"{run.config.name}-", dir=_scratch_directory(run.home)))

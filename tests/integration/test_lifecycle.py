@@ -69,9 +69,23 @@ def test_a_stopped_run_refuses_its_processes_until_a_new_attempt(driver: Driver)
         driver.client.step_prompts(2)
     with pytest.raises(ServiceError, match="is stopped, not paused"):
         driver.client.resume()
-    state = driver.client.begin_attempt()
+    with pytest.raises(ServiceError, match="is stopped; continue it with `bapo run --resume`"):
+        driver.client.begin_attempt()
+    state = driver.client.begin_attempt(reopen=True)
     assert (state.status, state.current_step) == ("running", 0), "there was no checkpoint"
     driver.run_step(1)
+
+
+def test_a_trainer_that_starts_again_ends_neither_a_pause_nor_a_stop(driver: Driver) -> None:
+    driver.client.pause()
+    before = driver.client.attempt
+    state = driver.client.begin_attempt()
+    assert (state.status, state.attempt) == ("paused", before + 1)
+    assert driver.client.begin_attempt(reopen=True).status == "running"
+    driver.client.set_status("failed")
+    with pytest.raises(ServiceError, match="is failed; continue it with"):
+        driver.client.begin_attempt()
+    assert driver.client.run_state().status == "failed"
 
 
 # ---- the queue ----------------------------------------------------------------------------------

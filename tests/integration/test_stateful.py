@@ -248,7 +248,7 @@ class StepProtocol(RuleBasedStateMachine):
         )
         state = self.client.begin_attempt()
         self.model.rewind(self.checkpoint)
-        self.paused = False
+        assert state.status == ("paused" if self.paused else "running")
         assert state.current_step == self.checkpoint
         step = self.next_step(0)
         calls: list[Callable[[], object]] = [

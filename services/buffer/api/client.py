@@ -203,12 +203,16 @@ class BufferClient:
         """Returns the run: its configuration, its status and its last committed step."""
         return self._call(wire.RunState, "GET", f"/v1/runs/{self.run}")
 
-    def begin_attempt(self) -> wire.RunState:
+    def begin_attempt(self, *, reopen: bool = False) -> wire.RunState:
         """Begins a new attempt, on whose behalf this client acts from now on.
 
-        Supersedes every other process of the run and rewinds it to its last checkpoint.
+        Supersedes every other process of the run and rewinds it to its last checkpoint. reopen:
+        continue a run that was stopped or has failed, and end a pause, as a person asks for.
+
+        Raises `ServiceError` (409) for a stopped or failed run without `reopen`.
         """
-        state = self._call(wire.RunState, "POST", f"/v1/runs/{self.run}/attempts")
+        path = f"/v1/runs/{self.run}/attempts"
+        state = self._call(wire.RunState, "POST", path, params={"reopen": reopen})
         self.attempt = state.attempt
         return state
 

@@ -88,10 +88,13 @@ def end_run(
 
 
 @router.post("/runs/{name}/attempts", tags=["runs"], dependencies=RUN)
-def begin_attempt(service: ServiceDep, name: RunName) -> wire.RunState:
-    """Begins a new attempt: supersedes earlier ones, and rewinds to the last checkpoint."""
+def begin_attempt(service: ServiceDep, name: RunName, reopen: bool = False) -> wire.RunState:
+    """Begins a new attempt: supersedes earlier ones, and rewinds to the last checkpoint.
+
+    With `reopen`, a run that was stopped or has failed is continued, and a pause ends.
+    """
     with service.write_transaction(name) as session:
-        return runs.run_state(lifecycle.begin_attempt(session, name))
+        return runs.run_state(lifecycle.begin_attempt(session, name, reopen=reopen))
 
 
 @router.post("/runs/{name}/turn", tags=["runs"], dependencies=RUN)
