@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
@@ -10,14 +10,28 @@ from services.buffer.api import wire
 from services.buffer.tables import Replica, Run
 
 
-def record_heartbeat(session: Session, run: Run, name: str, report: wire.ReplicaReport) -> None:
-    """Stores the latest report of a replica and the time of its arrival."""
-    values = report.model_dump() | {"last_seen": func.now()}
+def record_heartbeat(session: Session, run: Run, name: str, report: wire.ReplicaReport) -> bool:
+    """Stores the latest report of a replica and the time of its arrival.
+
+    Returns whether it differs from the report before.
+    """
+    reported = report.model_dump()
+    unchanged = session.execute(
+        update(Replica)
+        .where(Replica.run_id == run.id, Replica.name == name)
+        .where(*(getattr(Replica, key) == value for key, value in reported.items()))
+        .values(last_seen=func.now())
+        .returning(Replica.name)
+    )
+    if unchanged.first() is not None:
+        return False
+    values = reported | {"last_seen": func.now()}
     session.execute(
         insert(Replica)
         .values(run_id=run.id, name=name, **values)
         .on_conflict_do_update(index_elements=["run_id", "name"], set_=values)
     )
+    return True
 
 
 def list_replicas(session: Session, run: Run) -> list[wire.ReplicaView]:

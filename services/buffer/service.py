@@ -44,6 +44,10 @@ class Service:
         """Opens a transaction on a run, and wakes all `wait_until` of the run after its commit."""
         with self.sessions.begin() as session:
             yield session
+        self.wake_waiting(run)
+
+    def wake_waiting(self, run: str) -> None:
+        """Makes all `wait_until` of the run look again."""
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._notify, run)
 
@@ -70,7 +74,7 @@ class Service:
     ) -> T:
         """Returns the first ready result of `attempt`, or its last one after `seconds`.
 
-        Calls `attempt` in a thread, after every transaction on the run and every `RECHECK_S`.
+        Calls `attempt` in a thread, after every `wake_waiting` of the run and every `RECHECK_S`.
         Waiting itself takes no thread, so any number of requests may wait.
         """
         deadline = monotonic() + seconds

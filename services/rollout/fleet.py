@@ -275,8 +275,13 @@ class Fleet:
     # -- discovery
 
     async def _watch(self) -> None:
+        polled, polled_at = "", 0.0
         while True:
             digest = self._awaited_digest
+            if digest and digest == polled:
+                # Requests still wait for it: what serves it is lost, has failed, or is full.
+                await asyncio.sleep(polled_at + POLL_INTERVAL_S - time.monotonic())
+            polled, polled_at = digest, time.monotonic()
             try:
                 views = await run_detached(
                     self._buffer.replicas, serving=digest, wait=LONG_POLL_S if digest else 0.0

@@ -13,13 +13,16 @@ import queue
 import secrets
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psycopg
 import pytest
 import torch
 import uvicorn
@@ -787,6 +790,66 @@ def test_prompts_of_stopped_and_silent_replicas_are_retried_elsewhere(
             silent.hold.set()
 
     run(work())
+
+
+def test_a_lost_replica_that_has_the_weights_is_asked_for_at_intervals(
+    testbed: Testbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "POLL_INTERVAL_S", 0.5)
+    stored = testbed.publish(1, "one")
+    lost = buffer_wire.ReplicaView(
+        name="lost",
+        url="http://127.0.0.1:1",
+        state="serving",
+        loaded_version=1,
+        manifest_digest=stored.manifest_digest,
+        last_seen=datetime.now(UTC),
+        silent_s=600.0,
+    )
+    polls: list[str] = []
+
+    class Answering:
+        """Answers at once, as the buffer service does once a replica has the weights."""
+
+        def replicas(self, *, serving: str, wait: float) -> list[buffer_wire.ReplicaView]:  # noqa: ARG002
+            polls.append(serving)
+            return [lost]
+
+    async def work() -> None:
+        fleet = Fleet(Answering(), "token")  # type: ignore[arg-type]
+        async with fleet.watched():
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(1.2):
+                    await fleet.wait_until_served(request_for(stored))
+
+    run(work())
+    # One poll before the request waits, one for it at once, and two more half a second apart.
+    assert polls.count(stored.manifest_digest) <= 4
+
+
+def test_the_service_waits_for_a_replica_that_is_alive(testbed: Testbed) -> None:
+    client, stored = testbed.driver.client, testbed.publish(1, "one")
+    report = buffer_wire.ReplicaReport(
+        url="http://127.0.0.1:1",
+        state="serving",
+        loaded_version=1,
+        manifest_digest=stored.manifest_digest,
+    )
+    client.report_replica("alive", report)
+    started = time.monotonic()
+    (view,) = client.replicas(serving=stored.manifest_digest, wait=20)
+    assert view.silent_s < 10
+    assert time.monotonic() - started < 10
+    url = testbed.driver.stack.database_url.replace("postgresql+psycopg", "postgresql")
+    with psycopg.connect(url) as connection:
+        connection.execute("update replica set last_seen = last_seen - interval '1 minute'")
+    started = time.monotonic()
+    (view,) = client.replicas(serving=stored.manifest_digest, wait=1)
+    assert view.silent_s > 50
+    assert time.monotonic() - started >= 1
+    client.report_replica("alive", report)  # An equal report is a heartbeat, too.
+    (view,) = client.replicas()
+    assert view.silent_s < 10
 
 
 def test_without_any_replica_the_fleet_waits(

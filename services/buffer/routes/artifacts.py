@@ -120,7 +120,7 @@ async def list_replicas(
 ) -> list[wire.ReplicaView]:
     """Lists rollout replicas and the weights they have loaded.
 
-    With `serving`, waits until one of them has loaded the weights with this digest.
+    With `serving`, waits until one of them has loaded the weights with this digest and is alive.
     """
 
     def read() -> list[wire.ReplicaView]:
@@ -128,7 +128,10 @@ async def list_replicas(
             return replicas.list_replicas(session, runs.get_run(session, name))
 
     def served(replicas: list[wire.ReplicaView]) -> bool:
-        return any(replica.manifest_digest == serving for replica in replicas)
+        return any(
+            replica.manifest_digest == serving and replica.silent_s < wire.HEARTBEAT_TIMEOUT_S
+            for replica in replicas
+        )
 
     return await service.wait_until(name, wait if serving else 0, read, served)
 
@@ -138,8 +141,11 @@ def report_replica(
     service: ServiceDep, name: RunName, replica: ReplicaName, body: wire.ReplicaReport
 ) -> None:
     """Records the state that a rollout replica reports; the report is its heartbeat, too."""
-    with service.write_transaction(name) as session:
-        replicas.record_heartbeat(session, runs.get_run(session, name), replica, body)
+    with service.sessions.begin() as session:
+        changed = replicas.record_heartbeat(session, runs.get_run(session, name), replica, body)
+    # Every replica reports every two seconds, which would make every waiting request read again.
+    if changed:
+        service.wake_waiting(name)
 
 
 # ---- spans --------------------------------------------------------------------------------------
