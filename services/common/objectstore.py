@@ -50,7 +50,7 @@ reads nothing for many seconds."""
 REPEATS = 2
 """Repetitions of a transfer whose connection breaks in mid-body, which retries do not cover."""
 TRANSFERS = 4
-"""Files of a directory that are transferred at the same time."""
+"""Objects that are transferred at the same time, such as the files of a directory."""
 
 
 class ObjectStoreError(BapoError):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import pyarrow as pa
@@ -15,10 +16,15 @@ from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from bapo_core.seeding import derive_rng
 from bapo_core.types import DEMONSTRATED
-from services.buffer.api.trajectories import SCHEMA, decode_proximal, read_trajectories
+from services.buffer.api.trajectories import (
+    PROXIMAL_SCHEMA,
+    SCHEMA,
+    read_proximal,
+    read_trajectories,
+)
 from services.buffer.api.wire import ManifestMember
 from services.common.images import stored_images
-from services.common.objectstore import ObjectStore
+from services.common.objectstore import TRANSFERS, ObjectStore
 from services.model.vision import OpenImage, Pixels, VisionProcessor
 from services.trainer.attention import Sequences
 from services.trainer.demonstrations import DemonstrationEncoder
@@ -177,8 +183,8 @@ class TrajectoryReader:
         vision: VisionProcessor | None = None,
         encoder: DemonstrationEncoder | None = None,
     ) -> None:
-        """keep: how many objects stay in memory. vision: the processor of a model that reads
-        images. encoder: the encoder of demonstrations, if batches may have any."""
+        """keep: how many objects stay in memory between batches. vision: the processor of a model
+        that reads images. encoder: the encoder of demonstrations, if batches may have any."""
         self._store, self._keep, self._vision = store, keep, vision
         self._encoder = encoder
         self._images = stored_images(store)
@@ -189,7 +195,9 @@ class TrajectoryReader:
 
         Raises `ObjectStoreError` for an object whose digest is not the manifest's.
         """
-        rows = [self._rows(member) for member in members]
+        digests = {member.object_key: member.object_digest for member in members}
+        tables = self._tables_of(digests, read_trajectories)
+        rows = [self._rows(member, tables[member.object_key]) for member in members]
         batch = collate(members, pa.concat_tables([SCHEMA.empty_table(), *rows]))
         images = [member.images for member in members]
         batch = replace(batch, pixels=read_pixels(images, self._vision, self._images.get))
@@ -197,8 +205,7 @@ class TrajectoryReader:
             return replace(batch, storage_logprobs=self._storage_logprobs(batch))
         return batch
 
-    def _rows(self, member: ManifestMember) -> pa.Table:
-        table = self._table(member.object_key, member.object_digest)
+    def _rows(self, member: ManifestMember, table: pa.Table) -> pa.Table:
         rows = table.slice(member.row_start, member.row_count)
         chosen = rows if member.rows is None else rows.take(pa.array(member.rows, pa.int64()))
         if member.demonstration is None:
@@ -208,29 +215,49 @@ class TrajectoryReader:
         prompt = rows["prompt_token_ids"][0].as_py()
         return pa.concat_tables([chosen, self._encoder.encode(member, prompt)])
 
-    def _table(self, key: str, digest: str) -> pa.Table:
-        if key in self._tables:
+    def _tables_of(
+        self, digests: Mapping[str, str], decode: Callable[[bytes], pa.Table]
+    ) -> dict[str, pa.Table]:
+        """Returns the tables in these objects by key, each of which is read at most once.
+
+        A step's groups lie in as many objects as its rollouts took bundles, in any order.
+        """
+
+        def read(key: str) -> pa.Table:
+            return decode(self._store.get(key, digests[key]))
+
+        missing = [key for key in digests if key not in self._tables]
+        with ThreadPoolExecutor(TRANSFERS) as pool:
+            self._tables |= zip(missing, pool.map(read, missing), strict=True)
+        for key in digests:
             self._tables.move_to_end(key)
-        else:
-            self._tables[key] = read_trajectories(self._store.get(key, digest))
-            if len(self._tables) > self._keep:
-                self._tables.popitem(last=False)
-        return self._tables[key]
+        tables = {key: self._tables[key] for key in digests}
+        while len(self._tables) > self._keep:
+            self._tables.popitem(last=False)
+        return tables
 
     def _storage_logprobs(self, batch: Batch) -> Tensor:
-        logprobs = torch.full(batch.mask.shape, torch.nan)
-        objects: dict[str, dict[int, list[list[float]]]] = {}
-        row = 0
+        digests = {
+            member.proximal_key: member.proximal_digest
+            for member in batch.members
+            if member.proximal_key is not None and member.proximal_digest is not None
+        }
+        tables = self._tables_of(digests, read_proximal)
+        recorded, found = [PROXIMAL_SCHEMA.empty_table()], []
         for member in batch.members:
-            key, digest = member.proximal_key, member.proximal_digest
             # They are of whole groups, and only whole ones are replayed with `ratio: decoupled`.
-            if key is not None and digest is not None and member.rows is None:
-                if key not in objects:
-                    objects[key] = decode_proximal(self._store.get(key, digest))
-                for offset, values in enumerate(objects[key][member.group_id]):
-                    logprobs[row + offset, : len(values)] = torch.tensor(values)
-            row += member.response_count
-        return logprobs
+            table = None if member.rows is not None else tables.get(member.proximal_key or "")
+            if table is not None:
+                recorded.append(table.filter(pc.equal(table["group_id"], member.group_id)))
+            found.append(table is not None)
+        values = _values(pc.list_flatten(pa.concat_tables(recorded)["logprobs"]))
+        present = batch.mask & torch.tensor(found, dtype=torch.bool)[batch.member][:, None]
+        if len(values) != int(present.sum()):
+            raise ValueError(
+                f"{len(values)} log-probs of the storage step were recorded for "
+                f"{int(present.sum())} tokens"
+            )
+        return torch.full(batch.mask.shape, torch.nan).masked_scatter_(present, values)
 
 
 def read_pixels(

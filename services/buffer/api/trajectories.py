@@ -419,9 +419,9 @@ def encode_proximal(logprobs: dict[int, list[list[float]]]) -> bytes:
     return write_table(pa.Table.from_pylist(rows, schema=PROXIMAL_SCHEMA))
 
 
-def decode_proximal(data: bytes) -> dict[int, list[list[float]]]:
-    """Decodes what `encode_proximal` returned. Raises `TrajectoryError` for anything else."""
-    logprobs: dict[int, list[list[float]]] = {}
-    for row in read_table(data, PROXIMAL_SCHEMA).to_pylist():
-        logprobs.setdefault(row["group_id"], []).append(row["logprobs"])
-    return logprobs
+def read_proximal(data: bytes) -> pa.Table:
+    """Decodes what `encode_proximal` returned to a table of `PROXIMAL_SCHEMA`.
+
+    The responses of a group are in order. Raises `TrajectoryError` for anything else.
+    """
+    return read_table(data, PROXIMAL_SCHEMA)

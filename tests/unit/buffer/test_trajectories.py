@@ -16,9 +16,9 @@ from services.buffer.api.trajectories import (
     TrajectoryResponse,
     check_groups,
     decode_groups,
-    decode_proximal,
     encode_groups,
     encode_proximal,
+    read_proximal,
     read_trajectories,
     write_table,
 )
@@ -163,4 +163,8 @@ def test_other_formats_are_refused() -> None:
 
 def test_storage_step_log_probs_survive() -> None:
     scores = {7: [[-1.0, -2.0], [-0.5]], 9: [[-3.0]]}
-    assert decode_proximal(encode_proximal(scores)) == scores
+    assert read_proximal(encode_proximal(scores)).to_pylist() == [
+        {"group_id": group_id, "response_index": index, "logprobs": values}
+        for group_id, responses in scores.items()
+        for index, values in enumerate(responses)
+    ]

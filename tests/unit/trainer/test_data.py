@@ -250,3 +250,30 @@ def test_an_object_is_read_once_while_it_is_among_the_recent_ones() -> None:
     for index, reads in ((0, 1), (1, 2), (0, 2), (2, 3), (0, 3), (1, 4)):
         reader.batch([member(index, 1, keys[index], 0, None)])
         assert store.reads == reads
+
+
+def test_a_batch_reads_each_of_its_objects_once() -> None:
+    """Its groups lie in more objects than stay in memory, and in another order."""
+    store = MemoryStore()
+    response = TrajectoryResponse([1, 2], [-1.0, -2.0], 1.0, "stop", "", correct=True)
+    keys = [
+        store.put(
+            encode_groups([TrajectoryGroup(str(n + 3 * k), [n], 1, [response]) for k in range(2)])
+        )
+        for n in range(3)
+    ]
+    members = [member(n + 3 * k, 1, keys[n], k, None) for k in range(2) for n in range(3)]
+    batch = TrajectoryReader(cast(ObjectStore, store), keep=1).batch(members)
+    assert store.reads == 3
+    assert batch.tokens[:, 0].tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_recorded_log_probs_of_other_responses_are_refused() -> None:
+    store = MemoryStore()
+    response = TrajectoryResponse([1, 2], [-1.0, -2.0], 1.0, "stop", "", correct=True)
+    key = store.put(encode_groups([TrajectoryGroup("0", [1], 1, [response])]))
+    proximal = store.put(encode_proximal({0: [[-1.0]]}))
+    with pytest.raises(ValueError, match=r"1 log-probs of the storage step .* for 2 tokens"):
+        TrajectoryReader(cast(ObjectStore, store)).batch(
+            [member(0, 1, key, 0, proximal)], with_storage=True
+        )
