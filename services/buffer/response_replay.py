@@ -6,10 +6,11 @@ groups, so a rewind has nothing to undo.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from sqlalchemy import select
-from sqlalchemy.orm import Session
+from sqlalchemy import ColumnElement, select, true
+from sqlalchemy.orm import Session, aliased
 
 from bapo_core.config import RunConfig
 from bapo_core.response_replay import StoredResponse, choose_responses, receives_responses
@@ -38,7 +39,8 @@ def choose_replayed(
         for rank, group in enumerate(fresh)
         if receives_responses(group, settings, revisited=rank < first)
     ]
-    cache = _read_cache(session, run, step, [group.prompt_uid for group in groups])
+    uids = [group.prompt_uid for group in groups]
+    cache = _read_cache(session, run, config, step, uids)
     chosen = {
         group.group_id: choose_responses(
             cache.get(group.prompt_uid, []),
@@ -51,23 +53,40 @@ def choose_replayed(
 
 
 def _read_cache(
-    session: Session, run: Run, step: int, uids: Sequence[str]
+    session: Session, run: Run, config: RunConfig, step: int, uids: Sequence[str]
 ) -> dict[str, list[StoredResponse]]:
-    """Returns the responses to these prompts in groups of steps before `step`, oldest first."""
+    """Returns responses to these prompts in groups of steps before `step`, oldest first.
+
+    Of each prompt, only the newest groups are read that `choose_responses` can choose from: a
+    prompt has the more groups, the longer the run.
+    """
+    settings = config.response_replay
+    stored = aliased(RolloutGroup)
+    usable: list[ColumnElement[bool]] = [stored.responses.is_not(None)]
+    groups = math.ceil(settings.cache / config.rollout.group_size)
+    if settings.only_correct:
+        usable.append(stored.correct > 0)
+        groups = settings.cache  # One correct response in each, in the worst case.
+    newest = (
+        select(stored.id)
+        .where(
+            stored.run_id == run.id,
+            stored.prompt_id == PromptRow.id,
+            stored.step < step,
+            stored.kind != "evaluation",
+            *usable,
+        )
+        .order_by(stored.step.desc(), stored.kind.desc())
+        .limit(groups)
+        .correlate(PromptRow)
+        .lateral()
+    )
     rows = session.execute(
         select(*SUMMARY_COLUMNS, RolloutGroup.responses)
-        .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
-        .where(
-            RolloutGroup.run_id == run.id,
-            RolloutGroup.prompt_id.in_(
-                select(PromptRow.id).where(
-                    PromptRow.dataset == run.train_dataset, PromptRow.uid.in_(uids)
-                )
-            ),
-            RolloutGroup.step < step,
-            RolloutGroup.kind != "evaluation",
-            RolloutGroup.responses.is_not(None),
-        )
+        .select_from(PromptRow)
+        .join(newest, true())
+        .join(RolloutGroup, RolloutGroup.id == newest.c.id)
+        .where(PromptRow.dataset == run.train_dataset, PromptRow.uid.in_(uids))
         .order_by(RolloutGroup.step, RolloutGroup.kind)
     )
     cache: dict[str, list[StoredResponse]] = {}

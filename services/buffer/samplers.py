@@ -8,7 +8,9 @@ as the run exists.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from sqlalchemy import delete, select, text
@@ -63,6 +65,31 @@ _COPY_PRIOR = text("""
     join prompt on prompt.id = result.prompt_id
     group by prompt.position
 """)
+
+
+class _RecentDraws:
+    """The draws of recent steps of all runs, which never change."""
+
+    def __init__(self, keep: int) -> None:
+        self._keep, self._lock = keep, threading.Lock()
+        self._draws: OrderedDict[Hashable, tuple[list[int], list[int]]] = OrderedDict()
+
+    def get(
+        self, key: Hashable, compute: Callable[[], tuple[list[int], list[int]]]
+    ) -> tuple[list[int], list[int]]:
+        """Returns the draw of this key, computed if it is none of the recent ones."""
+        with self._lock:
+            draw = self._draws.get(key)
+        if draw is None:
+            draw = compute()
+            with self._lock:
+                self._draws[key] = draw
+                if len(self._draws) > self._keep:
+                    self._draws.popitem(last=False)
+        return draw
+
+
+_DRAWS = _RecentDraws(keep=64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +162,23 @@ def _draw_revisited(
     The others are those of the epoch's permutation, without revisited and, as far as there are
     enough, without retired prompts.
     """
+    as_of = config.sampled_as_of(step)
+    # Every delivery of the step asks for its prompts, and reading all results takes long. They
+    # change only if the commit of `as_of` is undone and made again.
+    committed_at = session.scalar(
+        select(StepRecord.committed_at).where(StepRecord.run_id == run.id, StepRecord.step == as_of)
+    )
+    if as_of > 0 and committed_at is None:
+        return _compute_revisited(session, run, config, step)
+    return _DRAWS.get(
+        (run.id, step, as_of, committed_at),
+        lambda: _compute_revisited(session, run, config, step),
+    )
+
+
+def _compute_revisited(
+    session: Session, run: Run, config: RunConfig, step: int
+) -> tuple[list[int], list[int]]:
     as_of, size = config.sampled_as_of(step), config.rollout.group_size
     in_epoch = _epoch_positions(session, run, config, step)
     if not _has_reached(session, run, config.sampler.revisit_above, as_of):
