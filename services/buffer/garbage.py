@@ -25,6 +25,10 @@ def collect_garbage(service: Service, *, dry_run: bool) -> wire.Garbage:
 
     Deletes orphans older than `MIN_ORPHAN_AGE`, unless `dry_run`.
     """
+    # An object is stored before its row. So rows are read before the listing, for what is missing
+    # from it, and after it, for what in it has no row: a run that goes on meanwhile adds to both.
+    with service.sessions() as session:
+        needed = _referenced_objects(session)
     stored = {
         item.key: item.modified
         for prefix in ("runs/", "models/", "images/", "imports/")
@@ -42,15 +46,24 @@ def collect_garbage(service: Service, *, dry_run: bool) -> wire.Garbage:
         and not _belongs_to(key, runs)
         and (dry_run or modified < datetime.now(UTC) - MIN_ORPHAN_AGE)
     )
-    referenced = keys | {f"{prefix}/{MANIFEST}" for prefix in prefixes}
+    needed &= _objects_of(keys, prefixes)  # without what was deleted meanwhile
     if not dry_run:
         service.store.delete(orphans)
     return wire.Garbage(
         orphans=orphans,
         objects=len(stored),
-        missing=sorted(referenced - stored.keys()),
+        missing=sorted(needed - stored.keys()),
         deleted=0 if dry_run else len(orphans),
     )
+
+
+def _referenced_objects(session: Session) -> set[str]:
+    return _objects_of(_referenced_keys(session), _referenced_prefixes(session))
+
+
+def _objects_of(keys: Iterable[str], prefixes: Iterable[str]) -> set[str]:
+    """Returns the objects that must exist: of a prefix, its manifest."""
+    return {*keys, *(f"{prefix}/{MANIFEST}" for prefix in prefixes)}
 
 
 def _referenced_keys(session: Session) -> Iterable[str]:

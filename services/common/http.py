@@ -13,6 +13,10 @@ from services.common.errors import ServiceError, ServiceUnavailable, Superseded
 GIVE_UP_AFTER_S = 60.0
 """Seconds for which a call is repeated: longer than a service takes to move to another machine, and
 short enough that a lost service does not block a run."""
+_CONNECT_S = 5.0
+UNHURRIED = httpx.Timeout(3600.0, connect=_CONNECT_S)
+"""Time-out of a call for which the service does all its work before it answers. Sent again while
+the first is still at work, it would be done twice."""
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
@@ -41,7 +45,7 @@ class HttpClient:
         self._client = httpx.Client(
             base_url=url,
             headers={"Authorization": f"Bearer {token}"},
-            timeout=httpx.Timeout(timeout_s, connect=5.0),
+            timeout=httpx.Timeout(timeout_s, connect=_CONNECT_S),
             # Below the 5 seconds after which our servers close an idle connection.
             limits=httpx.Limits(keepalive_expiry=2.0),
         )

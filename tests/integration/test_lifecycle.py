@@ -11,12 +11,15 @@ from pathlib import Path
 import httpx
 import psycopg
 import pytest
+from sqlalchemy import create_engine
 
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import encode_groups
+from services.buffer.garbage import collect_garbage
+from services.buffer.service import Service
 from services.common import layout
 from services.common.errors import ServiceError, Superseded
-from services.common.objectstore import ObjectStore
+from services.common.objectstore import ObjectStore, StoredObject
 from services.model.stored import fetch_model, store_model
 from services.stack.stack import Endpoints
 from tests.integration.driver import Driver, create_run, small_config, stop_open_runs
@@ -259,6 +262,24 @@ def test_initial_models_are_kept_as_long_as_a_run_names_them(
     driver.client.delete_run()
     assert key in Driver(stack, small_config("without")).client.collect_garbage().orphans
     assert fetch_model(path, store, tmp_path / "again").joinpath("config.json").is_file()
+
+
+def test_what_is_delivered_during_the_listing_is_not_missing(
+    driver: Driver, stack: Endpoints
+) -> None:
+    class Listing(ObjectStore):
+        def listing(self, prefix: str) -> list[StoredObject]:
+            listed = super().listing(prefix)
+            if prefix == "runs/":
+                driver.run_step(1)
+            return listed
+
+    engine = create_engine(stack.database_url)
+    garbage = collect_garbage(Service(engine, Listing(stack.object_store)), dry_run=True)
+    engine.dispose()
+    mine = f"runs/{driver.config.name}/"
+    assert driver.client.recorded_batch(1).members
+    assert not [key for key in garbage.missing + garbage.orphans if key.startswith(mine)]
 
 
 def test_a_lost_object_is_reported(driver: Driver, stack: Endpoints) -> None:

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 
 from services.buffer.api import wire
 from services.common.errors import ServiceError
-from services.common.http import GIVE_UP_AFTER_S, HttpClient
+from services.common.http import GIVE_UP_AFTER_S, UNHURRIED, HttpClient
 from services.common.scopes import Scope
 
 Model = TypeVar("Model")
@@ -197,7 +197,7 @@ class BufferClient:
 
         Raises `ServiceError` (409) while the run is running or paused.
         """
-        self._send("DELETE", f"/v1/runs/{self.run}")
+        self._send("DELETE", f"/v1/runs/{self.run}", timeout=UNHURRIED)
 
     def run_state(self) -> wire.RunState:
         """Returns the run: its configuration, its status and its last committed step."""
@@ -531,7 +531,8 @@ class BufferClient:
 
     def collect_garbage(self, *, dry_run: bool = True) -> wire.Garbage:
         """Lists objects that no row refers to; deletes those older than a day unless `dry_run`."""
-        return self._call(wire.Garbage, "POST", "/v1/gc", params={"dry_run": dry_run})
+        query = {"dry_run": dry_run}
+        return self._call(wire.Garbage, "POST", "/v1/gc", params=query, timeout=UNHURRIED)
 
 
 def _parts(prompts: Sequence[wire.PromptItem]) -> Iterator[list[wire.PromptItem]]:
