@@ -33,25 +33,30 @@ MAX_VERSIONS = 1000
 # ---- weights ------------------------------------------------------------------------------------
 
 
-def publish_weights(session: Session, run: Run, version: int, digest: str) -> wire.StoredVersion:
-    """Records a version of the weights, whose objects are written already.
+def publish_weights(
+    session: Session, run: Run, version: int, digest: str
+) -> tuple[wire.StoredVersion, list[str]]:
+    """Records a version of the weights, whose objects this attempt has written already.
 
     A version that a rewind set aside is the same again if its digest is, and its groups are valid.
-    If its digest differs, the groups of this and of all later versions are deleted. Raises 400 for
-    a version above the current step + 1, and 409 if the version was published with another digest.
+    If its digest differs, the groups of this and of all later versions are deleted.
+
+    Returns the version, and the prefixes of objects that may be deleted. Raises 400 for a version
+    above the current step + 1, and 409 if the version was published with another digest.
     """
     if version > run.current_step + 1:
         raise bad_request(
             f"version {version} does not exist yet: step {run.current_step} is the last committed "
             f"one; publish version {run.current_step + 1} at most"
         )
-    _settle_set_aside(session, run, version, digest)
+    unneeded = _settle_set_aside(session, run, version, digest)
+    written = layout.weights(run.name, version, run.attempt)
     session.execute(
         insert(WeightVersion)
         .values(
             run_id=run.id,
             version=version,
-            uri=layout.weights(run.name, version),
+            uri=written,
             manifest_digest=digest,
             status="published",
         )
@@ -60,7 +65,9 @@ def publish_weights(session: Session, run: Run, version: int, digest: str) -> wi
     stored = get_weights(session, run, version)
     if stored is None or stored.manifest_digest != digest:
         raise conflict(f"version {version} of run {run.name!r} was published with other weights")
-    return stored
+    # Replicas may be fetching the equal objects of an earlier attempt, so those stay. A rewind
+    # without a new attempt leads to the same prefix again.
+    return stored, [prefix for prefix in {*unneeded, written} if prefix != stored.uri]
 
 
 def set_weights_aside(session: Session, run: Run, last_valid: int) -> None:
@@ -105,18 +112,21 @@ def is_set_aside(session: Session, run: Run, version: int) -> bool:
     return row is not None and row.status == "set_aside"
 
 
-def _settle_set_aside(session: Session, run: Run, version: int, digest: str) -> None:
-    """Confirms a version that was set aside, or deletes it and all that were trained after it."""
+def _settle_set_aside(session: Session, run: Run, version: int, digest: str) -> list[str]:
+    """Confirms a version that was set aside, or deletes it and all that were trained after it.
+
+    Returns the prefixes of the objects of those that are deleted.
+    """
     row = session.get(WeightVersion, (run.id, version))
     if row is None or row.status != "set_aside":
-        return
+        return []
     if row.manifest_digest == digest:
         row.status = "published"
         session.flush()
         for name in run_config(run).evaluation_sets_at(version):
             if not missing_groups(session, run, version, "evaluation", name):
                 record_evaluation(session, run, version, name)
-        return
+        return []
     log.warning(
         "version %d of run %s was trained again and differs: its groups, and those of later "
         "versions, are generated anew",
@@ -134,7 +144,8 @@ def _settle_set_aside(session: Session, run: Run, version: int, digest: str) -> 
             RolloutGroup.policy_version.in_(select(WeightVersion.version).where(*invalid)),
         )
     )
-    session.execute(delete(WeightVersion).where(*invalid))
+    deleted = delete(WeightVersion).where(*invalid).returning(WeightVersion.uri)
+    return list(session.scalars(deleted))
 
 
 def get_weights(session: Session, run: Run, version: int) -> wire.StoredVersion | None:
@@ -206,7 +217,10 @@ def record_checkpoint(session: Session, run: Run, step: int, digest: str) -> lis
     session.execute(
         insert(Checkpoint)
         .values(
-            run_id=run.id, step=step, uri=layout.checkpoint(run.name, step), manifest_digest=digest
+            run_id=run.id,
+            step=step,
+            uri=layout.checkpoint(run.name, step, run.attempt),
+            manifest_digest=digest,
         )
         .on_conflict_do_nothing(index_elements=["run_id", "step"])
     )
@@ -263,9 +277,8 @@ def _prune(session: Session, run: Run) -> list[str]:
     latest = steps[: config.checkpoint.keep]
     kept = {*latest, *_best_or_pending(session, run, config, steps)}
     dropped = [step for step in steps if step not in kept]
-    session.execute(
-        delete(Checkpoint).where(Checkpoint.run_id == run.id, Checkpoint.step.in_(dropped))
-    )
+    deleted = delete(Checkpoint).where(Checkpoint.run_id == run.id, Checkpoint.step.in_(dropped))
+    unneeded = list(session.scalars(deleted.returning(Checkpoint.uri)))
     oldest_needed = config.schedule.policy_version(min(latest) + 1)
     stale = list(
         session.scalars(
@@ -288,7 +301,7 @@ def _prune(session: Session, run: Run) -> list[str]:
     ]
     for row in stale:
         row.status = "pruned"
-    return [layout.checkpoint(run.name, step) for step in dropped] + [row.uri for row in stale]
+    return [*unneeded, *(row.uri for row in stale)]
 
 
 def _best_or_pending(

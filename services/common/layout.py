@@ -15,14 +15,18 @@ def run_prefix(run: str) -> str:
     return f"runs/{run}"
 
 
-def weights(run: str, version: int) -> str:
-    """Returns the prefix of a policy version: a Hugging Face model directory and its manifest."""
-    return f"{run_prefix(run)}/weights/v{version}"
+def weights(run: str, version: int, attempt: int) -> str:
+    """Returns the prefix of a policy version: a Hugging Face model directory and its manifest.
+
+    A trainer that was superseded and does not know it yet writes nothing over what another attempt
+    has stored.
+    """
+    return f"{run_prefix(run)}/weights/v{version}-attempt-{attempt}"
 
 
-def checkpoint(run: str, step: int) -> str:
-    """Returns the prefix of the trainer's state after `step`."""
-    return f"{run_prefix(run)}/checkpoints/step-{step}"
+def checkpoint(run: str, step: int, attempt: int) -> str:
+    """Returns the prefix of the trainer's state after `step`, as an attempt has it."""
+    return f"{run_prefix(run)}/checkpoints/step-{step}-attempt-{attempt}"
 
 
 def trajectories(run: str, step: int, kind: str, digest: str) -> str:

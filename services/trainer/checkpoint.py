@@ -99,7 +99,7 @@ class Checkpointer(Background):
         self.begin(partial(self._write, step))
 
     def _write(self, step: int) -> None:
-        prefix = layout.checkpoint(self._buffer.run, step)
+        prefix = layout.checkpoint(self._buffer.run, step, self._buffer.attempt)
         with tempfile.TemporaryDirectory(dir=self._scratch) as directory:
             save({**self._copy, "step": step}, checkpoint_id=directory, process_group=self._group)
             digests = self._store.put_contents(prefix, files_of(Path(directory)))

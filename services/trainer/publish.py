@@ -106,7 +106,8 @@ class WeightPublisher(Background):
         saved = as_saved(model, weights)
         try:
             files = model_files(model, saved, self._source)
-            digest = self._store.put_files(layout.weights(self._buffer.run, version), files)
+            prefix = layout.weights(self._buffer.run, version, self._buffer.attempt)
+            digest = self._store.put_files(prefix, files)
             self._buffer.publish_weights(version, digest)
         except BaseException as error:
             recorded.set_exception(error)

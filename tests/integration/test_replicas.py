@@ -32,6 +32,7 @@ from torch import Tensor
 from bapo_core.errors import BapoError
 from services.buffer.api import wire as buffer_wire
 from services.buffer.api.wire import StoredVersion
+from services.common import layout
 from services.common.errors import ServiceUnavailable
 from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.rollout import fleet as fleet_module
@@ -282,9 +283,10 @@ class Testbed:
         directory = self.scratch / f"published-{version}"
         directory.mkdir(exist_ok=True)
         (directory / "weights").write_text(contents)
-        prefix = f"runs/{self.driver.config.name}/weights/v{version}"
+        client = self.driver.client
+        prefix = layout.weights(client.run, version, client.attempt)
         digest = self.store.put_directory(prefix, directory)
-        return self.driver.client.publish_weights(version, digest)
+        return client.publish_weights(version, digest)
 
     async def start(self, name: str, engine: FakeEngine) -> Replica:
         """Starts a replica, which takes offers if its engine has NCCL."""

@@ -15,6 +15,7 @@ from pydantic import SecretStr
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import TrajectoryGroup, encode_groups
+from services.common import layout
 from services.common.errors import ServiceError, ServiceUnavailable, Superseded
 from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.stack.stack import Endpoints
@@ -318,6 +319,35 @@ def test_an_evaluation_that_ends_while_its_weights_are_set_aside_counts_once_the
     run_steps_with_weights(driver, range(6, 8))
     publish(driver, 8, letter)
     assert [evaluation.version for evaluation in driver.client.evaluations()] == evaluated
+
+
+def test_no_attempt_writes_over_the_weights_of_another(
+    drive: Callable[..., Driver], stack: Endpoints
+) -> None:
+    driver = drive()
+    store = ObjectStore(stack.object_store)
+
+    def upload(version: int, letter: str) -> tuple[str, wire.StoredVersion]:
+        prefix = layout.weights(driver.client.run, version, driver.client.attempt)
+        store.put(f"{prefix}/model", b"")
+        return prefix, driver.client.publish_weights(version, letter * 64)
+
+    first = {}
+    for version in (1, 2, 3):
+        first[version], stored = upload(version, "a")
+        assert stored.uri == first[version]
+        driver.run_step(version)
+    assert driver.client.begin_attempt().current_step == 0
+    # The same weights again: those that replicas may be fetching stay, and the others go.
+    again, stored = upload(1, "a")
+    assert again != stored.uri == first[1]
+    assert (len(store.keys(f"{first[1]}/")), store.keys(f"{again}/")) == (1, [])
+    driver.run_step(1)
+    # Other weights: those of the attempt before go, and so do the ones that were trained from them.
+    other, stored = upload(2, "b")
+    assert other == stored.uri != first[2]
+    assert store.keys(f"{other}/") == [f"{other}/model"]
+    assert store.keys(f"{first[2]}/") == store.keys(f"{first[3]}/") == []
 
 
 def test_groups_of_later_weights_are_deleted_when_other_weights_are_published(

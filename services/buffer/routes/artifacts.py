@@ -9,7 +9,7 @@ from fastapi import APIRouter, Depends, Path, Query
 from services.buffer import artifacts, replicas, runs, spans
 from services.buffer.api import wire
 from services.buffer.routes.common import LARGEST, Attempt, RunName, Step, Version, Wait
-from services.buffer.service import ServiceDep
+from services.buffer.service import Service, ServiceDep
 from services.buffer.tokens import require_scope
 from services.common.problems import not_found
 
@@ -47,7 +47,9 @@ def publish_weights(
     """
     with service.write_transaction(name) as session:
         run = runs.lock_run(session, name, attempt)
-        return artifacts.publish_weights(session, run, version, body.manifest_digest)
+        stored, unneeded = artifacts.publish_weights(session, run, version, body.manifest_digest)
+    _delete_prefixes(service, unneeded)
+    return stored
 
 
 @router.get("/weights/{version}", dependencies=READ)
@@ -100,7 +102,12 @@ def record_checkpoint(
     with service.write_transaction(name) as session:
         run = runs.lock_run(session, name, attempt)
         unneeded = artifacts.record_checkpoint(session, run, step, body.manifest_digest)
-    for prefix in unneeded:
+    _delete_prefixes(service, unneeded)
+
+
+def _delete_prefixes(service: Service, prefixes: list[str]) -> None:
+    """Deletes all objects with these prefixes, which no row points to any more."""
+    for prefix in prefixes:
         service.store.delete(service.store.keys(f"{prefix}/"))
 
 
