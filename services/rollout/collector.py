@@ -85,26 +85,32 @@ class Job:
     evaluation_set: str | None = None
 
 
-def plan_jobs(config: RunConfig, first_step: int) -> Iterator[Job]:
+def plan_jobs(
+    config: RunConfig, first_step: int, evaluated: Collection[tuple[int, str]] = ()
+) -> Iterator[Job]:
     """Yields all jobs from `first_step` to the end of the run, in order.
 
-    Evaluations of earlier steps come first, because a run may have been interrupted before them.
+    Evaluations of earlier steps come first, because a run may have been interrupted before them:
+    all but those that are `evaluated`, as (policy version, evaluation set).
+
     With a lag, versions that the trainer is yet to publish are evaluated when rollouts need newer
     ones, so that these do not wait for them.
     """
     for step in range(1, first_step):
-        yield from _evaluations(config, step)
-    step = evaluated = first_step
+        for job in _evaluations(config, step):
+            if (job.step, job.evaluation_set) not in evaluated:
+                yield job
+    step = next_evaluated = first_step
     while step <= config.steps:
         end = min(config.schedule.sync_window(step).stop, config.steps + 1)
         for t in range(step, end):
             yield Job(t, "fresh")
             if config.reevaluate.enabled and config.schedule.reevaluates_at(t):
                 yield Job(t, "reevaluation")
-        for version in range(evaluated, end - config.sync.lag):
+        for version in range(next_evaluated, end - config.sync.lag):
             yield from _evaluations(config, version)
-        step, evaluated = end, max(evaluated, end - config.sync.lag)
-    for version in range(evaluated, config.steps + 2):
+        step, next_evaluated = end, max(next_evaluated, end - config.sync.lag)
+    for version in range(next_evaluated, config.steps + 2):
         yield from _evaluations(config, version)
 
 
@@ -148,7 +154,7 @@ class _Running:
     async def take_bundle(self, generating: asyncio.Task[None]) -> list[GeneratedGroup]:
         """Takes what is to be delivered together, once there is enough or the time is up.
 
-        Raises the error of `generating` if that has failed.
+        Raises the error of `generating` if that has failed, once all groups have been taken.
         """
         while len(self.groups) < BUNDLE and not generating.done():
             self.changed.clear()
@@ -158,7 +164,7 @@ class _Running:
                     await self.changed.wait()
                 continue
             break
-        if generating.done():
+        if generating.done() and not self.groups:
             generating.result()
         taken, self.groups = self.groups, []
         return taken
@@ -294,7 +300,9 @@ class Collector:
         return state
 
     async def _run_all(self, first_step: int) -> None:
-        for job in plan_jobs(self._config, first_step):
+        sets = await run_detached(self._buffer.evaluation_sets)
+        evaluated = {(row.version, view.name) for view in sets for row in view.evaluations}
+        for job in plan_jobs(self._config, first_step, evaluated):
             await self._run(job)
         await self._limit_running(0)
 

@@ -78,6 +78,22 @@ class ScriptedFleet:
             await asyncio.Event().wait()
 
 
+class RefusingFleet(ScriptedFleet):
+    """Answers some prompts; an engine refuses the next one."""
+
+    async def generate(
+        self,
+        request: GenerateRequest,
+        on_group: Callable[[GeneratedGroup], None],
+        *,
+        indices: Collection[int],
+        unfinished: UnfinishedGroups,
+    ) -> None:
+        answered = sorted(indices)[: self.answers]
+        await super().generate(request, on_group, indices=answered, unfinished=unfinished)
+        raise BapoError("replica r refuses a prompt: it is too long")
+
+
 class SlowFleet(ScriptedFleet):
     """Streams one token of each response, then ends none of them until `release` is set."""
 
@@ -124,6 +140,21 @@ class SlowFleet(ScriptedFleet):
 def journal_keys(driver: Driver, step: int = 1) -> list[str]:
     store = ObjectStore(driver.stack.object_store)
     return store.keys(layout.journal(driver.config.name, step, "fresh", 0))
+
+
+def test_groups_that_ended_before_an_error_are_delivered(stack: Endpoints) -> None:
+    driver = Driver(stack, small_config("refusing"))
+    driver.client.publish_weights(1, "a" * 64)
+
+    async def work() -> None:
+        collector = make_collector(driver, RefusingFleet(answers=3))
+        async with asyncio.timeout(300):
+            await collector._run(Job(1, "fresh"))
+            with pytest.raises(BapoError, match="refuses a prompt"):
+                await collector._limit_running(0)
+
+    asyncio.run(work())
+    assert len(driver.client.step_prompts(1).recorded) == 3
 
 
 def test_a_new_collector_continues_responses_from_the_journal(stack: Endpoints) -> None:

@@ -54,6 +54,15 @@ def test_each_set_has_its_own_interval() -> None:
     ]
 
 
+def test_a_run_that_goes_on_asks_only_for_the_evaluations_that_it_lacks() -> None:
+    config = sets_config("lacking")
+    every = [job for job in plan_jobs(config, 10) if job.kind == "evaluation"]
+    evaluated = {(1, "cd-34"), (1, "cd-4"), (4, "cd-34"), (6, "cd-4")}
+    lacking = [job for job in plan_jobs(config, 10, evaluated) if job.kind == "evaluation"]
+    assert (lacking[0].step, lacking[0].evaluation_set) == (8, "cd-34")
+    assert lacking == every[4:]
+
+
 @pytest.mark.parametrize("v", [1, 2, 5])
 @pytest.mark.parametrize("lag", [0, 1, 4, 20])
 @pytest.mark.parametrize("first", [1, 6])
