@@ -14,6 +14,9 @@ from bapo_core.tasks import Task, get_task
 
 ANSWER = "answer"
 """Name of the part that is the verdict's own reward, which every response has."""
+FAILED = "failed"
+"""Name of the part that is 1 for a response on which the reward function failed: it raised an
+exception or took too long. Other responses lack it, and no weight applies to it."""
 OVERLONG = "overlong"
 """Name of the part that punishes long responses (`overlong_punishment`)."""
 
@@ -25,13 +28,17 @@ def reward_parts(
     tokens: int,
     max_tokens: int,
     settings: RewardConfig,
+    failed: bool = False,
 ) -> dict[str, float]:
     """Returns the parts of a response's reward by name, without weights.
 
     answer: reward of the verdict. parts: further parts of the verdict. tokens: length of the
-    response, of at most `max_tokens`.
+    response, of at most `max_tokens`. failed: whether there is no verdict, because the reward
+    function failed.
     """
     named = {ANSWER: answer, **parts}
+    if failed:
+        named[FAILED] = 1.0
     if settings.overlong_share:
         named[OVERLONG] = overlong_punishment(tokens, max_tokens, settings.overlong_share)
     return named

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
+from bapo_core.rewards import FAILED
 from services.buffer.api.wire import Evaluation, ReplicaView, StepView
 
 PLAIN_EVERY_S = 10.0
@@ -21,6 +22,8 @@ NOTHING_TRAINED = (
     "`bapo group` or in the dashboard (Prompts), and see docs/quickstart.md, `If the reward stays "
     "at 0`"
 )
+FAILED_SHARE = 0.01
+"""Share of responses without a verdict from which on it is said: single ones are hostile input."""
 RECENT = 20
 """Steps over which rates and the mean reward are taken."""
 
@@ -39,6 +42,7 @@ class RunDisplay:
         self._live: Live | None = None
         self._replicas: list[ReplicaView] = []
         self._errors: dict[str, str] = {}
+        self._failures_noted = False
         self._trained = done > 0
         """Whether a step has trained, or it was said that one has not."""
 
@@ -62,6 +66,7 @@ class RunDisplay:
         for step in steps:
             self._recent.append((now, step))
             self._done = step.step
+            self._note_failures(step)
             self._note_empty_batch(step)
         self._evaluations = evaluations
         self._update_replicas(replicas)
@@ -70,6 +75,19 @@ class RunDisplay:
         elif steps and (now - self._last_line > PLAIN_EVERY_S or self._done == self._total):
             self._last_line = now
             self._console.print(self._line(steps[-1]), highlight=False, soft_wrap=True)
+
+    def _note_failures(self, step: StepView) -> None:
+        """Says once that the reward function fails, before what may follow from it."""
+        share = step.reward_parts.get(FAILED, 0.0)
+        if share < FAILED_SHARE or self._failures_noted:
+            return
+        self._failures_noted = True
+        self._console.print(
+            f"note: the reward function failed on {share:.1%} of the responses of step "
+            f"{step.step}, which count as wrong; collector.log among the run's logs says why",
+            highlight=False,
+            markup=False,
+        )
 
     def _note_empty_batch(self, step: StepView) -> None:
         """Says once, before any step has trained, why one did not."""

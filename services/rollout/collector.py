@@ -72,6 +72,8 @@ STREAM_EVERY_TO_INTERRUPT = 1
 """Tokens of a response after which replicas stream them if new weights interrupt rollouts. An
 interruption discards tokens that have not been streamed, whereas the end of a response is streamed
 at once. So any larger number would bias responses towards short ones."""
+FAILURES_TO_GIVE_UP = 32
+"""Responses after which a reward function that has given no verdict ends the run."""
 DELIVER_WITHIN_S = 2.0
 """Seconds after which fewer groups are delivered, which bounds what a collector that dies loses."""
 
@@ -206,6 +208,8 @@ class Collector:
             name: get_task(config.task.name, **options) for name, options in self._options.items()
         }
         check_reward(self._tasks[None], config.reward)
+        self._judged = self._failures = 0
+        """Responses so far on which the reward function gave a verdict, and on which it failed."""
         self._version = 0
         self._running: dict[asyncio.Task[bool], _Running] = {}
         self._spans = SpanRecorder(buffer, "collector")
@@ -582,6 +586,7 @@ class Collector:
                     for prompt, answers in zip(prompts, texts, strict=True)
                 ],
             )
+        self._note_failures([verdict for group in verdicts for verdict in group])
         groups = [
             TrajectoryGroup(
                 prompt_uid=prompt.uid,
@@ -614,6 +619,35 @@ class Collector:
         log.info("%d %s groups delivered", len(groups), job.kind, extra={"step": job.step})
         return accepted.complete
 
+    def _note_failures(self, verdicts: Sequence[ItemVerdict]) -> None:
+        """Logs failures of the reward function.
+
+        Raises `BapoError` if it has failed on all responses so far, once these are enough: such a
+        run would train on nothing, or on wrong rewards.
+        """
+        failures = [verdict for verdict in verdicts if verdict.failed]
+        self._judged += len(verdicts) - len(failures)
+        if not failures:
+            return
+        self._failures += len(failures)
+        first = failures[0]
+        reason = first.detail or (
+            "no verdict within the verifier's deadline"
+            if first.status == "timeout"
+            else "it exited"
+        )
+        if not self._judged and self._failures >= FAILURES_TO_GIVE_UP:
+            raise BapoError(
+                f"the reward function of task {self._config.task.name} failed on all "
+                f"{self._failures} responses so far: {reason}; mend its `verify`"
+            )
+        log.warning(
+            "the reward function failed on %d of %d responses, which count as wrong: %s",
+            len(failures),
+            len(verdicts),
+            reason,
+        )
+
     def _score_response(
         self,
         response: GeneratedResponse,
@@ -629,6 +663,7 @@ class Collector:
             tokens=len(response.token_ids),
             max_tokens=self._config.rollout.max_response_tokens,
             settings=settings,
+            failed=verdict.failed,
         )
         return TrajectoryResponse(
             response.token_ids,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Callable, Collection
+import itertools
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -32,6 +33,7 @@ from services.rollout.fleet import Fleet
 from services.rollout.unfinished import UnfinishedGroups
 from services.stack.stack import Endpoints
 from services.verifier.api.client import VerifierClient
+from services.verifier.api.wire import ItemVerdict, VerifyItem
 from tests.integration.driver import Driver, small_config
 
 
@@ -140,6 +142,67 @@ class SlowFleet(ScriptedFleet):
 def journal_keys(driver: Driver, step: int = 1) -> list[str]:
     store = ObjectStore(driver.stack.object_store)
     return store.keys(layout.journal(driver.config.name, step, "fresh", 0))
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Makes the reward function fail on the responses for which this list, once filled, is true."""
+    fails: list[bool] = []
+    verify = VerifierClient.verify
+
+    def failing_verify(
+        self: VerifierClient, task: str, options: Mapping[str, Any], items: list[VerifyItem]
+    ) -> list[list[ItemVerdict]]:
+        crashed = ItemVerdict(reward=0.0, status="crashed", detail="KeyError: 'n' (mine.py:3)")
+        verdicts = verify(self, task, options, items)
+        turn = itertools.cycle(fails)
+        return [[crashed if next(turn) else verdict for verdict in group] for group in verdicts]
+
+    monkeypatch.setattr(VerifierClient, "verify", failing_verify)
+    return fails
+
+
+def test_a_reward_function_that_always_fails_ends_the_run(
+    stack: Endpoints, failing: list[bool]
+) -> None:
+    failing.append(True)
+    driver = Driver(stack, small_config("always-failing"))
+    driver.client.publish_weights(1, "a" * 64)
+
+    async def work() -> None:
+        collector = make_collector(driver, ScriptedFleet(answers=8))
+        async with asyncio.timeout(300):
+            await collector._run(Job(1, "fresh"))
+            await collector._limit_running(0)
+
+    reason = (
+        r"the reward function of task countdown failed on all 32 responses so far: KeyError: 'n' "
+        r"\(mine.py:3\); mend its `verify`"
+    )
+    with pytest.raises(BapoError, match=reason):
+        asyncio.run(work())
+    assert not driver.client.step_prompts(1).recorded
+
+
+def test_a_reward_function_that_sometimes_fails_is_seen(
+    stack: Endpoints, failing: list[bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    failing.extend([True, False, False, False])
+    driver = Driver(stack, small_config("sometimes-failing"))
+    driver.client.publish_weights(1, "a" * 64)
+
+    async def work() -> None:
+        collector = make_collector(driver, ScriptedFleet(answers=8))
+        async with asyncio.timeout(300):
+            await collector._run(Job(1, "fresh"))
+            await collector._limit_running(0)
+
+    asyncio.run(work())
+    assert "failed on 8 of 32 responses, which count as wrong: KeyError: 'n'" in caplog.text
+    driver.client.batch(1)
+    driver.client.commit(1, {})
+    (step,) = driver.client.steps()
+    assert step.reward_parts["failed"] == 0.25
 
 
 def test_groups_that_ended_before_an_error_are_delivered(stack: Endpoints) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import click
 
+from bapo_core.rewards import FAILED
 from services.buffer.api import wire
 from services.cli.options import json_option, run_argument
 from services.cli.service import connect
@@ -51,7 +52,7 @@ def _describe_group(group: wire.GroupView) -> Iterator[str]:
     for number, response in enumerate(group.responses, start=1):
         facts = [
             f"reward {response.reward:g}",
-            "correct" if response.correct else "wrong",
+            _describe_verdict(response),
             f"{len(response.token_ids)} tokens",
         ]
         if response.finish_reason == "length":
@@ -59,6 +60,12 @@ def _describe_group(group: wire.GroupView) -> Iterator[str]:
         yield ""
         yield click.style(f"response {number}: {', '.join(facts)}", bold=True)
         yield _printable(response.text)
+
+
+def _describe_verdict(response: wire.ResponseView) -> str:
+    if FAILED in response.reward_parts:
+        return "no verdict: the reward function failed"
+    return "correct" if response.correct else "wrong"
 
 
 def _printable(text: str) -> str:

@@ -57,6 +57,11 @@ class ItemVerdict(Wire):
     """Further parts of the reward by name, such as `format`, without their weights."""
 
     @property
+    def failed(self) -> bool:
+        """Whether the task gave no verdict: it raised an exception, or took too long."""
+        return self.status in ("crashed", "timeout")
+
+    @property
     def correct(self) -> bool:
         """Whether the response counts as correct for the difficulty of its prompt."""
         return self.status == "ok"

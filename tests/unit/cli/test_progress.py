@@ -29,3 +29,20 @@ def test_the_first_step_that_trains_nothing_is_explained(
     for step, counts in enumerate(batches, start=done + 1):
         display.update([step_view(step=step, counts=counts)], [], [])
     assert printed.getvalue().count("trained nothing: the responses of each") == notes
+
+
+@pytest.mark.parametrize(
+    ("shares", "note"),
+    [
+        ([0.0, 0.009], ""),
+        ([0.0, 0.25, 0.5], "the reward function failed on 25.0% of the responses of step 2"),
+    ],
+)
+def test_a_reward_function_that_fails_is_noted_once(shares: list[float], note: str) -> None:
+    printed = io.StringIO()
+    display = RunDisplay(Console(file=printed), "run", 9, 0)
+    for number, share in enumerate(shares, start=1):
+        parts = {"answer": 0.5} | ({"failed": share} if share else {})
+        display.update([step_view(step=number, counts=FULL, reward_parts=parts)], [], [])
+    assert printed.getvalue().count("the reward function failed") == (1 if note else 0)
+    assert note in printed.getvalue()

@@ -63,6 +63,13 @@ def test_the_reward_is_the_weighted_sum_of_its_parts(
     assert total_reward(parts, settings) == pytest.approx(expected, abs=1e-9)
 
 
+def test_a_failure_of_the_reward_function_is_a_part_without_a_weight() -> None:
+    settings = RewardConfig(wrong=-1.0)
+    parts = reward_parts(0.0, {}, tokens=8, max_tokens=8, settings=settings, failed=True)
+    assert parts == {"answer": 0.0, "failed": 1.0}
+    assert total_reward(parts, settings) == -1.0
+
+
 def test_format_credit_of_countdown_is_a_tenth() -> None:
     """TinyZero and MoPPS reward a correct answer by 1, another answer by 0.1, and none by 0."""
     task = get_task("countdown")
