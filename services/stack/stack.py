@@ -36,6 +36,7 @@ from services.stack.postgres import start_postgres
 from services.stack.supervisor import Supervisor, check_port_free, free_ports
 
 READY_WITHIN_S = 60.0
+CHECK_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,15 @@ def running_stack(
 
     Raises `StackBusy` when this home has a stack already.
     """
+    with _supervised_stack(home, port, stays=stays) as (endpoints, _):
+        yield endpoints
+
+
+@contextmanager
+def _supervised_stack(
+    home: Path, port: int, *, stays: bool
+) -> Iterator[tuple[Endpoints, Supervisor]]:
+    """Runs a stack as `running_stack` does; yields the supervisor of its processes, too."""
     home.mkdir(parents=True, exist_ok=True)
     with (home / "stack.lock").open("w") as lock:
         try:
@@ -156,7 +166,7 @@ def running_stack(
                 endpoints = replace(started, stays=stays)
                 write_private(state, json.dumps(asdict(endpoints)))
                 try:
-                    yield endpoints
+                    yield endpoints, supervisor
                 finally:
                     state.unlink(missing_ok=True)
         finally:
@@ -196,7 +206,7 @@ def find_or_start_stack(home: Path, port: int = DEFAULT_PORT) -> Iterator[Endpoi
     that comes during that time waits for the stop and starts the next stack.
     """
     home.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + 2 * READY_WITHIN_S
+    deadline, announced = time.monotonic() + 2 * READY_WITHIN_S, False
     with (home / "stack.users").open("w") as users:
         while True:
             fcntl.flock(users, fcntl.LOCK_SH)
@@ -216,6 +226,9 @@ def find_or_start_stack(home: Path, port: int = DEFAULT_PORT) -> Iterator[Endpoi
                 # Another command's stack is starting or stopping.
                 if time.monotonic() > deadline:
                     raise
+                if not announced:
+                    _announce(f"waiting: a stack of {home} is starting or stopping")
+                announced = True
                 time.sleep(0.2)
 
 
@@ -224,12 +237,17 @@ def _wait_for_other_users(users: TextIO, home: Path) -> None:
     try:
         fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        sys.stderr.write(
+        _announce(
             f"waiting: another command uses the services of {home}, which keep running until it "
-            "ends (`bapo stack up` starts services that stay)\n"
+            "ends (`bapo stack up` starts services that stay)"
         )
-        sys.stderr.flush()
         fcntl.flock(users, fcntl.LOCK_EX)
+
+
+def _announce(line: str) -> None:
+    """Tells a person what a command waits for."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def stack_up(home: Path, port: int = DEFAULT_PORT) -> Endpoints:
@@ -268,10 +286,16 @@ def stack_up(home: Path, port: int = DEFAULT_PORT) -> Endpoints:
 def stack_down(home: Path) -> bool:
     """Stops the stack of `home` and waits until its ports are free.
 
-    Returns False when no stack is running. Raises `BapoError` when it does not stop in time.
+    Returns False when no stack is running. Raises `BapoError` when it does not stop in time, and
+    when one runs that does not answer.
     """
     endpoints = find_stack(home)
     if endpoints is None:
+        if _is_locked(home):
+            raise BapoError(
+                f"a stack is starting, stopping or does not answer in {home}; repeat the command, "
+                f"or see {home / 'logs'} and end the process that holds {home / 'stack.lock'}"
+            )
         return False
     # Becomes readable when the process has ended, and with it everything that it had started.
     process = os.pidfd_open(endpoints.pid)
@@ -288,14 +312,30 @@ def stack_down(home: Path) -> bool:
     return True
 
 
+def _is_locked(home: Path) -> bool:
+    """Returns whether a process runs a stack of `home`, or is about to."""
+    try:
+        with (home / "stack.lock").open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
 def main() -> None:
-    """`python -m services.stack.stack HOME PORT` runs a stack until it is terminated."""
+    """`python -m services.stack.stack HOME PORT` runs a stack until it is terminated.
+
+    It ends when one of its processes has ended: `bapo stack up` then starts all of them again.
+    """
     home, port = Path(sys.argv[1]), int(sys.argv[2])
     stop_on_signals()
     try:
-        with running_stack(home, port, stays=True):
+        with _supervised_stack(home, port, stays=True) as (_, supervisor):
             while True:
-                signal.pause()
+                time.sleep(CHECK_INTERVAL_S)
+                supervisor.check_all_running()
     except BapoError as error:
         sys.exit(str(error))
 

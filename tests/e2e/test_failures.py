@@ -176,6 +176,35 @@ def test_a_killed_supervisor_takes_the_stack_with_it(command: Command, own_home:
     assert command("stack", "down").returncode == 0
 
 
+def test_a_stack_of_which_a_process_ends_can_be_started_again(
+    command: Command, own_home: Path
+) -> None:
+    assert command("stack", "up", "--port", "0").returncode == 0
+    (buffer,) = [p for p in processes_of(own_home) if "services.buffer.main" in p.cmdline()]
+    buffer.kill()
+    deadline = time.monotonic() + TIMEOUT_S
+    while processes_of(own_home):
+        assert time.monotonic() < deadline, processes_of(own_home)
+        time.sleep(0.1)
+    assert "buffer was killed by SIGKILL" in (own_home / "logs/stack.log").read_text()
+    assert command("stack", "up", "--port", "0").returncode == 0
+    assert command("stack", "down").stdout.strip() == "stopped"
+
+
+def test_a_stack_that_does_not_answer_is_not_taken_for_none(
+    command: Command, own_home: Path
+) -> None:
+    assert command("stack", "up", "--port", "0").returncode == 0
+    (buffer,) = [p for p in processes_of(own_home) if "services.buffer.main" in p.cmdline()]
+    buffer.suspend()
+    try:
+        assert "does not answer" in refused(command("stack", "down"))
+    finally:
+        buffer.resume()
+    assert command("stack", "down").stdout.strip() == "stopped"
+    assert command("stack", "down").stdout.strip() == "no stack is running"
+
+
 def test_a_stale_file_of_a_stack_is_told_by_its_token(
     command: Command, own_home: Path, stack: Endpoints
 ) -> None:
