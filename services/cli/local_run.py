@@ -26,12 +26,16 @@ from services.exporters.mlflow import mirror_to_mlflow
 from services.model.vision import check_model
 from services.report.summary import RunHistory, read_history, summarise
 from services.stack.stack import Endpoints
-from services.stack.supervisor import Supervisor, free_ports
+from services.stack.supervisor import ProcessFailed, Supervisor, free_ports
 
 POLL_INTERVAL_S = 0.5
 GIVE_UP_AFTER_S = 15.0
 """Seconds of failing calls after which a service of this machine counts as lost: nothing restarts
 it."""
+
+
+class RunStopped(BapoError):
+    """A person has stopped the run, with `bapo stop` or on the dashboard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +88,7 @@ def execute(run: LocalRun, model: Path) -> RunHistory:
     model: directory of the initial model.
 
     Raises `BapoError` when a process fails; the run is then marked as failed. One that a person
-    interrupts is marked as stopped.
+    interrupts is marked as stopped. Raises `RunStopped` when a person stops it from elsewhere.
     """
     started = time.monotonic()
     run.directory.mkdir(parents=True, exist_ok=True)
@@ -101,6 +105,10 @@ def execute(run: LocalRun, model: Path) -> RunHistory:
                 _start_processes(run, supervisor, state, model, scratch)
                 _show_progress(run, supervisor, client, state)
             client.set_status("finished")
+    except ProcessFailed as error:
+        _raise_if_stopped(client, error)
+        _record_end(client, "failed")
+        raise
     except ServiceUnavailable:
         raise  # the buffer service cannot be told either, and --resume needs no mark
     except (KeyboardInterrupt, SystemExit):
@@ -222,6 +230,18 @@ def _show_progress(
             if finished:
                 return
             time.sleep(POLL_INTERVAL_S)
+
+
+def _raise_if_stopped(client: BufferClient, error: ProcessFailed) -> None:
+    """Raises `RunStopped` if a process has ended because the run was stopped."""
+    try:
+        state = client.run_state()
+    except BapoError:
+        return  # The service may be what failed. The error to show is that of the process.
+    if state.status == "stopped":
+        raise RunStopped(
+            f"run {state.name!r} was stopped after step {state.current_step}"
+        ) from error
 
 
 def _record_end(client: BufferClient, status: str) -> None:

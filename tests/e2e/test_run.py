@@ -348,6 +348,20 @@ def test_a_killed_run_of_every_algorithm_resumes_with_the_same_result(
     assert actual == expected
 
 
+def test_a_run_that_is_stopped_from_elsewhere_says_how_to_continue(bapo: Bapo) -> None:
+    process = bapo.start("stopped")
+    client = bapo.client("stopped")
+    _wait_until(lambda: _committed(client) >= 1, process)
+    step = client.stop().current_step
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1
+    command = f"bapo run {bapo.directory}/stopped.yaml name=stopped --resume"
+    assert errors.splitlines()[-1] == (
+        f"error: run 'stopped' was stopped after step {step}; continue with `{command}`"
+    )
+    assert client.run_state().status == "stopped"
+
+
 def test_an_interrupted_run_stops_cleanly_and_resumes_with_a_trace(
     bapo: Bapo, undisturbed: str, tmp_path: Path
 ) -> None:

@@ -11,7 +11,7 @@ from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import EvaluationSetView
-from services.cli.local_run import LocalRun, create_run, execute, next_free_name
+from services.cli.local_run import LocalRun, RunStopped, create_run, execute, next_free_name
 from services.cli.options import ConfigArguments, config_arguments, port_option
 from services.cli.progress import NOTHING_TRAINED
 from services.cli.service import format_addresses, open_local_object_store
@@ -73,12 +73,16 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
         else:
             loaded = pin_model(loaded, home, open_store=open_local_object_store)
         model = ensure_model(loaded, home, open_store=open_local_object_store)
-        stop_on_signals(f"stopping; continue with `{_resume_command(config.file, loaded.name)}`")
+        resume_command = _resume_command(config.file, loaded.name)
+        stop_on_signals(f"stopping; continue with `{resume_command}`")
         console.print(format_addresses(endpoints, home), highlight=False)
         local_run = LocalRun(loaded, endpoints, home, Path("runs") / loaded.name, console)
         if not resume:
             create_run(local_run, model)
-        history = execute(local_run, model)
+        try:
+            history = execute(local_run, model)
+        except RunStopped as error:
+            raise BapoError(f"{error}; continue with `{resume_command}`") from error
         _print_results(console, local_run, history)
 
 
