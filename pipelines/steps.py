@@ -43,8 +43,9 @@ from services.common.process import end_with_parent, stop_on_signals
 from services.exporters.mlflow import mirror_to_mlflow, update_mlflow
 
 POLL_INTERVAL_S = 2.0
-HEARTBEAT_TIMEOUT_S = 30.0
-"""Age of a replica's last heartbeat, in seconds, beyond which the pipeline does not wait for it."""
+REPLICA_GONE_AFTER_S = 30.0
+"""Age of a replica's last heartbeat, in seconds, beyond which the pipeline does not wait for it.
+It is longer than `wire.HEARTBEAT_TIMEOUT_S`: a replica that restarts comes back within it."""
 KUEUE_FRAMEWORKS: dict[JobKindName, str] = {
     "PyTorchJob": "kubeflow.org/pytorchjob",
     "TrainJob": "trainer.kubeflow.org/trainjob",
@@ -478,8 +479,8 @@ def _log_steps(context: PipelineContext, after: int) -> int:
 def sync(context: PipelineContext, until: int, *, within_s: float = 3600.0) -> int:
     """Waits until every replica serves the weights published after step `until`, or later ones.
 
-    Returns the oldest version that a replica serves. Raises `BapoError` when the run is stopped, or
-    after `within_s`.
+    Returns the oldest version that a replica serves. Raises `BapoError` when the run is stopped or
+    fails, or after `within_s`.
     """
     take_turn(context)
     buffer = context.buffer
@@ -487,16 +488,12 @@ def sync(context: PipelineContext, until: int, *, within_s: float = 3600.0) -> i
     target = version_after(config, until)
 
     def served_version() -> int | None:
-        status = buffer.run_state().status
-        if status == "finished":
+        if buffer.run_state().status == "finished":
             return target  # the replicas serve other runs by now
-        if status == "stopped":
-            raise BapoError(
-                f"run {config.name!r} was stopped meanwhile; start the pipeline again to continue"
-            )
         return _oldest_served(buffer, target)
 
     version = _wait_for(
+        context,
         served_version,
         f"every replica serving version {target} or a later one",
         within_s,
@@ -510,7 +507,7 @@ def sync(context: PipelineContext, until: int, *, within_s: float = 3600.0) -> i
 def _oldest_served(buffer: BufferClient, at_least: int) -> int | None:
     """Returns the oldest version among the replicas, or None while one serves an earlier version
     than `at_least`, or weights that the run does not have."""
-    replicas = [replica for replica in buffer.replicas() if replica.silent_s < HEARTBEAT_TIMEOUT_S]
+    replicas = [replica for replica in buffer.replicas() if replica.silent_s < REPLICA_GONE_AFTER_S]
     digests = {replica.loaded_version: replica.manifest_digest for replica in replicas}
     if not digests or min(digests) < at_least:
         return None
@@ -522,10 +519,25 @@ def _oldest_served(buffer: BufferClient, at_least: int) -> int | None:
     return min(digests)
 
 
-def _wait_for(result: Callable[[], Result | None], what: str, within_s: float, hint: str) -> Result:
-    """Calls `result` until it is not None. Raises `BapoError` after `within_s` seconds."""
+def _wait_for(
+    context: PipelineContext,
+    result: Callable[[], Result | None],
+    what: str,
+    within_s: float,
+    hint: str,
+) -> Result:
+    """Calls `result` until it is not None.
+
+    Raises `BapoError` when the run was stopped or has failed, and after `within_s` seconds.
+    """
     deadline = time.monotonic() + within_s
     while (value := result()) is None:
+        state = context.buffer.run_state()
+        if state.status in ("stopped", "failed"):
+            ended = "was stopped" if state.status == "stopped" else "failed"
+            raise BapoError(
+                f"run {state.name!r} {ended} meanwhile; start the pipeline again to continue"
+            )
         if time.monotonic() > deadline:
             raise BapoError(f"waited {within_s:.0f} s for {what}; {hint}")
         time.sleep(POLL_INTERVAL_S)
@@ -552,6 +564,7 @@ def report(context: PipelineContext) -> RunReport:
     from services.report.summary import read_history, summarise
 
     _wait_for(
+        context,
         lambda: context.buffer.evaluations() or None,
         *("the first evaluation", 3600.0, "see the collector's log"),
     )
@@ -605,6 +618,7 @@ def evaluate(context: PipelineContext, *, within_s: float = 3600.0) -> dict[str,
         return versions.get(config.steps + 1)
 
     evaluation = _wait_for(
+        context,
         final_evaluation,
         "the evaluation of the final weights",
         within_s,

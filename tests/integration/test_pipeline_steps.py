@@ -210,6 +210,15 @@ def test_replicas_that_never_serve_the_weights_fail_the_step(
     monkeypatch.setattr(steps, "take_turn", lambda context: context.buffer.stop())
     with pytest.raises(BapoError, match="was stopped meanwhile"):
         steps.sync(context, 2)
+    with pytest.raises(BapoError, match="was stopped meanwhile"):
+        steps.evaluate(context)
+    with pytest.raises(BapoError, match="was stopped meanwhile"):
+        steps.report(context)
+    monkeypatch.setattr(steps, "take_turn", lambda _: None)
+    context.buffer.begin_attempt(reopen=True)
+    context.buffer.set_status("failed")
+    with pytest.raises(BapoError, match="failed meanwhile"):
+        steps.evaluate(context)
 
 
 def test_an_export_of_an_unfinished_run_is_refused(
