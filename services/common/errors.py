@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 from bapo_core.errors import BapoError, TransientError
 
 
 def first_line(error: Exception) -> str:
     """Returns the first line of a library's message that is not blank, or else its type."""
     return next((line for line in str(error).splitlines() if line.strip()), repr(error))
+
+
+def describe_error(error: BaseException) -> str:
+    """Returns the kind of an error, its message, and the line that raised it unless it is one of
+    the function that calls this."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+@contextmanager
+def task_errors(task: str, method: str) -> Iterator[None]:
+    """Turns what a task's method raises by mistake into a `BapoError` that names both.
+
+    `BapoError` passes, and so does `ValueError`, with which a task refuses a row.
+    """
+    try:
+        yield
+    except (BapoError, ValueError):
+        raise
+    except Exception as error:
+        raise BapoError(f"task {task}: {method} raised {describe_error(error)}") from error
 
 
 class ServiceCallError(BapoError):

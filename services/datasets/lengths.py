@@ -12,6 +12,7 @@ from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from bapo_core.tasks import get_task
 from bapo_core.tasks.base import DEMONSTRATION, Payload
+from services.common.errors import task_errors
 from services.datasets.dataset import Dataset, name_dataset
 from services.datasets.load import RunDatasets, check_number
 from services.datasets.sources import TRAIN_PATH, address_key, data_addresses
@@ -79,7 +80,9 @@ def _lengths(
     lengths = {}
     for prompt in dataset.prompts:
         try:
-            token_ids = tokenize_conversation(tokenizer, task.render(prompt.payload), vision)
+            with task_errors(task_name, "render"):
+                messages = task.render(prompt.payload)
+            token_ids = tokenize_conversation(tokenizer, messages, vision)
         except BapoError as error:
             raise BapoError(f"prompt {prompt.uid} ({_excerpt(prompt.payload)}): {error}") from error
         lengths[prompt.uid] = len(token_ids)

@@ -17,6 +17,7 @@ from bapo_core.tasks import ImageTask, Payload, SyntheticTask, Task, get_task
 from bapo_core.tasks.base import DEMONSTRATION, VerdictStatus, compose_demonstration
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
+from services.common.errors import task_errors
 from services.common.objectstore import S3_SCHEME
 from services.datasets.dataset import Dataset, name_dataset
 from services.datasets.files import RowError
@@ -315,7 +316,9 @@ def read_dataset(
             else:
                 if text is not None:
                     problem = {**problem, DEMONSTRATION: _check_demonstration(text, number)}
-                problems.setdefault(task.uid(problem), problem)
+                with task_errors(task.name, "uid"):
+                    uid = task.uid(problem)
+                problems.setdefault(uid, problem)
     except RowError as error:
         raise BapoError(f"{address}, {error}") from error
     except ValueError as error:
@@ -335,9 +338,11 @@ def _make_images(sources: DataSources, address: str = "") -> Images:
 
 def _parse_row(task: Task, row: Mapping[str, Any], number: int, images: Images) -> Payload | None:
     try:
-        problem = task.parse_row(images.take_row(task, row))
+        values = images.take_row(task, row)
+        with task_errors(task.name, "parse_row"):
+            problem = task.parse_row(values)
         _check_payload(problem)
-    except ValueError as error:
+    except (BapoError, ValueError) as error:
         raise RowError(number, str(error)) from error
     return problem
 
@@ -374,9 +379,11 @@ def _check_text(value: Any) -> None:
 
 
 def _build_dataset(task: Task, payloads: Sequence[Payload], split: str, images: Images) -> Dataset:
+    with task_errors(task.name, "uid"):
+        uids = [task.uid(payload) for payload in payloads]
     prompts = [
-        wire.PromptItem(uid=task.uid(payload), task=task.name, payload=_to_json(payload))
-        for payload in payloads
+        wire.PromptItem(uid=uid, task=task.name, payload=_to_json(payload))
+        for uid, payload in zip(uids, payloads, strict=True)
     ]
     if isinstance(task, ImageTask):
         _check_images(task, payloads)

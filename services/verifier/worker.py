@@ -26,14 +26,13 @@ import signal
 import struct
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from bapo_core.errors import PayloadError, TaskError
 from bapo_core.tasks import Task, VerdictStatus, get_task
+from services.common.errors import describe_error
 
 Work = tuple[Mapping[str, Any], str]
 """(payload, response)."""
@@ -171,14 +170,7 @@ def score(task: Task, payload: Mapping[str, Any], response: str) -> Result:
     except BaseException as error:  # noqa: BLE001
         # Tasks must not raise, but a plug-in may (sys.exit() included), and a payload may lack what
         # the task needs. One such item must not cost the others their process.
-        return failed("crashed", _describe_error(error))
-
-
-def _describe_error(error: BaseException) -> str:
-    """Returns the kind of an error, its message, and the line of the task that raised it."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]  # without that of `score`
-    where = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}"[: MAX_EXTRACTED - len(where)] + where
+        return failed("crashed", describe_error(error)[:MAX_EXTRACTED])
 
 
 def failed(status: str, error: str | None = None) -> Result:

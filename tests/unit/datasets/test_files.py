@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,25 @@ def test_a_column_that_the_task_does_not_have_is_refused(tmp_path: Path) -> None
 def test_a_problem_that_the_verifier_would_refuse_is_refused(tmp_path: Path) -> None:
     address = write(tmp_path / "data.jsonl", [{"problem": "x" * 100_000, "answer": "1"}])
     with pytest.raises(BapoError, match="row 1: the problem is longer than 100000 bytes"):
+        read_dataset(MATH, address, DataSources(), {})
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("parse_row", "row 1: task math: parse_row raised KeyError: 'anser' (test_files.py:"),
+        ("uid", "task math: uid raised KeyError: 'anser' (test_files.py:"),
+    ],
+)
+def test_a_mistake_in_a_task_is_one_line_that_names_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, message: str
+) -> None:
+    def mistaken(row: dict[str, Any]) -> Any:
+        return row["anser"]
+
+    address = write(tmp_path / "data.jsonl", [{"problem": "1+2", "answer": "3"}])
+    monkeypatch.setattr(type(MATH), method, staticmethod(mistaken))
+    with pytest.raises(BapoError, match=re.escape(message)):
         read_dataset(MATH, address, DataSources(), {})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -11,6 +12,7 @@ from transformers import AutoTokenizer
 from bapo_core.config import RunConfig, load_config
 from bapo_core.errors import BapoError
 from bapo_core.tasks import get_task
+from bapo_core.tasks.countdown import CountdownTask
 from services.buffer.api.wire import PromptItem
 from services.datasets import Dataset, RunDatasets, limit_lengths, load_datasets
 from services.model.conversation import tokenize_conversation
@@ -78,6 +80,18 @@ def test_training_prompts_that_are_too_long_are_refused_at_the_start(
     with pytest.raises(BapoError, match=message):
         limit_lengths(config_of(limit), without_held_out(datasets), small_model)
     assert limit_lengths(config_of(longest), datasets, small_model) == datasets
+
+
+def test_a_mistake_in_rendering_names_the_prompt(
+    datasets: RunDatasets, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mistaken(payload: dict[str, Any]) -> Any:
+        return payload["numbers"]
+
+    monkeypatch.setattr(CountdownTask, "render", staticmethod(mistaken))
+    mistake = r"prompt countdown:.*: task countdown: render raised KeyError: 'numbers' \(test_leng"
+    with pytest.raises(BapoError, match=mistake):
+        limit_lengths(config_of(99), datasets, small_model)
 
 
 def test_they_are_left_out_on_request(
