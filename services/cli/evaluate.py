@@ -73,9 +73,11 @@ def evaluate_directory(
 
 
 def _load_held_out(config: RunConfig) -> dict[str, Dataset]:
-    """Returns the prompts of each set; generated ones depend on how many are for training."""
-    test_alone = config.task.test_path is not None and config.task.train_path is None
-    if config.evaluation.sets or test_alone:
+    """Returns the prompts of each set; generated ones depend on how many are for training.
+
+    The training data need not be there otherwise.
+    """
+    if config.evaluation.sets or config.task.test_path is not None:
         return load_evaluation_sets(config, data_sources())
     return load_datasets(config, data_sources()).test
 

@@ -98,10 +98,12 @@ class Bapo:
             text=True,
         )
 
-    def run(self, name: str, *options: str) -> None:
+    def run(self, name: str, *options: str) -> str:
+        """Trains a run to its end; returns what it prints, on one line."""
         process = self.start(name, *options)
         output, errors = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 0, output + errors
+        return " ".join(output.split())
 
     def inspect(self, *arguments: str, status: int = 0) -> str:
         """Returns the output of a read-only command that must exit with the given status.
@@ -377,7 +379,9 @@ def test_an_interrupted_run_stops_cleanly_and_resumes_with_a_trace(
     assert _children(process.pid) == []
     assert client.run_state().status == "stopped"
     # Of the keys that were changed since, only those of the trainer apply.
-    bapo.run("interrupted", "--resume", "--profile", "2", "model.path=/does/not/exist")
+    said = bapo.run("interrupted", "--resume", "--profile", "2", "model.path=/does/not/exist")
+    assert f"which has model.path={bapo.model} (not /does/not/exist)" in said
+    assert "continuing from the checkpoint of step" in said
     mlflow = MlflowClient(uri)
     (run,) = mlflow.search_runs([mlflow.get_experiment_by_name("bapo").experiment_id])
     assert run.info.status == "FINISHED"

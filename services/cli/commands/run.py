@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from bapo_core.config import RunConfig
+from bapo_core.config import RunConfig, flatten, parse_overrides
 from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import EvaluationSetView
@@ -68,6 +68,7 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
             loaded = loaded.model_copy(update={"name": next_free_name(client, loaded.name)})
         if resume:
             stored = _stored_config(client)
+            _note_kept_values(console, config, loaded, stored)
             # `trainer` may change on resume: it says how a step is computed, not what.
             loaded = stored.model_copy(update={"trainer": loaded.trainer})
         else:
@@ -84,6 +85,31 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
         except RunStopped as error:
             raise BapoError(f"{error}; continue with `{resume_command}`") from error
         _print_results(console, local_run, history)
+
+
+def _note_kept_values(
+    console: Console, arguments: ConfigArguments, given: RunConfig, stored: RunConfig
+) -> None:
+    """Says which values that were given take no effect, because the run has others."""
+    values, kept = (flatten(config.model_dump(mode="json")) for config in (given, stored))
+    keys = values.keys() if arguments.file else flatten(parse_overrides(arguments.overrides)).keys()
+    different = [
+        f"{key}={kept.get(key)} (not {values[key]})"
+        for key in keys
+        if key in values
+        and kept.get(key) != values[key]
+        and not key.startswith("trainer.")
+        # The stored address of a data set or of a model may have its revision in addition.
+        and not (key.endswith("path") and f"{kept.get(key)}".startswith(f"{values[key]}"))
+    ]
+    if different:
+        more = f" and {len(different) - 5} more" if len(different) > 5 else ""
+        console.print(
+            f"note: --resume keeps the configuration of the run, which has "
+            f"{', '.join(different[:5])}{more}; only trainer.* takes effect",
+            highlight=False,
+            markup=False,
+        )
 
 
 def _resume_command(file: str | None, name: str) -> str:

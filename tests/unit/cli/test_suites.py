@@ -125,13 +125,14 @@ def test_a_model_is_measured_on_every_set_of_a_suite(small_model: Path) -> None:
     assert "average" in table.stdout
 
 
-def test_a_test_set_is_measured_without_training_data(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [[], ["task.train_path=not-here.jsonl"]])
+def test_a_test_set_is_measured_without_training_data(tmp_path: Path, others: list[str]) -> None:
     data = tmp_path / "own.jsonl"
     data.write_text('{"numbers": [1, 2], "sum": 3}\n{"numbers": [2, 3], "sum": 5}\n')
     result = CliRunner().invoke(
         bapo,
         [
-            *("eval", str(TINY_MODEL), f"task.test_path={data}"),
+            *("eval", str(TINY_MODEL), f"task.test_path={data}", *others),
             "task.columns={nums: numbers, target: sum}",
             "task.options={template: short}",
             "rollout.max_response_tokens=4",
