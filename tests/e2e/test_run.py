@@ -381,7 +381,7 @@ def test_an_interrupted_run_stops_cleanly_and_resumes_with_a_trace(
     # Of the keys that were changed since, only those of the trainer apply.
     said = bapo.run("interrupted", "--resume", "--profile", "2", "model.path=/does/not/exist")
     assert f"which has model.path={bapo.model} (not /does/not/exist)" in said
-    assert "continuing from the checkpoint of step" in said
+    assert "the checkpoint of step" in said or "no checkpoint was written yet" in said
     mlflow = MlflowClient(uri)
     (run,) = mlflow.search_runs([mlflow.get_experiment_by_name("bapo").experiment_id])
     assert run.info.status == "FINISHED"
