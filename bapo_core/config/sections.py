@@ -1356,6 +1356,7 @@ class RunConfig(Section):
         warnings += self._warnings_about_methods()
         warnings += self._warnings_about_sampling()
         warnings += self._warnings_about_batches()
+        warnings += self._warnings_about_unused_sections()
         empty = self._empty_windows()
         if self.replay.enabled and self.replay.select == "window" and empty:
             warnings.append(
@@ -1469,6 +1470,13 @@ class RunConfig(Section):
                 "have it too, their advantage is negative; remove the weights, or set "
                 "demonstrations.join=none"
             )
+        fresh = self.rollout.prompts_per_step * self.rollout.max_generation_rounds
+        if self.rollout.max_generation_rounds > 1 and self.batch_capacity > fresh:
+            warnings.append(
+                f"the batch capacity ({self.batch_capacity}) is above the {fresh} groups of all "
+                "generation rounds (rollout.prompts_per_step x rollout.max_generation_rounds), so "
+                "every step takes all rounds; lower batch.capacity, or raise one of these"
+            )
         if self.batch.fresh_fraction < 1.0 and not self.replay.enabled:
             warnings.append(
                 f"batch.fresh_fraction={self.batch.fresh_fraction} leaves room in every batch that "
@@ -1481,6 +1489,92 @@ class RunConfig(Section):
                 f"batch.capacity={self.batch.capacity}, which sets the batch's size"
             )
         return warnings
+
+    def _warnings_about_unused_sections(self) -> list[str]:
+        """Returns warnings about settings of what another setting turns off."""
+        warnings = []
+        for is_unused, condition, sections in self._unused_sections():
+            keys = [
+                key
+                for name, (section, names) in sections.items()
+                for key in _changed(name, section, names or tuple(type(section).model_fields))
+            ]
+            if is_unused and keys:
+                warnings.append(f"{' and '.join(keys)} change nothing with {condition}")
+        return warnings
+
+    def _unused_sections(self) -> list[tuple[bool, str, dict[str, tuple[Section, Sequence[str]]]]]:
+        """Returns whether a condition holds, the condition, and the keys that then have no effect.
+
+        The keys are by section; without any, the whole section has none.
+        """
+        replay, window, reevaluate = self.replay, self.replay_window, self.reevaluate
+        windowed = replay.enabled and replay.select == "window"
+        estimator, fresh = self.advantage.estimator, self.fresh
+        supervises = self.demonstrations.enabled
+        return [
+            (
+                not replay.enabled,
+                "replay.enabled=False",
+                {
+                    "replay_window": (window, ()),
+                    "high_quality_buffer": (self.high_quality_buffer, ()),
+                },
+            ),
+            (
+                windowed and window.direction == "off",
+                "replay_window.direction=off",
+                {"replay_window": (window, ["r_tot", "ema_decay"])},
+            ),
+            (
+                windowed and window.direction != "off" and window.r_tot != "ema",
+                f"replay_window.r_tot={window.r_tot}",
+                {"replay_window": (window, ["ema_decay"])},
+            ),
+            (
+                not reevaluate.enabled,
+                "reevaluate.enabled=False",
+                {
+                    "reevaluate": (reevaluate, ["rule", "max_prompts"]),
+                    "sync": (self.sync, ["reevaluate_every"]),
+                },
+            ),
+            (
+                not reevaluate.enabled and not supervises,
+                "reevaluate.enabled=False",
+                {"reevaluate": (reevaluate, ["c1"]), "hard_buffer": (self.hard_buffer, ())},
+            ),
+            (
+                fresh.filter != "gaussian",
+                f"fresh.filter={fresh.filter}",
+                {"fresh": (fresh, ["gaussian_mean", "gaussian_sigma"])},
+            ),
+            (
+                fresh.filter != "uniform",
+                f"fresh.filter={fresh.filter}",
+                {"fresh": (fresh, ["uniform_fraction"])},
+            ),
+            (
+                estimator in ESTIMATOR_NAMES and estimator != "gae",
+                f"advantage.estimator={estimator}",
+                {"critic": (self.critic, ())},
+            ),
+            (
+                self.kl.coefficient == 0,
+                "kl.coefficient=0",
+                {"kl": (self.kl, ["estimator", "reset_after"])},
+            ),
+            (
+                self.lora.rank == 0,
+                "lora.rank=0",
+                {"lora": (self.lora, ["alpha", "targets"])},
+            ),
+            (
+                self.reward.overlong_share == 0,
+                "reward.overlong_share=0",
+                {"reward": (self.reward, ["overlong_weight"])},
+            ),
+        ]
 
     def _empty_windows(self) -> float:
         """Returns the share of r_tot in [0, 1] at which no accuracy k/G is in the window."""
@@ -1507,5 +1601,7 @@ def _changed(name: str, section: Section, keys: Sequence[str]) -> list[str]:
     fields = type(section).model_fields
     values = {key: getattr(section, key) for key in keys}
     return [
-        f"{name}.{key}={value}" for key, value in values.items() if value != fields[key].default
+        f"{name}.{key}={value}"
+        for key, value in values.items()
+        if value != fields[key].get_default(call_default_factory=True)
     ]

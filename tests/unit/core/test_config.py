@@ -285,6 +285,29 @@ def test_importance_weights_that_change_nothing_get_a_warning() -> None:
             "loss.objective=gspo with loss.ratio=behavior clips almost every response",
         ),
         ("steps=4", "sync.every is 5 and steps is 4: all rollouts come from the initial model"),
+        (
+            "replay.enabled=false replay_window.r_tot=ema high_quality_buffer.max_age=9",
+            "replay_window.r_tot=ema and high_quality_buffer.max_age=9 change nothing with "
+            "replay.enabled=False",
+        ),
+        (
+            "replay_window={direction: off, r_tot: ema}",
+            "replay_window.r_tot=ema change nothing with replay_window.direction=off",
+        ),
+        ("replay_window.ema_decay=0.5", "replay_window.ema_decay=0.5 change nothing with replay_"),
+        (
+            "reevaluate={enabled: false, c1: 0.2} hard_buffer.capacity=9",
+            "reevaluate.c1=0.2 and hard_buffer.capacity=9 change nothing with reevaluate.enabled=F",
+        ),
+        ("fresh.gaussian_mean=0.4", "fresh.gaussian_mean=0.4 change nothing with fresh.filter=ra"),
+        ("critic.clip=0.1", "critic.clip=0.1 change nothing with advantage.estimator=group"),
+        ("kl={coefficient: 0, estimator: k1}", "kl.estimator=k1 change nothing with kl.coeffi"),
+        ("lora.alpha=64", "lora.alpha=64 change nothing with lora.rank=0"),
+        ("reward.overlong_weight=2", "reward.overlong_weight=2.0 change nothing with reward.over"),
+        (
+            "rollout.max_generation_rounds=2 batch.capacity=640",
+            "the batch capacity (640) is above the 512 groups of all generation rounds",
+        ),
         ("sync.lag=2", "sync.lag is 2 with reevaluate.enabled: re-evaluations need the current"),
         (
             "algorithm=grpo sync.interrupt_rollouts=true",
