@@ -14,6 +14,7 @@ from bapo_core.config.messages import explain_validation_error
 from bapo_core.config.presets import PRESETS
 from bapo_core.config.sections import RunConfig
 from bapo_core.errors import ConfigError
+from bapo_core.spelling import did_you_mean
 
 
 class _Loader(yaml.SafeLoader):
@@ -195,6 +196,7 @@ def config_from(
     if preset is None:
         raise ConfigError(
             f"{where}: algorithm: {algorithm!r} is not one of {', '.join(sorted(PRESETS))}"
+            f"{did_you_mean(str(algorithm), PRESETS)}"
         )
     try:
         return RunConfig.model_validate(merge(preset, values))

@@ -83,6 +83,7 @@ def set_weights_aside(session: Session, run: Run, last_valid: int) -> None:
     session.execute(update(WeightVersion).where(*later).values(status="set_aside"))
     without_weights = (
         RolloutGroup.run_id == run.id,
+        RolloutGroup.step > last_valid,  # No group is older than its policy; there is an index.
         RolloutGroup.policy_version > last_valid,
         RolloutGroup.policy_version.not_in(select(WeightVersion.version).where(*later)),
     )
@@ -141,6 +142,7 @@ def _settle_set_aside(session: Session, run: Run, version: int, digest: str) -> 
     session.execute(
         delete(RolloutGroup).where(
             RolloutGroup.run_id == run.id,
+            RolloutGroup.step >= version,
             RolloutGroup.policy_version.in_(select(WeightVersion.version).where(*invalid)),
         )
     )

@@ -98,7 +98,7 @@ def execute(run: LocalRun, model: Path) -> RunHistory:
     state = client.begin_attempt(reopen=True)
     if state.attempt > 1:
         run.console.print(_describe_start(state), highlight=False, markup=False)
-    scratch = Path(tempfile.mkdtemp(prefix=f"{run.config.name}-", dir=_scratch_directory(run.home)))
+    scratch = _make_scratch(run)
     try:
         with mirror_to_mlflow(run.config, client):
             with Supervisor(run.home / "logs" / run.config.name) as supervisor:
@@ -130,10 +130,16 @@ def _describe_start(state: wire.RunState) -> str:
     return f"continuing from the checkpoint of step {state.current_step}"
 
 
-def _scratch_directory(home: Path) -> Path:
-    directory = home / "scratch"
+def _make_scratch(run: LocalRun) -> Path:
+    """Makes the directory of an attempt's files in transfer.
+
+    Those of earlier attempts are deleted: one that is killed leaves it.
+    """
+    directory = run.home / "scratch"
     directory.mkdir(parents=True, exist_ok=True)
-    return directory
+    for left in directory.glob(f"{run.config.name}.*"):  # A name has no full stop.
+        shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{run.config.name}.", dir=directory))
 
 
 def _start_processes(

@@ -157,5 +157,6 @@ def check_port_free(port: int, option: str) -> None:
         except OSError as error:
             raise BapoError(
                 f"port {port} is busy; stop the process that listens on it, or choose another port "
-                f"with {option} (0 takes any free one)"
+                f"with {option} (0 takes any free one); if it is the stack of another directory, "
+                "call bapo from there or set BAPO_HOME"
             ) from error

@@ -16,7 +16,6 @@ import torch
 
 from bapo_core.config import RunConfig, TrainerConfig
 from bapo_core.errors import BapoError
-from bapo_core.schedule import SyncSchedule
 from services.buffer.api.client import BufferClient
 from services.buffer.api.spans import SpanRecorder
 from services.buffer.api.trajectories import encode_proximal
@@ -231,7 +230,7 @@ def train_batch(
     timer: PhaseTimer,
 ) -> TrainedBatch:
     """Trains on one step's batch; an empty one trains nothing and is committed all the same."""
-    metrics = staleness_metrics(config.schedule, manifest)
+    metrics = staleness_metrics(manifest)
     if manifest.record_proximal:
         with timer.phase("proximal"):
             record_proximal(updater, reader, manifest, context)
@@ -334,13 +333,18 @@ def record_proximal(
         context.buffer.post_proximal(manifest.step, encode_proximal(by_group))
 
 
-def staleness_metrics(schedule: SyncSchedule, manifest: BatchManifest) -> dict[str, float]:
-    """Returns mean and maximum of trainer step minus policy version, over the batch's groups."""
+def staleness_metrics(manifest: BatchManifest) -> dict[str, float]:
+    """Returns mean and maximum of trainer step minus policy version, over the batch's groups.
+
+    A batch without groups has neither.
+    """
     staleness = [manifest.step - member.policy_version for member in manifest.members]
-    mean = (
-        sum(staleness) / len(staleness) if staleness else float(schedule.staleness(manifest.step))
-    )
-    return {"staleness_mean": mean, "staleness_max": float(max(staleness, default=0))}
+    if not staleness:
+        return {}
+    return {
+        "staleness_mean": sum(staleness) / len(staleness),
+        "staleness_max": float(max(staleness)),
+    }
 
 
 def initial_model(path: str, store: ObjectStore, ranks: Ranks, settings: TrainerSettings) -> Path:

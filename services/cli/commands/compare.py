@@ -191,6 +191,6 @@ def _print_table(results: Sequence[RunResult], console: Console) -> None:
         finals = [result.final.mean_accuracy for result in results if result.label == label]
         console.print(
             f"{label:{width}} held-out accuracy {statistics.mean(finals):.3f} "
-            f"({min(finals):.3f} .. {max(finals):.3f}, {len(finals)} seeds)",
+            f"(lowest {min(finals):.3f}, highest {max(finals):.3f}, of {len(finals)} seeds)",
             highlight=False,
         )

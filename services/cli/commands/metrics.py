@@ -23,7 +23,7 @@ COLUMNS = {
     "gradient_norm": "gradient",
     "clip_fraction": "clipped",
     "staleness_mean": "staleness",
-    "trainer/tokens_per_second": "tokens/s",
+    "trainer/tokens_per_second": "trained tok/s",
     "trainer/peak_memory_mib": "MiB",
 }
 """Metrics of the table, with their headings; `--json` and the exports have all metrics."""

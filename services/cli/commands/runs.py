@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import click
 
 from bapo_core.errors import BapoError
@@ -66,7 +68,9 @@ def delete(run: str, yes: bool) -> None:
     if not yes and not _confirm_deletion(state):
         raise BapoError(f"run {run!r} was not deleted; --yes deletes it without asking")
     client.delete_run()
-    click.echo(f"{run} is deleted, with its objects")
+    reports = Path("runs") / run
+    kept = f"; {reports} stays" if reports.exists() else ""
+    click.echo(f"{run} is deleted, with its objects{kept}")
 
 
 def _confirm_deletion(state: RunState) -> bool:
