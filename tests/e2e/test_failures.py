@@ -120,18 +120,6 @@ def test_a_dataset_with_a_bad_row(
     assert message in error
 
 
-def test_held_out_prompts_in_the_training_data(
-    tmp_path: Path, small_model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text(json.dumps({"nums": [1, 2], "target": 3}) + "\n")
-    config = configuration("overlap", small_model)
-    config["task"] = {"options": EASY, "train_path": str(data), "test_path": str(data)}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
-    error = refused_here(capsys, "eval", str(small_model), str(tmp_path / "run.yaml"))
-    assert "1 training prompts are held-out prompts too" in error
-
-
 def test_a_busy_port(command: Command, own_home: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,10 @@ def _export(config: RunConfig, checkpoint: wire.CheckpointView, target: Path) ->
     add_adapters(model, config.lora, config.seed)
     with tempfile.TemporaryDirectory() as scratch:
         _fetch(checkpoint, Path(scratch))
-        # Loads in place: the tensors of this state are the model's own.
-        load({"model": trained_state(model)}, checkpoint_id=scratch, no_dist=True)
+        with warnings.catch_warnings():
+            # It warns that it loads in a single process, which `no_dist` has asked for.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            # Loads in place: the tensors of this state are the model's own.
+            load({"model": trained_state(model)}, checkpoint_id=scratch, no_dist=True)
     weights = {name: merge_adapter(tensor, layer) for name, tensor, layer in plain_weights(model)}
     write_files(model_files(model, as_saved(model, weights), source), target)

@@ -171,6 +171,13 @@ def math_config(**task: Any) -> RunConfig:
     )
 
 
+def test_held_out_prompts_in_the_training_data_are_refused(tmp_path: Path) -> None:
+    data = write(tmp_path / "both.jsonl", ROWS)
+    overlap = r"^2 training prompts are held-out prompts too \(the first: .*test_path$"
+    with pytest.raises(BapoError, match=overlap):
+        load_datasets(math_config(train_path=data, test_path=data, columns=COLUMNS))
+
+
 def test_training_and_held_out_prompts_are_named_by_their_part(tmp_path: Path) -> None:
     train = write(tmp_path / "train.jsonl", ROWS)
     test = write(tmp_path / "test.jsonl", [{"question": "2+2?", "solution": 4}])
