@@ -52,6 +52,11 @@ def take(items: Iterable[Item], limit: int) -> list[Item]:
     return taken[:limit]
 
 
+def step_before_last(current_step: int, limit: int) -> int:
+    """Returns the step after which the last `limit` steps follow, and one more for `take_last`."""
+    return max(0, current_step - limit - 1)
+
+
 def take_last(items: Sequence[Item], limit: int) -> list[Item]:
     """Returns the last `limit` of the items; says on standard error if there are more."""
     if len(items) > limit:

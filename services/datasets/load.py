@@ -316,9 +316,7 @@ def read_dataset(
             else:
                 if text is not None:
                     problem = {**problem, DEMONSTRATION: _check_demonstration(text, number)}
-                with task_errors(task.name, "uid"):
-                    uid = task.uid(problem)
-                problems.setdefault(uid, problem)
+                problems.setdefault(_uid_of(task, problem), problem)
     except RowError as error:
         raise BapoError(f"{address}, {error}") from error
     except ValueError as error:
@@ -379,16 +377,19 @@ def _check_text(value: Any) -> None:
 
 
 def _build_dataset(task: Task, payloads: Sequence[Payload], split: str, images: Images) -> Dataset:
-    with task_errors(task.name, "uid"):
-        uids = [task.uid(payload) for payload in payloads]
     prompts = [
-        wire.PromptItem(uid=uid, task=task.name, payload=_to_json(payload))
-        for uid, payload in zip(uids, payloads, strict=True)
+        wire.PromptItem(uid=_uid_of(task, payload), task=task.name, payload=_to_json(payload))
+        for payload in payloads
     ]
     if isinstance(task, ImageTask):
         _check_images(task, payloads)
     name = name_dataset(task.name, split, prompts)
     return Dataset(name, prompts, images=images if isinstance(task, ImageTask) else None)
+
+
+def _uid_of(task: Task, payload: Payload) -> str:
+    with task_errors(task.name, "uid"):
+        return task.uid(payload)
 
 
 def _check_images(task: ImageTask, payloads: Sequence[Payload]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -523,13 +524,18 @@ def _empty_cache(model: Any) -> DynamicCache:
 
 
 def _cache_arguments(model: Any, cache: DynamicCache) -> dict[str, Any]:
-    """Returns the arguments with which a model reads a cache and writes to it.
+    """Returns the arguments with which a model reads a cache and writes to it."""
+    return {_cache_argument(model.__class__): cache, "use_cache": True}
 
-    Models of transformers 5.24 and later name it `cache`, those before `past_key_values`, which is
-    no longer accepted from 5.40 on.
+
+@lru_cache
+def _cache_argument(model: type[Any]) -> str:
+    """Returns the name of the argument by which models of a class take their cache.
+
+    It is `cache` from transformers 5.24 on, and `past_key_values` before, which is no longer
+    accepted from 5.40 on.
     """
-    named_cache = "cache" in inspect.signature(model.forward).parameters
-    return {"cache" if named_cache else "past_key_values": cache, "use_cache": True}
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _for_samples(layer: Any, group_size: int, length: int) -> Any:

@@ -156,10 +156,7 @@ def test_a_killed_supervisor_takes_the_stack_with_it(command: Command, own_home:
     endpoints = find_stack(own_home)
     assert endpoints is not None
     os.kill(endpoints.pid, signal.SIGKILL)
-    deadline = time.monotonic() + TIMEOUT_S
-    while processes_of(own_home):
-        assert time.monotonic() < deadline, processes_of(own_home)
-        time.sleep(0.1)
+    wait_until_none_runs(own_home)
     assert command("stack", "up", "--port", "0").returncode == 0
     assert command("stack", "down").returncode == 0
 
@@ -168,12 +165,9 @@ def test_a_stack_of_which_a_process_ends_can_be_started_again(
     command: Command, own_home: Path
 ) -> None:
     assert command("stack", "up", "--port", "0").returncode == 0
-    (buffer,) = [p for p in processes_of(own_home) if "services.buffer.main" in p.cmdline()]
+    buffer = buffer_service_of(own_home)
     buffer.kill()
-    deadline = time.monotonic() + TIMEOUT_S
-    while processes_of(own_home):
-        assert time.monotonic() < deadline, processes_of(own_home)
-        time.sleep(0.1)
+    wait_until_none_runs(own_home)
     assert "buffer was killed by SIGKILL" in (own_home / "logs/stack.log").read_text()
     assert command("stack", "up", "--port", "0").returncode == 0
     assert command("stack", "down").stdout.strip() == "stopped"
@@ -183,7 +177,7 @@ def test_a_stack_that_does_not_answer_is_not_taken_for_none(
     command: Command, own_home: Path
 ) -> None:
     assert command("stack", "up", "--port", "0").returncode == 0
-    (buffer,) = [p for p in processes_of(own_home) if "services.buffer.main" in p.cmdline()]
+    buffer = buffer_service_of(own_home)
     buffer.suspend()
     try:
         assert "does not answer" in refused(command("stack", "down"))
@@ -230,7 +224,7 @@ def test_a_lost_buffer_service_ends_the_run_and_loses_nothing(
             client = BufferClient(endpoints.buffer_url, endpoints.token, run="lost")
             committed = {s.name: s.current_step for s in client.runs()}.get("lost", 0)
         time.sleep(0.05)
-    (buffer,) = [p for p in processes_of(own_home) if "services.buffer.main" in p.cmdline()]
+    buffer = buffer_service_of(own_home)
     buffer.kill()
     _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
@@ -316,6 +310,20 @@ def test_secrets_stay_out_of_logs(stack: Endpoints, home: Path) -> None:
         text = log.read_text(errors="replace")
         assert stack.token not in text, log
         assert stack.s3_secret_key not in text, log
+
+
+def buffer_service_of(home: Path) -> psutil.Process:
+    """Returns the buffer service of this home's stack."""
+    (buffer,) = [p for p in processes_of(home) if "services.buffer.main" in p.cmdline()]
+    return buffer
+
+
+def wait_until_none_runs(home: Path) -> None:
+    """Returns once no process of this home is running."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while processes_of(home):
+        assert time.monotonic() < deadline, processes_of(home)
+        time.sleep(0.1)
 
 
 def processes_of(home: Path) -> list[psutil.Process]:

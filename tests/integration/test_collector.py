@@ -169,18 +169,12 @@ def test_a_reward_function_that_always_fails_ends_the_run(
     driver = Driver(stack, small_config("always-failing"))
     driver.client.publish_weights(1, "a" * 64)
 
-    async def work() -> None:
-        collector = make_collector(driver, ScriptedFleet(answers=8))
-        async with asyncio.timeout(300):
-            await collector._run(Job(1, "fresh"))
-            await collector._limit_running(0)
-
     reason = (
         r"the reward function of task countdown failed on all 32 responses so far: KeyError: 'n' "
         r"\(mine.py:3\); mend its `verify`"
     )
     with pytest.raises(BapoError, match=reason):
-        asyncio.run(work())
+        asyncio.run(roll_out_first_step(make_collector(driver, ScriptedFleet(answers=8))))
     assert not driver.client.step_prompts(1).recorded
 
 
@@ -191,13 +185,7 @@ def test_a_reward_function_that_sometimes_fails_is_seen(
     driver = Driver(stack, small_config("sometimes-failing"))
     driver.client.publish_weights(1, "a" * 64)
 
-    async def work() -> None:
-        collector = make_collector(driver, ScriptedFleet(answers=8))
-        async with asyncio.timeout(300):
-            await collector._run(Job(1, "fresh"))
-            await collector._limit_running(0)
-
-    asyncio.run(work())
+    asyncio.run(roll_out_first_step(make_collector(driver, ScriptedFleet(answers=8))))
     assert "failed on 8 of 32 responses, which count as wrong: KeyError: 'n'" in caplog.text
     driver.client.batch(1)
     driver.client.commit(1, {})
@@ -209,14 +197,8 @@ def test_groups_that_ended_before_an_error_are_delivered(stack: Endpoints) -> No
     driver = Driver(stack, small_config("refusing"))
     driver.client.publish_weights(1, "a" * 64)
 
-    async def work() -> None:
-        collector = make_collector(driver, RefusingFleet(answers=3))
-        async with asyncio.timeout(300):
-            await collector._run(Job(1, "fresh"))
-            with pytest.raises(BapoError, match="refuses a prompt"):
-                await collector._limit_running(0)
-
-    asyncio.run(work())
+    with pytest.raises(BapoError, match="refuses a prompt"):
+        asyncio.run(roll_out_first_step(make_collector(driver, RefusingFleet(answers=3))))
     assert len(driver.client.step_prompts(1).recorded) == 3
 
 
@@ -240,14 +222,8 @@ def test_a_new_collector_continues_responses_from_the_journal(stack: Endpoints) 
             task.cancel()
             await asyncio.wait([task])
 
-    async def go_on() -> None:
-        collector = make_collector(driver, fleets[1])
-        async with asyncio.timeout(300):
-            await collector._run(Job(1, "fresh"))
-            await collector._limit_running(0)
-
     asyncio.run(begin())
-    asyncio.run(go_on())
+    asyncio.run(roll_out_first_step(make_collector(driver, fleets[1])))
     assert fleets[1].continued == {
         index: [
             StartedResponse(token_ids=[5 + index + number], logprobs=[-0.5]) for number in range(4)
@@ -260,7 +236,7 @@ def test_a_new_collector_continues_responses_from_the_journal(stack: Endpoints) 
     ObjectStore(stack.object_store).put(
         f"{layout.journal(driver.config.name, 1, 'fresh', 0)}/request/1/0.arrow", b"left over"
     )
-    asyncio.run(go_on())
+    asyncio.run(roll_out_first_step(make_collector(driver, fleets[1])))
     assert not journal_keys(driver), "what a collector left that died is deleted"
 
 
@@ -274,6 +250,13 @@ def make_collector(driver: Driver, fleet: Any, **options: Any) -> Collector:
         AutoTokenizer.from_pretrained(TINY_MODEL),
         **options,
     )
+
+
+async def roll_out_first_step(collector: Collector) -> None:
+    """Runs the first step's rollouts to their end. Raises their error."""
+    async with asyncio.timeout(300):
+        await collector._run(Job(1, "fresh"))
+        await collector._limit_running(0)
 
 
 def test_only_missing_groups_are_generated(stack: Endpoints) -> None:

@@ -6,7 +6,7 @@ import click
 
 from services.cli.options import json_option, limit_option, refuse_limit, run_argument
 from services.cli.service import connect
-from services.cli.tables import show, take_last
+from services.cli.tables import show, step_before_last, take_last
 
 
 @click.command
@@ -46,8 +46,7 @@ def batches(run: str, limit: int, as_json: bool, step: int | None) -> None:
         empty = f"the batch of step {step} is empty: no group was fit to train on"
         show(manifest, columns, groups, as_json=as_json, empty=empty)
         return
-    # One more than is shown, by which `take_last` sees that there are more.
-    after = max(0, client.run_state().current_step - limit - 1)
+    after = step_before_last(client.run_state().current_step, limit)
     summaries = take_last(list(client.batches(after=after)), limit)
     rows = [
         (

@@ -10,7 +10,13 @@ import click
 from services.buffer.api.client import BufferClient
 from services.cli.options import json_option, limit_option, run_argument
 from services.cli.service import connect
-from services.cli.tables import fitting_columns, show, table_console, take_last
+from services.cli.tables import (
+    fitting_columns,
+    show,
+    step_before_last,
+    table_console,
+    take_last,
+)
 from services.exporters.curves import curves
 from services.exporters.mlflow import MlflowRun
 from services.exporters.tensorboard import write_tensorboard
@@ -77,8 +83,7 @@ def metrics(
 
 
 def _show_table(client: BufferClient, limit: int, as_json: bool) -> None:
-    # One more than is shown, by which `take_last` sees that there are more.
-    after = max(0, client.run_state().current_step - limit - 1)
+    after = step_before_last(client.run_state().current_step, limit)
     steps = take_last(client.steps(after=after), limit)
     headings = ["step", *COLUMNS.values()]
     rows = []
