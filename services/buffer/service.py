@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 from fastapi import Depends, Request
 from sqlalchemy import Engine
@@ -23,6 +25,32 @@ RECHECK_S = 0.5
 T = TypeVar("T")
 
 
+class SharedRead(Generic[T]):
+    """One read of the database at a time, whose result all requests that wait for it get.
+
+    A request gets the result of a read that began after it had asked, and therefore sees every
+    change that was committed before.
+    """
+
+    def __init__(self, attempt: Callable[[], T]) -> None:
+        self._attempt = attempt
+        self._running: asyncio.Task[T] | None = None
+        self._next: asyncio.Task[T] | None = None
+
+    async def __call__(self) -> T:
+        """Returns the result of the next read, or raises what it raises."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._read_after(self._running))
+        # The other requests still wait for the read if this one is cancelled.
+        return await asyncio.shield(self._next)
+
+    async def _read_after(self, running: asyncio.Task[T] | None) -> T:
+        if running is not None:
+            await asyncio.wait([running])
+        self._running, self._next = self._next, None
+        return await run_in_threadpool(self._attempt)
+
+
 class Service:
     """Runs transactions, stores objects, and waits for changes of either."""
 
@@ -34,6 +62,7 @@ class Service:
         self._writers = ThreadPoolExecutor(16, thread_name_prefix="object-store")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._changes: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self._shared_reads: WeakValueDictionary[str, SharedRead[Any]] = WeakValueDictionary()
 
     def use_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         """Sets the event loop on which `wait_until` waits, and which transactions notify."""
@@ -77,11 +106,31 @@ class Service:
         Calls `attempt` in a thread, after every `wake_waiting` of the run and every `RECHECK_S`.
         Waiting itself takes no thread, so any number of requests may wait.
         """
+        return await self._wait_until(run, seconds, partial(run_in_threadpool, attempt), ready)
+
+    async def wait_until_shared(
+        self, run: str, seconds: float, attempt: Callable[[], T], ready: Callable[[T], bool]
+    ) -> T:
+        """Waits as `wait_until` does; all requests that wait for the run share each attempt.
+
+        For what every replica of a large run waits for. `attempt` must do the same for all of
+        them.
+        """
+        read = self._shared_reads.setdefault(run, SharedRead(attempt))
+        return await self._wait_until(run, seconds, read, ready)
+
+    async def _wait_until(
+        self,
+        run: str,
+        seconds: float,
+        attempt: Callable[[], Awaitable[T]],
+        ready: Callable[[T], bool],
+    ) -> T:
         deadline = monotonic() + seconds
         while True:
             # Taken before the attempt: a change during the attempt ends the wait after it.
             change = self._changes[run]
-            result = await run_in_threadpool(attempt)
+            result = await attempt()
             remaining = deadline - monotonic()
             if ready(result) or remaining <= 0:
                 return result

@@ -78,7 +78,7 @@ async def get_target_weights(
         with service.sessions() as session:
             return artifacts.target_weights(session, runs.get_run(session, name))
 
-    return await service.wait_until(name, wait, read, lambda target: target.tag != known)
+    return await service.wait_until_shared(name, wait, read, lambda target: target.tag != known)
 
 
 # ---- checkpoints --------------------------------------------------------------------------------
