@@ -604,30 +604,46 @@ def dashboard_link(context: PipelineContext, run: str) -> str:
 # ---- after the training -------------------------------------------------------------------------
 
 
-def evaluate(context: PipelineContext, *, within_s: float = 3600.0) -> dict[str, float]:
-    """Waits for the evaluation of the final weights.
+def final_evaluations(buffer: BufferClient, config: RunConfig) -> list[wire.EvaluationSetView]:
+    """Returns the evaluation sets, each with the evaluation of the final weights alone.
 
-    Returns their held-out accuracy, and the number of prompts for each number of correct responses.
+    Returns none as long as the evaluation of one of them is missing.
+    """
+    sets = buffer.evaluation_sets()
+    for evaluation_set in sets:
+        evaluation_set.evaluations = [
+            evaluation
+            for evaluation in evaluation_set.evaluations
+            if evaluation.version == config.steps + 1
+        ]
+    return sets if all(evaluation_set.evaluations for evaluation_set in sets) else []
+
+
+def evaluate(context: PipelineContext, *, within_s: float = 3600.0) -> dict[str, float]:
+    """Waits for the evaluations of the final weights.
+
+    Returns their held-out accuracy, the number of prompts for each number of correct responses, and
+    the accuracy on each set if there are several.
     """
     take_turn(context)
     config = context.buffer.run_state().config
-
-    def final_evaluation() -> wire.Evaluation | None:
-        evaluations = context.buffer.evaluations()
-        versions = {evaluation.version: evaluation for evaluation in evaluations}
-        return versions.get(config.steps + 1)
-
-    evaluation = _wait_for(
+    sets = _wait_for(
         context,
-        final_evaluation,
+        lambda: final_evaluations(context.buffer, config) or None,
         "the evaluation of the final weights",
         within_s,
         "see the collector's log",
     )
-    context.log(f"held-out accuracy {evaluation.mean_accuracy:.3f}")
+    accuracies = {each.name: each.evaluations[0].mean_accuracy for each in sets}
+    (evaluation,) = next(each.evaluations for each in sets if each.primary)
     size = len(evaluation.bins) - 1
-    bins = {f"prompts_{k}_of_{size}": float(count) for k, count in enumerate(evaluation.bins)}
-    return {"held_out_accuracy": evaluation.mean_accuracy, **bins}
+    metrics = {"held_out_accuracy": evaluation.mean_accuracy}
+    metrics |= {f"prompts_{k}_of_{size}": float(count) for k, count in enumerate(evaluation.bins)}
+    if len(sets) > 1:
+        metrics |= {f"accuracy_on_{name}": accuracy for name, accuracy in accuracies.items()}
+    for name, accuracy in accuracies.items():
+        context.log(f"held-out accuracy on {name} {accuracy:.3f}")
+    return metrics
 
 
 def export(context: PipelineContext, directory: Path) -> dict[str, str]:
@@ -649,7 +665,7 @@ def clean_up(
 ) -> Literal["finished", "stopped", "absent"]:
     """Deletes the job, and marks the run as finished or stops it; returns the run's status.
 
-    A run is finished when its final weights are trained and evaluated. One that is stopped can be
+    A run is finished when its final weights are trained and evaluated on every set. One that is stopped can be
     continued by the same pipeline.
     """
     buffer = context.buffer
@@ -659,8 +675,7 @@ def clean_up(
         context.log("no run was created")
         return "absent"
     config = state.config
-    evaluated = any(evaluation.version == config.steps + 1 for evaluation in buffer.evaluations())
-    if evaluated and is_trained(buffer, config, config.steps):
+    if final_evaluations(buffer, config) and is_trained(buffer, config, config.steps):
         buffer.attempt = state.attempt
         buffer.set_status("finished")
         update_mlflow(config, buffer)

@@ -26,7 +26,8 @@ from services.common.errors import ServiceError
 from services.common.objectstore import ObjectStore
 from services.stack.stack import Endpoints
 from tests.conftest import EASY
-from tests.integration.driver import stop_open_runs
+from tests.integration.driver import Driver, stop_open_runs
+from tests.integration.test_evaluation_sets import evaluate, sets_config
 from tests.unit.pipelines.test_training_job import DEPLOYMENT
 
 _NUMBERS = count()
@@ -313,6 +314,33 @@ def test_cleaning_up_stops_an_unfinished_run_which_can_then_be_continued(
     assert context.buffer.run_state().status == "stopped", "its pipeline may wait for its turn"
     steps.take_turn(context)
     assert context.buffer.run_state().status == "running"
+
+
+def test_a_run_is_finished_when_its_final_weights_are_evaluated_on_every_set(
+    stack: Endpoints, log_lines: list[str], tmp_path: Path
+) -> None:
+    stop_open_runs(stack.buffer_url, stack.token)
+    config = sets_config("stepped-sets", steps=2, checkpoint={"every": 2})
+    driver = Driver(stack, config)
+    context = PipelineContext(
+        driver.client, ObjectStore(stack.object_store), tmp_path, log_lines.append
+    )
+    for step in (1, 2):
+        driver.run_step(step)
+    driver.client.record_checkpoint(2, "2" * 64)
+    driver.client.publish_weights(3, "3" * 64)
+    evaluate(driver, 3, "cd-34")
+    jobs = TrainerJobs(ScriptedBackend(), DEPLOYMENT)
+    assert steps.clean_up(context, jobs) == "stopped", "the collector has not evaluated cd-4 yet"
+    driver.client.begin_attempt(reopen=True)
+    with pytest.raises(BapoError, match="evaluation of the final weights"):
+        steps.evaluate(context, within_s=0.05)
+    evaluate(driver, 3, "cd-4")
+    first, second = driver.client.evaluation_sets()
+    metrics = steps.evaluate(context)
+    assert metrics["held_out_accuracy"] == first.evaluations[-1].mean_accuracy
+    assert metrics["accuracy_on_cd-4"] == second.evaluations[-1].mean_accuracy
+    assert steps.clean_up(context, jobs) == "finished"
 
 
 def queue_behind(
