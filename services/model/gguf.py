@@ -23,7 +23,8 @@ def convert_gguf(file: Path, directory: Path) -> None:
     The weights are float32, which represents the values of every quantised block exactly; bfloat16
     would round them. The end token of the tokenizer ends responses.
 
-    Raises `BapoError` if the file or a package is missing, or if the tokenizer has no end token.
+    Raises `BapoError` if the file or a package is missing, if the tokenizer has no end token, or if
+    `directory` has files.
     """
     if not file.is_file():
         raise BapoError(f"{file} is not a file; give a GGUF file of a causal language model")

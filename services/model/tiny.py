@@ -57,10 +57,12 @@ def build_tiny_model(
     steps: steps of the warm start.
     task: task whose prompts the model can read.
     progress: called after each step with (steps done, all steps, loss).
+
+    Raises `BapoError` if `directory` has files.
     """
-    tokenizer = build_tokenizer()
-    model = _warm_start(tokenizer, seed, steps, task, progress)
     with write_directory(directory) as partial:
+        tokenizer = build_tokenizer()
+        model = _warm_start(tokenizer, seed, steps, task, progress)
         model.save_pretrained(partial, safe_serialization=True)
         tokenizer.save_pretrained(partial)
 

@@ -102,10 +102,12 @@ def build_tiny_vision_model(
     seed: determines the weights.
     steps: steps of the warm start.
     progress: called after each step with (steps done, all steps, loss).
+
+    Raises `BapoError` if `directory` has files.
     """
-    tokenizer, processor = build_tokenizer(), _build_image_processor()
-    model = _warm_start(tokenizer, seed, steps, progress)
     with write_directory(directory) as partial:
+        tokenizer, processor = build_tokenizer(), _build_image_processor()
+        model = _warm_start(tokenizer, seed, steps, progress)
         rounded: Any = model
         rounded.to(torch.bfloat16).save_pretrained(partial, safe_serialization=True)
         tokenizer.save_pretrained(partial)

@@ -16,6 +16,7 @@ from services.buffer.api import wire
 from services.cli.options import json_option, run_argument
 from services.cli.service import connect, open_object_store
 from services.cli.tables import show
+from services.model.directory import refuse_files
 from services.model.resolve import ensure_model
 from services.stack.settings import default_home
 
@@ -120,8 +121,7 @@ def _export(config: RunConfig, checkpoint: wire.CheckpointView, target: Path) ->
     from services.trainer.lora import add_adapters, merge_adapter, plain_weights, trained_state
     from services.trainer.policy import load_policy
 
-    if target.exists() and any(target.iterdir()):
-        raise BapoError(f"{target} is not empty; name a new directory")
+    refuse_files(target)
     source = ensure_model(config, default_home(), open_store=open_object_store)
     model: Any = load_policy(source).model
     add_adapters(model, config.lora, config.seed)

@@ -19,8 +19,8 @@ def model() -> None:
     "--rebuild",
     type=click.Path(path_type=Path),
     metavar="DIRECTORY",
-    help="Train the model again into this directory, which takes a minute or two; with --vision "
-    "ten to twenty.",
+    help="Train the model again into this new directory, which takes a minute or two; with "
+    "--vision ten to twenty.",
 )
 @click.option("--vision", is_flag=True, help="The model that reads diagrams, `tiny-vision`.")
 def tiny(rebuild: Path | None, vision: bool) -> None:

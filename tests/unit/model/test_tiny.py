@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from bapo_core.errors import BapoError
 from services.model import tiny
 from services.rollout.api.wire import PromptRequest, Sampling
 from services.rollout.transformers_engine import TransformersEngine
@@ -103,15 +104,28 @@ def test_progress_is_reported_for_every_step(
     assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
-def test_a_build_that_fails_leaves_the_model_that_was_there(
-    built: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_build_into_a_directory_with_files_is_refused_and_leaves_them(built: Path) -> None:
     before = (built / "model.safetensors").read_bytes()
+    with pytest.raises(BapoError, match="is not empty; name a new directory"):
+        tiny.build_tiny_model(built, seed=5, steps=2)
+    assert (built / "model.safetensors").read_bytes() == before
 
+
+def test_a_build_goes_into_the_working_directory_if_it_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiny, "EXAMPLES", 256)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    tiny.build_tiny_model(Path(), seed=0, steps=1)
+    assert (tmp_path / "empty" / "model.safetensors").exists()
+
+
+def test_a_build_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(done: int, total: int, loss: float) -> None:
         raise RuntimeError("interrupted")
 
     monkeypatch.setattr(tiny, "EXAMPLES", 256)
     with pytest.raises(RuntimeError, match="interrupted"):
-        tiny.build_tiny_model(built, seed=5, steps=2, progress=fail)
-    assert (built / "model.safetensors").read_bytes() == before
+        tiny.build_tiny_model(tmp_path / "model", seed=5, steps=2, progress=fail)
+    assert list(tmp_path.iterdir()) == []
