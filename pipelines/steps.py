@@ -665,8 +665,8 @@ def clean_up(
 ) -> Literal["finished", "stopped", "absent"]:
     """Deletes the job, and marks the run as finished or stops it; returns the run's status.
 
-    A run is finished when its final weights are trained and evaluated on every set. One that is stopped can be
-    continued by the same pipeline.
+    A run is finished when its final weights are trained and evaluated on every set. One that is
+    stopped can be continued by the same pipeline.
     """
     buffer = context.buffer
     remove_job(jobs.backend, jobs.job_name(buffer.run))

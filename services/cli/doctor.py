@@ -181,6 +181,6 @@ def show(console: Console, config: RunConfig, parity: Parity) -> None:
     ):
         limit = getattr(parity.tolerance, name)
         sign = "≥" if name == "ess_fraction" else "≤"
-        mark = "[red]✗[/red]" if name in failures else "✓"
+        mark = "✗" if name in failures else "✓"
         table.add_row(label, f"{parity.metrics[name]:.3g}", f"{sign} {limit:g} {mark}")
     console.print(table)

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from rich.console import Console
 from rich.progress import track
 
 from bapo_core.config import EvaluationSet, RunConfig
@@ -23,6 +22,7 @@ from bapo_core.metrics import (
 from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task, normalise_answer
 from services.buffer.api.wire import Evaluation, Score
+from services.cli.console import plain_console
 from services.cli.service import data_sources
 from services.common.images import decode_image
 from services.datasets import Dataset, load_datasets, load_evaluation_sets
@@ -182,7 +182,7 @@ def _generate(
         group_size=settings.samples,
     )
     starts = range(0, len(requests), PROMPTS_AT_ONCE)
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     for start in track(starts, settings.name, console=console, transient=True):
         yield from engine.generate(
             requests[start : start + PROMPTS_AT_ONCE], sampling, policy_version=1

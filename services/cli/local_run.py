@@ -78,7 +78,7 @@ def create_run(run: LocalRun, model: Path) -> None:
     for dataset in datasets.all:
         store_dataset(client, dataset)
         if dataset.notes:
-            run.console.print(f"note: {dataset.name}: {dataset.summary}", highlight=False)
+            run.console.print(f"note: {dataset.name}: {dataset.summary}")
     client.create_run(datasets.run_request(run.config))
 
 
@@ -97,7 +97,7 @@ def execute(run: LocalRun, model: Path) -> RunHistory:
     client = run.client
     state = client.begin_attempt(reopen=True)
     if state.attempt > 1:
-        run.console.print(_describe_start(state), highlight=False, markup=False)
+        run.console.print(_describe_start(state))
     scratch = _make_scratch(run)
     try:
         with mirror_to_mlflow(run.config, client):

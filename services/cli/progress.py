@@ -74,7 +74,7 @@ class RunDisplay:
             self._live.update(self._render())
         elif steps and (now - self._last_line > PLAIN_EVERY_S or self._done == self._total):
             self._last_line = now
-            self._console.print(self._line(steps[-1]), highlight=False, soft_wrap=True)
+            self._console.print(self._line(steps[-1]), soft_wrap=True)
 
     def _note_failures(self, step: StepView) -> None:
         """Says once that the reward function fails, before what may follow from it."""
@@ -84,9 +84,7 @@ class RunDisplay:
         self._failures_noted = True
         self._console.print(
             f"note: the reward function failed on {share:.1%} of the responses of step "
-            f"{step.step}, which count as wrong; collector.log among the run's logs says why",
-            highlight=False,
-            markup=False,
+            f"{step.step}, which count as wrong; collector.log among the run's logs says why"
         )
 
     def _note_empty_batch(self, step: StepView) -> None:
@@ -94,11 +92,7 @@ class RunDisplay:
         known, self._trained = self._trained, True
         if known or step.trained:
             return
-        self._console.print(
-            f"note: step {step.step} trained nothing: {NOTHING_TRAINED}",
-            highlight=False,
-            markup=False,
-        )
+        self._console.print(f"note: step {step.step} trained nothing: {NOTHING_TRAINED}")
 
     def _update_replicas(self, replicas: list[ReplicaView]) -> None:
         """Notes the state of the engines; without a terminal, prints each new error on a line."""
@@ -106,7 +100,7 @@ class RunDisplay:
         for replica in replicas:
             error = replica.detail if replica.state == "failing" else ""
             if error and error != self._errors.get(replica.name) and self._live is None:
-                self._console.print(f"{replica.name}: {error}", highlight=False)
+                self._console.print(f"{replica.name}: {error}")
             self._errors[replica.name] = error
 
     def _describe_engines(self) -> str:

@@ -13,6 +13,8 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
 
+from services.cli.console import plain_console
+
 Item = TypeVar("Item")
 GAP = 2
 """Characters between two columns."""
@@ -66,8 +68,8 @@ def take_last(items: Sequence[Item], limit: int) -> list[Item]:
 
 def table_console() -> Console:
     """Returns a console as wide as the terminal, or `PIPE_WIDTH` if the output is no terminal."""
-    console = Console()
-    return console if console.is_terminal else Console(width=PIPE_WIDTH)
+    console = plain_console()
+    return console if console.is_terminal else plain_console(width=PIPE_WIDTH)
 
 
 def print_json(answer: BaseModel | Sequence[BaseModel]) -> None:

@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 
 from bapo_core.errors import BapoError
+from services.cli.console import plain_console
 from services.cli.local_run import LocalRun, create_run, execute
 from services.cli.options import ConfigArguments, config_arguments, port_option
 from services.cli.service import open_local_object_store
@@ -93,7 +94,7 @@ def compare(
         runs,
         directory=Path("runs") / f"{config.load().name}-comparison",
         home=default_home(),
-        console=Console(),
+        console=plain_console(),
         port=port,
     )
     click.echo(page)
@@ -123,9 +124,8 @@ def train_and_compare(
     with find_or_start_stack(home, port) as endpoints:
         for number, planned in enumerate(runs, start=1):
             console.print(
-                f"[bold]run {number} of {len(runs)}[/]: {planned.label}, seed "
+                f"run {number} of {len(runs)}: {planned.label}, seed "
                 f"{planned.config.seed}{_time_left(trained, len(runs) - number + 1)}",
-                highlight=False,
             )
             started = time.monotonic()
             result, was_trained = _train(planned, endpoints, home, console)
@@ -136,7 +136,7 @@ def train_and_compare(
                 # A comparison can take hours. The page of the finished runs exists while the others
                 # are trained, and stays if the command is stopped or a run fails.
                 page = write_comparison(results, directory)
-                console.print(f"{number} of {len(runs)} runs compared: {page}", highlight=False)
+                console.print(f"{number} of {len(runs)} runs compared: {page}")
     _print_table(results, console)
     return page
 
@@ -175,7 +175,7 @@ def _train(
             f"(name=...){''.join(moved)}"
         )
     if state is not None and state.status == "finished":
-        console.print(f"{config.name}: finished already", highlight=False)
+        console.print(f"{config.name}: finished already")
         return RunResult.read(run.client, planned.label), False
     model = ensure_model(config, home, open_store=open_local_object_store)
     if state is None:
@@ -192,5 +192,4 @@ def _print_table(results: Sequence[RunResult], console: Console) -> None:
         console.print(
             f"{label:{width}} held-out accuracy {statistics.mean(finals):.3f} "
             f"(lowest {min(finals):.3f}, highest {max(finals):.3f}, of {len(finals)} seeds)",
-            highlight=False,
         )

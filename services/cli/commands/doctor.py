@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict
 
 import click
-from rich.console import Console
 
 from bapo_core.errors import BapoError
+from services.cli.console import plain_console
 from services.cli.options import ConfigArguments, config_arguments, json_option
 from services.cli.service import open_local_object_store
 from services.model.resolve import ensure_model
@@ -39,7 +39,7 @@ def rollout(config: ConfigArguments, prompts: int, as_json: bool) -> None:
     from services.cli.doctor import measure_parity, show  # imports torch
 
     loaded = config.load()
-    console = Console()
+    console = plain_console()
     model = ensure_model(loaded, default_home(), open_store=open_local_object_store)
     parity = measure_parity(loaded, model, prompts=prompts)
     failures = parity.failures()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import click
-from rich.console import Console
 
+from services.cli.console import plain_console
 from services.cli.options import ConfigArguments, config_arguments, json_option
 from services.cli.service import open_local_object_store
 from services.cli.suites import SUITES, suite_config
@@ -63,7 +63,7 @@ def evaluate(
     from services.cli.evaluate import evaluate_directory  # imports torch
     from services.report.scores import COLUMNS, INTERVALS, score_rows
 
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     if suite is None:
         if data:
             raise click.UsageError("--data needs --suite.")
@@ -72,7 +72,7 @@ def evaluate(
         chosen = suite_config(suite, config.file, config.overrides, data)
         loaded = chosen.config
         if chosen.left_out:
-            console.print(f"note: no data of {', '.join(chosen.left_out)}", highlight=False)
+            console.print(f"note: no data of {', '.join(chosen.left_out)}")
     directory = find_model(model, default_home(), open_store=open_local_object_store)
     evaluations = evaluate_directory(loaded, directory, blank_images=blank_images)
     rows = score_rows(evaluations)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
-from rich.console import Console
 
 from services.buffer.api.client import BufferClient
+from services.cli.console import plain_console
 from services.cli.local_run import LocalRun, write_outputs
 from services.cli.options import run_argument
 from services.stack.settings import default_home
@@ -32,5 +32,5 @@ def report(run: str) -> None:
         history = read_history(BufferClient(endpoints.buffer_url, endpoints.token, run=run))
     config = history.config
     directory = Path("runs") / run
-    write_outputs(LocalRun(config, endpoints, home, directory, Console()), history)
+    write_outputs(LocalRun(config, endpoints, home, directory, plain_console()), history)
     click.echo(directory / "report.html")

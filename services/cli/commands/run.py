@@ -11,6 +11,7 @@ from bapo_core.config import RunConfig, flatten, parse_overrides
 from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import EvaluationSetView
+from services.cli.console import plain_console
 from services.cli.local_run import LocalRun, RunStopped, create_run, execute, next_free_name
 from services.cli.options import ConfigArguments, config_arguments, port_option
 from services.cli.progress import NOTHING_TRAINED
@@ -55,11 +56,11 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
     if resume and new:
         raise click.UsageError("--resume continues a run, --new starts one; give one of them.")
     stop_on_signals("stopping")
-    console = Console()
+    console = plain_console()
     home = default_home()
     loaded = config.load(*([f"trainer.profile_steps={profile}"] if profile else []))
     for warning in loaded.warnings():
-        console.print(f"note: {warning}", highlight=False, markup=False)
+        console.print(f"note: {warning}")
     if not resume:
         loaded = pin_revisions(loaded)
     with find_or_start_stack(home, port) as endpoints:
@@ -76,7 +77,7 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
         model = ensure_model(loaded, home, open_store=open_local_object_store)
         resume_command = _resume_command(config.file, loaded.name)
         stop_on_signals(f"stopping; continue with `{resume_command}`")
-        console.print(format_addresses(endpoints, home), highlight=False)
+        console.print(format_addresses(endpoints, home))
         local_run = LocalRun(loaded, endpoints, home, Path("runs") / loaded.name, console)
         if not resume:
             create_run(local_run, model)
@@ -106,9 +107,7 @@ def _note_kept_values(
         more = f" and {len(different) - 5} more" if len(different) > 5 else ""
         console.print(
             f"note: --resume keeps the configuration of the run, which has "
-            f"{', '.join(different[:5])}{more}; only trainer.* takes effect",
-            highlight=False,
-            markup=False,
+            f"{', '.join(different[:5])}{more}; only trainer.* takes effect"
         )
 
 
@@ -155,7 +154,5 @@ def _print_results(console: Console, local_run: LocalRun, history: RunHistory) -
         f"\n{scores}\n"
         f"report   {local_run.directory / 'report.html'}\n"
         f"summary  {local_run.directory / 'summary.json'}\n"
-        f"queries  `bapo stack up`, then `bapo prompts {local_run.config.name}`, or the dashboard",
-        highlight=False,
-        markup=False,
+        f"queries  `bapo stack up`, then `bapo prompts {local_run.config.name}`, or the dashboard"
     )

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import IO
 
 import click
-from rich.console import Console
 
 from bapo_core.errors import BapoError
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.buffer.api.digest_chain import check_chain
+from services.cli.console import plain_console
 from services.cli.local_run import trainer_command
 from services.cli.options import run_argument
 from services.cli.service import connect, open_local_object_store, service_environment
@@ -52,7 +52,7 @@ def verify(run: str, steps: str | None, chain_only: bool) -> None:
       bapo verify countdown --steps 1:20
       bapo verify countdown --chain
     """
-    client, console = connect(run), Console()
+    client, console = connect(run), plain_console()
     state = client.run_state()
     views = client.steps()
     # Steps that were committed before there were digests have no link.
@@ -62,7 +62,7 @@ def verify(run: str, steps: str | None, chain_only: bool) -> None:
     first, last = (1, 0) if chain_only else _range(client, steps, linked)
     checked = linked if steps is None or chain_only else views[first - 1 : last]
     check_chain(client.stored_config(), checked)
-    console.print(f"the digest chain of {len(checked)} steps is whole", highlight=False)
+    console.print(f"the digest chain of {len(checked)} steps is whole")
     if chain_only:
         return
     recorded = {view.step: view.digests for view in views[first - 1 : last] if view.digests}
@@ -72,7 +72,7 @@ def verify(run: str, steps: str | None, chain_only: bool) -> None:
     with _training_again(command, run, model) as found:
         for step, digests in zip(recorded, found, strict=False):
             _compare(step, recorded[step], digests)
-            console.print(f"step {step}: the same weights", highlight=False)
+            console.print(f"step {step}: the same weights")
 
 
 def _range(

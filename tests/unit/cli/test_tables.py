@@ -14,6 +14,12 @@ def test_a_pipe_gets_whole_values(capsys: pytest.CaptureFixture[str]) -> None:
     assert line.split() == values[0]
 
 
+def test_brackets_in_values_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    values = ["sum[odd]", "algebra[/x]", "[bold]"]
+    show([], ["a", "b", "c"], [values], as_json=False, empty="none")
+    assert capsys.readouterr().out.splitlines()[1].split() == values
+
+
 def test_a_list_that_is_cut_off_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert take(range(3), 3) == [0, 1, 2]
     assert capsys.readouterr().err == ""
