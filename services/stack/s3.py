@@ -29,6 +29,8 @@ SeaweedFS's own choice is as many as would fit on the free disk. It reserves sev
 each bucket, though they start empty, so that on a nearly full disk no object could be stored.
 """
 READY_WITHIN_S = 60.0
+SIGNING_KEYS = ("FILER_SIGNING", "FILER_SIGNING_READ", "SIGNING", "SIGNING_READ")
+"""Keys of the tokens with which the parts of SeaweedFS know each other."""
 
 
 def start_s3(supervisor: Supervisor, directory: Path, ports: Sequence[int]) -> ObjectStoreSettings:
@@ -40,6 +42,7 @@ def start_s3(supervisor: Supervisor, directory: Path, ports: Sequence[int]) -> O
     Raises `BapoError` when SeaweedFS is not installed.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    directory.chmod(0o700)  # SeaweedFS lets every user read its files.
     master, master_grpc, volume, volume_grpc, filer, filer_grpc, s3, s3_grpc = ports
     settings = ObjectStoreSettings(
         endpoint=f"http://127.0.0.1:{s3}",
@@ -77,9 +80,11 @@ def start_s3(supervisor: Supervisor, directory: Path, ports: Sequence[int]) -> O
         "-s3.iam=false",
         f"-s3.config={identities}",
     ]
+    # Without keys, the ports of volume and filer would serve every user of this machine.
+    keys = {f"WEED_JWT_{name}_KEY": secrets.token_hex(20) for name in SIGNING_KEYS}
     # SeaweedFS's graceful stop waits for streams that never end, for 25 seconds and longer. What it
     # has acknowledged is on disk, so it may be killed.
-    supervisor.start("s3", command, stop_signal=signal.SIGKILL)
+    supervisor.start("s3", command, environment=keys, stop_signal=signal.SIGKILL)
     return settings
 
 

@@ -1,11 +1,13 @@
-"""The local stack's S3 server: its volumes, and what it tells its authors."""
+"""The local stack's S3 server: its volumes, whom it serves, and what it tells its authors."""
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 
 import httpx
 
+from services.common.objectstore import ObjectStore
 from services.stack.s3 import PORTS, VOLUMES, await_s3, start_s3
 from services.stack.supervisor import Supervisor, free_ports
 
@@ -19,3 +21,24 @@ def test_it_has_volumes_on_a_small_disk_and_reports_to_nobody(tmp_path: Path) ->
         log = (tmp_path / "logs" / "s3.log").read_text()
     assert status["Topology"]["Max"] == VOLUMES
     assert "telemetry" not in log, "SeaweedFS announces there that it will report"
+
+
+def test_no_port_of_it_serves_another_user_of_the_machine(tmp_path: Path) -> None:
+    ports = free_ports(PORTS)
+    master, filer = ports[0], ports[4]
+    with Supervisor(tmp_path / "logs") as supervisor:
+        settings = start_s3(supervisor, tmp_path / "s3", ports)
+        await_s3(supervisor, settings)
+        store = ObjectStore(settings)
+        store.put("runs/secret", b"private bytes")
+        url = f"http://127.0.0.1:{filer}/buckets/{settings.bucket}/runs/secret"
+        assigned = httpx.get(f"http://127.0.0.1:{master}/dir/assign").json()
+        answers = [
+            httpx.get(url),
+            httpx.put(url, content=b"overwritten"),
+            httpx.delete(url),
+            httpx.put(f"http://{assigned['url']}/{assigned['fid']}", files={"file": b"forged"}),
+        ]
+        assert store.get("runs/secret", sha256(b"private bytes").hexdigest())
+    assert [answer.status_code for answer in answers] == [401] * 4
+    assert (tmp_path / "s3").stat().st_mode & 0o077 == 0
