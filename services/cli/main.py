@@ -12,6 +12,7 @@ from bapo_core.errors import BapoError
 from services import VERSION
 from services.cli.lazy import Lazy, LazyGroup
 from services.common.errors import ServiceError
+from services.common.local_hosts import bypass_proxies
 
 _IN = "services.cli.commands"
 
@@ -98,6 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     An error ends the process with exit code 1 and one line on standard error, wrong usage with 2,
     and an interruption with 130.
     """
+    bypass_proxies()
     try:
         code = bapo.main(arguments, prog_name="bapo", standalone_mode=False)
     except click.ClickException as error:

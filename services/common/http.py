@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from services.common.errors import ServiceError, ServiceUnavailable, Superseded
+from services.common.local_hosts import LOCAL_HOSTS
 
 GIVE_UP_AFTER_S = 60.0
 """Seconds for which a call is repeated: longer than a service takes to move to another machine, and
@@ -17,7 +18,6 @@ _CONNECT_S = 5.0
 UNHURRIED = httpx.Timeout(3600.0, connect=_CONNECT_S)
 """Time-out of a call for which the service does all its work before it answers. Sent again while
 the first is still at work, it would be done twice."""
-LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
 
 
 class HttpClient:
