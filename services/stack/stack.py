@@ -36,6 +36,9 @@ from services.stack.postgres import start_postgres
 from services.stack.supervisor import Supervisor, check_port_free, free_ports
 
 READY_WITHIN_S = 60.0
+"""Seconds within which one process of the stack must become ready."""
+STARTED_WITHIN_S = 4 * READY_WITHIN_S
+"""Seconds within which all of them are ready, or the process that starts them has given up."""
 CHECK_INTERVAL_S = 0.5
 
 
@@ -275,9 +278,11 @@ def stack_up(home: Path, port: int = DEFAULT_PORT) -> Endpoints:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-    deadline = time.monotonic() + READY_WITHIN_S
+    deadline = time.monotonic() + STARTED_WITHIN_S
     while (endpoints := find_stack(home)) is None:
         if process.poll() is not None or time.monotonic() > deadline:
+            process.terminate()
+            process.wait()
             raise BapoError(f"the stack did not start: {last_error(log)}")
         time.sleep(0.1)
     return endpoints
