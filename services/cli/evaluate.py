@@ -31,6 +31,7 @@ from services.model.conversation import load_tokenizer, tokenize_conversation
 from services.model.vision import OpenImage, VisionProcessor, check_model, load_processor
 from services.rollout.api.wire import GeneratedGroup, PromptRequest, Sampling
 from services.rollout.transformers_engine import TransformersEngine
+from services.verifier.api.wire import ItemVerdict
 from services.verifier.pool import VerifierPool
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def evaluate_directory(
     blank_images: whether the model is shown white images of the same sizes.
 
     Raises `BapoError` when `directory` holds no model, when a set cannot be read, and when images
-    are to be blank but no prompt has one.
+    are to be blank but no prompt has one, and when the reward function fails on all responses.
     """
     if not (directory / "config.json").is_file():
         raise BapoError(f"{directory} is not a model directory: it has no config.json")
@@ -141,6 +142,7 @@ def _evaluate_set(
         verdicts = pool.verify(task.name, dict(settings.options), responses)
     finally:
         pool.close()
+    _note_failures(task.name, settings.name, verdicts)
     n = settings.samples
     correct = _split_by_prompt([verdict.correct for verdict in verdicts], n)
     answers = _split_by_prompt(
@@ -161,6 +163,24 @@ def _evaluate_set(
         prompts=len(correct),
         tokens=sum(len(response.token_ids) for group in groups for response in group.responses),
         scores=[Score(**asdict(score)) for score in [*scores_of_bins(bins), *majority]],
+    )
+
+
+def _note_failures(task: str, evaluation_set: str, verdicts: Sequence[ItemVerdict]) -> None:
+    """Says on standard error on how many responses the reward function failed.
+
+    Raises `BapoError` if it failed on all of them: an accuracy of 0 would not be the model's.
+    """
+    failures = [verdict for verdict in verdicts if verdict.failed]
+    if not failures:
+        return
+    failed = f"the reward function of task {task} failed on"
+    where, reason = f"the {len(verdicts)} responses to {evaluation_set}", failures[0].failure
+    if len(failures) == len(verdicts):
+        raise BapoError(f"{failed} all of {where}: {reason}; mend its `verify`")
+    plain_console(stderr=True).print(
+        f"note: {failed} {len(failures)} of {where}, which count as wrong: {reason}",
+        soft_wrap=True,
     )
 
 

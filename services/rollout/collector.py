@@ -630,12 +630,7 @@ class Collector:
         if not failures:
             return
         self._failures += len(failures)
-        first = failures[0]
-        reason = first.detail or (
-            "no verdict within the verifier's deadline"
-            if first.status == "timeout"
-            else "it exited"
-        )
+        reason = failures[0].failure
         if not self._judged and self._failures >= FAILURES_TO_GIVE_UP:
             raise BapoError(
                 f"the reward function of task {self._config.task.name} failed on all "

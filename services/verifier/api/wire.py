@@ -62,6 +62,13 @@ class ItemVerdict(Wire):
         return self.status in ("crashed", "timeout")
 
     @property
+    def failure(self) -> str:
+        """Why the task gave no verdict."""
+        if self.status == "timeout":
+            return "no verdict within the verifier's deadline"
+        return self.detail or "it exited"
+
+    @property
     def correct(self) -> bool:
         """Whether the response counts as correct for the difficulty of its prompt."""
         return self.status == "ok"

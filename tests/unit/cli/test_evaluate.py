@@ -1,0 +1,43 @@
+"""`bapo eval` does not blame the model for a reward function that fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bapo_core.config import load_config
+from bapo_core.errors import BapoError
+from bapo_core.tasks.countdown import CountdownTask
+from services.cli.evaluate import evaluate_directory
+from services.model.resolve import TINY_MODEL
+from services.verifier.pool import VerifierPool
+
+
+class Broken(VerifierPool):
+    """Verifies with a reward function that raises for the first `failing` responses."""
+
+    failing = 0
+
+    def verify(self, task: str, options: Any, items: Any) -> Any:
+        verdicts = super().verify(task, options, items)
+        for verdict in verdicts[: self.failing]:
+            verdict.status, verdict.detail = "crashed", "KeyError: 'target'"
+        return verdicts
+
+
+@pytest.mark.parametrize("failing", [3, 8])
+def test_a_reward_function_that_fails_is_named(
+    failing: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Broken, "failing", failing)
+    monkeypatch.setattr("services.cli.evaluate.VerifierPool", Broken)
+    overrides = ["task.options={template: short}", "task.test_prompts=4", "evaluation.samples=2"]
+    config = load_config(None, [*overrides, "task.train_prompts=256"])
+    said = f"the reward function of task {CountdownTask.name} failed on"
+    if failing == 8:
+        with pytest.raises(BapoError, match=f"{said} all of the 8 responses .*KeyError: 'target'"):
+            evaluate_directory(config, TINY_MODEL)
+        return
+    evaluate_directory(config, TINY_MODEL)
+    assert f"{said} 3 of the 8 responses" in capsys.readouterr().err
