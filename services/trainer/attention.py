@@ -10,7 +10,9 @@ of the prompt gets depends on the prompt alone. Attention computes it for each s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -150,6 +152,8 @@ def packed_attention(
     Raises `BapoError` for a model whose attention is of another kind.
     """
     _refuse_other_kinds(module, attention_mask, dropout, rest)
+    for windows in _observers:
+        windows.of_attention.add(sliding_window)
     window = sliding_window if sliding_window and sliding_window < sequences.max_seqlen else None
     if sequences.images_in_window and not sliding_window:
         sequences = replace(sequences, images=None)
@@ -270,6 +274,41 @@ def _varlen(
     return sequences.keep(output)
 
 
+# ---- models whose windows do not reach the attention --------------------------------------------
+
+
+@dataclass
+class Windows:
+    """Sliding windows of a model's layers, None for layers without one."""
+
+    of_masks: set[int | None] = field(default_factory=set)
+    """Those of the masks that the model asked for."""
+    of_attention: set[int | None] = field(default_factory=set)
+    """Those that the attention was given."""
+
+
+_observers: list[Windows] = []
+
+
+@contextmanager
+def observed_windows() -> Iterator[Windows]:
+    """Yields the windows that models use while the context lasts.
+
+    A model may apply its window through the mask alone, which packed attention does not get.
+    """
+    windows = Windows()
+    _observers.append(windows)
+    try:
+        yield windows
+    finally:
+        _observers.remove(windows)
+
+
+def _make_no_mask(*, local_size: int | None = None, **_: Any) -> None:
+    """Makes no mask: the bounds of the sequences take its place."""
+    for windows in _observers:
+        windows.of_masks.add(local_size)
+
+
 AttentionInterface.register(IMPLEMENTATION, packed_attention)
-# The bounds of the sequences take the place of a mask, so transformers must make none.
-ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, lambda *_, **__: None)
+ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _make_no_mask)

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from bapo_core.config import OptimizerConfig
 from bapo_core.errors import BapoError
+from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
 from services.common.errors import first_line
 from services.common.logs import hide_progress_bars
 from services.model.conversation import load_tokenizer
@@ -37,8 +38,7 @@ from services.model.vision import (
     vision_tower,
 )
 from services.trainer import attention
-from services.trainer.attention import Sequences
-from services.trainer.data import Batch, Packed, pack
+from services.trainer.data import Batch, Packed, collate, pack
 from services.trainer.logprobs import token_logprobs
 
 _LOGIT_DIVISORS = ("logits_scaling",)
@@ -48,6 +48,10 @@ _LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_
 """Configuration keys of the bound of models that cap their logits softly."""
 _BLANK_SIZE = (224, 224)
 """Height and width of blank images, in pixels."""
+_WINDOW_IN_MASK = ("phimoe",)
+"""Types of models that apply their sliding window through the mask alone."""
+_NO_BOUNDS = ("nemotron",)
+"""Types of models that pass nothing on to their attention, such as the bounds of sequences."""
 _SAME = 1e-3
 """Largest difference between equal values, as a share of the largest one."""
 
@@ -144,6 +148,12 @@ def target_hidden_states(model: Any, packed: Packed) -> Tensor:
     return hidden[packed.logit_positions]
 
 
+def base_model_of(model: Any) -> Any:
+    """Returns the model without its output layer."""
+    # The prefix of Llama 4's language model names none of its parts.
+    return model.model if model.base_model is model else model.base_model
+
+
 def packs(model: Any) -> bool:
     """Returns whether the model computes packed sequences; otherwise they are padded."""
     return bool(model.config.get_text_config()._attn_implementation == attention.IMPLEMENTATION)
@@ -161,8 +171,8 @@ def _packed_hidden_states(model: Any, packed: Packed, tokens: Tensor) -> Tensor:
             in_window = model.config.model_type in IN_WINDOWS
             sequences = replace(sequences, images=numbers[0], images_in_window=in_window)
         if packed.pixels[0].grids is not None:
-            position_ids = _multimodal_positions(model.base_model, tokens, packed)
-    hidden: Tensor = model.base_model(
+            position_ids = _multimodal_positions(base_model_of(model), tokens, packed)
+    hidden: Tensor = base_model_of(model)(
         input_ids=tokens,
         position_ids=position_ids,
         attention_mask=None,
@@ -215,8 +225,8 @@ def _hidden_states_of_rows(
         pixels = Pixels.join(images)
         inputs |= pixels.inputs_of(model)
         if model.config.model_type in ON_A_GRID:
-            position_ids, _ = rope_positions(model.base_model, rows, mask, pixels.grids)
-    hidden: Tensor = model.base_model(
+            position_ids, _ = rope_positions(base_model_of(model), rows, mask, pixels.grids)
+    hidden: Tensor = base_model_of(model)(
         input_ids=rows,
         position_ids=position_ids,
         attention_mask=mask.long(),
@@ -257,7 +267,7 @@ def _has_sharded_tower(model: Any) -> bool:
 
     Models with a blank prompt compute it in a row of their own (`_padded_hidden_states`).
     """
-    tower = vision_tower(model.base_model)
+    tower = vision_tower(base_model_of(model))
     return tower is not None and _is_sharded(tower) and _blank_prompt(model) is None
 
 
@@ -268,7 +278,7 @@ def _idle_tower_output(model: Any) -> Tensor:
     have no images passes a blank image through the tower, while others pass theirs.
     """
     blank = _blank_image(model.config).to(device_of(model))
-    features = model.base_model.get_image_features(**blank.inputs_of(model), return_dict=True)
+    features = base_model_of(model).get_image_features(**blank.inputs_of(model), return_dict=True)
     outputs = [features.pooler_output, getattr(features, "deepstack_features", None) or ()]
     flat = torch.utils._pytree.tree_leaves(outputs)
     return sum((output.sum() for output in flat), torch.zeros((), device=device_of(model))) * 0.0
@@ -338,7 +348,7 @@ def make_optimizer(module: nn.Module, learning_rate: float, settings: OptimizerC
 
 def freeze_vision(model: Any) -> None:
     """Freezes the vision tower, adapters included, of a model that reads images, in place."""
-    tower = vision_tower(model.base_model)
+    tower = vision_tower(base_model_of(model))
     if tower is not None:
         tower.requires_grad_(False)
     elif _blank_prompt(model) is not None:
@@ -364,7 +374,7 @@ def load_policy(directory: Path) -> Policy:
     policy = _make_policy(model, directory)
     if torch.cuda.is_available() and has_recurrent_layers(type(model), config):
         return policy  # The kernels of its layers may need a GPU, and the model is on the CPU.
-    _check_logits(model, directory)
+    _check_scores(policy, directory)
     if (blank := _blank_prompt(model)) is not None:
         _try_prompt(model, blank, directory)
     return policy
@@ -391,14 +401,33 @@ def _auto_class(directory: Path) -> type:
     return AutoModelForImageTextToText if reads_images(directory) else AutoModelForCausalLM
 
 
-def _attention(auto: Any, config: Any) -> str | dict[str, str]:
-    """Returns the implementations of attention; a vision tower has no sequences to pack."""
-    model_class = auto._model_mapping.get(type(config), None)
+def _attention(auto: Any, config: Any) -> str | dict[str, str] | None:
+    """Returns the implementations of attention; None lets transformers choose one for padded rows.
+
+    A vision tower has no sequences to pack.
+    """
+    packable = _is_packable(auto._model_mapping.get(type(config), None), config)
     if auto is not AutoModelForImageTextToText:
-        return "sdpa" if has_recurrent_layers(model_class, config) else attention.IMPLEMENTATION
-    if config.model_type not in ARCHITECTURES or has_recurrent_layers(model_class, config):
+        return attention.IMPLEMENTATION if packable else None
+    if config.model_type not in ARCHITECTURES or not packable:
         return "sdpa"
     return {"text_config": attention.IMPLEMENTATION, "vision_config": "sdpa"}
+
+
+def _is_packable(model_class: Any, config: Any) -> bool:
+    """Whether packed attention can take the place of the attention of every layer.
+
+    It cannot where attention has soft caps or sinks, which PyTorch's own attention lacks, too.
+    """
+    text = config.get_text_config()
+    return (
+        getattr(model_class, "_supports_attention_backend", False)
+        and model_class._supports_sdpa
+        and not has_recurrent_layers(model_class, config)
+        and "chunked_attention" not in (getattr(text, "layer_types", None) or ())
+        and text.model_type not in _NO_BOUNDS
+        and not (text.model_type in _WINDOW_IN_MASK and text.sliding_window)
+    )
 
 
 @contextmanager
@@ -416,6 +445,18 @@ def _explain_load_errors(directory: Path) -> Iterator[None]:
         raise BapoError(f"{directory}: the model cannot be loaded: {reason}") from error
 
 
+@contextmanager
+def _explain_scoring_errors(model: Any, what: str, directory: Path) -> Iterator[None]:
+    """Turns what a model raises that takes other inputs into a `BapoError` of one line."""
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError, AttributeError, KeyError, IndexError) as error:
+        raise BapoError(
+            f"{directory}: the trainer cannot score {what} with a {type(model).__name__}: "
+            f"{first_line(error)}; choose another model"
+        ) from error
+
+
 def _make_policy(model: Any, directory: Path) -> Policy:
     if reads_images(directory) and model.config.model_type not in ARCHITECTURES:
         model.blank_prompt = BlankPrompt.of(directory)
@@ -423,23 +464,80 @@ def _make_policy(model: Any, directory: Path) -> Policy:
 
 
 @torch.no_grad()
-def _check_logits(model: Any, directory: Path) -> None:
-    """Raises `BapoError` unless the model's logits are those that the trainer computes."""
-    tokens = fed_tokens(model, torch.arange(1, 7)[None])
-    inputs: dict[str, Any] = {"attention_mask": torch.ones_like(tokens)}
-    if packs(model):
-        inputs = {"attention_mask": None, "sequences": Sequences.of(torch.tensor([6]))}
-    inputs |= {"input_ids": tokens, "position_ids": torch.arange(6)[None], "use_cache": False}
-    hidden = model.base_model(**inputs).last_hidden_state
-    mine = model.get_output_embeddings()(hidden) * logit_factor(model.config)
-    if (cap := logit_cap(model.config)) is not None:
-        mine = cap * torch.tanh(mine / cap)
-    difference = (model(**inputs).logits - mine).abs().max()
-    if not difference <= _SAME * mine.abs().max():
+def _check_scores(policy: Policy, directory: Path) -> None:
+    """Raises `BapoError` unless the trainer scores responses as the model itself does.
+
+    The model scores each alone, with the attention of transformers.
+    """
+    model: Any = policy.model
+    groups = [([1, 2], [[3, 4, 5], [6, 3]]), ([5, 1, 4], [[2, 6]])]
+    batch = collate(None, table_of([_unscored_group(*group) for group in groups]))
+    with _explain_scoring_errors(model, "responses", directory):
+        with attention.observed_windows() as windows:
+            mine, _ = response_logprobs(policy, batch, torch.arange(len(batch.lengths)), 1.0)
+        _check_windows(model, windows, directory)
+        with _plain_attention(model):
+            theirs = torch.cat(
+                [
+                    _plain_logprobs(model, prompt, response)
+                    for prompt, responses in groups
+                    for response in responses
+                ]
+            )
+    difference = (mine[batch.mask] - theirs).abs().max()
+    if not difference <= _SAME * theirs.abs().max().clamp(min=1.0):
         raise BapoError(
-            f"{directory}: the model changes its logits (by up to {float(difference):.2g}) in a "
-            "way that the trainer does not know, so its log-probs would be wrong; choose another "
-            "model"
+            f"{directory}: the trainer's log-probs of a {type(model).__name__} differ from the "
+            f"model's own by up to {float(difference):.2g}, because it changes its logits or "
+            "computes attention in a way that the trainer does not know; choose another model"
+        )
+
+
+def _unscored_group(prompt: list[int], responses: list[list[int]]) -> TrajectoryGroup:
+    return TrajectoryGroup(
+        prompt_uid="",
+        prompt_token_ids=prompt,
+        policy_version=1,
+        responses=[
+            TrajectoryResponse(tokens, [0.0] * len(tokens), 0.0, "stop", "", correct=False)
+            for tokens in responses
+        ],
+    )
+
+
+def _plain_logprobs(model: Any, prompt: list[int], response: list[int]) -> Tensor:
+    """Returns the log-probs (R,) of a response, of one ordinary pass over prompt and response."""
+    targets = torch.tensor(response)
+    tokens = torch.cat([torch.tensor(prompt), fed_tokens(model, targets)])[None]
+    inputs = {"attention_mask": torch.ones_like(tokens), **token_types(model, tokens)}
+    logits = model(input_ids=tokens, use_cache=False, **inputs).logits[0, len(prompt) - 1 : -1]
+    logprobs: Tensor = logits.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+    return logprobs
+
+
+@contextmanager
+def _plain_attention(model: Any) -> Iterator[None]:
+    """Lets a model compute attention as transformers does, while the context lasts."""
+    if not packs(model):
+        yield
+        return
+    text = "text_config" if hasattr(model.config, "text_config") else ""
+    model.set_attn_implementation({text: "eager"})
+    try:
+        yield
+    finally:
+        model.set_attn_implementation({text: attention.IMPLEMENTATION})
+
+
+def _check_windows(model: Any, windows: attention.Windows, directory: Path) -> None:
+    """Raises `BapoError` unless the packed attention gets the windows of the model's masks."""
+    layers = getattr(model.config.get_text_config(), "layer_types", None)
+    # Some models ask for the masks of all kinds of layers, also of those that they do not have.
+    expected = windows.of_masks if not layers or "sliding_attention" in layers else set()
+    if packs(model) and expected - {None} != windows.of_attention - {None}:
+        raise BapoError(
+            f"{directory}: a {type(model).__name__} applies its sliding window in a way that the "
+            "trainer's packed attention does not know; choose another model"
         )
 
 
@@ -454,13 +552,8 @@ def _try_prompt(model: Any, blank: BlankPrompt, directory: Path) -> None:
     rows = tokens.repeat(2, 1)
     rows[1, -1] = SUBSTITUTE
     lengths = torch.full((2,), len(tokens))
-    try:
+    with _explain_scoring_errors(model, "images", directory):
         first, second = _hidden_states_of_rows(model, rows, lengths, [blank.pixels] * 2)[:, :-1]
-    except (ValueError, TypeError, RuntimeError, AttributeError, KeyError) as error:
-        raise BapoError(
-            f"{directory}: the trainer cannot score images with a {type(model).__name__}: "
-            f"{first_line(error)}; choose another model"
-        ) from error
     if not torch.allclose(first, second, rtol=0.0, atol=_SAME * float(first.abs().max())):
         raise BapoError(
             f"{directory}: tokens of a {type(model).__name__} see later ones, so it has no "
