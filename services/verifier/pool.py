@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
@@ -23,7 +24,14 @@ from typing import Any
 
 from bapo_core.errors import BapoError, PayloadError, TransientError
 from services.verifier.api.wire import LONGEST_RESPONSE, ItemVerdict
-from services.verifier.process import NOT_BEGUN, TaskKey, TaskRefused, WorkerLost, WorkerProcess
+from services.verifier.process import (
+    NOT_BEGUN,
+    NoWorker,
+    TaskKey,
+    TaskRefused,
+    WorkerLost,
+    WorkerProcess,
+)
 from services.verifier.worker import Result, Work, failed
 
 __all__ = ["Batch", "Busy", "Draining", "TaskRefused", "VerifierPool"]
@@ -325,9 +333,15 @@ class _Slot(threading.Thread):
         """Returns a process that has prepared `task`. Raises `TaskRefused` or `WorkerLost`."""
         tries = 0
         while True:
-            process = self._running_process()
             try:
+                process = self._running_process()
                 process.prepare(task)
+            except NoWorker as error:
+                if self._stopping:
+                    raise
+                log.error("%s; trying again", error)
+                time.sleep(_RETRY_START_S)
+                continue
             except WorkerLost as error:
                 # The process may have ended for another reason; only a task that ends all fails.
                 tries += 1
@@ -342,6 +356,7 @@ class _Slot(threading.Thread):
         if self._process is None or not self._process.idle():
             if self._process is not None:
                 self._process.close()
+                self._process = None
             self._process = self._spare.take() or self._start_process()
             self.warm = True
         return self._process
@@ -390,14 +405,15 @@ class _Spare(threading.Thread):
 
     def _start_process(self) -> WorkerProcess | None:
         """Returns a process with the latest task prepared, or None if it does not start."""
-        process = WorkerProcess(self._memory_bytes)
+        process = None
         try:
+            process = WorkerProcess(self._memory_bytes)
             process.wait_ready()
             if self.task is not None:
                 process.prepare(self.task)
         except BapoError as error:
             log.error("%s", error)
-            if process.fate is not None:
+            if process is not None and process.fate is not None:
                 process.close()
                 return None
         return process

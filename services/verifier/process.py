@@ -44,6 +44,10 @@ class WorkerLost(TransientError):
     """A worker process ended or hung while it started or prepared a task."""
 
 
+class NoWorker(WorkerLost):
+    """The system refused a worker process, for lack of memory, processes or descriptors."""
+
+
 class WorkerProcess:
     """A worker process: a fresh interpreter, not a fork, for the server has threads and secrets.
 
@@ -52,14 +56,22 @@ class WorkerProcess:
     """
 
     def __init__(self, memory_bytes: int) -> None:
+        """Starts the process. Raises `NoWorker` if the system refuses one."""
         self.fate: str | None = None
         self.prepared: TaskKey | None = None
+        try:
+            self._start(memory_bytes)
+        except OSError as error:
+            raise NoWorker(f"a verifier worker cannot be started: {error}") from error
+        self.pid = self._process.pid
+
+    def _start(self, memory_bytes: int) -> None:
         pool_end, worker_end = socket.socketpair()
-        limit = struct.pack("ll", _MESSAGE_TIMEOUT_S, 0)
-        pool_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        pool_end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-        self._connection = Connection(pool_end.detach())
         with tempfile.TemporaryFile() as progress, worker_end:
+            limit = struct.pack("ll", _MESSAGE_TIMEOUT_S, 0)
+            pool_end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            pool_end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            self._connection = Connection(pool_end.detach())
             progress.truncate(PROGRESS.size)
             self._progress = mmap.mmap(progress.fileno(), PROGRESS.size)
             descriptors = (worker_end.fileno(), progress.fileno())
@@ -69,7 +81,6 @@ class WorkerProcess:
                 environment=_environment(),
                 pass_fds=descriptors,
             )
-        self.pid = self._process.pid
 
     def wait_ready(self) -> None:
         """Waits until the process has started. Raises `WorkerLost` if it does not start."""

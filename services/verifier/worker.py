@@ -92,6 +92,9 @@ class _Worker:
                 self._score(*arguments)
 
     def _prepare(self, name: str, options: dict[str, Any]) -> str | None:
+        # The memory that a task needs itself, such as its imports, does not count as a response's.
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
         try:
             task = get_task(name, **options)
             warm_up = getattr(task, "warm_up", None)

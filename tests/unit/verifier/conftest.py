@@ -96,6 +96,13 @@ class LoadingTask(OddTask):
             raise PayloadError(f"n is {payload['n']}; make it positive")
 
 
+class HeavyTask(OddTask):
+    name = "heavy"
+
+    def warm_up(self):
+        bytearray(300 << 20)
+
+
 class Lacking:
     name = "lacking"
 '''
@@ -110,6 +117,7 @@ def odd_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: odd-task\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[bapo.tasks]\nodd = odd_task:OddTask\nloading = odd_task:LoadingTask\n"
+        "heavy = odd_task:HeavyTask\n"
         "lacking = odd_task:Lacking\ngone = no_such_module:Task\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

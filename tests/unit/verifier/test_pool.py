@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
+from typing import Any
 
 import psutil
 import pytest
 from conftest import wait_until
 
 from bapo_core.errors import PayloadError
+from services.common.process import ChildProcess
 from services.verifier.api.wire import LONGEST_RESPONSE
 from services.verifier.pool import SMALLEST_CHUNK, Busy, Draining, TaskRefused, VerifierPool
 from services.verifier.process import WorkerProcess
@@ -255,6 +257,35 @@ def test_a_worker_that_dies_while_it_prepares_is_replaced(
 
     monkeypatch.setattr(WorkerProcess, "prepare", dies)
     assert statuses(pool, ["1+2+3"]) == ["ok"]
+
+
+def test_workers_that_the_system_refuses_are_started_later(
+    odd_task: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.verifier.pool._RETRY_START_S", 0.05)
+    refusals = iter([BlockingIOError(11, "Resource temporarily unavailable")] * 5)
+
+    def refused(*arguments: Any, **options: Any) -> Any:
+        error = next(refusals, None)
+        if error is not None:
+            raise error
+        return ChildProcess(*arguments, **options)
+
+    monkeypatch.setattr("services.verifier.process.ChildProcess", refused)
+    pool = VerifierPool(1, 2.0, memory_mb=256)
+    try:
+        assert statuses(pool, ["1+2+3"]) == ["ok"]
+        wait_until(pool.ready)
+    finally:
+        pool.close()
+
+
+def test_the_memory_of_a_response_does_not_limit_the_task_that_is_prepared_next(
+    pool: VerifierPool,
+) -> None:
+    assert statuses(pool, ["1+2+3"]) == ["ok"]
+    (verdict,) = pool.verify("heavy", {}, [({"n": 1}, "")])
+    assert verdict.status == "ok"
 
 
 def test_items_that_no_worker_survives_to_begin_are_given_up(
