@@ -29,6 +29,8 @@ INSTRUCTION = r"Reason step by step, and put your final answer within \boxed{}."
 """The default instruction to the model."""
 MAX_ANSWER = 1_000
 """Most characters of an answer; a longer one is not parsed."""
+MAX_DEPTH = 12
+"""Most brackets of an answer that are open at a time: parsing 16 takes up to 10 s."""
 MAX_TAIL = 1_000
 """Characters at the end of a response without \\boxed that are searched for an answer."""
 
@@ -36,11 +38,29 @@ _BRACES = re.compile(r"\\boxed\s*\{|\\fbox\s*\{|\\.|[{}]", re.DOTALL)
 _BLANKS = re.compile(r"\s+")
 _DECIMALS = 6
 _MARKS = {
-    **dict.fromkeys(("\\left", "\\right", "\\!", "\\,", "\\;", "\\$", "\\%", "%"), ""),
-    **dict.fromkeys(("^\\circ", "^{\\circ}"), ""),
+    **dict.fromkeys(("\\left", "\\right", "\\$", "\\%", "%"), ""),
     **dict.fromkeys(("\\dfrac", "\\tfrac"), "\\frac"),
 }
 """Spellings of LaTeX that `normalise` replaces."""
+_SPELLINGS = [
+    (re.compile(pattern), plain)
+    for pattern, plain in (
+        # 1\,000, 1~000 and 1{,}000, of which Math-Verify reads the last alone
+        (r"(?<=\d)(?:\\[,;:!]|~|\{,\})(?=\d{3}(?!\d))", ""),
+        (r"\\[,;:! ]|\\q?quad(?![A-Za-z])|~", " "),
+        (r"°|\^\s*\\circ(?![A-Za-z])|\^\{\s*\\circ\s*\}|\\degree(?![A-Za-z])", ""),
+        (r"√\s*(\d+(?:\.\d+)?|[A-Za-z]|\([^()]*\))", r"\\sqrt{\1}"),
+        ("[·⋅]", r"\\cdot "),
+        ("∞", r"\\infty "),
+        ("−", "-"),
+        ("²", "^2"),
+        ("³", "^3"),
+    )
+]
+"""Spellings of LaTeX and Unicode that Math-Verify does not read, and those that it does."""
+_BASE = re.compile(r"[0-9A-Za-z.,]+_(?:\{(\d+)\}|(\d+))")
+"""A number with the base of its digits, such as 1011_2, which Math-Verify drops."""
+_PUNCTUATION = re.compile(r"(?<!\\)[.,;]+$")
 _THOUSANDS = re.compile(r"-?[0-9]{1,3}(,[0-9]{3})+(\.[0-9]+)?")
 _NUMBER = re.compile(
     r"(-)?(?:([0-9]+(?:\.[0-9]+)?)|([0-9]+)/([0-9]+)|\\frac\{([0-9]+)\}\{([0-9]+)\})"
@@ -94,6 +114,9 @@ class MathTask:
         if len(answer) > MAX_ANSWER:
             detail = f"the answer is longer than {MAX_ANSWER} characters"
             return Verdict(0.0, VerdictStatus.TOO_LARGE, None, detail)
+        if _depth(answer) > MAX_DEPTH:
+            detail = f"more than {MAX_DEPTH} brackets of the answer are open at a time"
+            return Verdict(0.0, VerdictStatus.TOO_LARGE, None, detail)
         if _without_blanks(_bare(answer)) in map(_without_blanks, _reference_answers(payload)):
             return Verdict(1.0, VerdictStatus.OK, answer)
         return _judged(payload, answer, _parse_latex)
@@ -104,7 +127,7 @@ class MathTask:
         Numbers become reduced fractions, so that 0.5, \dfrac{2}{4} and 1/2 are one answer.
         Other answers are equal if their texts are.
         """
-        text = _without_blanks(_bare(answer))
+        text = _without_blanks(_respelled(_bare(answer)))
         for mark, plain in _MARKS.items():
             text = text.replace(mark, plain)
         if _THOUSANDS.fullmatch(text):
@@ -183,9 +206,29 @@ def _reference_answers(payload: Payload) -> list[str]:
 
 
 def _bare(answer: str) -> str:
-    """Returns an answer without \\boxed, dollar signs and a final full stop."""
+    """Returns an answer without \\boxed, dollar signs and a final punctuation mark."""
     boxed = _boxed(answer)
-    return (answer if boxed is None else boxed).strip().rstrip(".").strip("$").strip()
+    text = (answer if boxed is None else boxed).strip()
+    return _PUNCTUATION.sub("", text).strip("$").strip()
+
+
+def _respelled(text: str) -> str:
+    """Returns an answer in the spelling that Math-Verify reads, without degree signs."""
+    for pattern, plain in _SPELLINGS:
+        text = pattern.sub(plain, text)
+    return text
+
+
+def _depth(text: str) -> int:
+    """Returns how many brackets of any kind are open at a time."""
+    depth = deepest = 0
+    for character in text:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth -= 1
+    return deepest
 
 
 def _without_blanks(text: str) -> str:
@@ -199,6 +242,7 @@ def _parse_latex(text: str) -> list[Any]:
     """Parses LaTeX without any text around it; returns [] if it has no meaning."""
     from math_verify import LatexExtractionConfig
 
+    text = _respelled(_bare(text))
     number = _SCIENTIFIC.fullmatch(text)
     if number is not None:
         text = rf"{number[1]} \times 10^{{{number[2]}}}"
@@ -246,22 +290,14 @@ def _parsed_gold(text: str) -> tuple[list[Any], int]:
 
 
 def _judged(payload: Payload, answer: str, parse: Callable[[str], list[Any]]) -> Verdict:
-    """Returns the verdict by the first reference answer that `answer` equals, or by the last."""
-    for reference in _reference_answers(payload):
-        verdict = _judged_by(reference, answer, parse)
-        if verdict.status == VerdictStatus.OK:
-            break
-    return verdict
-
-
-def _judged_by(reference: str, answer: str, parse: Callable[[str], list[Any]]) -> Verdict:
+    """Returns the verdict on an answer: right if it equals one of the reference answers."""
+    references = _reference_answers(payload)
     try:
-        gold, decimals = _parsed_gold(reference)
         expressions = parse(answer)
         if not expressions:
             return Verdict(0.0, VerdictStatus.PARSE_ERROR, answer, "not mathematics")
         consistent = not _contradicts(expressions[0])
-        equal = bool(gold) and consistent and _equal(gold, expressions, decimals)
+        equal = consistent and any(_matches(text, answer, expressions) for text in references)
     except MemoryError:
         raise  # the process may be unusable, and the verifier must replace it
     except Exception as error:  # noqa: BLE001
@@ -270,25 +306,40 @@ def _judged_by(reference: str, answer: str, parse: Callable[[str], list[Any]]) -
         # compare, and a response must not be able to raise in our callers.
         return Verdict(0.0, VerdictStatus.PARSE_ERROR, answer, type(error).__name__)
     if not equal:
-        return Verdict(0.0, VerdictStatus.WRONG_VALUE, answer, f"does not equal {reference}")
+        return Verdict(0.0, VerdictStatus.WRONG_VALUE, answer, f"does not equal {references[-1]}")
     return Verdict(1.0, VerdictStatus.OK, answer)
 
 
+def _matches(reference: str, answer: str, expressions: list[Any]) -> bool:
+    """Whether an answer, parsed into `expressions`, equals a reference answer."""
+    bases = {_base(reference), _base(answer)} - {None}
+    gold, decimals = _parsed_gold(reference)
+    return len(bases) < 2 and bool(gold) and _equal(gold, expressions, decimals)
+
+
+def _base(answer: str) -> str | None:
+    """Returns the base that an answer names; None without one."""
+    match = _BASE.fullmatch(_without_blanks(_bare(answer)))
+    return None if match is None else match[1] or match[2]
+
+
 def _contradicts(expression: Any) -> bool:
-    """Whether `expression` has an equation of two numbers that differ, such as 7 = 42.
+    """Whether `expression` equates two numbers that differ, as 7 = 42 and 7 = x = 42 do.
 
     math-verify compares the last right-hand side only.
     """
-    from sympy import Eq
+    from sympy import And, Eq
 
-    equations = (
-        [expression]
-        if isinstance(expression, Eq)
-        else list(getattr(expression, "_unsorted_args", ()))
-    )
-    return any(
-        isinstance(equation, Eq)
-        and not equation.free_symbols
-        and not _equal(equation.lhs, equation.rhs)
+    parts: Sequence[Any] = (expression,)
+    if not isinstance(expression, Eq):
+        parts = getattr(expression, "_unsorted_args", ())
+    equations = [part for part in parts if isinstance(part, Eq)]
+    numbers = [
+        [side for side in (equation.lhs, equation.rhs) if not side.free_symbols]
         for equation in equations
+    ]
+    if isinstance(expression, And):  # a chain of equations
+        numbers = [[number for sides in numbers for number in sides]]
+    return any(
+        not _equal(first, second) for first, *others in filter(None, numbers) for second in others
     )
