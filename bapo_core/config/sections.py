@@ -143,8 +143,9 @@ class RolloutConfig(Section):
     """Additional arguments of vLLM's server, for example `[--tensor-parallel-size, "2"]`."""
     prompts_per_step: int = Field(256, ge=1)
     """B, the number of prompts that are rolled out in a step (Table 3: 256)."""
-    group_size: int = Field(8, ge=2)
-    """G, the number of responses to a prompt (Table 3: 8); group statistics need at least 2."""
+    group_size: int = Field(8, ge=2, le=254)
+    """G, the number of responses to a prompt (Table 3: 8); group statistics need at least 2. The
+    numbers of correct responses to all prompts are bytes, so that 254 is the largest."""
     temperature: float = Field(1.0, gt=0.0)
     """Sampling temperature, by which the trainer divides its logits as well (Table 3: 1)."""
     top_p: float = 1.0
@@ -1517,6 +1518,8 @@ class RunConfig(Section):
                 not replay.enabled,
                 "replay.enabled=False",
                 {
+                    "replay": (replay, ["select", "last_step"]),
+                    "hard_buffer": (self.hard_buffer, ["store_new_in_high"]),
                     "replay_window": (window, ()),
                     "high_quality_buffer": (self.high_quality_buffer, ()),
                 },
@@ -1563,6 +1566,21 @@ class RunConfig(Section):
                 self.kl.coefficient == 0,
                 "kl.coefficient=0",
                 {"kl": (self.kl, ["estimator", "reset_after"])},
+            ),
+            (
+                self.loss.weight_mode == "unit",
+                "loss.weight_mode=unit",
+                {"loss": (self.loss, ["weight_cap", "weight_floor", "weight_norm"])},
+            ),
+            (
+                self.rollout.engine != "vllm",
+                f"rollout.engine={self.rollout.engine}",
+                {"rollout": (self.rollout, ["dtype", "vllm_args"])},
+            ),
+            (
+                not self.mlflow.tracking_uri,
+                "an empty mlflow.tracking_uri",
+                {"mlflow": (self.mlflow, ["experiment"])},
             ),
             (
                 self.lora.rank == 0,

@@ -178,11 +178,8 @@ def _compose(
     window: tuple[float, float],
 ) -> TrainingBatch:
     """Composes the batch of X1 (filtered fresh), X2 (promoted) and X3 (replayed)."""
-    stored = {
-        entry.prompt_uid: entry
-        for entry in reevaluated_entries(session, run, config, step)
-        if reevaluated
-    }
+    entries = reevaluated_entries(session, run, config, step) if reevaluated else []
+    stored = {entry.prompt_uid: entry for entry in entries}
     x2 = [group for group in reevaluated if is_promoted(config, stored[group.prompt_uid], group)]
     candidates: list[GroupSummary] = []
     if config.replays_at(step):

@@ -374,6 +374,24 @@ def test_importance_weights_that_change_nothing_get_a_warning() -> None:
             "algorithm=grpo loss.weight_norm=batch",
             "loss.weight_norm=batch change nothing with loss.",
         ),
+        (
+            "loss.weight_mode=unit loss.weight_cap=5",
+            "loss.weight_cap=5.0 change nothing with loss.weight_mode=unit",
+        ),
+        (
+            "replay.enabled=false replay.last_step=5 hard_buffer.store_new_in_high=true",
+            "replay.last_step=5 and hard_buffer.store_new_in_high=True change nothing with "
+            "replay.enabled=False",
+        ),
+        (
+            "rollout={dtype: bfloat16, vllm_args: [--x]}",
+            "rollout.dtype=bfloat16 and rollout.vllm_args=['--x'] change nothing with "
+            "rollout.engine=transformers",
+        ),
+        (
+            "mlflow.experiment=mine",
+            "mlflow.experiment=mine change nothing with an empty mlflow.tracking_uri",
+        ),
     ],
 )
 def test_a_valid_configuration_with_a_surprising_effect_gets_a_warning(
