@@ -6,6 +6,7 @@ the digest of the manifest identifies the whole directory. Readers check every d
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import json
@@ -442,23 +443,24 @@ class ObjectStore:
         self._repeat(fetch)
 
     def _get_file(self, key: str, digest: str, target: Path) -> None:
-        if target.exists():
-            if _file_digest(target) == digest:
-                return
-            target.unlink()
+        if _has_digest(target, digest):
+            return
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(target.name + ".part")
-        with partial.open("a+b") as file:
-            file.seek(0)
+        with _open_alone(partial) as file:
+            if _has_digest(target, digest):  # Another process has fetched it meanwhile.
+                partial.unlink()
+                return
             hashed = hashlib.file_digest(file, "sha256")
             try:
                 self._append(key, file, hashed)
             except (MinioException, urllib3.exceptions.HTTPError) as error:
                 raise self._failure("read", key, error) from error
-        if hashed.hexdigest() != digest:
-            partial.unlink()
-            raise _damaged(f"{self.settings.bucket}/{key}", digest)
-        partial.rename(target)
+            if hashed.hexdigest() != digest:
+                partial.unlink()
+                raise _damaged(f"{self.settings.bucket}/{key}", digest)
+            file.flush()
+            partial.rename(target)
 
     def _append(self, key: str, file: BinaryIO, hashed: hashlib._Hash) -> None:
         """Appends to `file` the bytes of `key` that it does not have yet."""
@@ -540,9 +542,26 @@ def files_of(directory: Path) -> dict[str, Content]:
     return {str(path.relative_to(directory)): FileContent(path) for path in paths}
 
 
-def _file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _has_digest(path: Path, digest: str) -> bool:
+    """Returns whether there is a file with this SHA-256."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() == digest
+    except FileNotFoundError:
+        return False
+
+
+@contextmanager
+def _open_alone(path: Path) -> Iterator[io.BufferedRandom]:
+    """Opens a file for reading and appending, which no other process has open in this way."""
+    while True:
+        with path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # Whoever had the file before may have renamed or deleted it.
+            if path.exists() and path.samefile(f"/proc/self/fd/{file.fileno()}"):
+                file.seek(0)
+                yield file
+                return
 
 
 class _HashingSource:

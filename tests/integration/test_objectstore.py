@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,19 @@ def store_behind_cuts(stack: Endpoints) -> Iterator[Callable[..., ObjectStore]]:
     yield make
     for relay in relays:
         relay.close()
+
+
+def test_processes_that_fetch_the_same_file_get_it_whole(stack: Endpoints, tmp_path: Path) -> None:
+    ObjectStore(stack.object_store).put("shared/data", DATA)
+    target = tmp_path / "data"
+
+    def fetch(_: int) -> bytes:
+        ObjectStore(stack.object_store).get_file("shared/data", digest_of(DATA), target)
+        return target.read_bytes()
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(data == DATA for data in pool.map(fetch, range(16)))
+    assert list(tmp_path.iterdir()) == [target]
 
 
 def test_a_read_that_breaks_is_repeated(
