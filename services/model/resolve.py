@@ -12,7 +12,7 @@ from bapo_core.errors import BapoError
 from services.common.layout import MODEL_SCHEME
 from services.common.objectstore import S3_SCHEME, ObjectStore
 from services.common.settings import ObjectStoreClientSettings
-from services.model.stored import HUB, fetch_from_bucket, fetch_from_hub, fetch_model
+from services.model.stored import HUB, fetch_from_bucket, fetch_from_hub, fetch_model, pin_hub_model
 
 TINY_MODEL = Path(__file__).with_name("tiny_model")
 """The tiny base model, as `services.model.tiny.build_tiny_model` builds it with seed 0."""
@@ -55,14 +55,17 @@ def pin_model(
     *,
     open_store: Callable[[], ObjectStore] = object_store_of_environment,
 ) -> RunConfig:
-    """Returns the configuration with the content of its model, if that is one of a bucket.
+    """Returns the configuration with the content of a bucket's model, or the commit of a hub's.
 
     A run that is resumed then has the same model, or ends with an error.
     """
     path = config.model.path
-    if not path.startswith(S3_SCHEME) or "#" in path:
+    if path.startswith(HUB):
+        pinned = pin_hub_model(path)
+    elif path.startswith(S3_SCHEME) and "#" not in path:
+        pinned = f"{path}#{find_model(path, home, open_store=open_store).name}"
+    else:
         return config
-    pinned = f"{path}#{find_model(path, home, open_store=open_store).name}"
     return config.model_copy(update={"model": config.model.model_copy(update={"path": pinned})})
 
 

@@ -10,19 +10,24 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bapo_core.errors import BapoError
 from services.common import layout
+from services.common.errors import first_line
 from services.common.layout import MODEL_SCHEME
 from services.common.objectstore import TRANSFERS, ObjectStore, ObjectStoreError, files_of
 
 HUB = "hf://"
 """Scheme of the addresses of models and data sets of the Hugging Face hub."""
 WEIGHTS = ".safetensors"
+_COMMIT = re.compile("[0-9a-f]{40}")
 _FETCHED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 """Files of a model that are fetched from the hub or a bucket. No pickles: loading one runs its
 code."""
@@ -86,20 +91,44 @@ def fetch_from_hub(path: str, directory: Path) -> Path:
     Raises `BapoError` when the hub does not have it or cannot be reached.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     name, _, revision = path.removeprefix(HUB).partition("@")
-    try:
+    with _explain_hub_errors(path):
         fetched = snapshot_download(
             name, revision=revision or None, local_dir=directory, allow_patterns=_FETCHED
         )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        reason = str(error).splitlines()[0]
-        raise BapoError(
-            f"model.path {path}: {reason}; check the name, the network, and HF_TOKEN for a model "
-            "behind a licence, or download it yourself and set model.path to its directory"
-        ) from error
     return Path(fetched)
+
+
+def pin_hub_model(path: str) -> str:
+    """Returns the `hf://organisation/name@commit` that a path to the hub leads to at present.
+
+    Raises `BapoError` when the hub does not have it or cannot be reached.
+    """
+    from huggingface_hub import HfApi
+
+    name, _, revision = path.removeprefix(HUB).partition("@")
+    if _COMMIT.fullmatch(revision):
+        return path
+    with _explain_hub_errors(path):
+        commit = HfApi().model_info(name, revision=revision or None).sha
+    return f"{HUB}{name}@{commit}"
+
+
+@contextmanager
+def _explain_hub_errors(path: str) -> Iterator[None]:
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
+
+    kinds = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, httpx.HTTPError)
+    try:
+        yield
+    except kinds as error:
+        raise BapoError(
+            f"model.path {path}: {first_line(error)}; check the name, the network, and HF_TOKEN "
+            "for a model behind a licence, or download it yourself and set model.path to its "
+            "directory"
+        ) from error
 
 
 def fetch_from_bucket(address: str, store: ObjectStore, directory: Path, content: str = "") -> Path:

@@ -1,4 +1,4 @@
-"""A stand-in of the Hugging Face hub: the routes with which clients read a data set."""
+"""A stand-in of the Hugging Face hub: the routes with which clients read data sets and models."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 @dataclass
 class Repository:
-    """A data set: its branches, and the files of each commit."""
+    """A data set or a model: its branches, and the files of each commit."""
 
     branches: dict[str, str] = field(default_factory=dict)
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     token: str | None = None
-    """The token without which the data set is gated."""
+    """The token without which it is gated."""
 
     def commit(self, files: dict[str, bytes], branch: str = "main") -> str:
         """Adds a commit to a branch; returns its name of 40 hexadecimal digits."""
@@ -73,9 +73,11 @@ class _Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         parts = [unquote(part) for part in url.path.strip("/").split("/")]
         is_api = parts[0] == "api"
-        kind, *rest = parts[is_api:]
+        rest = parts[is_api:]
+        if rest[0] in ("datasets", "models"):  # Files of models have no prefix.
+            rest = rest[1:]
         repository = self.served.repositories.get("/".join(rest[:2]))
-        if kind != "datasets" or repository is None:
+        if repository is None:
             self._refuse(404, "RepoNotFound", "Repository not found")
             return
         action, revision, *path = [*rest[2:], "revision", "main"][: max(2, len(rest) - 2)]

@@ -164,10 +164,13 @@ def _train(
     run = LocalRun(config, endpoints, home, Path("runs") / config.name, console)
     state = {state.name: state for state in run.client.runs()}.get(config.name)
     if state is not None and state.config != config:
-        before = data_addresses(state.config)
+        before, now = (
+            {**data_addresses(each), "model.path": each.model.path}
+            for each in (state.config, config)
+        )
         moved = [
             f"; {key} was {before[key]}, and is {address} now"
-            for key, address in data_addresses(config).items()
+            for key, address in now.items()
             if key in before and before[key] != address
         ]
         raise BapoError(
