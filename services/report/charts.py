@@ -72,17 +72,24 @@ def chart(
 
 
 def smoothed(values: Sequence[float], window: int = 15) -> np.ndarray[Any, Any]:
-    """Returns the centred moving mean; at both ends it is taken over fewer values."""
+    """Returns the centred moving mean of the values that are not NaN, which stay NaN."""
+    known = ~np.isnan(values)
     kernel = np.ones(min(window, len(values)))
-    weights = np.convolve(np.ones(len(values)), kernel, mode="same")
-    result: np.ndarray[Any, Any] = np.convolve(values, kernel, mode="same") / weights
+    weights = np.convolve(known, kernel, mode="same")
+    sums = np.convolve(np.where(known, values, 0.0), kernel, mode="same")
+    result: np.ndarray[Any, Any] = np.where(known, sums / np.maximum(weights, 1), np.nan)
     return result
+
+
+def _legend(name: str) -> str:
+    """Returns a name as matplotlib shows it, which leaves out names with an underscore in front."""
+    return f" {name}" if name.startswith("_") else name.replace("$", r"\$")
 
 
 def lines(
     x: Sequence[float], series: Mapping[str, Sequence[float]], *, y: str = "", raw: bool = False
 ) -> str:
-    """Draws one line for each series.
+    """Draws one line for each series, with gaps where values are NaN.
 
     raw: draws the values faintly and their moving mean over them.
     """
@@ -90,7 +97,9 @@ def lines(
         for (name, values), colour in zip(series.items(), SERIES, strict=False):
             if raw:
                 drawn.axes.plot(x, values, color=colour, alpha=0.25, linewidth=0.8)
-                drawn.axes.plot(x, smoothed(values), color=colour, linewidth=1.8, label=name)
+                drawn.axes.plot(
+                    x, smoothed(values), color=colour, linewidth=1.8, label=_legend(name)
+                )
             else:
                 marker = "o" if len(x) < 40 else None
                 drawn.axes.plot(
@@ -100,7 +109,7 @@ def lines(
                     linewidth=1.8,
                     marker=marker,
                     markersize=3.5,
-                    label=name,
+                    label=_legend(name),
                 )
     return drawn.svg
 
@@ -172,7 +181,9 @@ def bands(curves: Curves, *, x: str, y: str) -> str:
             drawn.axes.fill_between(
                 grid, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.18, linewidth=0
             )
-            drawn.axes.plot(grid, values.mean(axis=0), color=colour, linewidth=2, label=name)
+            drawn.axes.plot(
+                grid, values.mean(axis=0), color=colour, linewidth=2, label=_legend(name)
+            )
     return drawn.svg
 
 

@@ -133,8 +133,11 @@ def measures_of(results: Sequence[RunResult]) -> Measures:
         min(result.spent_at_evaluations(cost)[-1] for result in results)
         for cost in (rollouts, tokens)
     )
+    same_steps = len({result.history.config.steps for result in results}) == 1
     return {
-        "accuracy at equal steps": lambda run: run.final.mean_accuracy,
+        "accuracy at equal steps" if same_steps else "final accuracy": lambda run: (
+            run.final.mean_accuracy
+        ),
         f"accuracy at {equal_rollouts:,.0f} rollouts": lambda run: run.accuracy_at(
             rollouts, equal_rollouts
         ),
@@ -150,7 +153,10 @@ def measures_of(results: Sequence[RunResult]) -> Measures:
 
 
 def comparison_table(variants: Variants, measures: Measures) -> dict[str, dict[str, Spread]]:
-    """Returns mean, deviation, minimum and maximum over the seeds, by label and measure."""
+    """Returns mean, deviation, minimum and maximum over the seeds, by label and measure.
+
+    A single seed has no deviation.
+    """
     return {
         label: {name: _spread([measure(run) for run in runs]) for name, measure in measures.items()}
         for label, runs in variants.items()
@@ -190,9 +196,10 @@ def paired_difference(differences: Sequence[float]) -> Spread:
 
 
 def _spread(values: Sequence[float]) -> Spread:
+    deviation = {"standard_deviation": statistics.stdev(values)} if len(values) > 1 else {}
     return {
         "mean": statistics.mean(values),
-        "standard_deviation": statistics.stdev(values) if len(values) > 1 else 0.0,
+        **deviation,
         "lowest": min(values),
         "highest": max(values),
     }
@@ -207,13 +214,10 @@ def _page(
     differences: dict[str, dict[str, Spread]],
 ) -> str:
     results = [run for runs in variants.values() for run in runs]
-    config = results[0].history.config
     seeds = ", ".join(str(seed) for seed in dict.fromkeys(result.seed for result in results))
-    base = statistics.mean(result.history.evaluations[0].mean_accuracy for result in results)
     lead = (
-        f"{config.steps} steps from the same base model (held-out accuracy {base:.3f}) on "
-        f"the same {config.task.train_prompts} prompts. Seeds: {seeds}. Lines are means over "
-        "the seeds; bands span the minimum to the maximum."
+        f"{_setting(results)}. Seeds: {seeds}. Lines are means over the seeds; bands span the "
+        "minimum to the maximum."
     )
     many = len(variants) > MOST_NAMED
     heading = f"{len(variants)} variants" if many else " · ".join(variants)
@@ -226,6 +230,21 @@ def _page(
         "bapo comparison",
         f"<h1>{html.escape(heading)}</h1><p class='lead'>{html.escape(lead)}</p>"
         f"{tables}<div class='charts'>{''.join(_figures(variants))}</div>",
+    )
+
+
+def _setting(results: Sequence[RunResult]) -> str:
+    """Says what the runs have in common of their steps, models and prompts."""
+    configs = [result.history.config for result in results]
+    steps = sorted({config.steps for config in configs})
+    base = statistics.mean(result.history.evaluations[0].mean_accuracy for result in results)
+    same_model = all(config.model == configs[0].model for config in configs)
+    same_prompts = all(config.task == configs[0].task for config in configs)
+    model = "the same base model" if same_model else "different base models"
+    prompts = f"the same {configs[0].task.train_prompts}" if same_prompts else "different"
+    return (
+        f"{' to '.join(map(str, dict.fromkeys((steps[0], steps[-1]))))} steps from {model} "
+        f"(mean held-out accuracy {base:.3f}) on {prompts} prompts"
     )
 
 
@@ -298,7 +317,7 @@ def _table(title: str, table: dict[str, dict[str, Spread]], cell: Callable[[Spre
 
 
 def _spread_cell(spread: Spread) -> str:
-    return _numbers(spread["mean"], spread["standard_deviation"], signed=False)
+    return _numbers(spread["mean"], spread.get("standard_deviation"), signed=False)
 
 
 def _difference_cell(difference: Spread) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,10 @@ def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
     first, last = versions[0], versions[-1]
 
     def metric(name: str) -> list[float]:
-        return [step.metrics.get(name, 0.0) for step in steps]
+        # A step that trained nothing has no such metric, and a method may have none at all.
+        return [step.metrics.get(name, math.nan) for step in steps]
+
+    measured = {name for step in steps for name in step.metrics}
 
     groups = {
         SOURCE_LABELS[source]: [step.counts[source.value] for step in steps] for source in Source
@@ -215,10 +219,10 @@ def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
             charts.bars(phases, x="seconds"),
         ),
         *_timeline(history.sync_windows, summary),
-        figure(
-            "Entropy",
-            "Entropy of the policy on the trained tokens, in nats per token.",
-            charts.lines(x, {"entropy": metric("entropy")}, raw=True),
+        *(
+            figure(title, text, charts.lines(x, {label: metric(name)}, raw=True))
+            for name, title, label, text in _TRAINING_METRICS
+            if name in measured
         ),
         figure(
             "Staleness",
@@ -227,19 +231,30 @@ def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
                 x, {"mean": metric("staleness_mean"), "max": metric("staleness_max")}, y="steps"
             ),
         ),
-        figure(
-            "Off-policy mismatch",
-            "KL(behaviour policy || trainer's policy before the update), in nats per token.",
-            charts.lines(x, {"mismatch KL": metric("mismatch/mismatch_kl")}, raw=True),
-        ),
-        figure(
-            "Measured lower bound of Theorem 3.2",
-            "Mean over the groups of L - 2 K TV(new) - 2 TV(old), estimated from sequence ratios.",
-            charts.lines(x, {"bound": metric("theory/bound")}, raw=True),
-        ),
     ]
 
 
+_TRAINING_METRICS = (
+    (
+        "entropy",
+        "Entropy",
+        "entropy",
+        "Entropy of the policy on the trained tokens, in nats per token.",
+    ),
+    (
+        "mismatch/mismatch_kl",
+        "Off-policy mismatch",
+        "mismatch KL",
+        "KL(behaviour policy || trainer's policy before the update), in nats per token.",
+    ),
+    (
+        "theory/bound",
+        "Measured lower bound of Theorem 3.2",
+        "bound",
+        "Mean over the groups of L - 2 K TV(new) - 2 TV(old), estimated from sequence ratios.",
+    ),
+)
+"""Name, title, label and description of the metrics of the training that the report draws."""
 TIMELINE_WINDOWS = 3
 """Number of sync windows on the timeline."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import nullcontext
 from datetime import UTC, datetime
 from pathlib import Path
@@ -62,9 +63,11 @@ def evaluation(version: int, accuracy: float) -> Evaluation:
     )
 
 
-def result(label: str, seed: int, accuracies: list[float], rollouts: int) -> RunResult:
+def result(
+    label: str, seed: int, accuracies: list[float], rollouts: int, *overrides: str
+) -> RunResult:
     """Builds a run of four steps with evaluations before, halfway and after."""
-    config = load_config(None, [f"seed={seed}", "steps=4", f"name={label}-{seed}"])
+    config = load_config(None, [f"seed={seed}", "steps=4", "name=run", *overrides])
     evaluations = [evaluation(v, a) for v, a in zip((1, 3, 5), accuracies, strict=True)]
     state = RunState(
         name=config.name,
@@ -142,6 +145,30 @@ def test_one_seed_gives_differences_without_an_interval(tmp_path: Path) -> None:
     write_comparison(runs, tmp_path)
     found = json.loads((tmp_path / "comparison.json").read_text())
     assert found["differences"]["b"]["accuracy at equal steps"] == {"mean": -0.25, "seeds": 1}
+    assert "standard_deviation" not in found["table"]["a"]["accuracy at equal steps"]
+    page = (tmp_path / "comparison.html").read_text()
+    assert "<td>0.500</td>" in page
+    assert "± 0.000" not in page
+
+
+def test_the_page_claims_no_more_in_common_than_there_is(tmp_path: Path) -> None:
+    same = [result(label, 1, [0.0, 0.0, 0.5], 10) for label in "ab"]
+    page = write_comparison(same, tmp_path).read_text()
+    assert "4 steps from the same base model (mean held-out accuracy 0.000) on the same" in page
+    changed = ["steps=8", "model.path=other", "task.train_prompts=4096"]
+    page = write_comparison([same[0], result("b", 1, [0.5, 0.5, 1.0], 10, *changed)], tmp_path)
+    text = page.read_text()
+    assert "4 to 8 steps from different base models" in text
+    assert "on different prompts" in text
+    assert "final accuracy" in text
+    assert "accuracy at equal steps" not in text
+
+
+@pytest.mark.parametrize("label", ["_base", "a $x$ b", r"a $\frac$ b"])
+def test_a_label_is_text_in_the_charts_too(label: str, tmp_path: Path) -> None:
+    runs = [result(label, 1, [0.0, 0.5, 0.5], 10), result("other", 1, [0.0, 0.5, 0.5], 10)]
+    page = write_comparison(runs, tmp_path).read_text()
+    assert label in [text.strip() for text in re.findall(r"<text [^>]*>(.*?)</text>", page)]
 
 
 def test_more_variants_than_colours_are_all_drawn(tmp_path: Path) -> None:

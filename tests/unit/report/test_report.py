@@ -1,0 +1,36 @@
+"""The report of a run draws what was measured, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from services.report import charts
+from services.report.html import write_report
+from services.report.summary import summarise
+from tests.unit.report.test_comparison import result
+
+
+def test_means_leave_out_steps_without_a_value() -> None:
+    nan = np.nan
+    assert charts.smoothed([1.0, nan, 3.0, 5.0], 3).tolist() == pytest.approx(
+        [1.0, nan, 4.0, 4.0], nan_ok=True
+    )
+    assert charts.smoothed([1.0, 2.0, 3.0], 1).tolist() == [1.0, 2.0, 3.0]
+    assert np.isnan(charts.smoothed([nan, nan])).all()
+
+
+def test_a_metric_that_no_step_has_is_not_drawn(tmp_path: Path) -> None:
+    history = result("run", 1, [0.0, 0.5, 0.5], 10).history
+    counts = {"fresh": 8, "reevaluated": 0, "replayed": 0}
+    first, *others = (step.model_copy(update={"counts": counts}) for step in history.steps)
+    metrics = {"entropy": 0.5, "staleness_mean": 1.0, "staleness_max": 2.0}
+    history = replace(history, steps=[first.model_copy(update={"metrics": metrics}), *others])
+    write_report(history, summarise(history), tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "Entropy of the policy on the trained tokens" in page
+    assert "Theorem 3.2" not in page
+    assert "mismatch KL" not in page
