@@ -120,7 +120,7 @@ def execute(run: LocalRun, model: Path) -> RunHistory:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     history = read_history(client)
-    write_outputs(run, history, time.monotonic() - started)
+    write_outputs(run.directory, history, time.monotonic() - started)
     return history
 
 
@@ -258,14 +258,14 @@ def _record_end(client: BufferClient, status: str) -> None:
         return
 
 
-def write_outputs(run: LocalRun, history: RunHistory, wall_seconds: float | None = None) -> None:
-    """Writes `summary.json` and `report.html` to the run's directory."""
+def write_outputs(directory: Path, history: RunHistory, wall_seconds: float | None = None) -> None:
+    """Writes `summary.json` and `report.html` to `directory`."""
     from services.report.html import write_report  # imports matplotlib
 
-    run.directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     summary = summarise(history, wall_seconds)
-    (run.directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    write_report(history, summary, run.directory / "report.html")
+    (directory / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    write_report(history, summary, directory / "report.html")
 
 
 def next_free_name(client: BufferClient, name: str) -> str:

@@ -66,11 +66,13 @@ limit_option = click.option(
 )
 
 
-def refuse_limit(why: str) -> None:
-    """Raises `click.UsageError` if --limit is on the command line, where it has no effect."""
-    source = click.get_current_context().get_parameter_source("limit")
-    if source is ParameterSource.COMMANDLINE:
-        raise click.UsageError(f"--limit has no effect here: {why}; leave it out.")
+def refuse_options(*names: str, why: str) -> None:
+    """Raises `click.UsageError` for an option on the command line that has no effect there."""
+    context = click.get_current_context()
+    for option in context.command.params:
+        given = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
+        if given and option.opts[0] in names:
+            raise click.UsageError(f"{option.opts[0]} has no effect here: {why}; leave it out.")
 
 
 port_option = click.option(

@@ -20,13 +20,25 @@ GIVE_UP_AFTER_S = 5.0
 
 def connect(run: str = "") -> BufferClient:
     """Returns a client of the buffer service. Raises `BapoError` when there is none."""
-    settings = CommandLineSettings.load()
-    if settings.buffer_url and settings.token:
-        url, token = settings.buffer_url, settings.token.get_secret_value()
-    else:
+    client = connect_to_named(run)
+    if client is None:
         stack = require_stack("name a service in BAPO_BUFFER_URL and its token in BAPO_TOKEN")
-        url, token = stack.buffer_url, stack.token
-    return BufferClient(url, token, run=run, give_up_s=GIVE_UP_AFTER_S)
+        client = client_of(stack, run)
+    return client
+
+
+def connect_to_named(run: str) -> BufferClient | None:
+    """Returns a client of the service that the environment names, None if it names none."""
+    settings = CommandLineSettings.load()
+    if settings.buffer_url is None or settings.token is None:
+        return None
+    token = settings.token.get_secret_value()
+    return BufferClient(settings.buffer_url, token, run=run, give_up_s=GIVE_UP_AFTER_S)
+
+
+def client_of(stack: Endpoints, run: str) -> BufferClient:
+    """Returns a client of a stack of this machine."""
+    return BufferClient(stack.buffer_url, stack.token, run=run, give_up_s=GIVE_UP_AFTER_S)
 
 
 def require_stack(alternative: str) -> Endpoints:

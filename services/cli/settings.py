@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import SecretStr
+from typing import Self
+
+from pydantic import SecretStr, model_validator
 
 from services.common.settings import Settings
 
@@ -14,10 +16,24 @@ class CommandLineSettings(Settings):
     """
 
     buffer_url: str | None = None
-    """Address of the buffer service to ask, `http://host:port`; takes effect with `BAPO_TOKEN`.
-    The stack in `BAPO_HOME` is asked unless set."""
+    """Address of the buffer service to ask, `http://host:port`; it requires `BAPO_TOKEN`. The stack
+    in `BAPO_HOME` is asked unless set."""
     token: SecretStr | None = None
     """Bearer token for the buffer service at `BAPO_BUFFER_URL`."""
     s3_endpoint: str | None = None
     """Address of that service's object store, for `bapo checkpoints`, `bapo profile` and
     `bapo verify`; it requires `BAPO_S3_BUCKET`, `BAPO_S3_ACCESS_KEY` and `BAPO_S3_SECRET_KEY`."""
+
+    @model_validator(mode="after")
+    def _require_both(self) -> Self:
+        values = {"BAPO_BUFFER_URL": self.buffer_url, "BAPO_TOKEN": self.token}
+        given, missing = (
+            [name for name, value in values.items() if (value is not None) == is_given]
+            for is_given in (True, False)
+        )
+        if given and missing:
+            raise ValueError(
+                f"{missing[0]} is not set, but {given[0]} is; set both, or neither to ask the "
+                "stack of this machine"
+            )
+        return self

@@ -250,11 +250,32 @@ def test_without_a_service_the_error_names_the_remedy(
     monkeypatch: pytest.MonkeyPatch, tmp_path: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("BAPO_BUFFER_URL", raising=False)
+    monkeypatch.delenv("BAPO_TOKEN", raising=False)
     monkeypatch.setenv("BAPO_HOME", str(tmp_path))
     with pytest.raises(SystemExit) as caught:
         cli.main(["runs"])
     assert caught.value.code == 1
     assert "start it with `bapo stack up`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("missing", ["BAPO_BUFFER_URL", "BAPO_TOKEN"])
+def test_a_service_that_is_half_named_is_not_taken_for_that_of_this_machine(
+    ask: Ask, missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(missing)
+    with pytest.raises(SystemExit):
+        ask("delete", "asked", "--yes")
+    assert f"{missing} is not set, but BAPO_" in capsys.readouterr().err
+
+
+def test_the_report_is_of_the_service_that_the_environment_names(
+    ask: Ask, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BAPO_HOME", str(tmp_path / "home"))
+    with pytest.raises(SystemExit):
+        ask("report", "asked")
+    assert "run 'asked' has committed 4 steps" in capsys.readouterr().err
+    assert not (tmp_path / "home").exists(), "no stack of this machine was started"
 
 
 def test_an_unknown_run_is_an_error_of_one_line(

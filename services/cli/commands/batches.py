@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from services.cli.options import json_option, limit_option, refuse_limit, run_argument
+from services.cli.options import json_option, limit_option, refuse_options, run_argument
 from services.cli.service import connect
 from services.cli.tables import show, step_before_last, take_last
 
@@ -26,7 +26,7 @@ def batches(run: str, limit: int, as_json: bool, step: int | None) -> None:
       bapo batches countdown --step 40
     """
     if step is not None:
-        refuse_limit("--step shows all groups of a batch")
+        refuse_options("--limit", why="--step shows all groups of a batch")
     client = connect(run)
     if step is not None:
         manifest = client.recorded_batch(step)

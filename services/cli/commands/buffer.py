@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from services.buffer.api import wire
-from services.cli.options import json_option, limit_option, run_argument
+from services.cli.options import json_option, limit_option, refuse_options, run_argument
 from services.cli.service import connect
 from services.cli.tables import show, take
 
@@ -43,6 +43,10 @@ def buffer(
       bapo buffer countdown high_quality --step 40
       bapo buffer countdown hard --events --after 30
     """
+    if events:
+        refuse_options("--step", why="--events shows all steps after --after")
+    else:
+        refuse_options("--after", why="it is for --events")
     client = connect(run)
     if events:
         listed = take(client.buffer_events(buffer, after=after), limit)

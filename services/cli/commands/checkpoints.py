@@ -13,7 +13,7 @@ import click
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from services.buffer.api import wire
-from services.cli.options import json_option, run_argument
+from services.cli.options import json_option, refuse_options, run_argument
 from services.cli.service import connect, open_object_store
 from services.cli.tables import show
 from services.model.directory import refuse_files
@@ -49,6 +49,8 @@ def checkpoints(
     """
     if best and step is not None:
         raise click.UsageError("--step and --best exclude each other; give one of them.")
+    if verify or export is not None:
+        refuse_options("--json", why="--verify and --export print no list")
     client = connect(run)
     kept: Sequence[wire.CheckpointView] = client.checkpoints()
     if verify or export is not None or best or step is not None:

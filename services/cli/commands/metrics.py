@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from services.buffer.api.client import BufferClient
-from services.cli.options import json_option, limit_option, run_argument
+from services.cli.options import json_option, limit_option, refuse_options, run_argument
 from services.cli.service import connect
 from services.cli.tables import (
     fitting_columns,
@@ -69,6 +69,12 @@ def metrics(
       bapo metrics countdown --tensorboard events --follow
       bapo metrics countdown --mlflow http://127.0.0.1:5000
     """
+    if tensorboard is not None and mlflow is not None:
+        raise click.UsageError("--tensorboard and --mlflow exclude each other; give one of them.")
+    if tensorboard is None and mlflow is None:
+        refuse_options("--follow", "--experiment", why="nothing is exported")
+    else:
+        refuse_options("--limit", "--json", why="an export has all steps and prints none")
     client = connect(run)
     if tensorboard is not None:
         write_tensorboard(client, tensorboard, follow=follow, log=click.echo)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from services.cli.options import json_option, limit_option, refuse_limit, run_argument
+from services.cli.options import json_option, limit_option, refuse_options, run_argument
 from services.cli.service import connect
 from services.cli.tables import show, take, take_last
 
@@ -101,7 +101,7 @@ def prompt(run: str, uid: str, limit: int, as_json: bool, step: int | None) -> N
       bapo prompt countdown UID --step 40
     """
     if step is not None:
-        refuse_limit("--step explains one batch")
+        refuse_options("--limit", why="--step explains one batch")
     client = connect(run)
     if step is not None:
         decision = client.decision(step, uid)

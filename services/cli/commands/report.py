@@ -6,10 +6,9 @@ from pathlib import Path
 
 import click
 
-from services.buffer.api.client import BufferClient
-from services.cli.console import plain_console
-from services.cli.local_run import LocalRun, write_outputs
+from services.cli.local_run import write_outputs
 from services.cli.options import run_argument
+from services.cli.service import client_of, connect_to_named
 from services.stack.settings import default_home
 from services.stack.stack import find_or_start_stack
 
@@ -27,10 +26,12 @@ def report(run: str) -> None:
     """
     from services.report.summary import read_history
 
-    home = default_home()
-    with find_or_start_stack(home, 0) as endpoints:
-        history = read_history(BufferClient(endpoints.buffer_url, endpoints.token, run=run))
-    config = history.config
+    client = connect_to_named(run)
+    if client is not None:
+        history = read_history(client)
+    else:
+        with find_or_start_stack(default_home(), 0) as stack:
+            history = read_history(client_of(stack, run))
     directory = Path("runs") / run
-    write_outputs(LocalRun(config, endpoints, home, directory, plain_console()), history)
+    write_outputs(directory, history)
     click.echo(directory / "report.html")
