@@ -19,6 +19,10 @@ class Dataset:
     prompts: Sequence[PromptItem]
     left_out: int = 0
     """Number of rows that were left out, because they have no answer."""
+    repeated: int = 0
+    """Number of rows that were left out, because an earlier one has the same problem."""
+    contradicting: int = 0
+    """Number of these that differ from the earlier one, such as by their answer."""
     images: Images | None = None
     """The images of its prompts; None if the task has none."""
     limit: int | None = None
@@ -32,6 +36,10 @@ class Dataset:
     def notes(self) -> str:
         """Describes demonstrations, what was left out, and the limit that was reached."""
         left_out = f", {self.left_out} rows without an answer left out" if self.left_out else ""
+        if self.repeated:
+            left_out += f", {self.repeated} rows with a problem of an earlier row left out"
+        if self.contradicting:
+            left_out += f" ({self.contradicting} of them with another answer)"
         limit = f", read up to the limit of {self.limit} rows" if self.limit else ""
         shown = f", {self.demonstrated} with a demonstration" if self.demonstrated else ""
         too_long = f", {self.too_long} prompts left out as too long" if self.too_long else ""

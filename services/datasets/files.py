@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
 from bapo_core.spelling import did_you_mean
+from services.common.errors import first_line
 
 Row = Mapping[str, Any]
 """The values of a row by column; further columns are ignored."""
@@ -71,12 +72,14 @@ def _read_parquet(file: BinaryIO, columns: Sequence[str]) -> Iterator[Any]:
             for batch in parquet.iter_batches(columns=list(columns)):
                 yield from batch.to_pylist()
     except (pa.ArrowInvalid, OSError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise ValueError(f"not a Parquet file ({reason}); export it again") from error
 
 
 def _read_jsonl(file: BinaryIO) -> Iterator[Any]:
     for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue  # Editors leave blank lines at the end.
         try:
             yield json.loads(line)
         except ValueError as error:

@@ -161,7 +161,13 @@ def with_demonstrations(task: Task, dataset: Dataset) -> Dataset:
             "remove the section"
         )
     changed = _build_dataset(task, payloads, "train", dataset.images or Images(lambda _: b"", None))
-    return replace(changed, left_out=dataset.left_out, limit=dataset.limit, demonstrated=accepted)
+    return replace(
+        dataset,
+        name=changed.name,
+        prompts=changed.prompts,
+        images=changed.images,
+        demonstrated=accepted,
+    )
 
 
 def _without_demonstration(columns: Mapping[str, str]) -> dict[str, str]:
@@ -304,7 +310,7 @@ def read_dataset(
     column_names = {column: columns.get(column, column) for column in known}
     images = _make_images(sources, address)
     problems: dict[str, Payload] = {}
-    left_out = number = 0
+    left_out = repeated = contradicting = number = 0
     try:
         rows = open_rows(address, list(column_names.values()), limit, sources)
         for number, row in enumerate(islice(rows, limit), start=1):
@@ -316,7 +322,9 @@ def read_dataset(
             else:
                 if text is not None:
                     problem = {**problem, DEMONSTRATION: _check_demonstration(text, number)}
-                problems.setdefault(_uid_of(task, problem), problem)
+                kept = problems.setdefault(_uid_of(task, problem), problem)
+                repeated += kept is not problem
+                contradicting += kept != problem
     except RowError as error:
         raise BapoError(f"{address}, {error}") from error
     except ValueError as error:
@@ -324,7 +332,13 @@ def read_dataset(
     if not problems:
         raise BapoError(f"{address}: has no row with an answer; give a data set that has problems")
     dataset = _build_dataset(task, list(problems.values()), split, images)
-    return replace(dataset, left_out=left_out, limit=limit if number == limit else None)
+    return replace(
+        dataset,
+        left_out=left_out,
+        repeated=repeated,
+        contradicting=contradicting,
+        limit=limit if number == limit else None,
+    )
 
 
 def _make_images(sources: DataSources, address: str = "") -> Images:

@@ -29,7 +29,7 @@ COLUMNS = {"problem": "question", "answer": "solution"}
 def write(path: Path, rows: list[Any]) -> str:
     match path.suffix:
         case ".jsonl":
-            path.write_text("\n".join(map(json.dumps, rows)))
+            path.write_text("\n\n".join(map(json.dumps, rows)) + "\n \n")
         case ".json":
             path.write_text(json.dumps(rows))
         case ".parquet":
@@ -56,7 +56,10 @@ def test_columns_are_mapped_and_further_ones_ignored(tmp_path: Path, suffix: str
         {"problem": "1+1?", "answer": "2"},
         {"problem": "1+2?", "answer": ["3", "3.0"]},
     ], "the first of equal problems is kept"
-    assert dataset.summary == "2 prompts, 1 rows without an answer left out"
+    assert dataset.summary == (
+        "2 prompts, 1 rows without an answer left out, "
+        "1 rows with a problem of an earlier row left out (1 of them with another answer)"
+    )
     assert dataset.name == f"math-{digest_of_prompts(dataset.prompts)[:12]}"
 
 
