@@ -15,6 +15,7 @@ import httpx
 from bapo_core.errors import BapoError
 from pipelines.bapo_pipeline import MAX_SEGMENTS, SERVICE_IMAGE, TRAINER_IMAGE, build_pipeline
 from pipelines.parameters import check_imports, config_of, run_of
+from services.common.errors import first_line
 
 _IMAGE = re.compile(r"[a-z0-9][\w.:/@-]*")
 _IMPORTED = re.compile(r"uri:\s+componentInputParameter: pipelinechannel--(\w+)")
@@ -93,7 +94,7 @@ def submit_pipeline(
     except (ApiException, HTTPError) as error:
         if isinstance(error, MaxRetryError):
             error = error.reason or error
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise BapoError(
             f"Kubeflow Pipelines did not take the run: {reason}; give --host, for example after "
             "`kubectl port-forward -n kubeflow svc/ml-pipeline-ui 8080:80`"

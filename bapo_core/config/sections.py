@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
@@ -92,10 +93,10 @@ class ModelConfig(Section):
     """The initial model, which is policy version 1."""
 
     path: str = "tiny"
-    """The initial model: a Hugging Face model directory; `hf://organisation/name`, fetched from the
-    hub; `s3://bucket/prefix`, where the objects of such a directory are; or one of the small
-    character-level models that come with bapo: `tiny`, or `tiny-vision`, which reads diagrams of
-    the task `geometry`."""
+    """The initial model: a Hugging Face model directory; `hf://organisation/name[@revision]`,
+    fetched from the hub; `s3://bucket/prefix`, where the objects of such a directory are; or one of
+    the small character-level models that come with bapo: `tiny`, or `tiny-vision`, which reads
+    diagrams of the task `geometry`."""
     freeze_vision: bool = False
     """Whether the vision tower of a model that reads images keeps its weights: fewer gradients and
     optimizer states, and smaller checkpoints. It has no effect on other models."""
@@ -937,9 +938,20 @@ class MlflowConfig(Section):
 
     tracking_uri: str = ""
     """Tracking URI of an MLflow server that receives the metrics, for example http://mlflow:5000;
-    empty turns it off."""
+    empty turns it off. Credentials are in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
     experiment: str = "bapo"
     """MLflow experiment that the run is recorded in."""
+
+    @field_validator("tracking_uri")
+    @classmethod
+    def _refuse_credentials(cls, uri: str) -> str:
+        """Refuses a password, which would be stored with the run and be in logs."""
+        if "@" in urlsplit(uri).netloc:
+            raise ValueError(
+                "holds a user or a password, which would be stored with the run; set "
+                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment"
+            )
+        return uri
 
 
 class LoraConfig(Section):

@@ -28,6 +28,7 @@ from services.buffer.routes import (
 )
 from services.buffer.routes.common import ERRORS
 from services.buffer.service import Service
+from services.common.errors import first_line
 from services.common.middleware import BodyLimit, EntityTags
 from services.common.objectstore import ObjectStore, ObjectStoreError, ObjectStoreUnavailable
 from services.common.problems import install_problem_handlers, problem_response, unavailable
@@ -128,7 +129,7 @@ def _install_outage_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(DataError)
     async def _invalid_value(_: Request, error: DataError) -> Response:
-        reason = str(error.orig).strip().splitlines()[0]
+        reason = first_line(error.orig or error)
         return problem_response(422, "Invalid request", f"the database cannot hold it: {reason}")
 
     @app.exception_handler(ObjectStoreUnavailable)

@@ -16,6 +16,7 @@ from sqlalchemy import URL, create_engine, make_url
 
 from bapo_core.errors import BapoError
 from services.buffer.settings import MigrationSettings
+from services.common.errors import first_line
 from services.common.logs import configure_logs
 from services.common.process import run_until_error
 
@@ -79,7 +80,7 @@ def await_database(database_url: str, seconds: float) -> None:
             encoding = _read_encoding(url)
             break
         except OperationalError as error:
-            reason = str(error).strip().splitlines()[0]
+            reason = first_line(error)
             if time.monotonic() > deadline:
                 raise BapoError(
                     f"the database at {address} did not accept a connection within "

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
 from services.common import layout
+from services.common.errors import first_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -104,7 +105,7 @@ def _decode(data: bytes) -> tuple[Image, str]:
 
 
 def _undecodable(error: Exception) -> ValueError:
-    reason = (str(error) or type(error).__name__).splitlines()[0]
+    reason = first_line(error)
     return ValueError(f"the image cannot be decoded ({reason}); replace it or remove the row")
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bapo_core.errors import BapoError
+from services.common.errors import first_line
 from services.common.files import write_private
 from services.datasets.files import Row, RowError, check_columns, read_rows
 from services.model.stored import HUB
@@ -97,7 +98,7 @@ def pin_revision(address: str) -> str:
             "commit that it has"
         ) from error
     except HFValidationError as error:
-        raise BapoError(f"{address}: {_first_line(error)}") from error
+        raise BapoError(f"{address}: {first_line(error)}") from error
     except (httpx.HTTPError, OSError) as error:
         raise BapoError(_unreachable(address, error)) from error
     return str(replace(parsed, revision=commit))
@@ -139,7 +140,7 @@ def _stream(address: HubAddress, columns: Sequence[str], limit: int | None) -> I
         except (httpx.HTTPError, OSError) as error:
             raise BapoError(_unreachable(str(address), error)) from error
         except (DatasetsError, ValueError, RuntimeError) as error:
-            raise RowError(number, f"cannot be read: {_first_line(error)}") from error
+            raise RowError(number, f"cannot be read: {first_line(error)}") from error
         try:
             check_columns(row, columns)
         except ValueError as error:
@@ -167,9 +168,9 @@ def _open_split(address: HubAddress, columns: Sequence[str]) -> Any:
     except DatasetNotFoundError as error:
         if "gated" in str(error):
             raise BapoError(_gated(str(address), address)) from error
-        raise BapoError(f"{address}: {_first_line(error)}") from error
+        raise BapoError(f"{address}: {first_line(error)}") from error
     except FileNotFoundError as error:
-        raise BapoError(f"{address}: {_first_line(error)}") from error
+        raise BapoError(f"{address}: {first_line(error)}") from error
     except ValueError as error:
         # No configuration is named, or one that does not exist, or the first rows are damaged.
         reason = " ".join(str(error).splitlines()[:2])
@@ -245,10 +246,6 @@ def _gated(address: str, parsed: HubAddress) -> str:
 
 def _unreachable(address: str, error: Exception) -> str:
     return (
-        f"{address}: cannot be read from the hub: {_first_line(error)}; check the network, and "
+        f"{address}: cannot be read from the hub: {first_line(error)}; check the network, and "
         "HF_ENDPOINT for a mirror, or download the data and give its file"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

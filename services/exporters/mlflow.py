@@ -12,11 +12,13 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import RunState
+from services.common.errors import first_line
 from services.exporters.curves import FINAL_STATUSES, POLL_INTERVAL_S, Position, new_points
 
 if TYPE_CHECKING:
@@ -36,6 +38,11 @@ class MlflowRun:
 
     def __init__(self, uri: str, experiment: str, buffer: BufferClient) -> None:
         """Raises `BapoError` when MLflow is not installed or does not answer."""
+        if "@" in urlsplit(uri).netloc:
+            raise BapoError(
+                "the URI of MLflow holds a user or a password, which messages and logs would show; "
+                "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment"
+            )
         self._buffer = buffer
         # MLflow's own defaults would block for minutes when the server does not answer.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
@@ -50,7 +57,7 @@ class MlflowRun:
             self._client = MlflowClient(uri)
             self._id, tags = self._find_or_create(self._client, experiment, buffer.run_state())
         except self._errors as error:
-            raise BapoError(f"MLflow at {uri}: {_first_line(error)}") from error
+            raise BapoError(f"MLflow at {uri}: {first_line(error)}") from error
         self._position = Position(int(tags.get(_STEP_TAG, 0)), int(tags.get(_VERSION_TAG, 0)))
 
     @staticmethod
@@ -102,7 +109,7 @@ class MlflowRun:
             else:
                 self._client.update_run(self._id, status="RUNNING")
         except self._errors as error:
-            raise BapoError(f"MLflow: {_first_line(error)}") from error
+            raise BapoError(f"MLflow: {first_line(error)}") from error
         # Only after the last call, so that points are sent again when one of them fails.
         self._position = position
         return state.status
@@ -173,7 +180,3 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from _flatten(value, f"{prefix}{name}.")
         else:
             yield prefix + name, str(value)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", 1)[0]

@@ -200,7 +200,7 @@ class TransformersEngine:
                 output_loading_info=True,
             )
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             raise ModelLoadError(
                 f"{directory}: no causal language model can be loaded from it: {reason}; give a "
                 "Hugging Face directory with config.json and *.safetensors"

@@ -21,6 +21,7 @@ from services.buffer.api.spans import SpanRecorder
 from services.buffer.api.trajectories import encode_proximal
 from services.buffer.api.wire import BatchManifest, StepDigests
 from services.common import layout
+from services.common.errors import first_line
 from services.common.objectstore import ObjectStore
 from services.model.stored import fetch_model, model_on_disk
 from services.model.vision import load_processor
@@ -381,7 +382,7 @@ def explain_out_of_memory() -> Iterator[None]:
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         if not (out_of_memory or "can't allocate memory" in str(error)):
             raise
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise BapoError(
             f"out of memory ({reason}): set trainer.gradient_checkpointing or trainer.offload, or "
             "train with more processes, then resume; a new run may also have a lower "

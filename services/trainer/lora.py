@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from bapo_core.config import LoraConfig
 from bapo_core.errors import BapoError
+from services.common.errors import first_line
 from services.trainer.policy import plain_name
 
 _ADAPTER = "default"
@@ -45,7 +46,7 @@ def add_adapters(model: nn.Module, settings: LoraConfig, seed: int) -> None:
         try:
             inject_adapter_in_model(config, model, adapter_name=_ADAPTER)
         except ValueError as error:
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             raise BapoError(f"lora.targets {targets}: {reason}") from error
     experts = [name for name, layer in model.named_modules() if hasattr(layer, "parameter_name")]
     if experts:

@@ -441,7 +441,7 @@ def _explain_load_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise BapoError(f"{directory}: the model cannot be loaded: {reason}") from error
 
 
