@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,8 @@ from tests.charts.network import Address, End, Flow, Pod, allowed
 
 COMPONENTS = ("buffer", "migrate", "verifier", "rollout", "collector", "trainer", "reaper", "test")
 BUNDLED = ("postgres", "s3")
-PORTS = (22, 53, 443, 5432, 8080, 8333, 8700, 8701, 8702, 8703, 9333, 23456, 50000)
+PORTS = (22, 53, 80, 443, 3128, 5432, 6432, 8080, 8333, 8443)
+PORTS += (8700, 8701, 8702, 8703, 9000, 9333, 23456, 50000)
 TRAINER_PORTS = [port for port in PORTS if port >= 1024]
 
 
@@ -77,6 +79,7 @@ TO_SERVICES = {
     *(("trainer", "trainer", port) for port in TRAINER_PORTS),
     ("reaper", "internet", 443),  # where the Kubernetes API is
 }
+NO_SECRET = {"database.existingSecret": ""}
 TO_BUNDLED = {
     *((source, "postgres", 5432) for source in ("buffer", "migrate")),
     *((source, "s3", 8333) for source in ("buffer", "rollout", "collector", "trainer", "pipeline")),
@@ -106,8 +109,32 @@ def test_flows_to_an_external_database_and_object_store(production: list[Object]
 
 def test_flows_from_an_ingress_and_between_trainers_and_rollouts(everything: list[Object]) -> None:
     ingress = {("ingress", "buffer", 8700)}
-    expected = TO_SERVICES | TO_OUTSIDE | METRICS | ingress | DIRECT_WEIGHTS
+    proxy = {(source, "internet", 3128) for source in ("buffer", "rollout", "collector", "trainer")}
+    expected = TO_SERVICES | TO_OUTSIDE | METRICS | ingress | DIRECT_WEIGHTS | proxy
     assert set(flows(everything, COMPONENTS)) == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "database", "s3"),
+    [
+        ({"s3.endpoint": "http://minio:9000"}, 5432, 9000),
+        ({"s3.endpoint": "http://minio"}, 5432, 80),
+        ({"s3.endpoint": "https://s3.example.com:8443"}, 5432, 8443),
+        ({"s3.endpoint": "http://minio", "networkPolicy.externalS3.port": 9000}, 5432, 9000),
+        ({"database.url": "postgresql://a:b@db:6432/bapo?x=y:1", **NO_SECRET}, 6432, 443),
+        ({"database.url": "postgresql://a:b@db/bapo", **NO_SECRET}, 5432, 443),
+    ],
+)
+def test_the_ports_outside_are_those_of_the_addresses(
+    values: dict[str, Any], database: int, s3: int
+) -> None:
+    objects = render(Case(("production",), values))
+    outside = {flow for flow in flows(objects, COMPONENTS) if flow[1] == "internet"}
+    assert outside == {
+        *((source, "internet", database) for source in ("buffer", "migrate")),
+        *((source, "internet", s3) for source in ("buffer", "rollout", "collector", "trainer")),
+        ("reaper", "internet", 443),
+    }
 
 
 def test_pods_of_replicas_of_several_nodes_reach_each_other() -> None:

@@ -411,3 +411,17 @@ def test_labels_of_users_do_not_replace_those_of_the_chart(everything: list[Obje
     labels = pod_of(one(everything, "Deployment", "bapo-buffer"))["metadata"]["labels"]
     assert labels["team"] == "rl"
     assert labels["app.kubernetes.io/component"] == "buffer"
+
+
+def test_pods_that_read_certificates_have_them() -> None:
+    """A client would not start with the variable alone. libpq reads the file that a URL names."""
+    objects = render(CASES["everything"])
+    connection = one(objects, "ConfigMap", "bapo-connection")["data"]
+    assert connection["SSL_CERT_FILE"].startswith("/etc/bapo/ca/")
+    for name, container in containers(objects):
+        sources = [
+            source.get("configMapRef", {}).get("name") for source in container.get("envFrom", [])
+        ]
+        mounted = [mount["mountPath"] for mount in container.get("volumeMounts", [])]
+        if "bapo-connection" in sources or name == "Job/bapo-migrate":
+            assert "/etc/bapo/ca" in mounted, name

@@ -116,6 +116,10 @@ BY_TEMPLATE = [
         "rollout.extraEnv: the chart sets variables that begin with BAPO_ itself; remove BAPO_PORT",
     ),
     (
+        {"trainer.extraEnv": [{"name": "BAPO_RUN", "value": "other"}]},
+        "trainer.extraEnv: the chart sets variables that begin with BAPO_ itself; remove BAPO_RUN",
+    ),
+    (
         {"verifier.extraEnv": [{"name": "BAPO_TOKEN", "value": "x"}]},
         "verifier.extraEnv: the chart sets variables that begin with BAPO_ itself; remove BAPO_T",
     ),

@@ -28,7 +28,7 @@ matchExpressions:
 {{- if .Values.database.bundled.enabled -}}
 {{- include "bapo.toPods" (dict "root" . "component" "postgres" "port" 5432) -}}
 {{- else -}}
-{{- include "bapo.toOutside" .Values.networkPolicy.externalDatabase -}}
+{{- include "bapo.toOutside" (dict "peers" .Values.networkPolicy.externalDatabase "url" .Values.database.url "port" 5432) -}}
 {{- end -}}
 {{- end -}}
 
@@ -36,13 +36,20 @@ matchExpressions:
 {{- if .Values.s3.bundled.enabled -}}
 {{- include "bapo.toPods" (dict "root" . "component" "s3" "port" 8333) -}}
 {{- else -}}
-{{- include "bapo.toOutside" .Values.networkPolicy.externalS3 -}}
+{{- $port := ternary 80 443 (hasPrefix "http://" .Values.s3.endpoint) -}}
+{{- include "bapo.toOutside" (dict "peers" .Values.networkPolicy.externalS3 "url" .Values.s3.endpoint "port" $port) -}}
 {{- end -}}
 {{- end -}}
 
+{{/* A rule for `peers`, at their own port, or else the one in `url`, or else `port`. */}}
 {{- define "bapo.toOutside" -}}
 - to:
-    {{- toYaml .to | nindent 4 }}
+    {{- toYaml .peers.to | nindent 4 }}
   ports:
-    - {protocol: TCP, port: {{ .port }}}
+    - {protocol: TCP, port: {{ int .peers.port | default (include "bapo.portOf" .) }}}
+{{- end -}}
+
+{{- define "bapo.portOf" -}}
+{{- $host := regexReplaceAll "^[^:]*://([^@/]*@)?" .url "" | regexFind "^[^/?]*" -}}
+{{- regexFind ":[0-9]+$" $host | trimPrefix ":" | default .port -}}
 {{- end -}}

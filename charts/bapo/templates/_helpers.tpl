@@ -102,9 +102,9 @@ BAPO_VERIFIER_URL: http://{{ include "bapo.host" (dict "root" . "component" "ver
 {{- if .Values.s3.bundled.enabled }}
 BAPO_S3_ENDPOINT: http://{{ include "bapo.host" (dict "root" . "component" "s3") }}:8333
 {{- else }}
-BAPO_S3_ENDPOINT: {{ .Values.s3.endpoint }}
+BAPO_S3_ENDPOINT: {{ .Values.s3.endpoint | quote }}
 {{- end }}
-BAPO_S3_BUCKET: {{ .Values.s3.bucket }}
+BAPO_S3_BUCKET: {{ .Values.s3.bucket | quote }}
 BAPO_S3_REGION: {{ .Values.s3.region | quote }}
 BAPO_S3_PATH_STYLE: {{ .Values.s3.pathStyle }}
 BAPO_S3_CREDENTIALS: {{ .Values.s3.credentials }}

@@ -192,7 +192,7 @@ would wait for a missing Secret without an error of the release. */}}
   rollout.replicas: it is {{ $rollout.replicas }}, so scaleToZero would never start a pod; set at least 1
 {{- end }}
 {{- end }}
-{{- range $part := list "buffer" "verifier" "rollout" "collector" }}
+{{- range $part := list "buffer" "verifier" "rollout" "collector" "trainer" }}
 {{- range (get $.Values $part).extraEnv }}
 {{- if hasPrefix "BAPO_" .name }}
 - >-
