@@ -6,12 +6,13 @@ import json
 import mmap
 import os
 import pickle
+import site
 import socket
 import struct
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -59,6 +60,7 @@ class WorkerProcess:
         """Starts the process. Raises `NoWorker` if the system refuses one."""
         self.fate: str | None = None
         self.prepared: TaskKey | None = None
+        self._code = _modified(_package_directories())
         try:
             self._start(memory_bytes)
         except OSError as error:
@@ -94,14 +96,17 @@ class WorkerProcess:
         if self.prepared == task:
             return
         self._send(("prepare", task[0], json.loads(task[1])))
-        refusal = self._receive_answer(f"prepare task {task[0]}")
-        if refusal is not None:
-            raise TaskRefused(str(refusal))
+        answer = self._receive_answer(f"prepare task {task[0]}")
+        if isinstance(answer, str):
+            raise TaskRefused(answer)
+        self._code |= _modified(answer)
         self.prepared = task
 
     def idle(self) -> bool:
-        """Whether the process is ready for work; an idle one is readable only after it ended."""
-        return self.fate is None and not self._connection.poll()
+        """Whether the process is ready for work, with the code that is installed now."""
+        # An idle process is readable only after it has ended.
+        is_running = self.fate is None and not self._connection.poll()
+        return is_running and self._code == _modified(self._code)
 
     def dispatch(self, work: Sequence[Work]) -> None:
         """Sends items to score and starts the clock of the first one."""
@@ -195,3 +200,19 @@ def _environment() -> dict[str, str]:
     """Returns this process's variables and import path, without secrets (`BAPO_` variables)."""
     public = {name: value for name, value in os.environ.items() if not name.startswith("BAPO_")}
     return public | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+
+
+def _package_directories() -> list[str]:
+    """Returns the directories that change whenever a package is installed or removed."""
+    return [*site.getsitepackages(), site.getusersitepackages()]
+
+
+def _modified(paths: Iterable[str]) -> dict[str, int | None]:
+    """Returns when each file or directory was modified; None for one that does not exist."""
+    times: dict[str, int | None] = {}
+    for path in paths:
+        try:
+            times[path] = os.stat(path).st_mtime_ns
+        except OSError:
+            times[path] = None
+    return times

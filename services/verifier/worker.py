@@ -91,7 +91,8 @@ class _Worker:
             else:
                 self._score(*arguments)
 
-    def _prepare(self, name: str, options: dict[str, Any]) -> str | None:
+    def _prepare(self, name: str, options: dict[str, Any]) -> str | list[str]:
+        """Makes a task; returns the files of its code, or why it cannot be made."""
         # The memory that a task needs itself, such as its imports, does not count as a response's.
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
@@ -108,7 +109,7 @@ class _Worker:
         # Imported modules never become garbage; the collector need not scan SymPy's objects.
         gc.freeze()
         self._first_size = self._first_size or _address_space()
-        return None
+        return _code_of(task)
 
     def _score(self, work: Sequence[Work]) -> None:
         assert self._task is not None
@@ -179,6 +180,17 @@ def score(task: Task, payload: Mapping[str, Any], response: str) -> Result:
 def failed(status: str, error: str | None = None) -> Result:
     """Returns the result of a response for which the task gave no verdict."""
     return 0.0, status, None, error, {}
+
+
+def _code_of(task: Task) -> list[str]:
+    """Returns the files of the modules that the task's package has loaded."""
+    package = type(task).__module__.partition(".")[0]
+    files = (
+        getattr(module, "__file__", None)
+        for name, module in list(sys.modules.items())
+        if name.partition(".")[0] == package
+    )
+    return sorted(filter(None, files))
 
 
 def _address_space() -> int:

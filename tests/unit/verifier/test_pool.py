@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import CancelledError
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -285,6 +286,28 @@ def test_the_memory_of_a_response_does_not_limit_the_task_that_is_prepared_next(
 ) -> None:
     assert statuses(pool, ["1+2+3"]) == ["ok"]
     (verdict,) = pool.verify("heavy", {}, [({"n": 1}, "")])
+    assert verdict.status == "ok"
+
+
+def test_code_that_has_changed_is_loaded_again(pool: VerifierPool, tmp_path: Path) -> None:
+    assert odd(pool, ["right"]) == ["ok"]
+    code = tmp_path / "odd_task.py"
+    code.write_text(code.read_text().replace("return Verdict(", "return Verdict(0.25 * "))
+    (verdict,) = pool.verify("odd", {}, [({"n": 0}, "right")])
+    assert verdict.reward == 0.25
+
+
+def test_a_task_that_is_installed_later_is_found(
+    pool: VerifierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.verifier.process._package_directories", lambda: [str(tmp_path)])
+    with pytest.raises(TaskRefused, match="no task 'later'"):
+        pool.verify("later", {}, [({"n": 0}, "right")])
+    info = tmp_path / "later-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: later\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[bapo.tasks]\nlater = odd_task:OddTask\n")
+    (verdict,) = pool.verify("later", {}, [({"n": 0}, "right")])
     assert verdict.status == "ok"
 
 
