@@ -84,10 +84,11 @@ def _create(environment: Path) -> Path:
     python = environment / "bin" / "python"
     if not python.exists():
         venv.create(environment, symlinks=True)
-        # Not --system-site-packages: this interpreter may itself belong to an environment.
-        paths = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
-        lines = [f"import site; site.addsitedir({path!r})" for path in sorted(paths)]
-        (_site_packages(environment) / "machine.pth").write_text("\n".join(lines) + "\n")
+    # Not --system-site-packages: this interpreter may itself belong to an environment. Written for
+    # every call, because the one of an earlier call may be gone.
+    paths = {sysconfig.get_path(kind) for kind in ("purelib", "platlib")}
+    lines = [f"import site; site.addsitedir({path!r})" for path in sorted(paths)]
+    (_site_packages(environment) / "machine.pth").write_text("\n".join(lines) + "\n")
     return python
 
 
