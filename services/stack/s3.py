@@ -8,9 +8,11 @@ import secrets
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import httpx
 from pydantic import SecretStr
 
 from bapo_core.errors import BapoError
@@ -29,6 +31,9 @@ SeaweedFS's own choice is as many as would fit on the free disk. It reserves sev
 each bucket, though they start empty, so that on a nearly full disk no object could be stored.
 """
 READY_WITHIN_S = 60.0
+RECLAIM_EVERY_S = 60.0
+"""Seconds between two looks for volumes of which much is deleted. SeaweedFS's own is after 15
+minutes, longer than many stacks run."""
 SIGNING_KEYS = ("FILER_SIGNING", "FILER_SIGNING_READ", "SIGNING", "SIGNING_READ")
 """Keys of the tokens with which the parts of SeaweedFS know each other."""
 
@@ -104,6 +109,19 @@ def await_s3(supervisor: Supervisor, settings: ObjectStoreSettings) -> None:
         return True
 
     supervisor.wait_until(usable, "the object store", seconds=READY_WITHIN_S)
+
+
+def reclaim_space(master_port: int, every_s: float = RECLAIM_EVERY_S) -> None:
+    """Has the disk space of deleted objects freed, until the server ends.
+
+    SeaweedFS copies what is left of a volume once 30% of it are deleted.
+    """
+    while True:
+        try:
+            httpx.get(f"http://127.0.0.1:{master_port}/vol/vacuum", timeout=None)
+        except httpx.TransportError:
+            return
+        time.sleep(every_s)
 
 
 def find_weed() -> str:

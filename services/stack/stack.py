@@ -31,6 +31,7 @@ from bapo_core.errors import BapoError
 from services.common.files import write_private
 from services.common.process import last_error, python_command, stop_on_signals
 from services.common.settings import ObjectStoreSettings
+from services.common.threads import start_detached
 from services.stack import DEFAULT_PORT, s3
 from services.stack.postgres import start_postgres
 from services.stack.supervisor import Supervisor, check_port_free, free_ports
@@ -84,7 +85,7 @@ class Stack:
 
     def __init__(self, home: Path, supervisor: Supervisor, port: int) -> None:
         self._home, self._supervisor, self._port = home, supervisor, port
-        self._token = secrets.token_urlsafe(24)
+        self._token = _token_of(home)
 
     def start(self, sockets: Path) -> Endpoints:
         """Starts all processes; `sockets` is a directory with a short path, for Postgres.
@@ -109,6 +110,7 @@ class Stack:
         )
         self._start_service("verifier", "services.verifier.app", verifier_port, endpoints)
         s3.await_s3(self._supervisor, object_store)
+        start_detached(partial(s3.reclaim_space, s3_ports[0]))
         self._start_service("buffer", "services.buffer.main", buffer_port, endpoints)
         for url in (endpoints.verifier_url, endpoints.buffer_url):
             self._supervisor.wait_until(partial(_is_healthy, url), url, seconds=READY_WITHIN_S)
@@ -117,6 +119,14 @@ class Stack:
     def _start_service(self, name: str, module: str, port: int, endpoints: Endpoints) -> None:
         environment = {**endpoints.environment(), "BAPO_PORT": str(port), "OMP_NUM_THREADS": "1"}
         self._supervisor.start_python(name, module, environment)
+
+
+def _token_of(home: Path) -> str:
+    """Returns the admin token of a home's stacks: addresses of the dashboard stay valid."""
+    file = home / "token"
+    if not file.exists():
+        write_private(file, secrets.token_urlsafe(24))
+    return file.read_text()
 
 
 def _is_healthy(url: str) -> bool:
@@ -288,11 +298,13 @@ def stack_up(home: Path, port: int = DEFAULT_PORT) -> Endpoints:
     return endpoints
 
 
-def stack_down(home: Path) -> bool:
+def stack_down(home: Path, *, force: bool = False) -> bool:
     """Stops the stack of `home` and waits until its ports are free.
 
-    Returns False when no stack is running. Raises `BapoError` when it does not stop in time, and
-    when one runs that does not answer.
+    force: whether to do so while commands use it, which fail then.
+
+    Returns False when no stack is running. Raises `BapoError` when it does not stop in time, when
+    one runs that does not answer, and when commands use it.
     """
     endpoints = find_stack(home)
     if endpoints is None:
@@ -302,6 +314,11 @@ def stack_down(home: Path) -> bool:
                 f"or see {home / 'logs'} and end the process that holds {home / 'stack.lock'}"
             )
         return False
+    if not force and _is_used(home):
+        raise BapoError(
+            f"another command uses the services of {home}, such as a run that trains; stop it "
+            "first (Ctrl-C), or end both with --force"
+        )
     # Becomes readable when the process has ended, and with it everything that it had started.
     process = os.pidfd_open(endpoints.pid)
     os.kill(endpoints.pid, signal.SIGTERM)
@@ -315,6 +332,16 @@ def stack_down(home: Path) -> bool:
             f"{home / 'logs'}, or kill it"
         )
     return True
+
+
+def _is_used(home: Path) -> bool:
+    """Returns whether commands use the stack of `home`."""
+    with (home / "stack.users").open("a") as users:
+        try:
+            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _is_locked(home: Path) -> bool:

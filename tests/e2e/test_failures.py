@@ -141,6 +141,10 @@ def test_stack_up_and_down_leave_nothing(
     endpoints = find_stack(own_home)
     assert endpoints is not None
     assert (own_home / "stack.json").stat().st_mode & 0o077 == 0
+    assert (own_home / "token").stat().st_mode & 0o077 == 0
+    with find_or_start_stack(own_home, 0) as used:
+        assert used == endpoints
+        assert "another command uses the services" in refused(command("stack", "down"))
     assert command("stack", "down").stdout.strip() == "stopped"
     assert processes_of(own_home) == []
     assert find_stack(own_home) is None
@@ -163,7 +167,11 @@ def test_a_killed_supervisor_takes_the_stack_with_it(command: Command, own_home:
     os.kill(endpoints.pid, signal.SIGKILL)
     wait_until_none_runs(own_home)
     assert command("stack", "up", "--port", "0").returncode == 0
-    assert command("stack", "down").returncode == 0
+    again = find_stack(own_home)
+    assert again is not None
+    assert again.token == endpoints.token, "links to the dashboard hold it"
+    with find_or_start_stack(own_home, 0):
+        assert command("stack", "down", "--force").stdout.strip() == "stopped"
 
 
 def test_a_stack_of_which_a_process_ends_can_be_started_again(

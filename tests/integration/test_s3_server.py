@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
 import httpx
 
 from services.common.objectstore import ObjectStore
-from services.stack.s3 import PORTS, VOLUMES, await_s3, start_s3
+from services.common.threads import start_detached
+from services.stack.s3 import PORTS, VOLUMES, await_s3, reclaim_space, start_s3
 from services.stack.supervisor import Supervisor, free_ports
 
 
@@ -21,6 +23,23 @@ def test_it_has_volumes_on_a_small_disk_and_reports_to_nobody(tmp_path: Path) ->
         log = (tmp_path / "logs" / "s3.log").read_text()
     assert status["Topology"]["Max"] == VOLUMES
     assert "telemetry" not in log, "SeaweedFS announces there that it will report"
+
+
+def test_the_space_of_deleted_objects_is_freed(tmp_path: Path) -> None:
+    ports = free_ports(PORTS)
+    with Supervisor(tmp_path / "logs") as supervisor:
+        settings = start_s3(supervisor, tmp_path / "s3", ports)
+        await_s3(supervisor, settings)
+        store = ObjectStore(settings)
+        store.put("runs/large", bytes(32 << 20))
+
+        def stored() -> int:
+            return sum(path.stat().st_size for path in (tmp_path / "s3").glob("*.dat"))
+
+        assert stored() > 32 << 20
+        store.delete(["runs/large"])
+        start_detached(partial(reclaim_space, ports[0], 0.2))
+        supervisor.wait_until(lambda: stored() < 1 << 20, "the space", seconds=60)
 
 
 def test_no_port_of_it_serves_another_user_of_the_machine(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ def up(port: int) -> None:
 
 
 @stack.command
-def down() -> None:
+@click.option("--force", is_flag=True, help="Stop them while runs use them, which fail then.")
+def down(force: bool) -> None:
     """Stop the services; their data stays."""
-    click.echo("stopped" if stack_down(default_home()) else "no stack is running")
+    stopped = stack_down(default_home(), force=force)
+    click.echo("stopped" if stopped else "no stack is running")
