@@ -1,6 +1,6 @@
 """BAPO in one file: read this, from top to bottom, to understand the method.
 
-    python examples/bare_loop.py examples/countdown.yaml steps=20
+    python examples/bare_loop.py examples/countdown.yaml steps=20    # two minutes
 
 This is Algorithm 1 of arXiv 2602.20722 on `bapo_core` (the rules), torch and transformers alone;
 `bapo run` adds services, a database and recovery, and nothing to the method. With the services'

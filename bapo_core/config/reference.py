@@ -28,7 +28,7 @@ A run is described by a YAML file. Start from one in `examples/`, and change sin
 command line:
 
 ```
-bapo run examples/countdown.yaml sync.every=3 optimizer.learning_rate=1e-5
+bapo run examples/countdown.yaml sync.every=1 optimizer.learning_rate=1e-5
 bapo config check examples/countdown.yaml    # errors, and settings that are slow
 bapo config show examples/countdown.yaml     # every key with its value
 ```

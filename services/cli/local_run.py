@@ -34,10 +34,6 @@ GIVE_UP_AFTER_S = 15.0
 it."""
 
 
-class RunStopped(BapoError):
-    """A person has stopped the run, with `bapo stop` or on the dashboard."""
-
-
 @dataclass(frozen=True, slots=True)
 class LocalRun:
     """A run on the local stack, and where its files are written."""
@@ -66,7 +62,13 @@ def create_run(run: LocalRun, model: Path) -> None:
     its prompts are too long or have images that its model or engine cannot take.
     """
     client = run.client
-    if run.config.name in {state.name for state in client.runs()}:
+    status = {state.name: state.status for state in client.runs()}.get(run.config.name)
+    if status == "finished":
+        raise BapoError(
+            f"run {run.config.name!r} is finished; start another one with --new, or with a name of "
+            "its own (name=...)"
+        )
+    if status is not None:
         raise BapoError(
             f"run {run.config.name!r} exists; continue it with --resume, or take another name "
             "(name=...) or the next free one (--new)"
@@ -88,7 +90,7 @@ def execute(run: LocalRun, model: Path) -> RunHistory:
     model: directory of the initial model.
 
     Raises `BapoError` when a process fails; the run is then marked as failed. One that a person
-    interrupts is marked as stopped. Raises `RunStopped` when a person stops it from elsewhere.
+    interrupts is marked as stopped. Raises `BapoError`, too, when a person stops it from elsewhere.
     """
     started = time.monotonic()
     run.directory.mkdir(parents=True, exist_ok=True)
@@ -223,9 +225,7 @@ def _show_progress(
         while True:
             finished = supervisor.finished("trainer") and supervisor.finished("collector")
             if any(supervisor.finished(engine) for engine in _engines(run.config)):
-                raise BapoError(
-                    "a rollout engine ended before the trainer; continue with `bapo run --resume`"
-                )
+                raise BapoError("a rollout engine ended before the trainer")
             steps = client.steps(after=done)
             if steps:
                 done = steps[-1].step
@@ -239,13 +239,13 @@ def _show_progress(
 
 
 def _raise_if_stopped(client: BufferClient, error: ProcessFailed) -> None:
-    """Raises `RunStopped` if a process has ended because the run was stopped."""
+    """Raises `BapoError` if a process has ended because the run was stopped."""
     try:
         state = client.run_state()
     except BapoError:
         return  # The service may be what failed. The error to show is that of the process.
     if state.status == "stopped":
-        raise RunStopped(
+        raise BapoError(
             f"run {state.name!r} was stopped after step {state.current_step}"
         ) from error
 
@@ -268,9 +268,14 @@ def write_outputs(directory: Path, history: RunHistory, wall_seconds: float | No
     write_report(history, summary, directory / "report.html")
 
 
-def next_free_name(client: BufferClient, name: str) -> str:
-    """Returns `name`, or the first of `name-2`, `name-3`, ... that is free."""
+def next_free_name(client: BufferClient, name: str, reports: Path) -> str:
+    """Returns `name`, or the first of `name-2`, `name-3`, ... that is free.
+
+    reports: directory of the reports, in which those of deleted runs stay.
+    """
     taken = {state.name for state in client.runs()}
+    if reports.is_dir():
+        taken.update(path.name for path in reports.iterdir())
     number = 1
     candidate = name
     while candidate in taken:

@@ -48,7 +48,7 @@ config_arguments = click.argument(
     metavar="[FILE] [KEY=VALUE]...",
     callback=_split,
     help="A YAML file (see examples/; the defaults apply without one), and keys of the "
-    "configuration to change, for example sync.every=3.",
+    "configuration to change, for example sync.every=1.",
 )
 pipeline_arguments = click.argument(
     "config",

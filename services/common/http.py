@@ -89,10 +89,7 @@ class HttpClient:
         """Returns what a person may do who has started the service, or a way to it."""
         if urlsplit(self.url).hostname not in LOCAL_HOSTS:
             return ""
-        return (
-            ", or start the port-forward to it again; then repeat the command, or continue a run "
-            "with `bapo run --resume`"
-        )
+        return ", and start it, or the port-forward to it, again"
 
     def _checked(self, response: httpx.Response, method: str, path: str) -> httpx.Response:
         if response.is_success:

@@ -58,7 +58,8 @@ def check_columns(present: Iterable[str], columns: Sequence[str]) -> None:
         meant = did_you_mean(missing[0], names) or ";"
         raise ValueError(
             f"no column {', '.join(missing)} (there are {', '.join(names)}){meant} name the "
-            "columns of the data in task.columns, as {column of the task: column of the data}"
+            "columns of the data in task.columns, as {column of the task: column of the data}, or "
+            "with --column of `bapo dataset upload`"
         )
 
 

@@ -88,9 +88,7 @@ class Supervisor:
         for child in self._children:
             code = child.process.exit_code
             if code not in (None, 0):
-                raise ProcessFailed(
-                    f"{child.name} {describe_exit(code)}: {child.process.last_error()}"
-                )
+                raise ProcessFailed(f"{child.name} {describe_exit(code)}: {_reason(child, code)}")
 
     def finished(self, name: str) -> bool:
         """Returns whether the child has ended. Raises `ProcessFailed` when any child has failed."""
@@ -134,6 +132,13 @@ class Supervisor:
 
     def _child(self, name: str) -> _Child:
         return next(child for child in self._children if child.name == name)
+
+
+def _reason(child: _Child, code: int) -> str:
+    """Returns why a child ended."""
+    if code == -signal.SIGKILL:  # Nothing that it wrote says so.
+        return f"by a person, or for lack of memory (log: {child.process.log})"
+    return child.process.last_error()
 
 
 def free_ports(count: int) -> list[int]:

@@ -375,7 +375,7 @@ def test_an_interrupted_run_stops_cleanly_and_resumes_with_a_trace(
     _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 128 + signal.SIGINT
     command = f"bapo run {bapo.directory}/interrupted.yaml name=interrupted --resume"
-    assert errors.splitlines()[-1] == f"stopping; continue with `{command}`"
+    assert errors.splitlines()[-1] == f"stopped; continue with `{command}`"
     assert _children(process.pid) == []
     assert client.run_state().status == "stopped"
     # Of the keys that were changed since, only those of the trainer apply.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -172,7 +173,12 @@ def run_local(
         imports=imports,
     )
     pages = sorted(written.glob("**/page"), key=lambda path: path.stat().st_mtime)
-    click.echo(f"report   {pages[-1]}" if pages else f"no report in {written}")
+    if pages:
+        # Kubeflow's artifacts have no suffix, by which browsers know a page.
+        report = shutil.copyfile(pages[-1], pages[-1].with_suffix(".html"))
+        click.echo(f"report   {report}")
+    else:
+        click.echo(f"no report in {written}")
     click.echo(f"model    {written / 'export-model' / 'model'}")
     click.echo(f"query    `bapo stack up`, then `bapo prompts {run_of(parameters)}`")
 

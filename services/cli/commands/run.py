@@ -12,7 +12,7 @@ from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import EvaluationSetView
 from services.cli.console import plain_console
-from services.cli.local_run import LocalRun, RunStopped, create_run, execute, next_free_name
+from services.cli.local_run import LocalRun, create_run, execute, next_free_name
 from services.cli.options import ConfigArguments, config_arguments, port_option
 from services.cli.progress import NOTHING_TRAINED
 from services.cli.service import format_addresses, open_local_object_store
@@ -50,7 +50,7 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
     \b
     Examples:
       bapo run examples/countdown.yaml
-      bapo run examples/countdown.yaml steps=50 sync.every=3 --new
+      bapo run examples/countdown.yaml steps=50 sync.every=1 --new
       bapo run examples/countdown.yaml --resume
     """
     if resume and new:
@@ -66,7 +66,9 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
     with find_or_start_stack(home, port) as endpoints:
         client = BufferClient(endpoints.buffer_url, endpoints.token, run=loaded.name)
         if new:
-            loaded = loaded.model_copy(update={"name": next_free_name(client, loaded.name)})
+            loaded = loaded.model_copy(
+                update={"name": next_free_name(client, loaded.name, Path("runs"))}
+            )
         if resume:
             stored = _stored_config(client)
             _note_kept_values(console, config, loaded, stored)
@@ -76,15 +78,17 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
             loaded = pin_model(loaded, home, open_store=open_local_object_store)
         model = ensure_model(loaded, home, open_store=open_local_object_store)
         resume_command = _resume_command(config.file, loaded.name)
-        stop_on_signals(f"stopping; continue with `{resume_command}`")
         console.print(format_addresses(endpoints, home))
         local_run = LocalRun(loaded, endpoints, home, Path("runs") / loaded.name, console)
         if not resume:
             create_run(local_run, model)
         try:
             history = execute(local_run, model)
-        except RunStopped as error:
+        except BapoError as error:
             raise BapoError(f"{error}; continue with `{resume_command}`") from error
+        except SystemExit:
+            click.echo(f"stopped; continue with `{resume_command}`", err=True)
+            raise
         _print_results(console, local_run, history)
 
 

@@ -7,6 +7,11 @@ import { POLL_INTERVAL_MS, keep, region } from "../live.js";
 import { table } from "../tables.js";
 
 const when = (iso) => h("time", { datetime: iso, title: format.time(iso) }, format.ago(iso));
+const SILENT_AFTER_S = 10; // a collector takes a replica for lost then (HEARTBEAT_TIMEOUT_S)
+const state = (row) => {
+  const text = row.detail ? `${row.state}: ${row.detail}` : row.state;
+  return row.silent_s > SILENT_AFTER_S ? `gone (was ${text})` : text;
+};
 const digest = (row) => h("code", { title: row.manifest_digest }, row.manifest_digest.slice(0, 12));
 
 /** @param {import("./run.js").Visit} visit */
@@ -33,7 +38,7 @@ export function showSystem(visit) {
         empty: "No replica has sent a heartbeat yet.",
         columns: [
           { title: "Replica", cell: (row) => row.name },
-          { title: "State", cell: (row) => (row.detail ? `${row.state}: ${row.detail}` : row.state) },
+          { title: "State", cell: state },
           { title: "Loaded version", number: true, cell: (row) => format.count(row.loaded_version) },
           { title: "Last heartbeat", cell: (row) => when(row.last_seen) },
         ],

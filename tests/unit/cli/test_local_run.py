@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
+import pytest
+
 from bapo_core.config import load_config
-from services.cli.local_run import LocalRun, _make_scratch
+from services.cli.local_run import LocalRun, _make_scratch, next_free_name
+from services.stack.supervisor import ProcessFailed, Supervisor
 
 
 def test_an_attempt_deletes_what_a_killed_one_has_left(tmp_path: Path) -> None:
@@ -17,3 +21,25 @@ def test_an_attempt_deletes_what_a_killed_one_has_left(tmp_path: Path) -> None:
     (left / "trainer").mkdir()
     scratch = _make_scratch(run("killed"))
     assert sorted((tmp_path / "scratch").iterdir()) == sorted([other, scratch])
+
+
+def test_a_new_name_is_that_of_no_run_and_of_no_report(tmp_path: Path) -> None:
+    client = Mock()
+    client.runs.return_value = [Mock()]
+    client.runs.return_value[0].name = "countdown"
+    assert next_free_name(client, "countdown", tmp_path / "none") == "countdown-2"
+    (tmp_path / "countdown-2").mkdir()
+    assert next_free_name(client, "countdown", tmp_path) == "countdown-3"
+    assert next_free_name(client, "geometry", tmp_path) == "geometry"
+
+
+def test_what_a_killed_process_wrote_last_is_not_the_reason(tmp_path: Path) -> None:
+    program = "import os, signal; print('step committed', flush=True); os.kill(os.getpid(), 9)"
+    with Supervisor(tmp_path) as supervisor:
+        supervisor.start("trainer", [sys.executable, "-c", program])
+        with pytest.raises(ProcessFailed) as failed:
+            supervisor.wait_until(lambda: False, "nothing", seconds=30)
+    assert str(failed.value) == (
+        f"trainer was killed by SIGKILL: by a person, or for lack of memory (log: {tmp_path}/"
+        "trainer.log)"
+    )
