@@ -205,6 +205,7 @@ bench: $(STAMP) ## run the benchmarks of benchmarks/
 	$(BIN)/python -m benchmarks.buffer
 	$(BIN)/python -m benchmarks.sampler
 	$(BIN)/python -m benchmarks.buffer_load
+	$(BIN)/python -m benchmarks.fleet
 	$(BIN)/python -m benchmarks.crash_cost
 
 docs: $(STAMP) ## regenerate the reference pages, the chart's README and the compiled pipeline

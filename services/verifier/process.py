@@ -30,6 +30,8 @@ _MESSAGE_TIMEOUT_S = 30
 _LARGEST_MESSAGE = 256 << 20
 _POLL_S = 0.25
 """Longest single wait for results, so that a wait that took longer shows a pause of the machine."""
+CODE_CHECK_S = 1.0
+"""Seconds between two looks at whether the code of a task has changed."""
 NOT_BEGUN = -1
 """The position of a process that has items and has not begun the first of them."""
 
@@ -61,6 +63,7 @@ class WorkerProcess:
         self.fate: str | None = None
         self.prepared: TaskKey | None = None
         self._code = _modified(_package_directories())
+        self._code_checked_at = time.monotonic()
         try:
             self._start(memory_bytes)
         except OSError as error:
@@ -105,8 +108,14 @@ class WorkerProcess:
     def idle(self) -> bool:
         """Whether the process is ready for work, with the code that is installed now."""
         # An idle process is readable only after it has ended.
-        is_running = self.fate is None and not self._connection.poll()
-        return is_running and self._code == _modified(self._code)
+        if self.fate is not None or self._connection.poll():
+            return False
+        now = time.monotonic()
+        if now - self._code_checked_at >= CODE_CHECK_S:
+            if self._code != _modified(self._code):
+                return False
+            self._code_checked_at = now
+        return True
 
     def dispatch(self, work: Sequence[Work]) -> None:
         """Sends items to score and starts the clock of the first one."""

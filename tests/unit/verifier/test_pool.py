@@ -289,7 +289,10 @@ def test_the_memory_of_a_response_does_not_limit_the_task_that_is_prepared_next(
     assert verdict.status == "ok"
 
 
-def test_code_that_has_changed_is_loaded_again(pool: VerifierPool, tmp_path: Path) -> None:
+def test_code_that_has_changed_is_loaded_again(
+    pool: VerifierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.verifier.process.CODE_CHECK_S", 0.0)
     assert odd(pool, ["right"]) == ["ok"]
     code = tmp_path / "odd_task.py"
     code.write_text(code.read_text().replace("return Verdict(", "return Verdict(0.25 * "))
@@ -301,6 +304,7 @@ def test_a_task_that_is_installed_later_is_found(
     pool: VerifierPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.verifier.process._package_directories", lambda: [str(tmp_path)])
+    monkeypatch.setattr("services.verifier.process.CODE_CHECK_S", 0.0)
     with pytest.raises(TaskRefused, match="no task 'later'"):
         pool.verify("later", {}, [({"n": 0}, "right")])
     info = tmp_path / "later-1.0.dist-info"
