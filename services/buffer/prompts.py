@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from sqlalchemy import ColumnElement, Select, Text, and_, cast, false, select
 from sqlalchemy.orm import Session
@@ -23,9 +23,6 @@ from services.buffer.tables import (
 )
 from services.common.problems import bad_request, not_found
 
-Order = Literal["stored", "hardest", "most_improved", "unlocked"]
-Trend = Literal["improving", "worsening", "steady", "forgotten", "never_solved"]
-
 
 @dataclass(frozen=True, slots=True)
 class Filter:
@@ -33,7 +30,7 @@ class Filter:
 
     bin: int | None = None
     """k of G correct at the last attempt."""
-    trend: Trend | None = None
+    trend: wire.Trend | None = None
     unlocked_after: int | None = None
     """Selects prompts first solved after this step that had begun at 0 of G."""
     unlocked_until: int | None = None
@@ -47,7 +44,7 @@ class Filter:
 
 
 _DECREASE = PromptDifficulty.first_mean - PromptDifficulty.last_mean
-_ORDERS: dict[Order, tuple[ColumnElement[Any], ...]] = {
+_ORDERS: dict[wire.Order, tuple[ColumnElement[Any], ...]] = {
     "stored": (PromptDifficulty.prompt_id.expression,),
     "hardest": (
         PromptDifficulty.best_mean.expression,
@@ -60,7 +57,7 @@ _ORDERS: dict[Order, tuple[ColumnElement[Any], ...]] = {
         PromptDifficulty.prompt_id.expression,
     ),
 }
-_TRENDS: dict[Trend, ColumnElement[bool]] = {
+_TRENDS: dict[wire.Trend, ColumnElement[bool]] = {
     "improving": _DECREASE < 0,
     "worsening": _DECREASE > 0,
     "steady": _DECREASE == 0,
@@ -73,7 +70,7 @@ def list_prompts(
     session: Session,
     run: Run,
     filter_: Filter,
-    order: Order | None,
+    order: wire.Order | None,
     cursor: str | None,
     limit: int,
 ) -> wire.Page[wire.DifficultyView]:
@@ -138,7 +135,7 @@ def _matches(text: str) -> ColumnElement[bool]:
     return (PromptRow.uid + " " + cast(PromptRow.payload, Text)).icontains(text, autoescape=True)
 
 
-def _order_key(row: PromptDifficulty, order: Order) -> Key:
+def _order_key(row: PromptDifficulty, order: wire.Order) -> Key:
     match order:
         case "stored":
             return (row.prompt_id,)

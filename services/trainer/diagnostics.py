@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -86,19 +86,8 @@ class StepResults:
                 tensors = [pad(tensor, (0, width - tensor.shape[1])) for tensor in tensors]
             return torch.cat(tensors)[order]
 
-        return cls(
-            behavior_logprobs=concatenated("behavior_logprobs"),
-            current_logprobs=concatenated("current_logprobs"),
-            proximal_logprobs=concatenated("proximal_logprobs"),
-            new_logprobs=concatenated("new_logprobs"),
-            clipped=concatenated("clipped"),
-            mask=concatenated("mask"),
-            trained=concatenated("trained"),
-            advantages=concatenated("advantages"),
-            variances=concatenated("variances"),
-            sources=[sources[index] for index in order.tolist()],
-            positions=concatenated("positions"),
-        )
+        tensors = {f.name: concatenated(f.name) for f in fields(cls) if f.name != "sources"}
+        return cls(**tensors, sources=[sources[index] for index in order.tolist()])
 
     def rows_from(self, source: str) -> Tensor:
         """Returns a mask (N,) of the responses that come from `source`."""

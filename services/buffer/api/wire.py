@@ -32,6 +32,10 @@ Kind = Literal["fresh", "reevaluation", "evaluation"]
 """Purpose of a rollout: X1, the generation for X2, or an evaluation on the held-out prompts."""
 BufferName = Literal["hard", "high_quality"]
 """The hard buffer (B_bad) or the high-quality buffer (B_high)."""
+Order = Literal["stored", "hardest", "most_improved", "unlocked"]
+"""Order of a list of prompts."""
+Trend = Literal["improving", "worsening", "steady", "forgotten", "never_solved"]
+"""Change of a prompt's accuracy since its first attempt."""
 Status = Literal[
     "created", "queued", "running", "paused", "stopped", "finished", "failed", "deleting"
 ]

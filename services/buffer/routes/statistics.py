@@ -151,7 +151,7 @@ def list_prompts(
     bin: Annotated[
         int | None, Query(ge=0, le=254, description="k of G correct in the last group")
     ] = None,
-    trend: prompts.Trend | None = None,
+    trend: wire.Trend | None = None,
     unlocked_after: Annotated[
         int | None,
         Query(
@@ -171,7 +171,7 @@ def list_prompts(
     search: Annotated[
         str | None, Query(min_length=1, max_length=200, pattern=r"^[^\x00]+$")
     ] = None,
-    order: prompts.Order | None = None,
+    order: wire.Order | None = None,
     cursor: Cursor = None,
     limit: Limit = 100,
 ) -> wire.Page[wire.DifficultyView]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import click
 
+from services.buffer.api import wire
 from services.cli.options import json_option, limit_option, refuse_options, run_argument
 from services.cli.service import connect
 from services.cli.tables import show, take, take_last
-
-TRENDS = ("improving", "worsening", "steady", "forgotten", "never_solved")
-ORDERS = ("stored", "hardest", "most_improved", "unlocked")
 
 
 @click.command
@@ -19,7 +19,7 @@ ORDERS = ("stored", "hardest", "most_improved", "unlocked")
 @click.option("--bin", type=int, help="Only prompts with this many correct at the last attempt.")
 @click.option(
     "--trend",
-    type=click.Choice(TRENDS),
+    type=click.Choice(get_args(wire.Trend)),
     help="Only prompts that changed so since the first attempt.",
 )
 @click.option(
@@ -31,7 +31,7 @@ ORDERS = ("stored", "hardest", "most_improved", "unlocked")
 @click.option("--search", metavar="TEXT", help="Only prompts with this text in uid or payload.")
 @click.option(
     "--order",
-    type=click.Choice(ORDERS),
+    type=click.Choice(get_args(wire.Order)),
     help="Order of the prompts; `unlocked` with --unlocked-..., else `stored`, unless given.",
 )
 def prompts(

@@ -7,7 +7,7 @@ import click
 from services.cli.options import json_option
 from services.cli.service import connect
 from services.cli.tables import local_time, print_json, show
-from services.common.scopes import Scope
+from services.common.scopes import SCOPES, Scope
 
 
 @click.group
@@ -19,7 +19,7 @@ def token() -> None:
 @click.argument("name", help="What the token is for.")
 @click.option(
     "--scope",
-    type=click.Choice(["read", "run", "admin"]),
+    type=click.Choice(SCOPES),
     default="read",
     help="What it permits: reading, also changing runs, or everything.",
 )
