@@ -153,7 +153,7 @@ def packed_attention(
     """
     _refuse_other_kinds(module, attention_mask, dropout, rest)
     for windows in _observers:
-        windows.of_attention.add(sliding_window)
+        windows.of_attention.add(sliding_window or None)
     window = sliding_window if sliding_window and sliding_window < sequences.max_seqlen else None
     if sequences.images_in_window and not sliding_window:
         sequences = replace(sequences, images=None)
@@ -307,7 +307,7 @@ def observed_windows() -> Iterator[Windows]:
 def _make_no_mask(*, local_size: int | None = None, **_: Any) -> None:
     """Makes no mask: the bounds of the sequences take its place."""
     for windows in _observers:
-        windows.of_masks.add(local_size)
+        windows.of_masks.add(local_size or None)
 
 
 AttentionInterface.register(IMPLEMENTATION, packed_attention)
