@@ -362,6 +362,8 @@ def test_a_run_that_is_stopped_from_elsewhere_says_how_to_continue(bapo: Bapo) -
         f"error: run 'stopped' was stopped after step {step}; continue with `{command}`"
     )
     assert client.run_state().status == "stopped"
+    _, errors = bapo.start("stopped").communicate(timeout=TIMEOUT_S)
+    assert errors.startswith("error: run 'stopped' exists; continue it with --resume")
 
 
 def test_an_interrupted_run_stops_cleanly_and_resumes_with_a_trace(
@@ -473,8 +475,9 @@ def test_the_name_of_an_existing_run_is_refused_with_the_remedy(
     process = bapo.start(undisturbed)
     _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
-    assert errors.startswith(f"error: run '{undisturbed}' exists")
-    assert "--resume" in errors
+    assert errors.startswith(
+        f"error: run '{undisturbed}' is finished; start another one with --new"
+    )
 
 
 # ---- helpers ------------------------------------------------------------------------------------
