@@ -114,11 +114,11 @@ class MathTask:
         if len(answer) > MAX_ANSWER:
             detail = f"the answer is longer than {MAX_ANSWER} characters"
             return Verdict(0.0, VerdictStatus.TOO_LARGE, None, detail)
+        if _without_blanks(_bare(answer)) in map(_without_blanks, _reference_answers(payload)):
+            return Verdict(1.0, VerdictStatus.OK, answer)
         if _depth(answer) > MAX_DEPTH:
             detail = f"more than {MAX_DEPTH} brackets of the answer are open at a time"
             return Verdict(0.0, VerdictStatus.TOO_LARGE, None, detail)
-        if _without_blanks(_bare(answer)) in map(_without_blanks, _reference_answers(payload)):
-            return Verdict(1.0, VerdictStatus.OK, answer)
         return _judged(payload, answer, _parse_latex)
 
     def normalise(self, answer: str) -> str:
