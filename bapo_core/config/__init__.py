@@ -64,6 +64,7 @@ from bapo_core.config.sections import (
     SyncConfig,
     TaskConfig,
     TrainerConfig,
+    refuse_credentials,
 )
 from bapo_core.errors import ConfigError
 
@@ -123,4 +124,5 @@ __all__ = [
     "parse_overrides",
     "parse_values",
     "read_values",
+    "refuse_credentials",
 ]

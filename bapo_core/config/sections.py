@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from bapo_core.config.base import Section
 from bapo_core.config.evaluation import (
@@ -933,25 +933,28 @@ class TrainerConfig(Section):
         return self
 
 
+def refuse_credentials(uri: str) -> str:
+    """Returns the tracking URI of an MLflow server.
+
+    Raises `ValueError` for one with a user or a password, which the run's configuration, messages
+    and logs would show.
+    """
+    if "@" in urlsplit(uri).netloc:
+        raise ValueError(
+            "holds a user or a password, which configurations and logs would show; set "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment"
+        )
+    return uri
+
+
 class MlflowConfig(Section):
     """Export of metrics to MLflow."""
 
-    tracking_uri: str = ""
+    tracking_uri: Annotated[str, AfterValidator(refuse_credentials)] = ""
     """Tracking URI of an MLflow server that receives the metrics, for example http://mlflow:5000;
     empty turns it off. Credentials are in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
     experiment: str = "bapo"
     """MLflow experiment that the run is recorded in."""
-
-    @field_validator("tracking_uri")
-    @classmethod
-    def _refuse_credentials(cls, uri: str) -> str:
-        """Refuses a password, which would be stored with the run and be in logs."""
-        if "@" in urlsplit(uri).netloc:
-            raise ValueError(
-                "holds a user or a password, which would be stored with the run; set "
-                "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment"
-            )
-        return uri
 
 
 class LoraConfig(Section):

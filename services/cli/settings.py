@@ -26,14 +26,12 @@ class CommandLineSettings(Settings):
 
     @model_validator(mode="after")
     def _require_both(self) -> Self:
-        values = {"BAPO_BUFFER_URL": self.buffer_url, "BAPO_TOKEN": self.token}
-        given, missing = (
-            [name for name, value in values.items() if (value is not None) == is_given]
-            for is_given in (True, False)
-        )
-        if given and missing:
+        given, missing = "BAPO_BUFFER_URL", "BAPO_TOKEN"
+        if self.buffer_url is None:
+            given, missing = missing, given
+        if (self.buffer_url is None) != (self.token is None):
             raise ValueError(
-                f"{missing[0]} is not set, but {given[0]} is; set both, or neither to ask the "
-                "stack of this machine"
+                f"{missing} is not set, but {given} is; set both, or neither to ask the stack of "
+                "this machine"
             )
         return self

@@ -23,7 +23,7 @@ from bapo_core.errors import BapoError
 from services.common.errors import first_line
 from services.common.files import write_private
 from services.datasets.files import Row, RowError, check_columns, read_rows
-from services.model.stored import HUB
+from services.model.stored import COMMIT, HUB
 
 _ADDRESS = re.compile(
     r"hf://(?P<repository>[^@:/]+(/[^@:/]+)?)(@(?P<revision>[^:]+))?"
@@ -31,7 +31,6 @@ _ADDRESS = re.compile(
 )
 _BASE64 = "__base64__"
 """Key of bytes in the cache, which is JSON."""
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ def pin_revision(address: str) -> str:
     cannot be reached, or has no such data set or revision.
     """
     parsed = HubAddress.parse(address)
-    if parsed.revision is not None and _COMMIT.fullmatch(parsed.revision):
+    if parsed.revision is not None and COMMIT.fullmatch(parsed.revision):
         return address
     _require_library(address)
     from huggingface_hub import HfApi

@@ -12,9 +12,8 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
-from bapo_core.config import RunConfig
+from bapo_core.config import RunConfig, refuse_credentials
 from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import RunState
@@ -37,12 +36,13 @@ class MlflowRun:
     """The MLflow run with the metrics of a run; it is created when it does not exist."""
 
     def __init__(self, uri: str, experiment: str, buffer: BufferClient) -> None:
-        """Raises `BapoError` when MLflow is not installed or does not answer."""
-        if "@" in urlsplit(uri).netloc:
-            raise BapoError(
-                "the URI of MLflow holds a user or a password, which messages and logs would show; "
-                "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment"
-            )
+        """Raises `BapoError` when MLflow is not installed or does not answer, and for a URI with
+        credentials."""
+        try:
+            # A configuration checks its URI; that of `bapo metrics --mlflow` is in none.
+            refuse_credentials(uri)
+        except ValueError as error:
+            raise BapoError(f"the URI of MLflow {error}") from error
         self._buffer = buffer
         # MLflow's own defaults would block for minutes when the server does not answer.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")

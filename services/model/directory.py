@@ -14,7 +14,7 @@ from bapo_core.errors import BapoError
 def write_directory(directory: Path) -> Iterator[Path]:
     """Yields an empty directory, which becomes `directory` unless the block raises.
 
-    Raises `BapoError` if `directory` has files, which may be somebody's.
+    Raises `BapoError` if `directory` contains files, which it would have to delete.
     """
     directory = directory.resolve()
     refuse_files(directory)

@@ -27,7 +27,8 @@ from services.common.objectstore import TRANSFERS, ObjectStore, ObjectStoreError
 HUB = "hf://"
 """Scheme of the addresses of models and data sets of the Hugging Face hub."""
 WEIGHTS = ".safetensors"
-_COMMIT = re.compile("[0-9a-f]{40}")
+COMMIT = re.compile("[0-9a-f]{40}")
+"""The name of a commit of the hub."""
 _FETCHED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 """Files of a model that are fetched from the hub or a bucket. No pickles: loading one runs its
 code."""
@@ -108,7 +109,7 @@ def pin_hub_model(path: str) -> str:
     from huggingface_hub import HfApi
 
     name, _, revision = path.removeprefix(HUB).partition("@")
-    if _COMMIT.fullmatch(revision):
+    if COMMIT.fullmatch(revision):
         return path
     with _explain_hub_errors(path):
         commit = HfApi().model_info(name, revision=revision or None).sha

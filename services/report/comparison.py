@@ -236,16 +236,15 @@ def _page(
 def _setting(results: Sequence[RunResult]) -> str:
     """Says what the runs have in common of their steps, models and prompts."""
     configs = [result.history.config for result in results]
-    steps = sorted({config.steps for config in configs})
+    steps = [config.steps for config in configs]
+    fewest, most = min(steps), max(steps)
     base = statistics.mean(result.history.evaluations[0].mean_accuracy for result in results)
-    same_model = all(config.model == configs[0].model for config in configs)
+    same_model = all(config.model.path == configs[0].model.path for config in configs)
     same_prompts = all(config.task == configs[0].task for config in configs)
     model = "the same base model" if same_model else "different base models"
     prompts = f"the same {configs[0].task.train_prompts}" if same_prompts else "different"
-    return (
-        f"{' to '.join(map(str, dict.fromkeys((steps[0], steps[-1]))))} steps from {model} "
-        f"(mean held-out accuracy {base:.3f}) on {prompts} prompts"
-    )
+    length = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    return f"{length} steps from {model} (mean held-out accuracy {base:.3f}) on {prompts} prompts"
 
 
 def _figures(variants: Variants) -> Iterable[str]:

@@ -308,13 +308,13 @@ def stack_down(home: Path, *, force: bool = False) -> bool:
     """
     endpoints = find_stack(home)
     if endpoints is None:
-        if _is_locked(home):
+        if _is_held(home / "stack.lock"):
             raise BapoError(
                 f"a stack is starting, stopping or does not answer in {home}; repeat the command, "
                 f"or see {home / 'logs'} and end the process that holds {home / 'stack.lock'}"
             )
         return False
-    if not force and _is_used(home):
+    if not force and _is_held(home / "stack.users"):
         raise BapoError(
             f"another command uses the services of {home}, such as a run that trains; stop it "
             "first (Ctrl-C), or end both with --force"
@@ -334,21 +334,11 @@ def stack_down(home: Path, *, force: bool = False) -> bool:
     return True
 
 
-def _is_used(home: Path) -> bool:
-    """Returns whether commands use the stack of `home`."""
-    with (home / "stack.users").open("a") as users:
-        try:
-            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
-def _is_locked(home: Path) -> bool:
-    """Returns whether a process runs a stack of `home`, or is about to."""
+def _is_held(lock: Path) -> bool:
+    """Returns whether a process holds a lock on a file, which need not exist."""
     try:
-        with (home / "stack.lock").open("r+") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with lock.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
     except BlockingIOError:

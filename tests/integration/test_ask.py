@@ -138,6 +138,16 @@ def test_metrics_in_narrow_terminals_have_fewer_columns(
     assert "MiB" in ask("metrics", "asked").splitlines()[0]
 
 
+def test_an_address_of_mlflow_with_a_password_is_refused_without_it(
+    ask: Ask, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        ask("metrics", "asked", "--mlflow", "http://me:secret@127.0.0.1:9")
+    error = capsys.readouterr().err
+    assert "the URI of MLflow holds a user or a password" in error
+    assert "secret" not in error
+
+
 def test_metrics_in_mlflow_go_on_where_they_ended(
     ask: Ask,
     driver: Driver,

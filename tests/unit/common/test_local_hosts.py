@@ -15,7 +15,8 @@ def test_local_hosts_are_added_to_those_that_the_environment_names(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for variable in ("no_proxy", "NO_PROXY"):
-        monkeypatch.setenv(variable, "")  # restored after the test, whoever sets it
+        # Once monkeypatch has set a variable, it also undoes what `bypass_proxies` sets it to.
+        monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)
     monkeypatch.setenv("HTTP_PROXY", "http://proxy:3128")
     monkeypatch.setenv(name, ".svc")

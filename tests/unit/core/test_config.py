@@ -75,6 +75,8 @@ def split(overrides: str) -> list[str]:
         ("adaptive.direction=eq8", "adaptive: no such key; it was renamed to replay_window"),
         ("zzz=3", "zzz: no such key; known keys: name, algorithm"),
         ("rollout.group_size=1", "rollout.group_size: input should be greater than or equal to 2"),
+        ("rollout.group_size=255", "rollout.group_size: input should be less than or equal to 254"),
+        ("mlflow.tracking_uri=http://me:secret@mlflow", "mlflow.tracking_uri: holds a user or a"),
         ("sync.every=0", "sync.every: input should be greater than or equal to 1 (got 0)"),
         ("replay_window.c2_range=[0.6, 0.7]", "c2 is above c3 at the low end (0.6 > 0.25)"),
         ("replay_window.c3_range=[0.7, 0.3]", "write the lower bound first"),
