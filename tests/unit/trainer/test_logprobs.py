@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from services.trainer.logprobs import token_logprobs
+from services.trainer import logprobs
+from services.trainer.logprobs import PlainTiles, token_logprobs
 
 T, H, V = 11, 6, 9
 
@@ -111,3 +121,54 @@ def test_only_inputs_that_require_it_get_a_gradient_and_no_tokens_are_accepted()
     empty, _ = token_logprobs(hidden[:0], weight, targets[:0], entropy=True)
     empty.sum().backward()
     assert empty.shape == (0,)
+
+
+def test_the_kernels_of_a_gpu_compute_what_plain_operations_do() -> None:
+    """In Triton's interpreter: with and without cap and entropy, in fp32 and bfloat16."""
+    program = Path(__file__).with_name("kernels_program.py")
+    root = program.parents[3]
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    differences: dict[str, float] = json.loads(done.stdout)
+    assert len(differences) == 4 * 2 * 2 * 2
+    for name, difference in differences.items():
+        # A gradient in bfloat16 is rounded to 8 bits, half of which may fall on either side.
+        assert difference < (1e-2 if "bfloat16" in name else 1e-4), name
+
+
+def test_kernels_that_fail_their_trial_are_replaced_and_said_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wrong(PlainTiles):
+        def differentiate(self, raw: Tensor, *arguments: Any) -> Tensor:
+            return super().differentiate(raw, *arguments) * 1.1
+
+    def broken(name: str) -> Any:
+        raise RuntimeError("no compiler\nmore")
+
+    def wrong(name: str) -> Any:
+        return SimpleNamespace(FusedTiles=Wrong)
+
+    monkeypatch.setattr(logprobs, "_compare", partial(_compare_on_cpu, logprobs._compare))
+    for importer, message in ((broken, "no compiler"), (wrong, "gave wrong results")):
+        logprobs._fused_tiles.cache_clear()
+        monkeypatch.setattr(logprobs.importlib, "import_module", importer)
+        assert logprobs._fused_tiles() is None
+        assert message in caplog.records[-1].getMessage()
+        assert len(caplog.records[-1].getMessage().splitlines()) == 1
+    logprobs._fused_tiles.cache_clear()
+    monkeypatch.setattr(
+        logprobs.importlib, "import_module", lambda _: SimpleNamespace(FusedTiles=PlainTiles)
+    )
+    assert isinstance(logprobs._fused_tiles(), PlainTiles)
+    logprobs._fused_tiles.cache_clear()
+
+
+def _compare_on_cpu(compare: Any, functions: Any, device: torch.device) -> float:
+    difference: float = compare(functions, torch.device("cpu"))
+    return difference
