@@ -11,8 +11,8 @@ Other distributions add objectives by the entry-point group `bapo.objectives`, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -91,14 +91,6 @@ class Tokens:
     def valid_logprobs(self) -> Tensor:
         """The log-probs, with 0 where masked."""
         return torch.where(self.valid, self.logprobs, 0.0)
-
-    def select(self, rows: Tensor) -> Tokens:
-        """Returns the tokens of some rows, (N,) indexes."""
-        selected: dict[str, Any] = {}
-        for field in fields(self):
-            value: Tensor | None = getattr(self, field.name)
-            selected[field.name] = None if value is None else value[rows]
-        return Tokens(**selected)
 
     @property
     def scored(self) -> Tokens:
@@ -443,22 +435,23 @@ def shaped(tokens: Tokens, gamma: float) -> TokenLosses:
 def losses_by_source(
     objective: Objective,
     tokens: Tokens,
-    sources: Sequence[str],
+    sources: Mapping[str, Tensor],
     settings: LossConfig,
     statistics: Statistics,
 ) -> TokenLosses:
     """Returns the losses of responses, with the settings of their sources (`loss.by_source`).
 
-    sources: (N,) the source of each row of `tokens`. A source without settings has the loss's.
+    sources: for each source, a mask (N, 1) of the rows of `tokens` that come from it. A source
+    without settings has the loss's.
     """
     by_source: Mapping[str, SourceLossConfig] = {
         str(name): source_settings for name, source_settings in settings.by_source.items()
     }
     results = TokenLosses(torch.zeros_like(tokens.logprobs), torch.zeros_like(tokens.valid))
-    for source in sorted(set(sources)):
-        rows = torch.tensor([row for row, name in enumerate(sources) if name == source])
+    for source, rows in sorted(sources.items()):
         source_settings = by_source.get(source, SourceLossConfig())
-        source_tokens = tokens.select(rows)
+        # Masks instead of indexes, for which the host would wait for a GPU.
+        source_tokens = replace(tokens, mask=tokens.valid & rows)
         if source_settings.shaping is not None:
             losses, clipped = shaped(source_tokens, source_settings.shaping)
         else:
@@ -467,8 +460,10 @@ def losses_by_source(
             )
             objective_settings = settings.model_copy(update=bounds).objective_settings
             losses, clipped = objective.loss(source_tokens, objective_settings, statistics)
-        results.losses[rows] = source_settings.coefficient * losses
-        results.clipped[rows] = clipped
+        results = TokenLosses(
+            torch.where(rows, source_settings.coefficient * losses, results.losses),
+            results.clipped | clipped,
+        )
     return results
 
 

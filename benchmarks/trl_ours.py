@@ -90,7 +90,7 @@ def measure(side: Side, groups: list[Group], settings: RunConfig, ranks: Ranks, 
         if number == 2:
             meter.reset(policy)
         started = Instant()
-        metrics = updater.step(number, batch, plan, WINDOW, PhaseTimer())
+        metrics = updater.step(number, batch, plan, WINDOW, PhaseTimer()).metrics
         ended = Instant()
         meter.losses.append(metrics["loss"])
         meter.gradient_norms.append(metrics["gradient_norm"])

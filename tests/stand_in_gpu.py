@@ -2,7 +2,8 @@
 
 What code decides by the device of a tensor is decided as on a GPU, and an operation on tensors of
 both devices raises `MixedDevices`, as it fails there. It has no CUDA kernels: attention of variable
-lengths is computed by a reference, which takes what the kernel takes.
+lengths is computed by a reference, which takes what the kernel takes. It counts what makes a host
+wait for a GPU (`StandInGpu.waits`) and what is copied to it.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import varlen
+from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from services.trainer import attention
+from services.trainer import attention_kernels, logprobs
 from services.trainer.data import Batch
 from services.trainer.policy import Policy, response_logprobs
 
@@ -91,6 +93,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = dict(kwargs or {})
         tensors = [leaf for leaf in tree_leaves((args, options)) if isinstance(leaf, Tensor)]
+        if any(isinstance(tensor, OnGpu) for tensor in tensors) and _makes_host_wait(func, args):
+            _note_wait(func.name())
         on_gpu = _is_result_on_gpu(func, args, options, tensors)
         if options.get("device") is not None and torch.device(options["device"]).type == "cuda":
             options["device"] = CPU
@@ -104,6 +108,37 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return in_place[id(tensor)] if id(tensor) in in_place else OnGpu(tensor)
 
         return tree_map(place, result)
+
+
+_READS = {
+    "aten::_local_scalar_dense",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::is_nonzero",
+    "aten::equal",
+}
+"""Operations that return values, or tensors whose shapes are values, of a tensor of the GPU."""
+
+
+def _makes_host_wait(func: Any, args: Sequence[Any]) -> bool:
+    """Returns whether the host must know values of the GPU before the operation returns."""
+    if func is _aten.repeat_interleave.Tensor:
+        return True  # the sum of the repeats; an `output_size` is another argument
+    if func in _INDEXING:
+        return any(
+            isinstance(index, OnGpu) and index.dtype == torch.bool
+            for index in args[1]
+            if index is not None
+        )
+    return func.name().split(".")[0] in _READS
+
+
+def _note_wait(what: str) -> None:
+    for gpu in _active:
+        gpu.waits.append(what)
 
 
 def _is_result_on_gpu(
@@ -149,11 +184,26 @@ def _destination(
     return device, dtype
 
 
-def _move(tensor: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _move(
+    tensor: Tensor, device: torch.device, dtype: torch.dtype, *, blocking: bool = True
+) -> Tensor:
     if isinstance(tensor, OnGpu) != (device.type == "cuda"):
+        _note_copy(tensor, blocking)
         move: Any = _Move
         tensor = move.apply(tensor)
     return tensor.to(dtype)
+
+
+def _note_copy(tensor: Tensor, blocking: bool) -> None:
+    """Notes a copy between the devices, which the host waits for unless it is asynchronous.
+
+    A read of the GPU is always waited for, because the host wants its values.
+    """
+    to_gpu = not isinstance(tensor, OnGpu)
+    for gpu in _active:
+        gpu.copies_to_gpu += to_gpu
+        if blocking or not to_gpu:
+            gpu.waits.append("copy to the GPU" if to_gpu else "copy to the CPU")
 
 
 def _copy_to_other_device(tensor: Tensor) -> Tensor:
@@ -229,10 +279,13 @@ def _to(func: Any, tensor: Tensor, *args: Any, **options: Any) -> Tensor:
     if device is None:
         result: Tensor = func(tensor, *args, **options)
         return result
-    return _move(tensor, device, dtype or tensor.dtype)
+    blocking = not options.get("non_blocking", False)
+    return _move(tensor, device, dtype or tensor.dtype, blocking=blocking)
 
 
 def _read(func: Any, tensor: Tensor, *args: Any) -> Any:
+    if isinstance(tensor, OnGpu):
+        _note_wait(func.__name__)
     return func(value_of(tensor), *args)
 
 
@@ -306,7 +359,13 @@ class StandInGpu:
 
     def __init__(self) -> None:
         self.kernel_heads: list[int] = []
-        """Size of the heads in each call of the kernel for variable lengths."""
+        """Size of the heads in each call of a kernel for variable lengths."""
+        self.kernels: list[str] = []
+        """Name of the kernel in each of these calls."""
+        self.waits: list[str] = []
+        """What made the host wait for the GPU: reads of values, and copies that are not
+        asynchronous."""
+        self.copies_to_gpu = 0
 
     def varlen_attn(
         self,
@@ -320,21 +379,89 @@ class StandInGpu:
         *,
         scale: float | None,
         window_size: tuple[int, int],
+        enable_gqa: bool = False,
     ) -> Tensor:
         """Computes causal attention in place of the kernel, each sequence by itself."""
-        size = query.shape[-1]
+        assert key.shape[-1] == value.shape[-1] == query.shape[-1] <= 256
+        assert enable_gqa == (query.shape[1] != key.shape[1])
+        assert max_q == max_k
+        assert window_size[1] == 0
+        bounds = (cu_seq_q, cu_seq_k, max_q)
+        return self._attend("varlen", query, key, value, bounds, scale, window_size[0])
+
+    def cudnn_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bias: Tensor | None,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *flags: Any,
+        scale: float,
+    ) -> tuple[Tensor]:
+        """Computes what `aten::_cudnn_attention_forward` does, and returns its first result."""
+        assert bias is None
+        assert max(query.shape[-1], value.shape[-1]) <= 128
+        assert query.is_contiguous()
+        assert key.is_contiguous()
+        assert value.is_contiguous()
+        assert max_q == max_k
+        assert flags == (True, 0.0, True, False)
+        bounds = (cu_seq_q, cu_seq_k, max_q)
+        return (self._attend("cudnn", query, key, value, bounds, scale, -1),)
+
+    def flash4_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        softmax_scale: float | None,
+        causal: bool,
+        window_size: tuple[int | None, int | None],
+        deterministic: bool,
+    ) -> tuple[Tensor, None]:
+        """Computes what `flash_attn.cute.flash_attn_varlen_func` does."""
+        assert causal == (window_size == (None, None))
+        assert causal or window_size[1] == 0
+        assert max_seqlen_q == max_seqlen_k
+        assert not deterministic
+        bounds = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
+        before = -1 if window_size[0] is None else window_size[0]
+        attended = self._attend("flash4", query, key, value, bounds, softmax_scale, before)
+        return attended, None
+
+    def _attend(
+        self,
+        name: str,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bounds: tuple[Tensor, Tensor, int],
+        scale: float | None,
+        before: int,
+    ) -> Tensor:
+        cu_seq_q, cu_seq_k, longest = bounds
         assert query.dtype == key.dtype == value.dtype
-        assert key.shape[-1] == value.shape[-1] == size <= 256
-        assert size % 8 == 0
-        assert query.shape[1] == key.shape[1] == value.shape[1]
+        assert query.shape[-1] % 8 == value.shape[-1] % 8 == 0
+        assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+        assert query.shape[1] % key.shape[1] == 0
+        assert key.shape[1] == value.shape[1]
         assert cu_seq_q is cu_seq_k
         assert cu_seq_q.dtype == torch.int32
-        assert max_q == max_k == int(cu_seq_q.diff().max())
-        assert window_size[1] == 0
-        self.kernel_heads.append(size)
+        assert longest == int(value_of(cu_seq_q).diff().max())
+        self.kernel_heads.append(query.shape[-1])
+        self.kernels.append(name)
 
         def compute(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor) -> Tensor:
-            return _attend(query, key, value, bounds.tolist(), scale, window_size[0])
+            return _attend(query, key, value, bounds.tolist(), scale, before)
 
         return _compute_on_cpu(compute, query, key, value, cu_seq_q)
 
@@ -348,9 +475,14 @@ def _attend(
         distance = distance[:, None] - distance[None, :]
         mask = (distance >= 0) & ((distance <= before) if before >= 0 else True)
         q, k, v = (packed[start:end].transpose(0, 1) for packed in (query, key, value))
-        output = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        output = functional.scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=mask, scale=scale, enable_gqa=len(q) != len(k)
+        )[0]
         outputs.append(output.transpose(0, 1))
     return torch.cat(outputs)
+
+
+_active: list[StandInGpu] = []
 
 
 @contextmanager
@@ -364,15 +496,31 @@ def stand_in_gpu() -> Iterator[StandInGpu]:
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr(torch.cuda, "get_device_capability", lambda *_: COMPUTE_CAPABILITY)
         patch.setattr(varlen, "varlen_attn", gpu.varlen_attn)
+        patch.setattr(torch.ops.aten, "_cudnn_attention_forward", gpu.cudnn_attention)
+        patch.setattr(attention_kernels, "_flash4_function", lambda: gpu.flash4_attention)
+        patch.setattr(clip_grad, "_group_tensors_by_device_and_dtype", _group_tensors)
         # The rounding of half precision would hide what is wrong.
-        patch.setattr(attention, "KERNEL_DTYPES", (torch.float32,))
+        patch.setattr(attention_kernels, "KERNEL_DTYPES", (torch.float32,))
+        patch.setattr(attention_kernels, "_chosen", {})
+        patch.setattr(logprobs, "_fused_tiles", lambda: None)
         patch.setattr(nn.Module, "to", _move_module)
         # Subclasses of tensors are not for inference mode.
         patch.setattr(torch._C, "_InferenceMode", lambda _: torch.no_grad())
-        with _Calls(), _Operations():  # type: ignore[no-untyped-call]
-            yield gpu
+        _active.append(gpu)
+        try:
+            with _Calls(), _Operations():  # type: ignore[no-untyped-call]
+                yield gpu
+        finally:
+            _active.remove(gpu)
 
 
+def _group_tensors(lists: Any, *arguments: Any) -> Any:
+    """Groups tensors by device and dtype as C++ does, which takes all for tensors of the CPU."""
+    ((key, grouped),) = _grouped_in_cpp(lists, *arguments).items()
+    return {(lists[0][0].device, key[1]): grouped}
+
+
+_grouped_in_cpp = clip_grad._group_tensors_by_device_and_dtype
 _module_to = nn.Module.to
 
 

@@ -909,12 +909,20 @@ class TrainerConfig(Section):
     processes: int = Field(1, ge=1)
     """Trainer processes that a local run starts, each with a shard of the model; a cluster's job
     sets its own."""
-    gradient_checkpointing: Literal["none", "selective", "full"] = "none"
+    gradient_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """Activation checkpointing: `none`; `selective` recomputes cheap operations and keeps the
     outputs of matrix products and attention; `full` keeps only each layer's input, for about a
-    third more compute."""
-    compile: bool = False
-    """Whether each layer is compiled with `torch.compile`; the first step is then slow."""
+    third more compute; `auto` is `full` on a GPU whose memory would not hold all activations of a
+    micro-batch by the formula of docs/scaling.md, and otherwise `none`."""
+    compile: Literal["auto"] | bool = "auto"
+    """Whether each layer is compiled with `torch.compile`, which makes the first steps slow; `auto`
+    compiles on GPUs, except under `gradient_checkpointing: selective`."""
+    attention: Literal["auto", "varlen", "cudnn", "flash4", "padded"] = "auto"
+    """Kernel of the attention over packed sequences on a GPU: `varlen` is FlashAttention 2 in
+    PyTorch; `cudnn` are cuDNN's kernels in PyTorch; `flash4` is FlashAttention 4 of the extra
+    `flash4`, for compute capability 9.0 and later; `padded` pads the sequences. A kernel that does
+    not take a model's attention is replaced by the next one, and the log says why; `auto` begins
+    with `varlen`. CPUs have `padded` alone."""
     offload: bool = False
     """Whether weights, gradients and optimizer state stay in the CPU's memory, with only the layers
     in use on the GPU, for models that do not fit; it has no effect on CPUs."""
@@ -924,11 +932,11 @@ class TrainerConfig(Section):
 
     @model_validator(mode="after")
     def _compiles(self) -> TrainerConfig:
-        if self.compile and self.gradient_checkpointing == "selective":
+        if self.compile is True and self.gradient_checkpointing == "selective":
             raise ValueError(
                 "compile is true but gradient_checkpointing is 'selective': the compiler decides "
                 "which activations of a compiled layer are kept; set gradient_checkpointing to "
-                "none or full, or compile to false"
+                "none or full, or compile to auto"
             )
         return self
 

@@ -7,7 +7,6 @@ saved as the policy is, and trained on the same batches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +14,13 @@ from torch import Tensor, nn
 
 from bapo_core.advantages import gae, token_rewards, whiten
 from bapo_core.config import RunConfig
-from services.trainer.data import PADDING, Batch, Packed, pack
+from services.trainer.attention_kernels import Needs
+from services.trainer.data import Batch, Packed
+from services.trainer.micro_batches import MicroBatch
 from services.trainer.policy import Policy, device_of, make_optimizer, target_hidden_states
 from services.trainer.ranks import Ranks
+from services.trainer.targets import ValueTargets
+from services.trainer.transfer import read
 
 
 class Critic(nn.Module):
@@ -27,6 +30,7 @@ class Critic(nn.Module):
         """Takes over the model of `policy`, which must not be used any more."""
         super().__init__()
         self.model = policy.model
+        self.attention_kinds: frozenset[Needs] = policy.attention_kinds
         model: Any = policy.model
         head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
         if head.weight is not embeddings.weight:
@@ -46,15 +50,6 @@ class Critic(nn.Module):
         return values[:, 0]
 
 
-@dataclass(frozen=True, slots=True)
-class ValueTargets:
-    """Constants of the value loss, (N, R) each."""
-
-    old_values: Tensor
-    """The critic's values before the step's first update."""
-    returns: Tensor
-
-
 class CriticTrainer:
     """Holds the critic and its optimizer. Every rank makes the same calls in the same order."""
 
@@ -64,20 +59,23 @@ class CriticTrainer:
 
     @torch.no_grad()
     def advantages(
-        self, batch: Batch, micro_batches: Sequence[Tensor | None]
+        self, batch: Batch, micro_batches: Sequence[MicroBatch]
     ) -> tuple[Tensor, ValueTargets, dict[str, float]]:
         """Returns (advantages (N, R), targets of the value loss, metrics).
 
         The last token of a response gets its reward. With `advantage.whiten`, advantages are
         whitened over the valid tokens of all ranks.
 
-        micro_batches: of all rows of the batch; None passes padding through the critic.
+        micro_batches: of all rows of the batch; padding passes through the critic too.
         """
         values = torch.zeros_like(batch.behavior_logprobs)
-        for rows in micro_batches:
-            row_values = self._values(batch, rows)
-            if rows is not None:
-                values[rows] = row_values
+        scores = read([self.critic(micro_batch.packed) for micro_batch in micro_batches])
+        for micro_batch, of_tokens in zip(micro_batches, scores, strict=True):
+            if micro_batch.rows is not None:
+                mask = batch.mask[micro_batch.rows]
+                values[micro_batch.rows] = torch.zeros(mask.shape).masked_scatter(
+                    mask, of_tokens.float()
+                )
         settings = self.config.advantage
         advantages, returns = gae(
             token_rewards(batch.row_rewards, batch.mask),
@@ -98,35 +96,24 @@ class CriticTrainer:
         return advantages, ValueTargets(values, returns), metrics
 
     def backward(
-        self,
-        batch: Batch,
-        rows: Tensor | None,
-        targets: ValueTargets,
-        scale: Tensor,
-        factor: float,
-    ) -> float:
-        """Adds the gradient of `rows`, and returns their share of the value loss.
+        self, micro_batch: MicroBatch, targets: ValueTargets, scale: Tensor, factor: float
+    ) -> Tensor:
+        """Adds the gradient of a micro-batch, and returns its share of the value loss.
 
         The loss is PPO's: the larger of (V - R)^2 / 2 and the same with V clipped to within
-        `critic.clip` of its value before the step. scale: (N, R) shares of the whole update.
-        factor: factor of the gradient, by `loss.norm`.
+        `critic.clip` of its value before the step. targets, scale: of the micro-batch's rows,
+        (n, R); the scales are shares of the whole update. factor: factor of the gradient, by
+        `loss.norm`.
         """
-        values = self._values(batch, rows)
-        if rows is None:
-            (values.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
-            return 0.0
-        old_values, returns = targets.old_values[rows], targets.returns[rows]
-        clip = self.config.critic.clip
-        clipped = old_values + (values - old_values).clamp(-clip, clip)
-        squares = torch.maximum((values - returns).square(), (clipped - returns).square())
-        loss = (0.5 * squares * scale[rows]).sum()
+        scores = self.critic(micro_batch.packed)
+        if micro_batch.rows is None:
+            loss: Tensor = scores.sum() * 0.0
+        else:
+            values = micro_batch.grid.spread(scores)
+            old_values, returns = targets
+            clip = self.config.critic.clip
+            clipped = old_values + (values - old_values).clamp(-clip, clip)
+            squares = torch.maximum((values - returns).square(), (clipped - returns).square())
+            loss = (0.5 * squares * scale).sum()
         (loss * factor).backward()  # type: ignore[no-untyped-call]
-        return float(loss.detach())
-
-    def _values(self, batch: Batch, rows: Tensor | None) -> Tensor:
-        """Returns values (len(rows), R), 0 if masked; those of padding if `rows` is None."""
-        if rows is None:
-            return self.critic(PADDING.to(self.critic.device))  # type: ignore[no-any-return]
-        values = self.critic(pack(batch, rows).to(self.critic.device)).cpu()
-        mask = batch.mask[rows]
-        return torch.zeros(mask.shape).masked_scatter(mask, values)
+        return loss.detach()

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -26,9 +27,10 @@ from services.buffer.api.wire import ManifestMember
 from services.common.images import stored_images
 from services.common.objectstore import TRANSFERS, ObjectStore
 from services.model.vision import OpenImage, Pixels, VisionProcessor
-from services.trainer.attention import Sequences
 from services.trainer.demonstrations import DemonstrationEncoder
 from services.trainer.ranks import balance_by_cost
+from services.trainer.sequences import Sequences
+from services.trainer.transfer import send
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,16 +387,17 @@ class Packed:
     no sequence has images."""
 
     def to(self, device: torch.device) -> Packed:
-        """Returns a copy on `device`."""
-        return Packed(
-            self.tokens.to(device),
-            self.position_ids.to(device),
-            self.sequences.to(device),
-            self.logit_positions.to(device),
-            self.response_positions.to(device),
-            self.target_ids.to(device),
-            [pixels.to(device) for pixels in self.pixels],
-            self.images,
+        """Returns a copy on `device`, with one transfer for all but the images."""
+        names = ("tokens", "position_ids", "logit_positions", "response_positions", "target_ids")
+        own, bounds = [getattr(self, name) for name in names], self.sequences.tensors()
+        moved = send([*own, *bounds.values()], device)
+        fields: dict[str, Any] = dict(zip(names, moved, strict=False))
+        of_bounds: dict[str, Any] = dict(zip(bounds, moved[len(names) :], strict=True))
+        return replace(
+            self,
+            **fields,
+            sequences=replace(self.sequences, **of_bounds),
+            pixels=[pixels.to(device) for pixels in self.pixels],
         )
 
 

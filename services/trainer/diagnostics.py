@@ -53,6 +53,9 @@ class StepResults:
     """(N,) source of each response."""
     positions: Tensor
     """(N,) position of each response's group among those of the manifest."""
+    scored: Tensor
+    """(N,) whether theta_t has scored the response: all of them, or under `ratio: behavior` those
+    of the step's first update, a random sample of the groups."""
 
     @classmethod
     def of_batch(
@@ -71,6 +74,7 @@ class StepResults:
             variances=group_variance(batch.rewards, batch.sizes)[batch.group],
             sources=batch.sources,
             positions=torch.tensor(positions, dtype=torch.long)[batch.group],
+            scored=targets.scored[:, 0],
         )
 
     @classmethod
@@ -125,7 +129,7 @@ def diagnose(
     has_bound = of_eq_2 and config.reward.is_in_unit_interval
     sampled = results.mask & ~results.rows_from(DEMONSTRATED)[:, None]
     mismatch = mismatch_metrics(
-        results.current_logprobs, results.behavior_logprobs, sampled
+        results.current_logprobs, results.behavior_logprobs, sampled & results.scored[:, None]
     ) | weight_metrics(
         results.proximal_logprobs,
         results.behavior_logprobs,
@@ -147,7 +151,8 @@ def _bound(
     """Returns the lower bound on policy improvement of Theorem 3.2, its terms and its constants.
 
     Groups of equal rewards have no gradient and no place in the theorem; they are left out, as are
-    groups with responses of several sources, which the theorem does not know.
+    groups with responses of several sources, which the theorem does not know, and groups that
+    theta_t has not scored.
     """
     eps = config.advantage.eps
     constants = improvement_constants(config.rollout.group_size, config.reevaluate.c1, *window, eps)
@@ -160,7 +165,9 @@ def _bound(
     for position in sorted(set(results.positions.tolist())):
         rows = torch.nonzero(results.positions == position).flatten()
         variance = float(results.variances[rows[0]])
-        if variance == 0.0 or len({results.sources[row] for row in rows.tolist()}) > 1:
+        if variance == 0.0 or not results.scored[rows].all():
+            continue
+        if len({results.sources[row] for row in rows.tolist()}) > 1:
             continue
         ratios = after[rows].exp().clamp(max=MAX_SEQUENCE_RATIO)
         terms_by_source.setdefault(results.sources[int(rows[0])], []).append(

@@ -7,19 +7,20 @@ import io
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from bapo_core.config import RunConfig, TrainerConfig
 from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.spans import SpanRecorder
 from services.buffer.api.trajectories import encode_proximal
-from services.buffer.api.wire import BatchManifest, StepDigests
+from services.buffer.api.wire import BatchManifest, ManifestMember, StepDigests
 from services.common import layout
 from services.common.errors import first_line
 from services.common.objectstore import ObjectStore
@@ -29,6 +30,7 @@ from services.trainer.background import Background
 from services.trainer.checkpoint import Checkpointer, load_checkpoint
 from services.trainer.critic import Critic
 from services.trainer.data import (
+    Batch,
     TrajectoryReader,
     make_plan,
     member_cost,
@@ -38,6 +40,13 @@ from services.trainer.data import (
 from services.trainer.demonstrations import DemonstrationEncoder
 from services.trainer.digests import NO_BATCH, batch_digest, step_digests, weights_digest
 from services.trainer.lora import add_adapters
+from services.trainer.memory import (
+    MemoryPlan,
+    ModelSize,
+    free_bytes,
+    out_of_memory_remedy,
+    plan_memory,
+)
 from services.trainer.nccl import NcclCommunicator
 from services.trainer.nccl_broadcast import NcclBroadcaster
 from services.trainer.phases import PhaseTimer
@@ -84,7 +93,8 @@ def train(config: RunConfig, context: TrainerContext, ranks: Ranks) -> None:
                     publisher.publish(step, updater.policy.model)
             with timer.phase("wait"):
                 manifest = wait_for_batch(step, context, ranks, publisher)
-            trained = train_batch(config, updater, reader, manifest, context, timer)
+            with explain_out_of_memory(lambda: out_of_memory_remedy(config, updater.memory)):
+                trained = train_batch(config, updater, reader, manifest, context, timer)
             with timer.phase("commit"):
                 digests = trained.digests(weights, updater)
                 weights = digests.weights_after
@@ -196,7 +206,21 @@ def make_updater(config: RunConfig, directory: Path, ranks: Ranks) -> Updater:
         return policy
 
     settings = config.trainer
-    policy = load_sharded(directory, ranks, prepare=adapted, settings=settings)
+    available = free_bytes()
+    plans: list[MemoryPlan] = []
+
+    def plan(size: ModelSize | None) -> MemoryPlan:
+        planned = plan_memory(config, size, ranks=ranks.size, available=available)
+        # Free memory may differ between the ranks, but they must compute the same passes.
+        if ranks.all_reduce_max(int(planned.checkpointing == "full")):
+            planned = replace(planned, checkpointing="full")
+        plans.append(planned)
+        return planned
+
+    policy = load_sharded(directory, ranks, prepare=adapted, settings=settings, plan=plan)
+    if ranks.is_main:
+        log.info("memory: %s", plans[0])
+    settings = settings.model_copy(update={"gradient_checkpointing": plans[0].checkpointing})
     reference = critic = None
     if config.kl.coefficient > 0 and config.kl.reference == "initial":
         reference = load_sharded(directory, ranks, prepare=lambda policy: policy, settings=settings)
@@ -204,7 +228,7 @@ def make_updater(config: RunConfig, directory: Path, ranks: Ranks) -> Updater:
         critic = load_sharded(
             directory, ranks, prepare=lambda policy: Critic(frozen(policy)), settings=settings
         )
-    return Updater(config, policy, ranks, reference, critic)
+    return Updater(config, policy, ranks, reference, critic, plans[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,15 +256,20 @@ def train_batch(
 ) -> TrainedBatch:
     """Trains on one step's batch; an empty one trains nothing and is committed all the same."""
     metrics = staleness_metrics(manifest)
+    recorded: dict[int, LogprobsOfGroup] = {}
     if manifest.record_proximal:
         with timer.phase("proximal"):
-            record_proximal(updater, reader, manifest, context)
+            recorded = score_groups(updater, reader, groups_to_score(manifest))
     if manifest.step - 1 == config.kl.reset_after:
         updater.reset_reference()
     digest = NO_BATCH
     if manifest.members:
-        trained = train_groups(config, updater, reader, manifest, context, timer)
+        trained, scored = train_groups(config, updater, reader, manifest, context, timer)
         metrics, digest = metrics | trained.metrics, trained.digest
+        recorded |= scored
+    if manifest.record_proximal:
+        with timer.phase("proximal"):
+            record_proximal(recorded, manifest, updater.ranks, context)
     if manifest.supervised:
         trained = supervise(updater, reader, manifest, context, timer)
         metrics |= trained.metrics
@@ -255,8 +284,11 @@ def train_groups(
     manifest: BatchManifest,
     context: TrainerContext,
     timer: PhaseTimer,
-) -> TrainedBatch:
-    """Trains on the groups of one step's batch, which is not empty."""
+) -> tuple[TrainedBatch, dict[int, LogprobsOfGroup]]:
+    """Trains on the groups of one step's batch, which is not empty.
+
+    Returns also the log-probs under theta_t of the whole groups that this rank has trained on.
+    """
     ranks, step = updater.ranks, manifest.step
     with timer.phase("read"):
         plan = make_plan(
@@ -269,19 +301,19 @@ def train_groups(
         digest = batch_digest(batch, positions, ranks)
     started = time.monotonic()
     try:
-        metrics = updater.step(step, batch, plan, (manifest.c2, manifest.c3), timer)
+        outcome = updater.step(step, batch, plan, (manifest.c2, manifest.c3), timer)
     except NonFiniteLoss as error:
         store_evidence(step, error, context, ranks)
         raise
     seconds = time.monotonic() - started
-    metrics |= measure_speed(
+    metrics = outcome.metrics | measure_speed(
         updater.policy,
         batch.packed_tokens,
         seconds,
         ranks,
         epochs=config.optimizer.epochs,
     )
-    return TrainedBatch(metrics, digest)
+    return TrainedBatch(metrics, digest), logprobs_by_group(batch, outcome.targets.current_logprobs)
 
 
 def supervise(
@@ -317,18 +349,58 @@ def store_evidence(step: int, error: NonFiniteLoss, context: TrainerContext, ran
     log.error("batch and targets of the failed update are in %s", key, extra={"step": step})
 
 
-def record_proximal(
-    updater: Updater, reader: TrajectoryReader, manifest: BatchManifest, context: TrainerContext
-) -> None:
-    """Stores log-probs under the current policy, of groups that may be replayed later."""
-    ranks, members = updater.ranks, manifest.record_proximal
+LogprobsOfGroup = list[list[float]]
+"""Log-probs of a group's tokens, a list for each response."""
+
+
+def groups_to_score(manifest: BatchManifest) -> list[ManifestMember]:
+    """Returns the groups whose log-probs a step stores and which its batch does not have whole.
+
+    Those of the batch have been scored when the step is trained.
+    """
+    trained = {member.group_id for member in manifest.members if is_whole(member)}
+    return [member for member in manifest.record_proximal if member.group_id not in trained]
+
+
+def score_groups(
+    updater: Updater, reader: TrajectoryReader, members: Sequence[ManifestMember]
+) -> dict[int, LogprobsOfGroup]:
+    """Returns the log-probs under the current policy of this rank's share of groups, by group."""
+    ranks = updater.ranks
     costs = [member_cost(member, updater.policy.width) for member in members]
     positions = balance_by_cost(costs, ranks.size)[ranks.rank]
     batch = reader.batch([members[position] for position in positions])
-    logprobs = split_by_group(batch, updater.score(batch))
-    by_rank = ranks.gather_to_main(
-        {member.group_id: rows for member, rows in zip(batch.members, logprobs, strict=True)}
-    )
+    return logprobs_by_group(batch, updater.score(batch))
+
+
+def logprobs_by_group(batch: Batch, logprobs: Tensor) -> dict[int, LogprobsOfGroup]:
+    """Returns log-probs (N, R) of a batch by group, without groups of which it has some rows."""
+    by_member = split_by_group(batch, logprobs)
+    return {
+        member.group_id: rows
+        for member, rows in zip(batch.members, by_member, strict=True)
+        if is_whole(member)
+    }
+
+
+def is_whole(member: ManifestMember) -> bool:
+    """Returns whether a member of a batch has all responses of its group, and no others."""
+    return member.rows is None and member.demonstration is None
+
+
+def record_proximal(
+    logprobs: Mapping[int, LogprobsOfGroup],
+    manifest: BatchManifest,
+    ranks: Ranks,
+    context: TrainerContext,
+) -> None:
+    """Stores log-probs under theta_t, of groups that may be replayed later. Every rank calls it.
+
+    logprobs: of groups that this rank has scored.
+    """
+    wanted = {member.group_id for member in manifest.record_proximal}
+    of_rank = {group_id: rows for group_id, rows in logprobs.items() if group_id in wanted}
+    by_rank = ranks.gather_to_main(of_rank)
     if ranks.is_main:
         by_group = {group_id: rows for groups in by_rank for group_id, rows in groups.items()}
         context.buffer.post_proximal(manifest.step, encode_proximal(by_group))
@@ -374,8 +446,11 @@ def resolve_attempt(buffer: BufferClient, ranks: Ranks, attempt: int | None) -> 
 
 
 @contextmanager
-def explain_out_of_memory() -> Iterator[None]:
-    """Turns a lack of memory into a `BapoError` with the remedies: a restart would not help."""
+def explain_out_of_memory(remedy: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """Turns a lack of memory into a `BapoError` with the remedies: a restart would not help.
+
+    remedy: returns what to change.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -383,10 +458,14 @@ def explain_out_of_memory() -> Iterator[None]:
         if not (out_of_memory or "can't allocate memory" in str(error)):
             raise
         reason = first_line(error)
+        advice = remedy() or (
+            "set trainer.gradient_checkpointing=full or trainer.offload=true, or train with more "
+            "processes (trainer.processes), then resume; a new run may also have a lower "
+            "optimizer.microbatch_tokens"
+        )
         raise BapoError(
-            f"out of memory ({reason}): set trainer.gradient_checkpointing or trainer.offload, or "
-            "train with more processes, then resume; a new run may also have a lower "
-            "optimizer.microbatch_tokens. docs/scaling.md lists how much memory each part takes"
+            f"out of memory ({reason}): {advice}. docs/scaling.md lists how much memory each part "
+            "takes"
         ) from error
 
 
@@ -413,6 +492,10 @@ def run_rank(
     from services.common.process import end_with_parent, run_until_error
 
     configure_logs(component)
+    # Freed memory of one size then serves for another; micro-batches have many sizes. It is read
+    # when the first tensor of a GPU is made.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     end_with_parent()  # torchrun may be killed without a chance to end its ranks
 
     def start() -> None:

@@ -80,8 +80,13 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def merge_adapter(tensor: Tensor, layer: Any) -> Tensor:
-    """Returns a full weight plus the product of its layer's adapters. Every rank calls it."""
+    """Returns a full weight plus the product of its layer's adapters. Every rank calls it.
+
+    Frozen weights may be stored in bfloat16; the sum is in fp32.
+    """
     base = full_tensor(tensor)
+    if base.dtype == torch.bfloat16:
+        base = base.float()
     if layer is None:
         return base
     down, up = (full_tensor(matrix[_ADAPTER].weight) for matrix in (layer.lora_A, layer.lora_B))

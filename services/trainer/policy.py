@@ -38,8 +38,10 @@ from services.model.vision import (
     vision_tower,
 )
 from services.trainer import attention
-from services.trainer.data import Batch, Packed, collate, pack
+from services.trainer.attention_kernels import Needs
+from services.trainer.data import Batch, Packed, collate
 from services.trainer.logprobs import token_logprobs
+from services.trainer.micro_batches import MicroBatch
 
 _LOGIT_DIVISORS = ("logits_scaling",)
 _LOGIT_FACTORS = ("logit_scale", "lm_head_multiplier")
@@ -67,6 +69,8 @@ class Policy(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        self.attention_kinds: frozenset[Needs] = frozenset()
+        """Kinds of packed attention that the model has, as far as they have been observed."""
 
     @property
     def device(self) -> torch.device:
@@ -473,9 +477,10 @@ def _check_scores(policy: Policy, directory: Path) -> None:
     groups = [([1, 2], [[3, 4, 5], [6, 3]]), ([5, 1, 4], [[2, 6]])]
     batch = collate(None, table_of([_unscored_group(*group) for group in groups]))
     with _explain_scoring_errors(model, "responses", directory):
-        with attention.observed_windows() as windows:
+        with attention.observed_attention() as observed:
             mine, _ = response_logprobs(policy, batch, torch.arange(len(batch.lengths)), 1.0)
-        _check_windows(model, windows, directory)
+        policy.attention_kinds = frozenset(observed.kinds)
+        _check_windows(model, observed, directory)
         with _plain_attention(model):
             theirs = torch.cat(
                 [
@@ -529,12 +534,12 @@ def _plain_attention(model: Any) -> Iterator[None]:
         model.set_attn_implementation({text: attention.IMPLEMENTATION})
 
 
-def _check_windows(model: Any, windows: attention.Windows, directory: Path) -> None:
+def _check_windows(model: Any, observed: attention.ObservedAttention, directory: Path) -> None:
     """Raises `BapoError` unless the packed attention gets the windows of the model's masks."""
     layers = getattr(model.config.get_text_config(), "layer_types", None)
     # Some models ask for the masks of all kinds of layers, also of those that they do not have.
-    expected = windows.of_masks if not layers or "sliding_attention" in layers else set()
-    if packs(model) and expected - {None} != windows.of_attention - {None}:
+    expected = observed.mask_windows if not layers or "sliding_attention" in layers else set()
+    if packs(model) and expected - {None} != observed.windows - {None}:
         raise BapoError(
             f"{directory}: a {type(model).__name__} applies its sliding window in a way that the "
             "trainer's packed attention does not know; choose another model"
@@ -564,10 +569,10 @@ def _try_prompt(model: Any, blank: BlankPrompt, directory: Path) -> None:
 def response_logprobs(
     policy: Policy, batch: Batch, rows: Tensor, temperature: float, *, entropy: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns (log-probs, entropies) of the tokens of `rows`, (len(rows), R) each; 0 if masked."""
-    scores = policy(pack(batch, rows).to(policy.device), temperature, entropy)
-    mask = batch.mask[rows]
-    logprobs, entropies = (
-        torch.zeros(mask.shape).masked_scatter(mask, values.cpu()) for values in scores
-    )
-    return logprobs, entropies
+    """Returns (log-probs, entropies) of the tokens of `rows`, (len(rows), R) each; 0 if masked.
+
+    They are on the CPU, and gradients flow.
+    """
+    micro_batch = MicroBatch.of(batch, rows, policy.device)
+    logprobs, entropies = policy(micro_batch.packed, temperature, entropy)
+    return micro_batch.grid.spread(logprobs).cpu(), micro_batch.grid.spread(entropies).cpu()

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -23,15 +29,20 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.utils._triton import has_triton
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AutoConfig
 
 from bapo_core.config import TrainerConfig
 from bapo_core.errors import BapoError
 from services.trainer import attention
+from services.trainer.attention_kernels import Needs, choose_kernels
 from services.trainer.critic import Critic
+from services.trainer.memory import MemoryPlan, ModelSize
 from services.trainer.policy import Policy, empty_policy, load_policy, plain_name
 from services.trainer.ranks import Ranks
+
+log = logging.getLogger(__name__)
 
 Sharded = TypeVar("Sharded", Policy, Critic)
 DEFAULT = TrainerConfig()
@@ -69,10 +80,12 @@ def load_sharded(
     *,
     prepare: Callable[[Policy], Sharded],
     settings: TrainerConfig = DEFAULT,
+    plan: Callable[[ModelSize | None], MemoryPlan] | None = None,
 ) -> Sharded:
     """Loads the model of a directory, sharded over the ranks. Every rank calls it.
 
-    prepare: makes the module to be sharded from the policy, in the same way on every rank.
+    prepare: makes the module to be sharded from the policy, in the same way on every rank. plan:
+    returns how a step fits the memory, whose checkpointing replaces that of `settings`.
 
     Rank 0 reads the model and broadcasts it a tensor at a time: the full model is in memory once,
     however many ranks there are, and every rank has its shards besides.
@@ -82,13 +95,74 @@ def load_sharded(
         sharded = full
     else:
         sharded = prepare(empty_policy(directory))
-    checkpoint_layers(sharded, settings.gradient_checkpointing)
-    if settings.compile:
+    kinds = ranks.from_main(lambda: frozenset() if full is None else full.attention_kinds)
+    choose_attention(kinds, settings.attention, ranks)
+    halved = halve_frozen(sharded, directory) if torch.cuda.is_available() else False
+    checkpointing = settings.gradient_checkpointing
+    if plan is not None:
+        checkpointing = plan(size_of(sharded.model, half_frozen=halved)).checkpointing
+    checkpoint_layers(sharded, "none" if checkpointing == "auto" else checkpointing)
+    if compiles(settings, sharded.model):
         compile_layers(sharded)
     shard(sharded, ranks, offload=settings.offload)
     if ranks.size > 1:
         broadcast_weights(full, sharded, ranks)
     return sharded
+
+
+def size_of(model: Any, *, half_frozen: bool) -> ModelSize | None:
+    """Returns the sizes of a model; None if it does not name its layers."""
+    if not model._no_split_modules:
+        return None
+    return ModelSize.of(model, _layers(model), half_frozen=half_frozen)
+
+
+def halve_frozen(policy: Sharded, directory: Path) -> bool:
+    """Stores frozen weights in bfloat16, in place, if the model's files do; returns whether it did.
+
+    The values are the same, and the GPU computes with them in bfloat16 anyway.
+    """
+    frozen = [parameter for parameter in policy.parameters() if not parameter.requires_grad]
+    config = AutoConfig.from_pretrained(directory)
+    if not frozen or getattr(config, "dtype", None) not in (torch.bfloat16, "bfloat16"):
+        return False
+    for parameter in frozen:
+        parameter.data = parameter.data.to(torch.bfloat16)
+    return True
+
+
+def choose_attention(kinds: Iterable[Needs], name: str, ranks: Ranks) -> None:
+    """Chooses this rank's kernels for the model's kinds of attention; rank 0 logs the choice."""
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
+    if cuda:
+        kinds = [replace(needs, dtype=HALF.param_dtype or needs.dtype) for needs in kinds]
+    choices = choose_kernels(kinds, device, name)
+    if ranks.is_main and cuda:
+        for choice in choices:
+            log.info("attention: %s", choice)
+
+
+def compiles(settings: TrainerConfig, model: Any) -> bool:
+    """Returns whether the layers are compiled, by `trainer.compile`.
+
+    `auto` compiles on GPUs where PyTorch's compiler has what it needs; a line of the log says what
+    is missing elsewhere.
+    """
+    if settings.compile != "auto":
+        return settings.compile
+    if not torch.cuda.is_available() or settings.gradient_checkpointing == "selective":
+        return False
+    problem = None
+    if not model._no_split_modules:
+        problem = f"{type(model).__name__} does not name its layers"
+    elif not has_triton():
+        problem = "Triton is missing or does not know the GPU"
+    elif shutil.which("cc") is None and shutil.which("gcc") is None and "CC" not in os.environ:
+        problem = "there is no C compiler (gcc)"
+    if problem is not None:
+        log.warning("the layers are not compiled: %s; training is a quarter slower", problem)
+    return problem is None
 
 
 def broadcast_weights(full: Sharded | None, sharded: Sharded, ranks: Ranks) -> None:
@@ -134,6 +208,14 @@ def _selective_checkpoint_contexts() -> Any:
     return create_selective_checkpoint_contexts(list(_SAVED_OPS))  # type: ignore[no-untyped-call]
 
 
+def _varlen_operations() -> list[Any]:
+    """Returns the operation of `varlen_attn`, which its module registers (from PyTorch 2.10 on)."""
+    if find_spec("torch.nn.attention.varlen") is None:
+        return []
+    import_module("torch.nn.attention.varlen")
+    return [torch.ops.torch_attn._varlen_attn.default]
+
+
 _aten = torch.ops.aten
 _SAVED_OPS = (
     _aten.mm.default,
@@ -143,16 +225,18 @@ _SAVED_OPS = (
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
+    _aten._cudnn_attention_forward.default,
+    *_varlen_operations(),
 )
 """Operations whose results `selective` keeps: matrix products and attention."""
 
 
-def compile_layers(policy: Sharded) -> Sharded:
+def compile_layers(policy: Sharded, backend: Any = "inductor") -> Sharded:
     """Compiles each layer but its attention, whose shapes differ from pass to pass; in place."""
     uncompiled = torch.compiler.disable(attention.packed_attention)  # type: ignore[no-untyped-call]
     AttentionInterface.register(attention.IMPLEMENTATION, uncompiled)
     for layer in _layers(policy.model):
-        layer.compile(dynamic=True)
+        layer.compile(dynamic=True, backend=backend)
     return policy
 
 

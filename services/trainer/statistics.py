@@ -31,23 +31,26 @@ NO_STATISTICS = UpdateStatistics({})
 """The statistics of an objective that needs none."""
 
 
-def select_tokens(
-    rows: Tensor, targets: Targets, statistics: UpdateStatistics, logprobs: Tensor
+def tokens_of(
+    targets: Targets,
+    logprobs: Tensor,
+    *,
+    scored_logprobs: Tensor | None = None,
+    draws: Tensor | None = None,
 ) -> Tokens:
-    """Returns the arguments of an objective for `rows`, whose log-probs are given."""
+    """Returns the arguments of an objective for the rows of `targets`, whose log-probs are given.
 
-    def select(values: Tensor | None) -> Tensor | None:
-        return None if values is None else values[rows]
-
+    All tensors are (n, R), on one device.
+    """
     return Tokens(
         logprobs=logprobs,
-        proximal_logprobs=targets.proximal_logprobs[rows],
-        advantages=targets.advantages[rows],
-        mask=targets.mask[rows],
-        weights=targets.weights[rows],
-        center=select(targets.center),
-        scored_logprobs=select(statistics.scored_logprobs),
-        draws=select(statistics.draws),
+        proximal_logprobs=targets.proximal_logprobs,
+        advantages=targets.advantages,
+        mask=targets.mask,
+        weights=targets.weights,
+        center=targets.center,
+        scored_logprobs=scored_logprobs,
+        draws=draws,
     )
 
 

@@ -1,9 +1,15 @@
-"""Makes one training step on one batch: proximal log-probs, minibatches, clip, optimizer."""
+"""Makes one training step on one batch: proximal log-probs, minibatches, clip, optimizer.
+
+Nothing is computed twice: the responses of the step's first update are scored under theta_t by
+their own forward pass, and only the others by a pass of their own, where the loss needs it. During
+an update the host waits for a GPU once, to read the update's results before the optimizer step.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,26 +19,28 @@ from torch.distributed.tensor import DTensor
 from bapo_core.advantages import Responses, get_estimator
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError, TransientError
-from bapo_core.importance import truncated_weights
 from bapo_core.kl import kl_penalty
-from bapo_core.losses import Aggregation, clip_fraction, scale_count, token_scale
+from bapo_core.losses import Aggregation, scale_count, token_scale
 from bapo_core.objectives import get_objective, losses_by_source
 from bapo_core.types import Source
 from services.trainer.checkpoint import Saved, Trained
-from services.trainer.critic import Critic, CriticTrainer, ValueTargets
-from services.trainer.data import PADDING, Batch, Plan, microbatches
+from services.trainer.critic import Critic, CriticTrainer
+from services.trainer.data import Batch, Plan, microbatches
 from services.trainer.diagnostics import StepResults, diagnose
+from services.trainer.memory import MemoryPlan, plan_memory
+from services.trainer.micro_batches import MicroBatch, row_order, row_slices
 from services.trainer.phases import PhaseTimer
-from services.trainer.policy import Policy, make_optimizer, response_logprobs
+from services.trainer.policy import Policy, make_optimizer
 from services.trainer.ranks import Ranks
 from services.trainer.statistics import (
     NO_STATISTICS,
     UpdateStatistics,
     draw_tokens,
     gather_tokens,
-    select_tokens,
+    tokens_of,
 )
-from services.trainer.targets import Targets, TokenResults
+from services.trainer.targets import Targets, TokenResults, ValueTargets
+from services.trainer.transfer import read, send
 
 
 class NonFiniteLoss(TransientError):
@@ -42,6 +50,54 @@ class NonFiniteLoss(TransientError):
         """evidence: what this rank trained on."""
         super().__init__(message)
         self.evidence = evidence or {}
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateInputs:
+    """Constants of an update for its rows, (n, R), on the device, in the order of the passes."""
+
+    targets: Targets
+    scale: Tensor
+    """Factors of the losses, shares of the whole update."""
+    metric_scale: Tensor
+    """Factors of the metrics, which sum to 1 over all ranks."""
+    scored_logprobs: Tensor | None
+    draws: Tensor | None
+    sources: dict[str, Tensor]
+    """For each source, a mask (n, 1) of its rows; empty without `loss.by_source`."""
+
+    def select(self, rows: Tensor | slice) -> UpdateInputs:
+        """Returns the inputs of some rows."""
+        return UpdateInputs(
+            self.targets.select(rows),
+            self.scale[rows],
+            self.metric_scale[rows],
+            None if self.scored_logprobs is None else self.scored_logprobs[rows],
+            None if self.draws is None else self.draws[rows],
+            {source: mask[rows] for source, mask in self.sources.items()},
+        )
+
+    def to(self, device: torch.device) -> UpdateInputs:
+        """Returns a copy on `device`, with one transfer."""
+        of_targets = self.targets.tensors()
+        optional = {"scored_logprobs": self.scored_logprobs, "draws": self.draws}
+        own = {"scale": self.scale, "metric_scale": self.metric_scale}
+        own |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+        sent = iter(send([*of_targets.values(), *own.values(), *self.sources.values()], device))
+        moved_targets: dict[str, Any] = {name: next(sent) for name in of_targets}
+        moved: dict[str, Any] = {name: next(sent) for name in own}
+        moved["sources"] = {source: next(sent) for source in self.sources}
+        return replace(self, targets=replace(self.targets, **moved_targets), **moved)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What a step gives beside new weights."""
+
+    metrics: dict[str, float]
+    """The step's metrics on rank 0, and nothing on the other ranks."""
+    targets: Targets
+    """The targets of this rank's batch, with the log-probs under theta_t."""
 
 
 class Updater:
@@ -58,8 +114,11 @@ class Updater:
         ranks: Ranks,
         reference: Policy | None = None,
         critic: Critic | None = None,
+        memory: MemoryPlan | None = None,
     ) -> None:
+        """memory: how a step fits the memory; None is as the configuration says, on a CPU."""
         self.config, self.policy, self.reference = config, policy, reference
+        self.memory = memory or plan_memory(config, None)
         self.critic = None if critic is None else CriticTrainer(config, critic, ranks)
         self.ranks = ranks
         self.objective = get_objective(config.loss.objective)
@@ -89,26 +148,28 @@ class Updater:
 
     def step(
         self, step: int, batch: Batch, plan: Plan, window: tuple[float, float], timer: PhaseTimer
-    ) -> dict[str, float]:
+    ) -> StepOutcome:
         """Trains on the groups that `plan` gives to this rank, which are those of `batch`.
-
-        Returns the step's metrics on rank 0, and nothing on the other ranks.
 
         window: [c2, c3] of the step, for the constants of Theorem 3.2.
 
         Raises `NonFiniteLoss` before an update that would spoil the weights.
         """
         self._set_learning_rate(step)
-        with timer.phase("proximal"):
-            targets, metrics = self._make_targets(batch, step)
-        results = TokenResults.empty(batch)
         positions = plan.of_rank(self.ranks.rank)
+        updates = [
+            batch.rows_of([positions.index(p) for p in update[self.ranks.rank]])
+            for update in plan.updates
+        ]
+        with timer.phase("proximal"):
+            targets, metrics = self._make_targets(batch, step, self._rows_to_score(batch, updates))
+        results = TokenResults.empty(batch)
         with timer.phase("update"):
-            for index, update in enumerate(plan.updates):
-                rows = batch.rows_of([positions.index(p) for p in update[self.ranks.rank]])
+            for index, rows in enumerate(updates):
                 statistics = self._statistics(batch, rows, targets, positions, (step, index))
+                count = sum(map(len, plan.updates[index]))
                 totals = self._update(
-                    batch, rows, sum(map(len, update)), targets, results, statistics
+                    batch, rows, count, targets, results, statistics, is_first=index == 0
                 )
                 for name, value in totals.items():
                     metrics[name] = metrics.get(name, 0.0) + value / len(plan.updates)
@@ -116,9 +177,9 @@ class Updater:
         by_rank = self.ranks.gather_to_main(
             StepResults.of_batch(batch, positions, targets, results)
         )
-        if not by_rank:
-            return {}
-        return metrics | diagnose(self.config, StepResults.concatenate(by_rank), window)
+        if by_rank:
+            metrics |= diagnose(self.config, StepResults.concatenate(by_rank), window)
+        return StepOutcome(metrics if by_rank else {}, targets)
 
     def supervise(self, step: int, batch: Batch) -> dict[str, float]:
         """Takes one optimizer step on the mean of -log pi over the tokens of all ranks' batches.
@@ -128,17 +189,23 @@ class Updater:
         """
         self._set_learning_rate(step)  # the step may have had no other update
         rows = torch.arange(len(batch.lengths))
-        scale = self._loss_scale(batch.mask, rows, "token-mean")
+        micro_batches = self._micro_batches(batch, rows, self.policy)
+        order, device = row_order(micro_batches), self.policy.device
+        (scale,) = send([self._loss_scale(batch.mask, rows, "token-mean")[order]], device)
         self.optimizer.zero_grad(set_to_none=True)
-        total = 0.0
-        for micro_batch in self._micro_batches(batch, rows):
-            logprobs, _ = self._forward(batch, micro_batch, self.policy)
-            weights = torch.zeros(()) if micro_batch is None else scale[micro_batch]
-            loss = -(logprobs * weights).sum()
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for micro_batch, rows_of in zip(micro_batches, row_slices(micro_batches), strict=True):
+            logprobs, _ = self._forward(micro_batch, self.policy)
+            if micro_batch.rows is None:
+                loss = logprobs.sum() * 0.0
+            else:
+                loss = -(micro_batch.grid.spread(logprobs) * scale[rows_of]).sum()
             loss.backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-        totals = self.ranks.all_reduce_sum({"supervised/loss": total})
-        totals["supervised/gradient_norm"] = self._clip_gradient(self.policy)
+            total += loss.detach()
+        norm = self._clip_gradient(self.policy)
+        loss_value, norm_value = read([total, norm])
+        totals = self.ranks.all_reduce_sum({"supervised/loss": float(loss_value)})
+        totals["supervised/gradient_norm"] = float(norm_value)
         self._check_finite(totals, {"rows": rows, "batch": batch})
         self.optimizer.step()
         return totals
@@ -151,75 +218,122 @@ class Updater:
     ) -> Tensor:
         """Returns log-probs (N, R) of this rank's batch under `policy`, or the trained one now.
 
-        rows: those to score; None is all. The others get 0.
+        rows: rows to score; None is all. The others get 0.
         """
-        scores = torch.zeros_like(batch.behavior_logprobs)
+        scored = policy or self.policy
         if rows is None:
             rows = torch.arange(len(batch.lengths))
-        for micro_batch in self._micro_batches(batch, rows):
-            logprobs, _ = self._forward(batch, micro_batch, policy or self.policy)
-            if micro_batch is not None:
-                scores[micro_batch] = logprobs
+        micro_batches = self._micro_batches(batch, rows, scored)
+        logprobs = [self._forward(micro_batch, scored)[0] for micro_batch in micro_batches]
+        scores = torch.zeros_like(batch.behavior_logprobs)
+        for micro_batch, values in zip(micro_batches, read(logprobs), strict=True):
+            if micro_batch.rows is not None:
+                mask = batch.mask[micro_batch.rows]
+                scores[micro_batch.rows] = torch.zeros(mask.shape).masked_scatter(
+                    mask, values.float()
+                )
         return scores
 
     def _forward(
-        self, batch: Batch, rows: Tensor | None, policy: Policy, *, entropy: bool = False
+        self, micro_batch: MicroBatch, policy: Policy, *, entropy: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Returns (log-probs, entropies), (len(rows), R) each; of padding if `rows` is None."""
-        temperature = self.config.rollout.temperature
-        if rows is None:
-            return policy(PADDING.to(policy.device), temperature, entropy)  # type: ignore[no-any-return]
-        return response_logprobs(policy, batch, rows, temperature, entropy=entropy)
+        """Returns (log-probs, entropies), (K,) each, on the device."""
+        scores: tuple[Tensor, Tensor] = policy(
+            micro_batch.packed, self.config.rollout.temperature, entropy
+        )
+        return scores
 
-    def _micro_batches(self, batch: Batch, rows: Tensor) -> list[Tensor | None]:
-        """Splits rows into micro-batches, padded with None so that all ranks have equally many."""
-        budget = self.config.optimizer.microbatch_tokens
-        micro_batches = microbatches(batch, rows, budget, padded=not self.policy.packs)
-        count = self.ranks.all_reduce_max(len(micro_batches))
-        return [*micro_batches, *[None] * (count - len(micro_batches))]
+    def _micro_batches(self, batch: Batch, rows: Tensor, policy: Policy) -> list[MicroBatch]:
+        """Splits rows into micro-batches, padded so that all ranks have equally many."""
+        budget = self.memory.microbatch_tokens
+        parts: list[Tensor | None] = [
+            *microbatches(batch, rows, budget, padded=not self.policy.packs)
+        ]
+        parts += [None] * (self.ranks.all_reduce_max(len(parts)) - len(parts))
+        return [MicroBatch.of(batch, part, policy.device) for part in parts]
 
-    def _make_targets(self, batch: Batch, step: int = 1) -> tuple[Targets, dict[str, float]]:
-        """Returns the constants of the step's loss, and the critic's metrics if there is one."""
-        loss, kl = self.config.loss, self.config.kl
-        behavior = batch.behavior_logprobs
-        current = self.score(batch)
-        proximal = self._proximal_logprobs(batch, current)
-        # A demonstration has no behaviour policy to stay close to.
-        reference = torch.where(batch.demonstrated, current, behavior)
+    def _rows_to_score(self, batch: Batch, updates: Sequence[Tensor]) -> Tensor:
+        """Returns the rows that a pass of their own scores under theta_t, before any update.
+
+        The forward pass of the first update scores its rows. Advantages with a KL penalty, weights
+        that are divided by their mean, and statistics of the update need all scores before it.
+        """
+        config, all_rows = self.config, torch.arange(len(batch.lengths))
+        penalised = config.kl.coefficient > 0 and config.kl.placement == "reward"
+        if self.objective.statistics is not None or penalised or self._normalises_weights:
+            return all_rows
+        if config.loss.ratio == "behavior" and not self._uses_current_policy(batch):
+            # For metrics, the groups of the first update are a random sample of the batch.
+            return all_rows[:0]
+        is_later = torch.ones(len(all_rows), dtype=torch.bool)
+        is_later[updates[0]] = False
+        return all_rows[is_later]
+
+    @property
+    def _normalises_weights(self) -> bool:
+        loss = self.config.loss
+        return loss.weight_norm == "batch" and loss.ratio != "behavior"
+
+    def _uses_current_policy(self, batch: Batch) -> bool:
+        """Returns whether the loss has a part in which theta_t occurs whatever the ratio is.
+
+        Every rank calls it; the answer holds for the batches of all ranks.
+        """
+        has_demonstrations = self.ranks.all_reduce_max(int(batch.demonstrated.any()))
+        config = self.config
+        return (
+            config.loss.clip_center == "current"
+            or config.kl.convex is not None
+            or bool(has_demonstrations)
+        )
+
+    def _make_targets(
+        self, batch: Batch, step: int = 1, rows: Tensor | None = None
+    ) -> tuple[Targets, dict[str, float]]:
+        """Returns the constants of the step's loss, and the critic's metrics if there is one.
+
+        rows: rows to score under theta_t; None is all.
+        """
+        kl = self.config.kl
+        current = torch.full_like(batch.behavior_logprobs, torch.nan)
+        scored = torch.zeros(len(batch.lengths), 1, dtype=torch.bool)
+        scored[slice(None) if rows is None else rows] = True
+        if self.ranks.all_reduce_max(int(scored.sum())):
+            scores = self.score(batch, rows=torch.nonzero(scored)[:, 0])
+            current = torch.where(scored, scores, current)
+        initial = None
         if kl.coefficient > 0 and kl.reference == "initial":
-            reference = self.score(batch, self.reference)
-        advantages, values, metrics = self._advantages(batch, current - reference)
+            initial = self.score(batch, self.reference)
         mask = batch.mask
-        if loss.mask_truncated:
+        if self.config.loss.mask_truncated:
             mask = mask & ~batch.truncated[:, None]
+        sources = batch.sources
         targets = Targets(
+            loss=self.config.loss,
+            valid=batch.mask,
             mask=mask,
-            advantages=advantages,
-            proximal_logprobs=proximal,
-            weights=self._importance_weights(batch, proximal, mask),
-            reference_logprobs=reference,
-            center=(current - behavior).exp() if loss.clip_center == "current" else None,
+            advantages=torch.zeros_like(current),
+            behavior_logprobs=batch.behavior_logprobs,
             current_logprobs=current,
-            values=values,
+            scored=scored,
+            demonstrated=batch.demonstrated,
+            replayed=torch.tensor([s == Source.REPLAYED for s in sources], dtype=torch.bool)[
+                :, None
+            ],
+            storage_logprobs=self._storage_logprobs(batch),
+            initial_logprobs=initial,
             reference_share=kl.reference_share(step),
         )
-        return targets, metrics
-
-    def _importance_weights(self, batch: Batch, proximal_logprobs: Tensor, mask: Tensor) -> Tensor:
-        """Returns importance weights (N, R), proximal over behaviour; 1 under `ratio: behavior`.
-
-        mask: (N, R) tokens that have a loss, whose mean `loss.weight_norm` divides by.
-        """
-        loss = self.config.loss
-        if loss.ratio == "behavior":
-            return batch.mask.float()
-        weights = truncated_weights(
-            proximal_logprobs, batch.behavior_logprobs, batch.mask, **loss.weighting
+        advantages, values, metrics = self._advantages(
+            batch, targets.current_logprobs - targets.reference_logprobs
         )
-        if loss.weight_norm == "batch":
-            mean, _, _ = self.ranks.moments(weights[mask])
-            weights = weights / (mean or 1.0)
-        return weights
+        targets = replace(targets, advantages=advantages)
+        if values is not None:
+            targets = replace(targets, old_values=values.old_values, returns=values.returns)
+        if self._normalises_weights:
+            mean, _, _ = self.ranks.moments(targets.weights[mask])
+            targets = replace(targets, weight_mean=mean or 1.0)
+        return targets, metrics
 
     def _advantages(
         self, batch: Batch, log_ratios: Tensor
@@ -230,34 +344,33 @@ class Updater:
         """
         if self.critic is not None:
             all_rows = torch.arange(len(batch.lengths))
-            return self.critic.advantages(batch, self._micro_batches(batch, all_rows))
+            return self.critic.advantages(batch, self._micro_batches(batch, all_rows, self.policy))
         kl, settings = self.config.kl, self.config.advantage
-        coefficient = kl.coefficient if kl.placement == "reward" else 0.0
-        penalties = coefficient * log_ratios
+        penalties = torch.zeros_like(log_ratios)
+        if kl.placement == "reward" and kl.coefficient > 0:
+            penalties = kl.coefficient * log_ratios
         responses = Responses(batch.rewards, batch.mask, penalties, batch.sizes)
         advantages = get_estimator(settings.estimator)(responses, settings, self.ranks.moments)
         return advantages.expand_as(batch.behavior_logprobs), None, {}
 
-    def _proximal_logprobs(self, batch: Batch, current_logprobs: Tensor) -> Tensor:
-        """Returns log-probs (N, R) in the denominator of the PPO ratio, by `loss.ratio`."""
-        match self.config.loss.ratio:
-            case "prox_current":
-                return current_logprobs
-            case "behavior":
-                return batch.behavior_logprobs
-            case "decoupled":
-                is_replayed = [source == Source.REPLAYED for source in batch.sources]
-                replayed = torch.tensor(is_replayed, dtype=torch.bool)[:, None]
-                storage = batch.storage_logprobs
-                if storage is None:
-                    storage = torch.full_like(current_logprobs, torch.nan)
-                if bool((storage.isnan() & replayed & batch.mask).any()):
-                    raise BapoError(
-                        "loss.ratio=decoupled needs the log-probs of the storage step for every "
-                        "replayed group, and some have none: the run was started with another "
-                        "ratio; start a new run"
-                    )
-                return torch.where(replayed, storage, current_logprobs)
+    def _storage_logprobs(self, batch: Batch) -> Tensor | None:
+        """Returns the log-probs (N, R) of the storage step, if `loss.ratio` is `decoupled`.
+
+        Raises `BapoError` if a replayed response has none.
+        """
+        if self.config.loss.ratio != "decoupled":
+            return None
+        is_replayed = [source == Source.REPLAYED for source in batch.sources]
+        replayed = torch.tensor(is_replayed, dtype=torch.bool)[:, None]
+        storage = batch.storage_logprobs
+        if storage is None:
+            storage = torch.full_like(batch.behavior_logprobs, torch.nan)
+        if bool((storage.isnan() & replayed & batch.mask).any()):
+            raise BapoError(
+                "loss.ratio=decoupled needs the log-probs of the storage step for every replayed "
+                "group, and some have none: the run was started with another ratio; start a new run"
+            )
+        return storage
 
     # -- one optimizer update
 
@@ -284,7 +397,12 @@ class Updater:
         first = update[1] == 0
         scored = targets.current_logprobs if first else self.score(batch, rows=rows)
         statistics = replace(statistics, scored_logprobs=scored)
-        tokens = select_tokens(rows, targets, statistics, scored[rows])
+        tokens = tokens_of(
+            targets.select(rows),
+            scored[rows],
+            scored_logprobs=scored[rows],
+            draws=None if statistics.draws is None else statistics.draws[rows],
+        )
         settings = self.config.loss.objective_settings
         values = self.objective.statistics(gather_tokens(tokens, self.ranks), settings)
         return replace(statistics, values=values)
@@ -297,44 +415,97 @@ class Updater:
         targets: Targets,
         results: TokenResults,
         statistics: UpdateStatistics = NO_STATISTICS,
+        *,
+        is_first: bool = False,
     ) -> dict[str, float]:
         """Accumulates gradients over micro-batches of `rows`, then takes one optimizer step.
 
         group_count: groups of the update, on all ranks. results: gets the results of `rows`.
+        is_first: whether the policy is theta_t, whose scores `targets` then get where they are
+        not known.
         """
-        scale = self._loss_scale(targets.mask, rows, self.config.loss.aggregation)
-        metric_scale = self._metric_scale(targets.mask, rows, scale)
         # It is no part of the scale, so that metrics are means whatever the size of the update.
         factor = 1.0
         if self.config.loss.norm == "nominal":
             factor = group_count / self.config.optimizer.minibatch_prompts
         for _, optimizer in self.trained.values():
             optimizer.zero_grad(set_to_none=True)
-        totals = dict.fromkeys(("loss", "kl", "entropy", "clip_fraction"), 0.0)
-        micro_batches = self._micro_batches(batch, rows)
-        if self.critic is not None and targets.values is not None:
-            totals["critic/loss"] = sum(
-                self.critic.backward(batch, micro_batch, targets.values, metric_scale, factor)
-                for micro_batch in micro_batches
-            )
-        for micro_batch in micro_batches:
-            if micro_batch is None:
-                logprobs, _ = self._forward(batch, None, self.policy, entropy=True)
-                (logprobs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+        micro_batches = self._micro_batches(batch, rows, self.policy)
+        order = row_order(micro_batches)
+        scores_itself = is_first and not bool(targets.scored[order].all())
+        inputs = self._update_inputs(batch, rows, targets, statistics)
+        inputs = inputs.select(order).to(self.policy.device)
+        passes = [
+            (micro_batch, inputs.select(rows_of))
+            for micro_batch, rows_of in zip(micro_batches, row_slices(micro_batches), strict=True)
+        ]
+        totals = Totals(self.policy.device, critic=self.critic is not None)
+        if self.critic is not None:
+            for micro_batch, part in passes:
+                assert part.targets.values is not None
+                loss = self.critic.backward(
+                    micro_batch, part.targets.values, part.metric_scale, factor
+                )
+                totals.add({"critic/loss": loss})
+        logprobs, clipped = [], []
+        for micro_batch, part in passes:
+            scores = self._forward(micro_batch, self.policy, entropy=True)
+            if micro_batch.rows is None:
+                (scores[0].sum() * 0.0).backward()  # type: ignore[no-untyped-call]
                 continue
-            scales = scale[micro_batch], metric_scale[micro_batch]
-            loss, metrics = self._loss(batch, micro_batch, targets, scales, results, statistics)
+            grid = micro_batch.grid
+            if scores_itself:
+                own_scores = grid.spread(scores[0].detach())
+                part = replace(part, targets=part.targets.scored_by(own_scores))
+            loss, is_clipped, metrics = self._loss(
+                part, grid.spread(scores[0]), grid.spread(scores[1]), statistics
+            )
             (loss * factor).backward()  # type: ignore[no-untyped-call]
-            for name, value in metrics.items():
-                totals[name] += value
-        totals = self.ranks.all_reduce_sum(totals) | statistics.values
-        for name, (module, _) in self.trained.items():
-            prefix = "" if name == "model" else f"{name}/"
-            totals[f"{prefix}gradient_norm"] = self._clip_gradient(module)
-        self._check_finite(totals, {"rows": rows, "batch": batch, "targets": targets})
+            totals.add(metrics)
+            logprobs.append(scores[0])
+            clipped.append(grid.gather(is_clipped))
+        norms = {
+            "" if name == "model" else f"{name}/": self._clip_gradient(module)
+            for name, (module, _) in self.trained.items()
+        }
+        # The only time in an update that the host waits for the device.
+        values = read([totals.sums, *norms.values(), *logprobs, *clipped])
+        results_of_update = self.ranks.all_reduce_sum(totals.named(values[0])) | statistics.values
+        results_of_update |= {
+            f"{prefix}gradient_norm": float(norm)
+            for prefix, norm in zip(norms, values[1:], strict=False)
+        }
+        evidence = {"rows": rows, "batch": batch, "targets": targets}
+        self._check_finite(results_of_update, evidence)
         for _, optimizer in self.trained.values():
             optimizer.step()
-        return totals
+        of_tokens = values[1 + len(norms) :]
+        results.record(order, of_tokens[: len(logprobs)], of_tokens[len(logprobs) :], batch.mask)
+        if scores_itself:
+            targets.current_logprobs[order] = results.logprobs[order]
+            targets.scored[order] = True
+        return results_of_update
+
+    def _update_inputs(
+        self, batch: Batch, rows: Tensor, targets: Targets, statistics: UpdateStatistics
+    ) -> UpdateInputs:
+        """Returns the constants of an update on `rows`, for all rows of the batch."""
+        scale = self._loss_scale(targets.mask, rows, self.config.loss.aggregation)
+        masks = {}
+        if self.config.loss.by_source:
+            sources = batch.sources
+            masks = {
+                source: torch.tensor([name == source for name in sources])[:, None]
+                for source in set(sources)
+            }
+        return UpdateInputs(
+            targets,
+            scale,
+            self._metric_scale(targets.mask, rows, scale),
+            statistics.scored_logprobs,
+            statistics.draws,
+            masks,
+        )
 
     def _loss_scale(self, mask: Tensor, rows: Tensor, aggregation: Aggregation) -> Tensor:
         """Returns factors (N, R) of the losses of this rank's tokens in `rows`; 0 elsewhere.
@@ -354,44 +525,42 @@ class Updater:
             return scale
         return self._loss_scale(mask, rows, "token-mean")
 
-    def _clip_gradient(self, module: nn.Module) -> float:
-        """Clips the gradient in place; returns its global norm before clipping."""
+    def _clip_gradient(self, module: nn.Module) -> Tensor:
+        """Clips the gradient in place; returns its global norm before clipping, on the device."""
         norm = nn.utils.clip_grad_norm_(module.parameters(), self.config.optimizer.gradient_clip)
-        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        return norm.to(self.policy.device)
 
     def _loss(
         self,
-        batch: Batch,
-        rows: Tensor,
-        targets: Targets,
-        scales: tuple[Tensor, Tensor],
-        results: TokenResults,
+        inputs: UpdateInputs,
+        logprobs: Tensor,
+        entropy: Tensor,
         statistics: UpdateStatistics,
-    ) -> tuple[Tensor, dict[str, float]]:
-        """Returns the share of `rows` in the update's loss and in its metrics, by their scales."""
-        settings, kl = self.config.loss, self.config.kl
-        scale, metric_scale = scales
-        entropy_bonus = settings.entropy_coefficient
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Returns the share of a micro-batch's rows in the update's loss, their clipped tokens
+        (n, R), and their shares of its metrics.
+
+        logprobs, entropy: (n, R) of the rows, 0 where masked.
+        """
+        settings, kl, targets = self.config.loss, self.config.kl, inputs.targets
         kl_coefficient = kl.coefficient if kl.placement == "loss" else 0.0
-        logprobs, entropy = self._forward(batch, rows, self.policy, entropy=True)
-        results.logprobs[rows] = logprobs.detach()
-        mask = targets.mask[rows]
-        tokens = select_tokens(rows, targets, statistics, logprobs)
-        if settings.by_source:
-            sources = batch.sources
-            of_rows = [sources[row] for row in rows.tolist()]
+        tokens = tokens_of(
+            targets, logprobs, scored_logprobs=inputs.scored_logprobs, draws=inputs.draws
+        )
+        if inputs.sources:
             policy_losses, clipped = losses_by_source(
-                self.objective, tokens, of_rows, settings, statistics.values
+                self.objective, tokens, inputs.sources, settings, statistics.values
             )
         else:
             policy_losses, clipped = self.objective.loss(
                 tokens, settings.objective_settings, statistics.values
             )
-        results.clipped[rows] = clipped
 
         def penalty_to(reference: Tensor) -> Tensor:
-            behavior = batch.behavior_logprobs[rows]
-            return kl_penalty(logprobs, reference[rows], behavior, mask, estimator=kl.estimator)
+            behavior = targets.behavior_logprobs
+            return kl_penalty(logprobs, reference, behavior, targets.mask, estimator=kl.estimator)
 
         penalty = penalty_to(targets.reference_logprobs)
         if targets.reference_share < 1.0:
@@ -399,16 +568,21 @@ class Updater:
                 penalty_to(targets.current_logprobs), penalty, targets.reference_share
             )
         losses = policy_losses + kl_coefficient * penalty
-        if entropy_bonus:
-            losses = losses - entropy_bonus * entropy
-        loss = (losses * scale).sum()
-        share = float((mask * metric_scale).sum())
-        return loss, {
-            "loss": float(loss.detach()),
-            "kl": float((penalty.detach() * metric_scale).sum()),
-            "entropy": float((entropy.detach() * metric_scale).sum()),
-            "clip_fraction": share * clip_fraction(clipped, mask),
-        }
+        if settings.entropy_coefficient:
+            losses = losses - settings.entropy_coefficient * entropy
+        loss = (losses * inputs.scale).sum()
+        share = (targets.mask * inputs.metric_scale).sum().double()
+        clip_fraction = clipped.sum() / targets.mask.sum().clamp(min=1).double()
+        return (
+            loss,
+            clipped,
+            {
+                "loss": loss.detach(),
+                "kl": (penalty.detach() * inputs.metric_scale).sum(),
+                "entropy": (entropy.detach() * inputs.metric_scale).sum(),
+                "clip_fraction": share * clip_fraction,
+            },
+        )
 
     def _set_learning_rate(self, step: int) -> None:
         settings = self.config.optimizer
@@ -420,7 +594,7 @@ class Updater:
 
     @staticmethod
     def _check_finite(totals: dict[str, float], evidence: dict[str, Any]) -> None:
-        wrong = [name for name, value in totals.items() if not torch.isfinite(torch.tensor(value))]
+        wrong = [name for name, value in totals.items() if not math.isfinite(value)]
         if wrong:
             raise NonFiniteLoss(
                 f"{' and '.join(wrong)} not finite: stopped before the optimizer step; start a new "
@@ -428,3 +602,24 @@ class Updater:
                 "stored one)",
                 {"totals": totals, **evidence},
             )
+
+
+class Totals:
+    """Sums of an update's metrics over its micro-batches, on the device.
+
+    Every rank has the same ones, also a rank that has no rows of the update.
+    """
+
+    def __init__(self, device: torch.device, *, critic: bool = False) -> None:
+        self._names = ["loss", "kl", "entropy", "clip_fraction", *(["critic/loss"] * critic)]
+        self.sums = torch.zeros(len(self._names), dtype=torch.float64, device=device)
+        """Sums by the order of their names."""
+
+    def add(self, values: dict[str, Tensor]) -> None:
+        """Adds 0-dimensional values of the device."""
+        zero = self.sums.new_zeros(())
+        self.sums += torch.stack([values.get(name, zero).double() for name in self._names])
+
+    def named(self, sums: Tensor) -> dict[str, float]:
+        """Returns the values of `sums`, which were read from the device, by name."""
+        return dict(zip(self._names, sums.tolist(), strict=True))

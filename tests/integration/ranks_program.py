@@ -114,7 +114,7 @@ def train(ranks: Ranks, case: Case, models: Path) -> dict[str, Any]:
         positions = [first + position for position in plan.of_rank(ranks.rank)]
         batch = batch_of_rank(full_batch, positions)
         digests.append(batch_digest(batch, positions, ranks))
-        metrics.append(updater.step(step, batch, plan, single.WINDOW, PhaseTimer()))
+        metrics.append(updater.step(step, batch, plan, single.WINDOW, PhaseTimer()).metrics)
     return {"metrics": metrics, "weights": full_weights(policy), "digests": digests}
 
 

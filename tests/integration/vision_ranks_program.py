@@ -29,7 +29,7 @@ def train(out: Path, model: Path) -> None:
         for step in range(1, 3):
             plan = make_plan(config, step, full_batch.members, ranks=ranks.size, width=policy.width)
             batch = batch_of_rank(full_batch, plan.of_rank(ranks.rank))
-            metrics.append(updater.step(step, batch, plan, (0.25, 0.75), PhaseTimer()))
+            metrics.append(updater.step(step, batch, plan, (0.25, 0.75), PhaseTimer()).metrics)
         weights = full_weights(policy)
         if ranks.is_main:
             torch.save({"metrics": metrics, "weights": weights}, out)

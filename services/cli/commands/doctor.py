@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict
 
 import click
+from rich.table import Table
 
 from bapo_core.errors import BapoError
 from services.cli.console import plain_console
@@ -52,3 +53,38 @@ def rollout(config: ConfigArguments, prompts: int, as_json: bool) -> None:
             f"out of tolerance: {', '.join(failures)}; the log-probs of engine and trainer "
             "differ, see docs/rollout.md for the causes"
         )
+
+
+@doctor.command
+@config_arguments
+@json_option
+def trainer(config: ConfigArguments, as_json: bool) -> None:
+    """Show kernels, compilation and memory of the trainer.
+
+    Loads the model as the trainer does, and shows the kernel of each kind of attention with the
+    reasons against the others, whether layers are compiled, and the predicted peak of the memory on
+    this machine and on GPUs of common sizes.
+
+    \b
+    Example:
+      bapo doctor trainer examples/countdown.yaml lora.rank=16
+    """
+    from services.cli.trainer_report import report_trainer  # imports torch
+
+    loaded = config.load()
+    model = ensure_model(loaded, default_home(), open_store=open_local_object_store)
+    report = report_trainer(loaded, model)
+    if as_json:
+        click.echo(json.dumps(asdict(report), indent=2))
+        return
+    table = Table.grid(padding=(0, 2))
+    table.add_row("device", report.device)
+    for choice in report.attention:
+        table.add_row("attention", choice)
+    table.add_row("compiled", "yes" if report.compiled else "no")
+    table.add_row("memory here", report.plan)
+    for mode, predicted in report.predicted_gib.items():
+        table.add_row("predicted", f"{predicted:.1f} GiB on one GPU, gradient_checkpointing {mode}")
+    for card, fit in report.cards.items():
+        table.add_row(f"GPU of {card}", fit)
+    plain_console().print(table)

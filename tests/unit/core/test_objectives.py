@@ -523,7 +523,11 @@ def test_each_source_has_the_loss_of_its_settings() -> None:
         }
     )
     objective = get_objective("ppo")
-    losses, clipped = losses_by_source(objective, tokens_of(case), sources, loss, {})
+    masks = {
+        source: torch.tensor([name == source for name in sources])[:, None]
+        for source in set(sources)
+    }
+    losses, clipped = losses_by_source(objective, tokens_of(case), masks, loss, {})
     plain = objective.loss(tokens_of(case), LossConfig(), {})
     settings = LossConfig(clip_low=0.05, clip_high=0.9)
     replayed = objective.loss(tokens_of(case), settings, {})

@@ -34,10 +34,10 @@ from transformers import (
 from bapo_core.errors import BapoError
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
 from services.trainer import attention
-from services.trainer.attention import Sequences
 from services.trainer.data import Packed, collate, pack
 from services.trainer.policy import Policy
 from services.trainer.ranks import init_distributed
+from services.trainer.sequences import Sequences
 from tests.micro import micro_model
 from tests.stand_in_gpu import MixedDevices, compare_with_cpu, stand_in_gpu
 

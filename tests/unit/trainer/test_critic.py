@@ -10,6 +10,7 @@ import torch
 from bapo_core.advantages import gae, token_rewards
 from services.trainer import attention
 from services.trainer.critic import Critic, CriticTrainer
+from services.trainer.micro_batches import MicroBatch
 from services.trainer.policy import Policy
 from services.trainer.ranks import Ranks
 from services.trainer.update import Updater
@@ -31,8 +32,12 @@ def critic(**changes: Any) -> Critic:
     return Critic(Policy(model).eval())
 
 
-def all_rows(batch: Any) -> list[torch.Tensor | None]:
-    return [torch.arange(len(batch.lengths))]
+def packed(batch: Any, *parts: torch.Tensor | None) -> list[MicroBatch]:
+    return [MicroBatch.of(batch, rows, torch.device("cpu")) for rows in parts]
+
+
+def all_rows(batch: Any) -> list[MicroBatch]:
+    return packed(batch, torch.arange(len(batch.lengths)))
 
 
 def test_the_last_token_of_a_response_gets_its_reward() -> None:
@@ -76,8 +81,8 @@ def test_values_do_not_depend_on_how_sequences_are_packed() -> None:
     with torch.no_grad():
         trainer.critic.value.weight.fill_(0.1)
     rows = torch.arange(len(batch.lengths))
-    _, together, _ = trainer.advantages(batch, [rows])
-    _, split, _ = trainer.advantages(batch, [rows[::2], rows[1::2], None])
+    _, together, _ = trainer.advantages(batch, packed(batch, rows))
+    _, split, _ = trainer.advantages(batch, packed(batch, rows[::2], rows[1::2], None))
     torch.testing.assert_close(together.old_values, split.old_values, atol=1e-6, rtol=0)
 
 
@@ -86,11 +91,10 @@ def test_a_value_beyond_the_clip_range_gets_no_gradient_away_from_it() -> None:
     batch = single.batch()
     trainer = CriticTrainer(settings("critic.clip=0.01"), critic(), ALONE)
     _, targets, _ = trainer.advantages(batch, all_rows(batch))
-    rows = torch.arange(len(batch.lengths))
     scale = batch.mask / batch.mask.sum()
     with torch.no_grad():
         trainer.critic.value.bias.fill_(0.5)  # towards the rewards of 1, away from those of 0
-    trainer.backward(batch, rows, targets, scale, 1.0)
+    trainer.backward(*all_rows(batch), targets, scale, 1.0)
     right = batch.row_rewards == 1.0
     assert right.any()
     gradient = trainer.critic.value.bias.grad

@@ -30,7 +30,6 @@ from services.trainer.phases import PhaseTimer
 from services.trainer.policy import Policy, response_logprobs
 from services.trainer.ranks import Ranks
 from services.trainer.shard import checkpoint_layers, compile_layers
-from services.trainer.statistics import NO_STATISTICS
 from services.trainer.targets import TokenResults
 from services.trainer.update import NonFiniteLoss, Updater
 
@@ -61,7 +60,7 @@ def updater_of(settings: RunConfig, reference: Policy | None = None) -> Updater:
 def step(updater: Updater, number: int, data: Batch) -> dict[str, float]:
     plan = make_plan(updater.config, number, data.members, ranks=1, width=16)
     assert plan.of_rank(0) == list(range(GROUPS))
-    return updater.step(number, data, plan, WINDOW, PhaseTimer())
+    return updater.step(number, data, plan, WINDOW, PhaseTimer()).metrics
 
 
 def config(*overrides: str) -> RunConfig:
@@ -260,8 +259,10 @@ def test_a_convex_kl_is_in_part_to_the_policy_before_the_step() -> None:
     with torch.no_grad():
         for parameter in updater.policy.parameters():
             parameter.mul_(1.05)
+    moved = policy()
+    moved.load_state_dict(updater.policy.state_dict())
     temperature = settings.rollout.temperature
-    logprobs, _ = response_logprobs(updater.policy, data, rows, temperature)
+    logprobs, _ = response_logprobs(moved, data, rows, temperature)
 
     def k3(reference: Tensor) -> Tensor:
         d = reference - logprobs
@@ -270,9 +271,7 @@ def test_a_convex_kl_is_in_part_to_the_policy_before_the_step() -> None:
     initial, _ = response_logprobs(policy(seed=1), data, rows, temperature)
     before, _ = response_logprobs(start, data, rows, temperature)
     expected = 0.7 * k3(initial) + 0.3 * k3(before)
-    scale = data.mask / data.mask.sum()
-    results, scales = TokenResults.empty(data), (scale, scale)
-    _, metrics = updater._loss(data, rows, targets, scales, results, NO_STATISTICS)
+    metrics = updater._update(data, rows, GROUPS, targets, TokenResults.empty(data))
     assert metrics["kl"] == pytest.approx(expected.item(), abs=1e-6)
     assert k3(before) < k3(initial)
 
@@ -569,6 +568,7 @@ def test_clip_fractions_are_reported_by_source() -> None:
         variances=torch.zeros(2),
         sources=["fresh", "replayed"],
         positions=torch.tensor([0, 1]),
+        scored=torch.ones(2, dtype=torch.bool),
     )
     assert results.clip_fractions() == {
         "clip_fraction/fresh": 1 / 2,
@@ -595,7 +595,8 @@ def test_responses_without_a_loss_are_no_part_of_the_trained_tokens() -> None:
 
 def test_weight_metrics_are_those_of_the_weights_that_the_loss_applies() -> None:
     def metrics_with(ratio: str) -> dict[str, float]:
-        return step(updater_of(config(f"loss.ratio={ratio}")), 1, batch())
+        settings = config(f"loss.ratio={ratio}", f"optimizer.minibatch_prompts={GROUPS}")
+        return step(updater_of(settings), 1, batch())
 
     weighted, unweighted = metrics_with("prox_current"), metrics_with("behavior")
     assert weighted["mismatch/ess_fraction"] < 1.0
@@ -619,6 +620,7 @@ def test_the_bound_weighs_each_group_once_and_leaves_out_groups_without_variance
         variances=torch.tensor([0.25, 0.25, 0.0, 0.0, 0.16, 0.16]),
         sources=["fresh"] * 4 + ["replayed"] * 2,
         positions=torch.tensor([0, 0, 1, 1, 2, 2]),
+        scored=torch.ones(6, dtype=torch.bool),
     )
     metrics = diagnose(config("advantage.eps=1e-12"), results, (0.125, 0.25))
     # sigma = 0.4, so K = 1.5; L = (2 - 1/2) / 2; TV = (1 + 1/2) / 2 / 2.

@@ -197,7 +197,7 @@ def test_an_update_trains_the_vision_tower_unless_it_is_frozen(
     tower_before = [parameter.clone() for parameter in tower(updater.policy).parameters()]
     head_before = updater.policy.model.get_output_embeddings().weight.clone()  # type: ignore[operator]
     plan = Plan([[[0, 1, 2, 3]]])
-    metrics = updater.step(1, batch, plan, (0.25, 0.75), PhaseTimer())
+    metrics = updater.step(1, batch, plan, (0.25, 0.75), PhaseTimer()).metrics
     assert metrics["gradient_norm"] > 0
     tower_after = list(tower(updater.policy).parameters())
     unchanged = all(map(torch.equal, tower_before, tower_after))
