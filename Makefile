@@ -92,8 +92,8 @@ install-chromium: ## install Debian's Chromium for the browser tests, if there i
 	@for name in $(CHROMIUMS); do command -v $$name && exit 0; done; \
 		$(SUDO) apt-get update && $(SUDO) apt-get install --yes chromium
 
-gpu-bundle: $(STAMP) ## collect what a GPU machine without a network lacks (benchmarks/gpu)
-	$(BIN)/python -m benchmarks.gpu.bundle
+gpu-bundle: $(STAMP) ## collect what a GPU machine without a network lacks for PLAN (benchmarks/gpu)
+	$(BIN)/python -m benchmarks.gpu.bundle --plan $(or $(PLAN),attention)
 
 run: $(STAMP) ## train with BAPO on Countdown, show a report
 	$(BIN)/bapo run examples/countdown.yaml --new

@@ -1,12 +1,13 @@
-"""Collects what a GPU machine without a network lacks, and installs it there.
+"""Collects what a GPU machine without a network lacks for a plan, and installs it there.
 
-    make gpu-bundle     (python -m benchmarks.gpu.bundle; prints the command of each call)
+    make gpu-bundle PLAN=attention     (python -m benchmarks.gpu.bundle --plan attention)
 
-The machine gets a copy of this checkout and at most 64 MiB with each call, and may be another one
-for the next call. So packages travel as archives below that size, which xz makes smaller than
-wheels. `python -m benchmarks.gpu --bundle FILE` unpacks one into an environment that also sees the
-packages of the machine. vLLM gets another one beside it, because it pins other versions; its
-archive travels in pieces, and is unpacked once the last of them is there.
+It prints what each call of the machine brings along, and its command.
+
+The machine gets a copy of this checkout and at most 64 MiB with each call. So packages travel as
+archives, which xz makes smaller than wheels, and large archives in pieces: `install` unpacks an
+archive once its last piece is there. The environment also sees the packages of the machine. vLLM
+gets another one beside it, because it pins other versions.
 
 Imports nothing but the standard library, because it runs before anything is installed.
 """
@@ -22,8 +23,11 @@ import tarfile
 import tempfile
 import venv
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+from benchmarks.gpu.parts import PLANS
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -38,37 +42,77 @@ PLATFORMS = (
 )
 VLLM = "vllm==0.32.0"
 LIMIT_BYTES = 64 << 20
-"""Limit of the archive and the checkout that travel with one call."""
-PIECES = tuple(f"vllm.tar.xz.{number}-of-3" for number in (1, 2, 3))
-"""The pieces of the archive of vLLM."""
-CALLS = (
-    ("environment", "ceilings", "correctness", "logprobs", "trainer"),
-    ("end_to_end", "ragged", "prefix", "generate"),
-)
-"""The parts of each call of at most ten minutes."""
+"""Limit of the archives and the checkout that travel with one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """Packages that travel together."""
+
+    name: str
+    """Name of the list of requirements beside this file, without `.txt`."""
+    pieces: int = 1
+    """Files that the archive is divided into."""
+    environment: str = MAIN
+    constraints: str = "constraints.txt"
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the archive's pieces, in order."""
+        whole = f"{self.name}.tar.xz"
+        if self.pieces == 1:
+            return (whole,)
+        return tuple(f"{whole}.{number}-of-{self.pieces}" for number in range(1, self.pieces + 1))
+
+
+ARCHIVES = {
+    archive.name: archive
+    for archive in (
+        Archive("core"),
+        Archive("base"),
+        Archive("flash4", pieces=2),
+        Archive("vllm", 3, VLLM_ENVIRONMENT, "constraints-vllm.txt"),
+    )
+}
 
 
 # -- on the GPU machine
 
 
-def install(bundle: Path, home: Path = HOME) -> Path:
-    """Unpacks an archive into its environment; returns the interpreter of the main one."""
-    if not bundle.is_file():
-        raise SystemExit(f"{bundle} does not exist; run `make gpu-bundle` where there is a network")
+def install(files: Sequence[Path], home: Path = HOME) -> Path:
+    """Unpacks archives into their environments; returns the interpreter of the main one.
+
+    A piece waits in `home` for the other pieces of its archive. Raises `SystemExit` for a file that
+    does not exist or is not of an archive.
+    """
     python = _create(home / MAIN)
-    if bundle.name not in PIECES:
-        _unpack(bundle, home / MAIN)
-        return python
-    shutil.copy(bundle, home)
-    pieces = [home / name for name in PIECES]
-    if all(piece.is_file() for piece in pieces):
-        whole = home / "vllm.tar.xz"
-        whole.write_bytes(b"".join(piece.read_bytes() for piece in pieces))
-        _create(home / VLLM_ENVIRONMENT)
-        _unpack(whole, home / VLLM_ENVIRONMENT)
-        for path in (whole, *pieces):
-            path.unlink()
+    for file in files:
+        if not file.is_file():
+            raise SystemExit(
+                f"{file} does not exist; run `make gpu-bundle` where there is a network"
+            )
+        archive = next(
+            (archive for archive in ARCHIVES.values() if file.name in archive.files), None
+        )
+        if archive is None:
+            raise SystemExit(f"{file} is not a file of an archive that `make gpu-bundle` writes")
+        shutil.copy(file, home)
+        pieces = [home / name for name in archive.files]
+        if all(piece.is_file() for piece in pieces):
+            _join_and_unpack(archive, pieces, home)
     return python
+
+
+def _join_and_unpack(archive: Archive, pieces: Sequence[Path], home: Path) -> None:
+    """Unpacks an archive from its pieces, and removes them."""
+    _create(home / archive.environment)
+    whole = home / "whole.tar.xz"
+    with whole.open("wb") as file:
+        for piece in pieces:
+            file.write(piece.read_bytes())
+            piece.unlink()
+    _unpack(whole, home / archive.environment)
+    whole.unlink()
 
 
 def _unpack(archive: Path, environment: Path) -> None:
@@ -100,25 +144,23 @@ def _site_packages(environment: Path) -> Path:
 # -- on the machine with a network
 
 
-def collect(out: Path) -> None:
-    """Writes the archives, one for each call."""
+def collect(out: Path, archives: Iterable[Archive]) -> None:
+    """Writes the pieces of the archives."""
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    with tempfile.TemporaryDirectory(prefix="bapo-bundle-") as scratch:
-        base, vllm = Path(scratch) / "base", Path(scratch) / "vllm"
-        _pip("install", "--target", str(base), *requirements("base.txt"))
-        pack(base, needed_files(base), out / "base.tar.xz")
-        _pip("download", "--dest", scratch, VLLM)
-        (wheel,) = Path(scratch).glob("vllm-*.whl")
-        with zipfile.ZipFile(wheel) as files:
-            files.extractall(vllm)
-        _pip(
-            *("install", "--target", str(vllm), *requirements("vllm.txt")),
-            constraints="constraints-vllm.txt",
-        )
-        whole = Path(scratch) / "vllm.tar.xz"
-        pack(vllm, needed_files(vllm), whole)
-        divide(whole, out)
+    for archive in archives:
+        with tempfile.TemporaryDirectory(prefix="bapo-bundle-") as scratch:
+            root, whole = Path(scratch) / "root", Path(scratch) / "whole.tar.xz"
+            if archive.name == "vllm":
+                # pip does not install its wheel for another Python and platform than this one's.
+                _pip("download", archive, "--dest", scratch, VLLM)
+                (wheel,) = Path(scratch).glob("vllm-*.whl")
+                with zipfile.ZipFile(wheel) as files:
+                    files.extractall(root)
+            names = requirements(f"{archive.name}.txt")
+            _pip("install", archive, "--target", str(root), *names)
+            pack(root, needed_files(root), whole)
+            divide(whole, out, archive)
 
 
 def requirements(name: str) -> list[str]:
@@ -127,8 +169,8 @@ def requirements(name: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def _pip(command: str, *arguments: str, constraints: str = "constraints.txt") -> None:
-    options = ["--quiet", "--no-deps", "--constraint", str(ROOT / constraints)]
+def _pip(command: str, archive: Archive, *arguments: str) -> None:
+    options = ["--quiet", "--no-deps", "--constraint", str(ROOT / archive.constraints)]
     options += ["--only-binary", ":all:", "--python-version", PYTHON, "--implementation", "cp"]
     options += [f"--platform={platform}_x86_64" for platform in PLATFORMS]
     if command == "install":
@@ -157,31 +199,56 @@ def pack(root: Path, members: Sequence[Path], target: Path) -> None:
             archive.add(path, path.relative_to(root))
 
 
-def divide(archive: Path, out: Path) -> None:
+def divide(whole: Path, out: Path, archive: Archive) -> None:
     """Writes the pieces of an archive, which are equally large."""
-    content = archive.read_bytes()
-    size = -(-len(content) // len(PIECES))
-    for index, name in enumerate(PIECES):
+    content = whole.read_bytes()
+    size = -(-len(content) // archive.pieces)
+    for index, name in enumerate(archive.files):
         (out / name).write_bytes(content[index * size : (index + 1) * size])
 
 
-def calls(out: Path, commit: str) -> Iterator[tuple[Path, str]]:
-    """Yields what each call brings along, and its command; `$OUT` takes the results."""
-    common = f"--commit {commit} --minutes 9.5 --out $OUT"
-    for parts in CALLS:
-        only = " ".join(parts)
-        bundle = f"{out.name}/base.tar.xz"
-        yield (
-            out / "base.tar.xz",
-            f"python3 -m benchmarks.gpu --bundle {bundle} --only {only} {common}",
-        )
-    *earlier, last = PIECES
-    for name in earlier:
-        yield out / name, f"python3 -m benchmarks.gpu.bundle --install {out.name}/{name}"
-    yield (
-        out / last,
-        f"python3 -m benchmarks.gpu --bundle {out.name}/{last} --only vllm {common}",
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of the machine: the files that it brings along, its command and time limit."""
+
+    files: tuple[Path, ...]
+    command: str
+    """Shell command; `$OUT` is the directory whose files come back."""
+    timeout_s: float
+
+
+INSTALL_S = 120.0
+"""Time limit of a call that only unpacks."""
+
+
+def calls(plan: str, out: Path, commit: str, room: int) -> list[Call]:
+    """Returns the calls of a plan, each with at most `room` bytes of files where that is possible.
+
+    The last one measures; the ones before bring the archives that do not fit into it.
+    """
+    files = [out / name for archive in PLANS[plan].archives for name in ARCHIVES[archive].files]
+    loads: list[list[Path]] = [[]]
+    for file in files:
+        if loads[-1] and sum(path.stat().st_size for path in [*loads[-1], file]) > room:
+            loads.append([])
+        loads[-1].append(file)
+    *earlier, last = [tuple(load) for load in loads]
+    measure = (
+        f"python3 -m benchmarks.gpu --plan {plan} --bundle {_names(last)} --commit {commit} "
+        "--out $OUT"
     )
+    return [
+        *(
+            Call(load, f"python3 -m benchmarks.gpu.bundle --install {_names(load)}", INSTALL_S)
+            for load in earlier
+        ),
+        # The suite ends the plan itself, and then has to write its table.
+        Call(last, measure, PLANS[plan].limit_s + 15),
+    ]
+
+
+def _names(files: Sequence[Path]) -> str:
+    return " ".join(f"{file.parent.name}/{file.name}" for file in files)
 
 
 def checkout_bytes() -> int:
@@ -191,18 +258,31 @@ def checkout_bytes() -> int:
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
-def show(out: Path) -> None:
-    """Prints what each call brings along, its size, and its command."""
+def show(plan: str, out: Path) -> bool:
+    """Prints what each call brings along, its size, its command and time limit.
+
+    Returns whether every call is below the limit.
+    """
     commit, checkout = _output("git", "rev-parse", "HEAD").strip(), checkout_bytes()
-    print(f"The checkout: {checkout / (1 << 20):.1f} MiB. Every call brings it along.\n")
-    for number, (bundle, command) in enumerate(calls(out, commit), start=1):
-        size = bundle.stat().st_size
-        fits = "" if size + checkout <= LIMIT_BYTES else "  TOO LARGE"
-        print(f"call {number}: {bundle.name}, {size / (1 << 20):.1f} MiB{fits}\n  {command}\n")
-    print(
-        "Calls 3 to 5 need what call 1 or 2 unpacked, on the same machine. On a new one, unpack it "
-        f"first:\n  python3 -m benchmarks.gpu.bundle --install {out.name}/base.tar.xz"
-    )
+    print(f"Plan {plan}: {PLANS[plan].title}; about {PLANS[plan].estimate_s / 60:.1f} min.")
+    print(f"The checkout has {_mib(checkout)}, and travels with every call.\n")
+    fits = True
+    planned = calls(plan, out, commit, LIMIT_BYTES - checkout)
+    for number, call in enumerate(planned, start=1):
+        size = checkout + sum(file.stat().st_size for file in call.files)
+        too_large = f", ABOVE THE LIMIT of {_mib(LIMIT_BYTES)}" if size > LIMIT_BYTES else ""
+        fits &= not too_large
+        print(f"call {number} of {len(planned)}: {_mib(size)} with the checkout{too_large}")
+        for file in call.files:
+            print(f"  {file.parent.name}/{file.name}  {_mib(file.stat().st_size)}")
+        print(f"  time limit {call.timeout_s:.0f} s\n  {call.command}\n")
+    if len(planned) > 1:
+        print("All calls are for one machine, which keeps what the earlier ones unpacked.")
+    return fits
+
+
+def _mib(size: int) -> str:
+    return f"{size / (1 << 20):.1f} MiB"
 
 
 def _output(*command: str) -> str:
@@ -212,16 +292,21 @@ def _output(*command: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--plan", choices=list(PLANS), help="collect what the plan needs")
+    what.add_argument(
+        "--install", type=Path, nargs="+", metavar="FILE", help="unpack archives on this machine"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / ".gpu-bundle")
-    parser.add_argument("--install", type=Path, metavar="FILE", help="unpack FILE here instead")
     parser.add_argument("--show", action="store_true", help="print the calls of an earlier bundle")
     arguments = parser.parse_args()
     if arguments.install is not None:
         print(install(arguments.install))
         return
     if not arguments.show:
-        collect(arguments.out)
-    show(arguments.out)
+        archives = PLANS[arguments.plan].archives
+        collect(arguments.out, [ARCHIVES[name] for name in archives])
+    sys.exit(0 if show(arguments.plan, arguments.out) else 1)
 
 
 if __name__ == "__main__":

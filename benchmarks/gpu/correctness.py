@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,19 +20,26 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_saver import save
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bapo_core.config import RunConfig
 from benchmarks.batches import batch_of
 from benchmarks.engine import countdown_prompts
 from benchmarks.gpu.device import DEVICE, GPU, synchronize
-from benchmarks.gpu.models import model_config, other_models
+from benchmarks.gpu.models import attention_needs, model_config, other_models
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.steps import Steps, make_group, step_config
 from benchmarks.trl_steps import Group, Response
 from services.model.resolve import TINY_MODEL
 from services.rollout.api.wire import PromptRequest, Sampling
 from services.rollout.transformers_engine import TransformersEngine
+from services.trainer.attention_kernels import (
+    KERNELS,
+    Needs,
+    choose_kernel,
+    choose_kernels,
+    forget_choices,
+)
 from services.trainer.checkpoint import restore_state, state_of
 from services.trainer.data import Batch
 from services.trainer.lora import full_tensor
@@ -89,8 +98,12 @@ def measure(record: Record) -> None:
             compare_other_model(record, name, other, batch_of(few), ranks)
         restart(record, model, few, ranks)
         engine_against_trainer(record, ranks, prompts=8 if record.toy else 128)
+        # Last, because a kernel that fails may take the device's context along.
+        compare_kernels(record, model, batch_of(few), ranks)
     wrong = [
-        name for name, result in record.results.items() if not result.get("within_tolerance", True)
+        name
+        for name, result in record.new_results.items()
+        if not result.get("within_tolerance", True)
     ]
     if wrong:
         raise Failures(f"beyond their tolerance: {', '.join(wrong)}")
@@ -173,6 +186,30 @@ def compare_with_cpu(record: Record, model: Path, batch: Batch, ranks: Ranks) ->
 def compare_other_model(record: Record, name: str, model: Path, batch: Batch, ranks: Ranks) -> None:
     reference, bf16 = run_pass(on_cpu(model), batch), run_pass(in_bf16(model, ranks), batch)
     record.add(f"{name}_in_bf16_against_cpu", difference(bf16, reference, batch.mask, BF16))
+
+
+def compare_kernels(record: Record, model: Path, batch: Batch, ranks: Ranks) -> None:
+    """Compares the whole model with each attention kernel that this device has."""
+    reference = run_pass(on_cpu(model), batch)
+    needs = replace(attention_needs(Qwen3Config.from_pretrained(model)), dtype=torch.bfloat16)
+    for name, kernel in KERNELS.items():
+        choice = choose_kernel(needs, DEVICE, [kernel])
+        if choice.kernel is not kernel:
+            record.add(f"bf16_with_{name}", {"refused": choice.passed_over})
+            continue
+        with chosen(needs, name):
+            outcome = run_pass(in_bf16(model, ranks), batch)
+        record.add(f"bf16_with_{name}", difference(outcome, reference, batch.mask, BF16))
+
+
+@contextmanager
+def chosen(needs: Needs, name: str) -> Iterator[None]:
+    """Has the model's attention computed by one kernel, as `trainer.attention` does."""
+    choose_kernels([needs], DEVICE, name)
+    try:
+        yield
+    finally:
+        forget_choices()
 
 
 def difference(one: Outcome, other: Outcome, mask: Tensor, tolerance: Tolerance) -> dict[str, Any]:

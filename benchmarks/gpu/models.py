@@ -20,12 +20,21 @@ from transformers import (
 )
 
 from bapo_core.config import RunConfig
-from benchmarks.gpu.device import DEVICE
+from benchmarks.gpu.device import DEVICE, GPU
 from services.trainer import attention
+from services.trainer.attention_kernels import Needs
 from services.trainer.lora import add_adapters
+from services.trainer.memory import MemoryPlan, free_bytes, plan_memory
 from services.trainer.policy import Policy
 from services.trainer.ranks import Ranks
-from services.trainer.shard import checkpoint_layers, compile_layers, shard
+from services.trainer.shard import (
+    checkpoint_layers,
+    choose_attention,
+    compile_layers,
+    compiles,
+    shard,
+    size_of,
+)
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {
@@ -112,21 +121,41 @@ def other_models(shape: str) -> dict[str, Callable[[], Any]]:
     }
 
 
-def random_policy(shape: str, config: RunConfig, ranks: Ranks) -> Policy:
-    """Builds a policy on the device as `load_sharded` does, with weights drawn from seed 0."""
+def random_policy(shape: str, config: RunConfig, ranks: Ranks) -> tuple[Policy, MemoryPlan]:
+    """Builds a policy on the device as `load_sharded` does, with weights drawn from seed 0.
+
+    Returns also how a step fits the memory. On a GPU, frozen weights are in bfloat16, as those of a
+    model whose files are.
+    """
+    available = free_bytes()
     torch.manual_seed(0)
+    sizes = model_config(shape)
     with torch.device(DEVICE):
         model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            model_config(shape),
+            sizes,
             dtype=torch.float32,
             attn_implementation=attention.IMPLEMENTATION,
         )
     policy = Policy(model).eval()
     add_adapters(policy.model, config.lora, config.seed)
-    checkpoint_layers(policy, config.trainer.gradient_checkpointing)
-    if config.trainer.compile:
+    choose_attention([attention_needs(sizes)], config.trainer.attention, ranks)
+    frozen = [parameter for parameter in policy.parameters() if not parameter.requires_grad]
+    for parameter in frozen if GPU else ():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    size = size_of(policy.model, half_frozen=GPU and bool(frozen))
+    memory = plan_memory(config, size, available=available)
+    checkpoint_layers(policy, memory.checkpointing)
+    if compiles(config.trainer, policy.model):
         compile_layers(policy)
-    return shard(policy, ranks, offload=config.trainer.offload)
+    return shard(policy, ranks, offload=config.trainer.offload), memory
+
+
+def attention_needs(sizes: Qwen3Config) -> Needs:
+    """Returns what the layers of such a model need of an attention kernel."""
+    head, heads, key_heads = sizes.head_dim, sizes.num_attention_heads, sizes.num_key_value_heads
+    assert head is not None
+    assert key_heads is not None
+    return Needs(head, head, heads // key_heads, False, torch.float32)
 
 
 def save_random_model(shape: str, directory: Path) -> None:

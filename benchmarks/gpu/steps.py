@@ -13,6 +13,7 @@ from benchmarks.gpu.device import peak_memory, synchronize
 from benchmarks.gpu.record import spread
 from benchmarks.trl_steps import Group, Response, tokens_of
 from services.trainer.data import Batch, make_plan
+from services.trainer.memory import MemoryPlan
 from services.trainer.phases import PhaseTimer
 from services.trainer.policy import Policy
 from services.trainer.ranks import Ranks
@@ -71,10 +72,17 @@ def step_config(groups: list[Group], *, microbatch_tokens: int, **sections: Any)
 class Steps:
     """Takes the same step again and again: scores the batch, then updates the weights once."""
 
-    def __init__(self, config: RunConfig, policy: Policy, groups: list[Group]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        policy: Policy,
+        groups: list[Group],
+        memory: MemoryPlan | None = None,
+    ) -> None:
+        """memory: how a step fits the memory, if the policy was built by it."""
         self.policy, self.tokens = policy, tokens_of(groups)
         self.batch: Batch = batch_of(groups)
-        self.updater = Updater(config, policy, Ranks(0, 1))
+        self.updater = Updater(config, policy, Ranks(0, 1), memory=memory)
         self.plan = make_plan(config, 1, self.batch.members, ranks=1, width=policy.width)
         self.steps = 0
 
@@ -84,12 +92,12 @@ class Steps:
         timer = PhaseTimer()
         synchronize()
         started = time.perf_counter()
-        metrics = self.updater.step(self.steps, self.batch, self.plan, WINDOW, timer)
+        outcome = self.updater.step(self.steps, self.batch, self.plan, WINDOW, timer)
         synchronize()
         seconds = time.perf_counter() - started
         # The phase's own end does not wait for the optimizer's kernels.
-        proximal = timer.seconds["proximal"]
-        return {**metrics, "step": seconds, "score": proximal, "update": seconds - proximal}
+        proximal = timer.seconds.get("proximal", 0.0)  # not every step scores its batch
+        return {**outcome.metrics, "step": seconds, "score": proximal, "update": seconds - proximal}
 
     def measure(self, repeats: int, warm_up: int = 1) -> dict[str, Any]:
         """Returns the spread of seconds and tokens a second, and the peak memory.
@@ -107,7 +115,7 @@ class Steps:
             "tokens": self.tokens,
             "seconds": seconds,
             "tokens_per_s": {
-                name: self.tokens / found["median"] for name, found in seconds.items()
+                name: self.tokens / seconds[name]["median"] for name in ("step", "update")
             },
             "memory": memory.report(),
             "loss": [step["loss"] for step in steps],

@@ -1,4 +1,8 @@
-"""Writes the GPU table of benchmarks/README.md: `python -m benchmarks.gpu.table`."""
+"""Writes the GPU table of benchmarks/README.md: `python -m benchmarks.gpu.table`.
+
+Each row names the device and the commit that it was measured on, and says so if the code of its
+part has changed since.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.digest import digest_of
+from benchmarks.gpu.parts import BY_NAME
 from benchmarks.gpu.record import Record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,8 +36,34 @@ class Row:
 def _rates(result: Any) -> str:
     """Shows an update of the trainer part."""
     rate = result["tokens_per_s"]["update"]
+    kernel = result.get("attention", "default")
+    attention = "" if kernel == "default" else f" ({kernel})"
     mfu = 100 * result["mfu_published_formula"]
-    return f"{rate:,.0f} tok/s, {mfu:.1f}%, {result['memory']['reserved_gib']:.1f} GiB"
+    return f"{rate:,.0f} tok/s, {mfu:.1f}%, {result['memory']['reserved_gib']:.1f} GiB{attention}"
+
+
+def _attention(result: Any) -> str:
+    """Shows the passes of the summary of an attention kernel."""
+    times = [result["ms"].get(f"qwen3-0.6b/{row}") for row in (16_384, 65_536)]
+    if not any(times):
+        return "refused"
+    shown = "; ".join(
+        "failed" if pair is None else f"{pair[0]:.1f}, {pair[1]:.1f}" for pair in times
+    )
+    return f"{shown} ms"
+
+
+def _phase(result: Any) -> str:
+    """Shows a side of the part ragged."""
+    if "failed" in result:
+        return "out of memory" if "OutOfMemory" in result["failed"] else "failed"
+    return f"{result['tokens_per_s']:,.0f} tok/s, {result['peak_gib']:.1f} GiB"
+
+
+def _generation(result: Any) -> str:
+    if "steady" in result:
+        return f"{result['steady']['ratio']:.2f}"
+    return f"{result['ratio_of_medians']:.2f}"
 
 
 def _logprobs(result: Any) -> str:
@@ -56,25 +88,35 @@ def _steps(result: Any) -> str:
 
 
 def _end_to_end(result: Any) -> str:
-    device = result["device"] or {"idle_share": float("nan")}
-    return f"{result['steps_per_hour']:,.0f} steps/h, {100 * device['idle_share']:.0f}% idle"
+    device = result["device"] or {"mean_utilisation": float("nan")}
+    busy = 100 * device["mean_utilisation"]
+    return f"{result['steps_per_hour']:,.0f} steps/h, device busy {busy:.0f}% of the time"
 
 
 def _trl(ratios: Any) -> str:
-    return ", ".join(
-        f"{name}: {ratio['speed']:.2f}, {ratio['extra_memory']:.2f}"
-        for name, ratio in ratios.items()
+    return (
+        "none"
+        if not ratios
+        else ", ".join(
+            f"{name}: {ratio['speed']:.2f}, {ratio['extra_memory']:.2f}"
+            for name, ratio in ratios.items()
+        )
     )
 
 
 PRIME_RL = "prime-rl on one H100: "
 ROWS = (
     Row(
-        *("ceilings", "matrix_product", "8192³ matrix product, bf16", "989 (vendor)"),
+        *("ceilings", "matrix_product", "8192³ matrix product, bf16", "989 TFLOP/s (vendor)"),
         lambda result: f"{result['tflops']:.0f} TFLOP/s",
     ),
     Row(
-        *("ceilings", "device_copy", "copy within the device", "4,800 (vendor)"),
+        *(
+            "ceilings",
+            "device_copy",
+            "copy within the device",
+            "3,350 (vendor, H100), 4,800 (H200)",
+        ),
         lambda result: f"{result['gb_per_s']:,.0f} GB/s",
     ),
     Row(
@@ -107,6 +149,23 @@ ROWS = (
         _rates,
     ),
     *(
+        Row(
+            *("attention", kernel, f"attention, {kernel}, one row of 16,384; 65,536"),
+            "forward, backward of a layer of Qwen3-0.6B",
+            _attention,
+        )
+        for kernel in ("varlen", "varlen-repeated", "cudnn", "cudnn-repeated", "flash4", "padded")
+    ),
+    *(
+        Row(
+            *("trainer", f"qwen3-0.6b-{row}-compiled-fastest"),
+            f"update, Qwen3-0.6B, rows of {row:,}, compiled, fastest attention",
+            f"target {target:,} tok/s",
+            _rates,
+        )
+        for row, target in ((16_384, 28_000), (65_536, 12_000))
+    ),
+    *(
         Row("logprobs", name, f"log-probs, 16,384 x 151,936: {title}", compared, _logprobs)
         for name, title, compared in (
             ("ours", "ours", "Liger x 1.1, summed in fp32"),
@@ -134,7 +193,9 @@ ROWS = (
         *("correctness", "engine_against_trainer_in_bf16", "KL(engine, trainer), bf16", "1e-3"),
         lambda result: f"{result['kl']:.1e}",
     ),
-    Row("ragged", "ratios", "TRL, 16 x 8 ragged responses: speed, memory", "1.5, 0.6", _trl),
+    Row("ragged", "ours", "optimisation phase, 16 x 8 ragged responses", "", _phase),
+    Row("ragged", "trl", "the same, TRL", "", _phase),
+    Row("ragged", "ratios", "the same against TRL: speed, memory", "1.5, 0.6", _trl),
     *(
         Row("prefix", name, f"update, prompt:response {name}", "", _steps)
         for name in ("4096:1024", "2048:2048", "512:4096")
@@ -142,7 +203,7 @@ ROWS = (
     *(
         Row(
             *("generate", name, f"engine against `model.generate`, {name}", "tokens a second"),
-            lambda result: f"{result['ratio_of_medians']:.2f}",
+            _generation,
         )
         for name in ("tiny", "qwen3-0.6b")
     ),
@@ -167,19 +228,32 @@ def fill(readme: str, results: Path) -> str:
     before, _, rest = readme.partition(START)
     _, _, after = rest.partition(END)
     records = {path.stem: Record.read(path) for path in sorted(results.glob("*.json"))}
-    device = next((record.device for record in records.values()), "GPU")
-    lines = [f"| measured | compared with | {device} |", "| --- | --- | --- |"]
-    lines += [f"| {row.title} | {row.compared} | {_cell(row, records)} |" for row in ROWS]
+    lines = ["| measured | compared with | result | device, commit |", "| --- | --- | --- | --- |"]
+    for row in ROWS:
+        record = records.get(row.part)
+        cells = (row.title, row.compared, _cell(row, record), _origin(row, record))
+        lines.append(f"| {' | '.join(cells)} |")
     return before + START + "\n".join(lines) + "\n" + END + after
 
 
-def _cell(row: Row, records: dict[str, Record]) -> str:
-    record = records.get(row.part)
+def _cell(row: Row, record: Record | None) -> str:
     if record is None or record.size == "toy":
         return NOT_RUN
     if row.result in record.results:
         return row.show(record.results[row.result])
+    if row.result in record.failures:
+        return "failed"
     return record.status if record.status in ("failed", "timed out") else NOT_RUN
+
+
+def _origin(row: Row, record: Record | None) -> str:
+    """Returns device and commit of a result, and whether the part's code has changed since."""
+    if record is None or row.result not in record.results or record.size == "toy":
+        return ""
+    origin = record.origin_of(row.result)
+    same = origin.get("digest") == digest_of(BY_NAME[row.part])
+    changed = "" if same else ", changed since"
+    return f"{origin['device'].removeprefix('NVIDIA ')}, {origin['commit'][:7]}{changed}"
 
 
 def main() -> None:

@@ -4,12 +4,14 @@ The published runs (prime-rl's benchmarks/baselines, January 2026) take two micr
 of random tokens each, with compiled layers, full recomputation and fp32 master weights, and no
 scoring pass: compare `update`. Their tokens a second of a full fine-tuning count the time between
 two steps; their own time of a step of the first row gives 16.4k tokens a second, not 11.9k. Their
-attention is FlashAttention 3, ours FlashAttention 2. Their memory is what the allocator reserves.
+attention is FlashAttention 3, ours the default kernel or, in the cases `fastest`, the kernel that
+the part `attention` found to be the fastest. Their memory is what the allocator reserves.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import torch
 import torch._dynamo
 from transformers import Qwen3Config
 
+from benchmarks.gpu.attention import fastest_kernel
 from benchmarks.gpu.device import free, profiled
 from benchmarks.gpu.models import model_config, random_policy
 from benchmarks.gpu.record import Record
@@ -40,6 +43,8 @@ class Case:
     compiled: bool = False
     published: tuple[float, float, float] | None = None
     """Tokens a second, MFU in percent and peak GiB (reserved) of prime-rl on one H100."""
+    fastest: bool = False
+    """Whether the attention kernel is the one that the part `attention` found to be the fastest."""
     brief: bool = False
     """Whether two repetitions without a profile have to do: each takes half a minute."""
 
@@ -47,6 +52,7 @@ class Case:
     def name(self) -> str:
         parts = [self.shape, str(self.row), f"lora{self.lora_rank}" if self.lora_rank else ""]
         parts += ["" if self.recompute else "kept", "compiled" if self.compiled else ""]
+        parts += ["fastest" if self.fastest else ""]
         return "-".join(filter(None, parts))
 
 
@@ -57,23 +63,43 @@ CASES = (
     Case("qwen3-0.6b", 65_536, published=(10_150, 26.8, 19.6), brief=True),
     Case("qwen3-0.6b", 16_384, compiled=True, published=(11_900, 11.1, 12.5)),
     Case("qwen3-4b", 16_384, lora_rank=16, compiled=True, published=(6_230, 21.7, 23.3)),
-)
-TOY_CASES = (
-    Case("toy", 64),
-    Case("toy", 64, lora_rank=4, recompute=False),
+    Case("qwen3-0.6b", 16_384, compiled=True, fastest=True, published=(11_900, 11.1, 12.5)),
+    Case(
+        *("qwen3-0.6b", 65_536),
+        compiled=True,
+        fastest=True,
+        published=(10_150, 26.8, 19.6),
+        brief=True,
+    ),
 )
 
 
 def measure(record: Record) -> None:
     # Otherwise, layers that are compiled too often run without compilation, silently.
     torch._dynamo.config.fail_on_recompile_limit_hit = True
+    attention = record.path.with_name("attention.json")
     with init_distributed() as ranks:
-        for case in TOY_CASES if record.toy else CASES:
-            record.add(case.name, measure_case(case, ranks))
-            free()
+        record.measure(
+            {
+                case.name: partial(
+                    measure_case,
+                    shrink(case) if record.toy else case,
+                    fastest_kernel(attention, case.shape, case.row) if case.fastest else "",
+                    ranks,
+                )
+                for case in CASES
+            }
+        )
 
 
-def measure_case(case: Case, ranks: Any) -> dict[str, Any]:
+def shrink(case: Case) -> Case:
+    """Returns the case at toy size, without compilation, which the part `correctness` tries."""
+    return replace(case, shape="toy", row=case.row // 256, compiled=False, published=None)
+
+
+def measure_case(case: Case, kernel: str, ranks: Any) -> dict[str, Any]:
+    """Measures updates; `kernel` is `trainer.attention`, or empty for the default."""
+    free()
     shape = model_config(case.shape)
     draw = np.random.default_rng(0)
     # One prompt token: the whole row but that is trained on, as in the published runs.
@@ -85,10 +111,11 @@ def measure_case(case: Case, ranks: Any) -> dict[str, Any]:
         trainer={
             "gradient_checkpointing": "full" if case.recompute else "none",
             "compile": case.compiled,
+            **({"attention": kernel} if kernel else {}),
         },
     )
-    policy = random_policy(case.shape, config, ranks)
-    steps = Steps(config, policy, groups)
+    policy, memory = random_policy(case.shape, config, ranks)
+    steps = Steps(config, policy, groups, memory)
     result = steps.measure(2 if case.brief else REPEATS, warm_up=2 if case.compiled else 1)
     rate = result["tokens_per_s"]["update"]
     result |= {
@@ -96,6 +123,9 @@ def measure_case(case: Case, ranks: Any) -> dict[str, Any]:
         "mfu_published_formula": rate * published_flops(shape, policy, case.row) / PEAK_FLOPS,
         "mfu_ours": rate * our_flops(policy) / PEAK_FLOPS,
         "published": case.published,
+        "attention": kernel or "default",
+        # Compare with `memory`: the part is the formula's check.
+        "predicted_gib": None if memory.predicted is None else memory.predicted / (1 << 30),
     }
     if not case.compiled and not case.brief:
         result["profile"] = profiled(steps.step)

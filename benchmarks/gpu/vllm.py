@@ -1,6 +1,6 @@
 """vLLM on the GPU: whether it loads, what replica and collector cost, parity, and a weight sync.
 
-The figures are those of `benchmarks.rollouts`, with 512 responses of 1,024 tokens at a time and the
+The figures are those of `benchmarks.rollouts`, with 512 responses of 512 tokens at a time and the
 weights of a Qwen3-0.6B shape, which are random: responses hardly ever end early.
 """
 
@@ -41,7 +41,7 @@ COMPILED_WORKLOAD, EAGER_WORKLOAD = (
     Workload(
         prompts=64,
         group=8,
-        response=1_024,
+        response=512,
         vllm_args=("--max-num-seqs", "512", *MEMORY, *arguments),
     )
     for arguments in ((), EAGER)
