@@ -12,8 +12,8 @@ The prediction is for one rank of n that shard the model (FSDP2, weights in fp32
     log-probs   4 x width x T for gradients of hidden states, one tile of logits, and the gradient
                 of the output layer
 
-`benchmarks.gpu` compares it with what the allocator has reserved; on an H100 it was 0.93 to 1.02
-times as much, before the fused log-probs. `MARGIN` covers that, and fragments.
+`benchmarks.gpu` compares it with what the allocator has reserved: 0.92 to 0.99 of it on an H100,
+before log-probs were fused. `MARGIN` covers that, and fragments.
 """
 
 from __future__ import annotations
