@@ -1,17 +1,17 @@
-"""Batched sampling with transformers, with exact log-probs and no work for finished sequences.
+"""Batched sampling with transformers, with exact log-probs and little work for finished sequences.
 
-Each prompt is prefilled once and its key-value cache copied to its G samples. Keys and values are
-written into preallocated buffers instead of being concatenated for every token. Finished rows leave
-the batch. The uniform random numbers of a sample come from its request's seed, so a sample does not
-depend on the rest of the batch.
+Each prompt is prefilled once and its key-value cache copied to its G samples (`placed_cache`). Then
+a step samples one more token of each (`token_step`), without the host waiting for the device; on a
+GPU it is captured where the model allows it (`captured_step`). Finished rows leave the batch when
+enough of them are finished for the next smaller batch. The uniform random numbers of a sample come
+from its request's seed, so a sample does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
 
-import inspect
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,8 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
     DynamicCache,
-    cache_utils,
 )
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer
 from transformers.core_model_loading import revert_weight_conversion
 
 from bapo_core.errors import BapoError
@@ -37,7 +36,6 @@ from services.model.vision import (
     OpenImage,
     Pixels,
     VisionProcessor,
-    fed_tokens,
     load_processor,
     patches_in_dense_attention,
     reads_images,
@@ -50,18 +48,28 @@ from services.rollout.api.wire import (
     PromptRequest,
     Sampling,
 )
+from services.rollout.captured_step import (
+    CapturedSteps,
+    CaptureFailed,
+    capture_for,
+    shapes_for,
+    why_not_captured,
+)
 from services.rollout.errors import ModelLoadError, WrongVersion
+from services.rollout.placed_cache import (
+    LinearAttentionLayer,
+    cache_arguments,
+    empty_cache,
+    recurrent_states,
+)
+from services.rollout.sampling import draw_uniforms
+from services.rollout.token_step import SampleBatch
 
-ATTENTION_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
-"""States of layers of attention. Those of layers that are recurrent too are subclasses."""
-
-LinearAttentionLayer: Any = getattr(cache_utils, "LinearAttentionLayer", None)
-"""State of a recurrent layer; None in a transformers in which each model has its own."""
+log = logging.getLogger(__name__)
 
 COMPACT_BELOW = 0.8
-"""Finished rows are dropped once the unfinished ones are fewer than this share of the batch: often
-enough to save their cost, seldom enough that copying the rest does not cost more."""
-
+"""Finished rows are dropped once the rest fits into less than this share of the batch: often enough
+to save their cost, seldom enough that copying the rest does not cost more."""
 
 MAX_DENSE_PATCHES = 16384
 """Patches over which a vision tower attends with one dense mask, of 2 bytes for each pair: 0.5 GiB.
@@ -70,44 +78,6 @@ A single prompt may have more."""
 
 class NonFiniteLogprobs(BapoError):
     """The model's outputs are not finite, so none of its samples can be used."""
-
-
-class _PlacedLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """One layer's keys and values, in buffers preallocated for the whole sequence."""
-
-    def place(self, keys: Tensor, values: Tensor, repeats: int, length: int) -> None:
-        """Copies the prompts' keys and values (P, heads, L, d), each row `repeats` times."""
-        prompts, heads, self._filled, _ = keys.shape
-        self._buffers = []
-        for source in (keys, values):
-            buffer = source.new_empty(prompts * repeats, heads, length, source.shape[-1])
-            buffer[:, :, : self._filled] = source.repeat_interleave(repeats, dim=0)
-            self._buffers.append(buffer)
-        self.is_initialized = True
-        self._expose()
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        end = self._filled + key_states.shape[-2]
-        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[:, :, self._filled : end] = new
-        self._filled = end
-        return self._expose()
-
-    def keep(self, rows: Tensor) -> None:
-        """Drops all rows but `rows`."""
-        used = self._filled
-        for index, buffer in enumerate(self._buffers):
-            smaller = buffer.new_empty(len(rows), *buffer.shape[1:])
-            torch.index_select(buffer[:, :, :used], 0, rows, out=smaller[:, :, :used])
-            self._buffers[index] = smaller
-        self._expose()
-
-    def _expose(self) -> tuple[Tensor, Tensor]:
-        keys, values = (buffer[:, :, : self._filled] for buffer in self._buffers)
-        self.keys, self.values = keys, values
-        return keys, values
 
 
 class TransformersEngine:
@@ -145,6 +115,7 @@ class TransformersEngine:
         """The model's name of each weight by its name in files; None if files hold other tensors
         than the model computes with."""
         self._version = 0
+        self._captured: CapturedSteps | None = None
 
     @property
     def version(self) -> int:
@@ -166,10 +137,13 @@ class TransformersEngine:
         if self._model is None or identity != self._identity:
             model, own_names = self._build(directory)
             ends, vision = _end_tokens(model, directory), load_processor(directory)
+            if self._captured is not None:
+                self._captured.release()
             model.to(self._device)
             _refuse_other_layers(model, str(directory))
             self._model, self._identity, self._own_names = model, identity, own_names
             self._ends, self._vision = ends, vision
+            self._prepare_capture()
         elif self._own_names is not None:
             self._copy_weights(self._own_names, _read_weights(directory), str(directory))
         else:
@@ -179,11 +153,28 @@ class TransformersEngine:
         self._version = version
 
     def use(self, model: nn.Module, version: int) -> None:
-        """Serves `model` itself, on its own device; its owner may go on training it."""
+        """Serves `model` itself, on its own device; its owner may go on training it.
+
+        Call it again after another change than new values of weights: captured token steps would
+        not have it.
+        """
         _refuse_other_layers(model, "the model")
         self._device = next(model.parameters()).device
         self._ends = _end_tokens(model)
         self._model, self._identity, self._version = model, None, version
+        self._prepare_capture()
+
+    def _prepare_capture(self) -> None:
+        """Lets the token steps of the model be captured if it and the device allow it."""
+        self._captured = None
+        make_capture = capture_for(self._device)
+        if make_capture is None:
+            return
+        reason = why_not_captured(self._model)
+        if reason is None:
+            self._captured = CapturedSteps(self._model, make_capture, shapes_for(self._device))
+        else:
+            _log_without_capture(reason)
 
     def _build(self, directory: Path) -> tuple[nn.Module, dict[str, str] | None]:
         """Returns the model, on the CPU, and its names of the weights by their names in files."""
@@ -253,8 +244,7 @@ class TransformersEngine:
         size = sampling.group_size
         groups: list[GeneratedGroup] = []
         for start, wave in self._waves(prompts, max(1, self._max_sequences // size)):
-            pixels = self._pixels(wave)
-            responses = _Wave(self._model, self._device, self._ends, wave, sampling, pixels).run()
+            responses = self._respond(wave, sampling)
             groups += [
                 GeneratedGroup(
                     index=start + row // size,
@@ -264,6 +254,19 @@ class TransformersEngine:
                 for row in range(0, len(responses), size)
             ]
         return groups
+
+    def _respond(
+        self, prompts: Sequence[PromptRequest], sampling: Sampling
+    ) -> list[GeneratedResponse]:
+        """Returns the samples of prompts that fit into one batch."""
+        pixels = self._pixels(prompts)
+        wave = _Wave(self._model, self._device, self._ends, prompts, sampling, pixels)
+        try:
+            return wave.run(self._captured)
+        except CaptureFailed as error:
+            _log_without_capture(str(error))
+            self._captured = None
+        return wave.run(None)
 
     def _waves(
         self, prompts: Sequence[PromptRequest], most: int
@@ -315,59 +318,71 @@ class _Wave:
         pixels: Pixels | None = None,
     ) -> None:
         self._model, self._device, self._sampling = model, device, sampling
-        self._pixels = pixels
-        group_size, length = sampling.group_size, sampling.max_tokens
-        self._prompts, self._prompt_mask = _left_padded(prompts, device)
-        self._ends = torch.tensor(ends, device=device)
-        rows = len(prompts) * group_size
-        uniforms = [_uniforms(prompt.seed, group_size, length) for prompt in prompts]
-        self._uniforms = torch.cat(uniforms).to(device)
-        self._tokens = torch.zeros(rows, length, dtype=torch.long, device=device)
-        self._logprobs = torch.zeros(rows, length, device=device)
-        self._lengths = torch.full((rows,), length, device=device)
-        self._stopped = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._ends, self._pixels = torch.tensor(ends), pixels
+        self._shapes = shapes_for(device)
+        lengths = [len(prompt.prompt_token_ids) for prompt in prompts]
+        self._padded = len(set(lengths)) > 1
+        width = max(lengths)
+        if self._padded:
+            width = self._shapes.prompt_places(width)
+        tokens, mask = _left_padded(prompts, width)
+        self._prompts, self._prompt_mask = tokens.to(device), mask.to(device)
+        uniforms = [
+            draw_uniforms(prompt.seed, sampling.group_size, sampling.max_tokens)
+            for prompt in prompts
+        ]
+        self._uniforms = torch.cat(uniforms, dim=1).to(device)
 
-    def run(self) -> list[GeneratedResponse]:
-        """Returns all samples, G consecutive ones for each prompt."""
-        group_size, length = self._sampling.group_size, self._sampling.max_tokens
-        prompt_length = self._prompts.shape[1]
+    def run(self, captured: CapturedSteps | None) -> list[GeneratedResponse]:
+        """Returns all samples, G consecutive ones for each prompt.
+
+        captured: captured steps of the model, if there are any. Raises `CaptureFailed` if they are
+        of no use.
+        """
+        length, samples = self._uniforms.shape
+        batch = self._allocate(captured)
         prompt_positions, first_positions = self._positions()
-        layers, logits = self._prefill(length, prompt_positions)
-        cache = DynamicCache()
-        cache.layers.extend(layers)
-        logits = logits.repeat_interleave(group_size, dim=0)
-        positions = first_positions.repeat_interleave(group_size)[:, None]
-        attention_mask = torch.ones(
-            len(positions), prompt_length + length, dtype=torch.long, device=self._device
+        layers, logits = self._prefill(prompt_positions)
+        prompt_of_row = batch.begin(
+            self._shapes.rows(samples),
+            self._uniforms,
+            self._prompt_mask,
+            first_positions,
+            layers,
+            padded=self._padded,
+            captured=captured is not None,
         )
-        attention_mask[:, :prompt_length] = self._prompt_mask.repeat_interleave(group_size, dim=0)
-        padded = not bool(self._prompt_mask.all())
-        # Indices (into all R rows) of those that are still in the batch.
-        rows = torch.arange(len(positions), device=self._device)
-        finished = torch.zeros(len(rows), dtype=torch.bool, device=self._device)
-        for t in range(length):
-            tokens, logprobs = _sample(logits, self._sampling, self._uniforms[rows, t])
-            self._tokens[rows, t] = torch.where(finished, 0, tokens)
-            self._logprobs[rows, t] = logprobs
-            ending = torch.isin(tokens, self._ends) & ~finished
-            self._lengths[rows[ending]] = t + 1
-            self._stopped[rows[ending]] = True
-            finished |= ending
-            unfinished = int((~finished).sum())
-            if unfinished == 0 or t == length - 1:
+        batch.sample(logits.index_select(0, prompt_of_row), self._sampling)
+        for sampled in range(1, length):
+            if (sampled - 1) % self._shapes.chunk == 0 and self._compact(batch) == 0:
                 break
-            if unfinished < COMPACT_BELOW * len(rows):
-                kept = torch.nonzero(~finished).flatten()
-                for layer in layers:
-                    _keep_rows(layer, kept)
-                rows, positions = rows[kept], positions[kept]
-                attention_mask = attention_mask[kept]
-                tokens, finished = tokens[kept], finished[kept]
-            # Two-dimensional: each architecture derives what its attention needs (a window, a
-            # bias by distance). Preparing it here saves nothing that can be measured.
-            mask = attention_mask[:, : prompt_length + t + 1] if padded else None
-            logits = self._step(tokens, positions + t, mask, cache)
-        return self._responses()
+            if captured is None:
+                batch.take_step(self._model, self._sampling)
+            else:
+                captured.take_step(self._sampling)
+            batch.filled += 1
+        return self._responses(batch)
+
+    def _allocate(self, captured: CapturedSteps | None) -> SampleBatch:
+        """Returns a batch with room for all samples."""
+        length, samples = self._uniforms.shape
+        places = self._prompts.shape[1] + length
+        allocate = SampleBatch if captured is None else captured.batch_for
+        return allocate(
+            self._device,
+            self._ends.to(self._device),
+            columns=self._shapes.rows(samples),
+            tokens=length,
+            places=places,
+        )
+
+    def _compact(self, batch: SampleBatch) -> int:
+        """Drops finished rows if there are many. Returns the number of unfinished ones."""
+        unfinished = batch.count_unfinished()
+        size = self._shapes.rows(unfinished)
+        if unfinished > 0 and size < COMPACT_BELOW * batch.size:
+            batch.keep_unfinished(size)
+        return unfinished
 
     def _positions(self) -> tuple[Tensor, Tensor]:
         """Returns the position ids of the prompts, and of the first token of each response.
@@ -383,12 +398,9 @@ class _Wave:
         )
         return positions, lengths + offsets[:, 0].to(self._device)
 
-    def _prefill(self, new_tokens: int, positions: Tensor) -> tuple[list[Any], Tensor]:
-        """Returns the cache layers of all rows, with room for the response, and the first logits.
-
-        The logits have the shape (P, V): one row for each prompt.
-        """
-        prompt_cache = _empty_cache(self._model)
+    def _prefill(self, positions: Tensor) -> tuple[list[Any], Tensor]:
+        """Returns the layers' states of the prompts, and the logits (P, V) of the first tokens."""
+        cache = empty_cache(self._model)
         images = token_types(self._model, self._prompts)
         if self._pixels is not None:
             images |= self._pixels.to(self._device).inputs_of(self._model)
@@ -396,31 +408,23 @@ class _Wave:
             input_ids=self._prompts,
             attention_mask=self._prompt_mask.long(),
             position_ids=positions,
-            **_cache_arguments(self._model, prompt_cache),
+            **cache_arguments(self._model, cache),
             logits_to_keep=1,
             **images,
         )
-        length = self._prompts.shape[1] + new_tokens
-        group_size = self._sampling.group_size
-        return [
-            _for_samples(layer, group_size, length) for layer in prompt_cache.layers
-        ], output.logits[:, -1]
+        return cache.layers, output.logits[:, -1]
 
-    def _step(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor | None, cache: DynamicCache
-    ) -> Tensor:
-        """Returns logits (rows, V) after one more token in each row."""
-        output = self._model(
-            input_ids=fed_tokens(self._model, tokens)[:, None],
-            attention_mask=mask,
-            position_ids=positions,
-            **_cache_arguments(self._model, cache),
+    def _responses(self, batch: SampleBatch) -> list[GeneratedResponse]:
+        """Returns each sample up to its first end token, or the limit."""
+        length, samples = self._uniforms.shape
+        tokens, logprobs = (
+            matrix[:length, :samples].cpu().T for matrix in (batch.tokens, batch.logprobs)
         )
-        logits: Tensor = output.logits[:, -1]
-        return logits
-
-    def _responses(self) -> list[GeneratedResponse]:
-        if not bool(torch.isfinite(self._logprobs).all()):
+        is_end = torch.isin(tokens, self._ends)
+        stopped = is_end.any(dim=1)
+        lengths = torch.where(stopped, is_end.int().argmax(dim=1) + 1, length)
+        is_part = torch.arange(length) < lengths[:, None]
+        if not bool(torch.isfinite(logprobs[is_part]).all()):
             raise NonFiniteLogprobs(
                 "the model's outputs are not finite; its weights are broken, publish others"
             )
@@ -428,68 +432,23 @@ class _Wave:
             GeneratedResponse(
                 token_ids=token_ids[:length],
                 logprobs=logprobs[:length],
-                finish_reason="stop" if stopped else "length",
+                finish_reason="stop" if ended else "length",
             )
-            for token_ids, logprobs, length, stopped in zip(
-                self._tokens.tolist(),
-                self._logprobs.tolist(),
-                self._lengths.tolist(),
-                self._stopped.tolist(),
-                strict=True,
+            for token_ids, logprobs, length, ended in zip(
+                tokens.tolist(), logprobs.tolist(), lengths.tolist(), stopped.tolist(), strict=True
             )
         ]
 
 
-def _sample(logits: Tensor, sampling: Sampling, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (tokens, log-probs), each (rows,), by inversion of the distribution function."""
-    logprobs = torch.log_softmax(logits.float() / sampling.temperature, dim=-1)
-    if sampling.top_p < 1:
-        logprobs = _truncate(logprobs, sampling.top_p)
-    # Double precision keeps small probabilities exact when a large vocabulary is summed.
-    cumulative = logprobs.double().exp().cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    # Strictly below the total, even when the product rounds up to it: some token then exceeds it.
-    thresholds = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
-    # The first token whose cumulative probability exceeds the threshold has a positive probability.
-    # The clamp is for outputs that are not finite, which are refused at the end.
-    tokens = torch.searchsorted(cumulative, thresholds, right=True).clamp(max=logits.shape[-1] - 1)
-    # On a CPU, the float32 sum of `log_softmax` is 1.5e-5 too small for 49,152 tokens, and every
-    # log-prob as much too large. `total`, which would be 1, has the same error.
-    normalised = logprobs.gather(1, tokens).double() - total.log()
-    return tokens[:, 0], normalised[:, 0].float()
-
-
-def _truncate(logprobs: Tensor, top_p: float) -> Tensor:
-    """Returns the log-probs (rows, V) of the nucleus, renormalised; -inf outside of it.
-
-    The nucleus is the smallest set of the most probable tokens whose probability reaches `top_p`.
-    """
-    ordered, tokens = logprobs.sort(dim=-1, descending=True, stable=True)
-    probabilities = ordered.double().exp()
-    before = probabilities.cumsum(dim=-1) - probabilities
-    kept = torch.empty_like(tokens, dtype=torch.bool).scatter_(-1, tokens, before < top_p)
-    return torch.log_softmax(logprobs.masked_fill(~kept, -torch.inf), dim=-1)
-
-
-def _uniforms(seed: int, group_size: int, length: int) -> Tensor:
-    """Returns (G, length) uniforms in [0, 1) that depend on the seed alone.
-
-    A larger `length` only appends columns.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(length, group_size, generator=generator, dtype=torch.float64).T
-
-
-def _left_padded(prompts: Sequence[PromptRequest], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns (tokens, mask), each (P, L), in which every prompt ends in the last column."""
-    width = max(len(prompt.prompt_token_ids) for prompt in prompts)
+def _left_padded(prompts: Sequence[PromptRequest], width: int) -> tuple[Tensor, Tensor]:
+    """Returns (tokens, mask), each (P, width), in which every prompt ends in the last column."""
     tokens = torch.zeros(len(prompts), width, dtype=torch.long)
     mask = torch.zeros(len(prompts), width, dtype=torch.bool)
     for row, prompt in enumerate(prompts):
         ids = torch.tensor(prompt.prompt_token_ids)
         tokens[row, width - len(ids) :] = ids
         mask[row, width - len(ids) :] = True
-    return tokens.to(device), mask.to(device)
+    return tokens, mask
 
 
 def _end_tokens(model: Any, directory: Path | None = None) -> list[int]:
@@ -511,60 +470,11 @@ def _end_tokens(model: Any, directory: Path | None = None) -> list[int]:
     )
 
 
-def _empty_cache(model: Any) -> DynamicCache:
-    """Returns a cache for prompts, whose attention layers keep all keys and values."""
-    if not has_recurrent_layers(type(model), model.config):
-        return DynamicCache()
-    cache = DynamicCache(config=model.config.get_text_config())
-    cache.layers = [
-        DynamicLayer() if type(layer) in ATTENTION_LAYERS else layer  # type: ignore[no-untyped-call]
-        for layer in cache.layers
-    ]
-    return cache
-
-
-def _cache_arguments(model: Any, cache: DynamicCache) -> dict[str, Any]:
-    """Returns the arguments with which a model reads a cache and writes to it."""
-    return {_cache_argument(model.__class__): cache, "use_cache": True}
-
-
-@lru_cache
-def _cache_argument(model: type[Any]) -> str:
-    """Returns the name of the argument by which models of a class take their cache.
-
-    It is `cache` from transformers 5.24 on, and `past_key_values` before, which is no longer
-    accepted from 5.40 on.
-    """
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-
-
-def _for_samples(layer: Any, group_size: int, length: int) -> Any:
-    """Returns a layer's state after the prompts, `group_size` times each, for `length` tokens."""
-    if type(layer) is LinearAttentionLayer:
-        states = _states(layer)
-        prompts = torch.arange(len(states[0]), device=states[0].device)
-        layer.reorder_cache(prompts.repeat_interleave(group_size))
-        return layer
-    assert isinstance(layer, DynamicLayer)
-    assert layer.keys is not None
-    assert layer.values is not None
-    placed = _PlacedLayer()  # type: ignore[no-untyped-call]
-    placed.place(layer.keys, layer.values, group_size, length)
-    return placed
-
-
-def _keep_rows(layer: Any, rows: Tensor) -> None:
-    """Drops all rows of a layer's state but `rows`."""
-    if isinstance(layer, _PlacedLayer):
-        layer.keep(rows)
-    else:
-        layer.reorder_cache(rows)
-
-
-def _states(layer: Any) -> list[Tensor]:
-    """Returns the states of a `LinearAttentionLayer`."""
-    states = (*layer.conv_states.values(), *layer.recurrent_states.values())
-    return [state for state in states if state is not None]
+def _log_without_capture(reason: str) -> None:
+    log.warning(
+        "the model's token steps are not captured as CUDA graphs but run kernel by kernel: %s",
+        reason,
+    )
 
 
 @torch.inference_mode()
@@ -576,7 +486,7 @@ def _refuse_other_layers(model: Any, source: str) -> None:
     """
     if not has_recurrent_layers(type(model), model.config):
         return
-    cache, problem = _empty_cache(model), None
+    cache, problem = empty_cache(model), None
     others = {type(layer) for layer in cache.layers} - {DynamicLayer, LinearAttentionLayer}
     if others:
         problem = min(other.__name__ for other in others)
@@ -595,17 +505,17 @@ def _problem_of_states(model: Any, cache: DynamicCache) -> str | None:
     tokens = torch.arange(1, 4, device=device)[None]
     padded = torch.cat([torch.zeros_like(tokens), tokens], dim=1)
     try:
-        logits = model(input_ids=tokens, **_cache_arguments(model, cache)).logits[:, -1]
+        logits = model(input_ids=tokens, **cache_arguments(model, cache)).logits[:, -1]
         behind_padding = model(
             input_ids=padded,
             attention_mask=(padded > 0).long(),
             position_ids=(torch.arange(6, device=device)[None] - 3).clamp(min=0),
-            **_cache_arguments(model, _empty_cache(model)),
+            **cache_arguments(model, empty_cache(model)),
         ).logits[:, -1]
     except (ValueError, TypeError, RuntimeError, AttributeError, IndexError) as error:
         return first_line(error)
     recurrent = [layer for layer in cache.layers if type(layer) is LinearAttentionLayer]
-    if not recurrent or not all(_states(layer) for layer in recurrent):
+    if not recurrent or not all(recurrent_states(layer) for layer in recurrent):
         return "they are not in the cache"
     largest = (behind_padding - logits).abs().max() / logits.abs().max()
     if largest > (1e-3 if logits.dtype == torch.float32 else 0.1):

@@ -17,12 +17,8 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from services.rollout.api.wire import GeneratedGroup, PromptRequest, Sampling
 from services.rollout.errors import ModelLoadError, WrongVersion
-from services.rollout.transformers_engine import (
-    NonFiniteLogprobs,
-    TransformersEngine,
-    _sample,
-    _uniforms,
-)
+from services.rollout.sampling import draw_uniforms, sample_tokens
+from services.rollout.transformers_engine import NonFiniteLogprobs, TransformersEngine
 from tests.micro import END, micro_config, micro_model
 
 VOCABULARY = 13
@@ -169,14 +165,14 @@ class TestSamples:
     def test_are_never_impossible(self) -> None:
         logits = torch.tensor([[-torch.inf, 0.3, -torch.inf, 1.1, 0.2, -torch.inf]])
         for uniform in (0.0, 0.25, 0.5, 1 - 2**-53):
-            tokens, logprobs = _sample(
-                logits, sampling(), torch.tensor([uniform], dtype=torch.float64)
+            tokens, logprobs = sample_tokens(
+                logits, torch.tensor([uniform], dtype=torch.float64), temperature=1.0
             )
             assert int(tokens) in (1, 3, 4)
             assert bool(torch.isfinite(logprobs).all())
 
     def test_with_a_longer_limit_begin_the_same(self) -> None:
-        assert torch.equal(_uniforms(3, 4, 30)[:, :10], _uniforms(3, 4, 10))
+        assert torch.equal(draw_uniforms(3, 4, 30)[:10], draw_uniforms(3, 4, 10))
 
 
 class TestEnding:
@@ -371,8 +367,7 @@ def test_a_nucleus_is_the_smallest_set_of_tokens_that_reaches_top_p() -> None:
     logits = torch.tensor([[0.05, 0.5, 0.15, 0.3]]).log().repeat(1000, 1)
     uniforms = torch.linspace(0, 1 - 1e-6, 1000)
     for top_p, nucleus in {0.45: {1: 1.0}, 0.6: {1: 0.625, 3: 0.375}, 0.81: {1: 10 / 19}}.items():
-        one = Sampling(temperature=1.0, top_p=top_p, max_tokens=1, group_size=1)
-        tokens, logprobs = _sample(logits, one, uniforms)
+        tokens, logprobs = sample_tokens(logits, uniforms, temperature=1.0, top_p=top_p)
         for token, probability in nucleus.items():
             drawn = tokens == token
             assert drawn.float().mean() == pytest.approx(probability, abs=2e-3)
@@ -384,7 +379,6 @@ def test_logprobs_over_a_large_vocabulary_are_exact() -> None:
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(64, 49_152, generator=generator)
     uniforms = torch.rand(64, generator=generator, dtype=torch.float64)
-    sampling = Sampling(temperature=1.0, max_tokens=1, group_size=1)
-    tokens, logprobs = _sample(logits, sampling, uniforms)
+    tokens, logprobs = sample_tokens(logits, uniforms, temperature=1.0)
     exact = torch.log_softmax(logits.double(), dim=-1).gather(1, tokens[:, None])[:, 0]
     assert (logprobs.double() - exact).abs().max() < 2e-6
