@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,12 +30,12 @@ from benchmarks.random_model import save_random_model
 from benchmarks.runs import begin_run
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
+from services.buffer.api.wire import StepDigests
 from services.common.objectstore import ObjectStore
 from services.model.tiny import build_tokenizer
 from services.stack.stack import Endpoints, running_stack
-from services.trainer import update
 from services.trainer.loop import TrainerContext, train
-from services.trainer.policy import response_logprobs
+from services.trainer.policy import Policy
 from services.trainer.ranks import init_distributed
 
 GROUPS, SIZE, LONGEST = 16, 8, 160
@@ -110,14 +111,14 @@ class Stopwatch:
 def measure(stack: Endpoints, settings: RunConfig, model: Path, scratch: Path) -> dict[str, Any]:
     client = prepare(stack, settings)
     passes = Stopwatch()
-    update.response_logprobs = passes.timed(response_logprobs)  # type: ignore[attr-defined]
+    Policy.forward = passes.timed(Policy.forward)  # type: ignore[method-assign]
     torch.Tensor.backward = passes.timed(torch.Tensor.backward)  # type: ignore[method-assign]
     AdamW.step = passes.timed(AdamW.step)  # type: ignore[method-assign]
     marks: list[tuple[float, float]] = []
     commit = client.commit
 
-    def marked(step: int, metrics: dict[str, float]) -> Any:
-        result = commit(step, metrics)
+    def marked(step: int, metrics: dict[str, float], digests: StepDigests | None = None) -> Any:
+        result = commit(step, metrics, digests)
         marks.append((time.perf_counter(), passes.seconds))
         return result
 
@@ -140,6 +141,9 @@ def measure(stack: Endpoints, settings: RunConfig, model: Path, scratch: Path) -
         "seconds": ended - started,
         "seconds_in_passes": passes_after - passes_before,
         "ratio": (ended - started) / (passes_after - passes_before),
+        "tokens_per_second": statistics.median(
+            step.metrics["trainer/tokens_per_second"] for step in steps
+        ),
         "checkpoint_stall": phases.get("checkpoint", 0.0) / (ended - started),
         "phases": phases,
     }

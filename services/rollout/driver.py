@@ -32,6 +32,13 @@ class EngineDriver(Protocol):
         """
         ...
 
+    async def prepare(self, directory: Path) -> None:
+        """Does what the first `load` would do anyway, with a model of the same architecture.
+
+        Nothing is served afterwards. Raises what `load` raises.
+        """
+        ...
+
     async def receive(self, offer: WeightOffer, accept: AcceptOffer) -> bool:
         """Receives the offered weights by NCCL; the trainer joins once `accept` was called.
 
@@ -72,7 +79,13 @@ class TransformersDriver:
         self._lock = asyncio.Lock()
 
     async def load(self, directory: Path, version: int) -> None:
-        await asyncio.to_thread(self._engine.load, directory, version)
+        async with self._lock:
+            await _wait_to_end(asyncio.to_thread(self._engine.load, directory, version))
+
+    async def prepare(self, directory: Path) -> None:
+        """Builds the model, so that the first version is copied into it."""
+        async with self._lock:
+            await _wait_to_end(asyncio.to_thread(self._engine.prepare, directory))
 
     async def receive(self, offer: WeightOffer, accept: AcceptOffer) -> bool:  # noqa: ARG002
         """Returns False: this engine loads files only."""

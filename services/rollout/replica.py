@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Set
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from bapo_core.errors import BapoError
 from services.buffer.api.client import LONG_POLL_S, BufferClient
@@ -147,6 +148,17 @@ class Replica:
         self._out_of_date.set()
 
     # -- weights
+
+    async def prepare(self, directory: Path) -> None:
+        """Has the engine do what loading the first version would do, with the initial model.
+
+        A model that cannot be prepared is no error yet: loading its first version will say so.
+        """
+        try:
+            with self._spans.span("prepare", 0):
+                await self._driver.prepare(directory)
+        except (BapoError, OSError, RuntimeError) as error:  # RuntimeError: no memory on the device
+            log.warning("the engine is not prepared with %s: %s", directory, error)
 
     def background_tasks(self) -> list[Coroutine[None, None, None]]:
         """Returns the coroutines that must run, each for ever, while the replica does."""

@@ -66,22 +66,22 @@ TOKENS = Counter("bapo_tokens_generated", "Tokens generated")
 
 
 def create_app(
-    replica: Replica, driver: EngineDriver, token: str, pending_offer: PendingOffer | None = None
+    replica: Replica,
+    driver: EngineDriver,
+    token: str,
+    pending_offer: PendingOffer | None = None,
+    model: Path | None = None,
 ) -> FastAPI:
     """Builds the API of `replica`, and runs its background tasks while the app does.
 
-    pending_offer: where `POST /v1/weights` puts offers; None leaves the route out.
+    pending_offer: where `POST /v1/weights` puts offers; None leaves the route out. model: directory
+    of the initial model, with which the engine is prepared; None prepares nothing.
     """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(work) for work in replica.background_tasks()]
-        for task in tasks:
-            task.add_done_callback(_terminate_with)
-        yield
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        async with _running_tasks(replica, model):
+            yield
         await driver.close()
 
     app = FastAPI(title="bapo rollout replica", version="1", lifespan=lifespan)
@@ -126,6 +126,20 @@ def create_app(
             return OfferTaken(receivers=receivers)
 
     return app
+
+
+@asynccontextmanager
+async def _running_tasks(replica: Replica, model: Path | None) -> AsyncIterator[None]:
+    """Runs the replica's background tasks, and prepares its engine, while the context lasts."""
+    tasks = [asyncio.create_task(work) for work in replica.background_tasks()]
+    for task in tasks:
+        task.add_done_callback(_terminate_with)
+    if model is not None:
+        tasks.append(asyncio.create_task(replica.prepare(model)))
+    yield
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
 
 
 def _terminate_with(task: asyncio.Task[None]) -> None:
@@ -285,7 +299,7 @@ def main() -> None:
             url=settings.advertise or f"http://{settings.host}:{settings.port}",
             pending_offer=pending_offer,
         )
-        serve(create_app(replica, driver, token, pending_offer), settings)
+        serve(create_app(replica, driver, token, pending_offer, settings.model), settings)
 
     run_until_error(start)
 

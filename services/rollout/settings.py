@@ -48,6 +48,9 @@ class ReplicaSettings(ServerSettings, BufferClientSettings, ObjectStoreClientSet
     """Directory for weights and logs, with room for three versions of the weights."""
     replica: str = Field(default_factory=socket.gethostname)
     """Name of the replica, unique in its run; the machine's host name unless set."""
+    model: Path | None = None
+    """Directory of the run's initial model, if it is on this machine: the engine is then built
+    while the trainer loads the model."""
     advertise: str | None = None
     """Address at which collectors and the trainer reach the replica; `http://<host>:<port>` unless
     set."""

@@ -152,6 +152,18 @@ class TransformersEngine:
             self._model.load_state_dict(converted.state_dict())
         self._version = version
 
+    def prepare(self, directory: Path) -> None:
+        """Builds the model in `directory` and samples a token, without serving a version.
+
+        The first `load` of the same architecture then copies weights alone, and the first
+        `generate` finds the libraries of the device loaded. Raises what `load` raises.
+        """
+        if self._model is None:
+            self.load(directory, 0)
+            prompt = PromptRequest(prompt_token_ids=[0], seed=0)
+            once = Sampling(temperature=1.0, max_tokens=1, group_size=1)
+            self.generate([prompt], once, policy_version=0)
+
     def use(self, model: nn.Module, version: int) -> None:
         """Serves `model` itself, on its own device; its owner may go on training it.
 

@@ -134,6 +134,9 @@ class FakeEngine:
         self.lost = False
         self.loaded.append(version)
 
+    async def prepare(self, directory: Path) -> None:
+        raise ModelLoadError(f"{directory}: bad weights; publish others")
+
     async def receive(self, offer: WeightOffer, accept: AcceptOffer) -> bool:
         assert self.at_once == 0, "weights were received while groups were generated"
         assert self.nccl is not None

@@ -18,6 +18,7 @@ from services.cli.progress import NOTHING_TRAINED
 from services.cli.service import format_addresses, open_local_object_store
 from services.common.errors import ServiceError
 from services.common.process import stop_on_signals
+from services.common.threads import start_detached
 from services.datasets import pin_revisions
 from services.model.resolve import ensure_model, pin_model
 from services.report.summary import RunHistory
@@ -63,6 +64,7 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
         console.print(f"note: {warning}")
     if not resume:
         loaded = pin_revisions(loaded)
+    start_detached(_import_tokenizers)
     with find_or_start_stack(home, port) as endpoints:
         client = BufferClient(endpoints.buffer_url, endpoints.token, run=loaded.name)
         if new:
@@ -90,6 +92,11 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
             click.echo(f"stopped; continue with `{resume_command}`", err=True)
             raise
         _print_results(console, local_run, history)
+
+
+def _import_tokenizers() -> None:
+    """Imports what reads prompts, which takes seconds, while the services start."""
+    from transformers import AutoTokenizer  # noqa: F401
 
 
 def _note_kept_values(

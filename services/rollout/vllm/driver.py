@@ -106,6 +106,9 @@ class VllmDriver:
             await self.close()
             raise
 
+    async def prepare(self, directory: Path) -> None:
+        """Does nothing: vLLM starts with the files of its first version."""
+
     async def receive(self, offer: WeightOffer, accept: AcceptOffer) -> bool:
         offered = {
             parameter.name: (parameter.dtype, tuple(parameter.shape))

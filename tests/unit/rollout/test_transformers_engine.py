@@ -382,3 +382,24 @@ def test_logprobs_over_a_large_vocabulary_are_exact() -> None:
     tokens, logprobs = sample_tokens(logits, uniforms, temperature=1.0)
     exact = torch.log_softmax(logits.double(), dim=-1).gather(1, tokens[:, None])[:, 0]
     assert (logprobs.double() - exact).abs().max() < 2e-6
+
+
+def test_a_prepared_engine_serves_nothing_and_then_samples_as_any_other(
+    directory: Path, tmp_path: Path
+) -> None:
+    """The first version has the initial model's architecture, and other weights."""
+    published = save_model(tmp_path / "published", seed=7)
+    prepared, plain = TransformersEngine(), TransformersEngine()
+    prepared.prepare(directory)
+    assert prepared.version == 0
+    with pytest.raises(WrongVersion):
+        prepared.generate(requests(), sampling(), policy_version=1)
+    built: Any = prepared._model
+    for engine in (prepared, plain):
+        engine.load(published, 1)
+    assert prepared._model is built, "the weights were copied into the model that was built"
+    assert prepared.generate(requests(), sampling(), policy_version=1) == plain.generate(
+        requests(), sampling(), policy_version=1
+    )
+    prepared.prepare(directory)
+    assert prepared.version == 1, "an engine that serves is not prepared again"
