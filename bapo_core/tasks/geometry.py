@@ -47,6 +47,8 @@ class GeometryTask:
     """Text that follows the problem in the user message, with the template `boxed`."""
     boxed_only: bool = True
     r"""Whether an answer must be in a \boxed{...}, as the instruction asks."""
+    ordered: bool = False
+    """Whether the order of a list without brackets (`1, 2`) matters."""
     kinds: Sequence[Kind] = KINDS
     """Kinds of generated problems, all equally likely: triangle, parallel, circle, area."""
     pixels: int = 224
@@ -99,9 +101,14 @@ class GeometryTask:
             response = rf"\boxed{{{response}}}"
         return self._grader.verify(payload, response)
 
+    def explain_reference(self, payload: Payload) -> str | None:
+        """Returns why a reference answer cannot be read as mathematics; None if it can."""
+        return self._grader.explain_reference(payload)
+
     @property
     def _grader(self) -> MathTask:
-        return MathTask(boxed_only=self.boxed_only or self.template == "diagram")
+        boxed_only = self.boxed_only or self.template == "diagram"
+        return MathTask(boxed_only=boxed_only, ordered=self.ordered)
 
     def parse_row(self, row: Mapping[str, Any]) -> Payload | None:
         """Returns the problem of a row, or None for one without an answer.

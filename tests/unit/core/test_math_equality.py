@@ -1,0 +1,365 @@
+"""Answers are compared as a reader compares them: by their parts and values, read as a whole.
+
+Each list has the reference answer and the content of the response's box.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bapo_core.tasks import MathTask
+from bapo_core.tasks.latex import normalise_tokens, split_tokens
+from bapo_core.tasks.math_answers import read_answer
+
+TASK = MathTask()
+
+EQUAL = [
+    (
+        r"\begin{pmatrix} -7 \\ 16 \\ 5 \end{pmatrix}",
+        r"\begin{bmatrix} -7 \\ 16 \\ 5 \end{bmatrix}",
+    ),
+    (r"\begin{pmatrix} 1/3 \\ 2 \end{pmatrix}", r"\begin{pmatrix} \frac13\\2\end{pmatrix}"),
+    (
+        r"\begin{pmatrix} 1/3 & 2 \\ 0& 1\end{pmatrix}",
+        r"\left[\begin{array}{cc} \frac13 & 2\\0 & 1\end{array}\right]",
+    ),
+    ("3.5", "3 1/2"),
+    ("7/2", "3 1/2"),
+    (r"2007 + \frac\pi 2", r"2007+\frac{\pi}{2}"),
+    (r"0.\overline{3}", r"\frac13"),
+    ("7:30 p.m.", "7:30 p.m."),
+    ("7:30 p.m.", r"7:30 \text{ p.m.}"),
+    (r"10,\!080", "10080"),
+    (r"29,\!322,\!216", "29,322,216"),
+    ("2t", "2t"),
+    (r"\pi r^2 h", r"\pi h r^2"),
+    ("a+b+c", "c+b+a"),
+    ("14 - i", "14.0 + -1.0i"),
+    (r"\emptyset", r"\varnothing"),
+    (r"\frac12", r"\sin 30^\circ"),
+    ("a^2+b^2", "(a+b)^2 - 2ab"),
+    ("(0,12.5)", "0<x<12.5"),
+    ("0<x<12.5", "(0,12.5)"),
+    ("73", "**73**"),
+    ("½", "0.5"),
+    ("x^2", "x²"),
+    ("(3,4)", "（３，４）"),
+    ("1/2", "½"),
+    ("-5", "–5"),
+    ("42", "42。"),
+    (r"(5,\infty)", "x>5"),
+    (r"(-\infty,3]", r"x \le 3"),
+    (r"(-\infty,1)\cup(2,\infty)", r"x<1 \text{ or } x>2"),
+    ("3", "x=3"),
+    (r"\pm 3", "3,-3"),
+    (r"1 \pm \sqrt{2}", r"1+\sqrt2, 1-\sqrt2"),
+    ("y=2x+3", "2x-y+3=0"),
+    ("y=2x+3", "2x+3"),
+    ("2x+3", "y=2x+3"),
+    ("y = 2x+3", "f(x) = 2x+3"),
+    ("5 m", r"5 \text{ m}"),
+    (r"5 \text{ m}", "5m"),
+    (r"5 \text{ m}", "5"),
+    ("42%", "42"),
+    ("0.42", r"42\%"),
+    (r"\$5,000", "5000"),
+    (r"\frac{3}{4}\pi", r"3/4\pi"),
+    (r"\frac{1}{2}x", "1/2x"),
+    (r"\sqrt{12}", r"2\sqrt3"),
+    ("x^{10}", "x^10"),
+    (r"\text{(C)}", "C"),
+    (r"\text{(C)}", "(C)"),
+    ("C", r"\text{C}"),
+    (r"\log_2 8", "3"),
+    (r"e^{i\pi}", "-1"),
+    (r"\frac{\sqrt{2}+\sqrt{6}}{4}", r"\cos 15^\circ"),
+    (r"\sin^2 x", r"1-\cos^2 x"),
+    (r"\tan x", r"\frac{\sin x}{\cos x}"),
+    (r"\binom{5}{2}", "10"),
+    ("5!", "120"),
+    ("|x|", "|x|"),
+    ("2^{2010}", "4^{1005}"),
+    (r"\frac{4! \cdot 48!}{52!}", r"\frac{24 \cdot 48!}{52!}"),
+    ("8.224e-19", r"8.224 \times 10^{-19}"),
+    (r"\int_0^1 x dx", "1/2"),
+    (r"\sum_{k=1}^{3} k", "6"),
+    ("[1,2)", r"\left[1,2\right)"),
+    (r"\{1,2,3\}", "1,2,3"),
+    ("1,2,3", r"\{3,2,1\}"),
+    ("x=2, y=3", "(2,3)"),
+    ("(2,3)", "x=2, y=3"),
+    ("6", r"\text{six} = 6"),
+    (r"12 \text{ inches}", "12 in"),
+    ("12", "12 square units"),
+    (r"\frac{1}{2} \text{ hour}", "0.5"),
+    (r"3\frac{1}{2}", "7/2"),
+    ("0.5", ".5"),
+    ("100,000", "10^5"),
+    ("1{,}000", "1000"),
+    ("even", r"\text{Even}"),
+    (r"\text{Monday}", "Monday"),
+    ("x^2+1", "x^2 + 1."),
+    ("y''", r"y^{\prime\prime}"),
+    ("(1,2), (3,4)", "(3,4), (1,2)"),
+    (r"\frac{a}{b}", "a/b"),
+    (r"\frac{x+1}{2}", "(x+1)/2"),
+    (r"\ln 2", r"\log_e 2"),
+    (r"60^\circ", "60"),
+    (r"\angle A = 60^\circ", "60"),
+    ("(0, 1) ∪ (2, ∞)", r"(0,1)\cup(2,\infty)"),
+    (r"2\cdot 3^x", "2*3^x"),
+    ("sqrt(3)/2", r"\frac{\sqrt3}{2}"),
+    ("pi/4", r"\frac{\pi}{4}"),
+    (r"-\frac{1}{2}", r"\frac{-1}{2}"),
+    (r"\frac{1}{\sqrt 2}", r"\frac{\sqrt2}{2}"),
+    ("x=5", "5"),
+    ("A", r"\mathbf{A}"),
+    (r"\text{Evelyn}", "Evelyn"),
+    ("0", r"\sin(\pi)"),
+    ("k=3", "3"),
+    (r"\frac{2}{3}", "0.666667"),
+    (r"6 \pm 2i", "6+2i, 6-2i"),
+    ("x^3+3x-6", "-6+x^3+3x"),
+    ("3:2", "3 : 2"),
+    ("f^{-1}(x)", "f^{-1}(x)"),
+    (r"\sqrt[3]{-8}", "-2"),
+    ("4^{1/2}", "2"),
+    (r"11\sqrt{2}", r"11 \sqrt {2}"),
+    ("1,2", r"1 \text{ and } 2"),
+    ("1 and 2", "1,2"),
+    (r"\left\{\frac12, 3\right\}", "0.5, 3"),
+    (r"[-2,\infty)", r"[-2, +\infty)"),
+    (r"\lfloor 2.5 \rfloor", "2"),
+    (r"x \ne 3", r"(-\infty,3)\cup(3,\infty)"),
+    (r"\mathbb{R}", "ℝ"),
+    (r"2\mathbf{i}+3\mathbf{j}", r"3\mathbf{j}+2\mathbf{i}"),
+    ("x < 3", "3 > x"),
+    ("5", "$5$"),
+    ("5", r"\(5\)"),
+    ("(x-1)(x+2)", "(x+2)(x-1)"),
+    (r"10\%", "10%"),
+    (r"1.5 \times 10^{3}", "1500"),
+    ("33.3", "33.3"),
+    (r"7 \text{ cm}", r"7\,\mathrm{cm}"),
+    ("(2x+1)(x-3)", "2x^2-5x-3"),
+    (r"\cot x", r"\frac{1}{\tan x}"),
+    (r"\frac{\pi}{6}+2\pi k", r"2k\pi+\frac{\pi}{6}"),
+    ("1000000", "1,000,000"),
+    ("1 000 000", "1000000"),
+    (r"\frac{1}{x+1}", "(x+1)^{-1}"),
+    ("2^{n}-1", "-1+2^n"),
+    ("n!", r"n \cdot (n-1)!"),
+    (r"\{x \mid x>0\}", r"\{x \mid x > 0\}"),
+    ("x=1 or x=2", "x=2 or x=1"),
+    ("x=1,2", "x = 2, 1"),
+    (r"\sqrt{x^2+1}", "(x^2+1)^{1/2}"),
+    (r"(\frac{1}{2},3)", "(0.5,3)"),
+]
+
+DIFFERENT = [
+    (
+        r"\begin{pmatrix} -7 \\ 16 \\ 5 \end{pmatrix}",
+        r"\begin{pmatrix} -7 \\ 15 \\ 6 \end{pmatrix}",
+    ),
+    (r"\begin{pmatrix} 1&2 \\ 3&4 \end{pmatrix}", r"\begin{pmatrix} 1&3\\2&4 \end{pmatrix}"),
+    (r"\begin{pmatrix} 0&0 \\ 0&0 \end{pmatrix}", r"\begin{pmatrix} 0&2\\0&0 \end{pmatrix}"),
+    (r"\frac{4! \cdot 48!}{52!}", r"\frac{48!}{52!}"),
+    ("8.224e-19", r"5 \times 10^{-20}"),
+    ("8.224e-19", r"8.264 \times 10^{-19}"),
+    (r"2.88 \times 10^{-19}", r"2.88 \times 10^{-17}"),
+    (r"m_{p} c^{2}(\gamma^{2}-1)", r"m_{p} c^{2}(\gamma^{2}-3)"),
+    ("2", "3 1/2"),
+    ("3 1/2", "2"),
+    ("31/2", "3 1/2"),
+    (r"\hbar \omega(v+1 / 2)-\frac{E_{0}^{2} e^{2}}{2 m \omega^{2}}", "2"),
+    (r"2007 + \frac\pi 2", "2"),
+    (r"0.\overline{3}", "0"),
+    ("7:30 p.m.", "7"),
+    (r"10,\!080", r"080,\!10"),
+    ("2", "2t"),
+    (r"\pi r^2", r"\pi r^2 h"),
+    (r"\frac{1}{m}", r"\frac{1}{m}t"),
+    (r"\frac{1}{m}t", r"\frac{1}{m}"),
+    ("2t", "2"),
+    ("1", "-1"),
+    ("x", "|x|"),
+    ("|x|", "x"),
+    (r"\sqrt{x^2}", "x"),
+    ("(1,2)", "[1,2]"),
+    ("(1,2)", "(2,1)"),
+    ("0.1", "0.10000001"),
+    ("123456789012345678901234", "123456789012345678901235"),
+    ("2^{100}-1", "2^{100}+1"),
+    ("0", "0.0000001"),
+    (r"\frac{1}{0}", r"\frac{2}{0}"),
+    ("x/0", "y/0"),
+    ("(0,12.5)", r"0\le x<12.5"),
+    ("42", "42 or 43"),
+    ("5", "5 or more"),
+    ("5", "not 5"),
+    ("1,2", "1,3"),
+    ("12 cm", "12 m"),
+    ("I_0", "i"),
+    ("x", "x'"),
+    ("y=2x+3", "y=2x-3"),
+    ("x=2, y=3", "x=3, y=2"),
+    (r"\text{Monday}", r"\text{Tuesday}"),
+    ("2", "2, 3"),
+    (r"\frac{r}{R}", "1"),
+    ("10", "1010"),
+    ("42", "42 hours 30 minutes"),
+    ("2", "x=2,y=3"),
+    ("4", "x^2+y^2 = 5"),
+    ("x^2+y^2=4", "4"),
+    (r"\infty", "5"),
+    (r"\infty", r"-\infty"),
+    ("3", "3i"),
+    ("e", "2.718"),
+    ("100", "1,00"),
+    ("12", "1 2"),
+    ("30", "3 0"),
+    ("f(x)+1", "f(x)+2"),
+    (r"\Gamma(5)", r"\Gamma(6)"),
+    ("x>3", "x>4"),
+    ("x>3", r"x\ge 3"),
+    ("x>3", "y>3"),
+    (r"\sum_{k=1}^{n} k", r"\sum_{k=2}^{n} k"),
+    ("10^{400}", "10^{401}"),
+    ("1", r"1 \text{ million}"),
+    ("5", r"\sqrt{5}"),
+    ("2", "2^{2}"),
+    ("-2", "2"),
+    ("0.5", "50"),
+    ("1/3", "0.33"),
+    ("1,2,2", "1,1,2"),
+    ("A", "B"),
+    ("ABCD", "DCBA"),
+    ("3", r"3 \text{ or } 4"),
+    ("1/2", r"1\2"),
+    (r"\{1,2\}", "(1,2)"),
+    (r"\{x \mid x>0\}", r"\{x \mid x>1\}"),
+    ("3:2", "2:3"),
+    ("x=1,2", "x=1,3"),
+    ("2", r"\frac{4}{2}+\infty"),
+    ("x+1", r"x+1+\epsilon"),
+    ("1.23456789", "1.23456780"),
+    ("1", "0.999999999999999999"),
+]
+
+HOSTILE = [
+    "9^{9^{9^{9}}}",
+    "10^{10^{10}}!",
+    r"\binom{10^9}{5 \cdot 10^8}",
+    "9^" * 300 + "9",
+    "-" * 900 + "1",
+    "|" * 500,
+    r"\frac" * 200,
+    r"\sqrt" * 300 + "2",
+    r"\sin" * 200 + "x",
+    r"\begin{pmatrix}" * 3,
+    "e^{e^{e^{e^{e}}}}",
+    r"\frac{1}{x-x}",
+    r"\log_1 2",
+    "1_{" * 100,
+    "½" * 100,
+    "\x00",
+    "\ud800",
+    "()",
+    "==",
+    ",",
+]
+
+
+def accepts(reference: str, answer: str, task: MathTask = TASK) -> bool:
+    return task.verify({"answer": reference}, rf"\boxed{{{answer}}}").status == "ok"
+
+
+@pytest.mark.parametrize(("reference", "answer"), EQUAL)
+def test_another_spelling_of_the_reference_is_right(reference: str, answer: str) -> None:
+    assert accepts(reference, answer)
+
+
+@pytest.mark.parametrize(("reference", "answer"), DIFFERENT)
+def test_another_value_is_wrong(reference: str, answer: str) -> None:
+    assert not accepts(reference, answer)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_text_equals_no_reference_in_either_direction(text: str) -> None:
+    for reference in ("42", "x^2+1", "(0,1]", r"\{1,2\}", "y=2x", "x>3", r"\frac13"):
+        assert not accepts(reference, text)
+        assert not accepts(text, reference)
+
+
+def test_the_order_of_a_list_matters_where_the_answer_key_says_so() -> None:
+    ordered = MathTask(ordered=True)
+    for reference, answer in (("1, 2", "2, 1"), ("1, 2", r"2 \text{ and } 1"), ("x=1,x=2", "2,1")):
+        assert accepts(reference, answer)
+        assert not accepts(reference, answer, ordered)
+        assert accepts(reference, reference.replace(",", ", "), ordered)
+    assert accepts(r"\{1, 2\}", r"\{2, 1\}", ordered)
+
+
+def test_an_empty_box_does_not_hide_the_answer_before_it() -> None:
+    verdict = TASK.verify({"answer": "42"}, r"\boxed{42}. I put it in \boxed{}.")
+    assert (verdict.status, verdict.answer) == ("ok", "42")
+    assert TASK.verify({"answer": "42"}, r"\boxed{}").status == "no_answer"
+
+
+@pytest.mark.parametrize("response", [r"\boxed 42", r"so $\boxed 42$.", r"\boxed42", r"\fbox 42"])
+def test_a_box_without_braces_has_the_number_after_it(response: str) -> None:
+    assert TASK.verify({"answer": "42"}, response).status == "ok"
+
+
+def test_blanks_between_digits_are_part_of_a_vote() -> None:
+    assert TASK.normalise("3 1/2") == TASK.normalise("7/2") != TASK.normalise("31/2")
+
+
+def test_a_reference_that_cannot_be_read_is_explained() -> None:
+    assert TASK.explain_reference({"answer": r"\frac{1}{2}"}) is None
+    assert TASK.explain_reference({"answer": ["1", r"\text{even}"]}) is None
+    reason = TASK.explain_reference({"answer": ["1", r"\foo{2} + 1"]})
+    assert reason == r"\foo{2} + 1 cannot be read as mathematics"
+
+
+PIECES = [
+    *"0123456789xyab+-/^_!.,;() []|=<>{}&²½−",
+    *(r"\\", r"\,", r"\!", r"\ ", r"\{", r"\}", r"\frac", r"\sqrt", r"\pi", r"\infty"),
+    *(r"\left(", r"\right)", r"\begin{pmatrix}", r"\end{pmatrix}", r"\text{cm}"),
+]
+
+
+SPACED = [
+    r"\begin{pmatrix} -7 & 16 \\ 5 & \frac{1}{3} \end{pmatrix}",
+    r"\left( -\infty, \frac{3}{2} \right] \cup [4, 9)",
+    r"\{ 1, -2, \sqrt{3} \}",
+    "y = -2x^2 + 3(x - 1)",
+    r"\frac{\sqrt{3} + 1}{2}, -\frac{1}{2}",
+]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(SPACED), st.data())
+def test_spacing_between_tokens_changes_no_reading(text: str, data: st.DataObject) -> None:
+    blanks = st.sampled_from(["", " ", r"\,", r"\;", r"\!", r"\ ", "~", r"\quad "])
+    spaced = "".join(
+        token
+        + (
+            data.draw(blanks)
+            if token in [r"+", r"-", r"=", r"(", r")", r"[", r"]", r",", r"&", r"\\", r"\{"]
+            else ""
+        )
+        for token in split_tokens(text)
+    )
+    assert read_answer(normalise_tokens(spaced)) == read_answer(normalise_tokens(text))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(PIECES), max_size=14))
+def test_any_text_has_a_reading_and_a_verdict(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    assert "".join(split_tokens(text)) == text
+    assert read_answer(normalise_tokens(text)) == read_answer(normalise_tokens(text))
+    assert TASK.verify({"answer": "unlike any"}, rf"\boxed{{{text}}}").reward == 0
