@@ -259,7 +259,7 @@ def canonical_unicode(text: str) -> str:
         if fraction is not None:
             plain = rf" \frac{{{fraction[1]}}}{{{fraction[2]}}}"
         elif unicodedata.category(character) == "Cf":
-            plain = ""
+            plain = " "  # an invisible mark, which joins no digits
         pieces.append(plain if character not in _UNICODE else character)
     return "".join(pieces).translate(_TRANSLATION)
 

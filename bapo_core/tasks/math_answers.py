@@ -592,6 +592,23 @@ def unit_name(unit: str) -> str | None:
     return UNITS.get(singular)
 
 
+def unread_parts(answer: Answer) -> Iterator[str]:
+    """Yields the texts of the parts of an answer that are no mathematics."""
+    match answer:
+        case Words():
+            yield answer.text
+        case Items() | Joined():
+            for item in answer.items:
+                yield from unread_parts(item)
+        case Relation():
+            for side in answer.sides:
+                yield from unread_parts(side)
+        case Grid():
+            for row in answer.rows:
+                for cell in row:
+                    yield from unread_parts(cell)
+
+
 def as_fraction(value: Value) -> Fraction | None:
     """Returns the exact value of a rational number; None for another value."""
     expression = value.expression

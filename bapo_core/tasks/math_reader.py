@@ -616,9 +616,12 @@ class _Reader:
         if token in _ACCENTS:
             if token == r"\overset":
                 self.argument()
-            content = "".join(self.argument()).replace(BLANK, "")
+            argument = self.argument()
+            content = "".join(argument).replace(BLANK, "")
             if not content:
                 raise Unreadable("an accent without a letter")
+            if token in _FONTS and (len(content) > 1 or content.isdigit()):
+                return read_expression(argument, loose_slash=self.loose_slash)
             # Bold print does not make another letter, but \\mathbf{i} is a vector, not a number.
             plain = token in _FONTS and content not in ("e", "i")
             return self._scripted(None, content if plain else f"{token}{{{content}}}")

@@ -40,6 +40,8 @@ _BRACES = re.compile(
 )
 _WHITE = " \t\r\n"
 _BLANKS = re.compile(r"\s+")
+_MATHEMATICS = re.compile(r"[\\0-9^_{}=+]")
+"""Characters of what is no mere word."""
 _NUMERIC = re.compile(r"[-+0-9.,/ {}]*(?:\\frac[-0-9{}]+)?")
 """Characters of a number, which may be a fraction or a mixed number."""
 
@@ -161,15 +163,15 @@ class MathTask:
 
         Such a reference equals nothing but its own characters.
         """
-        from bapo_core.tasks.math_answers import Words
+        from bapo_core.tasks.math_answers import unread_parts
 
         for text in _reference_answers(payload):
             try:
-                unread = isinstance(_read(text)[0], Words)
+                unread = list(unread_parts(_read(text)[0]))
             except Exception as error:  # noqa: BLE001 - as in `_compare`
                 return f"{text:.80} cannot be read as mathematics: {type(error).__name__}"
             # Words, such as `\\text{even}`, need no reading.
-            if unread and re.search(r"[\\\\0-9^_{}=+]", characters(normalise_tokens(text))):
+            if any(map(_MATHEMATICS.search, unread)):
                 return f"{text:.80} cannot be read as mathematics"
         return None
 
@@ -278,14 +280,14 @@ def _last_answer(text: str) -> str | None:
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
-    from bapo_core.tasks.math_answers import Words
+    from bapo_core.tasks.math_answers import unread_parts
 
     # Without this, it warns in every process that it has no time limit.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     if text.isalpha() and len(text) > 1:
         return None  # a word
     try:
-        if not isinstance(_read(text)[0], Words):
+        if not any(unread_parts(_read(text)[0])):
             return text
         found = parse(
             text,

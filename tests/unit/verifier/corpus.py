@@ -305,11 +305,9 @@ _WRONG_BOXES = {
     "integral": r"\int_0^{42} x dx",
     # Other alphabets and bytes.
     "arabic-digits": "\u0664\u0662",
-    "fullwidth-digits": "\uff14\uff12",
     "superscript": "4\u00b2",
     "roman-numeral": "\u2169",
     "emoji": "4\ufe0f\u20e32\ufe0f\u20e3",
-    "bold-digits": "\U0001d7d2\U0001d7d0",
     "chinese": "\u56db\u5341\u4e8c",
     "nul": "\x00",
     "nul-after": "42\x00",
@@ -351,6 +349,8 @@ _RIGHT_BOXES = {
     "percent": r"4200\%",
     "bold": r"\mathbf{42}",
     "math-rm": r"\mathrm{42}",
+    "fullwidth-digits": "\uff14\uff12",
+    "bold-digits": "\U0001d7d2\U0001d7d0",
 }
 
 _BOMBS = {
@@ -432,7 +432,7 @@ def _math_plain() -> Iterator[Case]:
     yield _mathematics("box-cut-short", r"thus \boxed{42", 0)
     yield _mathematics("box-cut-short-after-right", r"\boxed{42} or rather \boxed{4", 1)
     yield _mathematics("box-empty", r"thus \boxed{}", 0)
-    yield _mathematics("box-without-braces", r"the answer is \boxed 42", 0)
+    yield _mathematics("box-without-braces", r"the answer is \boxed 42", 1)
     yield _mathematics("empty", "", 0)
     yield _mathematics("blank", " \n\t ", 0)
     yield _mathematics("nothing-but-nul", "\x00" * 10, 0)

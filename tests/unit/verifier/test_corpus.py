@@ -85,7 +85,8 @@ def test_bombs_cost_their_deadline_and_nothing_else(client: httpx.Client) -> Non
         wrong, statuses = score(client, cases)
         costs.append(time.monotonic() - started)
         assert wrong == []
-        assert statuses.count("timeout") > len(cases) / 2
+        # The grader refuses what is too large to compute; sums and integrals go to SymPy.
+        assert statuses.count("timeout") >= 3
     assert min(costs) < limit
 
 
