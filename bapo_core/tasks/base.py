@@ -80,8 +80,9 @@ class Task(Protocol):
     deadline starts; `load(payload) -> None`, for slow preparations of a payload, which it calls
     before the deadline of the first response to it starts, and which may raise `PayloadError`;
     `reward_parts: Sequence[str]`, the names of the parts of its verdicts;
-    `normalise(answer) -> str`, for `normalise_answer`, in linear time; and
-    `demonstrate(payload) -> str | None`, for `compose_demonstration`.
+    `normalise(answer) -> str`, for `normalise_answer`, in linear time;
+    `demonstrate(payload) -> str | None`, for `compose_demonstration`; and
+    `explain_reference(payload) -> str | None`, for `explain_reference`.
     """
 
     @property
@@ -133,6 +134,16 @@ def normalise_answer(task: Task, answer: str | None) -> str:
         return ""
     normalise: Callable[[str], str] | None = getattr(task, "normalise", None)
     return "".join(answer.split()) if normalise is None else normalise(answer)
+
+
+def explain_reference(task: Task, payload: Payload) -> str | None:
+    """Returns why the task cannot read the reference answer of a problem, on one line, or None.
+
+    Only a task that has `explain_reference` tells. Such a problem can be posed, but right answers
+    to it may be refused.
+    """
+    explain: Callable[[Payload], str | None] | None = getattr(task, "explain_reference", None)
+    return None if explain is None else explain(payload)
 
 
 def compose_demonstration(task: Task, payload: Payload) -> str | None:

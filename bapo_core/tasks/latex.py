@@ -198,7 +198,6 @@ _RENAMED = {
     r"\vartheta": r"\theta",
     r"\prime": "'",
     r"\infin": r"\infty",
-    r"\arcsec": r"\operatorname{arcsec}",
     r"\colon": ":",
     r"\cr": r"\\",
     r"\land": ",",
@@ -232,16 +231,14 @@ _TEXTS = frozenset(
 )
 _BOXES = frozenset((r"\boxed", r"\fbox"))
 _CONNECTORS = frozenset(("and", "or", ",", ";", ", and", ", or", "and/or"))
-_WORDS = {
-    **dict.fromkeys(("sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp")),
-    **dict.fromkeys(("arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "pi", "sqrt", "infty")),
-    **dict.fromkeys(
-        ("alpha", "beta", "theta", "lambda", "omega", "lg", "gcd", "lcm", "max", "min")
-    ),
-}
+_WORDS = frozenset(
+    "sin cos tan cot csc log ln lg exp arcsin arccos arctan sinh cosh tanh pi sqrt infty alpha beta"
+    " theta lambda omega".split()
+)
 """Words that mean the command of the same name, also without a backslash."""
 _NUMBER_OR_SYMBOL = re.compile(r"[-+]?[0-9][0-9.,/ ]*|\([A-Za-z]\)|[-+]")
-_OPERATORS = frozenset(("mod", "lcm", "gcd", "max", "min", "sgn", "Re", "Im", "arccot"))
+_OPERATORS = frozenset(("gcd", "lcm", "max", "min", "sec"))
+"""Names that mean a command in \\operatorname{...} alone: `9 min` and `9 sec` are times."""
 
 
 def canonical_unicode(text: str) -> str:
@@ -365,11 +362,9 @@ def _text_tokens(content: str, command: str) -> Iterator[str]:
         yield ","
     elif not words:
         yield BLANK
-    elif words in _WORDS:
+    elif words in _WORDS or (words in _OPERATORS and command == r"\operatorname"):
         yield f"\\{words}"
-    elif words in _OPERATORS and command == r"\operatorname":
-        yield f"\\operatorname{{{words}}}"
-    elif _NUMBER_OR_SYMBOL.fullmatch(words) or ("\\" in words or command in (r"\underline",)):
+    elif _NUMBER_OR_SYMBOL.fullmatch(words) or "\\" in words:
         yield from _spelled(split_tokens(words))
     else:
         yield f"{TEXT}{words}}}"

@@ -101,9 +101,7 @@ _TRIGONOMETRIC = frozenset([r"\sin", r"\cos", r"\tan", r"\cot", r"\sec", r"\csc"
 _NUMERAL = re.compile(
     r"[-+]?(?:[0-9]*\.([0-9]+)|[0-9]+\.?)(?:(?:[eE]|\\cdot10\^)\{?([-+]?[0-9]+)\}?)?"
 )
-_BASED = re.compile(
-    r"([-+]?[0-9A-Z.,]*[0-9][0-9A-Z.,]*|[-+]?[A-Z]{2,})_\{?([0-9]+|\\text\{[a-z]+\})\}?"
-)
+_BASED = re.compile(r"([-+]?[0-9A-Z.,]*[0-9][0-9A-Z.,]*|[-+]?[A-Z]{2,})_\{?([0-9]+|[a-z]+)\}?")
 _PREFIXES = re.compile(
     r"(?:(?:the )?(?:final )?answer(?: is)?:?|is|about|approximately|approx\.?|roughly|around|"
     r"exactly|(?:a )?total(?: of)?|or)",
@@ -459,9 +457,9 @@ def _read_value(tokens: Sequence[str]) -> Answer:
     plain = characters(tokens)
     if len(plain) > 2 and plain.isalpha() and plain.isascii() and plain.isupper():
         return Words(plain)  # the vertices of a figure, not a product
-    based = _BASED.fullmatch("".join(t for t in tokens if t not in (BLANK, r"\!")))
+    based = _BASED.fullmatch(characters(tokens, braces=True))
     if based is not None:
-        return Value(_digits(based[1]), base=re.sub(r"\W|text", "", based[2]))
+        return Value(_digits(based[1]), base=based[2])
     for number, unit in _unit_splits(tokens):
         if DEGREE in number and not _is_angle(number):
             number, unit = [token for token in number if token != DEGREE], unit or "degree"
@@ -569,7 +567,7 @@ def _exponents(tokens: Sequence[str]) -> tuple[str, ...]:
     named = [
         _POWERS[word.strip(".").lower()] for word in words if word.strip(".").lower() in _POWERS
     ]
-    written = re.findall(r"\^\{?(-?[0-9]+)", "".join(t for t in tokens if t != BLANK))
+    written = re.findall(r"\^\{?([-+0-9]+)", "".join(t for t in tokens if t != BLANK))
     return tuple(named or written)
 
 

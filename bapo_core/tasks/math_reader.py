@@ -614,17 +614,7 @@ class _Reader:
 
     def _symbol(self, token: str) -> Any:
         if token in _ACCENTS:
-            if token == r"\overset":
-                self.argument()
-            argument = self.argument()
-            content = "".join(argument).replace(BLANK, "")
-            if not content:
-                raise Unreadable("an accent without a letter")
-            if token in _FONTS and (len(content) > 1 or content.isdigit()):
-                return read_expression(argument, loose_slash=self.loose_slash)
-            # Bold print does not make another letter, but \\mathbf{i} is a vector, not a number.
-            plain = token in _FONTS and content not in ("e", "i")
-            return self._scripted(None, content if plain else f"{token}{{{content}}}")
+            return self._accented(token)
         if token in _FIGURES:
             self.skip_blanks()
             begin = self.position
@@ -641,6 +631,19 @@ class _Reader:
         if token in _GREEK or (len(token) == 1 and token.isalpha()):
             return self._scripted(None, token)
         raise Unreadable(f"{token} has no meaning here")
+
+    def _accented(self, token: str) -> Any:
+        if token == r"\overset":
+            self.argument()
+        argument = self.argument()
+        content = "".join(argument).replace(BLANK, "")
+        if not content:
+            raise Unreadable("an accent without a letter")
+        if token in _FONTS and (len(content) > 1 or content.isdigit()):
+            return read_expression(argument, loose_slash=self.loose_slash)
+        # Bold print does not make another letter, but \\mathbf{i} is a vector, not a number.
+        plain = token in _FONTS and content not in ("e", "i")
+        return self._scripted(None, content if plain else f"{token}{{{content}}}")
 
     def _scripted(self, constant: Any, name: str) -> Any:
         """Returns a symbol with its subscript and primes, or the constant without them."""

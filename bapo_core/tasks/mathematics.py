@@ -19,6 +19,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -199,6 +200,8 @@ def _answer_text(answer: Any) -> str:
         return ""
     if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
         return str(answer)
+    if isinstance(answer, Decimal) and answer.is_finite():
+        return f"{answer:f}"
     if not isinstance(answer, str):
         raise ValueError(f"answer is {answer!r:.80}; make it text, a number or a list of those")
     return answer

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -44,13 +44,18 @@ PROMPTS_AT_ONCE = 16
 
 
 def evaluate_directory(
-    config: RunConfig, directory: Path, *, blank_images: bool = False
+    config: RunConfig,
+    directory: Path,
+    *,
+    blank_images: bool = False,
+    note: Callable[[str], None] = lambda _: None,
 ) -> list[Evaluation]:
     """Samples the prompts of every evaluation set and scores the responses.
 
     The model counts as policy version 1.
 
-    blank_images: whether the model is shown white images of the same sizes.
+    blank_images: whether the model is shown white images of the same sizes. note: takes a line on
+    a data set of which something was left out or cannot be read.
 
     Raises `BapoError` when `directory` holds no model, when a set cannot be read, and when images
     are to be blank but no prompt has one, and when the reward function fails on all responses.
@@ -59,6 +64,9 @@ def evaluate_directory(
         raise BapoError(f"{directory} is not a model directory: it has no config.json")
 
     held_out = _load_held_out(config)
+    for dataset in held_out.values():
+        if dataset.notes:
+            note(f"{dataset.name}: {dataset.summary}")
     open_image = _make_image_opener(held_out, directory)
     if blank_images:
         if open_image is None:

@@ -31,6 +31,8 @@ class Dataset:
     """Number of prompts with a demonstration, if the run asks for them."""
     too_long: int = 0
     """Number of prompts that were left out, because they have too many tokens."""
+    unreadable: Sequence[tuple[int, str]] = ()
+    """(number of the row, reason) for each reference answer that the task cannot read."""
 
     @property
     def notes(self) -> str:
@@ -43,7 +45,18 @@ class Dataset:
         limit = f", read up to the limit of {self.limit} rows" if self.limit else ""
         shown = f", {self.demonstrated} with a demonstration" if self.demonstrated else ""
         too_long = f", {self.too_long} prompts left out as too long" if self.too_long else ""
-        return shown + left_out + too_long + limit
+        return shown + left_out + too_long + limit + self._unreadable_note
+
+    @property
+    def _unreadable_note(self) -> str:
+        if not self.unreadable:
+            return ""
+        number, reason = self.unreadable[0]
+        return (
+            f"; the task cannot read the reference answers of {len(self.unreadable)} of "
+            f"{len(self.prompts)}, for example of row {number}: {reason}. They equal only their "
+            "own characters; `bapo dataset check` lists them"
+        )
 
     @property
     def summary(self) -> str:

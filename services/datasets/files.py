@@ -71,10 +71,37 @@ def _read_parquet(file: BinaryIO, columns: Sequence[str]) -> Iterator[Any]:
         with pq.ParquetFile(file) as parquet:
             check_columns(parquet.schema_arrow.names, columns)
             for batch in parquet.iter_batches(columns=list(columns)):
-                yield from batch.to_pylist()
+                widened = [_widen(column) for column in batch.columns]
+                yield from pa.RecordBatch.from_arrays(widened, batch.schema.names).to_pylist()
     except (pa.ArrowInvalid, OSError) as error:
         reason = first_line(error)
         raise ValueError(f"not a Parquet file ({reason}); export it again") from error
+
+
+def _widen(column: Any) -> Any:
+    """Returns an Arrow column whose float32 values have their shortest decimals: 33.3 stays 33.3.
+
+    As float64, the nearest float32 to 33.3 is 33.29999923706055, which no answer equals.
+    """
+    import pyarrow as pa
+
+    if pa.types.is_float32(column.type):
+        return pa.array(map(shorten_float32, column.to_pylist()), pa.float64())
+    if pa.types.is_list(column.type) and pa.types.is_float32(column.type.value_type):
+        return pa.ListArray.from_arrays(
+            column.offsets, _widen(column.values), mask=column.is_null()
+        )
+    return column
+
+
+def shorten_float32(value: Any) -> Any:
+    """Returns the float whose decimals are the shortest ones of the nearest float32.
+
+    Other values than floats are returned as they are.
+    """
+    import numpy as np
+
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def _read_jsonl(file: BinaryIO) -> Iterator[Any]:

@@ -22,7 +22,7 @@ from typing import Any
 from bapo_core.errors import BapoError
 from services.common.errors import first_line
 from services.common.files import write_private
-from services.datasets.files import Row, RowError, check_columns, read_rows
+from services.datasets.files import Row, RowError, check_columns, read_rows, shorten_float32
 from services.model.stored import COMMIT, HUB
 
 _ADDRESS = re.compile(
@@ -127,7 +127,11 @@ def read_hub(
 
 
 def _stream(address: HubAddress, columns: Sequence[str], limit: int | None) -> Iterator[Row]:
-    rows = iter(_open_split(address, columns))
+    split = _open_split(address, columns)
+    types = {
+        name: getattr(feature, "dtype", "") for name, feature in (split.features or {}).items()
+    }
+    rows = iter(split)
     from datasets.exceptions import DatasetsError
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
 
@@ -144,7 +148,10 @@ def _stream(address: HubAddress, columns: Sequence[str], limit: int | None) -> I
             check_columns(row, columns)
         except ValueError as error:
             raise RowError(number, str(error)) from error
-        yield {column: row[column] for column in columns}
+        yield {
+            column: shorten_float32(row[column]) if types.get(column) == "float32" else row[column]
+            for column in columns
+        }
 
 
 def _open_split(address: HubAddress, columns: Sequence[str]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -14,7 +14,12 @@ from bapo_core.config.evaluation import TEST_SET, EvaluationSet
 from bapo_core.errors import BapoError
 from bapo_core.rewards import check_tasks
 from bapo_core.tasks import ImageTask, Payload, SyntheticTask, Task, get_task
-from bapo_core.tasks.base import DEMONSTRATION, VerdictStatus, compose_demonstration
+from bapo_core.tasks.base import (
+    DEMONSTRATION,
+    VerdictStatus,
+    compose_demonstration,
+    explain_reference,
+)
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.common.errors import task_errors
@@ -305,11 +310,14 @@ def read_dataset(
         uploaded = read_uploaded(address, task, sources.connect())
         reached = limit if limit is not None and len(uploaded) >= limit else None
         return replace(
-            _build_dataset(task, uploaded[:limit], split, _make_images(sources)), limit=reached
+            _build_dataset(task, uploaded[:limit], split, _make_images(sources)),
+            limit=reached,
+            unreadable=_find_unreadable(task, enumerate(uploaded[:limit], start=1)),
         )
     column_names = {column: columns.get(column, column) for column in known}
     images = _make_images(sources, address)
     problems: dict[str, Payload] = {}
+    numbers: dict[str, int] = {}
     left_out = repeated = contradicting = number = 0
     try:
         rows = open_rows(address, list(column_names.values()), limit, sources)
@@ -322,7 +330,9 @@ def read_dataset(
             else:
                 if text is not None:
                     problem = {**problem, DEMONSTRATION: _check_demonstration(text, number)}
-                kept = problems.setdefault(_uid_of(task, problem), problem)
+                uid = _uid_of(task, problem)
+                kept = problems.setdefault(uid, problem)
+                numbers.setdefault(uid, number)
                 repeated += kept is not problem
                 contradicting += kept != problem
     except RowError as error:
@@ -338,7 +348,14 @@ def read_dataset(
         repeated=repeated,
         contradicting=contradicting,
         limit=limit if number == limit else None,
+        unreadable=_find_unreadable(task, zip(numbers.values(), problems.values(), strict=True)),
     )
+
+
+def _find_unreadable(task: Task, rows: Iterable[tuple[int, Payload]]) -> list[tuple[int, str]]:
+    """Returns (number of the row, reason) for each reference answer that the task cannot read."""
+    reasons = ((number, explain_reference(task, payload)) for number, payload in rows)
+    return [(number, reason) for number, reason in reasons if reason is not None]
 
 
 def _make_images(sources: DataSources, address: str = "") -> Images:

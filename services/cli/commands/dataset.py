@@ -12,23 +12,60 @@ def dataset() -> None:
     """Store data sets in the buffer service, and list them."""
 
 
-@dataset.command
-@click.argument(
-    "address",
-    help="A Parquet, JSONL or JSON file, hf://organisation/name[@revision][:split] or "
-    "s3://bucket/key.",
+_ADDRESS_HELP = (
+    "A Parquet, JSONL or JSON file, hf://organisation/name[@revision][:split] or s3://bucket/key."
 )
-@click.option("--task", "task_name", required=True, metavar="TASK", help="Task of the problems.")
-@click.option(
-    "--name", metavar="NAME", help="Name to store it by; by default, the task and a digest."
+_task_option = click.option(
+    "--task", "task_name", required=True, metavar="TASK", help="Task of the problems."
 )
-@click.option(
+_column_option = click.option(
     "--column",
     "columns",
     multiple=True,
     metavar="COLUMN=THEIRS",
     help="A column of the task, and its name in the data; repeat it for more.",
 )
+
+
+@dataset.command
+@click.argument("address", help=_ADDRESS_HELP)
+@_task_option
+@_column_option
+def check(address: str, task_name: str, columns: tuple[str, ...]) -> None:
+    """List the rows of a data set whose reference answers the task cannot read.
+
+    Such a reference answer equals only its own characters, so that right answers are refused. Every
+    row is checked as for an upload, and nothing is stored. Ends with exit code 1 if there are such
+    rows.
+
+    \b
+    Examples:
+      bapo dataset check problems.jsonl --task math
+      bapo dataset check hf://math-ai/minervamath:test --task math --column problem=question
+    """
+    from bapo_core.tasks import get_task
+    from services.cli.service import data_sources
+    from services.datasets import pin_address, read_dataset
+
+    source = pin_address(address)
+    found = read_dataset(get_task(task_name), source, data_sources(), _parse_columns(columns))
+    for number, reason in found.unreadable:
+        click.echo(f"row {number}: {reason}")
+    click.echo(
+        f"{len(found.unreadable)} of {len(found.prompts)} reference answers cannot be read by the "
+        f"task {task_name}"
+    )
+    if found.unreadable:
+        click.get_current_context().exit(1)
+
+
+@dataset.command
+@click.argument("address", help=_ADDRESS_HELP)
+@_task_option
+@click.option(
+    "--name", metavar="NAME", help="Name to store it by; by default, the task and a digest."
+)
+@_column_option
 def upload(address: str, task_name: str, name: str | None, columns: tuple[str, ...]) -> None:
     """Store a data set in the buffer service, for runs.
 

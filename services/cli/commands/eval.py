@@ -74,7 +74,12 @@ def evaluate(
         if chosen.left_out:
             console.print(f"note: no data of {', '.join(chosen.left_out)}")
     directory = find_model(model, default_home(), open_store=open_local_object_store)
-    evaluations = evaluate_directory(loaded, directory, blank_images=blank_images)
+    evaluations = evaluate_directory(
+        loaded,
+        directory,
+        blank_images=blank_images,
+        note=lambda text: console.print(f"note: {text}", markup=False),
+    )
     rows = score_rows(evaluations)
     show(evaluations, COLUMNS, rows, as_json=as_json, empty="nothing was evaluated")
     if not as_json:
