@@ -7,9 +7,12 @@ Difficulty does not depend on it: the accuracy k/G of a group counts the respons
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 from bapo_core.config import RewardConfig, RunConfig
+from bapo_core.config.objectives import ESTIMATOR_ENTRY_POINTS, ESTIMATOR_NAMES
 from bapo_core.errors import ConfigError, TaskError
+from bapo_core.plug_ins import load_plug_in
 from bapo_core.tasks import Task, get_task
 
 ANSWER = "answer"
@@ -60,6 +63,31 @@ def overlong_punishment(tokens: int, max_tokens: int, share: float) -> float:
     It is 0 up to `(1 - share) * max_tokens` tokens and falls linearly to -1 at `max_tokens`.
     """
     return -min(1.0, max(0.0, 1.0 + (tokens - max_tokens) / (share * max_tokens)))
+
+
+def check_reward_sign(reward: float, estimator: str) -> None:
+    """Raises `ConfigError` for a negative reward where the estimator of advantages takes none.
+
+    MaxRL divides by the mean reward of a group, which trains backwards where it is below 0. An
+    estimator of a plug-in declares by the attribute `non_negative` that it needs such rewards.
+    """
+    if reward < 0 and estimator in _non_negative_estimators(estimator):
+        raise ConfigError(
+            f"a response got the reward {reward:g}, but advantage.estimator is {estimator!r}, "
+            "which needs rewards of 0 and more; have the task give no negative rewards, or set "
+            "another estimator"
+        )
+
+
+@lru_cache(maxsize=8)
+def _non_negative_estimators(estimator: str) -> frozenset[str]:
+    """Returns the estimators that need non-negative rewards, of the built-in ones and this one."""
+    if estimator in ESTIMATOR_NAMES:
+        return frozenset(("maxrl",))
+    loaded = load_plug_in(
+        ESTIMATOR_ENTRY_POINTS, "estimator", estimator, built_in=ESTIMATOR_NAMES, error=ConfigError
+    )
+    return frozenset((estimator,) if getattr(loaded, "non_negative", False) else ())
 
 
 def check_reward(task: Task, settings: RewardConfig) -> None:

@@ -81,7 +81,7 @@ def train(config, directory, sample=None, learner=None):
         # X2, re-evaluated: every m steps theta_t answers hard prompts; groups above c1 (Eq. 6).
         stored, rng = [], derive_rng(config.seed, "reevaluate", t)
         if config.schedule.reevaluates_at(t):
-            stored = buffers.choose_reevaluated(hard, limit=config.reevaluate.max_prompts, rng=rng)
+            stored = buffers.choose_reevaluated(hard, limit=config.most_reevaluated, rng=rng)
         again = roll_out("reevaluation", t, [by_uid[old.prompt_uid] for old in stored], theta_t)
         pairs = zip(stored, again, strict=True)
         x2 = [new for old, new in pairs if buffers.promoted(old, new, c1=c1)]

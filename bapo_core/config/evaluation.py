@@ -17,6 +17,10 @@ SetName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{0,31}$")]
 TopP = Annotated[float, Field(gt=0.0, le=1.0)]
 
 
+GREEDY_TEMPERATURE = 1e-6
+"""The temperature that stands for 0: the softmax of logits divided by it has one token."""
+
+
 class EvaluationSetConfig(Section):
     """Evaluation sets by name, for example `{aime24: {path: aime24.json, samples: 32}}`: held-out
     prompts, and how responses to them are sampled. Without any, there is one set `test`, of
@@ -32,8 +36,8 @@ class EvaluationSetConfig(Section):
     """Number of prompts to generate, or the most to read; null is `task.test_prompts`."""
     samples: int | None = Field(None, ge=1)
     """Responses sampled for each prompt; null is `evaluation.samples`."""
-    temperature: float | None = Field(None, gt=0.0)
-    """Sampling temperature; null is `evaluation.temperature`."""
+    temperature: float | None = Field(None, ge=0.0)
+    """Sampling temperature; null is `evaluation.temperature`, and 0 is greedy, with one sample."""
     top_p: TopP | None = None
     """Nucleus sampling; null is `evaluation.top_p`."""
     every: int | None = Field(None, ge=1)
@@ -47,8 +51,9 @@ class EvaluationConfig(Section):
     """Steps between two evaluations; the initial and the final weights are always evaluated."""
     samples: int | None = Field(None, ge=1)
     """Responses sampled for each held-out prompt; null is G."""
-    temperature: float | None = Field(None, gt=0.0)
-    """Sampling temperature of evaluations; null is `rollout.temperature`."""
+    temperature: float | None = Field(None, ge=0.0)
+    """Sampling temperature of evaluations; null is `rollout.temperature`, and 0 is greedy, with one
+    sample."""
     top_p: TopP = 1.0
     """Nucleus sampling of evaluations, which may truncate, because nothing is trained on them."""
     sets: dict[SetName, EvaluationSetConfig] = Field(default_factory=dict)

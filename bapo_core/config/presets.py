@@ -88,13 +88,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "kl_cov": _on_policy("kl_cov"),
     "bapo_adaptive_clipping": _on_policy("adaptive_clipping"),
     "mopps": _on_policy(
-        aggregation="seq-mean-token-mean",
+        aggregation="token-mean",
         sampler={"kind": "mopps", "decay": 0.5},
         loss={"clip_high": 0.28, "dual_clip": 10.0, "entropy_coefficient": 0.001},
     ),
     "dots": _on_policy(
         aggregation="seq-mean-token-mean",
-        sampler={"kind": "dots"},
+        sampler={"kind": "dots", "half_life": 34.0},
         replay={"enabled": True, "select": "mixed"},
         high_quality_buffer={"capacity": 512, "max_age": None},
         batch={"fresh_fraction": 0.5},
@@ -102,7 +102,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     "areal_async": _on_policy(
         sync={"every": 1, "lag": 4, "interrupt_rollouts": True},
-        loss={"ratio": "prox_current", "weight_cap": 5.0},
+        loss={"ratio": "prox_current", "weight_cap": 5.0, "weight_mode": "mask"},
     ),
     "remix_grpo": _on_policy(
         aggregation="seq-mean-token-mean",
@@ -224,7 +224,8 @@ SUMMARIES: dict[str, str] = {
     "which are 8 there; for mathematics, it has `sampler.decay: 1` and `sampler.candidates: 16`.",
     "dots": "Prompts of medium difficulty, and half of each batch from the mixed groups of earlier "
     "steps (arXiv 2506.05316). The posterior's mean stands for the paper's predictor, which needs "
-    "an embedding model.",
+    "an embedding model; its results fade with a half-life of 34 steps, because the predictor "
+    "follows the present policy.",
     "areal_async": "Rollouts run four steps ahead of the trainer, with the decoupled objective "
     "(arXiv 2505.24298). The staleness is fixed and not only bounded, so that a resumed run is the "
     "same run, as far as the engine repeats itself; with `vllm`, new weights interrupt rollouts.",

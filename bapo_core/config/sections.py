@@ -18,6 +18,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from bapo_core.config.base import Section
 from bapo_core.config.evaluation import (
+    GREEDY_TEMPERATURE,
     TEST_SET,
     EvaluationConfig,
     EvaluationSet,
@@ -249,6 +250,10 @@ class SamplerConfig(Section):
     decay: Fraction = 1.0
     """lambda, the weight of a prompt's group for each newer group of the prompt: the posterior's a
     is 1 + sum_i lambda^(n-i) s_i (MoPPS: 1 for mathematics, 0.5 for Countdown)."""
+    half_life: float | None = Field(None, gt=0.0)
+    """Steps after which a prompt's results count half, so that `mopps` and `dots` draw prompts
+    again that an earlier policy could not solve (`dots`: 34, in place of DOTS' prediction by the
+    present policy); null: results do not age."""
     target: Fraction = 0.5
     """Probability of a correct response that is sought (MoPPS and DOTS: 0.5)."""
     select: Literal["nearest", "band"] = "nearest"
@@ -282,6 +287,11 @@ class SamplerConfig(Section):
     def selects_candidates(self) -> bool:
         """Whether a step's prompts are selected among several times as many candidates."""
         return self.kind in ("mopps", "dots")
+
+    @property
+    def fading(self) -> float:
+        """The weight of a result for each step since: 1 without `half_life`."""
+        return 1.0 if self.half_life is None else 0.5 ** (1.0 / self.half_life)
 
     @property
     def posterior_decay(self) -> float:
@@ -350,8 +360,10 @@ class ReevaluateConfig(Section):
     """Rule by which a re-evaluated group enters X2: c1 < mu_new < 1 (`paper`, Eq. 6);
     mu_stored < mu_new < 1 (`improved_window`); or mu_stored < mu_new (`any_gain`, as in the
     authors' code)."""
-    max_prompts: int = Field(128, ge=1)
-    """Most prompts of B_bad that are answered again at a re-evaluation (Table 3: 128)."""
+    max_prompts: int | None = Field(None, ge=1)
+    """Most prompts of B_bad that are answered again at a re-evaluation; null is half of B (the
+    paper's 128 of 256). Re-evaluations are then at most 10% of the rollouts with the default
+    `every` of 5 steps."""
 
 
 class HardBufferConfig(Section):
@@ -1060,6 +1072,11 @@ class RunConfig(Section):
         return self.replay.enabled and (last is None or t <= last)
 
     @property
+    def most_reevaluated(self) -> int:
+        """Most prompts of a re-evaluation: `reevaluate.max_prompts`, or half of B."""
+        return self.reevaluate.max_prompts or max(1, self.rollout.prompts_per_step // 2)
+
+    @property
     def hard_capacity(self) -> int:
         """Most groups in B_bad: `hard_buffer.capacity`, or B."""
         return self.hard_buffer.capacity or self.rollout.prompts_per_step
@@ -1072,14 +1089,18 @@ class RunConfig(Section):
 
     def _complete_set(self, name: str, settings: EvaluationSetConfig) -> EvaluationSet:
         defaults, rollout = self.evaluation, self.rollout
+        given = (settings.temperature, defaults.temperature, rollout.temperature)
+        temperature = next(value for value in given if value is not None)
+        # Greedy responses to a prompt are all the same.
+        samples = settings.samples or defaults.samples or (rollout.group_size if temperature else 1)
         return EvaluationSet(
             name=name,
             path=settings.path,
             options={**self.task.options, **settings.options},
             columns={**self.task.columns, **settings.columns},
             prompts=settings.prompts or self.task.test_prompts,
-            samples=settings.samples or defaults.samples or rollout.group_size,
-            temperature=settings.temperature or defaults.temperature or rollout.temperature,
+            samples=samples,
+            temperature=temperature or GREEDY_TEMPERATURE,
             top_p=settings.top_p or defaults.top_p,
             every=settings.every or defaults.every,
         )
@@ -1224,6 +1245,13 @@ class RunConfig(Section):
             and self.response_replay.groups == "unsolved",
             "demonstrations.join": self.demonstrations.join == "unsolved",
         }
+        joins_all = self.demonstrations.join == "all"
+        if joins_all and self.fresh.filter in ("gaussian", "uniform"):
+            raise ValueError(
+                f"demonstrations.join is 'all' but fresh.filter is '{self.fresh.filter}', which "
+                "drops groups without a correct response that the demonstration makes mixed; set "
+                "fresh.filter to range or none"
+            )
         for key, unsolved in joins.items():
             if unsolved and self.fresh.filter == "gaussian":
                 raise ValueError(
@@ -1247,6 +1275,17 @@ class RunConfig(Section):
                 f"buffer ({self.hard_capacity}), so no update would ever be due; raise "
                 "hard_buffer.capacity"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _greedy_samples_differ(self) -> RunConfig:
+        for settings in self.evaluation_sets.values():
+            if settings.temperature == GREEDY_TEMPERATURE and settings.samples > 1:
+                raise ValueError(
+                    f"the evaluation set {settings.name} has temperature 0 and "
+                    f"{settings.samples} samples, but greedy responses to a prompt are all the "
+                    "same; set samples to 1, or a temperature above 0"
+                )
         return self
 
     @model_validator(mode="after")
@@ -1440,7 +1479,8 @@ class RunConfig(Section):
             band = ["band"] if self.sampler.select == "nearest" else []
             unread = ["temperature", *band, *revisits]
         elif kind == "exgrpo":
-            unread = ["candidates", "decay", "target", "select", "band", "temperature"]
+            unread = ["candidates", "decay", "half_life", "target", "select", "band"]
+            unread.append("temperature")
         unused = _changed("sampler", self.sampler, unread)
         if unused:
             warnings.append(f"{' and '.join(unused)} change nothing with sampler.kind={kind}")

@@ -231,10 +231,8 @@ _TEXTS = frozenset(
 )
 _BOXES = frozenset((r"\boxed", r"\fbox"))
 _CONNECTORS = frozenset(("and", "or", ",", ";", ", and", ", or", "and/or"))
-_WORDS = frozenset(
-    "sin cos tan cot csc log ln lg exp arcsin arccos arctan sinh cosh tanh pi sqrt infty alpha beta"
-    " theta lambda omega".split()
-)
+_FUNCTION_WORDS = "sin cos tan cot csc log ln lg exp arcsin arccos arctan sinh cosh tanh sqrt"
+_WORDS = frozenset(f"{_FUNCTION_WORDS} pi infty alpha beta theta lambda omega".split())
 """Words that mean the command of the same name, also without a backslash."""
 _NUMBER_OR_SYMBOL = re.compile(r"[-+]?[0-9][0-9.,/ ]*|\([A-Za-z]\)|[-+]")
 _OPERATORS = frozenset(("gcd", "lcm", "max", "min", "sec"))

@@ -57,7 +57,7 @@ def reevaluated_entries(
     """
     entries = buffer_as_of(session, run, "hard", step - 1)
     rng = derive_rng(config.seed, "reevaluate", step)
-    return choose_reevaluated(entries, limit=config.reevaluate.max_prompts, rng=rng)
+    return choose_reevaluated(entries, limit=config.most_reevaluated, rng=rng)
 
 
 def apply_change(

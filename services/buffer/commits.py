@@ -8,9 +8,10 @@ that the repeated steps restore, so a group is valid if the weights that made it
 
 from __future__ import annotations
 
+from collections import Counter
 from datetime import UTC, datetime
 
-from sqlalchemy import delete, update
+from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
 from bapo_core.buffers import (
@@ -53,7 +54,11 @@ def commit_step(session: Session, run: Run, step: int, commit: wire.Commit) -> N
             f"step {step} has no batch to commit (last committed step: {run.current_step})"
         )
     config = run_config(run)
-    record.metrics = commit.metrics | samplers.update(session, run, config, step)
+    record.metrics = (
+        commit.metrics
+        | samplers.update(session, run, config, step)
+        | _count_responses(session, run, step)
+    )
     if commit.digests is not None:
         before = session.get(StepRecord, (run.id, step - 1))
         previous = None if before is None or before.digests is None else before.digests["chain"]
@@ -63,6 +68,31 @@ def commit_step(session: Session, run: Run, step: int, commit: wire.Commit) -> N
     _update_buffers(session, run, config, record)
     record.difficulty_bins = difficulty.update(session, run, step)
     run.current_step = step
+
+
+def _count_responses(session: Session, run: Run, step: int) -> dict[str, float]:
+    """Returns metrics of the responses of a step's groups, evaluations aside.
+
+    `responses/cut_off` is the share that reached the largest number of tokens, and
+    `rollouts/repeated` how often responses were sampled or scored again, in all and by cause.
+    """
+    groups = session.execute(
+        select(RolloutGroup.size, RolloutGroup.cut_off, RolloutGroup.repeated).where(
+            RolloutGroup.run_id == run.id,
+            RolloutGroup.step == step,
+            RolloutGroup.kind != "evaluation",
+        )
+    ).all()
+    repeated: Counter[str] = Counter()
+    for group in groups:
+        repeated.update(group.repeated)
+    responses = sum(group.size for group in groups)
+    cut_off = sum(group.cut_off or 0 for group in groups)
+    return {
+        "responses/cut_off": cut_off / max(1, responses),
+        "rollouts/repeated": float(repeated.total()),
+        **{f"rollouts/repeated/{cause}": float(count) for cause, count in repeated.items()},
+    }
 
 
 def _update_buffers(session: Session, run: Run, config: RunConfig, record: StepRecord) -> None:

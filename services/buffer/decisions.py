@@ -168,7 +168,7 @@ def _decide_reevaluated(case: _Case) -> wire.SourceDecision:
             "reevaluated",
             "not_used",
             f"not sampled: {len(sampled)} of {len(hard)} hard entries were drawn for "
-            f"re-evaluation (reevaluate.max_prompts = {config.reevaluate.max_prompts})",
+            f"re-evaluation (reevaluate.max_prompts = {config.most_reevaluated})",
             stored,
         )
     group = case.newest_group(read_summaries(case.session, case.run, step, "reevaluation"))

@@ -35,10 +35,13 @@ from services.common.problems import bad_request
 
 # Three aggregated arrays are read faster than thousands of rows.
 _NEWEST = text("""
-    select array_agg(candidate.position), array_agg(newest.a), array_agg(newest.b)
+    select array_agg(candidate.position),
+        array_agg(1 + (newest.a - 1) * newest.weight),
+        array_agg(1 + (newest.b - 1) * newest.weight)
     from unnest(cast(:positions as bigint[])) as candidate (position)
     cross join lateral (
-        select a, b from sampler_posterior
+        select a, b, power(cast(:fading as float8), cast(:step as bigint) - step) as weight
+        from sampler_posterior
         where run_id = :run_id and position = candidate.position and step <= :step
         order by step desc limit 1
     ) as newest
@@ -224,7 +227,7 @@ def _rank_round(
         candidates_per_round=config.candidates_per_round,
         max_rounds=config.rollout.max_generation_rounds,
     )
-    posteriors = _read_posteriors(session, run, positions, config.sampled_as_of(step))
+    posteriors = _read_posteriors(session, run, config, positions, config.sampled_as_of(step))
     ranked = rank_candidates(
         config.sampler,
         posteriors,
@@ -236,10 +239,18 @@ def _rank_round(
 
 
 def _read_posteriors(
-    session: Session, run: Run, positions: Sequence[int], step: int
+    session: Session, run: Run, config: RunConfig, positions: Sequence[int], step: int
 ) -> list[Posterior]:
-    """Returns the posteriors of the prompts at these positions after the commit of `step`."""
-    parameters = {"run_id": run.id, "positions": sorted(positions), "step": step}
+    """Returns the posteriors of the prompts at these positions after the commit of `step`.
+
+    Results fade from the step of their group to this one (`sampler.half_life`).
+    """
+    parameters = {
+        "run_id": run.id,
+        "positions": sorted(positions),
+        "step": step,
+        "fading": config.sampler.fading,
+    }
     columns = session.execute(_NEWEST, parameters).one()
     by_position = {
         position: Posterior(a, b)
@@ -268,11 +279,11 @@ def update(session: Session, run: Run, config: RunConfig, step: int) -> dict[str
         .order_by(RolloutGroup.position)
     ).all()
     positions = [row.position for row in rows]
-    drawn_by = _read_posteriors(session, run, positions, config.sampled_as_of(step))
+    drawn_by = _read_posteriors(session, run, config, positions, config.sampled_as_of(step))
     updated = [
         posterior.updated(row.correct, row.size, decay=config.sampler.posterior_decay)
         for row, posterior in zip(
-            rows, _read_posteriors(session, run, positions, step - 1), strict=True
+            rows, _read_posteriors(session, run, config, positions, step - 1), strict=True
         )
     ]
     insert_columns(
@@ -353,7 +364,7 @@ def explain_draw(
     if not config.sampler.is_adaptive or prompt.dataset != run.train_dataset:
         return None
     as_of = config.sampled_as_of(step)
-    (posterior,) = _read_posteriors(session, run, [prompt.position], as_of)
+    (posterior,) = _read_posteriors(session, run, config, [prompt.position], as_of)
     draw = wire.PromptDraw(
         sampler=config.sampler.kind,
         as_of_step=as_of,
@@ -427,7 +438,7 @@ def current_posterior(
     """Returns the posterior of a training prompt as of the last commit; None as `explain_draw`."""
     if not config.sampler.is_adaptive or prompt.dataset != run.train_dataset:
         return None
-    (posterior,) = _read_posteriors(session, run, [prompt.position], run.current_step)
+    (posterior,) = _read_posteriors(session, run, config, [prompt.position], run.current_step)
     return wire.PromptPosterior(
         as_of_step=run.current_step, a=posterior.a, b=posterior.b, mean=posterior.mean
     )

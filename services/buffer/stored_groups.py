@@ -160,6 +160,8 @@ def group_view(
                 token_ids=response.token_ids,
                 logprobs=response.logprobs,
                 interruptions=response.interruptions,
+                outcome=response.outcome,
+                repeated=response.repeated,
             )
             for response in trajectory.responses
         ],

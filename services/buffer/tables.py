@@ -256,6 +256,12 @@ class RolloutGroup(Base):
     """Mean reward of the responses, any number; the accuracy while rewards are 0 or 1."""
     reward_parts: Mapped[dict[str, Any]]
     """Mean of each part of the reward, by name and without weights (`bapo_core.rewards`)."""
+    outcomes: Mapped[dict[str, Any]]
+    """Number of responses of each outcome (`bapo_core.outcomes`)."""
+    repeated: Mapped[dict[str, Any]]
+    """How often responses were sampled or scored again, by the outcome that was the cause."""
+    cut_off: Mapped[int | None]
+    """Number of responses that reached the largest number of tokens; null if it is not known."""
     object_key: Mapped[str]
     """Arrow object with the trajectories of this and other groups (`layout.trajectories`)."""
     object_digest: Mapped[str]

@@ -19,6 +19,7 @@ from bapo_core.metrics import (
     sample_counts,
     scores_of_bins,
 )
+from bapo_core.outcomes import has_answer
 from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task, normalise_answer
 from services.buffer.api.wire import Evaluation, Score
@@ -27,7 +28,7 @@ from services.cli.service import data_sources
 from services.common.images import decode_image
 from services.datasets import Dataset, load_datasets, load_evaluation_sets
 from services.datasets.images import image_digests
-from services.model.conversation import load_tokenizer, tokenize_conversation
+from services.model.conversation import decode_response, load_tokenizer, tokenize_conversation
 from services.model.vision import OpenImage, VisionProcessor, check_model, load_processor
 from services.rollout.api.wire import GeneratedGroup, PromptRequest, Sampling
 from services.rollout.transformers_engine import TransformersEngine
@@ -141,7 +142,10 @@ def _evaluate_set(
     ]
     groups = list(_generate(config, settings, engine, requests))
     responses = [
-        (prompt.payload, str(tokenizer.decode(response.token_ids, skip_special_tokens=True)))
+        (
+            prompt.payload,
+            decode_response(tokenizer, response.token_ids, ended=response.finish_reason == "stop"),
+        )
         for prompt, group in zip(dataset.prompts, groups, strict=True)
         for response in group.responses
     ]
@@ -151,6 +155,7 @@ def _evaluate_set(
     finally:
         pool.close()
     _note_failures(task.name, settings.name, verdicts)
+    _note_cut_off(settings.name, groups, config.rollout.max_response_tokens)
     n = settings.samples
     correct = _split_by_prompt([verdict.correct for verdict in verdicts], n)
     answers = _split_by_prompt(
@@ -179,6 +184,12 @@ def _note_failures(task: str, evaluation_set: str, verdicts: Sequence[ItemVerdic
 
     Raises `BapoError` if it failed on all of them: an accuracy of 0 would not be the model's.
     """
+    lost = sum(not has_answer(verdict.outcome) for verdict in verdicts)
+    if lost:
+        raise BapoError(
+            f"the verifier lost its workers on {lost} of {len(verdicts)} responses to "
+            f"{evaluation_set}, which are not the cause; give the machine more memory"
+        )
     failures = [verdict for verdict in verdicts if verdict.failed]
     if not failures:
         return
@@ -190,6 +201,18 @@ def _note_failures(task: str, evaluation_set: str, verdicts: Sequence[ItemVerdic
         f"note: {failed} {len(failures)} of {where}, which count as wrong: {reason}",
         soft_wrap=True,
     )
+
+
+def _note_cut_off(evaluation_set: str, groups: Sequence[GeneratedGroup], limit: int) -> None:
+    """Says on standard error if more than half of the responses reached the length limit."""
+    reasons = [response.finish_reason for group in groups for response in group.responses]
+    share = reasons.count("length") / max(1, len(reasons))
+    if share > 0.5:
+        plain_console(stderr=True).print(
+            f"note: {share:.0%} of the responses to {evaluation_set} were cut off at {limit} "
+            " tokens (rollout.max_response_tokens), and rarely hold an answer; raise the limit",
+            soft_wrap=True,
+        )
 
 
 def _split_by_prompt(values: Sequence[Value], samples: int) -> list[Sequence[Value]]:

@@ -132,6 +132,12 @@ class ChildProcess:
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
 
+    @property
+    def signal(self) -> int | None:
+        """The signal that ended the child; None if it runs or has exited."""
+        code = self._process.returncode
+        return -code if code is not None and code < 0 else None
+
     def last_error(self) -> str:
         """Returns the last error in the child's log, or else its last line, and the log's path."""
         assert self.log is not None, "this child has no log"

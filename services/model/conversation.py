@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,6 +106,23 @@ def tokenize_conversation(
                 shown, add_generation_prompt=True, tokenize=True, return_dict=False
             )
         return [*prompt, *tokenizer.encode(prefix, add_special_tokens=False)]
+
+
+def decode_response(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], *, ended: bool
+) -> str:
+    """Returns the text of a response as the model wrote it, with special tokens such as <think>.
+
+    Only tokens of its end and padding are left out. They are recognised by their ids, and the last
+    token of a response that has `ended` is one if it is special: `generation_config.json` may name
+    others than the tokenizer.
+    """
+    left_out = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    kept = list(token_ids)
+    if ended and kept and kept[-1] in tokenizer.all_special_ids:
+        kept.pop()
+    kept = [token for token in kept if token not in left_out]
+    return str(tokenizer.decode(kept, skip_special_tokens=False))
 
 
 @contextmanager

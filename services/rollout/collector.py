@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
-from bapo_core.rewards import check_reward, reward_parts, total_reward
+from bapo_core.outcomes import Outcome
+from bapo_core.rewards import check_reward, check_reward_sign, reward_parts, total_reward
 from bapo_core.seeding import derive_seed
 from bapo_core.tasks import Task, get_task, normalise_answer
 from services.buffer.api import wire
@@ -36,7 +37,7 @@ from services.common.errors import ServiceError, ServiceUnavailable, Superseded
 from services.common.objectstore import ObjectStore
 from services.common.threads import run_detached
 from services.datasets.images import image_digests
-from services.model.conversation import load_tokenizer, tokenize_conversation
+from services.model.conversation import decode_response, load_tokenizer, tokenize_conversation
 from services.model.stored import fetch_model, model_on_disk
 from services.model.vision import VisionProcessor, load_processor
 from services.rollout.api.wire import (
@@ -572,9 +573,12 @@ class Collector:
         prompts = [step_prompts.prompts[group.index] for group in generated]
         task = self._tasks[job.evaluation_set]
         texts = [
-            self._tokenizer.batch_decode(
-                [response.token_ids for response in group.responses], skip_special_tokens=True
-            )
+            [
+                decode_response(
+                    self._tokenizer, response.token_ids, ended=response.finish_reason == "stop"
+                )
+                for response in group.responses
+            ]
             for group in generated
         ]
         with self._spans.span("verify", job.step):
@@ -587,25 +591,35 @@ class Collector:
                 ],
             )
         self._note_failures([verdict for group in verdicts for verdict in group])
+        scored_again = self._verifier.repeated
         groups = [
             TrajectoryGroup(
                 prompt_uid=prompt.uid,
                 prompt_token_ids=request.prompts[group.index].prompt_token_ids,
                 policy_version=request.policy_version,
                 responses=[
-                    self._score_response(response, verdict, text, task, interruptions)
-                    for response, verdict, text, interruptions in zip(
-                        group.responses,
-                        group_verdicts,
-                        group_texts,
-                        unfinished.interruptions(group.index, request.policy_version)
-                        or [{}] * len(group.responses),
-                        strict=True,
+                    self._score_response(
+                        response,
+                        verdict,
+                        text,
+                        task,
+                        interruptions,
+                        _count_repeats(unfinished.lost[group.index], scored_again[number, index]),
+                    )
+                    for index, (response, verdict, text, interruptions) in enumerate(
+                        zip(
+                            group.responses,
+                            group_verdicts,
+                            group_texts,
+                            unfinished.interruptions(group.index, request.policy_version)
+                            or [{}] * len(group.responses),
+                            strict=True,
+                        )
                     )
                 ],
             )
-            for prompt, group, group_verdicts, group_texts in zip(
-                prompts, generated, verdicts, texts, strict=True
+            for number, (prompt, group, group_verdicts, group_texts) in enumerate(
+                zip(prompts, generated, verdicts, texts, strict=True)
             )
         ]
         with self._spans.span("deliver", job.step):
@@ -650,6 +664,7 @@ class Collector:
         text: str,
         task: Task,
         interruptions: dict[int, int],
+        repeated: dict[str, int],
     ) -> TrajectoryResponse:
         settings = self._config.reward
         parts = reward_parts(
@@ -660,17 +675,27 @@ class Collector:
             settings=settings,
             failed=verdict.failed,
         )
+        reward = total_reward(parts, settings)
+        check_reward_sign(reward, self._config.advantage.estimator)
         return TrajectoryResponse(
             response.token_ids,
             response.logprobs,
-            total_reward(parts, settings),
+            reward,
             response.finish_reason,
             text,
             verdict.correct,
             parts,
             normalise_answer(task, verdict.extracted),
             interruptions,
+            verdict.outcome,
+            repeated,
         )
+
+
+def _count_repeats(engine_lost: int, verifier_lost: int) -> dict[str, int]:
+    """Returns how often a response was sampled and scored again, by cause, without zeros."""
+    counts = {Outcome.ENGINE_LOST: engine_lost, Outcome.VERIFIER_LOST: verifier_lost}
+    return {str(cause): count for cause, count in counts.items() if count}
 
 
 def tokenizer_directory(path: str, settings: CollectorSettings) -> Path:

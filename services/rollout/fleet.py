@@ -154,6 +154,7 @@ class Fleet:
                 if not attempt.cancelled() or _being_cancelled():
                     attempt.cancel()
                     raise
+                unfinished.lost.update(missing)
                 log.warning(
                     "no heartbeat from replica %s for %.0f s; %d prompts are retried elsewhere",
                     replica.name,
@@ -162,6 +163,7 @@ class Fleet:
                 )
             except ReplicaFailed as error:
                 replica.failed_at = time.monotonic()
+                unfinished.lost.update(missing)
                 log.warning(
                     "replica %s failed: %s; %d prompts are retried",
                     replica.name,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -34,6 +35,8 @@ class UnfinishedGroups:
     def __init__(self, group_size: int) -> None:
         self._group_size = group_size
         self._groups: dict[int, list[UnfinishedResponse]] = {}
+        self.lost: Counter[int] = Counter()
+        """How often a replica was lost or failed before it had answered a prompt, by index."""
         self.voided = 0
         """How often tokens have become void, which were in the journal then."""
 

@@ -48,6 +48,7 @@ def add_adapters(model: nn.Module, settings: LoraConfig, seed: int) -> None:
         except ValueError as error:
             reason = first_line(error)
             raise BapoError(f"lora.targets {targets}: {reason}") from error
+    _refuse_embeddings(model, targets)
     experts = [name for name, layer in model.named_modules() if hasattr(layer, "parameter_name")]
     if experts:
         raise BapoError(
@@ -55,6 +56,27 @@ def add_adapters(model: nn.Module, settings: LoraConfig, seed: int) -> None:
             "tensor, whose adapters cannot be merged into published weights; name other layers, "
             "such as [q_proj, k_proj, v_proj, o_proj]"
         )
+
+
+def _refuse_embeddings(model: nn.Module, targets: Any) -> None:
+    """Raises `BapoError` for adapters of layers whose weights are read and not called.
+
+    The trainer computes log-probs from the weight of the output layer, so that adapters of it
+    would never be trained, and adapters of embeddings have another form, which is not published.
+    """
+    read = {
+        id(layer): kind
+        for kind in ("input_embeddings", "output_embeddings")
+        if (layer := getattr(model, f"get_{kind}", lambda: None)()) is not None
+    }
+    for name, layer in model.named_modules():
+        is_embedding = hasattr(layer, "lora_embedding_A") and len(layer.lora_embedding_A) > 0
+        if hasattr(layer, "lora_A") and (id(layer) in read or is_embedding):
+            raise BapoError(
+                f"lora.targets {targets}: the weight of {name} is read and not called, so its "
+                "adapters would not be trained; name other layers, such as [q_proj, v_proj] or "
+                "[all-linear]"
+            )
 
 
 def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor, Any]]:

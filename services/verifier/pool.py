@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bapo_core.errors import BapoError, PayloadError, TransientError
+from bapo_core.outcomes import Cause, Loss, Outcome, judge_losses
 from services.verifier.api.wire import LONGEST_RESPONSE, ItemVerdict
 from services.verifier.process import (
     NOT_BEGUN,
@@ -42,8 +43,12 @@ SMALLEST_CHUNK = 4
 CHUNK_CHARACTERS = 2_000_000
 """Approximate limit of a chunk, computed from the mean length of the batch's responses."""
 MAX_TRIES = 3
-"""Workers that may be lost before they begin a chunk, or while they prepare a task, before the
-chunk or the task is blamed."""
+"""Workers that may be lost while they prepare a task, before the task is blamed."""
+_STATUSES = {
+    Outcome.TIMED_OUT: "timeout",
+    Outcome.CRASHED: "crashed",
+    Outcome.VERIFIER_LOST: "verifier_lost",
+}
 _TOO_LONG = failed("too_large")
 _RETRY_START_S = 1.0
 
@@ -71,8 +76,8 @@ class Batch:
     too_long: set[int] = field(default_factory=set)
     """Items longer than `LONGEST_RESPONSE`, whose text no worker gets."""
     largest_chunk: int = 1
-    lost_workers: int = 0
-    """Number of workers that ended before they began their chunk of this batch."""
+    losses: dict[int, list[Loss]] = field(default_factory=dict)
+    """Workers that were lost with an item that has no result, by the item's index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,8 @@ class _Chunk:
     batch: Batch
     start: int
     stop: int
+    alone: bool = False
+    """Whether its item gets a process of its own, because one was lost with it."""
 
 
 class VerifierPool:
@@ -214,9 +221,14 @@ class VerifierPool:
         size = min(max(SMALLEST_CHUNK, waiting // (2 * self.workers)), batch.largest_chunk)
         start, stop = batch.waiting.popleft()
         end = min(stop, start + size)
+        # An item with which a worker was lost is scored alone, so that it is clear what the cause
+        # is. `_settle_loss` gives such items back as ranges of one.
+        alone = start in batch.losses
+        if alone:
+            end = start + 1
         if end < stop:
             batch.waiting.appendleft((end, stop))
-        return _Chunk(batch, start, end)
+        return _Chunk(batch, start, end, alone)
 
     def record(self, batch: Batch, start: int, results: Sequence[Result]) -> None:
         """Stores the results of the items from `start` on, and finishes the batch with the last."""
@@ -287,6 +299,8 @@ class _Slot(threading.Thread):
             self._process.close()
 
     def _score(self, chunk: _Chunk) -> None:
+        if chunk.alone:
+            self._leave_used_process()
         process = self._prepare_process(chunk.batch.task)
         if self._stopping:
             return
@@ -302,27 +316,37 @@ class _Slot(threading.Thread):
     def _settle_loss(self, chunk: _Chunk, position: int, process: WorkerProcess) -> None:
         """Settles a chunk whose process has ended with results for the items before `position`.
 
-        The item that was being scored gets the process's fate as its status; the items without a
-        result go back into the queue.
+        The items without a result go back into the queue, but for one that has lost processes
+        as often as `judge_losses` says.
         """
         if self._stopping:
             return
         assert process.fate is not None
         self._pool.count_restart(process.fate)
         index, _ = process.position()
-        culprit = chunk.start + index
-        if index == NOT_BEGUN:
-            # The process may have died before it got the items, so the first one is blamed only
-            # when that happens again and again.
-            chunk.batch.lost_workers += 1
-            culprit = chunk.start if chunk.batch.lost_workers > MAX_TRIES else -1
+        # A process that had begun nothing may have died before it got the items.
+        culprit = chunk.start + (0 if index == NOT_BEGUN else index)
         if process.fate == "retired" or not position <= culprit < chunk.stop:
             self._pool.give_back(chunk.batch, position, chunk.stop)
             return
+        cause = Cause.UNBEGUN if index == NOT_BEGUN else process.loss
+        losses = chunk.batch.losses.setdefault(culprit, [])
+        losses.append(Loss(cause, alone=chunk.alone))
+        outcome = judge_losses(losses)
         self._pool.give_back(chunk.batch, culprit + 1, chunk.stop)
+        if outcome is None:
+            self._pool.give_back(chunk.batch, culprit, culprit + 1)
         # Items that were scored, but whose results had not been sent when the process ended.
         self._pool.give_back(chunk.batch, position, culprit)
-        self._pool.record(chunk.batch, culprit, [failed(process.fate)])
+        if outcome is not None:
+            self._pool.record(chunk.batch, culprit, [failed(_STATUSES[outcome])])
+
+    def _leave_used_process(self) -> None:
+        """Ends the present process if it has scored other items."""
+        process = self._process
+        if process is not None and process.used:
+            process.close()
+            self._process = None
 
     def _start_process(self) -> WorkerProcess:
         process = WorkerProcess(self._memory_bytes)

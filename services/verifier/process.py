@@ -6,6 +6,7 @@ import json
 import mmap
 import os
 import pickle
+import signal
 import site
 import socket
 import struct
@@ -19,6 +20,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from bapo_core.errors import PayloadError, TaskError, TransientError
+from bapo_core.outcomes import Cause
 from services.common.process import ChildProcess, python_command
 from services.verifier.worker import PROGRESS, Result, Work
 
@@ -35,6 +37,8 @@ CODE_CHECK_S = 1.0
 NOT_BEGUN = -1
 """The position of a process that has items and has not begun the first of them."""
 
+_FROM_OUTSIDE = frozenset((signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
+"""Signals that no fault of the process's own code raises."""
 TaskKey = tuple[str, str]
 """(name, options as canonical JSON)."""
 
@@ -62,6 +66,8 @@ class WorkerProcess:
         """Starts the process. Raises `NoWorker` if the system refuses one."""
         self.fate: str | None = None
         self.prepared: TaskKey | None = None
+        self.used = False
+        """Whether it has got items to score."""
         self._code = _modified(_package_directories())
         self._code_checked_at = time.monotonic()
         try:
@@ -119,6 +125,7 @@ class WorkerProcess:
 
     def dispatch(self, work: Sequence[Work]) -> None:
         """Sends items to score and starts the clock of the first one."""
+        self.used = True
         PROGRESS.pack_into(self._progress, 0, time.monotonic(), NOT_BEGUN)
         self._send(("score", work))
 
@@ -163,6 +170,13 @@ class WorkerProcess:
         if self.fate is None:
             self.fate = fate
         self._process.kill_group()
+
+    @property
+    def loss(self) -> Cause:
+        """How the process was lost, as far as the system tells, after `fate` is set."""
+        if self.fate == "timeout":
+            return Cause.DEADLINE
+        return Cause.KILLED if self._process.signal in _FROM_OUTSIDE else Cause.ENDED
 
     def close(self) -> None:
         """Kills the process and closes its connection and shared memory."""

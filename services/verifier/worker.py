@@ -31,7 +31,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from bapo_core.errors import PayloadError, TaskError
-from bapo_core.tasks import Task, VerdictStatus, get_task
+from bapo_core.tasks import Task, get_task
 from services.common.errors import describe_error
 
 Work = tuple[Mapping[str, Any], str]
@@ -54,7 +54,8 @@ They are written in this order and read in the other. A reader in between then s
 index with the later time, and grants the item more time, never less."""
 
 _STATUS = re.compile(r"[a-z][a-z_]{0,39}")
-_COMMON_STATUSES = frozenset(map(str, VerdictStatus))
+LOST_STATUSES = frozenset(("crashed", "timeout", "verifier_lost"))
+"""Statuses of responses for which the task gave no verdict."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -165,16 +166,34 @@ def score(task: Task, payload: Mapping[str, Any], response: str) -> Result:
                 f"the parts of the reward are {sorted(parts)!r:.200}; give at most {MAX_PARTS}, "
                 "named with lower-case letters and _"
             )
-        if status not in _COMMON_STATUSES and not _STATUS.fullmatch(status):
-            raise ValueError(f"the status is {status!r:.60}; use lower-case letters and _")
-        extracted = None if answer is None else str(answer)[:MAX_EXTRACTED]
+        if status in LOST_STATUSES or not _STATUS.fullmatch(status):
+            raise ValueError(
+                f"the status is {status!r:.60}; use lower-case letters and _, and none of "
+                f"{', '.join(sorted(LOST_STATUSES))}"
+            )
+        extracted = None if answer is None else _clean(str(answer)[:MAX_EXTRACTED])
         return reward, status, extracted, None, parts
     except (MemoryError, PayloadError):
         raise
     except BaseException as error:  # noqa: BLE001
         # Tasks must not raise, but a plug-in may (sys.exit() included), and a payload may lack what
         # the task needs. One such item must not cost the others their process.
-        return failed("crashed", describe_error(error)[:MAX_EXTRACTED])
+        return failed("crashed", _clean(_describe(error)[:MAX_EXTRACTED]))
+
+
+def _describe(error: BaseException) -> str:
+    try:
+        return describe_error(error)
+    except MemoryError:
+        raise
+    except BaseException as second:  # noqa: BLE001
+        # The message of an exception is code of the task's, too.
+        return f"{type(error).__name__}, whose message raised {type(second).__name__}"
+
+
+def _clean(text: str) -> str:
+    """Returns a text that is Unicode: lone surrogates are no text that JSON or Arrow can hold."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def failed(status: str, error: str | None = None) -> Result:

@@ -13,6 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,21 @@ class Cluster:
             self._damage(rng)
         return fault
 
+    def inject_verifier_fault(self, rng: random.Random) -> str:
+        """Kills workers of the verifier, the verifier itself or a replica, and returns which."""
+        fault = rng.choice(("workers", "workers", "workers", "verifier", "replica"))
+        if fault == "replica":
+            self._kill(rng.choice(REPLICAS))
+        elif fault == "verifier":
+            self.breakable.kill("verifier")
+            self.breakable.revive("verifier")
+        else:
+            verifier = psutil.Process(self.breakable._child("verifier").process.pid)
+            for worker in verifier.children():
+                with suppress(psutil.NoSuchProcess):
+                    worker.kill()
+        return fault
+
     def end_trainer(self, rng: random.Random) -> str:
         """Sends the trainer SIGKILL, as a lack of memory does, or SIGTERM, as a node drain does."""
         signal_number = rng.choice((signal.SIGKILL, signal.SIGTERM))
@@ -246,6 +262,16 @@ def test_faults_do_not_change_the_result(
     breakable: Breakable, small_model: Path, tmp_path: Path
 ) -> None:
     check_runs_with_faults(breakable, small_model, tmp_path, faults=5, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_kills_of_verifier_workers_the_verifier_and_replicas_do_not_change_the_result(
+    breakable: Breakable, small_model: Path, tmp_path: Path
+) -> None:
+    """Kills them all the time: accuracies, batches and weights are the ones of a quiet run."""
+    options = {"inject_fault": Cluster.inject_verifier_fault, "longest_pause_s": 0.6}
+    check_runs_with_faults(breakable, small_model, tmp_path, faults=60, seed=4, **options)
 
 
 @pytest.mark.slow

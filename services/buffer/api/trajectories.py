@@ -6,6 +6,7 @@ those of the trainer's log-probs at the storage step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from bapo_core.rewards import ANSWER
+from bapo_core.outcomes import Outcome, has_answer
+from bapo_core.rewards import ANSWER, FAILED
 
 SCHEMA = pa.schema(
     [
@@ -33,15 +35,23 @@ SCHEMA = pa.schema(
         ("reward_parts", pa.map_(pa.string(), pa.float32())),
         ("answer", pa.string()),
         ("interruptions", pa.map_(pa.int32(), pa.int64())),
+        ("outcome", pa.string()),
+        ("repeated", pa.map_(pa.string(), pa.int32())),
     ]
 )
 """`answer` may be null, because earlier versions did not record it; no other column may."""
 
-_SCHEMA_WITHOUT_INTERRUPTIONS = pa.schema(list(SCHEMA)[:-1])
-_SCHEMA_WITHOUT_ANSWERS = pa.schema(list(SCHEMA)[:-2])
-_OLD_SCHEMA = pa.schema(list(SCHEMA)[:-4])
+_SCHEMA_WITHOUT_OUTCOMES = pa.schema(list(SCHEMA)[:-2])
+_SCHEMA_WITHOUT_INTERRUPTIONS = pa.schema(list(SCHEMA)[:-3])
+_SCHEMA_WITHOUT_ANSWERS = pa.schema(list(SCHEMA)[:-4])
+_OLD_SCHEMA = pa.schema(list(SCHEMA)[:-6])
 """The columns of objects that were stored while rewards were 0 or 1."""
-_OLDER_SCHEMAS = (_SCHEMA_WITHOUT_INTERRUPTIONS, _SCHEMA_WITHOUT_ANSWERS, _OLD_SCHEMA)
+_OLDER_SCHEMAS = (
+    _SCHEMA_WITHOUT_OUTCOMES,
+    _SCHEMA_WITHOUT_INTERRUPTIONS,
+    _SCHEMA_WITHOUT_ANSWERS,
+    _OLD_SCHEMA,
+)
 
 PROXIMAL_SCHEMA = pa.schema(
     [
@@ -66,7 +76,8 @@ class TrajectoryResponse:
     answer: the extracted answer, as the task normalises it; empty without one, None if it was not
     recorded. interruptions: where other weights went on with the response (`sync.
     interrupt_rollouts`): the index of the first token that each of them sampled, and their policy
-    version; empty if the group's policy version sampled all tokens.
+    version; empty if the group's policy version sampled all tokens. outcome: what happened to it.
+    repeated: how often it had to be sampled or scored again, by the `Outcome` that was the cause.
     """
 
     token_ids: list[int]
@@ -78,6 +89,8 @@ class TrajectoryResponse:
     reward_parts: dict[str, float] = field(default_factory=dict)
     answer: str | None = None
     interruptions: dict[int, int] = field(default_factory=dict)
+    outcome: Outcome = Outcome.SCORED
+    repeated: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +155,10 @@ def read_trajectories(data: bytes) -> pa.Table:
 
 
 def with_all_columns(table: pa.Table) -> pa.Table:
-    """Returns the table with the columns `correct`, `reward_parts`, `answer` and `interruptions`.
+    """Returns the table with all columns from `correct` on.
 
-    Tables of earlier versions lack some of them: interruptions, of which there were none; answers,
+    Tables of earlier versions lack some of them: outcomes, which follow from the part `failed` of
+    the rewards; interruptions, of which there were none; answers,
     which are null then; or all, if rewards are 0 or 1, from which `correct` and `reward_parts`
     follow.
     """
@@ -160,6 +174,14 @@ def with_all_columns(table: pa.Table) -> pa.Table:
     if len(columns) == len(_SCHEMA_WITHOUT_INTERRUPTIONS):
         none = pa.array([[]] * table.num_rows, SCHEMA.field("interruptions").type)
         columns = [*columns, none]
+    if len(columns) == len(_SCHEMA_WITHOUT_OUTCOMES):
+        parts = pa.chunked_array(columns[SCHEMA.get_field_index("reward_parts")]).to_pylist()
+        outcomes = [
+            Outcome.CRASHED if FAILED in dict(of_response) else Outcome.SCORED
+            for of_response in parts
+        ]
+        none = pa.array([[]] * table.num_rows, SCHEMA.field("repeated").type)
+        columns = [*columns, pa.array(outcomes, pa.string()), none]
     return pa.Table.from_arrays(columns, schema=SCHEMA)
 
 
@@ -186,6 +208,8 @@ def table_of(groups: Sequence[TrajectoryGroup]) -> pa.Table:
             "reward_parts": response.reward_parts,
             "answer": response.answer,
             "interruptions": response.interruptions,
+            "outcome": response.outcome,
+            "repeated": response.repeated,
         }
         for index, group in enumerate(groups)
         for position, response in enumerate(group.responses)
@@ -201,7 +225,9 @@ class GroupRows:
     mean reward of the responses. reward_parts: mean of each part of the reward, where a response
     without the part counts as 0. verdicts: whether each response is correct. answers: the answer of
     each response, as in `TrajectoryResponse`. rewards: the reward of each response. mean_logprobs:
-    the mean log-prob of the tokens of each response.
+    the mean log-prob of the tokens of each response. outcomes: number of responses of each outcome.
+    repeated: how often responses were sampled or scored again, by cause. cut_off: number of
+    responses that reached the largest number of tokens.
     """
 
     prompt_uid: str
@@ -216,6 +242,9 @@ class GroupRows:
     answers: list[str | None]
     rewards: list[float]
     mean_logprobs: list[float]
+    outcomes: dict[str, int]
+    repeated: dict[str, int]
+    cut_off: int
 
 
 def check_groups(table: pa.Table) -> list[GroupRows]:
@@ -247,6 +276,13 @@ def check_groups(table: pa.Table) -> list[GroupRows]:
         lambda values: np.isfinite(values) & (values <= 1e-4),
         "log-probs must be finite and not above 0",
     )
+    outcomes = rows.column("outcome").to_pylist()
+    rows.check(
+        np.array([outcome in _WITH_ANSWER for outcome in outcomes]),
+        lambda row: f"the outcome is {outcomes[row]}: a response without an answer is done again",
+    )
+    repeated = rows.column("repeated").to_pylist()
+    is_cut = pc.equal(rows.column("finish_reason"), "length").to_numpy(zero_copy_only=False)
     rewards = rows.numbers("reward")
     rows.check(np.isfinite(rewards), lambda row: f"the reward is {rewards[row]}, must be finite")
     uids = rows.column("prompt_uid").take(pa.array(rows.starts)).to_pylist()
@@ -277,9 +313,22 @@ def check_groups(table: pa.Table) -> list[GroupRows]:
             [answers[of_group] for of_group in slices],
             [rewards[of_group].tolist() for of_group in slices],
             [mean_logprobs[of_group].tolist() for of_group in slices],
+            [dict(Counter(outcomes[of_group])) for of_group in slices],
+            [_add_counts(repeated[of_group]) for of_group in slices],
+            np.add.reduceat(is_cut.astype(int), rows.starts).tolist(),
             strict=True,
         )
     ]
+
+
+_WITH_ANSWER = frozenset(str(outcome) for outcome in Outcome if has_answer(outcome))
+
+
+def _add_counts(of_responses: Sequence[Sequence[tuple[str, int]]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for counts in of_responses:
+        total.update(dict(counts))
+    return dict(total)
 
 
 class _Rows:
@@ -400,6 +449,8 @@ def _group(table: pa.Table) -> TrajectoryGroup:
             dict(row["reward_parts"]),
             row["answer"],
             dict(row["interruptions"]),
+            Outcome(row["outcome"]),
+            dict(row["repeated"]),
         )
         for row in rows
     ]

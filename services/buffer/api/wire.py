@@ -25,6 +25,7 @@ from bapo_core.config import RunConfig
 from bapo_core.config.evaluation import SetName
 from bapo_core.config.messages import explain_validation_error
 from bapo_core.errors import ConfigError
+from bapo_core.outcomes import Outcome
 from bapo_core.types import Source
 from services.common.scopes import Scope
 
@@ -894,6 +895,11 @@ class ResponseView(Wire):
     interruptions: dict[int, int]
     """Where other weights went on with the response (sync.interrupt_rollouts): the index of the
     first token that each of them sampled, and their policy version."""
+    outcome: Outcome
+    """What happened to the response: scored, or timed_out or crashed, which count as wrong
+    answers."""
+    repeated: dict[str, int]
+    """How often it was sampled or scored again, by the outcome that was the cause."""
 
 
 class GroupView(Wire):

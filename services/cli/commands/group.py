@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import click
 
-from bapo_core.rewards import FAILED
+from bapo_core.outcomes import Outcome
 from services.buffer.api import wire
 from services.cli.options import json_option, run_argument
 from services.cli.service import connect
@@ -63,9 +63,13 @@ def _describe_group(group: wire.GroupView) -> Iterator[str]:
 
 
 def _describe_verdict(response: wire.ResponseView) -> str:
-    if FAILED in response.reward_parts:
-        return "no verdict: the reward function failed"
-    return "correct" if response.correct else "wrong"
+    repeated = "".join(
+        f", done again {count} times ({cause})" for cause, count in response.repeated.items()
+    )
+    if response.outcome != Outcome.SCORED:
+        how = "took too long" if response.outcome == Outcome.TIMED_OUT else "failed"
+        return f"no verdict: the reward function {how}{repeated}"
+    return ("correct" if response.correct else "wrong") + repeated
 
 
 def _printable(text: str) -> str:

@@ -50,6 +50,11 @@ function head(response, i) {
       { class: "note" },
       `${format.plural(response.token_ids.length, "token")}, finish reason ${response.finish_reason}, mean log-prob ${format.number(mean)}`,
     ),
+    response.outcome !== "scored" &&
+      h("span", { class: "note" }, `no verdict: ${format.term(response.outcome)}`),
+    ...Object.entries(response.repeated).map(([cause, count]) =>
+      h("span", { class: "note" }, `done again ${count} times: ${format.term(cause)}`),
+    ),
     ...Object.entries(response.interruptions).map(([token, version]) =>
       h("span", { class: "note" }, `version ${version} from token ${Number(token) + 1} on`),
     ),

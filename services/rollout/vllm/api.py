@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from bapo_core.config.evaluation import GREEDY_TEMPERATURE
 from services.rollout.api.offers import WeightOffer
 from services.rollout.api.wire import FinishReason, Sampling
 from services.rollout.errors import EngineFaulty, EngineLost, PromptRefused
@@ -116,7 +117,10 @@ class VllmApi:
             "stream": True,
             "sampling_params": {
                 "n": sampling.group_size,
-                "temperature": sampling.temperature,
+                # vLLM raises temperatures near 0 to 0.01, and takes 0 for greedy.
+                "temperature": (
+                    0.0 if sampling.temperature <= GREEDY_TEMPERATURE else sampling.temperature
+                ),
                 # No further truncation, whatever the model's generation_config.json says.
                 "top_p": sampling.top_p,
                 "top_k": 0,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from bapo_core.outcomes import has_answer
+from services.common.errors import ServiceUnavailable
 from services.common.http import HttpClient
 from services.verifier.api.wire import (
     LONGEST_RESPONSE,
@@ -20,6 +24,9 @@ CHARACTERS_AT_ONCE = 8_000_000
 REQUEST_TIMEOUT_S = 900.0
 """Long enough for a request full of responses that miss their deadline: to repeat it earlier would
 only add to the load."""
+LOST_TRIES = 5
+LOST_WAIT_S = 2.0
+"""Times that a response whose workers are lost is scored, and the seconds in between."""
 BUSY_GIVE_UP_S = 600.0
 """Seconds for which a verifier may answer that its queue is full before the call fails."""
 
@@ -28,6 +35,8 @@ class VerifierClient:
     """Scores responses. Verification has no side effects, so failed calls are repeated."""
 
     def __init__(self, url: str, token: str) -> None:
+        self.repeated: Counter[tuple[int, int]] = Counter()
+        """How often the latest call scored a response again, by (item, response)."""
         self._http = HttpClient(
             "verifier", url, token, timeout_s=REQUEST_TIMEOUT_S, busy_give_up_s=BUSY_GIVE_UP_S
         )
@@ -42,9 +51,42 @@ class VerifierClient:
 
         Sends several requests when the responses do not fit in one.
 
+        A response whose workers were lost through no fault of its own is scored again.
+
         Raises `ServiceError` if the verifier refuses the task, its options or an item, and
-        `ServiceUnavailable` if it does not answer for long.
+        `ServiceUnavailable` if it does not answer for long, or loses its workers every time.
         """
+        verdicts = self._verify_once(task, options, items)
+        self.repeated.clear()
+        for tries in range(1, LOST_TRIES + 1):
+            lost = [
+                (item, index)
+                for item, of_item in enumerate(verdicts)
+                for index, verdict in enumerate(of_item)
+                if not has_answer(verdict.outcome)
+            ]
+            if not lost:
+                return verdicts
+            if tries == LOST_TRIES:
+                break
+            time.sleep(LOST_WAIT_S)
+            again = [
+                VerifyItem(payload=items[item].payload, responses=[items[item].responses[index]])
+                for item, index in lost
+            ]
+            for (item, index), (verdict,) in zip(
+                lost, self._verify_once(task, options, again), strict=True
+            ):
+                verdicts[item][index] = verdict
+                self.repeated[item, index] += 1
+        raise ServiceUnavailable(
+            f"the verifier lost its workers {LOST_TRIES} times before they scored {len(lost)} "
+            "responses, which are not the cause; see its log, and give it more memory"
+        )
+
+    def _verify_once(
+        self, task: str, options: dict[str, Any], items: Sequence[VerifyItem]
+    ) -> list[list[ItemVerdict]]:
         verdicts: list[list[ItemVerdict]] = [[] for _ in items]
         for chunk in _split(items):
             answer = self._send(

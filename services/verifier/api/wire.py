@@ -6,6 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from bapo_core.outcomes import Outcome
+
 LONGEST_RESPONSE = 200_000
 """Maximum characters of a response; a longer one is not read and gets the status `too_large`."""
 MOST_RESPONSES = 8_192
@@ -14,6 +16,14 @@ LARGEST_PAYLOAD = 100_000
 """Maximum bytes of a payload, or of the options, as JSON."""
 LARGEST_BODY = 64 << 20
 """Maximum bytes of a request's body."""
+
+
+_OUTCOMES = {
+    "timeout": Outcome.TIMED_OUT,
+    "crashed": Outcome.CRASHED,
+    "verifier_lost": Outcome.VERIFIER_LOST,
+}
+"""The outcomes that the statuses of responses without a verdict tell."""
 
 
 class Wire(BaseModel):
@@ -48,7 +58,8 @@ class ItemVerdict(Wire):
     partial credit."""
     status: str
     """`ok`, `timeout`, `too_large` (the response is, or verifying it takes more memory than
-    `BAPO_VERIFIER_MEMORY_MB`), `parse_error`, `crashed`, or a status of the task's own."""
+    `BAPO_VERIFIER_MEMORY_MB`), `parse_error`, `crashed`, `verifier_lost` (there is no verdict, and
+    the response is not the cause), or a status of the task's own."""
     extracted: str | None = None
     """The answer that the task found in the response, at most 1,000 characters; null if none."""
     detail: str | None = None
@@ -57,9 +68,14 @@ class ItemVerdict(Wire):
     """Further parts of the reward by name, such as `format`, without their weights."""
 
     @property
+    def outcome(self) -> Outcome:
+        """What happened to the response."""
+        return _OUTCOMES.get(self.status, Outcome.SCORED)
+
+    @property
     def failed(self) -> bool:
         """Whether the task gave no verdict: it raised an exception, or took too long."""
-        return self.status in ("crashed", "timeout")
+        return self.outcome != Outcome.SCORED
 
     @property
     def failure(self) -> str:

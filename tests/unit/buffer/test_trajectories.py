@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bapo_core.outcomes import Outcome
 from services.buffer.api.trajectories import (
     SCHEMA,
     TrajectoryError,
@@ -76,6 +77,8 @@ def rows() -> list[dict[str, Any]]:
             "reward_parts": {"answer": 1.0},
             "answer": "x",
             "interruptions": {},
+            "outcome": "scored",
+            "repeated": {},
         }
         for group in range(2)
         for index in range(2)
@@ -98,6 +101,8 @@ def rows() -> list[dict[str, Any]]:
         (0, {"token_ids": [], "logprobs": []}, "0 tokens"),
         (0, {"text": None}, "must not hold nulls"),
         (0, {"interruptions": None}, "must not hold nulls"),
+        (1, {"outcome": "verifier_lost"}, "group 0, response 1: the outcome is verifier_lost"),
+        (1, {"outcome": "lucky"}, "group 0, response 1: the outcome is lucky"),
     ],
 )
 def test_anything_but_whole_groups_is_refused(
@@ -128,7 +133,7 @@ def test_the_rewards_of_a_group_are_means(written: list[TrajectoryGroup]) -> Non
 
 def test_trajectories_of_earlier_versions_are_read() -> None:
     """Their rewards are 0 or 1: a response is correct if its reward is 1."""
-    earlier = pa.schema(list(SCHEMA)[:-4])
+    earlier = pa.schema(list(SCHEMA)[:-6])
     assert earlier.names[-1] == "text"
     stored = [row | {"reward": float(number % 2)} for number, row in enumerate(rows())]
     read = decode_groups(write_table(pa.Table.from_pylist(stored, schema=earlier)))
@@ -142,7 +147,8 @@ def test_trajectories_of_earlier_versions_are_read() -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "last", "answer"), [(-2, "reward_parts", None), (-1, "answer", "x")]
+    ("columns", "last", "answer"),
+    [(-4, "reward_parts", None), (-3, "answer", "x"), (-2, "interruptions", "x")],
 )
 def test_columns_that_earlier_versions_did_not_store_are_empty(
     columns: int, last: str, answer: str | None
@@ -152,6 +158,27 @@ def test_columns_that_earlier_versions_did_not_store_are_empty(
     for group in decode_groups(write_table(pa.Table.from_pylist(rows(), schema=earlier))):
         assert [response.answer for response in group.responses] == [answer, answer]
         assert all(response.interruptions == {} for response in group.responses)
+        assert all(response.outcome == Outcome.SCORED for response in group.responses)
+
+
+def test_the_outcome_of_an_earlier_response_follows_from_its_reward() -> None:
+    stored = rows()
+    stored[1]["reward_parts"] = {"answer": 0.0, "failed": 1.0}
+    earlier = pa.schema(list(SCHEMA)[:-2])
+    first, second = decode_groups(write_table(pa.Table.from_pylist(stored, schema=earlier)))
+    assert [response.outcome for response in first.responses] == [Outcome.SCORED, Outcome.CRASHED]
+    assert [response.outcome for response in second.responses] == [Outcome.SCORED] * 2
+
+
+def test_outcomes_repetitions_and_cut_responses_are_counted() -> None:
+    stored = rows()
+    stored[0] |= {"outcome": "timed_out", "repeated": {"verifier_lost": 2}}
+    stored[1] |= {"finish_reason": "length", "repeated": {"verifier_lost": 1, "engine_lost": 1}}
+    first, second = check_groups(pa.Table.from_pylist(stored, schema=SCHEMA))
+    assert first.outcomes == {"timed_out": 1, "scored": 1}
+    assert first.repeated == {"verifier_lost": 3, "engine_lost": 1}
+    assert (first.cut_off, second.cut_off) == (1, 0)
+    assert (second.outcomes, second.repeated) == ({"scored": 2}, {})
 
 
 def test_other_formats_are_refused() -> None:

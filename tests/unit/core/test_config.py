@@ -98,6 +98,8 @@ def split(overrides: str) -> list[str]:
         ("sampler={kind: mopps, decay: 1.5}", "sampler.decay: input should be less than or equal"),
         ("sampler.kind=thompson", "sampler.kind"),
         ("sampler={kind: mopps, prior_run: countdown}", "is 'countdown', the run itself; name an"),
+        ("evaluation={temperature: 0, samples: 2}", "set samples to 1, or a temperature above 0"),
+        ("demonstrations.join=all fresh.filter=gaussian", "set fresh.filter to range or none"),
         ("checkpoint={keep_best: 1, every: 3}", "make evaluation.every (20) a multiple of"),
         ("algorithm=sac", "algorithm: 'sac' is not one of areal_async, arpo"),
         (

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from bapo_core.config import RewardConfig, load_config
 from bapo_core.errors import ConfigError
-from bapo_core.rewards import check_reward, overlong_punishment, reward_parts, total_reward
+from bapo_core.rewards import (
+    check_reward,
+    check_reward_sign,
+    overlong_punishment,
+    reward_parts,
+    total_reward,
+)
 from bapo_core.tasks import get_task
 
 numbers = st.floats(-10, 10)
@@ -118,3 +124,10 @@ def test_dapo_rewards_with_plus_and_minus_1() -> None:
     assert (config.reward.wrong, config.reward.correct) == (-1.0, 1.0)
     assert config.reward.overlong_share == pytest.approx(4_096 / 20_480)
     assert config.loss.mask_truncated
+
+
+def test_a_negative_reward_is_refused_where_the_estimator_divides_by_the_mean() -> None:
+    with pytest.raises(ConfigError, match="the reward -1, but advantage.estimator is 'maxrl'"):
+        check_reward_sign(-1.0, "maxrl")
+    check_reward_sign(0.0, "maxrl")
+    check_reward_sign(-1.0, "group")

@@ -83,6 +83,12 @@ def test_targets_that_name_no_layer_are_refused() -> None:
         add_adapters(micro_model(), LoraConfig(rank=2, targets=["no_such_layer"]), 1)
 
 
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_adapters_of_a_layer_whose_weight_is_read_are_refused(target: str) -> None:
+    with pytest.raises(BapoError, match=f"the weight of .*{target} is read and not called"):
+        add_adapters(micro_model(), LoraConfig(rank=2, targets=["q_proj", target]), 1)
+
+
 def test_adapters_of_experts_are_refused() -> None:
     """Their published weights had names that no engine knows."""
     options = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}

@@ -24,6 +24,11 @@ from bapo_core.errors import PayloadError
 from bapo_core.tasks import Verdict, VerdictStatus
 
 
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError(chr(0xD800))
+
+
 class OddTask:
     """Does what the response says."""
 
@@ -82,6 +87,34 @@ class OddTask:
             return Verdict(1.0, "ok", "x" * 100_000)
         elif response == "own":
             return Verdict(0.0, "not_funny", "own")
+        elif response == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif response == "surrogate answer":
+            return Verdict(1.0, VerdictStatus.OK, chr(0xD800) + chr(0))
+        elif response == "surrogate detail":
+            raise ValueError(chr(0xD800) + chr(0))
+        elif response == "message that raises":
+            raise Unprintable
+        elif response == "answer that raises":
+            return Verdict(1.0, VerdictStatus.OK, Unprintable())
+        elif response == "reserved status":
+            return Verdict(1.0, "verifier_lost")
+        elif response == "surrogate status":
+            return Verdict(1.0, chr(0xD800))
+        elif response == "surrogate part":
+            return Verdict(1.0, VerdictStatus.OK, parts={chr(0xD800): 1.0})
+        elif response == "huge reward":
+            return Verdict(10**400, VerdictStatus.OK)
+        elif response == "text reward":
+            return Verdict(chr(0xD800), VerdictStatus.OK)
+        elif response == "no verdict":
+            return chr(0xD800)
+        elif response == "parts that raise":
+            return Verdict(1.0, VerdictStatus.OK, parts=Unprintable())
+        elif response == "recursion":
+            return self.verify(payload, response)
+        elif response == "closed socket":
+            os.closerange(3, 100)
         return Verdict(self.reward, VerdictStatus.OK, f"{payload['n']}")
 
 
