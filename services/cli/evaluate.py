@@ -29,6 +29,7 @@ from services.common.images import decode_image
 from services.datasets import Dataset, load_datasets, load_evaluation_sets
 from services.datasets.images import image_digests
 from services.model.conversation import decode_response, load_tokenizer, tokenize_conversation
+from services.model.limits import ModelLimits
 from services.model.vision import OpenImage, VisionProcessor, check_model, load_processor
 from services.rollout.api.wire import GeneratedGroup, PromptRequest, Sampling
 from services.rollout.transformers_engine import TransformersEngine
@@ -76,8 +77,9 @@ def evaluate_directory(
     engine = TransformersEngine(open_image=open_image)
     engine.load(directory, 1)
     tokenizer, vision = load_tokenizer(directory), load_processor(directory)
+    limits = ModelLimits.read(directory)
     return [
-        _evaluate_set(config, settings, held_out[name], engine, tokenizer, vision)
+        _evaluate_set(config, settings, held_out[name], engine, tokenizer, vision, limits)
         for name, settings in config.evaluation_sets.items()
     ]
 
@@ -130,8 +132,10 @@ def _evaluate_set(
     engine: TransformersEngine,
     tokenizer: PreTrainedTokenizerBase,
     vision: VisionProcessor | None,
+    limits: ModelLimits,
 ) -> Evaluation:
     task = get_task(config.task.name, **settings.options)
+    limits.check_length(config.rollout.max_prompt_tokens, config.rollout.max_response_tokens)
     requests = [
         PromptRequest(
             prompt_token_ids=tokenize_conversation(tokenizer, task.render(prompt.payload), vision),
@@ -140,6 +144,8 @@ def _evaluate_set(
         )
         for prompt in dataset.prompts
     ]
+    for request in requests:
+        limits.check_ids(request.prompt_token_ids)
     groups = list(_generate(config, settings, engine, requests))
     responses = [
         (

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from bapo_core.rewards import FAILED
+from bapo_core.rewards import ANSWER, FAILED
 from services.buffer.api.wire import Evaluation, ReplicaView, StepView
 
 PLAIN_EVERY_S = 10.0
@@ -24,6 +24,8 @@ NOTHING_TRAINED = (
 )
 FAILED_SHARE = 0.01
 """Share of responses without a verdict from which on it is said: single ones are hostile input."""
+CUT_OFF_SHARE = 0.5
+"""Share of responses that reach the largest number of tokens from which on it is said."""
 RECENT = 20
 """Steps over which rates and the mean reward are taken."""
 
@@ -43,6 +45,7 @@ class RunDisplay:
         self._replicas: list[ReplicaView] = []
         self._errors: dict[str, str] = {}
         self._failures_noted = False
+        self._cut_off_noted = False
         self._trained = done > 0
         """Whether a step has trained, or it was said that one has not."""
 
@@ -68,6 +71,7 @@ class RunDisplay:
             self._done = step.step
             self._note_failures(step)
             self._note_empty_batch(step)
+            self._note_cut_off(step)
         self._evaluations = evaluations
         self._update_replicas(replicas)
         if self._live is not None:
@@ -90,9 +94,27 @@ class RunDisplay:
     def _note_empty_batch(self, step: StepView) -> None:
         """Says once, before any step has trained, why one did not."""
         known, self._trained = self._trained, True
-        if known or step.trained:
+        if known:
             return
-        self._console.print(f"note: step {step.step} trained nothing: {NOTHING_TRAINED}")
+        if not step.trained:
+            self._console.print(f"note: step {step.step} trained nothing: {NOTHING_TRAINED}")
+        elif not any(step.bins[1:-1]) and set(step.reward_parts) <= {ANSWER, FAILED}:
+            # As with fresh.filter=none, under which a batch is never empty.
+            self._console.print(
+                f"note: no group of step {step.step} had right and wrong responses: "
+                f"{NOTHING_TRAINED}"
+            )
+
+    def _note_cut_off(self, step: StepView) -> None:
+        """Says once that most responses reach the length limit, and so rarely hold an answer."""
+        share = step.metrics.get("responses/cut_off", 0.0)
+        if share <= CUT_OFF_SHARE or self._cut_off_noted:
+            return
+        self._cut_off_noted = True
+        self._console.print(
+            f"note: {share:.0%} of the responses of step {step.step} were cut off at "
+            "rollout.max_response_tokens, and rarely hold an answer; raise the limit"
+        )
 
     def _update_replicas(self, replicas: list[ReplicaView]) -> None:
         """Notes the state of the engines; without a terminal, prints each new error on a line."""

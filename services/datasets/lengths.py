@@ -17,6 +17,7 @@ from services.datasets.dataset import Dataset, name_dataset
 from services.datasets.load import RunDatasets, check_number
 from services.datasets.sources import TRAIN_PATH, address_key, data_addresses
 from services.model.conversation import load_tokenizer, tokenize_conversation
+from services.model.limits import ModelLimits
 from services.model.vision import VisionProcessor, load_processor
 
 if TYPE_CHECKING:
@@ -30,13 +31,16 @@ def limit_lengths(config: RunConfig, datasets: RunDatasets, model: Path) -> RunD
 
     Longer training prompts are left out if `task.drop_long_prompts` is set. Raises `BapoError` for
     those that are not, and for longer held-out prompts, without which accuracies would be those of
-    another benchmark.
+    another benchmark; and for token ids and lengths that the model cannot take, with which every
+    request would fail.
     """
     tokenizer, vision = load_tokenizer(model), load_processor(model)
+    limits = ModelLimits.read(model)
+    limits.check_length(config.rollout.max_prompt_tokens, config.rollout.max_response_tokens)
     limit = config.rollout.max_prompt_tokens
 
     def find_long(dataset: Dataset, options: Mapping[str, Any]) -> dict[str, int]:
-        lengths = _lengths(config.task.name, options, dataset, tokenizer, vision)
+        lengths = _lengths(config.task.name, options, dataset, tokenizer, vision, limits)
         return {uid: length for uid, length in lengths.items() if length > limit}
 
     for name, held_out in datasets.test.items():
@@ -74,6 +78,7 @@ def _lengths(
     dataset: Dataset,
     tokenizer: PreTrainedTokenizerBase,
     vision: VisionProcessor | None,
+    limits: ModelLimits,
 ) -> dict[str, int]:
     """Returns the number of tokens of each prompt by its uid."""
     task = get_task(task_name, **options)
@@ -83,6 +88,7 @@ def _lengths(
             with task_errors(task_name, "render"):
                 messages = task.render(prompt.payload)
             token_ids = tokenize_conversation(tokenizer, messages, vision)
+            limits.check_ids(token_ids)
         except BapoError as error:
             raise BapoError(f"prompt {prompt.uid} ({_excerpt(prompt.payload)}): {error}") from error
         lengths[prompt.uid] = len(token_ids)

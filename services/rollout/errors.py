@@ -27,3 +27,7 @@ class PromptRefused(BapoError):
 
 class ReplicaFailed(TransientError):
     """A replica did not finish a request. Another replica may."""
+
+
+class EngineFailed(ReplicaFailed):
+    """The engine of a replica raised an error on a request; the message is the error."""

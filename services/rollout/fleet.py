@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -24,7 +24,7 @@ from services.rollout.api.wire import (
     GenerateRequest,
 )
 from services.rollout.client import ReplicaClient
-from services.rollout.errors import ReplicaFailed
+from services.rollout.errors import EngineFailed, ReplicaFailed
 from services.rollout.unfinished import UnfinishedGroups
 
 log = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 PROMPTS_IN_FLIGHT = 128
 """Most prompts outstanding on one replica: enough to keep it busy, few enough to share the rest."""
 POLL_INTERVAL_S = 1.0
+FAILURES_TO_GIVE_UP = 3
+"""Times that engines may fail on a request in a row with the same error."""
 WARNING_INTERVAL_S = 10.0
 
 
@@ -141,7 +143,12 @@ class Fleet:
         on_group: Callable[[GeneratedGroup], None],
         unfinished: UnfinishedGroups,
     ) -> None:
-        """Generates the prompts with the indices `missing`, on as many replicas as it takes."""
+        """Generates the prompts with the indices `missing`, on as many replicas as it takes.
+
+        Raises `BapoError` when the engine fails on them `FAILURES_TO_GIVE_UP` times in a row with
+        the same error.
+        """
+        failures: list[tuple[int, str]] = []
         while missing:
             replica = await self._reserve(request, len(missing))
             attempt = asyncio.create_task(
@@ -163,6 +170,9 @@ class Fleet:
                 )
             except ReplicaFailed as error:
                 replica.failed_at = time.monotonic()
+                if isinstance(error, EngineFailed):
+                    failures.append((len(missing), str(error)))
+                    _give_up_on(missing, failures[-FAILURES_TO_GIVE_UP:])
                 unfinished.lost.update(missing)
                 log.warning(
                     "replica %s failed: %s; %d prompts are retried",
@@ -208,6 +218,8 @@ class Fleet:
                     unfinished.void(indices[generated.index])
                     continue
                 group = generated
+                if group.failed:
+                    raise EngineFailed(group.failed)
                 if group.refused:
                     raise BapoError(f"replica {replica.name} refuses a prompt: {group.refused}")
                 if len(group.responses) != request.group_size:
@@ -314,6 +326,19 @@ class Fleet:
             if view.silent_s >= HEARTBEAT_TIMEOUT_S:
                 for request in replica.requests:
                     request.cancel()
+
+
+def _give_up_on(missing: Sequence[int], failures: Sequence[tuple[int, str]]) -> None:
+    """Raises `BapoError` if the latest failures are as many as are given up on, and all the same.
+
+    failures: (number of prompts that were missing then, error).
+    """
+    if len(failures) == FAILURES_TO_GIVE_UP and len(set(failures)) == 1:
+        raise BapoError(
+            f"the engine failed {len(failures)} times on the prompts {missing[0]} to {missing[-1]} "
+            f"of a request: {failures[0][1]}; the model cannot take these prompts, or its "
+            "directory is damaged"
+        )
 
 
 def _matches(request: GenerateRequest, generated: Generated, prompts: int) -> bool:

@@ -24,6 +24,7 @@ from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import ReplicaReport
 from services.common.auth import require_shared_token
+from services.common.errors import describe_error
 from services.common.images import stored_images
 from services.common.logs import configure_logs
 from services.common.objectstore import ObjectStore
@@ -175,7 +176,11 @@ def _health_routes(app: FastAPI, replica: Replica, driver: EngineDriver) -> None
 
 
 async def _lines(replica: Replica, request: GenerateRequest) -> AsyncIterator[str]:
-    """Yields groups and tokens as JSON lines; ends early when the engine is lost."""
+    """Yields groups and tokens as JSON lines; ends early when the engine is lost.
+
+    Another error of the engine is the last line, so that a request that can only fail is not
+    repeated for ever.
+    """
     try:
         async for generated in replica.generate(request):
             if isinstance(generated, GeneratedGroup) and not generated.refused:
@@ -185,6 +190,16 @@ async def _lines(replica: Replica, request: GenerateRequest) -> AsyncIterator[st
             yield generated.model_dump_json() + "\n"
     except (EngineLost, WrongVersion) as error:
         log.warning("a request of %d prompts is cut off: %s", len(request.prompts), error)
+    except Exception as error:
+        # Engines run models of any code, which may raise anything on tokens that they do not know.
+        log.exception("the engine failed on a request of %d prompts", len(request.prompts))
+        failure = GeneratedGroup(
+            index=0,
+            policy_version=request.policy_version,
+            responses=[],
+            failed=describe_error(error)[:1_000],
+        )
+        yield failure.model_dump_json() + "\n"
 
 
 def _count_tokens(responses: Iterable[GeneratedResponse | StartedResponse]) -> int:

@@ -111,6 +111,8 @@ class GeneratedGroup(Wire):
     """`group_size` responses; empty if the prompt was refused."""
     refused: str = ""
     """Reason why this engine can never answer the prompt; empty if it did."""
+    failed: str = ""
+    """The error with which the engine failed on the request; empty if it did not."""
 
 
 class GeneratedTokens(Wire):

@@ -50,6 +50,26 @@ def test_a_reward_function_that_fails_is_noted_once(shares: list[float], note: s
     assert note in printed.getvalue()
 
 
+@pytest.mark.parametrize(("bins", "note"), [([3, 0, 0, 0, 1], True), ([3, 1, 0, 0, 0], False)])
+def test_a_full_batch_without_mixed_groups_is_explained(bins: list[int], note: bool) -> None:
+    printed = io.StringIO()
+    display = RunDisplay(plain_console(file=printed, width=200), "run", 9, 0)
+    parts = {"answer": 0.25}
+    for step in (1, 2):
+        display.update([step_view(step=step, counts=FULL, bins=bins, reward_parts=parts)], [], [])
+    assert printed.getvalue().count("no group of step 1 had right and wrong responses") == note
+
+
+def test_responses_that_are_cut_off_are_noted_once() -> None:
+    printed = io.StringIO()
+    display = RunDisplay(plain_console(file=printed, width=200), "run", 9, 0)
+    for step, share in enumerate((0.5, 0.75, 0.8), start=1):
+        metrics = {"responses/cut_off": share}
+        display.update([step_view(step=step, counts=FULL, metrics=metrics)], [], [])
+    assert printed.getvalue().count("75% of the responses of step 2 were cut off") == 1
+    assert printed.getvalue().count("were cut off") == 1
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 @pytest.mark.parametrize(
     "detail", ["[rank0]: CUDA out of memory", "cannot load [/scratch/model.safetensors]"]

@@ -127,7 +127,7 @@ def test_dapo_rewards_with_plus_and_minus_1() -> None:
 
 
 def test_a_negative_reward_is_refused_where_the_estimator_divides_by_the_mean() -> None:
-    with pytest.raises(ConfigError, match="the reward -1, but advantage.estimator is 'maxrl'"):
+    with pytest.raises(ConfigError, match=r"the reward -1, but advantage.estimator is 'maxrl'"):
         check_reward_sign(-1.0, "maxrl")
     check_reward_sign(0.0, "maxrl")
     check_reward_sign(-1.0, "group")
