@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from datetime import date
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -155,6 +156,9 @@ class RolloutConfig(Section):
     ratio (Table 3: 1)."""
     top_k: int = -1
     """Top-k sampling, which must be off (-1) for the same reason as `top_p` (Table 3: -1)."""
+    prompt_date: date | None = None
+    """Date that chat templates print which print one (Llama 3.2, SmolLM3), so that prompts are the
+    same tomorrow; null is the day on which the run was created, and for `bapo eval` today."""
     max_prompt_tokens: int = Field(2048, ge=1)
     """Length of the longest prompt in tokens; with a longer one, a run does not start, unless
     `task.drop_long_prompts` leaves it out (Table 3: 2048)."""

@@ -138,7 +138,9 @@ def _evaluate_set(
     limits.check_length(config.rollout.max_prompt_tokens, config.rollout.max_response_tokens)
     requests = [
         PromptRequest(
-            prompt_token_ids=tokenize_conversation(tokenizer, task.render(prompt.payload), vision),
+            prompt_token_ids=tokenize_conversation(
+                tokenizer, task.render(prompt.payload), vision, config.rollout.prompt_date
+            ),
             images=image_digests(prompt.payload),
             seed=derive_seed(config.seed, "evaluation", 1, prompt.uid),
         )

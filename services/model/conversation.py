@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,13 +75,15 @@ def tokenize_conversation(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
     vision: VisionProcessor | None = None,
+    day: date | None = None,
 ) -> list[int]:
     """Returns the token ids of a conversation, up to where the response begins.
 
     A last message of the assistant follows the generation prompt as it is, because chat templates
     add to it: that of Qwen3 puts an empty <think></think> before it.
 
-    vision: the processor of a model that reads images.
+    vision: the processor of a model that reads images. day: the date that a template prints which
+    prints one; None is today.
 
     Raises `BapoError` for images without a processor, and for a conversation that the template or
     the tokenizer cannot take.
@@ -93,17 +96,19 @@ def tokenize_conversation(
         raise BapoError("the prompts have images, but the model reads none; choose another model")
     if vision is not None:
         shown = [_in_parts(message) for message in shown]
+    # Variables of a template take precedence over its globals, of which `strftime_now` is one.
+    clock: dict[str, Any] = {} if day is None else {"strftime_now": day.strftime}
     with _explain_refusals():
         if images and vision is not None:
             rendered: Any = tokenizer.apply_chat_template(
-                shown, add_generation_prompt=True, tokenize=False
+                shown, add_generation_prompt=True, tokenize=False, **clock
             )
             expanded = vision.expand(rendered, images)
             prompt = tokenizer.encode(expanded, add_special_tokens=False)
         else:
             # Some tokenizers cannot encode what their templates render.
             prompt = tokenizer.apply_chat_template(
-                shown, add_generation_prompt=True, tokenize=True, return_dict=False
+                shown, add_generation_prompt=True, tokenize=True, return_dict=False, **clock
             )
         return [*prompt, *tokenizer.encode(prefix, add_special_tokens=False)]
 

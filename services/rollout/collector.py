@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -190,16 +191,19 @@ class Collector:
         vision: VisionProcessor | None = None,
         *,
         follows: bool = False,
+        created: date | None = None,
     ) -> None:
         """store: holds the journal of unfinished responses.
 
         vision: the processor of a model that reads images.
 
-        follows: whether it adopts the next attempt when one begins.
+        follows: whether it adopts the next attempt when one begins. created: day on which the run
+        was created, which chat templates print unless `rollout.prompt_date` is set.
         """
         self._config, self._buffer, self._store, self._fleet = config, buffer, store, fleet
         self._verifier, self._tokenizer, self._vision = verifier, tokenizer, vision
         self._follows = follows
+        self._day = config.rollout.prompt_date or created
         self._sets = config.evaluation_sets
         self._options: dict[str | None, dict[str, Any]] = {
             None: config.task.options,
@@ -552,7 +556,7 @@ class Collector:
 
     def _tokenize(self, job: Job, prompt: wire.PromptItem) -> list[int]:
         messages = self._tasks[job.evaluation_set].render(prompt.payload)
-        token_ids = tokenize_conversation(self._tokenizer, messages, self._vision)
+        token_ids = tokenize_conversation(self._tokenizer, messages, self._vision, self._day)
         limit = self._config.rollout.max_prompt_tokens
         if len(token_ids) > limit:
             raise BapoError(
@@ -756,6 +760,7 @@ def main() -> None:
             load_tokenizer(directory),
             load_processor(directory),
             follows=settings.attempt is None,
+            created=state.created_at.date(),
         )
 
     run_until_error(collect)
