@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import date
@@ -96,21 +97,37 @@ def tokenize_conversation(
         raise BapoError("the prompts have images, but the model reads none; choose another model")
     if vision is not None:
         shown = [_in_parts(message) for message in shown]
-    # Variables of a template take precedence over its globals, of which `strftime_now` is one.
-    clock: dict[str, Any] = {} if day is None else {"strftime_now": day.strftime}
+    template = _dated_template(tokenizer.chat_template, day)
     with _explain_refusals():
         if images and vision is not None:
             rendered: Any = tokenizer.apply_chat_template(
-                shown, add_generation_prompt=True, tokenize=False, **clock
+                shown, add_generation_prompt=True, tokenize=False, chat_template=template
             )
             expanded = vision.expand(rendered, images)
             prompt = tokenizer.encode(expanded, add_special_tokens=False)
         else:
             # Some tokenizers cannot encode what their templates render.
             prompt = tokenizer.apply_chat_template(
-                shown, add_generation_prompt=True, tokenize=True, return_dict=False, **clock
+                shown,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                chat_template=template,
             )
         return [*prompt, *tokenizer.encode(prefix, add_special_tokens=False)]
+
+
+_DATE_CALL = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote)\s*\)""")
+
+
+def _dated_template(template: Any, day: date | None) -> Any:
+    """Returns a chat template that prints `day` instead of today, where it prints a date.
+
+    transformers gives templates no functions but its own, so the calls become the text of the date.
+    """
+    if day is None or not isinstance(template, str):
+        return template
+    return _DATE_CALL.sub(lambda call: f'"{day.strftime(call["format"])}"', template)
 
 
 def decode_response(

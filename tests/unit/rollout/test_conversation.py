@@ -48,13 +48,13 @@ def test_the_text_of_a_message_is_one_of_its_parts_for_models_that_read_images(
 
 def test_a_template_that_prints_the_date_prints_the_given_day() -> None:
     tokenizer = tiny_vision.build_tokenizer()
-    tokenizer.chat_template = "{{ strftime_now('%d %m') }}{{ messages[0]['content'] }}"
+    tokenizer.chat_template = "{{ strftime_now('%d%m') }}+{{ messages[0]['content'] }}"
     message = {"role": "user", "content": "3+4"}
     texts = [
         tokenizer.decode(tokenize_conversation(tokenizer, [message], None, day))
         for day in (date(2026, 11, 26), date(2026, 11, 26), date(2025, 1, 2))
     ]
-    assert texts == ["26 113+4", "26 113+4", "02 013+4"]
+    assert texts == ["2611+3+4", "2611+3+4", "0201+3+4"]
 
 
 def test_the_template_may_stand_beside_the_tokenizer(tmp_path: Path) -> None:
