@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.dtypes import TORCH_DTYPES
+from services.model.ends import find_end_tokens
 from services.model.layers import ATTENTION
 from services.model.vision import WITH_VLLM
 from services.rollout.errors import ModelLoadError
@@ -83,7 +84,6 @@ def read_layout(directory: Path) -> Layout:
     Raises `ModelLoadError` if it is not a model directory, or if a file is missing or truncated.
     """
     config = _read_json(directory / "config.json")
-    generation = _read_json(directory / "generation_config.json", optional=True)
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for file in sorted(directory.glob("*.safetensors")):
         tensors |= _read_header(file)
@@ -94,7 +94,7 @@ def read_layout(directory: Path) -> Layout:
         raise ModelLoadError(
             f"{directory}: no file has the tensor {name}; publish the weights again"
         )
-    return Layout(config, tensors, _end_tokens(directory, config, generation))
+    return Layout(config, tensors, _end_tokens(directory))
 
 
 def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
@@ -130,12 +130,11 @@ def _read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
 
 
-def _end_tokens(directory: Path, config: dict[str, Any], generation: dict[str, Any]) -> list[int]:
-    for source in (generation, config, config.get("text_config") or {}):
-        ends = source.get("eos_token_id")
-        if ends is not None:
-            return list(ends) if isinstance(ends, list) else [ends]
-    raise ModelLoadError(
-        f"{directory}: names no end token, so no response could ever end; set eos_token_id in "
-        "generation_config.json"
-    )
+def _end_tokens(directory: Path) -> list[int]:
+    ends = find_end_tokens(directory)
+    if not ends:
+        raise ModelLoadError(
+            f"{directory}: names no end token, so no response could ever end; set eos_token_id in "
+            "generation_config.json"
+        )
+    return ends
