@@ -280,11 +280,11 @@ def update(session: Session, run: Run, config: RunConfig, step: int) -> dict[str
     ).all()
     positions = [row.position for row in rows]
     drawn_by = _read_posteriors(session, run, config, positions, config.sampled_as_of(step))
+    # The results of earlier steps, faded to this one, which has no posterior yet.
+    before = _read_posteriors(session, run, config, positions, step)
     updated = [
         posterior.updated(row.correct, row.size, decay=config.sampler.posterior_decay)
-        for row, posterior in zip(
-            rows, _read_posteriors(session, run, config, positions, step - 1), strict=True
-        )
+        for row, posterior in zip(rows, before, strict=True)
     ]
     insert_columns(
         session,

@@ -53,8 +53,13 @@ class Reference:
             self.results.setdefault(group.prompt_uid, []).append((step, group.correct))
 
     def beta(self, uid: str, as_of: int) -> tuple[float, float]:
-        s = [correct for step, correct in self.results.get(uid, []) if step <= as_of]
-        weights = [self.settings.decay ** (len(s) - i) for i in range(1, len(s) + 1)]
+        results = [result for result in self.results.get(uid, []) if result[0] <= as_of]
+        s = [correct for _, correct in results]
+        half_life = self.settings.half_life or float("inf")
+        weights = [
+            self.settings.decay ** (len(s) - i) * 0.5 ** ((as_of - step) / half_life)
+            for i, (step, _) in enumerate(results, start=1)
+        ]
         a = 1 + sum(weight * k for weight, k in zip(weights, s, strict=True))
         b = 1 + sum(weight * (G - k) for weight, k in zip(weights, s, strict=True))
         return a, b
@@ -86,9 +91,14 @@ def ask(driver: Driver, step: int, generation_round: int = 0) -> wire.StepPrompt
 AS_OF_SYNC = {1: 0, 2: 1, 3: 1, 4: 3, 5: 3, 6: 5, 7: 5, 8: 7}
 
 
+@pytest.mark.parametrize("half_life", [None, 2.0])
 @pytest.mark.parametrize("as_of", ["sync", "step"])
-def test_prompts_are_those_of_the_papers_formulas(drive: Drive, as_of: str) -> None:
-    driver = drive(f"-{as_of}", sampler={"as_of": as_of})
+def test_prompts_are_those_of_the_papers_formulas(
+    drive: Drive, as_of: str, half_life: float | None
+) -> None:
+    """With a half-life, results fade with the steps since, whether the prompt came back or not."""
+    sampler = {"as_of": as_of, "half_life": half_life}
+    driver = drive(f"-{as_of}-{half_life or 0:.0f}", sampler=sampler)
     reference = Reference(driver)
     for step, last_sync in AS_OF_SYNC.items():
         expected = reference.draw(step, last_sync if as_of == "sync" else step - 1)
