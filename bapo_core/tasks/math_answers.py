@@ -405,8 +405,10 @@ def _multiplier(factor: Sequence[str]) -> list[str]:
 
 
 def _read_rows(content: Sequence[str], multiplier: Sequence[str]) -> Iterator[tuple[Answer, ...]]:
-    for row in _split(content, {r"\\"})[0]:
+    for number, row in enumerate(_split(content, {r"\\"})[0]):
         cells = [token for token in row if token != r"\hline"]
+        if number and cells[:1] == ["["] and "]" in cells and cells[-1] != "]":
+            cells = cells[cells.index("]") + 1 :]  # \\[2ex], the distance between rows
         if trim(cells):
             yield tuple(_times(multiplier, cell) for cell in _split(cells, {"&"})[0])
 

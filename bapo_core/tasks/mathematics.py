@@ -24,7 +24,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 from bapo_core.tasks.base import Message, Payload, Verdict, VerdictStatus, with_format
-from bapo_core.tasks.latex import DEGREE, characters, normalise_tokens
+from bapo_core.tasks.latex import DEGREE, TEXT, characters, normalise_tokens
 
 INSTRUCTION = r"Reason step by step, and put your final answer within \boxed{}."
 """The default instruction to the model."""
@@ -252,7 +252,8 @@ def _depth(text: str) -> int:
 def has_same_characters(tokens: Sequence[str], reference: str) -> bool:
     """Whether an answer's normalised tokens have the characters of a reference answer."""
     text, gold = characters(tokens), _gold_characters(reference)
-    if len(text) > 2 and text.isalpha() and text.casefold() == gold.casefold():
+    is_word = len(text) > 2 or (len(text) == 2 and TEXT in reference)
+    if is_word and text.isalpha() and text.casefold() == gold.casefold():
         return True  # words, whose case has no meaning
     return bool(text) and text == gold
 

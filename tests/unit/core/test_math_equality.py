@@ -16,6 +16,8 @@ from bapo_core.tasks.math_answers import read_answer
 TASK = MathTask()
 
 EQUAL = [
+    (r"\begin{pmatrix} 1 \\[2ex] 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    (r"\text{No}", "no."),
     (
         r"\begin{pmatrix} -7 \\ 16 \\ 5 \end{pmatrix}",
         r"\begin{bmatrix} -7 \\ 16 \\ 5 \end{bmatrix}",
