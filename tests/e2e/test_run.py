@@ -68,7 +68,7 @@ def configuration(name: str, model: Path) -> dict[str, Any]:
             "max_response_tokens": 16,
         },
         "sync": {"every": 3, "reevaluate_every": 3},
-        "reevaluate": {"c1": C1},
+        "reevaluate": {"c1": C1, "max_prompts": B},
         "replay_window": {"c2_range": list(C2_RANGE), "c3_range": list(C3_RANGE)},
         "optimizer": {"learning_rate": LEARNING_RATE, "minibatch_prompts": 4, "warmup_steps": 2},
         "evaluation": {"every": 4},
