@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from bapo_core.errors import BapoError
+
 
 def find_end_tokens(directory: Path) -> list[int]:
     """Returns the ids of the tokens that end a response, in ascending order.
 
     They are the union of those of generation_config.json, config.json and the tokenizer, as in vLLM
     and TRL: a base model's configuration names <|endoftext|>, and the tokenizer of its fine-tuned
-    model <|im_end|>. Empty if no file names one.
+    model <|im_end|>. Empty if no file names one. Raises `BapoError` for a file that is not JSON.
     """
     found: set[int] = set()
     for name in ("generation_config.json", "config.json"):
@@ -41,5 +43,8 @@ def _find_tokenizer_end(directory: Path) -> Iterator[int]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    try:
+        content: dict[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError as error:
+        raise BapoError(f"{file}: not JSON; the directory is damaged, publish it again") from error
     return content

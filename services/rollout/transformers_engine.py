@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoTokenizer,
     DynamicCache,
 )
 from transformers.cache_utils import DynamicLayer
@@ -31,6 +30,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from bapo_core.errors import BapoError
 from services.common.errors import first_line
 from services.common.logs import hide_progress_bars
+from services.model.ends import find_end_tokens
 from services.model.layers import has_recurrent_layers
 from services.model.vision import (
     OpenImage,
@@ -466,20 +466,21 @@ def _left_padded(prompts: Sequence[PromptRequest], width: int) -> tuple[Tensor, 
 def _end_tokens(model: Any, directory: Path | None = None) -> list[int]:
     """Returns the ids of the tokens that end a response.
 
-    They come from the generation config, or else the model's config, or else the tokenizer.
+    They are all that the files of the model's directory name, as in vLLM, or else those of the
+    model's configuration.
     """
+    ends = [] if directory is None else find_end_tokens(directory)
     for config in (getattr(model, "generation_config", None), model.config):
-        ends = getattr(config, "eos_token_id", None)
-        if ends is not None:
-            return list(ends) if isinstance(ends, list) else [ends]
-    if directory is not None and (directory / "tokenizer_config.json").is_file():
-        end = AutoTokenizer.from_pretrained(directory).eos_token_id
-        if end is not None:
-            return [int(end)]
-    raise ModelLoadError(
-        f"{directory or 'the model'}: names no end token, so no response could ever end; set "
-        "eos_token_id in generation_config.json"
-    )
+        named = getattr(config, "eos_token_id", None)
+        if not ends and named is not None:
+            ends = list(named) if isinstance(named, list) else [named]
+    if not ends:
+        raise ModelLoadError(
+            f"{directory or 'the model'}: names no end token, so no response could ever end; set "
+            "eos_token_id in generation_config.json"
+        )
+    log.info("responses end with the tokens %s", ", ".join(map(str, ends)))
+    return ends
 
 
 def _log_without_capture(reason: str) -> None:
