@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import and_, case, delete, func, or_, select, tuple_
 from sqlalchemy.orm import Session
 
+from services.buffer.api import wire
 from services.buffer.api.wire import ACTIVE_STATUSES, OPEN_STATUSES
 from services.buffer.artifacts import latest_checkpoint
 from services.buffer.commits import rewind_run
-from services.buffer.runs import how_to_continue, lock_any_attempt, lock_run
+from services.buffer.runs import describe_stop, how_to_continue, lock_any_attempt, lock_run
 from services.buffer.service import Service
 from services.buffer.tables import (
     BatchMemberRow,
@@ -41,33 +42,42 @@ def begin_attempt(session: Session, name: str, *, reopen: bool) -> Run:
     _refuse_deleting(run)
     if not reopen:
         _refuse_ended(run)
-    run.attempt += 1
     if reopen or run.status != "paused":
         run.status = "running"
-    checkpoint = latest_checkpoint(session, run)
-    rewind_run(session, run, 0 if checkpoint is None else checkpoint.number)
+    _begin_attempt(session, run)
+    _forget_stop(run)
     return run
 
 
-def take_turn(session: Session, name: str, *, reopen: bool, workflow: str | None) -> Run | None:
+def _begin_attempt(session: Session, run: Run) -> None:
+    run.attempt += 1
+    checkpoint = latest_checkpoint(session, run)
+    rewind_run(session, run, 0 if checkpoint is None else checkpoint.number)
+
+
+def take_turn(session: Session, name: str, request: wire.TurnRequest) -> Run | None:
     """Starts the run unless another one is in front, in which case it is queued.
 
     In front are the runs that are running or paused, and the older ones that are queued as well. A
     run that is running, paused or finished stays as it is. Returns the run in front, or None when
     the turn is granted.
 
-    Raises 409 while the run is being deleted, and for a run that was stopped or has failed, unless
-    `reopen` is true.
+    A run that has begun and was stopped begins an attempt with its turn, because replicas and
+    collectors have left the attempt that was stopped and wait for another one.
+
+    Raises 409 while the run is being deleted, for a run that was stopped or has failed, unless
+    `reopen` is true, and for a run that another workflow than `instead_of` trains.
     """
     # Without the lock, two queued runs could take their turn at the same time.
     session.execute(select(func.pg_advisory_xact_lock(TURN_LOCK)))
     run = lock_any_attempt(session, name)
     _refuse_deleting(run)
-    if not reopen:
+    if not request.reopen:
         _refuse_ended(run)
-    if workflow is not None:
-        run.workflow = workflow
-    if run.status in ("running", "paused", "finished"):
+    if run.status == "finished":
+        return None
+    _take_over(run, request)
+    if run.status in ACTIVE_STATUSES:
         return None
     waiting_before = and_(
         Run.status == "queued",
@@ -81,8 +91,32 @@ def take_turn(session: Session, name: str, *, reopen: bool, workflow: str | None
         .limit(1)
     )
     run.queued_at = func.now()
-    run.status = "running" if in_front is None else "queued"
+    if in_front is not None:
+        run.status = "queued"
+    elif run.attempt > 0:
+        _begin_attempt(session, run)
+        run.status = "running"
+    else:
+        run.status = "running"
+    _forget_stop(run)
     return in_front
+
+
+def _take_over(run: Run, request: wire.TurnRequest) -> None:
+    """Makes the asking workflow the one that trains the run.
+
+    Raises 409 if another workflow does: a pipeline with the name of somebody's run would otherwise
+    replace its job.
+    """
+    if request.workflow is None:
+        return
+    allowed = (None, request.workflow, request.instead_of)
+    if run.status in OPEN_STATUSES and run.workflow not in allowed:
+        raise conflict(
+            f"run {run.name!r} is {run.status}, and workflow {run.workflow} trains it; give "
+            "bapo_run another name, or none for a new run, or wait until that workflow has ended"
+        )
+    run.workflow = request.workflow
 
 
 def pause(session: Session, name: str) -> Run:
@@ -109,16 +143,28 @@ def resume(session: Session, name: str) -> Run:
     return run
 
 
-def stop(session: Session, name: str) -> Run:
+def stop(
+    session: Session, name: str, *, by: str, reason: str | None = None, workflow: str | None = None
+) -> Run:
     """Refuses every process of the run from now on; a new attempt continues it.
 
-    Raises 409 while the run is being deleted.
+    by, reason: who stops it and why, as the run's processes and people are told. A run that has
+    ended keeps what ended it.
+
+    Raises 409 while the run is being deleted, and if `workflow` is given and another one trains
+    the run.
     """
     run = lock_any_attempt(session, name)
     _refuse_deleting(run)
+    if workflow is not None and run.workflow != workflow:
+        raise conflict(
+            f"workflow {run.workflow or 'none'} trains run {run.name!r}, not {workflow}, so that "
+            "it is not stopped"
+        )
     if run.status not in ("finished", "failed", "stopped"):
         run.attempt += 1
         run.status = "stopped"
+        run.stopped_by, run.stop_reason, run.stopped_at = by, reason, datetime.now(UTC)
     return run
 
 
@@ -152,9 +198,15 @@ def delete_run(service: Service, name: str) -> None:
         session.delete(run)
 
 
+def _forget_stop(run: Run) -> None:
+    run.stopped_by = run.stop_reason = run.stopped_at = None
+
+
 def _refuse_ended(run: Run) -> None:
     if run.status in ("stopped", "failed"):
-        raise conflict(f"run {run.name!r} is {run.status}; {how_to_continue(run)}")
+        raise conflict(
+            f"run {run.name!r} is {run.status}{describe_stop(run)}; {how_to_continue(run)}"
+        )
 
 
 def _refuse_deleting(run: Run) -> None:

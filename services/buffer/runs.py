@@ -55,13 +55,22 @@ def lock_any_attempt(session: Session, name: str) -> Run:
 def check_attempt(run: Run, attempt: int) -> None:
     """Raises 409 unless `attempt`, the fencing number of the caller, is the run's current one."""
     if run.status == "stopped":
-        raise conflict(f"run {run.name!r} was stopped; {how_to_continue(run)}", SUPERSEDED)
+        detail = f"run {run.name!r} was stopped{describe_stop(run)}; {how_to_continue(run)}"
+        raise conflict(detail, SUPERSEDED)
     if attempt != run.attempt or run.status == "deleting":
         raise conflict(
             f"attempt {attempt} of run {run.name!r} was superseded by attempt {run.attempt}; "
             "this process must stop",
             SUPERSEDED,
         )
+
+
+def describe_stop(run: Run) -> str:
+    """Returns who stopped a run and why, as ` by …: …`; nothing if it was not recorded."""
+    if run.stopped_by is None:
+        return ""
+    reason = f": {run.stop_reason}" if run.stop_reason else ""
+    return f" by {run.stopped_by}{reason}"
 
 
 def how_to_continue(run: Run) -> str:
@@ -97,7 +106,14 @@ def run_state(run: Run) -> wire.RunState:
         attempt=run.attempt,
         created_at=run.created_at,
         workflow=run.workflow,
+        stopped=_stop_of(run),
     )
+
+
+def _stop_of(run: Run) -> wire.Stop | None:
+    if run.stopped_by is None or run.stopped_at is None:
+        return None
+    return wire.Stop(by=run.stopped_by, reason=run.stop_reason, at=run.stopped_at)
 
 
 def create_run(session: Session, request: wire.RunCreate) -> Run:

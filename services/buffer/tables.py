@@ -80,6 +80,12 @@ class Run(Base):
     """Argo workflow that trains the run, as `namespace/name`; null outside a cluster."""
     queued_at: Mapped[datetime | None]
     """When the run asked for its turn last; null before the first time."""
+    stopped_by: Mapped[str | None]
+    """Who stopped the run; null unless it is stopped, and for runs that were stopped before this
+    was recorded. The same holds for the next two columns."""
+    stop_reason: Mapped[str | None]
+    """Why the run was stopped; null if nobody said so."""
+    stopped_at: Mapped[datetime | None]
 
     __table_args__ = (
         CheckConstraint("current_step >= 0", name="current_step"),

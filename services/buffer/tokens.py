@@ -121,11 +121,12 @@ def require_scope(required: Scope) -> Callable[[Request, Service], None]:
     """
 
     def check(request: Request, service: ServiceDep) -> None:
-        scope = _scope_of(request, service)
-        if scope is None:
+        token = _token_of(request, service)
+        if token is None:
             failures: FailureLimiter = request.app.state.token_failures
             failures.record(request.client.host if request.client else "")
             raise Problem(401, "Unauthorized", "this token is not known here, or was revoked")
+        request.state.token_name, scope = token
         if not covers(scope, required):
             raise Problem(
                 403, "Forbidden", f"this needs scope {required!r}, the token has {scope!r}"
@@ -135,8 +136,8 @@ def require_scope(required: Scope) -> Callable[[Request, Service], None]:
     return check
 
 
-def _scope_of(request: Request, service: Service) -> str | None:
-    """Returns the scope of the request's token; None if it is unknown or revoked."""
+def _token_of(request: Request, service: Service) -> tuple[str, str] | None:
+    """Returns name and scope of the request's token; None if it is unknown or revoked."""
     hashed = hash_token(bearer_token(request))
     with service.sessions.begin() as session:
         row = session.scalar(select(ApiToken).where(ApiToken.hash == hashed))
@@ -148,4 +149,4 @@ def _scope_of(request: Request, service: Service) -> str | None:
         # A resolution of a minute spares a write for every request.
         if row.last_used_at is None or now - row.last_used_at > timedelta(minutes=1):
             row.last_used_at = now
-        return row.scope
+        return row.name, row.scope

@@ -245,8 +245,9 @@ def _raise_if_stopped(client: BufferClient, error: ProcessFailed) -> None:
     except BapoError:
         return  # The service may be what failed. The error to show is that of the process.
     if state.status == "stopped":
+        by = f" by {state.stopped.describe()}" if state.stopped is not None else ""
         raise BapoError(
-            f"run {state.name!r} was stopped after step {state.current_step}"
+            f"run {state.name!r} was stopped after step {state.current_step}{by}"
         ) from error
 
 

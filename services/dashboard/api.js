@@ -47,8 +47,12 @@ export async function get(path, query = {}, signal = undefined) {
   return data;
 }
 
-export async function post(path) {
-  return body(await send(address(path, {}), { method: "POST" }));
+export async function post(path, value = undefined) {
+  const sent = value && {
+    body: JSON.stringify(value),
+    headers: { "Content-Type": "application/json" },
+  };
+  return body(await send(address(path, {}), { method: "POST", ...sent }));
 }
 
 /** The images shown last, by digest: the address of a copy in memory. */

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -68,15 +69,33 @@ def test_a_stopped_run_refuses_its_processes_until_a_new_attempt(driver: Driver)
     driver.run_step(1)
     assert driver.client.stop().status == "stopped"
     assert driver.client.stop().status == "stopped"
-    with pytest.raises(Superseded, match="was stopped; continue it with `bapo run --resume`"):
+    with pytest.raises(
+        Superseded, match="was stopped by token 'from the environment'; continue it with `bapo run"
+    ):
         driver.client.step_prompts(2)
     with pytest.raises(ServiceError, match="is stopped, not paused"):
         driver.client.resume()
-    with pytest.raises(ServiceError, match="is stopped; continue it with `bapo run --resume`"):
+    with pytest.raises(ServiceError, match=r"is stopped by .*; continue it with `bapo run"):
         driver.client.begin_attempt()
     state = driver.client.begin_attempt(reopen=True)
     assert (state.status, state.current_step) == ("running", 0), "there was no checkpoint"
     driver.run_step(1)
+
+
+def test_a_run_knows_who_stopped_it_and_why_until_it_goes_on(driver: Driver) -> None:
+    assert driver.client.run_state().stopped is None
+    driver.client.stop(by="alice", reason="its GPUs are needed")
+    driver.client.stop(by="bob", reason="too late")
+    stopped = driver.client.run_state().stopped
+    assert stopped is not None
+    assert stopped.describe() == "alice: its GPUs are needed"
+    with pytest.raises(Superseded, match="was stopped by alice: its GPUs are needed; continue it"):
+        driver.client.step_prompts(1)
+    assert driver.client.begin_attempt(reopen=True).stopped is None
+    driver.client.stop(by="alice")
+    stop_open_runs(driver.stack.buffer_url, driver.stack.token)
+    assert driver.client.take_turn(reopen=True).granted
+    assert driver.client.run_state().stopped is None
 
 
 def test_a_trainer_that_starts_again_ends_neither_a_pause_nor_a_stop(driver: Driver) -> None:
@@ -98,7 +117,7 @@ def test_a_trainer_that_starts_again_ends_neither_a_pause_nor_a_stop(driver: Dri
 def waiting(stack: Endpoints, request: pytest.FixtureRequest) -> Iterator[list[BufferClient]]:
     """Creates three runs, none of which has begun, on a stack where no other run is active."""
     stop_open_runs(stack.buffer_url, stack.token)
-    name = request.node.name.replace("_", "-")[:58]
+    name = re.sub(r"[^a-z0-9]+", "-", request.node.name)[:58].strip("-")
     clients = []
     for number in range(3):
         config = small_config(f"{name}-{number}")
@@ -167,12 +186,71 @@ def test_two_runs_never_take_the_same_turn(waiting: list[BufferClient]) -> None:
 def test_a_stopped_run_is_taken_up_only_if_asked(waiting: list[BufferClient]) -> None:
     run = waiting[0]
     run.take_turn(workflow="team/bapo-1")
-    attempt = run.stop().attempt
-    with pytest.raises(ServiceError, match="is stopped; continue it by starting its pipeline"):
+    attempt = run.stop(by="alice").attempt
+    with pytest.raises(
+        ServiceError, match="is stopped by alice; continue it by starting its pipeline"
+    ):
         run.take_turn()
-    assert run.take_turn(reopen=True).granted
+    assert run.take_turn(reopen=True, workflow="team/bapo-2").granted
     state = run.run_state()
-    assert (state.status, state.attempt, state.workflow) == ("running", attempt, "team/bapo-1")
+    assert (state.status, state.workflow) == ("running", "team/bapo-2")
+    assert state.attempt == attempt + 1, (
+        "replicas and collectors that have left an attempt wait for another one"
+    )
+
+
+def test_a_run_that_is_reopened_and_queued_begins_its_attempt_with_its_turn(
+    waiting: list[BufferClient],
+) -> None:
+    first, second, _ = waiting
+    second.begin_attempt()
+    attempt = second.stop().attempt
+    first.take_turn()
+    assert second.take_turn(reopen=True).in_front == first.run
+    assert second.run_state().attempt == attempt
+    first.stop()
+    assert second.take_turn().granted
+    assert second.run_state().attempt == attempt + 1
+    assert second.take_turn().granted
+    assert second.run_state().attempt == attempt + 1, "repeating the call begins no other attempt"
+
+
+@pytest.mark.parametrize("status", ["queued", "running", "paused"])
+def test_the_run_of_a_workflow_is_refused_to_another_one(
+    waiting: list[BufferClient], status: str
+) -> None:
+    first, second, _ = waiting
+    if status == "queued":
+        second.take_turn()
+    first.take_turn(workflow="team/bapo-1")
+    if status == "paused":
+        first.pause()
+    before = first.run_state()
+    assert before.status == status
+    message = f"is {status}, and workflow team/bapo-1 trains it; give bapo_run another name"
+    for instead_of in (None, "team/bapo-3"):
+        with pytest.raises(ServiceError, match=message):
+            first.take_turn(reopen=True, workflow="team/bapo-2", instead_of=instead_of)
+    with pytest.raises(ServiceError, match=r"team/bapo-1 trains run .*, not team/bapo-2, so that"):
+        first.stop(workflow="team/bapo-2")
+    assert first.run_state() == before
+    granted = first.take_turn(workflow="team/bapo-2", instead_of="team/bapo-1").granted
+    assert granted == (status != "queued")
+    assert first.run_state().workflow == "team/bapo-2"
+    assert first.stop(workflow="team/bapo-2").status == "stopped"
+
+
+def test_a_run_that_has_ended_may_be_continued_by_another_workflow(
+    waiting: list[BufferClient],
+) -> None:
+    run = waiting[0]
+    run.take_turn(workflow="team/bapo-1")
+    run.stop(workflow="team/bapo-1")
+    assert run.take_turn(reopen=True, workflow="team/bapo-2").granted
+    run.begin_attempt()
+    run.set_status("finished")
+    assert run.take_turn(workflow="team/bapo-3").granted
+    assert run.run_state().workflow == "team/bapo-2", "nothing is left to train"
 
 
 def test_a_queued_run_can_be_stopped_and_deleted(waiting: list[BufferClient]) -> None:

@@ -118,6 +118,10 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
         connection.execute("delete from stored_config")
         connection.execute("delete from sampler_posterior")
         connection.execute("update run set target_version = 0, workflow = null, queued_at = null")
+        # Nor has it who stopped a run.
+        connection.execute(
+            "update run set stopped_by = null, stop_reason = null, stopped_at = null"
+        )
         # Rewards other than 0 and 1 cannot be computed from what the older schema has.
         for table in ("rollout_group", "step_record"):
             connection.execute(f"update {table} set mean_reward = 0, reward_parts = '{{}}'")

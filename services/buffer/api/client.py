@@ -167,14 +167,17 @@ class BufferClient:
         """Returns every stored configuration, by name."""
         return list(self._get_all(wire.NamedConfig, "configs", limit=1000))
 
-    def take_turn(self, *, reopen: bool = False, workflow: str | None = None) -> wire.Turn:
+    def take_turn(
+        self, *, reopen: bool = False, workflow: str | None = None, instead_of: str | None = None
+    ) -> wire.Turn:
         """Starts the run if no other run is in front of it, and queues it otherwise.
 
         reopen: continue a run that was stopped or has failed. workflow: Argo workflow that trains
-        the run, as `namespace/name`. Raises `ServiceError` (409) for a stopped or failed run
-        without `reopen`.
+        the run, as `namespace/name`. instead_of: the one that has ended, and from which it takes
+        the run over. Raises `ServiceError` (409) for a stopped or failed run without `reopen`, and
+        for one that another workflow trains.
         """
-        request = wire.TurnRequest(reopen=reopen, workflow=workflow)
+        request = wire.TurnRequest(reopen=reopen, workflow=workflow, instead_of=instead_of)
         return self._call(wire.Turn, "POST", f"/v1/runs/{self.run}/turn", json=request.model_dump())
 
     def pause(self) -> wire.RunState:
@@ -188,9 +191,18 @@ class BufferClient:
         """Resumes the run. Raises `ServiceError` (409) unless it is paused or running."""
         return self._call(wire.RunState, "POST", f"/v1/runs/{self.run}/resume")
 
-    def stop(self) -> wire.RunState:
-        """Stops the run: the next call of each of its processes raises `Superseded`."""
-        return self._call(wire.RunState, "POST", f"/v1/runs/{self.run}/stop")
+    def stop(
+        self, *, by: str | None = None, reason: str | None = None, workflow: str | None = None
+    ) -> wire.RunState:
+        """Stops the run: the next call of each of its processes raises `Superseded`.
+
+        by: who stops it; None for the name of this client's token. reason: why. workflow: stop the
+        run only if this workflow trains it, and raise `ServiceError` (409) otherwise.
+        """
+        request = wire.StopRequest(by=by, reason=reason, workflow=workflow)
+        return self._call(
+            wire.RunState, "POST", f"/v1/runs/{self.run}/stop", json=request.model_dump()
+        )
 
     def delete_run(self) -> None:
         """Deletes the run and its objects, irrevocably.

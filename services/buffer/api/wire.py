@@ -162,13 +162,48 @@ class RunPatch(Wire):
     """Final status of the run; stopped if a person interrupted it."""
 
 
+Workflow = Annotated[
+    str, Field(max_length=512, pattern=r"^[^\x00]*$", examples=["team/bapo-x7k2p"])
+]
+"""Argo workflow, as `namespace/name`."""
+
+
 class TurnRequest(Wire):
     """A pipeline's request to train its run."""
 
     reopen: bool = False
     """Whether to continue a run that was stopped or has failed, instead of refusing it."""
-    workflow: str | None = Field(default=None, max_length=512, examples=["team/bapo-x7k2p"])
+    workflow: Workflow | None = None
     """Argo workflow that asks, as `namespace/name`."""
+    instead_of: Workflow | None = None
+    """Workflow from which the asking one takes the run over, because it has ended. A run that is
+    queued, running or paused is refused to any other workflow than its own."""
+
+
+class StopRequest(Wire):
+    """Who stops a run, and why."""
+
+    by: str | None = Field(default=None, max_length=512, pattern=r"^[^\x00]*$")
+    """Who stops it; the name of the request's token if not given."""
+    reason: str | None = Field(default=None, max_length=2000, pattern=r"^[^\x00]*$")
+    """Why it is stopped."""
+    workflow: Workflow | None = None
+    """Stop the run only if this workflow trains it, and answer 409 otherwise."""
+
+
+class Stop(Wire):
+    """How a run was stopped."""
+
+    by: str
+    """Who stopped it."""
+    reason: str | None
+    """Why it was stopped; null if nobody said so."""
+    at: datetime
+    """When it was stopped."""
+
+    def describe(self) -> str:
+        """Returns who stopped it, and why if that was said."""
+        return f"{self.by}: {self.reason}" if self.reason else self.by
 
 
 class Turn(Wire):
@@ -216,6 +251,8 @@ class RunState(Wire):
     """Time at which the run was created."""
     workflow: str | None = None
     """Argo workflow that trains the run, as `namespace/name`; null outside a cluster."""
+    stopped: Stop | None = None
+    """Who stopped the run, and why; null unless it is stopped, and where that was not recorded."""
 
     @field_validator("config", mode="wrap")
     @classmethod

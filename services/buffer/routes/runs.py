@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Depends, Query, Request
 from pydantic import Field
 
 from services.buffer import comparisons, lifecycle, runs
@@ -102,12 +102,10 @@ def take_turn(service: ServiceDep, name: RunName, request: wire.TurnRequest) -> 
     """Starts a run if no other run is in front of it, and queues it otherwise.
 
     A pipeline repeats this call until the turn is granted; a queued run that stops asking loses its
-    place after a minute.
+    place after a minute. 409 for a run that another workflow trains.
     """
     with service.write_transaction(name) as session:
-        in_front = lifecycle.take_turn(
-            session, name, reopen=request.reopen, workflow=request.workflow
-        )
+        in_front = lifecycle.take_turn(session, name, request)
         if in_front is None:
             return wire.Turn(granted=True)
         return wire.Turn(
@@ -133,10 +131,16 @@ def resume_run(service: ServiceDep, name: RunName) -> wire.RunState:
 
 
 @router.post("/runs/{name}/stop", tags=["runs"], dependencies=RUN)
-def stop_run(service: ServiceDep, name: RunName) -> wire.RunState:
-    """Stops a run: further calls of its processes get 409.
+def stop_run(
+    service: ServiceDep, name: RunName, request: Request, stop: wire.StopRequest | None = None
+) -> wire.RunState:
+    """Stops a run: further calls of its processes get 409, which says who stopped it and why.
 
     A new attempt continues it from the last checkpoint.
     """
+    stop = stop or wire.StopRequest()
+    by = stop.by or f"token {request.state.token_name!r}"
     with service.write_transaction(name) as session:
-        return runs.run_state(lifecycle.stop(session, name))
+        return runs.run_state(
+            lifecycle.stop(session, name, by=by, reason=stop.reason, workflow=stop.workflow)
+        )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from socket import gethostname
 
 import click
 
@@ -19,10 +21,18 @@ def runs(as_json: bool) -> None:
     """List the runs of the service."""
     states = connect().runs()
     rows = [
-        (state.name, state.status, f"{state.current_step}/{state.config.steps}", state.attempt)
+        (
+            state.name,
+            state.status,
+            f"{state.current_step}/{state.config.steps}",
+            state.attempt,
+            state.stopped.describe() if state.stopped else "",
+        )
         for state in states
     ]
-    columns = ["run", "status", "step", "attempt"]
+    columns = ["run", "status", "step", "attempt", "stopped by"]
+    if not any(state.stopped for state in states):
+        columns, rows = columns[:-1], [row[:-1] for row in rows]
     empty = "there is no run yet; `bapo run examples/countdown.yaml` starts one"
     show(states, columns, rows, as_json=as_json, empty=empty)
 
@@ -46,12 +56,17 @@ def resume(run: str) -> None:
 
 @click.command
 @run_argument
-def stop(run: str) -> None:
+@click.option("--reason", metavar="TEXT", help="Why; its processes and `bapo runs` say so.")
+def stop(run: str, reason: str | None) -> None:
     """Stop a run, so that its processes end.
 
-    `bapo run --resume` continues it from its last checkpoint.
+    `bapo run --resume` continues it from its last checkpoint, and so does its pipeline when it is
+    started again.
     """
-    _print_status(connect(run).stop())
+    # No getpass.getuser: a container's user may have no name.
+    user = os.environ.get("USER") or f"user {os.getuid()}"
+    by = f"`bapo stop` of {user} on {gethostname()}"
+    _print_status(connect(run).stop(by=by, reason=reason))
 
 
 @click.command

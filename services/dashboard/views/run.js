@@ -111,6 +111,10 @@ export function showRun(root, signal, { name, section, query }) {
       `created ${format.ago(run.created_at)}`,
     ];
     if (run.workflow) facts.push(`workflow ${run.workflow}`);
+    if (run.stopped) {
+      const reason = run.stopped.reason ? `: ${run.stopped.reason}` : "";
+      facts.push(`stopped ${format.ago(run.stopped.at)} by ${run.stopped.by}${reason}`);
+    }
     if (run.status === "queued") facts.push("waits until the run before it has ended");
     fill(about, facts.join(" · "));
     fill(actions, mayChange() && buttons(run));
@@ -137,7 +141,8 @@ export function showRun(root, signal, { name, section, query }) {
     if (!(await confirmed(`${title} ${name}?`, question, title, signal))) return;
     fill(failure);
     try {
-      head(await post(path`/runs/${name}` + `/${action}`));
+      const sent = action === "stop" ? { by: "a person at the dashboard" } : undefined;
+      head(await post(path`/runs/${name}` + `/${action}`, sent));
       announce(`${name}: ${action} succeeded`);
       refresh();
     } catch (problem) {
