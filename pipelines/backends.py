@@ -24,6 +24,15 @@ class JobState:
     """Why the job failed or what it waits for, and the remedy where one is known."""
     spec_hash: str = ""
     """The job's `TrainingJob.spec_hash`."""
+    workflow: str | None = None
+    """Workflow that the job belongs to, as `namespace/name`; None outside a cluster."""
+    restarts: int = 0
+    """Restarts of the job's pods, as far as the backend knows of them."""
+    last_end: str = ""
+    """How a pod that was restarted has ended last; empty before the first restart."""
+    blocked: bool = False
+    """Whether a pod has a node but its container cannot be created, for example because its image
+    or a Secret is missing."""
 
     @property
     def finished(self) -> bool:
@@ -44,8 +53,11 @@ class TrainerBackend(Protocol):
         """Returns the state of a job, or None if it does not exist."""
         ...
 
-    def delete(self, name: str) -> None:
-        """Deletes a job and stops its processes; does nothing if the job does not exist."""
+    def delete(self, name: str, workflow: str | None = None) -> None:
+        """Deletes a job and stops its processes; does nothing if the job does not exist.
+
+        workflow: delete the job only if it belongs to this workflow, or to none.
+        """
         ...
 
     def jobs(self) -> dict[str, str]:
@@ -86,14 +98,18 @@ def ensure_job(backend: TrainerBackend, job: TrainingJob) -> None:
         remove_job(backend, job.name)
 
 
-def remove_job(backend: TrainerBackend, name: str) -> None:
+def remove_job(backend: TrainerBackend, name: str, workflow: str | None = None) -> None:
     """Deletes the job and waits until it no longer exists.
+
+    workflow: leave the job alone if it belongs to another workflow.
 
     Raises `BapoError` when it still exists after `DELETE_TIMEOUT_S`.
     """
     deadline = time.monotonic() + DELETE_TIMEOUT_S
-    backend.delete(name)
+    backend.delete(name, workflow)
     while (state := backend.state(name)) is not None:
+        if workflow is not None and state.workflow not in (None, workflow):
+            return
         if time.monotonic() > deadline:
             raise BapoError(
                 f"job {name} was deleted but still exists after {DELETE_TIMEOUT_S:.0f} s; "

@@ -19,7 +19,7 @@ SERVICE_IMAGE, TRAINER_IMAGE = "bapo/service:0.2.0", "bapo/trainer:0.2.0"
 ON_SERVICE = {"base_image": SERVICE_IMAGE, "install_kfp_package": False}
 ON_TRAINER = {"base_image": TRAINER_IMAGE, "install_kfp_package": False}
 RETRIES = 3
-"""Automatic retries of each step."""
+"""Automatic retries of each step whose pod disappears. Kubeflow 2.17 retries no step that fails."""
 MAX_SEGMENTS = 50
 """Argo's Workflow object grows with every task, and etcd limits its size."""
 WATCHER, REPORTER, PREPARER = ("150Mi", "1Gi"), ("300Mi", "4Gi"), ("1Gi", "16Gi")
@@ -50,8 +50,9 @@ def import_data(run: str, artifact: dsl.Input[dsl.Dataset]) -> str:
 
 
 @dsl.component(**ON_TRAINER)
-def prepare_data(
+def prepare_run(
     run: str,
+    kubeflow_run: str,
     config: dict[str, Any],
     stored_config: str,
     overrides: list[str],
@@ -63,15 +64,23 @@ def prepare_data(
     learning_rate: float,
     prompts_per_step: int,
     group_size: int,
-) -> str:
-    """Stores the prompts and the initial model in the object store."""
-    from pipelines import configuration, steps
+    configuration: dsl.Output[dsl.Markdown],
+) -> None:
+    """Stores the prompts and the initial model; creates the run, or continues one of its name.
 
-    with steps.pipeline_step(run) as (context, _):
-        run_config = configuration.read_config(
-            run,
+    The artifact is the run's whole configuration, with all that the parameters changed.
+    """
+    from pathlib import Path
+
+    from pipelines import steps
+    from pipelines.configuration import load_stored_config, read_config
+
+    with steps.pipeline_step(run, kubeflow_run) as (context, jobs):
+        steps.check_run(context, jobs)
+        run_config = read_config(
+            context.buffer.run,
             config,
-            configuration.load_stored_config(stored_config, context.buffer, context.store),
+            load_stored_config(stored_config, context.buffer, context.store),
             overrides,
             {
                 "model": model,
@@ -84,23 +93,16 @@ def prepare_data(
                 "group_size": group_size,
             },
         )
-        return steps.prepare(context, run_config)
-
-
-@dsl.component(**ON_SERVICE)
-def create_or_resume_run(run: str, request: str, segments: int) -> list[int]:
-    """Creates the run, unless it exists; returns the last training step of each segment."""
-    from pipelines import steps
-
-    with steps.pipeline_step(run) as (context, _):
-        return steps.open_run(context, request, segments)
+        stored = steps.open_run(context, steps.prepare(context, run_config))
+        Path(configuration.path).write_text(steps.describe_config(stored))
 
 
 @dsl.component(**ON_SERVICE)
 def train(
     run: str,
+    kubeflow_run: str,
     segment: int,
-    segment_ends: list[int],
+    segments: int,
     workers: int,
     gpus_per_worker: int,
     cpu: str,
@@ -111,81 +113,76 @@ def train(
     from pipelines import steps
     from pipelines.training_job import Resources
 
-    with steps.pipeline_step(run) as (context, jobs):
+    with steps.pipeline_step(run, kubeflow_run) as (context, jobs):
         steps.train(
             context,
             jobs,
-            int(segment_ends[segment - 1]),
+            steps.segment_end(context, segment, segments),
             Resources(workers=workers, gpus=gpus_per_worker, cpu=cpu, memory=memory),
             start_within_s=60.0 * start_within_minutes,
         )
 
 
 @dsl.component(**ON_SERVICE)
-def checkpoint_and_sync(
+def sync(
     run: str,
+    kubeflow_run: str,
     segment: int,
-    segment_ends: list[int],
+    segments: int,
     metrics: dsl.Output[dsl.Metrics],
     page: dsl.Output[dsl.HTML],
     summary: dsl.Output[dsl.Markdown],
 ) -> None:
     """Waits until every replica serves the weights published with the segment's checkpoint.
 
-    Then reports the run so far: metrics, an HTML page with charts, and a summary.
+    Then reports the run at the end of the segment: metrics and a summary, and an HTML page with
+    charts of the run so far.
     """
     from pipelines import steps
 
-    with steps.pipeline_step(run) as (context, _):
-        version = steps.sync(context, int(segment_ends[segment - 1]))
-        run_report = steps.report(context)
-    metrics.log_metric("policy_version", version)
-    for name, value in run_report.metrics.items():
-        metrics.log_metric(name, value)
-    run_report.write(page.path, summary.path)
+    with steps.pipeline_step(run, kubeflow_run) as (context, jobs):
+        until = steps.segment_end(context, segment, segments)
+        version = steps.sync(context, jobs, until)
+        run_report = steps.report(context, until)
+        steps.write_metrics(metrics, {"policy_version": version, **run_report.metrics})
+        run_report.write(page.path, summary.path)
 
 
 @dsl.component(**ON_SERVICE)
-def evaluate(
+def evaluate_and_export(
     run: str,
+    kubeflow_run: str,
     metrics: dsl.Output[dsl.Metrics],
     page: dsl.Output[dsl.HTML],
     summary: dsl.Output[dsl.Markdown],
+    model: dsl.Output[dsl.Model],
 ) -> float:
-    """Waits for the evaluation of the final weights on the held-out prompts; reports the run."""
-    from pipelines import steps
+    """Waits for the evaluation of the final weights, reports the run, and exports its model.
 
-    with steps.pipeline_step(run) as (context, _):
-        evaluation = steps.evaluate(context)
-        run_report = steps.report(context)
-    for name, value in evaluation.items():
-        metrics.log_metric(name, value)
-    run_report.write(page.path, summary.path)
-    return evaluation["held_out_accuracy"]
-
-
-@dsl.component(**ON_SERVICE)
-def export_model(run: str, accuracy: float, model: dsl.Output[dsl.Model]) -> None:
-    """Exports the final weights as a Hugging Face directory, and ends the run.
-
-    Clean-up ends it, too, but Kubeflow does not repeat clean-up when a run is retried.
+    The model is a Hugging Face directory. The step also ends the run: clean-up does so, too, but
+    Kubeflow does not repeat clean-up when a run is retried.
     """
     from pathlib import Path
 
     from pipelines import steps
 
-    with steps.pipeline_step(run) as (context, jobs):
+    with steps.pipeline_step(run, kubeflow_run) as (context, jobs):
+        evaluation = steps.evaluate(context, jobs)
+        run_report = steps.report(context)
+        steps.write_metrics(metrics, {**run_report.metrics, **evaluation})
+        run_report.write(page.path, summary.path)
         model.metadata.update(steps.export(context, Path(model.path)))
         steps.clean_up(context, jobs)
-    model.metadata["held_out_accuracy"] = accuracy
+    model.metadata["held_out_accuracy"] = evaluation["held_out_accuracy"]
+    return evaluation["held_out_accuracy"]
 
 
 @dsl.component(**ON_SERVICE)
-def clean_up(run: str) -> str:
+def clean_up(run: str, kubeflow_run: str) -> str:
     """Deletes the training job, and marks the run as finished or stops it."""
     from pipelines import steps
 
-    with steps.pipeline_step(run) as (context, jobs):
+    with steps.pipeline_step(run, kubeflow_run) as (context, jobs):
         return steps.clean_up(context, jobs)
 
 
@@ -268,7 +265,7 @@ def build_pipeline(segments: int = SEGMENTS, imports: frozenset[str] = frozenset
         "BAPO, or continues it from its last checkpoint.",
     )
     def bapo_pipeline(
-        bapo_run: str = "countdown",
+        bapo_run: str = "",
         config: dict[str, Any] = COUNTDOWN,
         stored_config: str = "",
         overrides: list[str] = [],  # noqa: B006
@@ -294,7 +291,8 @@ def build_pipeline(segments: int = SEGMENTS, imports: frozenset[str] = frozenset
         """Trains a run with BAPO.
 
         Args:
-            bapo_run: Name of the run: lower-case letters, digits and hyphens. An existing run is
+            bapo_run: Name of the run: lower-case letters, digits and hyphens. Empty: a new run,
+                named after this run of Kubeflow. A name: the run is created, or, if it exists,
                 continued.
             config: The run's configuration; docs/configuration.md describes every key.
             stored_config: A stored configuration that replaces `config`: the name that `bapo config
@@ -344,15 +342,17 @@ def build_pipeline(segments: int = SEGMENTS, imports: frozenset[str] = frozenset
             )
             store = import_model if is_model else import_data
             stored = place(store(run=bapo_run, artifact=artifact.output), PREPARER)
-            label = name.replace("_", " ")
-            artifact.set_display_name(f"import {label}")
-            return stored.set_display_name(f"store {label}").output
+            # The importer keeps its name: Kubeflow 2.17 looks for it by the task's key, but records
+            # it under its display name.
+            return stored.set_display_name(f"store {name.replace('_', ' ')}").output
 
-        cleaned = place(clean_up(run=bapo_run), WATCHER)
+        # Kubeflow's name of its run is that of a run without a name.
+        names = {"run": bapo_run, "kubeflow_run": dsl.PIPELINE_JOB_NAME_PLACEHOLDER}
+        cleaned = place(clean_up(**names), WATCHER)
         with dsl.ExitHandler(cleaned, name="training"):
-            prepared = place(
-                prepare_data(
-                    run=bapo_run,
+            prepared = before = place(
+                prepare_run(
+                    **names,
                     config=config,
                     stored_config=stored_config,
                     overrides=overrides,
@@ -370,16 +370,12 @@ def build_pipeline(segments: int = SEGMENTS, imports: frozenset[str] = frozenset
             kubernetes.use_secret_as_env(
                 prepared, hub_secret, {"HF_TOKEN": "HF_TOKEN"}, optional=True
             )
-            opened = before = place(
-                create_or_resume_run(run=bapo_run, request=prepared.output, segments=segments),
-                WATCHER,
-            )
             for segment in range(1, segments + 1):
-                trained = place(
+                position = {"segment": segment, "segments": segments}
+                trained = before = place(
                     train(
-                        run=bapo_run,
-                        segment=segment,
-                        segment_ends=opened.output,
+                        **names,
+                        **position,
                         workers=workers,
                         gpus_per_worker=gpus_per_worker,
                         cpu=cpu_per_worker,
@@ -388,15 +384,13 @@ def build_pipeline(segments: int = SEGMENTS, imports: frozenset[str] = frozenset
                     ),
                     WATCHER,
                 ).after(before)
-                synced = place(
-                    checkpoint_and_sync(run=bapo_run, segment=segment, segment_ends=opened.output),
-                    REPORTER,
-                ).after(trained)
                 if segments > 1:
                     trained.set_display_name(f"train {segment} of {segments}")
-                    synced.set_display_name(f"checkpoint and sync {segment} of {segments}")
-                before = synced
-            evaluated = place(evaluate(run=bapo_run), REPORTER).after(before)
-            place(export_model(run=bapo_run, accuracy=evaluated.outputs["Output"]), REPORTER)
+                if segment < segments:
+                    before = place(sync(**names, **position), REPORTER).after(trained)
+                    before.set_display_name(f"sync {segment} of {segments}")
+            # It does what a last sync would: the evaluation needs replicas that serve the final
+            # weights. Each step of the graph costs Kubeflow 20 seconds.
+            place(evaluate_and_export(**names), REPORTER).after(before)
 
     return bapo_pipeline

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -17,9 +19,16 @@ from urllib3.exceptions import HTTPError
 
 from bapo_core.errors import BapoError, TransientError
 
+log = logging.getLogger(__name__)
+
+_NEVER = datetime.min.replace(tzinfo=UTC)
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-RETRY_FOR_S = 120.0
-"""Seconds for which a transient error is retried. Upgrading an API server takes less."""
+RETRY_FOR_S = 900.0
+"""Seconds for which a transient error is retried, because Kubeflow does not repeat a step that
+fails. Upgrading the API server of a small cluster takes minutes."""
+SAY_EVERY_S = 60.0
+"""Seconds after which a call that is repeated says so again."""
+CONFLICT_PAUSE_S = 0.5
 TRANSIENT_STATUSES = (0, 429, 500, 502, 503, 504)
 """HTTP statuses of transient errors; 0 stands for no response."""
 REQUEST_TIMEOUT_S = 15.0
@@ -115,7 +124,22 @@ class Cluster:
         return created
 
     def put(self, kind: ResourceType, manifest: Object) -> None:
-        """Creates an object, or replaces the one of its name."""
+        """Creates an object, or replaces the one of its name.
+
+        Begins again when somebody else creates, changes or deletes the object in between.
+        """
+        deadline = time.monotonic() + self._retry_for_s
+        while True:
+            try:
+                self._put_once(kind, manifest)
+            except RequestRefused as error:
+                if error.status not in (404, 409) or time.monotonic() > deadline:
+                    raise
+                time.sleep(CONFLICT_PAUSE_S)
+            else:
+                return
+
+    def _put_once(self, kind: ResourceType, manifest: Object) -> None:
         name = manifest["metadata"]["name"]
         existing = self.get(kind, name)
         if existing is None:
@@ -136,19 +160,29 @@ class Cluster:
         kind: ResourceType,
         name: str,
         propagation: Literal["Foreground", "Background"] = "Foreground",
+        *,
+        uid: str | None = None,
     ) -> None:
         """Deletes an object and what it owns; does nothing if it does not exist.
 
-        propagation: whether what it owns is deleted before it, or after it.
+        propagation: whether what it owns is deleted before it, or after it. uid: delete only the
+        object with this uid, and not another one that has taken its name meanwhile.
         """
-        options = kubernetes_client.V1DeleteOptions(propagation_policy=propagation)
-        self._unless_missing(
-            "delete",
-            name,
-            lambda: self._custom.delete_namespaced_custom_object(
-                *self._in_namespace(kind), name, body=options
-            ),
+        options = kubernetes_client.V1DeleteOptions(
+            propagation_policy=propagation,
+            preconditions=None if uid is None else kubernetes_client.V1Preconditions(uid=uid),
         )
+        try:
+            self._unless_missing(
+                "delete",
+                name,
+                lambda: self._custom.delete_namespaced_custom_object(
+                    *self._in_namespace(kind), name, body=options
+                ),
+            )
+        except RequestRefused as error:
+            if uid is None or error.status != 409:
+                raise
 
     def _in_namespace(self, kind: ResourceType) -> tuple[str, str, str, str]:
         group, version, plural = kind
@@ -205,8 +239,12 @@ class Cluster:
         found = self._unless_missing("read the ConfigMap", name, lambda: read(name, self.namespace))
         return None if found is None else dict(found.data or {})
 
-    def warning(self, kind: str, name: str) -> str:
-        """Returns the last warning event of an object, such as an exceeded quota; else nothing."""
+    def warning(self, kind: str, name: str, since: datetime, but: str = "") -> str:
+        """Returns the last warning event of an object, such as an exceeded quota; else nothing.
+
+        since: when the object was created, because events of an earlier one of its name outlive it.
+        but: reason of the events to leave out.
+        """
         response = self.call(
             "read the events of",
             name,
@@ -215,8 +253,15 @@ class Cluster:
                 field_selector=f"involvedObject.kind={kind},involvedObject.name={name}",
             ),
         )
-        warnings = [event for event in response.items if event.type == "Warning"]
-        return f"{warnings[-1].reason}: {warnings[-1].message}" if warnings else ""
+        warnings = sorted(
+            (_time_of(event), number, event)
+            for number, event in enumerate(response.items)
+            if event.type == "Warning" and event.reason != but and _time_of(event) >= since
+        )
+        if not warnings:
+            return ""
+        *_, event = warnings[-1]
+        return f"{event.reason}: {event.message}"
 
     # -- requests
 
@@ -232,7 +277,8 @@ class Cluster:
 
     def call(self, verb: str, name: str, call: Callable[[], Response]) -> Response:
         """Calls the API and retries transient errors. Raises `RequestRefused` for any other."""
-        deadline = time.monotonic() + self._retry_for_s
+        began = said = time.monotonic()
+        deadline = began + self._retry_for_s
         pause = 0.2
         while True:
             try:
@@ -251,8 +297,23 @@ class Cluster:
                         f"({refusal.reason if refusal is not None else error}); check that the "
                         "control plane is healthy, then retry the step"
                     ) from error
+                if (now := time.monotonic()) - said >= SAY_EVERY_S:
+                    said = now
+                    log.warning(
+                        "the Kubernetes API could not %s %s for %.0f s (%s); it is tried again "
+                        "for up to %.0f s",
+                        *(verb, name, now - began),
+                        refusal.reason if refusal is not None else error,
+                        deadline - now,
+                    )
             time.sleep(pause)
             pause = min(2 * pause, 5.0)
+
+
+def _time_of(event: Any) -> datetime:
+    """Returns when an event happened last."""
+    moment: datetime | None = event.last_timestamp or event.event_time
+    return _NEVER if moment is None else moment
 
 
 class _ClientWithTimeouts(RESTClientObject):  # type: ignore[misc]

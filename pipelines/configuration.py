@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from bapo_core.config import RunConfig, merge, nest, override_config, parse_overrides, parse_values
 from bapo_core.errors import ConfigError
+from pipelines.naming import check_run_name
 from services.buffer.api.client import BufferClient
 from services.common.errors import ServiceError
 from services.common.objectstore import S3_SCHEME, ObjectStore, ObjectStoreError
@@ -67,11 +68,7 @@ def read_config(
     Raises `ConfigError`. What cannot be meant is refused: an empty configuration, for example,
     would train every default.
     """
-    if run.endswith("-"):
-        raise ConfigError(
-            f"the run's name {run!r} ends with a hyphen, which no label of Kubernetes may; choose "
-            "another name"
-        )
+    check_run_name(run)
     values = _config_values(config)
     if stored is not None:
         if values != COUNTDOWN:

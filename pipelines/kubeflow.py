@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from datetime import datetime
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from kubernetes import client as kubernetes_client
 
@@ -19,6 +20,7 @@ from pipelines.training_job import (
     QUEUE_LABEL,
     RUN_LABEL,
     SPEC_HASH_LABEL,
+    WORKFLOW_ANNOTATION,
     Owner,
     TrainingJob,
 )
@@ -27,6 +29,10 @@ from services.common.process import find_error
 KUEUE_VERSIONS = ("v1beta2", "v1beta1")
 """Versions of Kueue's API, the newest first."""
 WORKFLOW = ("argoproj.io", "v1alpha1", "workflows")
+CREATING = ("ContainerCreating", "PodInitializing")
+"""Reasons of a container that waits for its turn, and not for a person."""
+RESTARTING = "PyTorchJobRestarting"
+"""Reason of the training operator's event for a restart, which does not say what ended."""
 
 
 class JobKind(ABC):
@@ -44,8 +50,24 @@ class JobKind(ABC):
     def create(self, job: TrainingJob) -> None:
         """Creates the job. Raises `RequestRefused` with status 409 if its name is taken."""
 
-    def delete(self, name: str) -> None:
-        self.cluster.delete(self.resource, name)
+    def delete(self, name: str, workflow: str | None) -> None:
+        """Deletes the job, unless it belongs to another workflow than `workflow`."""
+        self._delete(self.resource, name, workflow)
+
+    def _delete(
+        self,
+        resource: ResourceType,
+        name: str,
+        workflow: str | None,
+        propagation: Literal["Foreground", "Background"] = "Foreground",
+    ) -> None:
+        found = self.cluster.get(resource, name)
+        if found is None:
+            return
+        if workflow is not None and workflow_of(found) not in (None, workflow):
+            return
+        # With the uid, because another pipeline may replace the job after this has read it.
+        self.cluster.delete(resource, name, propagation, uid=found["metadata"]["uid"])
 
     def is_deleting(self, name: str) -> bool:  # noqa: ARG002
         """Whether objects of a job that no longer exists are still being deleted."""
@@ -58,9 +80,16 @@ class JobKind(ABC):
     def state(self, job: Object) -> JobState:
         """Returns the phase of a job that is not suspended, with the object's own reason."""
 
-    def warning(self, name: str) -> str:
-        """Returns the last warning about the job, such as an exceeded quota; else nothing."""
-        return self.cluster.warning(self.name, name)
+    @abstractmethod
+    def restarts(self, pods: list[Any]) -> int:
+        """Returns how often the job has restarted, as far as its present pods show it."""
+
+    def warning(self, name: str, since: datetime) -> str:
+        """Returns the last warning about the job, such as an exceeded quota; else nothing.
+
+        since: when the job was created.
+        """
+        return self.cluster.warning(self.name, name, since)
 
 
 class PyTorchJobs(JobKind):
@@ -69,6 +98,11 @@ class PyTorchJobs(JobKind):
     name = "PyTorchJob"
     resource = (pytorchjob.GROUP, pytorchjob.VERSION, pytorchjob.PLURAL)
     pod_label = "training.kubeflow.org/job-name"
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        self._seen: dict[str, set[str]] = {}
+        """Uids of the pods that were seen, by the job's uid and the pod's name."""
 
     def create(self, job: TrainingJob) -> None:
         training = self.cluster.training
@@ -96,6 +130,21 @@ class PyTorchJobs(JobKind):
             return JobState("restarting", reason)
         return JobState("waiting", reason)
 
+    def restarts(self, pods: list[Any]) -> int:
+        """Counts the pods of each name: the operator makes a new one for each restart.
+
+        It has no counter of its own, and its `backoffLimit` does not count exits that
+        `restartPolicy: ExitCode` restarts.
+        """
+        counts = [0]
+        for pod in pods:
+            owner = (pod.metadata.owner_references or [None])[0]
+            key = f"{owner.uid if owner is not None else ''}/{pod.metadata.name}"
+            uids = self._seen.setdefault(key, set())
+            uids.add(pod.metadata.uid)
+            counts.append(len(uids) - 1)
+        return max(counts)
+
 
 class TrainJobs(JobKind):
     """TrainJobs of Kubeflow Trainer 2, each with a TrainingRuntime of its own."""
@@ -113,16 +162,16 @@ class TrainJobs(JobKind):
         owner = Owner(job.name, created["metadata"]["uid"], trainjob.API_VERSION, self.name)
         self.cluster.put(self._runtime, trainjob.build_runtime(job, owner))
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, workflow: str | None) -> None:
         """Deletes the job, and Kubernetes its runtime and its pods afterwards.
 
         The API refuses every change of a TrainJob whose runtime does not exist. Kubernetes deletes
         objects in the foreground by such changes, and the runtime at the same time.
         """
         if self.cluster.get(self.resource, name) is None:
-            self.cluster.delete(self._runtime, name)
+            self._delete(self._runtime, name, workflow)
         else:
-            self.cluster.delete(self.resource, name, "Background")
+            self._delete(self.resource, name, workflow, "Background")
 
     def is_deleting(self, name: str) -> bool:
         """Whether a runtime, to which a new job could refer, or a pod of a deleted job exists."""
@@ -147,18 +196,19 @@ class TrainJobs(JobKind):
         if jobs and all(status["ready"] for status in jobs):
             return JobState("running")
         name = job["metadata"]["name"]
-        attempts = [
-            int(pod.metadata.labels.get("jobset.sigs.k8s.io/restart-attempt", 0))
-            for pod in self.cluster.pods(self.pod_label, name)
-        ]
-        if max(attempts, default=0) > 0:
-            return JobState("restarting", f"restart {max(attempts)}")
+        restarts = self.restarts(self.cluster.pods(self.pod_label, name))
+        if restarts > 0:
+            return JobState("restarting", f"restart {restarts}")
         return JobState("waiting")
 
-    def warning(self, name: str) -> str:
+    def restarts(self, pods: list[Any]) -> int:
+        label = "jobset.sigs.k8s.io/restart-attempt"
+        return max((int((pod.metadata.labels or {}).get(label, 0)) for pod in pods), default=0)
+
+    def warning(self, name: str, since: datetime) -> str:
         """Also finds the warnings of the Job that creates the pods."""
         workers = f"{name}-{trainjob.NODE}-0"
-        return self.cluster.warning("Job", workers) or super().warning(name)
+        return self.cluster.warning("Job", workers, since) or super().warning(name, since)
 
 
 class KubeflowBackend:
@@ -179,6 +229,8 @@ class KubeflowBackend:
         self._cluster = Cluster(namespace, configuration, retry_for_s=retry_for_s)
         self._release = release
         self._kinds: list[JobKind] = [PyTorchJobs(self._cluster), TrainJobs(self._cluster)]
+        self._ends: dict[str, str] = {}
+        """How a container ended last, by the job's uid."""
 
     def create(self, job: TrainingJob) -> bool:
         # After an upgrade of the release to the other kind, a job may still be of the old one.
@@ -201,7 +253,11 @@ class KubeflowBackend:
             return None
         kind, job = found
         labels = job["metadata"].get("labels", {})
-        return replace(self._state(kind, job), spec_hash=labels.get(SPEC_HASH_LABEL, ""))
+        return replace(
+            self._state(kind, job),
+            spec_hash=labels.get(SPEC_HASH_LABEL, ""),
+            workflow=workflow_of(job),
+        )
 
     def _find(self, name: str) -> tuple[JobKind, Object] | None:
         for kind in self._kinds:
@@ -219,15 +275,46 @@ class KubeflowBackend:
         queue = job["metadata"].get("labels", {}).get(QUEUE_LABEL)
         if state.phase == "failed":
             return replace(state, reason=self._failure(kind, name, state.reason))
-        if state.phase != "waiting":
+        if state.phase == "succeeded":
             return state
         if queue and kind.is_suspended(job):
             return replace(state, reason=self._place_in_queue(name, queue))
-        return replace(state, reason=self._obstacle(kind, name) or state.reason)
+        pods = self._cluster.pods(kind.pod_label, name)
+        restarts = kind.restarts(pods)
+        ended = self._note_end(job, pods, has_restarted=restarts > 0)
+        state = replace(state, restarts=restarts, last_end=ended)
+        if ended and state.phase == "restarting":
+            state = replace(state, reason=ended)
+        obstacle, is_blocked = _obstacle(pods)
+        if obstacle:
+            # A pod that cannot start waits, whatever the job's conditions say of its predecessor.
+            return replace(state, phase="waiting", reason=obstacle, blocked=is_blocked)
+        if state.phase != "waiting":
+            return state
+        return replace(state, reason=ended or kind.warning(name, _created(job)) or state.reason)
 
-    def delete(self, name: str) -> None:
+    def _note_end(self, job: Object, pods: list[Any], *, has_restarted: bool) -> str:
+        """Returns how a container of the job ended last, also after its pod was deleted.
+
+        The operator deletes a pod within a second of its end, so the warning that it leaves is
+        asked for where no container was seen to end.
+        """
+        uid = job["metadata"]["uid"]
+        for pod in pods:
+            for container in pod.status.container_statuses or []:
+                ended = container.state.terminated
+                if ended is not None and ended.exit_code:
+                    end = f"{ended.exit_code} ({ended.reason})"
+                    self._ends[uid] = f"{pod.metadata.name} exited with {end}"
+        conditions = {condition["type"] for condition in _true_conditions(job)}
+        if uid not in self._ends and (has_restarted or "Restarting" in conditions):
+            name = job["metadata"]["name"]
+            return self._cluster.warning(job["kind"], name, _created(job), but=RESTARTING)
+        return self._ends.get(uid, "")
+
+    def delete(self, name: str, workflow: str | None = None) -> None:
         for kind in self._kinds:
-            kind.delete(name)
+            kind.delete(name, workflow)
 
     def jobs(self) -> dict[str, str]:
         labels = LABELS | {"app.kubernetes.io/instance": self._release}
@@ -309,18 +396,6 @@ class KubeflowBackend:
                 )
         return f"Kueue has not admitted it from the queue {queue}"
 
-    def _obstacle(self, kind: JobKind, name: str) -> str:
-        """Returns what the pods wait for, in the words of the scheduler or the kubelet."""
-        for pod in self._cluster.pods(kind.pod_label, name):
-            for condition in pod.status.conditions or []:
-                if condition.type == "PodScheduled" and condition.status == "False":
-                    return f"{pod.metadata.name} has no node: {condition.message}"
-            for container in pod.status.container_statuses or []:
-                waiting = container.state.waiting
-                if waiting is not None and waiting.reason != "ContainerCreating":
-                    return f"{pod.metadata.name}: {waiting.reason}: {waiting.message or ''}"
-        return kind.warning(name)
-
     def _failure(self, kind: JobKind, name: str, reason: str) -> str:
         """Returns how a container ended and the last error of its log, or else the job's `reason`
         when its pods were deleted."""
@@ -334,6 +409,38 @@ class KubeflowBackend:
             if pod.status.phase == "Failed":
                 return f"{pod.metadata.name}: {pod.status.reason}: {pod.status.message}"
         return f"{reason}; its pods were deleted"
+
+
+def workflow_of(job: Object) -> str | None:
+    """Returns the workflow that an object of a job belongs to, as `namespace/name`, or None.
+
+    The owner stands for the annotation on jobs of earlier versions.
+    """
+    metadata = job["metadata"]
+    annotated: str | None = (metadata.get("annotations") or {}).get(WORKFLOW_ANNOTATION)
+    if annotated is not None:
+        return annotated
+    owners = metadata.get("ownerReferences") or []
+    names = [owner["name"] for owner in owners if owner["kind"] == "Workflow"]
+    return f"{metadata['namespace']}/{names[0]}" if names else None
+
+
+def _created(job: Object) -> datetime:
+    return datetime.fromisoformat(job["metadata"]["creationTimestamp"])
+
+
+def _obstacle(pods: list[Any]) -> tuple[str, bool]:
+    """Returns what the pods wait for, in the words of the scheduler or the kubelet, and whether it
+    keeps a container from being created on a node."""
+    for pod in pods:
+        for condition in pod.status.conditions or []:
+            if condition.type == "PodScheduled" and condition.status == "False":
+                return f"{pod.metadata.name} has no node: {condition.message}", False
+        for container in pod.status.container_statuses or []:
+            waiting = container.state.waiting
+            if waiting is not None and waiting.reason not in (None, *CREATING):
+                return f"{pod.metadata.name}: {waiting.reason}: {waiting.message or ''}", True
+    return "", False
 
 
 def _true_conditions(job: Object) -> list[dict[str, Any]]:

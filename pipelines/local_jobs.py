@@ -89,7 +89,7 @@ class LocalBackend:
             return None
         return replace(state, spec_hash=labels[SPEC_HASH_LABEL])
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, workflow: str | None = None) -> None:  # noqa: ARG002
         directory = self._directory / name
         if (directory / OPERATOR).exists():
             _stop_operator(directory)
@@ -162,9 +162,10 @@ def operate(directory: Path) -> JobState:
     """Runs a job until it has finished. Raises `BapoError` for a manifest that cannot run here."""
     job = json.loads((directory / MANIFEST).read_text())
     limit = job["spec"]["runPolicy"]["backoffLimit"]
-    restarts = 0
+    restarts, end = 0, ""
     while True:
-        _write_state(directory, JobState("running", f"{restarts} restarts" if restarts else ""))
+        reason = f"{restarts} restarts" if restarts else ""
+        _write_state(directory, JobState("running", reason, restarts=restarts, last_end=end))
         worker = _run_workers(job, directory)
         if worker.code == 0:
             return JobState("succeeded")
@@ -172,8 +173,8 @@ def operate(directory: Path) -> JobState:
             return JobState("failed", worker.reason)
         if restarts == limit:
             return JobState("failed", f"{worker.reason}; {restarts} restarts did not mend it")
-        restarts += 1
-        _write_state(directory, JobState("restarting", worker.reason))
+        restarts, end = restarts + 1, worker.reason
+        _write_state(directory, JobState("restarting", end, restarts=restarts, last_end=end))
 
 
 def _run_workers(job: Mapping[str, Any], directory: Path) -> WorkerExit:

@@ -42,7 +42,8 @@ def parameters_of(config: str | None, arguments: Sequence[str]) -> dict[str, Any
         name = config_from(values, where=config).name
         # KFP passes no nulls, but texts.
         nulls = [f"{key}=null" for key, value in flatten(values).items() if value is None]
-        parameters = {RUN: name, "config": _without_nulls(values)} | parameters
+        named = {RUN: name} if "name" in values else {}
+        parameters = named | {"config": _without_nulls(values)} | parameters
         overrides = [*nulls, *overrides]
     if overrides:
         parameters["overrides"] = overrides
@@ -72,8 +73,8 @@ def check_imports(imports: Iterable[str], parameters: Mapping[str, Any]) -> None
 
 
 def run_of(parameters: Mapping[str, Any]) -> str:
-    """Returns the name of the run, which has a default in the pipeline."""
-    return str(parameters.get(RUN, "countdown"))
+    """Returns the name of the run, or that of the default run if none is given."""
+    return str(parameters.get(RUN) or RunConfig().name)
 
 
 def config_of(parameters: Mapping[str, Any]) -> RunConfig:

@@ -7,20 +7,25 @@ component passes it on.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
+import yaml
+
 from bapo_core.config import RunConfig
-from bapo_core.errors import BapoError
-from pipelines.backends import TrainerBackend, ensure_job, remove_job
+from bapo_core.errors import BapoError, ConfigError, TransientError
+from pipelines.backends import TrainerBackend, remove_job
+from pipelines.job_watch import JobWatch
+from pipelines.naming import check_run_name, name_run
 from pipelines.settings import (
     DeploymentSettings,
     JobKindName,
@@ -35,14 +40,22 @@ from pipelines.training_job import (
     TrainingJob,
     job_name,
 )
+from pipelines.waiting import WaitLog
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient, none_if_missing
 from services.common import layout
+from services.common.errors import ServiceError
 from services.common.objectstore import S3_SCHEME, FileContent, ObjectStore
 from services.common.process import end_with_parent, stop_on_signals
 from services.exporters.mlflow import mirror_to_mlflow, update_mlflow
 
+if TYPE_CHECKING:
+    from services.report.summary import RunHistory
+
 POLL_INTERVAL_S = 2.0
+BUFFER_GIVE_UP_S = 900.0
+"""Seconds for which a step repeats calls of the buffer service, because Kubeflow does not repeat a
+step that fails."""
 REPLICA_GONE_AFTER_S = 30.0
 """Age of a replica's last heartbeat, in seconds, beyond which the pipeline does not wait for it.
 It is longer than `wire.HEARTBEAT_TIMEOUT_S`: a replica that restarts comes back within it."""
@@ -53,6 +66,8 @@ KUEUE_FRAMEWORKS: dict[JobKindName, str] = {
 """Name of each kind of job among `integrations.frameworks` of Kueue's configuration."""
 KUEUE_TIMEOUT_S = 30.0
 """Seconds within which Kueue notices a job that it manages."""
+MAX_REASON = 2000
+"""Characters of the reason of a stop that the buffer service takes."""
 LAST_ERROR = "last-error"
 """File in the directory of local jobs with the error of the last step that failed."""
 
@@ -71,27 +86,36 @@ class PipelineContext:
     workflow: str | None = None
     """The Argo workflow that the step belongs to, as `namespace/name`; None outside a cluster."""
     may_reopen: bool = True
-    """Whether the step may continue a run that was stopped. An automatic retry may not: it would
-    undo a `bapo stop` that ended the attempt before."""
+    """Whether the step may continue a run that somebody stopped. An automatic retry may not: it
+    would undo a `bapo stop` that ended the attempt before."""
     buffer_url: str = ""
     """Address of the buffer service inside the cluster."""
     dashboard_url: str = ""
     """Address at which people reach the dashboard; empty where the chart exposes none."""
 
     @classmethod
-    def from_environment(cls, run: str) -> PipelineContext:
+    def from_environment(cls, run: str, kubeflow_run: str = "") -> PipelineContext:
         """Connects to the services that the connection ConfigMap and the Secrets name.
+
+        run: the parameter `bapo_run`. kubeflow_run: Kubeflow's name of the run, of which that of
+        the run is made if `run` is empty.
 
         Raises `ConfigError` when a variable is missing or invalid.
         """
         settings = StepSettings.load()
+        run = name_run(run, kubeflow_run, settings.workflow)
         workflow = None
         if settings.workflow and LocalJobsSettings.load().local_jobs is None:
             from pipelines.cluster import current_namespace
 
             workflow = f"{current_namespace()}/{settings.workflow}"
         return cls(
-            BufferClient(settings.buffer_url, settings.token.get_secret_value(), run=run),
+            BufferClient(
+                settings.buffer_url,
+                settings.token.get_secret_value(),
+                run=run,
+                give_up_s=BUFFER_GIVE_UP_S,
+            ),
             ObjectStore(settings.s3),
             settings.scratch,
             lambda line: print(line, flush=True),
@@ -100,6 +124,17 @@ class PipelineContext:
             buffer_url=settings.buffer_url,
             dashboard_url=settings.dashboard_url.rstrip("/"),
         )
+
+    @property
+    def name(self) -> str:
+        """Who stops a run, where this step does."""
+        if self.workflow is None:
+            return "`bapo pipeline run-local`"
+        return f"workflow {self.workflow}"
+
+    def owns(self, state: wire.RunState) -> bool:
+        """Whether the step's workflow is the one that trains the run."""
+        return state.workflow == self.workflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,17 +176,22 @@ class TrainerJobs:
 
 
 @contextmanager
-def pipeline_step(run: str) -> Iterator[tuple[PipelineContext, TrainerJobs]]:
+def pipeline_step(
+    run: str, kubeflow_run: str = ""
+) -> Iterator[tuple[PipelineContext, TrainerJobs]]:
     """Yields the context of a step, and ends the step with one line when it fails.
 
-    A `BapoError` becomes the last line of the step's log. When the pipeline is cancelled, Kubeflow
-    sends SIGTERM to the step, which then deletes the job and stops the run. The clients for that
-    are made first, because Kubernetes kills the step soon afterwards.
+    A `BapoError` becomes the last line of the step's log. A step that fails or is cancelled deletes
+    the job and stops the run, if they are its workflow's: Kubeflow repeats neither the step nor, in
+    a run that was retried, *clean-up*. When the pipeline is cancelled, Kubeflow sends SIGTERM to
+    the step. The clients for that are made first, because Kubernetes kills the step soon
+    afterwards.
     """
     logging.getLogger("httpx").setLevel(logging.WARNING)
     local_jobs = LocalJobsSettings.load().local_jobs
     try:
-        context, jobs = PipelineContext.from_environment(run), TrainerJobs.from_environment()
+        context = PipelineContext.from_environment(run, kubeflow_run)
+        jobs = TrainerJobs.from_environment()
         if local_jobs is not None:
             end_with_parent()  # `bapo pipeline run-local` cancels the run itself
         else:
@@ -160,7 +200,13 @@ def pipeline_step(run: str) -> Iterator[tuple[PipelineContext, TrainerJobs]]:
             yield context, jobs
         except SystemExit:
             if local_jobs is None and jobs.is_cancelled():
-                cancel(context, jobs)
+                cancel(context, jobs, "its pipeline was terminated")
+            raise
+        except TransientError:
+            raise  # what is away cannot be told
+        except BapoError as error:
+            if local_jobs is None:
+                _give_up_run(context, jobs, error)
             raise
     except BapoError as error:
         if local_jobs is not None:
@@ -169,19 +215,43 @@ def pipeline_step(run: str) -> Iterator[tuple[PipelineContext, TrainerJobs]]:
         raise SystemExit(f"error: {error}") from None
 
 
-def cancel(context: PipelineContext, jobs: TrainerJobs) -> None:
-    """Deletes the job and stops the run, whose other processes then leave it."""
-    jobs.backend.delete(jobs.job_name(context.buffer.run))
-    state = none_if_missing(context.buffer.stop)
+def _give_up_run(context: PipelineContext, jobs: TrainerJobs, error: BapoError) -> None:
+    """Deletes the job and stops the run of a step that has failed with `error`."""
+    try:
+        cancel(context, jobs, f"a step of its pipeline failed: {error}")
+    except BapoError as second:
+        context.log(f"the run could not be stopped: {second}")
+
+
+def cancel(context: PipelineContext, jobs: TrainerJobs, reason: str) -> None:
+    """Deletes the job and stops the run, whose other processes then leave it.
+
+    Neither is touched if it belongs to another workflow. reason: what the run's processes and
+    people are told.
+    """
+    jobs.backend.delete(jobs.job_name(context.buffer.run), context.workflow)
+    stop_run(context, reason)
+
+
+def stop_run(context: PipelineContext, reason: str) -> None:
+    """Stops the run if this step's workflow trains it, and logs what has become of it."""
+    buffer = context.buffer
+    state = none_if_missing(buffer.run_state)
     if state is None:
-        context.log("cancelled before the run was created")
+        context.log("no run was created")
         return
-    if state.status == "finished":
-        context.log(f"run {state.name} is finished")
+    if not context.owns(state):
+        owner = f"workflow {state.workflow}" if state.workflow else "no workflow"
+        context.log(f"{owner} trains run {state.name}, which is left as it is: {state.status}")
         return
+    if state.status not in wire.OPEN_STATUSES:
+        context.log(f"run {state.name} is {state.status}")
+        return
+    # The service compares again: another pipeline may have taken the run over meanwhile.
+    state = buffer.stop(by=context.name, reason=reason[:MAX_REASON], workflow=context.workflow)
     context.log(
         f"run {state.name} is {state.status} at step {state.current_step}; start the pipeline with "
-        "the same run and configuration to continue it"
+        f"bapo_run={state.name} and the same configuration to continue it"
     )
 
 
@@ -229,11 +299,62 @@ def import_data(context: PipelineContext, file: Path) -> str:
     return address
 
 
+def check_run(context: PipelineContext, jobs: TrainerJobs) -> None:
+    """Says whether the pipeline creates the run or continues it.
+
+    Raises `ConfigError` for a name that is not valid, and `BapoError` for a run that another
+    workflow trains, or that is being deleted.
+    """
+    name = context.buffer.run
+    check_run_name(name)
+    state = none_if_missing(context.buffer.run_state)
+    if state is None:
+        context.log(f"run {name} does not exist: it is created, and trained from its first step")
+        return
+    if state.status == "deleting":
+        raise BapoError(
+            f"run {name!r} is being deleted; wait until `bapo runs` no longer lists it, or give "
+            "bapo_run another name"
+        )
+    workflow_to_replace(context, jobs, state)
+    position = f"at step {state.current_step} of {state.config.steps}"
+    if state.status == "finished":
+        context.log(
+            f"run {name} is finished, so that nothing is trained; to train anew, leave bapo_run "
+            "empty, or give it another name"
+        )
+    elif state.stopped is not None:
+        context.log(
+            f"run {name} exists, {position}: it is continued; it was stopped by "
+            f"{state.stopped.describe()}"
+        )
+    else:
+        context.log(f"run {name} exists, {position}, and is {state.status}: it is continued")
+
+
+def workflow_to_replace(
+    context: PipelineContext, jobs: TrainerJobs, state: wire.RunState
+) -> str | None:
+    """Returns the workflow that has ended without ending the run, which may be taken over; or None.
+
+    Raises `BapoError` if another workflow trains the run: two pipelines would replace each other's
+    job.
+    """
+    if state.status not in wire.OPEN_STATUSES or state.workflow in (None, context.workflow):
+        return None
+    if context.workflow is not None and jobs.backend.has_ended(state.workflow):
+        return state.workflow
+    raise BapoError(
+        f"run {state.name!r} is {state.status}, and workflow {state.workflow} trains it; leave "
+        "bapo_run empty for a new run, or give it another name; to continue this run, terminate "
+        "that pipeline first, or wait for its end"
+    )
+
+
 def prepare(context: PipelineContext, config: RunConfig) -> str:
     """Stores the prompts and the initial model; returns the `RunCreate` for `open_run` as JSON.
 
-    It is text, because KFP turns every number of a structured parameter into a float and refuses
-    nulls when it runs locally. Raises `BapoError`.
+    Raises `BapoError`.
     """
     from services.common.layout import MODEL_SCHEME
     from services.datasets import (
@@ -280,8 +401,8 @@ def prepare(context: PipelineContext, config: RunConfig) -> str:
     return datasets.run_request(stored).model_dump_json()
 
 
-def open_run(context: PipelineContext, request: str, segments: int) -> list[int]:
-    """Creates the run unless it exists; returns the last training step of each segment.
+def open_run(context: PipelineContext, request: str) -> RunConfig:
+    """Creates the run unless it exists; returns its configuration.
 
     Raises `BapoError` when a run of this name exists with another configuration, because its
     results would be a mixture of two.
@@ -299,14 +420,21 @@ def open_run(context: PipelineContext, request: str, segments: int) -> list[int]
     if set(different) - {"trainer"}:
         raise BapoError(
             f"run {state.name!r} exists with another configuration ({', '.join(different)} "
-            "differ); continue it with its own configuration, or choose another name"
+            "differ); continue it with its own configuration, or leave bapo_run empty for a new "
+            "run, or give it another name"
         )
-    ends = segment_ends(config, segments)
-    context.log(
-        f"run {state.name} is at step {state.current_step} of {config.steps}; its segments end at "
-        f"steps {', '.join(map(str, ends))}"
-    )
-    return ends
+    return config
+
+
+def describe_config(config: RunConfig) -> str:
+    """Returns the whole configuration of a run as Markdown, which Kubeflow shows and compares."""
+    text = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    return f"# Configuration of {config.name}\n\n```yaml\n{text}```\n"
+
+
+def segment_end(context: PipelineContext, segment: int, segments: int) -> int:
+    """Returns the last training step of a segment, from 1 to `segments`."""
+    return segment_ends(context.buffer.run_state().config, segments)[segment - 1]
 
 
 def segment_ends(config: RunConfig, segments: int) -> list[int]:
@@ -325,23 +453,48 @@ def segment_ends(config: RunConfig, segments: int) -> list[int]:
     ]
 
 
-def take_turn(context: PipelineContext) -> None:
+def take_turn(context: PipelineContext, jobs: TrainerJobs) -> None:
     """Waits until the run is the one that the rollout replicas work for.
 
     A step whose turn is granted has it until the run ends, so that steps may repeat this. Raises
-    `ServiceError` when the run was stopped, unless the step may reopen it.
+    `ServiceError` when the run was stopped, unless the step may reopen it, and `BapoError` when
+    another workflow trains it.
     """
-    buffer, may_reopen, logged = context.buffer, context.may_reopen, ""
+    buffer, lines = context.buffer, WaitLog(context.log)
+    state = buffer.run_state()
+    # A step that fails stops the run of its own workflow, which its automatic retry may continue.
+    may_reopen = context.may_reopen or (
+        state.stopped is not None and state.stopped.by == context.name
+    )
+    instead_of = workflow_to_replace(context, jobs, state)
     while True:
-        turn = buffer.take_turn(reopen=may_reopen, workflow=context.workflow)
+        turn = buffer.take_turn(reopen=may_reopen, workflow=context.workflow, instead_of=instead_of)
         if turn.granted:
             return
         may_reopen = False  # from here on, a `bapo stop` is meant for this step
-        line = f"waiting: run {turn.in_front} is in front, of {turn.steps} steps"
-        if line != logged:
-            context.log(f"{line}; it is at step {turn.current_step}")
-            logged = line
+        lines.say(
+            f"waiting: run {turn.in_front} is in front, of {turn.steps} steps",
+            f"; it is at step {turn.current_step}",
+        )
         time.sleep(POLL_INTERVAL_S)
+
+
+def own_run(context: PipelineContext) -> wire.RunState:
+    """Returns the run's state. Raises `BapoError` once it was stopped or has failed, and when
+    another workflow has taken it over."""
+    state = context.buffer.run_state()
+    if state.status in ("stopped", "failed"):
+        by = f" by {state.stopped.describe()}" if state.stopped is not None else ""
+        ended = f"was stopped{by}" if state.status == "stopped" else "failed"
+        raise BapoError(
+            f"run {state.name!r} {ended} meanwhile; start the pipeline with bapo_run={state.name} "
+            "again to continue it"
+        )
+    if state.workflow is not None and not context.owns(state) and state.status != "finished":
+        raise BapoError(
+            f"workflow {state.workflow} has taken run {state.name!r} over and trains it now"
+        )
+    return state
 
 
 # ---- a segment ----------------------------------------------------------------------------------
@@ -357,28 +510,33 @@ def train(
 ) -> None:
     """Runs the training job until step `until` is trained. The job itself trains all segments.
 
-    Raises `BapoError` when the job fails, is deleted, or has not started within `start_within_s`.
+    Raises `BapoError` when the job fails, dies again and again, or has not started within
+    `start_within_s`.
     """
-    run = context.buffer.run
-    state = context.buffer.run_state()
+    buffer = context.buffer
+    state = buffer.run_state()
     config = state.config
-    if is_trained(context.buffer, config, until):
+    if is_trained(buffer, config, until):
         context.log(f"step {until} is trained already")
         return
-    take_turn(context)
+    take_turn(context, jobs)
     context.log(f"training from step {state.current_step + 1} to {until}")
     job = TrainingJob(
-        run,
+        buffer.run,
         jobs.deployment,
         resources,
         processes=config.trainer.processes,
         owner=jobs.owner,
+        workflow=context.workflow,
     )
-    with mirror_to_mlflow(config, context.buffer):
-        ensure_job(jobs.backend, job)
+    watch = JobWatch(
+        jobs.backend, job, buffer, context.log, start_within_s, partial(own_run, context)
+    )
+    with mirror_to_mlflow(config, buffer):
+        watch.ensure_job()
         if jobs.deployment.queue:
             _require_queue(jobs, job.name)
-        _log_until_trained(context, jobs.backend, job.name, config, until, start_within_s)
+        watch.follow_until(lambda: is_trained(buffer, config, until))
 
 
 def _require_queue(jobs: TrainerJobs, name: str) -> None:
@@ -420,69 +578,15 @@ def find_version(buffer: BufferClient, version: int) -> wire.StoredVersion | Non
     return none_if_missing(lambda: buffer.weights(version))
 
 
-def _log_until_trained(
-    context: PipelineContext,
-    backend: TrainerBackend,
-    name: str,
-    config: RunConfig,
-    until: int,
-    start_within_s: float,
-) -> None:
-    """Logs each change of the job's state and each training step until step `until` is trained."""
-    logged_step, logged_state = context.buffer.run_state().current_step, ""
-    waiting_since = time.monotonic()
-    while not is_trained(context.buffer, config, until):
-        state = backend.state(name)
-        if state is None:
-            raise BapoError(
-                f"job {name} was deleted while it trained; retry the step to create it again"
-            )
-        if state.phase == "failed":
-            raise BapoError(f"job {name} failed: {state.reason}")
-        if state.phase == "succeeded" and not is_trained(context.buffer, config, until):
-            raise BapoError(
-                f"job {name} succeeded, but run {config.name!r} is at step "
-                f"{context.buffer.run_state().current_step}; was the run rewound meanwhile?"
-            )
-        line = f"job {name} is {state.phase}" + (f": {state.reason}" if state.reason else "")
-        if line != logged_state:
-            context.log(line)
-            logged_state = line
-        if state.phase != "waiting":
-            waiting_since = time.monotonic()  # a queue may take its nodes back
-        elif time.monotonic() - waiting_since > start_within_s:
-            raise BapoError(
-                f"job {name} has not started within {start_within_s:.0f} s: "
-                f"{state.reason or 'Kubernetes gives no reason; does the training operator run?'}"
-            )
-        logged_step = _log_steps(context, logged_step)
-        time.sleep(POLL_INTERVAL_S)
-    _log_steps(context, logged_step)
-
-
-def _log_steps(context: PipelineContext, after: int) -> int:
-    """Logs the training steps after step `after`; returns the last one."""
-    for step in context.buffer.steps(after=after):
-        groups = [
-            f"{step.counts.get(key, 0)} {word}"
-            for key, word in (
-                ("fresh", "fresh"),
-                ("reevaluated", "re-evaluated"),
-                ("replayed", "replayed"),
-            )
-        ]
-        context.log(f"step {step.step}: reward {step.mean_reward:.3f}, groups {' + '.join(groups)}")
-        after = step.step
-    return after
-
-
-def sync(context: PipelineContext, until: int, *, within_s: float = 3600.0) -> int:
+def sync(
+    context: PipelineContext, jobs: TrainerJobs, until: int, *, within_s: float = 3600.0
+) -> int:
     """Waits until every replica serves the weights published after step `until`, or later ones.
 
     Returns the oldest version that a replica serves. Raises `BapoError` when the run is stopped or
     fails, or after `within_s`.
     """
-    take_turn(context)
+    take_turn(context, jobs)
     buffer = context.buffer
     config = buffer.run_state().config
     target = version_after(config, until)
@@ -499,6 +603,7 @@ def sync(context: PipelineContext, until: int, *, within_s: float = 3600.0) -> i
         within_s,
         f"GET /v1/runs/{config.name}/replicas shows their state; do the pods of the chart's "
         "rollout StatefulSet run?",
+        lambda: _describe_replicas(buffer),
     )
     context.log(f"step {until} is in a checkpoint, and every replica serves version {version}")
     return version
@@ -519,27 +624,39 @@ def _oldest_served(buffer: BufferClient, at_least: int) -> int | None:
     return min(digests)
 
 
+def _describe_replicas(buffer: BufferClient) -> str:
+    """Returns what each replica serves, and the errors of those that fail."""
+    replicas = [
+        f"{replica.name} serves version {replica.loaded_version}"
+        if replica.state != "failing"
+        else f"{replica.name} is failing: {replica.detail}"
+        for replica in buffer.replicas()
+        if replica.silent_s < REPLICA_GONE_AFTER_S
+    ]
+    return ", ".join(replicas) or "no replica has reported"
+
+
 def _wait_for(
     context: PipelineContext,
     result: Callable[[], Result | None],
     what: str,
     within_s: float,
     hint: str,
+    progress: Callable[[], str],
 ) -> Result:
-    """Calls `result` until it is not None.
+    """Calls `result` until it is not None, and says every minute what it waits for.
 
-    Raises `BapoError` when the run was stopped or has failed, and after `within_s` seconds.
+    progress: returns how far that is. Raises `BapoError` when the run was stopped, has failed or
+    was taken over, and after `within_s` seconds.
     """
     deadline = time.monotonic() + within_s
+    lines = WaitLog(context.log)
     while (value := result()) is None:
-        state = context.buffer.run_state()
-        if state.status in ("stopped", "failed"):
-            ended = "was stopped" if state.status == "stopped" else "failed"
-            raise BapoError(
-                f"run {state.name!r} {ended} meanwhile; start the pipeline again to continue"
-            )
+        own_run(context)
+        detail = progress()
         if time.monotonic() > deadline:
-            raise BapoError(f"waited {within_s:.0f} s for {what}; {hint}")
+            raise BapoError(f"waited {within_s:.0f} s for {what} ({detail}); {hint}")
+        lines.say(f"waiting for {what}, for up to {within_s / 60:.0f} min", f": {detail}")
         time.sleep(POLL_INTERVAL_S)
     return value
 
@@ -558,8 +675,22 @@ class RunReport:
         Path(markdown).write_text(self.markdown)
 
 
-def report(context: PipelineContext) -> RunReport:
-    """Reports the run so far, once its initial weights are evaluated."""
+def write_metrics(artifact: Any, metrics: Mapping[str, float]) -> None:
+    """Logs metrics to an artifact of Kubeflow, and writes them to its file.
+
+    Kubeflow's pages compare what is logged. They report an error for an artifact without a file.
+    """
+    for name, value in metrics.items():
+        artifact.log_metric(name, value)
+    Path(artifact.path).write_text(json.dumps(dict(metrics), indent=2))
+
+
+def report(context: PipelineContext, until: int | None = None) -> RunReport:
+    """Reports the run so far, once its initial weights are evaluated.
+
+    until: last step that the metrics cover; None for the last one. The job trains on while the
+    steps of the pipeline run, so that the end of a segment may be past when it is reported.
+    """
     from services.report.html import write_report
     from services.report.summary import read_history, summarise
 
@@ -567,26 +698,49 @@ def report(context: PipelineContext) -> RunReport:
         context,
         lambda: context.buffer.evaluations() or None,
         *("the first evaluation", 3600.0, "see the collector's log"),
+        lambda: _describe_replicas(context.buffer),
     )
     history = read_history(context.buffer)
-    summary = summarise(history)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "report.html"
-        write_report(history, summary, path)
+        write_report(history, summarise(history), path)
         page = path.read_text()
-    initial, final = history.evaluations[0], history.evaluations[-1]
-    metrics = {
-        "step": float(history.state.current_step),
-        "rollouts": float(summary["rollouts"]),
-        "held_out_accuracy": final.mean_accuracy,
-        "held_out_accuracy_initially": initial.mean_accuracy,
-        "unlocked_fraction": summary["unlocked_fraction"],
-    }
+    metrics = report_metrics(history, until)
     rows = "\n".join(f"| {name.replace('_', ' ')} | {value:g} |" for name, value in metrics.items())
     run = history.state.name
-    title = f"# {run}, step {history.state.current_step} of {history.config.steps}"
+    title = f"# {run}, step {metrics['step']:g} of {history.config.steps}"
     table = f"| | |\n| --- | --- |\n{rows}\n"
     return RunReport(page, metrics, f"{title}\n\n{table}\n{dashboard_link(context, run)}\n")
+
+
+def report_metrics(history: RunHistory, until: int | None) -> dict[str, float]:
+    """Returns the metrics of a run after step `until`, or after its last one if that is None.
+
+    `seconds` is the time since the first commit, without pauses between attempts left out.
+    """
+    steps = [step for step in history.steps if until is None or step.step <= until]
+    step = steps[-1]
+    # Version v is that of the weights after v - 1 steps.
+    evaluated = [
+        (evaluation, unlocked)
+        for evaluation, unlocked in zip(
+            history.evaluations, history.unlocked_over_time, strict=True
+        )
+        if until is None or evaluation.version <= until + 1
+    ] or [(history.evaluations[0], history.unlocked_over_time[0])]
+    evaluation, unlocked = evaluated[-1]
+    metrics = {
+        "step": float(step.step),
+        "rollouts": float(sum(step.rollouts for step in steps)),
+        "reward": step.mean_reward,
+        "held_out_accuracy": evaluation.mean_accuracy,
+        "held_out_accuracy_initially": history.evaluations[0].mean_accuracy,
+        "unlocked_fraction": unlocked,
+        "seconds": (step.committed_at - steps[0].committed_at).total_seconds(),
+    }
+    return metrics | {
+        name: step.metrics[name] for name in ("loss", "response_length") if name in step.metrics
+    }
 
 
 def dashboard_link(context: PipelineContext, run: str) -> str:
@@ -619,13 +773,15 @@ def final_evaluations(buffer: BufferClient, config: RunConfig) -> list[wire.Eval
     return sets if all(evaluation_set.evaluations for evaluation_set in sets) else []
 
 
-def evaluate(context: PipelineContext, *, within_s: float = 3600.0) -> dict[str, float]:
+def evaluate(
+    context: PipelineContext, jobs: TrainerJobs, *, within_s: float = 3600.0
+) -> dict[str, float]:
     """Waits for the evaluations of the final weights.
 
     Returns their held-out accuracy, the number of prompts for each number of correct responses, and
     the accuracy on each set if there are several.
     """
-    take_turn(context)
+    take_turn(context, jobs)
     config = context.buffer.run_state().config
     sets = _wait_for(
         context,
@@ -633,6 +789,7 @@ def evaluate(context: PipelineContext, *, within_s: float = 3600.0) -> dict[str,
         "the evaluation of the final weights",
         within_s,
         "see the collector's log",
+        lambda: _describe_replicas(context.buffer),
     )
     accuracies = {each.name: each.evaluations[0].mean_accuracy for each in sets}
     (evaluation,) = next(each.evaluations for each in sets if each.primary)
@@ -660,29 +817,35 @@ def export(context: PipelineContext, directory: Path) -> dict[str, str]:
     return {"run": config.name, "version": str(stored.number), "uri": stored.uri}
 
 
-def clean_up(
-    context: PipelineContext, jobs: TrainerJobs
-) -> Literal["finished", "stopped", "absent"]:
+def clean_up(context: PipelineContext, jobs: TrainerJobs) -> str:
     """Deletes the job, and marks the run as finished or stops it; returns the run's status.
 
     A run is finished when its final weights are trained and evaluated on every set. One that is
-    stopped can be continued by the same pipeline.
+    stopped can be continued by the same pipeline. A job and a run of another workflow are left as
+    they are: the pipeline failed because it did not get the run.
     """
     buffer = context.buffer
-    remove_job(jobs.backend, jobs.job_name(buffer.run))
+    try:
+        check_run_name(buffer.run)
+    except ConfigError:
+        context.log(f"no run was created: {buffer.run!r} is no valid name")
+        return "absent"
+    remove_job(jobs.backend, jobs.job_name(buffer.run), context.workflow)
     state = none_if_missing(buffer.run_state)
     if state is None:
         context.log("no run was created")
         return "absent"
     config = state.config
-    if final_evaluations(buffer, config) and is_trained(buffer, config, config.steps):
+    may_finish = context.owns(state) and state.status in (*wire.OPEN_STATUSES, "finished")
+    is_complete = final_evaluations(buffer, config) and is_trained(buffer, config, config.steps)
+    if may_finish and is_complete:
         buffer.attempt = state.attempt
         buffer.set_status("finished")
         update_mlflow(config, buffer)
         context.log(f"run {state.name} is finished")
         return "finished"
-    cancel(context, jobs)
-    return "stopped"
+    stop_run(context, "its pipeline ended before the run was trained and evaluated")
+    return buffer.run_state().status
 
 
 @dataclass(frozen=True, slots=True)
@@ -691,14 +854,18 @@ class Orphans:
 
     jobs: dict[str, str]
     """Run of each job, keyed by the job's name."""
-    runs: list[str]
-    """Runs without such a job, which keep the runs after them waiting."""
+    workflows: dict[str, str | None]
+    """Workflow of each job, by the job's name."""
+    runs: dict[str, str | None]
+    """Runs that keep the runs after them waiting, each with its workflow, which has ended; None for
+    a run of an earlier version, whose job's workflow has ended."""
 
 
 def find_orphans(buffer: BufferClient, backend: TrainerBackend) -> Orphans:
     """Finds the jobs and the runs whose pipeline has finished or was deleted.
 
-    A job is an orphan, too, when its run is not running, paused or queued.
+    A job is an orphan, too, when its run is not running, paused or queued. A run is not an orphan
+    because its job is one: another pipeline may have taken the run over since.
     """
     active = {run.name: run for run in buffer.runs() if run.status in wire.OPEN_STATUSES}
     jobs = {
@@ -706,20 +873,27 @@ def find_orphans(buffer: BufferClient, backend: TrainerBackend) -> Orphans:
         for name, run in backend.jobs().items()
         if run not in active or backend.abandoned(name)
     }
-    runs = [
-        name
+    abandoned = set(jobs.values())
+    runs = {
+        name: run.workflow
         for name, run in active.items()
-        if name not in jobs.values()
-        and run.workflow is not None
-        and backend.has_ended(run.workflow)
-    ]
-    return Orphans(jobs, runs)
+        if (name in abandoned if run.workflow is None else backend.has_ended(run.workflow))
+    }
+    states = {name: backend.state(name) for name in jobs}
+    workflows = {name: state.workflow if state else None for name, state in states.items()}
+    return Orphans(jobs, workflows, runs)
 
 
 def remove_orphans(buffer: BufferClient, backend: TrainerBackend, orphans: Orphans) -> None:
     """Deletes orphaned jobs and stops the orphaned runs, so that replicas serve other runs."""
     for name in orphans.jobs:
-        remove_job(backend, name)
-    for run in [*orphans.jobs.values(), *orphans.runs]:
+        # Another pipeline may have replaced the job since it was found.
+        remove_job(backend, name, orphans.workflows[name])
+    for run, workflow in orphans.runs.items():
         buffer.run = run
-        none_if_missing(buffer.stop)
+        reason = f"its workflow {workflow or 'of its job'} has ended without stopping it"
+        try:
+            buffer.stop(by="the reaper", reason=reason, workflow=workflow)
+        except ServiceError as error:
+            if error.status not in (404, 409):
+                raise  # it was deleted, or has another workflow since

@@ -30,6 +30,9 @@ RUN_LABEL = "bapo/run"
 """Label with the run that a job trains."""
 SPEC_HASH_LABEL = "bapo/made-from"
 """Label with a digest of what the pipeline asked for."""
+WORKFLOW_ANNOTATION = "bapo/workflow"
+"""Annotation with the workflow that a job belongs to, as `namespace/name`: no other pipeline may
+delete it."""
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 LABELS = {"app.kubernetes.io/name": "bapo", "app.kubernetes.io/component": "trainer"}
 """Labels of every training job and its pods; network policies select by them."""
@@ -148,6 +151,9 @@ class TrainingJob:
     """Processes of each worker when it has no GPUs; otherwise there is one for each GPU."""
     owner: Owner | None = None
     """Workflow that the job is deleted with."""
+    workflow: str | None = None
+    """The same workflow as `namespace/name`, also where the pipeline may not read workflows; None
+    outside a cluster."""
 
     @property
     def name(self) -> str:
@@ -161,7 +167,8 @@ class TrainingJob:
         segment.
         """
         owners = None if self.owner is None else [self.owner.reference()]
-        content = json.dumps([asdict(self.resources), self.processes, owners], sort_keys=True)
+        made_from = [asdict(self.resources), self.processes, owners, self.workflow]
+        content = json.dumps(made_from, sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     @property
@@ -181,10 +188,15 @@ class TrainingJob:
             "name": self.name,
             "namespace": self.deployment.namespace,
             "labels": {**self.labels, **queue, SPEC_HASH_LABEL: self.spec_hash},
+            **self.annotations(),
         }
         if self.owner is not None:
             metadata["ownerReferences"] = [self.owner.reference()]
         return metadata
+
+    def annotations(self) -> dict[str, Any]:
+        """Returns the annotations of the job's objects as a part of their metadata."""
+        return {"annotations": {WORKFLOW_ANNOTATION: self.workflow}} if self.workflow else {}
 
     def pod_template(self, container: str, variables: dict[str, str]) -> dict[str, Any]:
         """Returns the template of a worker's pod.

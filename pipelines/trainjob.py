@@ -47,6 +47,7 @@ def build_runtime(job: TrainingJob, owner: Owner | None = None) -> dict[str, Any
         "name": job.name,
         "namespace": job.deployment.namespace,
         "labels": {**job.labels, "trainer.kubeflow.org/framework": "torch"},
+        **job.annotations(),
     }
     if owner is not None:
         metadata["ownerReferences"] = [owner.reference()]

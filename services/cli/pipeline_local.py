@@ -19,7 +19,7 @@ from typing import Any
 
 from bapo_core.config import RolloutConfig
 from bapo_core.errors import BapoError
-from pipelines.parameters import check_imports, config_of, run_of
+from pipelines.parameters import RUN, check_imports, config_of, run_of
 from pipelines.settings import LOCAL_JOBS
 from pipelines.steps import LAST_ERROR, PipelineContext, TrainerJobs, cancel
 from services.cli.local_run import engine_threads
@@ -54,7 +54,8 @@ def run_pipeline(
         os.environ.update(environment)
         print(format_addresses(endpoints, home), flush=True)
         resources = {"gpus_per_worker": 0, "cpu_per_worker": str(os.cpu_count())}
-        code = _execute({**resources, **parameters}, output, segments, imports)
+        name = {RUN: run_of(parameters)}
+        code = _execute({**resources, **parameters, **name}, output, segments, imports)
     if code:
         reason = last_error.read_text() if last_error.is_file() else "see the output above"
         raise BapoError(
@@ -85,7 +86,8 @@ def _execute(
     except (SystemExit, KeyboardInterrupt):
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        cancel(PipelineContext.from_environment(run_of(parameters)), TrainerJobs.from_environment())
+        context = PipelineContext.from_environment(run_of(parameters))
+        cancel(context, TrainerJobs.from_environment(), "its pipeline was interrupted")
         raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -85,7 +85,7 @@ def test_a_pipeline_whose_job_fails_trains_every_step_once(pipeline: Pipeline) -
     imported = ["--import", "model", f"model={pipeline.model}"]
     process = pipeline.start("log", *imported, steps=steps)
     _wait_until(lambda: _committed(client) >= 1, process)
-    # When the job fails, the pipeline retries the segment's step, which creates the job again.
+    # When the job fails, KFP's local runner retries the step, which creates the job again.
     os.kill(int((pipeline.job / OPERATOR).read_text()), signal.SIGKILL)
     assert process.wait(TIMEOUT_S) == 0, pipeline.log("log")
     state = client.run_state()
@@ -100,19 +100,25 @@ def test_a_pipeline_whose_job_fails_trains_every_step_once(pipeline: Pipeline) -
     assert state.config.model.path.startswith("store://"), "the imported model is stored"
     assert "report   " in log
     assert "every replica serves version" in log
+    assert f"run {NAME} does not exist: it is created" in log
     assert not (pipeline.job / MANIFEST).exists()
     (artifacts,) = (pipeline.directory / "output").glob("bapo-*")
-    model = artifacts / "export-model" / "model"
+    model = artifacts / "evaluate-and-export" / "model"
     assert (model / "model.safetensors").is_file()
     assert json.loads((model / "config.json").read_text())["model_type"]
     pages = list(artifacts.glob("**/page"))
-    assert len(pages) == 3, "every segment and the evaluation write a report"
+    assert len(pages) == 2, "the first segment and the evaluation write a report"
     assert all("<svg" in page.read_text() for page in pages)
     metrics: dict[str, Any] = json.loads(
-        (artifacts / "evaluate" / "executor_output.json").read_text()
+        (artifacts / "evaluate-and-export" / "executor_output.json").read_text()
     )
     metadata = metrics["artifacts"]["metrics"]["artifacts"][0]["metadata"]
     assert metadata["held_out_accuracy"] == pytest.approx(final.mean_accuracy)
+    assert metadata.keys() >= {"reward", "loss", "response_length", "seconds"}
+    (metrics_file,) = artifacts.glob("evaluate-and-export/metrics")
+    assert json.loads(metrics_file.read_text()) == metadata, "Kubeflow previews the file"
+    (configuration_file,) = artifacts.glob("prepare-run/configuration")
+    assert f"steps: {steps}\n" in configuration_file.read_text()
 
 
 @pytest.mark.slow

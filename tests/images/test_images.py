@@ -234,5 +234,5 @@ def test_the_pipeline_trains_a_run_in_containers(
     assert (state.status, state.current_step) == ("finished", STEPS)
     assert [replica.name for replica in client.replicas()] == ["bapo-rollout-0"]
     assert client.evaluations()[-1].version == STEPS + 1
-    (model,) = root.glob("*/export-model/model")
+    (model,) = root.glob("*/evaluate-and-export/model")
     assert (model / "model.safetensors").stat().st_size > 0

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from urllib.parse import parse_qs, urlsplit
 from kubernetes import client
 
 Object = dict[str, Any]
+CREATED = datetime(2026, 11, 26, 18, 30, tzinfo=UTC)
+"""When every object was created."""
 
 
 @dataclass
@@ -115,13 +118,21 @@ class FakeKubernetes:
     def _read(self, plural: str, name: str) -> Object:
         """Returns an object with what the server adds."""
         stored = self.objects[plural][name]
-        metadata = {"uid": f"uid-of-{name}", "resourceVersion": "1", **stored["metadata"]}
+        added = {
+            "uid": f"uid-of-{name}",
+            "resourceVersion": "1",
+            "creationTimestamp": CREATED.isoformat(),
+        }
+        metadata = {**added, **stored["metadata"]}
         return {**stored, "metadata": metadata}
 
     def _delete(self, plural: str, name: str, options: Object | None) -> tuple[int, Any]:
         policy = (options or {}).get("propagationPolicy")
         # In the foreground, the end of a TrainJob's deletion would be refused without its runtime.
         assert policy == ("Background" if plural == "trainjobs" else "Foreground")
+        uid = ((options or {}).get("preconditions") or {}).get("uid")
+        if uid not in (None, self._read(plural, name)["metadata"]["uid"]):
+            return 409, status(409, f"Precondition failed: UID in precondition: {uid}")
         if not self.finalizer:
             del self.objects[plural][name]
         if plural == "trainjobs":
@@ -172,22 +183,28 @@ class FakeKubernetes:
         job: str,
         number: int = 0,
         labels: tuple[str, ...] = ("training.kubeflow.org/job-name",),
+        uid: str = "u-1",
         **status: Any,
     ) -> str:
         name = f"{job}-worker-{number}"
         self.objects["pods"][name] = {
-            "metadata": {"name": name, "labels": dict.fromkeys(labels, job)},
+            "metadata": {"name": name, "uid": uid, "labels": dict.fromkeys(labels, job)},
             "status": {"phase": "Pending", **status},
         }
         return name
 
-    def event(self, job: str, reason: str, message: str, kind: str = "PyTorchJob") -> None:
+    def event(
+        self, job: str, reason: str, message: str, kind: str = "PyTorchJob", age_s: float = -1.0
+    ) -> None:
+        """Adds a warning. age_s: seconds for which it precedes the creation of the job."""
+        moment = CREATED - timedelta(seconds=age_s)
         self.objects["events"][f"{job}.{len(self.objects['events'])}"] = {
             "metadata": {"name": f"{job}.1"},
             "involvedObject": {"kind": kind, "name": job},
             "type": "Warning",
             "reason": reason,
             "message": message,
+            "lastTimestamp": moment.isoformat().replace("+00:00", "Z"),
         }
 
 

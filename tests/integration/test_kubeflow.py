@@ -115,12 +115,13 @@ def test_the_status_of_a_trainjob_becomes_its_phase(
     pod = cluster.pod(NAME, labels=labels, containerStatuses=[_container(WAITING)])
     assert _reason(backend) == f"{pod}: ImagePullBackOff: no such image"
     status = cluster.objects["trainjobs"][NAME].setdefault("status", {"conditions": []})
+    cluster.pod(NAME, labels=labels, phase="Running")
     status["jobsStatus"] = [{"name": "node", "ready": 1}]
     assert phase(backend) == "running"
     status["jobsStatus"] = [{"name": "node", "ready": 0}]
     cluster.objects["pods"][pod]["metadata"]["labels"]["jobset.sigs.k8s.io/restart-attempt"] = "2"
     assert backend.state(NAME) == JobState(
-        "restarting", "restart 2", job(kind="TrainJob").spec_hash
+        "restarting", "restart 2", job(kind="TrainJob").spec_hash, restarts=2
     )
     cluster.condition(NAME, "Complete", jobs="trainjobs")
     assert phase(backend) == "succeeded"
@@ -270,6 +271,114 @@ def test_the_reason_of_a_waiting_job_is_the_most_specific_one(
     }
     cluster.pod(NAME, conditions=[unscheduled])
     assert "has no node: 0/3 nodes are available: 3 Insufficient" in _reason(backend)
+
+
+def state_of(backend: KubeflowBackend) -> JobState:
+    state = backend.state(NAME)
+    assert state is not None
+    return state
+
+
+@pytest.mark.parametrize(
+    "reason", ["CreateContainerConfigError", "ErrImagePull", "InvalidImageName"]
+)
+def test_a_container_that_cannot_be_created_blocks_a_job(
+    cluster: FakeKubernetes, backend: KubeflowBackend, reason: str
+) -> None:
+    backend.create(job())
+    for waiting, is_blocked in (("ContainerCreating", False), (reason, True)):
+        status = {"state": {"waiting": {"reason": waiting, "message": 'secret "t" not found'}}}
+        cluster.pod(NAME, containerStatuses=[_container(status)])
+        assert state_of(backend).blocked == is_blocked
+    assert _reason(backend) == f'{NAME}-worker-0: {reason}: secret "t" not found'
+
+
+def test_the_pods_that_replaced_others_are_the_restarts_of_a_pytorchjob(
+    cluster: FakeKubernetes, backend: KubeflowBackend
+) -> None:
+    """The operator deletes the pod that has ended within a second."""
+    backend.create(job(workers=2))
+    cluster.condition(NAME, "Running")
+    for number in (0, 1):
+        cluster.pod(NAME, number, phase="Running")
+    assert state_of(backend).restarts == 0
+    killed = {"state": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}}
+    cluster.pod(NAME, 1, containerStatuses=[_container(killed)])
+    assert state_of(backend).restarts == 0
+    cluster.condition(NAME, "Restarting", "PyTorchJobRestarting", "Worker replica(s) failed.")
+    cluster.pod(NAME, 1, uid="u-2")
+    assert state_of(backend).restarts == 1
+    assert state_of(backend).phase == "restarting"
+    assert _reason(backend) == f"{NAME}-worker-1 exited with 137 (OOMKilled)"
+    cluster.pod(NAME, 1, uid="u-3", phase="Running")
+    cluster.condition(NAME, "Running")
+    assert (state_of(backend).phase, state_of(backend).restarts) == ("running", 2)
+
+
+def test_the_reason_of_a_restart_that_nobody_saw_is_the_operators_warning(
+    cluster: FakeKubernetes, backend: KubeflowBackend
+) -> None:
+    backend.create(job())
+    cluster.event(NAME, "Error", "Error pod bapo-countdown-worker-0 exitCode: 143", age_s=60)
+    cluster.event(NAME, "OOMKilled", "Error pod bapo-countdown-worker-0 exitCode: 137")
+    cluster.event(NAME, "PyTorchJobRestarting", "Worker replica(s) failed.", age_s=-2)
+    cluster.condition(NAME, "Restarting", "PyTorchJobRestarting", "Worker replica(s) failed.")
+    assert _reason(backend) == "OOMKilled: Error pod bapo-countdown-worker-0 exitCode: 137"
+
+
+def test_a_new_job_does_not_wait_for_what_its_namesake_waited_for(
+    cluster: FakeKubernetes, backend: KubeflowBackend
+) -> None:
+    backend.create(job())
+    cluster.event(NAME, "PyTorchJobRestarting", "1 Worker replica(s) failed", age_s=60)
+    assert _reason(backend) == ""
+    cluster.event(NAME, "FailedCreatePod", "exceeded quota")
+    assert _reason(backend) == "FailedCreatePod: exceeded quota"
+
+
+@pytest.mark.parametrize("kind", ["PyTorchJob", "TrainJob"])
+def test_the_job_of_another_workflow_is_left_alone(
+    cluster: FakeKubernetes, backend: KubeflowBackend, kind: JobKindName
+) -> None:
+    own = replace(job(kind=kind, owner=Owner("bapo-1", "u-1")), workflow="team/bapo-1")
+    backend.create(own)
+    assert state_of(backend).workflow == "team/bapo-1"
+    backend.delete(NAME, "team/bapo-2")
+    remove_job(backend, NAME, "team/bapo-2")
+    assert state_of(backend).workflow == "team/bapo-1"
+    plural = f"{kind.lower()}s"
+    if kind == "TrainJob":
+        # A step that was killed before it created the TrainJob leaves a runtime.
+        trainjob = cluster.objects["trainjobs"].pop(NAME)
+        backend.delete(NAME, "team/bapo-2")
+        assert cluster.objects["trainingruntimes"]
+        cluster.objects["trainjobs"][NAME] = trainjob
+    del cluster.objects[plural][NAME]["metadata"]["annotations"]
+    assert state_of(backend).workflow == "team/bapo-1", "a job of an earlier version has an owner"
+    backend.delete(NAME, "team/bapo-2")
+    assert NAME in cluster.objects[plural]
+    remove_job(backend, NAME, "team/bapo-1")
+    assert NAME not in cluster.objects[plural]
+
+
+def test_a_job_that_has_replaced_another_one_meanwhile_is_not_deleted(
+    cluster: FakeKubernetes, backend: KubeflowBackend
+) -> None:
+    backend.create(job())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend._cluster, "get", lambda *_: {"metadata": {"uid": "an earlier one"}})
+        backend.delete(NAME)
+    assert NAME in cluster.objects["pytorchjobs"]
+
+
+def test_a_runtime_that_somebody_else_changes_meanwhile_is_put_again(
+    cluster: FakeKubernetes, backend: KubeflowBackend
+) -> None:
+    cluster.refusals = [Refusal(409, "the object has been modified", method="PUT")]
+    cluster.objects["trainingruntimes"][NAME] = build_runtime(job(kind="TrainJob"))
+    assert backend.create(job(kind="TrainJob", workers=2))
+    assert not cluster.refusals
+    assert cluster.objects["trainingruntimes"][NAME]["metadata"]["ownerReferences"]
 
 
 def test_the_reason_of_a_failed_job_has_the_last_line_of_its_log(

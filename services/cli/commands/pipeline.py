@@ -179,7 +179,7 @@ def run_local(
         click.echo(f"report   {report}")
     else:
         click.echo(f"no report in {written}")
-    click.echo(f"model    {written / 'export-model' / 'model'}")
+    click.echo(f"model    {written / 'evaluate-and-export' / 'model'}")
     click.echo(f"query    `bapo stack up`, then `bapo prompts {run_of(parameters)}`")
 
 

@@ -31,8 +31,6 @@ def runs(as_json: bool) -> None:
         for state in states
     ]
     columns = ["run", "status", "step", "attempt", "stopped by"]
-    if not any(state.stopped for state in states):
-        columns, rows = columns[:-1], [row[:-1] for row in rows]
     empty = "there is no run yet; `bapo run examples/countdown.yaml` starts one"
     show(states, columns, rows, as_json=as_json, empty=empty)
 

@@ -108,5 +108,5 @@ def test_invalid_parameters_of_the_form_are_refused(
 
 
 def test_a_name_that_kubernetes_refuses_is_refused_before_anything_is_stored() -> None:
-    with pytest.raises(ConfigError, match="'abc-' ends with a hyphen"):
+    with pytest.raises(ConfigError, match="'abc-': it ends with a hyphen"):
         read_config("abc-", COUNTDOWN, None, [], {})

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bapo_core.config import RunConfig, load_config
 from bapo_core.errors import BapoError, ConfigError
-from pipelines import SEGMENTS
+from pipelines import IMPORTABLE, SEGMENTS
 from pipelines.bapo_pipeline import CONNECTION
 from pipelines.configuration import COUNTDOWN, read_config
 from pipelines.parameters import config_of, parameters_of
@@ -81,7 +81,7 @@ def test_a_pipeline_with_imports_stores_the_artifacts_first(tmp_path: Path) -> N
     )
     pipeline, _ = yaml.safe_load_all(output.read_text())
     training = tasks(pipeline["components"]["comp-exit-handler-1"])
-    prepared = training["prepare-data"]["inputs"]["parameters"]
+    prepared = training["prepare-run"]["inputs"]["parameters"]
     assert "componentInputParameter" in prepared["train_data"], "it is not imported"
     kinds = {}
     for parameter in ("model", "test_data"):
@@ -92,11 +92,27 @@ def test_a_pipeline_with_imports_stores_the_artifacts_first(tmp_path: Path) -> N
         assert uri == f"pipelinechannel--{parameter}"
         component = pipeline["components"][importer["componentRef"]["name"]]
         kinds[parameter] = component["outputDefinitions"]["artifacts"]["artifact"]["artifactType"]
-        label = parameter.replace("_", " ")
-        assert importer["taskInfo"]["name"] == f"import {label}"
-        assert stored["taskInfo"]["name"] == f"store {label}"
+        assert stored["taskInfo"]["name"] == f"store {parameter.replace('_', ' ')}"
     assert kinds["model"]["schemaTitle"] == "system.Model"
     assert kinds["test_data"]["schemaTitle"] == "system.Dataset"
+
+
+def test_an_importer_has_the_name_by_which_kubeflow_looks_for_it(tmp_path: Path) -> None:
+    """Kubeflow 2.17 records an importer under `taskInfo.name`, and looks for it by its key. With
+    another name, what follows fails: "cannot find producer task"."""
+    output = tmp_path / "imports.yaml"
+    imports = [f"--import={name}" for name in IMPORTABLE]
+    main(["pipeline", "compile", "--output", str(output), *imports])
+    pipeline, _ = yaml.safe_load_all(output.read_text())
+    executors = pipeline["deploymentSpec"]["executors"]
+    importers = {
+        key: task["taskInfo"]["name"]
+        for key, task in tasks(pipeline["components"]["comp-exit-handler-1"]).items()
+        if "importer"
+        in executors[pipeline["components"][task["componentRef"]["name"]]["executorLabel"]]
+    }
+    assert len(importers) == len(IMPORTABLE)
+    assert list(importers) == list(importers.values())
 
 
 def test_an_import_without_an_address_is_refused(
@@ -136,12 +152,10 @@ def test_invalid_arguments_of_commands_are_refused(
 def test_the_pipeline_has_these_steps() -> None:
     numbers = ["", *(f"-{number}" for number in range(2, SEGMENTS + 1))]
     assert sorted(every_task()) == [
-        *(f"checkpoint-and-sync{number}" for number in numbers),
         "clean-up",
-        "create-or-resume-run",
-        "evaluate",
-        "export-model",
-        "prepare-data",
+        "evaluate-and-export",
+        "prepare-run",
+        *(f"sync{number}" for number in numbers[:-1]),
         *(f"train{number}" for number in numbers),
     ]
 
@@ -167,7 +181,7 @@ def test_every_step_gets_the_configmap_and_the_secrets_of_its_release(name: str)
         for secret in executor["secretAsEnv"]
         for key in secret["keyToEnv"]
     }
-    hub = {"HF_TOKEN": "hub_secret"} if name == "prepare-data" else {}
+    hub = {"HF_TOKEN": "hub_secret"} if name == "prepare-run" else {}
     assert {key: parameter.split("--")[-1] for key, parameter in secrets.items()} == {
         "BAPO_TOKEN": "token_secret",
         "BAPO_S3_ACCESS_KEY": "s3_secret",
@@ -200,15 +214,34 @@ def test_each_step_depends_on_the_one_before_and_clean_up_runs_last() -> None:
     """A step that fails ends the graph: Argo runs nothing that depends on it."""
     clean_up = tasks(PIPELINE["root"])["clean-up"]
     assert clean_up["triggerPolicy"] == {"strategy": "ALL_UPSTREAM_TASKS_COMPLETED"}
-    order = ["prepare-data", "create-or-resume-run"]
+    order = ["prepare-run"]
     for number in range(1, SEGMENTS + 1):
         suffix = "" if number == 1 else f"-{number}"
-        order += [f"train{suffix}", f"checkpoint-and-sync{suffix}"]
-    order += ["evaluate", "export-model"]
+        order += [f"train{suffix}", f"sync{suffix}"]
+    order[-1] = "evaluate-and-export"
     steps = graph()
     assert set(order) == set(steps)
     for before, after in pairwise(order):
-        assert before in steps[after]["dependentTasks"], f"{after} must wait for {before}"
+        assert steps[after]["dependentTasks"] == [before], "the graph is a chain"
+    assert "dependentTasks" not in steps[order[0]]
+    outputs = [
+        source
+        for step in steps.values()
+        for source in step["inputs"]["parameters"].values()
+        if "taskOutputParameter" in source
+    ]
+    assert not outputs, "an edge for each output would draw a tangle"
+
+
+def test_a_run_of_one_segment_has_ten_pods(tmp_path: Path) -> None:
+    """Kubeflow makes a driver and an executor for each step, and a driver for each of two graphs;
+    each step costs 20 seconds."""
+    output = tmp_path / "one.yaml"
+    main(["pipeline", "compile", "--output", str(output), "--segments", "1"])
+    pipeline, _ = yaml.safe_load_all(output.read_text())
+    steps = tasks(pipeline["components"]["comp-exit-handler-1"])
+    assert list(steps) == ["evaluate-and-export", "prepare-run", "train"]
+    assert 2 * len([*steps, "clean-up"]) + 2 == 10
 
 
 def test_there_is_no_loop_and_one_click_leads_to_the_steps() -> None:
@@ -223,7 +256,8 @@ def test_the_names_of_steps_say_where_the_run_stands() -> None:
     names = [task["taskInfo"]["name"] for task in graph().values()]
     for number in range(1, SEGMENTS + 1):
         assert f"train {number} of {SEGMENTS}" in names
-        assert f"checkpoint and sync {number} of {SEGMENTS}" in names
+        assert (f"sync {number} of {SEGMENTS}" in names) == (number < SEGMENTS)
+    assert max(map(len, names)) <= 19, "Kubeflow's graph cuts off longer ones"
 
 
 def test_another_number_of_segments_can_be_compiled(tmp_path: Path) -> None:
@@ -300,8 +334,15 @@ def test_arguments_are_parameters_of_the_pipeline_or_overrides_of_the_configurat
         "learning_rate": 1e-5,
         "overrides": ["seed=3", "rollout.group_size=4"],
     }
-    assert parameters_of(CONFIG, [])["bapo_run"] == "countdown"
+    assert parameters_of(CONFIG, [])["bapo_run"] == "countdown", "the file has a name"
     assert parameters_of(None, ["seed=7"]) == {"overrides": ["seed=7"]}
+
+
+def test_a_file_without_a_name_starts_a_new_run(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("steps: 9\n")
+    assert "bapo_run" not in parameters_of(str(file), [])
+    assert parameters_of(str(file), ["name=mine"])["bapo_run"] == "mine"
 
 
 def test_arguments_make_the_configuration_that_a_run_of_this_machine_has(tmp_path: Path) -> None:

@@ -18,5 +18,5 @@ def test_the_report_waits_for_the_first_evaluation(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("services.report.summary.read_history", Mock(side_effect=Reached))
     evaluations = Mock(side_effect=[[], [], ["an evaluation"]])
     with pytest.raises(Reached):
-        steps.report(Mock(buffer=Mock(evaluations=evaluations)))
+        steps.report(Mock(buffer=Mock(evaluations=evaluations, replicas=Mock(return_value=[]))))
     assert evaluations.call_count == 3
