@@ -30,6 +30,7 @@ from services.buffer.api import wire
 from services.buffer.bulk import insert_columns
 from services.buffer.difficulty import check_committed
 from services.buffer.pages import after_cursor, page_of
+from services.buffer.runs import run_config
 from services.buffer.stored_groups import SUMMARY_COLUMNS
 from services.buffer.tables import BufferEntry, PromptRow, RolloutGroup, Run
 
@@ -132,6 +133,54 @@ def list_entries(
         "id",
         lambda row: (row[0].id,),
         lambda row: _buffer_item(row[0], row[1], row[2], step),
+    )
+
+
+def summarise_buffers(session: Session, run: Run, step: int | None) -> list[wire.BufferSummary]:
+    """Returns the sizes of both buffers after the commit of `step` (default: now).
+
+    Raises 400 unless `step` is committed.
+    """
+    if step is None:
+        step = run.current_step
+    check_committed(run, step, "step")
+    config = run_config(run)
+    capacities: dict[wire.BufferName, int] = {
+        "hard": config.hard_capacity,
+        "high_quality": config.high_quality_buffer.capacity,
+    }
+    return [
+        _summarise(session, run, buffer, step, capacity) for buffer, capacity in capacities.items()
+    ]
+
+
+def _summarise(
+    session: Session, run: Run, buffer: wire.BufferName, step: int, capacity: int
+) -> wire.BufferSummary:
+    age, staleness = step - RolloutGroup.step, step - RolloutGroup.policy_version
+    numbers = session.execute(
+        select(
+            func.count(),
+            func.avg(BufferEntry.accuracy),
+            func.avg(age),
+            func.max(age),
+            func.avg(staleness),
+            func.max(staleness),
+        )
+        .join(RolloutGroup, RolloutGroup.id == BufferEntry.group_id)
+        .where(_in_buffer(run, buffer, step))
+    ).one()
+    entries, mean_accuracy, mean_age, max_age, mean_staleness, max_staleness = numbers
+    return wire.BufferSummary(
+        buffer=buffer,
+        step=step,
+        entries=entries,
+        capacity=capacity,
+        mean_accuracy=mean_accuracy,
+        mean_age=mean_age,
+        max_age=max_age,
+        mean_staleness=mean_staleness,
+        max_staleness=max_staleness,
     )
 
 

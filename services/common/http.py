@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,9 +12,13 @@ import httpx
 from services.common.errors import ServiceError, ServiceUnavailable, Superseded
 from services.common.local_hosts import LOCAL_HOSTS
 
+log = logging.getLogger(__name__)
+
 GIVE_UP_AFTER_S = 60.0
 """Seconds for which a call is repeated: longer than a service takes to move to another machine, and
 short enough that a lost service does not block a run."""
+SAY_EVERY_S = 60.0
+"""Seconds after which a call that is repeated for longer says so again."""
 _CONNECT_S = 5.0
 UNHURRIED = httpx.Timeout(3600.0, connect=_CONNECT_S)
 """Time-out of a call for which the service does all its work before it answers. Sent again while
@@ -63,6 +68,7 @@ class HttpClient:
         `ServiceError` on any other error status.
         """
         outage_began: dict[float, float] = {}  # start of the current outage, by its time-out
+        said = time.monotonic()
         pause = 0.05
         while True:
             give_up_after, wait = self._give_up_s, pause
@@ -81,6 +87,13 @@ class HttpClient:
                 raise ServiceUnavailable(
                     f"the {self.service} at {self.url} has not served the call for "
                     f"{give_up_after:.0f} s ({reason}); see its log{self._local_advice()}"
+                )
+            if time.monotonic() - said >= SAY_EVERY_S:
+                said = time.monotonic()
+                log.warning(
+                    "the %s at %s has not served the call for %.0f s (%s); it is called for up to "
+                    "%.0f s",
+                    *(self.service, self.url, said - began, reason, give_up_after),
                 )
             time.sleep(wait)
             pause = min(2 * pause, 1.0)

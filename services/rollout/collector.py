@@ -718,6 +718,18 @@ def wait_for_attempt(buffer: BufferClient) -> wire.RunState:
     return state
 
 
+def finish_run(buffer: BufferClient, config: RunConfig) -> None:
+    """Marks a run whose evaluations are delivered as finished once its last checkpoint is stored.
+
+    The replicas then serve the next run, also while the run's pipeline still reports it. Raises
+    `Superseded` when another attempt has begun meanwhile.
+    """
+    while not any(checkpoint.step >= config.steps for checkpoint in buffer.checkpoints()):
+        time.sleep(POLL_INTERVAL_S)
+    buffer.set_status("finished")
+    log.info("run %s is finished", config.name)
+
+
 def main() -> None:
     from services.common.logs import configure_logs
     from services.common.process import run_until_error
@@ -735,6 +747,8 @@ def main() -> None:
             try:
                 collector = make_collector(state, buffer, settings)
                 asyncio.run(collector.collect(state.current_step + 1))
+                if not pinned:  # `bapo run` records the end of its run itself
+                    finish_run(buffer, state.config)
             except Superseded as error:
                 if pinned:
                     raise

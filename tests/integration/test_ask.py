@@ -72,6 +72,9 @@ def test_buffers_and_batches_are_listed(ask: Ask, driver: Driver) -> None:
     items = json.loads(ask("buffer", "asked", "hard", "--step", "3", "--json"))
     assert [i["group_id"] for i in items] == [i.group_id for i in driver.client.buffer("hard", 3)]
     assert "admitted" in ask("buffer", "asked", "hard", "--events")
+    sizes = json.loads(ask("buffer", "asked", "--json"))
+    assert sizes == [size.model_dump(mode="json") for size in driver.client.buffers()]
+    assert f"{sizes[0]['entries']} of {sizes[0]['capacity']}" in ask("buffer", "asked")
     assert len(json.loads(ask("batches", "asked", "--json"))) == 4
     members = json.loads(ask("batches", "asked", "--step", "2", "--json"))["members"]
     assert members == [m.model_dump(mode="json") for m in driver.client.recorded_batch(2).members]

@@ -460,3 +460,27 @@ def test_a_collector_that_waits_for_weights_is_superseded(stack: Endpoints) -> N
                 await collecting
 
     asyncio.run(work())
+
+
+def test_a_run_is_finished_once_it_is_evaluated_and_its_last_checkpoint_is_stored(
+    stack: Endpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its replicas then serve the next run, also while its pipeline still reports it."""
+    driver = Driver(stack, small_config("collected-to-the-end", steps=2, checkpoint={"every": 2}))
+    client = driver.client
+
+    def wait(_: float) -> None:
+        """Stands in for the time that the trainer takes for the checkpoint."""
+        assert client.run_state().status == "running"
+        client.record_checkpoint(2, "2" * 64)
+
+    monkeypatch.setattr(collector_module.time, "sleep", wait)
+    for step in (1, 2):
+        driver.run_step(step)
+    collector_module.finish_run(client, driver.config)
+    assert client.run_state().status == "finished"
+    late = BufferClient(stack.buffer_url, stack.token, run=client.run, attempt=client.attempt)
+    client.begin_attempt(reopen=True)
+    with pytest.raises(Superseded):
+        collector_module.finish_run(late, driver.config)
+    assert client.run_state().status == "running"

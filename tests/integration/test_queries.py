@@ -7,6 +7,7 @@ import io
 import itertools
 import random
 from collections import defaultdict
+from statistics import mean
 
 import httpx
 import pyarrow.parquet as pq
@@ -349,6 +350,29 @@ def test_events_add_up_to_the_contents_of_every_step(
             assert item.staleness >= item.age
     later = account.client.buffer_events(buffer, after=50)
     assert list(later) == [event for event in events if event.step > 50]
+
+
+@pytest.mark.parametrize("step", [None, 0, 1, 40])
+def test_the_sizes_of_the_buffers_agree_with_their_entries(
+    account: Account, step: int | None
+) -> None:
+    sizes = {size.buffer: size for size in account.client.buffers(step)}
+    assert list(sizes) == ["hard", "high_quality"]
+    for buffer, size in sizes.items():
+        items = account.client.buffer(buffer, step)
+        assert size.step == (STEPS if step is None else step)
+        assert size.entries == len(items) <= size.capacity
+        if not items:
+            assert size.mean_accuracy is size.mean_age is size.max_staleness is None
+            continue
+        assert size.mean_accuracy == pytest.approx(mean(item.accuracy for item in items))
+        assert size.mean_age == pytest.approx(mean(item.age for item in items))
+        assert size.max_age == max(item.age for item in items)
+        assert size.mean_staleness == pytest.approx(mean(item.staleness for item in items))
+        assert size.max_staleness == max(item.staleness for item in items)
+    assert step == 0 or any(size.entries for size in sizes.values())
+    with pytest.raises(ServiceError, match="step"):
+        account.client.buffers(STEPS + 1)
 
 
 def test_batches_are_listed_by_step(account: Account) -> None:

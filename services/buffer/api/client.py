@@ -481,6 +481,10 @@ class BufferClient:
         """
         return self._get(wire.Decision, f"steps/{step}/decision", uid=uid)
 
+    def buffers(self, step: int | None = None) -> list[wire.BufferSummary]:
+        """Returns the sizes of both buffers as of a step, by default the last committed one."""
+        return self._get(list[wire.BufferSummary], "buffers", step=step)
+
     def buffer(self, buffer: wire.BufferName, step: int | None = None) -> list[wire.BufferItem]:
         """Returns all entries of a buffer as of a step, by default the last committed one."""
         path = f"runs/{self.run}/buffers/{buffer}"

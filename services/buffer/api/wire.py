@@ -835,6 +835,30 @@ class BufferItem(Wire):
     """capacity, expired, replaced or solved; null while it is in the buffer."""
 
 
+class BufferSummary(Wire):
+    """How much a buffer holds after the commit of some step t, and how old that is."""
+
+    buffer: BufferName
+    """hard or high_quality."""
+    step: int
+    """t."""
+    entries: int
+    """Number of groups in the buffer."""
+    capacity: int
+    """Largest number of groups that it holds."""
+    mean_accuracy: float | None
+    """Mean accuracy of the groups, from 0 to 1; null for an empty buffer, as are the others
+    below."""
+    mean_age: float | None
+    """Mean number of steps from the generation of a group to t."""
+    max_age: int | None
+    """Age of the oldest group, in steps."""
+    mean_staleness: float | None
+    """Mean of t minus the policy version that generated a group, in steps."""
+    max_staleness: int | None
+    """Largest staleness of a group, in steps."""
+
+
 class BufferEvent(Wire):
     """An admission to a buffer or an eviction from it."""
 

@@ -203,6 +203,15 @@ def explain_decision(service: ServiceDep, name: RunName, step: Step, uid: Uid) -
 # ---- buffers ------------------------------------------------------------------------------------
 
 
+@router.get("/buffers", tags=["buffers"])
+def summarise_buffers(
+    service: ServiceDep, name: RunName, step: AsOfStep = None
+) -> list[wire.BufferSummary]:
+    """Returns how many groups each buffer holds as of a step, with their ages and staleness."""
+    with service.sessions() as session:
+        return buffers.summarise_buffers(session, runs.get_run(session, name), step)
+
+
 @router.get("/buffers/{buffer}", tags=["buffers"])
 def list_buffer(
     service: ServiceDep,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from services.buffer.api import wire
+from services.buffer.api.client import BufferClient
 from services.cli.options import json_option, limit_option, refuse_options, run_argument
 from services.cli.service import connect
 from services.cli.tables import show, take
@@ -13,7 +14,10 @@ from services.cli.tables import show, take
 @click.command
 @run_argument
 @click.argument(
-    "buffer", type=click.Choice(["hard", "high_quality"]), help="The hard or high-quality buffer."
+    "buffer",
+    type=click.Choice(["hard", "high_quality"]),
+    required=False,
+    help="The hard or high-quality buffer; the sizes of both unless given.",
 )
 @limit_option
 @json_option
@@ -28,17 +32,18 @@ from services.cli.tables import show, take
 )
 def buffer(
     run: str,
-    buffer: wire.BufferName,
+    buffer: wire.BufferName | None,
     limit: int,
     as_json: bool,
     step: int | None,
     events: bool,
     after: int,
 ) -> None:
-    """Show the contents of a buffer.
+    """Show the contents of a buffer, or the sizes of both.
 
     \b
     Examples:
+      bapo buffer countdown
       bapo buffer countdown hard
       bapo buffer countdown high_quality --step 40
       bapo buffer countdown hard --events --after 30
@@ -48,6 +53,10 @@ def buffer(
     else:
         refuse_options("--after", why="it is for --events")
     client = connect(run)
+    if buffer is None:
+        refuse_options("--events", "--limit", "--after", why="it needs the name of a buffer")
+        _show_sizes(client, step, as_json=as_json)
+        return
     if events:
         listed = take(client.buffer_events(buffer, after=after), limit)
         changes = [
@@ -73,3 +82,24 @@ def buffer(
     columns = ["prompt", "accuracy", "inserted at", "age", "staleness", "group"]
     when = "now" if step is None else f"at step {step}"
     show(items, columns, rows, as_json=as_json, empty=f"this buffer of run {run!r} is empty {when}")
+
+
+def _show_sizes(client: BufferClient, step: int | None, *, as_json: bool) -> None:
+    sizes = client.buffers(step)
+    rows = [
+        (
+            size.buffer,
+            size.step,
+            f"{size.entries} of {size.capacity}",
+            _round(size.mean_accuracy, 3),
+            f"{_round(size.mean_age, 1)} (max {_round(size.max_age, 0)})",
+            f"{_round(size.mean_staleness, 1)} (max {_round(size.max_staleness, 0)})",
+        )
+        for size in sizes
+    ]
+    columns = ["buffer", "step", "groups", "accuracy", "age", "staleness"]
+    show(sizes, columns, rows, as_json=as_json, empty="")
+
+
+def _round(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
