@@ -176,8 +176,8 @@ test-images: $(STAMP) ## test chart and pipeline in containers of those images (
 test-cluster: $(STAMP) ## test chart and pipeline on the cluster of KUBECONFIG (docs/deploy.md)
 	$(BIN)/pytest -m "cluster and not slow" --timeout 1800 tests/cluster
 
-test-admission: $(STAMP) ## test what that cluster makes of chart and jobs, without images (a minute)
-	$(BIN)/pytest -m cluster tests/cluster/test_admission.py
+test-admission: $(STAMP) ## test what that cluster makes of chart, jobs and pipelines of one name, without images (4 minutes)
+	$(BIN)/pytest -m "cluster and not slow" --timeout 600 tests/cluster/test_admission.py tests/cluster/test_one_name.py
 
 test-cluster-all: $(STAMP) ## also test what needs Kueue or takes long
 	$(BIN)/pytest -m cluster --timeout 1800 tests/cluster

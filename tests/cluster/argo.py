@@ -2,13 +2,19 @@
 
 The command line, the security context, the labels, the volumes and the variables of a step's pod
 are those of a recorded one; so are the order of the graph, the automatic retries, what happens
-after a failure, "Retry" and "Terminate". Not here: the drivers, the launcher, caching, and the
-upload of artifacts.
+after a failure, "Retry" and "Terminate", importers, and Kubeflow's name of the run. Not here: the
+drivers, the launcher (but its download of imported artifacts), caching, and the upload of
+artifacts.
+
+Kubeflow 2.17 sets the retry policy `OnError`: a step whose pod is deleted is repeated, and one that
+fails is not. "Terminate" runs the exit handler, too. An exit handler that has succeeded is not
+repeated by "Retry".
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 import threading
 import time
 from dataclasses import dataclass, field
@@ -18,6 +24,7 @@ from typing import Any
 
 import yaml
 
+from pipelines.naming import name_run
 from tests.cluster.kubectl import Namespace, Object, wait_until
 
 SERVICE_ACCOUNT = "pipeline-runner"
@@ -43,6 +50,20 @@ sys.exit(code % 256)
 """
 """Stands in for Argo's emissary: it passes signals on to the processes of the step, and waits for
 those that the shell leaves behind."""
+JOB_NAME = "{{$.pipeline_job_name}}"
+"""Stands for Kubeflow's name of the run; the driver resolves it where it is a whole value."""
+DOWNLOAD = """
+import pathlib, sys
+from services.common.objectstore import ObjectStore
+from services.common.settings import ObjectStoreClientSettings
+bucket, _, prefix = sys.argv[1].removeprefix("minio://").partition("/")
+client = ObjectStore(ObjectStoreClientSettings.load().s3)._client
+for item in client.list_objects(bucket, prefix, recursive=True):
+    path = pathlib.Path("/minio", bucket, item.object_name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    client.fget_object(bucket, item.object_name, str(path))
+"""
+"""Stands in for the launcher: it downloads an artifact to where the component looks for it."""
 _NUMBERS = count()
 
 
@@ -57,8 +78,8 @@ class PipelineRun:
     namespace: Namespace
     package: Path
     parameters: dict[str, Any]
-    retries: int = 3
-    """Automatic retries of each step, at most as many as the package has."""
+    display_name: str = "Run of bapo"
+    """Kubeflow's name of the run."""
     succeeded: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Output parameters of the steps that have succeeded."""
     logs: dict[str, str] = field(default_factory=dict)
@@ -96,7 +117,7 @@ class PipelineRun:
     @property
     def name(self) -> str:
         """Name of the run that is trained."""
-        return str(self._values["bapo_run"])
+        return name_run(str(self._values["bapo_run"]), self.display_name, self.workflow)
 
     def execute(self) -> None:
         """Runs every step that has not succeeded. Raises `StepFailed`, after clean-up."""
@@ -107,8 +128,7 @@ class PipelineRun:
                 if name not in self.succeeded:
                     self._run_step(name, graph[name])
         except StepFailed:
-            if not self.terminated:
-                self._clean_up()
+            self._clean_up()
             self._patch({"status": {"phase": "Failed"}})
             raise
         self._clean_up()
@@ -158,8 +178,10 @@ class PipelineRun:
         return tasks
 
     def _run_step(self, name: str, task: Object) -> None:
-        limit = min(self.retries, int(task["retryPolicy"]["maxRetryCount"]))
-        for attempt in range(limit + 1):
+        if self._importer(task) is not None:
+            self.succeeded[name] = {}
+            return
+        for attempt in range(int(task["retryPolicy"]["maxRetryCount"]) + 1):
             pod = f"{self.workflow}-{name}-{len(self.logs)}-{attempt}-{next(_NUMBERS)}"[:63]
             self.namespace.create(self._pod(pod, task, attempt))
             self.running = pod
@@ -174,9 +196,17 @@ class PipelineRun:
             if phase == "Succeeded":
                 self.succeeded[name] = _outputs(log)
                 return
-            if self.terminated:
+            if phase == "Failed" or (self.terminated and name != "clean-up"):
                 break
         raise StepFailed(f"{name}: {log[-3000:]}")
+
+    def _importer(self, task: Object) -> Object | None:
+        """Returns the importer that a task stands for; None for a task with a pod."""
+        label = self._pipeline["components"][task["componentRef"]["name"]]["executorLabel"]
+        importer: Object | None = self._pipeline["deploymentSpec"]["executors"][label].get(
+            "importer"
+        )
+        return importer
 
     def _ended(self, pod: str) -> str | None:
         found = self.namespace.get("pod", pod)
@@ -193,6 +223,10 @@ class PipelineRun:
         container = self._pipeline["deploymentSpec"]["executors"][label]["container"]
         platform = self._platform.get(label, {})
         shell, option, script, source = container["command"]
+        imported = self._imported(task)
+        for artifact in imported.values():
+            download = f"python3 -c {shlex.quote(DOWNLOAD)} {shlex.quote(artifact['uri'])}\n"
+            script = download + script
         script += PRINT_OUTPUT
         executor_input = json.dumps(_as_go_writes(self._executor_input(component, task)))
         arguments = [executor_input if text == "{{$}}" else text for text in container["args"]]
@@ -259,7 +293,13 @@ class PipelineRun:
         }
         outputs = component.get("outputDefinitions", {})
         return {
-            "inputs": {"parameterValues": arguments},
+            "inputs": {
+                "parameterValues": arguments,
+                "artifacts": {
+                    name: {"artifacts": [artifact]}
+                    for name, artifact in self._imported(task).items()
+                },
+            },
             "outputs": {
                 "parameters": {
                     name: {"outputFile": f"/tmp/kfp/outputs/{name}"}
@@ -282,9 +322,29 @@ class PipelineRun:
             },
         }
 
+    def _imported(self, task: Object) -> dict[str, Object]:
+        """Returns the artifacts among a task's inputs. Raises `AssertionError`, as Kubeflow's
+        driver fails, for an importer that has another name than its key."""
+        artifacts = {}
+        graph = self._tasks("comp-exit-handler-1")
+        for name, source in task.get("inputs", {}).get("artifacts", {}).items():
+            producer = source["taskOutputArtifact"]["producerTask"]
+            recorded = graph[producer]["taskInfo"]["name"]
+            assert recorded == producer, f"cannot find producer task {producer!r}"
+            importer = self._importer(graph[producer])
+            assert importer is not None, "only importers make artifacts that others use"
+            artifacts[name] = {
+                "name": name,
+                "type": importer["typeSchema"],
+                "uri": self._argument(graph[producer]["inputs"]["parameters"]["uri"]),
+                "metadata": {},
+            }
+        return artifacts
+
     def _argument(self, source: Object) -> Any:
         if "runtimeValue" in source:
-            return source["runtimeValue"]["constant"]
+            value = source["runtimeValue"]["constant"]
+            return self.display_name if value == JOB_NAME else value
         if "taskOutputParameter" in source:
             output = source["taskOutputParameter"]
             return self.succeeded[output["producerTask"]][output["outputParameterKey"]]

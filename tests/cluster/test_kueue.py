@@ -173,7 +173,6 @@ def test_a_kueue_that_does_not_manage_pytorchjobs_is_recognised(
     release.upgrade(f"kueue.queue={queue}")
     with kueue_settings(integrations={"frameworks": ["batch/job"]}):
         run = pipeline(release, "unmanaged")
-        run.retries = 0
         with pytest.raises(StepFailed, match="Kueue does not manage job bapo-unmanaged: add"):
             run.execute()
     assert not release.jobs()
