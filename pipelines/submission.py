@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
+import time
 import warnings
-from collections.abc import Collection, Mapping
-from contextlib import redirect_stdout
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import httpx
+import yaml
 
 from bapo_core.errors import BapoError
 from pipelines.bapo_pipeline import MAX_SEGMENTS, SERVICE_IMAGE, TRAINER_IMAGE, build_pipeline
-from pipelines.parameters import check_imports, config_of, run_of
+from pipelines.parameters import RUN, check_imports, config_of
+from pipelines.waiting import WaitLog
 from services.common.errors import first_line
 
+FINAL_STATES = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
+"""States of a run of Kubeflow after which nothing happens."""
+GIVE_UP_AFTER_S = 900.0
+"""Seconds for which the API may be away while `wait_for_run` waits."""
 _IMAGE = re.compile(r"[a-z0-9][\w.:/@-]*")
 _IMPORTED = re.compile(r"uri:\s+componentInputParameter: pipelinechannel--(\w+)")
 """The parameters whose artifacts a compiled pipeline imports."""
@@ -72,34 +80,111 @@ def submit_pipeline(
 
     Raises `BapoError` for what would otherwise fail in a pod, and when the API refuses the run.
     """
+    _check(package, parameters)
+    profile = {} if namespace is None else {"namespace": namespace}
+    name = parameters.get(RUN)
+    with _kubeflow("did not take the run"):
+        run = _client(host, namespace).create_run_from_pipeline_package(
+            str(package),
+            arguments=dict(parameters),
+            run_name=f"bapo {name}" if name else "bapo",
+            experiment_name=experiment,
+            enable_caching=False,
+            **profile,
+        )
+    return str(run.run_id)
+
+
+def wait_for_run(
+    run: str,
+    package: Path,
+    *,
+    host: str | None,
+    namespace: str | None,
+    log: Callable[[str], None],
+    poll_interval_s: float = 5.0,
+) -> None:
+    """Waits until a run of Kubeflow has ended, and logs what becomes of its steps.
+
+    package: the compiled pipeline, which has the steps' names.
+
+    Raises `BapoError` unless the run succeeds, and when the API has not answered for 15 minutes.
+    """
+    names = _step_names(package)
+    with _kubeflow("does not answer"):
+        client = _client(host, namespace)
+    lines, states, answered = WaitLog(log), dict[str, str](), time.monotonic()
+    while True:
+        try:
+            with _kubeflow("does not answer"):
+                state = client.get_run(run)
+        except BapoError as error:
+            if time.monotonic() - answered > GIVE_UP_AFTER_S:
+                raise
+            lines.say(str(error))
+            time.sleep(poll_interval_s)
+            continue
+        answered = time.monotonic()
+        details = state.run_details.task_details if state.run_details is not None else None
+        for task in details or []:
+            name = names.get(task.display_name)
+            if name is not None and task.state and states.get(name) != task.state:
+                states[name] = task.state
+                log(f"{name}: {task.state.lower()}")
+        if state.state in FINAL_STATES:
+            break
+        lines.say(f"the run is {(state.state or 'pending').lower()}")
+        time.sleep(poll_interval_s)
+    if state.state != "SUCCEEDED":
+        failed = [name for name, status in states.items() if status == "FAILED"]
+        where = f" in {', '.join(failed)}" if failed else ""
+        raise BapoError(
+            f"run {run} of Kubeflow has ended as {state.state.lower()}{where}; the last line of "
+            "the step's log has the reason"
+        )
+
+
+def _step_names(package: Path) -> dict[str, str]:
+    """Returns the names of a compiled pipeline's steps as the graph shows them, by their keys."""
+    pipeline = _read(package)
+    graphs = [pipeline["root"], *pipeline["components"].values()]
+    return {
+        key: task["taskInfo"]["name"]
+        for graph in graphs
+        for key, task in graph.get("dag", {}).get("tasks", {}).items()
+        if "dag" not in pipeline["components"][task["componentRef"]["name"]]
+    }
+
+
+def _client(host: str | None, namespace: str | None) -> Any:
     # kfp warns of the day when it drops this version of Python.
     warnings.filterwarnings("ignore", category=FutureWarning)
     from kfp import Client
+
+    profile = {} if namespace is None else {"namespace": namespace}
+    return Client(host=host, **profile)
+
+
+@contextmanager
+def _kubeflow(failure: str) -> Iterator[None]:
+    """Turns the errors of kfp into a `BapoError`, without the tracebacks that kfp logs for each of
+    its own attempts, and without the links that it prints to the API's address, which may have no
+    pages (`run_page`)."""
     from kfp_server_api.exceptions import ApiException
     from urllib3.exceptions import HTTPError, MaxRetryError
 
-    _check(package, parameters)
-    profile = {} if namespace is None else {"namespace": namespace}
+    logging.disable(logging.ERROR)
     try:
-        # kfp prints links to the API's address, which may have no pages (`run_page`).
         with redirect_stdout(io.StringIO()):
-            run = Client(host=host, **profile).create_run_from_pipeline_package(
-                str(package),
-                arguments=dict(parameters),
-                run_name=f"bapo {run_of(parameters)}",
-                experiment_name=experiment,
-                enable_caching=False,
-                **profile,
-            )
-    except (ApiException, HTTPError) as error:
-        if isinstance(error, MaxRetryError):
-            error = error.reason or error
-        reason = first_line(error)
+            yield
+    except (ApiException, HTTPError, TimeoutError) as error:
+        cause = (error.reason or error) if isinstance(error, MaxRetryError) else error
         raise BapoError(
-            f"Kubeflow Pipelines did not take the run: {reason}; give --host, for example after "
+            f"Kubeflow Pipelines {failure}: {first_line(cause)}; give --host, for example after "
             "`kubectl port-forward -n kubeflow svc/ml-pipeline-ui 8080:80`"
         ) from error
-    return str(run.run_id)
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def run_page(host: str | None, run: str) -> str:
@@ -129,6 +214,7 @@ def _check(package: Path, parameters: Mapping[str, Any]) -> None:
         raise BapoError(
             f"{package} does not exist; make it with `bapo pipeline compile --output {package}`"
         )
+    _read(package)
     check_imports(_IMPORTED.findall(package.read_text()), parameters)
     if "stored_config" in parameters:
         return  # the step reads it from the services
@@ -138,3 +224,17 @@ def _check(package: Path, parameters: Mapping[str, Any]) -> None:
             f"rollout.engine is {engine!r}, and the chart's rollouts are vLLM; add "
             "rollout.engine=vllm, or start from examples/countdown-vllm.yaml"
         )
+
+
+def _read(package: Path) -> dict[str, Any]:
+    """Returns the first document of a compiled pipeline. Raises `BapoError` for any other file."""
+    try:
+        pipeline = next(iter(yaml.safe_load_all(package.read_text())), None)
+    except (yaml.YAMLError, UnicodeDecodeError):
+        pipeline = None
+    if not isinstance(pipeline, dict) or "pipelineInfo" not in pipeline:
+        raise BapoError(
+            f"{package} is no compiled pipeline; make one with `bapo pipeline compile --output "
+            "FILE`"
+        )
+    return pipeline

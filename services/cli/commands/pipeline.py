@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,17 +106,31 @@ def compile_pipeline(
     metavar="FILE",
     help="The compiled pipeline.",
 )
+@click.option(
+    "--wait",
+    is_flag=True,
+    help="Wait for the end of the run, show its steps, and exit with 1 unless it succeeds.",
+)
 def submit(
-    config: ConfigArguments, host: str | None, namespace: str | None, experiment: str, package: Path
+    config: ConfigArguments,
+    host: str | None,
+    namespace: str | None,
+    experiment: str,
+    package: Path,
+    wait: bool,
 ) -> None:
     """Start the pipeline on Kubeflow, and print the id of its run and where its page is.
 
+    With a name (`name=NAME`, or in the file), the run is created, or continued if it exists.
+    Without one, it is a new run, which is named after the run of Kubeflow.
+
     \b
-    Example:
+    Examples:
       bapo pipeline submit examples/countdown-vllm.yaml name=mine workers=2 --namespace team
+      bapo pipeline submit examples/countdown-vllm.yaml name=nightly-17 --wait
     """
     from pipelines.parameters import parameters_of
-    from pipelines.submission import run_page, submit_pipeline
+    from pipelines.submission import run_page, submit_pipeline, wait_for_run
 
     parameters = parameters_of(config.file, config.overrides)
     run_id = submit_pipeline(
@@ -123,6 +138,9 @@ def submit(
     )
     click.echo(run_id)
     click.echo(f"its page: {run_page(host, run_id)}", err=True)
+    if wait:
+        log = partial(click.echo, err=True)
+        wait_for_run(run_id, package, host=host, namespace=namespace, log=log)
 
 
 @pipeline.command("run-local")
