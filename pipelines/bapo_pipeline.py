@@ -5,12 +5,13 @@ source from its function, so a component imports what it needs itself.
 """
 # No `from __future__ import annotations`: KFP needs the annotations as objects.
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from kfp import dsl, kubernetes
 
-from pipelines import SEGMENTS
+from pipelines import RELEASE_NAMES, SEGMENTS
 from pipelines.configuration import COUNTDOWN
 from pipelines.training_job import CA_DIRECTORY
 
@@ -216,18 +217,24 @@ CONNECTION = (
 """Keys of the chart's connection ConfigMap that every step gets as variables."""
 
 
-def _connect(task: Any, connection: Any, token_secret: Any, s3_secret: Any, ca_bundle: Any) -> Any:
+def _connect(task: Any, names: Mapping[str, str]) -> Any:
     """Gives a task the release's ConfigMap and Secrets, disables its cache and enables retries.
+
+    names: of `RELEASE_NAMES`. They are compiled into the pipeline, because Kubeflow 2.17 takes the
+    name of a Secret from a whole parameter only, and five of them fill the form of every run.
 
     All of them are optional for Kubernetes, because a pod that lacks one would wait for ever and
     say nothing. The step itself says what it lacks.
     """
     variables = {name: name for name in CONNECTION}
-    kubernetes.use_config_map_as_env(task, connection, variables, optional=True)
-    kubernetes.use_secret_as_env(task, token_secret, {"BAPO_TOKEN": "BAPO_TOKEN"}, optional=True)
+    kubernetes.use_config_map_as_env(task, names["connection"], variables, optional=True)
+    token = {"BAPO_TOKEN": "BAPO_TOKEN"}
+    kubernetes.use_secret_as_env(task, names["token_secret"], token, optional=True)
     keys = {name: name for name in ("BAPO_S3_ACCESS_KEY", "BAPO_S3_SECRET_KEY")}
-    kubernetes.use_secret_as_env(task, s3_secret, keys, optional=True)
-    kubernetes.use_config_map_as_volume(task, ca_bundle, mount_path=CA_DIRECTORY, optional=True)
+    kubernetes.use_secret_as_env(task, names["s3_secret"], keys, optional=True)
+    kubernetes.use_config_map_as_volume(
+        task, names["ca_bundle"], mount_path=CA_DIRECTORY, optional=True
+    )
     kubernetes.use_field_path_as_env(
         task, "BAPO_WORKFLOW", "metadata.labels['workflows.argoproj.io/workflow']"
     )
@@ -248,16 +255,22 @@ def _size(task: Any, memory: str, limit: str) -> Any:
 
 
 @cache
-def build_pipeline(segments: int = SEGMENTS, imports: frozenset[str] = frozenset()) -> Any:
+def build_pipeline(
+    segments: int = SEGMENTS,
+    imports: frozenset[str] = frozenset(),
+    release: frozenset[tuple[str, str]] = frozenset(),
+) -> Any:
     """Builds the pipeline with this number of segments, as KFP compiles or runs it.
 
     imports: those of the parameters `IMPORTABLE` that hold the address of an artifact, which
-        Kubeflow imports.
+        Kubeflow imports. release: the names that differ from `RELEASE_NAMES`.
 
     The segments are tasks of their own and not iterations of a loop. So a failed step ends the
     graph at once, Kubeflow's "Retry" continues at the failed step, and the graph shows which
     segment is being trained.
     """
+
+    names = RELEASE_NAMES | dict(release)
 
     @dsl.pipeline(
         name="bapo",
@@ -282,11 +295,6 @@ def build_pipeline(segments: int = SEGMENTS, imports: frozenset[str] = frozenset
         cpu_per_worker: str = "4",
         memory_per_worker: str = "32Gi",
         start_within_minutes: int = 60,
-        connection: str = "bapo-connection",
-        token_secret: str = "bapo-token",
-        s3_secret: str = "bapo-s3",
-        hub_secret: str = "bapo-hub",
-        ca_bundle: str = "bapo-ca",
     ) -> None:
         """Trains a run with BAPO.
 
@@ -320,17 +328,10 @@ def build_pipeline(segments: int = SEGMENTS, imports: frozenset[str] = frozenset
             cpu_per_worker: Cores that each worker requests, for example `4` or `500m`.
             memory_per_worker: Memory request and limit of each worker, for example `32Gi`.
             start_within_minutes: Minutes to wait for nodes before the step fails.
-            connection: Name of the ConfigMap with the addresses of the chart's release.
-            token_secret: Name of the release's Secret with the services' token.
-            s3_secret: Name of the release's Secret with the object store's keys.
-            hub_secret: Name of your Secret with the key `HF_TOKEN`, for models and data sets of the
-                Hugging Face hub that need a token. It need not exist.
-            ca_bundle: Name of the ConfigMap with certificates of authorities (`caBundle` of the
-                chart). It need not exist.
         """
 
         def place(task: Any, memory: tuple[str, str]) -> Any:
-            return _size(_connect(task, connection, token_secret, s3_secret, ca_bundle), *memory)
+            return _size(_connect(task, names), *memory)
 
         def imported(name: str, value: Any) -> Any:
             """Returns the value of a parameter, for what it names once that is imported."""
@@ -347,12 +348,12 @@ def build_pipeline(segments: int = SEGMENTS, imports: frozenset[str] = frozenset
             return stored.set_display_name(f"store {name.replace('_', ' ')}").output
 
         # Kubeflow's name of its run is that of a run without a name.
-        names = {"run": bapo_run, "kubeflow_run": dsl.PIPELINE_JOB_NAME_PLACEHOLDER}
-        cleaned = place(clean_up(**names), WATCHER)
+        run = {"run": bapo_run, "kubeflow_run": dsl.PIPELINE_JOB_NAME_PLACEHOLDER}
+        cleaned = place(clean_up(**run), WATCHER)
         with dsl.ExitHandler(cleaned, name="training"):
             prepared = before = place(
                 prepare_run(
-                    **names,
+                    **run,
                     config=config,
                     stored_config=stored_config,
                     overrides=overrides,
@@ -368,13 +369,13 @@ def build_pipeline(segments: int = SEGMENTS, imports: frozenset[str] = frozenset
                 PREPARER,
             )
             kubernetes.use_secret_as_env(
-                prepared, hub_secret, {"HF_TOKEN": "HF_TOKEN"}, optional=True
+                prepared, names["hub_secret"], {"HF_TOKEN": "HF_TOKEN"}, optional=True
             )
             for segment in range(1, segments + 1):
                 position = {"segment": segment, "segments": segments}
                 trained = before = place(
                     train(
-                        **names,
+                        **run,
                         **position,
                         workers=workers,
                         gpus_per_worker=gpus_per_worker,
@@ -387,10 +388,10 @@ def build_pipeline(segments: int = SEGMENTS, imports: frozenset[str] = frozenset
                 if segments > 1:
                     trained.set_display_name(f"train {segment} of {segments}")
                 if segment < segments:
-                    before = place(sync(**names, **position), REPORTER).after(trained)
+                    before = place(sync(**run, **position), REPORTER).after(trained)
                     before.set_display_name(f"sync {segment} of {segments}")
             # It does what a last sync would: the evaluation needs replicas that serve the final
             # weights. Each step of the graph costs Kubeflow 20 seconds.
-            place(evaluate_and_export(**names), REPORTER).after(before)
+            place(evaluate_and_export(**run), REPORTER).after(before)
 
     return bapo_pipeline

@@ -28,8 +28,8 @@ REMEDIES = {
     "{memory}",
     "exitCode: 137": "it was killed, probably for its memory: raise memory_per_worker, which is "
     "{memory}",
-    "CreateContainerConfigError": "create what it names in the namespace {namespace}; the names of "
-    "the Secrets and ConfigMaps come from the release's connection ConfigMap, parameter connection",
+    "CreateContainerConfigError": "create what it names in the namespace {namespace}, or correct "
+    "the chart's values (auth, s3, trainer.extraEnv), which name it",
     "ImagePull": "image.registry, image.trainer and image.pullSecrets of the chart name the image "
     "{image} and the Secret to pull it with",
     "ImageNeverPull": "the node does not have the image {image}: load it, or let "

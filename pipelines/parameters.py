@@ -8,6 +8,7 @@ from typing import Any
 
 from bapo_core.config import RunConfig, config_from, flatten, read_values
 from bapo_core.errors import BapoError
+from pipelines import RELEASE_NAMES
 from pipelines.bapo_pipeline import build_pipeline
 from pipelines.configuration import COUNTDOWN, KEYS, read_config
 from pipelines.training_job import Resources
@@ -21,6 +22,10 @@ REFUSED = {
     RUN: "give name=NAME",
     "run": "the name of a run is name=NAME",
     "steps_per_segment": "`bapo pipeline compile` takes the number of segments as --segments",
+    **{
+        key: "it belongs to the release; `bapo pipeline compile` takes it as --name"
+        for key in RELEASE_NAMES
+    },
 }
 """Names that the command line does not take as parameters, and what to give instead."""
 

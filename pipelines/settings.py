@@ -30,8 +30,8 @@ class StepSettings(BufferClientSettings, ObjectStoreClientSettings):
 
     remedy: ClassVar[str] = (
         ": the step did not get the connection ConfigMap of the release or one of its Secrets; the "
-        "parameters connection, token_secret and s3_secret must be the names that `helm status` "
-        "prints, and the pipeline must run in the release's namespace"
+        "pipeline must be compiled with the names that `helm status` prints (`bapo pipeline "
+        "compile --name connection=…`), and run in the release's namespace"
     )
 
     workflow: str = ""

@@ -16,6 +16,7 @@ import httpx
 import yaml
 
 from bapo_core.errors import BapoError
+from pipelines import RELEASE_NAMES
 from pipelines.bapo_pipeline import MAX_SEGMENTS, SERVICE_IMAGE, TRAINER_IMAGE, build_pipeline
 from pipelines.parameters import RUN, check_imports, config_of
 from pipelines.waiting import WaitLog
@@ -26,6 +27,7 @@ FINAL_STATES = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 GIVE_UP_AFTER_S = 900.0
 """Seconds for which the API may be away while `wait_for_run` waits."""
 _IMAGE = re.compile(r"[a-z0-9][\w.:/@-]*")
+_OBJECT_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 _IMPORTED = re.compile(r"uri:\s+componentInputParameter: pipelinechannel--(\w+)")
 """The parameters whose artifacts a compiled pipeline imports."""
 
@@ -37,13 +39,15 @@ def compile_pipeline(
     trainer_image: str,
     segments: int,
     imports: Collection[str] = (),
+    names: Collection[str] = (),
 ) -> None:
     """Writes the pipeline for Kubeflow Pipelines, with these images.
 
     imports: parameters that hold the address of an artifact for Kubeflow to import.
+    names: those of `RELEASE_NAMES` that differ, as `key=name`.
 
-    Raises `BapoError` when the file's name, an image or the number of segments is one that Kubeflow
-    would refuse.
+    Raises `BapoError` when the file's name, an image, the number of segments or a name is one that
+    Kubeflow would refuse.
     """
     from kfp import compiler
 
@@ -56,13 +60,25 @@ def compile_pipeline(
             raise BapoError(f"{image}: the tag `latest` does not name one version; give a version")
     if not 1 <= segments <= MAX_SEGMENTS:
         raise BapoError(f"--segments is {segments}; give 1 to {MAX_SEGMENTS}")
+    release = frozenset(map(_release_name, names))
     output.parent.mkdir(parents=True, exist_ok=True)
-    compiler.Compiler().compile(build_pipeline(segments, frozenset(imports)), str(output))
+    pipeline = build_pipeline(segments, frozenset(imports), release)
+    compiler.Compiler().compile(pipeline, str(output))
     # KFP begins the file with a comment in which the keys of a default have a random order.
     text = re.sub(r"\A(#.*\n)+", "", output.read_text())
     for default, image in ((SERVICE_IMAGE, service_image), (TRAINER_IMAGE, trainer_image)):
         text = text.replace(f"image: {default}\n", f"image: {image}\n")
     output.write_text(text)
+
+
+def _release_name(text: str) -> tuple[str, str]:
+    key, _, name = text.partition("=")
+    if key not in RELEASE_NAMES or not _OBJECT_NAME.fullmatch(name):
+        raise BapoError(
+            f"--name {text}: give KEY=NAME, where KEY is one of {', '.join(RELEASE_NAMES)}, and "
+            "NAME that of a ConfigMap or Secret; `helm status` prints them"
+        )
+    return key, name
 
 
 def submit_pipeline(

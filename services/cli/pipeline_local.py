@@ -50,7 +50,7 @@ def run_pipeline(
     check_imports(imports, parameters)
     last_error = home / "jobs" / LAST_ERROR
     last_error.unlink(missing_ok=True)
-    with find_or_start_stack(home) as endpoints, _rollouts(home, endpoints, rollout) as environment:
+    with find_or_start_stack(home) as endpoints, rollouts(home, endpoints, rollout) as environment:
         os.environ.update(environment)
         print(format_addresses(endpoints, home), flush=True)
         resources = {"gpus_per_worker": 0, "cpu_per_worker": str(os.cpu_count())}
@@ -95,7 +95,7 @@ def _execute(
 
 
 @contextmanager
-def _rollouts(
+def rollouts(
     home: Path, endpoints: Endpoints, rollout: RolloutConfig
 ) -> Iterator[Mapping[str, str]]:
     """Runs replicas and a collector as the chart deploys them; yields their environment."""

@@ -233,7 +233,7 @@ class PipelineRun:
         mounts, volumes = _kfp_volumes()
         for entry in platform.get("configMapAsVolume", []):
             config_map = {
-                "name": self._resolve(entry["configMapNameParameter"]),
+                "name": self._argument(entry["configMapNameParameter"]),
                 "optional": entry.get("optional", False),
             }
             volumes.append({"name": config_map["name"], "configMap": config_map})
@@ -365,7 +365,7 @@ class PipelineRun:
         ):
             for entry in platform.get(kind, []):
                 source = {
-                    "name": self._resolve(entry[parameter]),
+                    "name": self._argument(entry[parameter]),
                     "optional": entry.get("optional", False),
                 }
                 variables += [

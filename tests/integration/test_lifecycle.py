@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import psycopg
@@ -22,6 +23,7 @@ from services.common import layout
 from services.common.errors import ServiceError, Superseded
 from services.common.objectstore import ObjectStore, StoredObject
 from services.model.stored import fetch_model, store_model
+from services.rollout.run_watcher import REPLICA, RunWatcher
 from services.stack.stack import Endpoints
 from tests.integration.driver import Driver, create_run, small_config, stop_open_runs
 
@@ -197,6 +199,29 @@ def test_a_stopped_run_is_taken_up_only_if_asked(waiting: list[BufferClient]) ->
     assert state.attempt == attempt + 1, (
         "replicas and collectors that have left an attempt wait for another one"
     )
+
+
+@pytest.mark.timeout(60)
+def test_a_run_watcher_takes_up_a_run_that_it_has_left_once_it_is_reopened(
+    waiting: list[BufferClient], stack: Endpoints
+) -> None:
+    """It remembers the attempt that it has left, and waited for an hour with the pipeline."""
+    run = waiting[0]
+    run.take_turn()
+    run.begin_attempt()
+    done = (run.run, run.stop().attempt)
+    buffer = BufferClient(stack.buffer_url, stack.token)
+    watcher = RunWatcher(buffer, REPLICA, Mock())
+    found: list[str] = []
+
+    def wait() -> None:
+        found.append(watcher._wait_for_run(done).name)
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    assert run.take_turn(reopen=True).granted
+    thread.join(30)
+    assert found == [run.run]
 
 
 def test_a_run_that_is_reopened_and_queued_begins_its_attempt_with_its_turn(

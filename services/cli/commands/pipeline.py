@@ -68,12 +68,21 @@ def pipeline() -> None:
     help="Parts that the training is divided into; each ends with a checkpoint and a report.",
 )
 @import_option
+@click.option(
+    "--name",
+    "names",
+    multiple=True,
+    metavar="KEY=NAME",
+    help="ConfigMap or Secret of the release: connection, token_secret, s3_secret, hub_secret or "
+    "ca_bundle. Needed unless the release is named bapo. May be repeated.",
+)
 def compile_pipeline(
     output: Path,
     service_image: str,
     trainer_image: str,
     segments: int,
     imports: tuple[str, ...],
+    names: tuple[str, ...],
 ) -> None:
     """Write the pipeline as a file for Kubeflow Pipelines.
 
@@ -81,6 +90,7 @@ def compile_pipeline(
     Examples:
       bapo pipeline compile --output bapo.yaml --service-image registry.example/bapo/service:0.2.0
       bapo pipeline compile --output imports.yaml --import model --import train_data
+      bapo pipeline compile --output team.yaml --name connection=x-connection --name s3_secret=keys
     """
     from pipelines import submission
 
@@ -90,6 +100,7 @@ def compile_pipeline(
         trainer_image=trainer_image,
         segments=segments,
         imports=imports,
+        names=names,
     )
     click.echo(output)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bapo_core.config import RunConfig, load_config
 from bapo_core.errors import BapoError, ConfigError
-from pipelines import IMPORTABLE, SEGMENTS
+from pipelines import IMPORTABLE, RELEASE_NAMES, SEGMENTS
 from pipelines.bapo_pipeline import CONNECTION
 from pipelines.configuration import COUNTDOWN, read_config
 from pipelines.parameters import config_of, parameters_of
@@ -138,6 +138,8 @@ def test_an_import_without_an_address_is_refused(
         (["compile", "--output", "x.yaml", "--trainer-image", "r/t:latest"], "give a version"),
         (["compile", "--output", "x.yaml", "--segments", "0"], "--segments is 0; give 1 to 50"),
         (["compile", "--output", "x.yaml", "--segments", "51"], "--segments is 51; give 1 to 50"),
+        (["compile", "--output", "x.yaml", "--name", "token=x"], "KEY is one of connection, token"),
+        (["compile", "--output", "x.yaml", "--name", "s3_secret=My Keys"], "NAME that of a Config"),
         (["run-local", CONFIG, "--replicas", "0"], "--replicas is 0"),
     ],
 )
@@ -177,18 +179,28 @@ def test_every_step_gets_the_configmap_and_the_secrets_of_its_release(name: str)
     for source in (connection, *executor["secretAsEnv"], *executor["configMapAsVolume"]):
         assert source["optional"]
     secrets = {
-        key["secretKey"]: secret["secretNameParameter"]["componentInputParameter"]
+        key["secretKey"]: secret["secretNameParameter"]["runtimeValue"]["constant"]
         for secret in executor["secretAsEnv"]
         for key in secret["keyToEnv"]
     }
-    hub = {"HF_TOKEN": "hub_secret"} if name == "prepare-run" else {}
-    assert {key: parameter.split("--")[-1] for key, parameter in secrets.items()} == {
-        "BAPO_TOKEN": "token_secret",
-        "BAPO_S3_ACCESS_KEY": "s3_secret",
-        "BAPO_S3_SECRET_KEY": "s3_secret",
+    hub = {"HF_TOKEN": "bapo-hub"} if name == "prepare-run" else {}
+    assert secrets == {
+        "BAPO_TOKEN": "bapo-token",
+        "BAPO_S3_ACCESS_KEY": "bapo-s3",
+        "BAPO_S3_SECRET_KEY": "bapo-s3",
         **hub,
     }
     assert executor["podMetadata"]["labels"] == {"app.kubernetes.io/part-of": "bapo"}
+
+
+def test_the_names_of_a_releases_secrets_are_compiled_into_the_pipeline(tmp_path: Path) -> None:
+    output = tmp_path / "named.yaml"
+    names = {key: f"my-{key.replace('_', '-')}" for key in RELEASE_NAMES}
+    options = [f"--name={key}={name}" for key, name in names.items()]
+    main(["pipeline", "compile", "--output", str(output), *options])
+    text = output.read_text()
+    assert set(names.values()) == set(re.findall(r"constant: (my-\S+)", text))
+    assert not re.findall(r"bapo-(connection|token|s3|hub|ca)\b", text)
 
 
 def graph() -> dict[str, dict[str, Any]]:
@@ -366,6 +378,11 @@ def test_arguments_make_the_configuration_that_a_run_of_this_machine_has(tmp_pat
         (None, ["name=Mine"], "name"),
         (None, ["run=mine"], "the name of a run is name=NAME"),
         (None, ["bapo_run=mine"], "give name=NAME"),
+        (
+            None,
+            ["token_secret=mine"],
+            "belongs to the release; `bapo pipeline compile` takes it as",
+        ),
         (None, ["config={}"], "give the YAML file as the first argument"),
         (None, ["steps_per_segment=5"], "--segments"),
         (CONFIG, ["stored_config=mine"], "are both given"),
@@ -395,6 +412,6 @@ def test_a_step_that_lacks_its_configmap_or_a_secret_says_so(
 ) -> None:
     for name in CONNECTION:
         monkeypatch.delenv(name, raising=False)
-    message = "BAPO_S3_ENDPOINT is not set.* parameters connection, token_secret and s3_secret"
+    message = "BAPO_S3_ENDPOINT is not set.* compiled with the names that `helm status` prints"
     with pytest.raises(ConfigError, match=message):
         StepSettings.load()
