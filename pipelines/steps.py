@@ -229,8 +229,20 @@ def cancel(context: PipelineContext, jobs: TrainerJobs, reason: str) -> None:
     Neither is touched if it belongs to another workflow. reason: what the run's processes and
     people are told.
     """
+    if not _may_exist(context):
+        return
     jobs.backend.delete(jobs.job_name(context.buffer.run), context.workflow)
     stop_run(context, reason)
+
+
+def _may_exist(context: PipelineContext) -> bool:
+    """Whether the run's name is valid, so that there may be a run and a job; says so if not."""
+    try:
+        check_run_name(context.buffer.run)
+    except ConfigError:
+        context.log(f"no run was created: {context.buffer.run!r} is no valid name")
+        return False
+    return True
 
 
 def stop_run(context: PipelineContext, reason: str) -> None:
@@ -825,10 +837,7 @@ def clean_up(context: PipelineContext, jobs: TrainerJobs) -> str:
     they are: the pipeline failed because it did not get the run.
     """
     buffer = context.buffer
-    try:
-        check_run_name(buffer.run)
-    except ConfigError:
-        context.log(f"no run was created: {buffer.run!r} is no valid name")
+    if not _may_exist(context):
         return "absent"
     remove_job(jobs.backend, jobs.job_name(buffer.run), context.workflow)
     state = none_if_missing(buffer.run_state)

@@ -8,14 +8,19 @@ operator. Kubeflow Pipelines is not needed: `argo.py` runs the steps' pods as it
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import yaml
 
+from services.cli.main import main
+from services.common.objectstore import ObjectStore
+from services.model.resolve import TINY_MODEL
+from services.stack.stack import Endpoints
 from tests.cluster.argo import PipelineRun, StepFailed
-from tests.cluster.conftest import ROOT, Release
+from tests.cluster.conftest import HOST, ROOT, Release
 from tests.cluster.kubectl import helm, wait_until
 
 pytestmark = pytest.mark.cluster
@@ -212,6 +217,110 @@ def test_a_trainjob_fails_at_once_and_can_be_suspended(release: Release, no_run:
     thread.join(WAIT_S)
     assert not thread.is_alive(), run.log()
     assert release.client("suspended").run_state().status == "finished", run.logs
+
+
+def test_a_second_pipeline_of_the_name_leaves_the_first_one_alone(
+    release: Release, no_run: None
+) -> None:
+    first = pipeline(release, "shared", steps=300)
+    thread = first.start()
+    wait_for_first_step(release, first)
+    client = release.client("shared")
+    before = client.run_state()
+    job = release.namespace.get("pytorchjob", "bapo-shared")
+    for fields, message in (
+        ({"overrides": ["rolout.group_size=4"]}, "did you mean rollout"),
+        ({"steps": 9}, "workflow bapo-test/bapo-.* trains it; leave bapo_run empty"),
+        ({"steps": 300}, "workflow bapo-test/bapo-.* trains it; leave bapo_run empty"),
+    ):
+        second = pipeline(release, "shared", **fields)
+        with pytest.raises(StepFailed, match=message):
+            second.execute()
+        assert "which is left as it is: running" in second.logs["clean-up"]
+        second.delete_workflow()
+        same = release.namespace.get("pytorchjob", "bapo-shared")
+        assert same is not None
+        assert job is not None
+        assert same["metadata"]["uid"] == job["metadata"]["uid"]
+        state = client.run_state()
+        assert (state.status, state.attempt) == ("running", before.attempt)
+    assert client.run_state().current_step > before.current_step
+    first.terminate()
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+def test_a_run_that_is_terminated_three_times_goes_on_each_time(
+    release: Release, no_run: None
+) -> None:
+    """Twice between the segments' steps: what asks for a turn first is *sync* then, which waits for
+    replicas that have left the run."""
+    client = release.client("continued")
+    for until in (1, 14, 18):
+        run = pipeline(
+            release,
+            "continued",
+            steps=24,
+            overrides=["checkpoint.every=12", "task.test_prompts=20"],
+        )
+        thread = run.start()
+
+        def has_trained(until: int = until) -> bool:
+            return bool(client.runs()) and client.run_state().current_step >= until
+
+        wait_until(lambda: "continued" in {state.name for state in client.runs()}, "it", WAIT_S)
+        wait_until(has_trained, f"step {until}", WAIT_S, run.log)
+        run.terminate()
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), run.log()
+        state = client.run_state()
+        assert state.status == "stopped", run.logs
+        assert state.stopped is not None
+        assert state.stopped.by == f"workflow bapo-test/{run.workflow}"
+        wait_until(lambda: not release.jobs(), "deletion of the job", WAIT_S)
+    last = pipeline(
+        release, "continued", steps=24, overrides=["checkpoint.every=12", "task.test_prompts=20"]
+    )
+    last.execute()
+    assert client.run_state().status == "finished", last.logs
+    assert "step 12 is trained already" in last.logs["train"]
+    assert "it is continued; it was stopped by workflow" in last.logs["prepare-run"]
+    assert [step.step for step in client.steps()] == list(range(1, 25))
+
+
+def test_a_trainer_without_memory_ends_its_run_with_the_reason(
+    release: Release, no_run: None
+) -> None:
+    run = pipeline(release, "oom", memory_per_worker="100Mi")
+    message = r"restarted 4 times .*OOMKilled.*; raise memory_per_worker, which is 100Mi"
+    with pytest.raises(StepFailed, match=message):
+        run.execute()
+    assert not release.jobs()
+    stopped = release.client("oom").run_state().stopped
+    assert stopped is not None
+    assert "OOMKilled" in str(stopped.reason)
+
+
+def test_an_imported_model_is_trained_by_a_run_without_a_name(
+    release: Release, no_run: None, stack: Endpoints, tmp_path: Path
+) -> None:
+    assert HOST, "set BAPO_TEST_HOST: the model is stored from this machine"
+    store = ObjectStore(stack.object_store.model_copy(update={"bucket": "cluster"}))
+    for file in TINY_MODEL.iterdir():
+        store.put(f"artifacts/model/{file.name}", file.read_bytes())
+    package = tmp_path / "import.yaml"
+    images = [f"{release.registry}/bapo/{name}:0.2.0" for name in ("service", "trainer")]
+    compile_pipeline = ["pipeline", "compile", "--output", str(package), "--import", "model"]
+    compile_pipeline += ["--service-image", images[0], "--trainer-image", images[1]]
+    main([*compile_pipeline, "--segments", "1"])
+    fields = form("", model="minio://cluster/artifacts/model", steps=3)
+    run = PipelineRun(release.namespace, package, fields, display_name="My Import")
+    run.execute()
+    assert run.name == f"my-import-{run.workflow.rpartition('-')[2]}"
+    state = release.client(run.name).run_state()
+    assert (state.status, state.current_step) == ("finished", 3)
+    assert f"model {state.config.model.path}" in run.logs["import-model"]
+    assert f"run {run.name} does not exist: it is created" in run.logs["prepare-run"]
 
 
 def test_a_terminated_run_stops_and_deletes_its_job(release: Release, no_run: None) -> None:

@@ -670,14 +670,19 @@ def test_a_run_that_is_being_deleted_is_refused(
 
 
 def test_an_invalid_name_fails_the_first_step_and_not_clean_up(
-    context: PipelineContext, log_lines: list[str]
+    context: PipelineContext, log_lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     context.buffer.run = "My Run"
     backend = ScriptedBackend([JobState("running")])
-    with pytest.raises(ConfigError, match=r"bapo_run is 'My Run': .* give for example 'my-run'"):
-        steps.check_run(context, jobs_of(backend))
+    monkeypatch.delenv(LOCAL_JOBS, raising=False)
+    monkeypatch.setattr(PipelineContext, "from_environment", lambda *_: context)
+    monkeypatch.setattr(TrainerJobs, "from_environment", lambda: jobs_of(backend))
+    with pytest.raises(SystemExit) as ended, steps.pipeline_step("My Run") as (own, jobs):
+        steps.check_run(own, jobs)
+    assert str(ended.value.code).startswith("error: bapo_run is 'My Run': a name has lower-case")
+    assert "give for example 'my-run', or leave it empty" in str(ended.value.code)
     assert steps.clean_up(context, jobs_of(backend)) == "absent"
-    assert log_lines == ["no run was created: 'My Run' is no valid name"]
+    assert log_lines == ["no run was created: 'My Run' is no valid name"] * 2
     assert not backend.deleted
 
 
