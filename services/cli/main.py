@@ -40,7 +40,9 @@ SECTIONS = {
         "prompt": Lazy(f"{_IN}.prompts:prompt", "Show the attempts at one prompt."),
         "group": Lazy(f"{_IN}.group:group", "Show the responses of one group."),
         "batches": Lazy(f"{_IN}.batches:batches", "Show the composition of the batches."),
-        "buffer": Lazy(f"{_IN}.buffer:buffer", "Show the contents of a buffer."),
+        "buffer": Lazy(
+            f"{_IN}.buffer:buffer", "Show the contents of a buffer, or the sizes of both."
+        ),
         "checkpoints": Lazy(
             f"{_IN}.checkpoints:checkpoints", "List, verify or export a run's checkpoints."
         ),
