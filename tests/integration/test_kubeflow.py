@@ -503,6 +503,21 @@ def test_an_api_that_stays_unavailable_fails_the_call(
         backend.create(job())
 
 
+def test_an_api_that_is_away_for_longer_is_said_and_called_again(
+    cluster: FakeKubernetes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pipelines.cluster.SAY_EVERY_S", 0.1)
+    backend = KubeflowBackend("team", "bapo", cluster.configuration(), retry_for_s=60.0)
+    cluster.refusals = [Refusal(503, "no leader")] * 3
+    assert backend.create(job())
+    messages = [record.getMessage() for record in caplog.records]
+    assert any(
+        "the Kubernetes API could not read bapo-countdown for 0 s" in message
+        and message.endswith("it is tried again for up to 60 s")
+        for message in messages
+    ), messages
+
+
 @pytest.mark.timeout(20)
 def test_an_api_that_never_answers_fails_the_call(
     cluster: FakeKubernetes, monkeypatch: pytest.MonkeyPatch
