@@ -59,6 +59,8 @@ class JobWatch:
     """Seconds that the job may wait for its nodes without a committed step."""
     check_run: Callable[[], wire.RunState]
     """Returns the run's state; raises `BapoError` once the run is no longer this pipeline's."""
+    describe_rollouts: Callable[[], str]
+    """Returns what the replicas do, without whose rollouts a job that runs trains nothing."""
 
     _step: int = 0
     _restarts: int = 0
@@ -93,7 +95,8 @@ class JobWatch:
                 continue
             self._check(state, run, is_trained)
             reason = f": {state.reason}" if state.reason else ""
-            self._lines.say(f"job {self.job.name} is {state.phase}{reason}")
+            line = f"job {self.job.name} is {state.phase}{reason}"
+            self._lines.say(line, later=lambda: f" without a step: {self.describe_rollouts()}")
             self._log_steps(state)
             time.sleep(POLL_INTERVAL_S)
         self._log_steps()
@@ -171,5 +174,6 @@ class JobWatch:
                 f"step {step.step}: reward {step.mean_reward:.3f}, groups {' + '.join(groups)}"
             )
             self._step, self._waited_s = step.step, 0.0
+            self._lines.restart()
             if state is not None:
                 self._restarts = state.restarts

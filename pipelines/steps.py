@@ -542,7 +542,13 @@ def train(
         workflow=context.workflow,
     )
     watch = JobWatch(
-        jobs.backend, job, buffer, context.log, start_within_s, partial(own_run, context)
+        jobs.backend,
+        job,
+        buffer,
+        context.log,
+        start_within_s,
+        check_run=partial(own_run, context),
+        describe_rollouts=partial(_describe_replicas, buffer),
     )
     with mirror_to_mlflow(config, buffer):
         watch.ensure_job()

@@ -17,10 +17,15 @@ class WaitLog:
         self._line = ""
         self._since = self._said = 0.0
 
-    def say(self, line: str, detail: str = "") -> None:
+    def restart(self) -> None:
+        """Begins the minute again, because something has happened that was logged otherwise."""
+        self._since = self._said = time.monotonic()
+
+    def say(self, line: str, detail: str = "", *, later: Callable[[], str] = lambda: "") -> None:
         """Logs a line unless the same one was logged within the last minute.
 
-        detail: what may change meanwhile, such as a step, without a line for each change.
+        detail: what may change meanwhile, such as a step, without a line for each change. later:
+        returns what is added when the line is repeated.
         """
         now = time.monotonic()
         if line != self._line:
@@ -28,4 +33,5 @@ class WaitLog:
             self._log(line + detail)
         elif now - self._said >= SAY_EVERY_S:
             self._said = now
-            self._log(f"{line}{detail}; for {(now - self._since) / 60:.0f} min so far")
+            minutes = (now - self._since) / 60
+            self._log(f"{line}{detail}; for {minutes:.0f} min so far{later()}")

@@ -799,18 +799,23 @@ def test_whatever_waits_says_what_for_every_minute(
     log_lines: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(waiting, "SAY_EVERY_S", 0.03)
+    monkeypatch.setattr(waiting, "SAY_EVERY_S", 0.0)
     open_run(context, small_model)
+    steps.take_turn(context, jobs_of())
     log_lines.clear()
-    with pytest.raises(BapoError):
-        steps.sync(context, jobs_of(), 2, within_s=0.3)
-    waits = [line for line in log_lines if line.startswith("waiting for every replica serving")]
-    assert len(waits) > 2
-    assert waits[0].endswith("version 1 or a later one, for up to 0 min: no replica has reported")
+    served = iter([None, None, None, 3])
+    monkeypatch.setattr(steps, "_oldest_served", lambda *_: next(served))
+    assert steps.sync(context, jobs_of(), 2) == 3
+    line = "waiting for every replica serving version 1 or a later one, for up to 60 min"
+    again = f"{line}: no replica has reported; for 0 min so far"
+    assert log_lines[:3] == [f"{line}: no replica has reported", again, again]
     log_lines.clear()
-    with pytest.raises(BapoError):
-        train(context, ScriptedBackend([JobState("waiting", "no node")]), start_within_s=0.3)
-    assert len([line for line in log_lines if "is waiting: no node" in line]) > 2
+    no_node = JobState("waiting", "no node")
+    with pytest.raises(BapoError, match="reached"):
+        train(context, ScriptedBackend([no_node, no_node, no_node, JobState("failed", "reached")]))
+    line = f"job {job_name('bapo', context.buffer.run)} is waiting: no node"
+    again = f"{line}; for 0 min so far without a step: no replica has reported"
+    assert log_lines[1:] == [line, again, again]
 
 
 def test_the_metrics_of_a_segment_are_those_of_its_end(
