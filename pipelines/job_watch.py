@@ -29,7 +29,7 @@ REMEDIES = {
     "exitCode: 137": "it was killed, probably for its memory: raise memory_per_worker, which is "
     "{memory}",
     "CreateContainerConfigError": "create what it names in the namespace {namespace}, or correct "
-    "the chart's values (auth, s3, trainer.extraEnv), which name it",
+    "the chart's values (token, s3, trainer.extraEnv), which name it",
     "ImagePull": "image.registry, image.trainer and image.pullSecrets of the chart name the image "
     "{image} and the Secret to pull it with",
     "ImageNeverPull": "the node does not have the image {image}: load it, or let "
