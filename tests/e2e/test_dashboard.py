@@ -571,6 +571,21 @@ def test_pause_and_resume(stack: Endpoints, page: Page, console_errors: list[str
     console_errors.clear()
 
 
+def test_the_page_of_a_stopped_run_says_who_stopped_it_and_why(
+    stack: Endpoints, page: Page
+) -> None:
+    client = ImprovingRun(stack, small_config("dashboard-stop")).client
+    visit(page, stack, "/runs/dashboard-stop")
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_role("dialog").get_by_role("button", name="Stop").click()
+    expect(page.locator(".pill")).to_have_text("stopped")
+    expect(page.get_by_text("by a person at the dashboard")).to_be_visible()
+    client.begin_attempt(reopen=True)
+    client.stop(by="workflow team/bapo-x7k2p", reason="its pipeline was terminated")
+    text = "by workflow team/bapo-x7k2p: its pipeline was terminated"
+    expect(page.get_by_text(text)).to_be_visible()
+
+
 def test_a_token_that_may_only_read(stack: Endpoints, play: ImprovingRun, page: Page) -> None:
     token = play.client.create_token("dashboard reader", "read").token
     visit(page, stack, "/runs/dashboard", token)
