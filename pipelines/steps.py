@@ -526,13 +526,13 @@ def train(
     `start_within_s`.
     """
     buffer = context.buffer
-    state = buffer.run_state()
-    config = state.config
+    config = buffer.run_state().config
     if is_trained(buffer, config, until):
         context.log(f"step {until} is trained already")
         return
     take_turn(context, jobs)
-    context.log(f"training from step {state.current_step + 1} to {until}")
+    # Read anew: the turn of a run that was stopped begins at its last checkpoint.
+    context.log(f"training from step {buffer.run_state().current_step + 1} to {until}")
     job = TrainingJob(
         buffer.run,
         jobs.deployment,

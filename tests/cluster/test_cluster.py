@@ -8,6 +8,7 @@ operator. Kubeflow Pipelines is not needed: `argo.py` runs the steps' pods as it
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import httpx
 import pytest
 import yaml
 
+from pipelines.parameters import config_of
+from pipelines.steps import segment_ends
 from services.cli.main import main
 from services.common.objectstore import ObjectStore
 from services.model.resolve import TINY_MODEL
@@ -254,13 +257,11 @@ def test_a_run_that_is_terminated_three_times_goes_on_each_time(
     """Twice between the segments' steps: what asks for a turn first is *sync* then, which waits for
     replicas that have left the run."""
     client = release.client("continued")
-    for until in (1, 14, 18):
-        run = pipeline(
-            release,
-            "continued",
-            steps=24,
-            overrides=["checkpoint.every=12", "task.test_prompts=20"],
-        )
+    start = partial(pipeline, release, "continued", steps=24)
+    config = config_of(form("continued", steps=24))
+    end, _ = segment_ends(config, 2)
+    for until in (1, end + 2, end + 3):
+        run = start()
         thread = run.start()
 
         def has_trained(until: int = until) -> bool:
@@ -276,12 +277,10 @@ def test_a_run_that_is_terminated_three_times_goes_on_each_time(
         assert state.stopped is not None
         assert state.stopped.by == f"workflow bapo-test/{run.workflow}"
         wait_until(lambda: not release.jobs(), "deletion of the job", WAIT_S)
-    last = pipeline(
-        release, "continued", steps=24, overrides=["checkpoint.every=12", "task.test_prompts=20"]
-    )
+    last = start()
     last.execute()
     assert client.run_state().status == "finished", last.logs
-    assert "step 12 is trained already" in last.logs["train"]
+    assert f"step {end} is trained already" in last.logs["train"]
     assert "it is continued; it was stopped by workflow" in last.logs["prepare-run"]
     assert [step.step for step in client.steps()] == list(range(1, 25))
 

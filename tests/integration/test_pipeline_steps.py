@@ -782,6 +782,25 @@ def test_a_container_that_cannot_be_created_fails_the_step_before_the_nodes_are_
         train(context, ScriptedBackend([blocked]))
 
 
+def test_a_run_that_was_stopped_trains_from_its_last_checkpoint(
+    stack: Endpoints, log_lines: list[str], tmp_path: Path
+) -> None:
+    stop_open_runs(stack.buffer_url, stack.token)
+    driver = Driver(stack, small_config("stepped-rewound"))
+    for step in (1, 2, 3):
+        driver.run_step(step)
+    driver.client.record_checkpoint(2, "2" * 64)
+    driver.client.stop()
+    context = PipelineContext(
+        driver.client, ObjectStore(stack.object_store), tmp_path, log_lines.append
+    )
+    with pytest.raises(BapoError, match="reached"):
+        steps.train(
+            context, jobs_of(ScriptedBackend([JobState("failed", "reached")])), 4, Resources()
+        )
+    assert log_lines[0] == "training from step 3 to 4"
+
+
 def test_a_job_that_was_deleted_is_created_again(
     context: PipelineContext, small_model: Any, log_lines: list[str]
 ) -> None:
