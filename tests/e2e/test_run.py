@@ -354,12 +354,13 @@ def test_a_run_that_is_stopped_from_elsewhere_says_how_to_continue(bapo: Bapo) -
     process = bapo.start("stopped")
     client = bapo.client("stopped")
     _wait_until(lambda: _committed(client) >= 1, process)
-    step = client.stop().current_step
+    step = client.stop(by="alice", reason="its cores are needed").current_step
     _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
     command = f"bapo run {bapo.directory}/stopped.yaml name=stopped --resume"
     assert errors.splitlines()[-1] == (
-        f"error: run 'stopped' was stopped after step {step}; continue with `{command}`"
+        f"error: run 'stopped' was stopped after step {step} by alice: its cores are needed; "
+        f"continue with `{command}`"
     )
     assert client.run_state().status == "stopped"
     _, errors = bapo.start("stopped").communicate(timeout=TIMEOUT_S)
