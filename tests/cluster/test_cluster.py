@@ -254,13 +254,13 @@ def test_a_second_pipeline_of_the_name_leaves_the_first_one_alone(
 def test_a_run_that_is_terminated_three_times_goes_on_each_time(
     release: Release, no_run: None
 ) -> None:
-    """Twice between the segments' steps: what asks for a turn first is *sync* then, which waits for
-    replicas that have left the run."""
+    """In the second and third start, *sync* is the first to ask for a turn: it waits for replicas that
+    have left the run."""
     client = release.client("continued")
-    start = partial(pipeline, release, "continued", steps=24)
-    config = config_of(form("continued", steps=24))
-    end, _ = segment_ends(config, 2)
-    for until in (1, end + 2, end + 3):
+    steps = 80  # many more than are trained while a pod of a step starts
+    start = partial(pipeline, release, "continued", steps=steps)
+    end, _ = segment_ends(config_of(form("continued", steps=steps)), 2)
+    for until in (1, end + 2, end + 9):
         run = start()
         thread = run.start()
 
@@ -282,7 +282,7 @@ def test_a_run_that_is_terminated_three_times_goes_on_each_time(
     assert client.run_state().status == "finished", last.logs
     assert f"step {end} is trained already" in last.logs["train"]
     assert "it is continued; it was stopped by workflow" in last.logs["prepare-run"]
-    assert [step.step for step in client.steps()] == list(range(1, 25))
+    assert [step.step for step in client.steps()] == list(range(1, steps + 1))
 
 
 def test_a_trainer_without_memory_ends_its_run_with_the_reason(
