@@ -254,8 +254,8 @@ def test_a_second_pipeline_of_the_name_leaves_the_first_one_alone(
 def test_a_run_that_is_terminated_three_times_goes_on_each_time(
     release: Release, no_run: None
 ) -> None:
-    """In the second and third start, *sync* is the first to ask for a turn: it waits for replicas that
-    have left the run."""
+    """In the second and third start, *sync* is the first to ask for a turn: it waits for replicas
+    that have left the run."""
     client = release.client("continued")
     steps = 80  # many more than are trained while a pod of a step starts
     start = partial(pipeline, release, "continued", steps=steps)
