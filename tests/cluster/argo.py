@@ -125,6 +125,8 @@ class PipelineRun:
         graph = self._tasks("comp-exit-handler-1")
         try:
             for name in _in_order(graph):
+                if self.terminated:
+                    raise StepFailed(f"{name}: terminated before it started")
                 if name not in self.succeeded:
                     self._run_step(name, graph[name])
         except StepFailed:

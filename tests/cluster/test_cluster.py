@@ -265,7 +265,8 @@ def test_a_run_that_is_terminated_three_times_goes_on_each_time(
         thread = run.start()
 
         def has_trained(until: int = until) -> bool:
-            return bool(client.runs()) and client.run_state().current_step >= until
+            state = client.run_state()
+            return state.status == "running" and state.current_step >= until
 
         wait_until(lambda: "continued" in {state.name for state in client.runs()}, "it", WAIT_S)
         wait_until(has_trained, f"step {until}", WAIT_S, run.log)
