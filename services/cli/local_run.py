@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import yaml
@@ -29,6 +30,8 @@ from services.stack.stack import Endpoints
 from services.stack.supervisor import ProcessFailed, Supervisor, free_ports
 
 POLL_INTERVAL_S = 0.5
+VLLM_MEMORY_SHARE = 0.9
+"""Share of a GPU that vLLM takes unless `--gpu-memory-utilization` says otherwise."""
 GIVE_UP_AFTER_S = 15.0
 """Seconds of failing calls after which a service of this machine counts as lost: nothing restarts
 it."""
@@ -169,7 +172,10 @@ def _start_processes(
         supervisor.start_python(name, "services.rollout.server", environment | replica)
     collector = {"BAPO_SCRATCH": str(scratch / "collector")}
     supervisor.start_python("collector", "services.rollout.collector", environment | collector)
-    trainer = {"BAPO_SCRATCH": str(scratch / "trainer")}
+    trainer = {
+        "BAPO_SCRATCH": str(scratch / "trainer"),
+        "BAPO_ENGINE_SHARE": str(engine_share(run.config.rollout)),
+    }
     command = trainer_command(run.config.trainer.processes, "services.trainer.loop")
     supervisor.start("trainer", command, environment=environment | trainer)
 
@@ -180,6 +186,22 @@ def trainer_command(processes: int, module: str, *arguments: str) -> list[str]:
         return python_command(module, *arguments)
     launch = python_command("services.trainer.launch", "--standalone")
     return [*launch, "--nproc-per-node", str(processes), "-m", module, *arguments]
+
+
+def engine_share(rollout: RolloutConfig) -> float:
+    """Returns the share of a GPU that the engines of a local run will take from the trainer's.
+
+    vLLM takes `--gpu-memory-utilization` of the memory when it starts, which is after the trainer
+    has planned with what is free. The engine `transformers` has started by then.
+    """
+    if rollout.engine != "vllm":
+        return 0.0
+    share = VLLM_MEMORY_SHARE
+    arguments = [part for argument in rollout.vllm_args for part in argument.split("=", 1)]
+    for name, value in pairwise(arguments):
+        if name == "--gpu-memory-utilization":
+            share = float(value)
+    return min(share * rollout.replicas, 1.0)
 
 
 def _engines(config: RunConfig) -> list[str]:

@@ -74,6 +74,8 @@ class TrainerContext:
     """Directory of this rank for files in transfer."""
     token: str = field(repr=False)
     """Bearer token of the rollout replicas."""
+    engine_share: float = 0.0
+    """Share of the GPU's memory that an engine on this machine is going to take."""
 
 
 def train(config: RunConfig, context: TrainerContext, ranks: Ranks) -> None:
@@ -166,7 +168,9 @@ def restore(config: RunConfig, context: TrainerContext, ranks: Ranks) -> tuple[U
     Without a committed step, they are those of the initial model and 0. Raises `BapoError` when the
     last checkpoint is not that of the run's current step.
     """
-    updater = make_updater(config, context.model_directory, ranks)
+    updater = make_updater(
+        config, context.model_directory, ranks, engine_share=context.engine_share
+    )
     last_step, stored = ranks.from_main(
         lambda: (context.buffer.run_state().current_step, context.buffer.latest_checkpoint())
     )
@@ -193,8 +197,13 @@ def make_reader(config: RunConfig, context: TrainerContext) -> TrajectoryReader:
     )
 
 
-def make_updater(config: RunConfig, directory: Path, ranks: Ranks) -> Updater:
-    """Loads policy, reference and critic, as far as `config` needs them, from the initial model."""
+def make_updater(
+    config: RunConfig, directory: Path, ranks: Ranks, *, engine_share: float = 0.0
+) -> Updater:
+    """Loads policy, reference and critic, as far as `config` needs them, from the initial model.
+
+    engine_share: share of the GPU's memory that an engine on this machine is going to take.
+    """
 
     def adapted(policy: Policy) -> Policy:
         add_adapters(policy.model, config.lora, config.seed)
@@ -206,7 +215,7 @@ def make_updater(config: RunConfig, directory: Path, ranks: Ranks) -> Updater:
         return policy
 
     settings = config.trainer
-    available = free_bytes()
+    available = free_bytes(engine_share)
     plans: list[MemoryPlan] = []
 
     def plan(size: ModelSize | None) -> MemoryPlan:
@@ -511,7 +520,8 @@ def run_rank(
             config = load_run_config(buffer, settings.trainer)
             store = ObjectStore(settings.s3)
             model = initial_model(config.model.path, store, ranks, settings)
-            work(config, TrainerContext(buffer, store, model, scratch, token), ranks)
+            context = TrainerContext(buffer, store, model, scratch, token, settings.engine_share)
+            work(config, context, ranks)
 
     run_until_error(start)
 

@@ -201,11 +201,15 @@ def _offloaded(size: ModelSize, config: RunConfig) -> float:
     return model + 4 * weights * reference + TRAINED * weights * critic
 
 
-def free_bytes() -> float | None:
-    """Returns how much memory of this rank's GPU is free; None without a GPU."""
+def free_bytes(engine_share: float = 0.0) -> float | None:
+    """Returns how much memory of this rank's GPU the trainer may take; None without a GPU.
+
+    engine_share: share of the GPU that an engine is going to take, which is not there yet.
+    """
     if not torch.cuda.is_available():
         return None
-    return float(torch.cuda.mem_get_info()[0])
+    free, total = torch.cuda.mem_get_info()
+    return max(float(free) - engine_share * total, 0.0)
 
 
 def out_of_memory_remedy(config: RunConfig, plan: MemoryPlan) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from pydantic import Field
+
 from services.common.settings import BufferClientSettings, ObjectStoreClientSettings
 
 
@@ -18,6 +20,9 @@ class TrainerSettings(BufferClientSettings, ObjectStoreClientSettings):
     """Attempt of the run that this trainer belongs to; it begins a new one unless set."""
     model: Path | None = None
     """Directory of the initial model on this machine, where the run's `model.path` is not."""
+    engine_share: float = Field(0.0, ge=0.0, le=1.0)
+    """Share of the GPU's memory that an engine on this machine is going to take; the trainer plans
+    with the rest."""
     # Not a `TrainerConfig`: BAPO_TRAINER_IMAGE and its like would be taken for keys of it.
     trainer: str | None = None
     """The configuration's `trainer` section as JSON, in place of the stored one: it affects how a

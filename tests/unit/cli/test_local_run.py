@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from bapo_core.config import load_config
-from services.cli.local_run import LocalRun, _make_scratch, next_free_name
+from bapo_core.config import config_from, load_config
+from services.cli.local_run import LocalRun, _make_scratch, engine_share, next_free_name
 from services.stack.supervisor import ProcessFailed, Supervisor
 
 
@@ -43,3 +44,20 @@ def test_what_a_killed_process_wrote_last_is_not_the_reason(tmp_path: Path) -> N
         f"trainer was killed by SIGKILL: by a person, or for lack of memory (log: {tmp_path}/"
         "trainer.log)"
     )
+
+
+@pytest.mark.parametrize(
+    ("rollout", "share"),
+    [
+        ({"engine": "transformers", "replicas": 2}, 0.0),
+        ({"engine": "vllm"}, 0.9),
+        ({"engine": "vllm", "vllm_args": ["--gpu-memory-utilization", "0.25"]}, 0.25),
+        ({"engine": "vllm", "vllm_args": ["--gpu-memory-utilization=0.3"], "replicas": 2}, 0.6),
+        ({"engine": "vllm", "replicas": 3}, 1.0),
+    ],
+)
+def test_the_trainer_leaves_memory_of_the_gpu_to_vllm(
+    rollout: dict[str, Any], share: float
+) -> None:
+    """vLLM starts after the trainer has planned with what is free."""
+    assert engine_share(config_from({"rollout": rollout}).rollout) == pytest.approx(share)

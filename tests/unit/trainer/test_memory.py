@@ -22,6 +22,7 @@ from services.trainer.memory import (
     MARGIN,
     MemoryPlan,
     ModelSize,
+    free_bytes,
     longest_sequence,
     out_of_memory_remedy,
     plan_memory,
@@ -231,3 +232,14 @@ def test_a_plan_says_what_it_is() -> None:
         "gradient_checkpointing full, micro-batches of at most 12,000 tokens: 12.5 of 15.5 GiB "
         "predicted"
     )
+
+
+def test_memory_that_an_engine_will_take_is_not_planned_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert free_bytes() is None
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70, 80))
+    assert free_bytes() == 70
+    assert free_bytes(0.25) == 50
+    assert free_bytes(1.0) == 0
