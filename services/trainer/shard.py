@@ -97,7 +97,11 @@ def load_sharded(
         sharded = prepare(empty_policy(directory))
     kinds = ranks.from_main(lambda: frozenset() if full is None else full.attention_kinds)
     choose_attention(kinds, settings.attention, ranks)
-    halved = halve_frozen(sharded, directory) if torch.cuda.is_available() else False
+    halved = False
+    if torch.cuda.is_available():
+        halved = halve_frozen(sharded, directory)
+        if full is not None and full is not sharded:
+            halve_frozen(full, directory)  # what is broadcast has the dtypes of the shards
     checkpointing = settings.gradient_checkpointing
     if plan is not None:
         checkpointing = plan(size_of(sharded.model, half_frozen=halved)).checkpointing
