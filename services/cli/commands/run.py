@@ -64,8 +64,9 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
         console.print(f"note: {warning}")
     if not resume:
         loaded = pin_revisions(loaded)
-    start_detached(_import_tokenizers)
+    imported = start_detached(_import_tokenizers)
     with find_or_start_stack(home, port) as endpoints:
+        imported.result()  # Nothing else may import parts of transformers meanwhile.
         client = BufferClient(endpoints.buffer_url, endpoints.token, run=loaded.name)
         if new:
             loaded = loaded.model_copy(
