@@ -375,6 +375,8 @@ def trajectories(uids: list[str], version: int, tokens: int, rng: np.random.Gene
         pa.MapArray.from_arrays(np.arange(rows + 1, dtype=np.int32), names, rewards),
         pa.array([""] * rows),
         pa.array([[]] * rows, SCHEMA.field("interruptions").type),
+        pa.array(["scored"] * rows),
+        pa.array([[]] * rows, SCHEMA.field("repeated").type),
     ]
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(compression="zstd")

@@ -53,6 +53,7 @@ class StepProtocol(RuleBasedStateMachine):
             f"stateful-{next(names)}",
             seed=seed,
             steps=40,
+            reevaluate={"max_prompts": 5},
             hard_buffer={"capacity": 5},
             high_quality_buffer={"capacity": 6},
             **self.sections,
