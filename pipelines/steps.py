@@ -637,8 +637,15 @@ def _newest_before_target(buffer: BufferClient, at_least: int) -> tuple[int, str
 
     That is so after a stop, when the rollouts of the sync window had been delivered already: the
     replicas that start again load the version of the next window, which the job makes that starts
-    after this step. None if the newest version is earlier than `at_least`.
+    after this step. None if the newest version is earlier than `at_least`, and while a replica
+    serves any version: its latest heartbeat may be older than the target.
     """
+    if any(
+        replica.loaded_version
+        for replica in buffer.replicas()
+        if replica.silent_s < REPLICA_GONE_AFTER_S
+    ):
+        return None
     weights = buffer.target_weights()
     newest = weights.newest
     if newest is None or newest.number < at_least or weights.version <= newest.number:

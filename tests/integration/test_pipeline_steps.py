@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -826,6 +827,13 @@ def test_sync_does_not_wait_for_weights_that_only_a_later_step_trains(
     assert (weights.version, weights.stored, weights.newest.number) == (4, None, 3)
     with pytest.raises(BapoError, match=r"every replica serving version \d or a later one"):
         steps.sync(context, jobs_of(ScriptedBackend([JobState("running")])), 2, within_s=0.05)
+    # A replica that serves a version loads the next one by itself, and its heartbeat may be late.
+    serving = SimpleNamespace(loaded_version=1, manifest_digest="1" * 64, silent_s=0.0)
+    serving.name, serving.state = "engine-0", "ready"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver.client, "replicas", lambda: [serving])
+        with pytest.raises(BapoError, match="every replica serving version"):
+            steps.sync(context, jobs_of(), 2, within_s=0.05)
     assert steps.sync(context, jobs_of(), 2, within_s=0.05) == 3
     assert log_lines[-1] == (
         "step 2 is in a checkpoint; the replicas wait for version 4, which the next segment trains"
