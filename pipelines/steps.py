@@ -609,16 +609,12 @@ def sync(
     config = buffer.run_state().config
     target = version_after(config, until)
 
-    def served_version() -> tuple[int, str] | None:
+    def served_version() -> int | None:
         if buffer.run_state().status == "finished":
-            return target, "the run is finished, and its replicas serve others"
-        if (version := _oldest_served(buffer, target)) is not None:
-            return version, f"every replica serves version {version}"
-        if jobs.backend.state(jobs.job_name(config.name)) is None:
-            return _newest_before_target(buffer, target)
-        return None
+            return target  # the replicas serve other runs by now
+        return _oldest_served(buffer, target)
 
-    version, served = _wait_for(
+    version = _wait_for(
         context,
         served_version,
         f"every replica serving version {target} or a later one",
@@ -627,31 +623,8 @@ def sync(
         "rollout StatefulSet run?",
         lambda: _describe_replicas(buffer),
     )
-    context.log(f"step {until} is in a checkpoint; {served}")
+    context.log(f"step {until} is in a checkpoint, and every replica serves version {version}")
     return version
-
-
-def _newest_before_target(buffer: BufferClient, at_least: int) -> tuple[int, str] | None:
-    """Returns the newest version, and why it is enough, if replicas wait for one that only training
-    can publish.
-
-    That is so after a stop, when the rollouts of the sync window had been delivered already: the
-    replicas that start again load the version of the next window, which the job makes that starts
-    after this step. None if the newest version is earlier than `at_least`, and while a replica
-    serves any version: its latest heartbeat may be older than the target.
-    """
-    if any(
-        replica.loaded_version
-        for replica in buffer.replicas()
-        if replica.silent_s < REPLICA_GONE_AFTER_S
-    ):
-        return None
-    weights = buffer.target_weights()
-    newest = weights.newest
-    if newest is None or newest.number < at_least or weights.version <= newest.number:
-        return None
-    reason = f"the replicas wait for version {weights.version}, which the next segment trains"
-    return newest.number, reason
 
 
 def _oldest_served(buffer: BufferClient, at_least: int) -> int | None:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -800,44 +799,6 @@ def test_a_run_that_was_stopped_trains_from_its_last_checkpoint(
             context, jobs_of(ScriptedBackend([JobState("failed", "reached")])), 4, Resources()
         )
     assert log_lines[0] == "training from step 3 to 4"
-
-
-def test_sync_does_not_wait_for_weights_that_only_a_later_step_trains(
-    stack: Endpoints, log_lines: list[str], tmp_path: Path
-) -> None:
-    """A run is stopped when its collector has delivered all rollouts of the sync window, so that
-    replicas that start again wait for the weights of the next one; no job trains it yet."""
-    stop_open_runs(stack.buffer_url, stack.token)
-    driver = Driver(stack, small_config("stepped-ahead", checkpoint={"every": 2}))
-    context = PipelineContext(
-        driver.client, ObjectStore(stack.object_store), tmp_path, log_lines.append
-    )
-    for step in (1, 2):
-        driver.run_step(step)
-    driver.client.record_checkpoint(2, "2" * 64)
-    driver.client.publish_weights(3, "3" * 64)
-    driver.client.stop()
-    steps.take_turn(context, jobs_of())
-    driver.client.attempt = driver.client.run_state().attempt
-    # The collector asks for the prompts of a later window, which sets the replicas' target.
-    path = f"/v1/runs/{driver.client.run}/steps/5/prompts"
-    driver.client._send("POST", path, params={"kind": "fresh"})
-    weights = driver.client.target_weights()
-    assert weights.newest is not None
-    assert (weights.version, weights.stored, weights.newest.number) == (4, None, 3)
-    with pytest.raises(BapoError, match=r"every replica serving version \d or a later one"):
-        steps.sync(context, jobs_of(ScriptedBackend([JobState("running")])), 2, within_s=0.05)
-    # A replica that serves a version loads the next one by itself, and its heartbeat may be late.
-    serving = SimpleNamespace(loaded_version=1, manifest_digest="1" * 64, silent_s=0.0)
-    serving.name, serving.state = "engine-0", "ready"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(driver.client, "replicas", lambda: [serving])
-        with pytest.raises(BapoError, match="every replica serving version"):
-            steps.sync(context, jobs_of(), 2, within_s=0.05)
-    assert steps.sync(context, jobs_of(), 2, within_s=0.05) == 3
-    assert log_lines[-1] == (
-        "step 2 is in a checkpoint; the replicas wait for version 4, which the next segment trains"
-    )
 
 
 def test_a_job_that_was_deleted_is_created_again(
