@@ -16,7 +16,7 @@ from torch import Tensor
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from bapo_core.seeding import derive_rng
-from bapo_core.types import DEMONSTRATED
+from bapo_core.types import DEMONSTRATED, Source
 from services.buffer.api.trajectories import (
     PROXIMAL_SCHEMA,
     SCHEMA,
@@ -100,6 +100,12 @@ class Batch:
         """(N, 1) bool: whether each row is a demonstration, which no policy sampled."""
         is_demonstrated = [source == DEMONSTRATED for source in self.sources]
         return torch.tensor(is_demonstrated, dtype=torch.bool)[:, None]
+
+    @property
+    def replayed(self) -> Tensor:
+        """(N, 1) bool: whether each row is a replayed response."""
+        is_replayed = [source == Source.REPLAYED for source in self.sources]
+        return torch.tensor(is_replayed, dtype=torch.bool)[:, None]
 
     def rows_of(self, groups: Sequence[int]) -> Tensor:
         """Returns the row indexes of these groups, in this order."""

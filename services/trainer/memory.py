@@ -107,11 +107,17 @@ def predict_bytes(
     ranks: int = 1,
     reference: bool = False,
     critic: bool = False,
+    offload: bool = False,
 ) -> float:
-    """Returns the bytes at the peak of a step with micro-batches of `tokens` tokens."""
+    """Returns the bytes at the peak of a step with micro-batches of `tokens` tokens.
+
+    offload: whether everything that is sharded stays in the CPU's memory (`trainer.offload`).
+    """
     model = TRAINED * size.trained + size.frozen_bytes * size.frozen
     weights = size.trained + size.frozen
     sharded = (model + 4 * weights * reference + TRAINED * weights * critic) / ranks
+    if offload:
+        sharded = 0.0
     unsharded = 2 * (size.root + 2 * size.largest_layer) + 6 * size.root_trained
     of_layer = 2 * size.layer_elements * tokens
     inputs = 2 * size.width * size.layers * tokens
@@ -170,10 +176,11 @@ def plan_memory(
             size,
             tokens,
             mode,
-            ranks=1 if config.trainer.offload else ranks,
+            ranks=ranks,
             reference=config.kl.coefficient > 0 and config.kl.reference == "initial",
             critic=config.advantage.estimator == "gae",
-        ) - (_offloaded(size, config) if config.trainer.offload else 0.0)
+            offload=config.trainer.offload,
+        )
 
     room = available / MARGIN
     mode: Mode
@@ -190,15 +197,6 @@ def plan_memory(
             low, high = (middle, high) if predict(middle, mode) <= room else (low, middle)
         tokens = low
     return MemoryPlan(mode, tokens, predict(tokens, mode), available)
-
-
-def _offloaded(size: ModelSize, config: RunConfig) -> float:
-    """Returns the bytes of what `trainer.offload` keeps in the CPU's memory on one rank."""
-    model = TRAINED * size.trained + size.frozen_bytes * size.frozen
-    weights = size.trained + size.frozen
-    reference = config.kl.coefficient > 0 and config.kl.reference == "initial"
-    critic = config.advantage.estimator == "gae"
-    return model + 4 * weights * reference + TRAINED * weights * critic
 
 
 def free_bytes(engine_share: float = 0.0) -> float | None:

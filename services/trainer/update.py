@@ -22,7 +22,6 @@ from bapo_core.errors import BapoError, TransientError
 from bapo_core.kl import kl_penalty
 from bapo_core.losses import Aggregation, scale_count, token_scale
 from bapo_core.objectives import get_objective, losses_by_source
-from bapo_core.types import Source
 from services.trainer.checkpoint import Saved, Trained
 from services.trainer.critic import Critic, CriticTrainer
 from services.trainer.data import Batch, Plan, microbatches
@@ -307,7 +306,6 @@ class Updater:
         mask = batch.mask
         if self.config.loss.mask_truncated:
             mask = mask & ~batch.truncated[:, None]
-        sources = batch.sources
         targets = Targets(
             loss=self.config.loss,
             valid=batch.mask,
@@ -317,9 +315,7 @@ class Updater:
             current_logprobs=current,
             scored=scored,
             demonstrated=batch.demonstrated,
-            replayed=torch.tensor([s == Source.REPLAYED for s in sources], dtype=torch.bool)[
-                :, None
-            ],
+            replayed=batch.replayed,
             storage_logprobs=self._storage_logprobs(batch),
             initial_logprobs=initial,
             reference_share=kl.reference_share(step),
@@ -360,12 +356,10 @@ class Updater:
         """
         if self.config.loss.ratio != "decoupled":
             return None
-        is_replayed = [source == Source.REPLAYED for source in batch.sources]
-        replayed = torch.tensor(is_replayed, dtype=torch.bool)[:, None]
         storage = batch.storage_logprobs
         if storage is None:
             storage = torch.full_like(batch.behavior_logprobs, torch.nan)
-        if bool((storage.isnan() & replayed & batch.mask).any()):
+        if bool((storage.isnan() & batch.replayed & batch.mask).any()):
             raise BapoError(
                 "loss.ratio=decoupled needs the log-probs of the storage step for every replayed "
                 "group, and some have none: the run was started with another ratio; start a new run"
