@@ -1,13 +1,26 @@
 """The configuration of a run: every switch of the method, with its source and its default.
 
-`sections` has the models, `objectives` the settings of single objectives, `presets` the changes
-that each `algorithm` makes to the defaults, `loader` the readers of YAML files and overrides,
-`messages` the text of errors, and `schema` the JSON Schema of a file.
+`run` has the model of a whole configuration; `rollouts`, `samplers`, `batches`, `loss`,
+`objectives`, `training` and `evaluation` have the models of its sections, by topic; `checks` has
+what is refused and warned about across sections; `presets` the changes that each `algorithm` makes
+to the defaults; `loader` the readers of YAML files and overrides; `messages` the text of errors;
+and `schema` the JSON Schema of a file.
 """
 
 from __future__ import annotations
 
-from bapo_core.config.base import Section
+from bapo_core.config.base import Fraction, Section
+from bapo_core.config.batches import (
+    BatchConfig,
+    DemonstrationsConfig,
+    FreshConfig,
+    HardBufferConfig,
+    HighQualityBufferConfig,
+    ReevaluateConfig,
+    ReplayConfig,
+    ReplayWindowConfig,
+    ResponseReplayConfig,
+)
 from bapo_core.config.evaluation import EvaluationConfig, EvaluationSet, EvaluationSetConfig
 from bapo_core.config.loader import (
     config_from,
@@ -21,6 +34,14 @@ from bapo_core.config.loader import (
     parse_values,
     read_values,
 )
+from bapo_core.config.loss import (
+    AdvantageConfig,
+    ConvexKLConfig,
+    CriticConfig,
+    KLConfig,
+    LossConfig,
+    SourceLossConfig,
+)
 from bapo_core.config.objectives import (
     AdaptiveClippingConfig,
     CispoConfig,
@@ -33,36 +54,21 @@ from bapo_core.config.objectives import (
     ToprConfig,
 )
 from bapo_core.config.presets import PRESETS
-from bapo_core.config.schema import json_schema
-from bapo_core.config.sections import (
-    AdvantageConfig,
-    Algorithm,
-    BatchConfig,
-    CheckpointConfig,
-    ConvexKLConfig,
-    CriticConfig,
-    DemonstrationsConfig,
-    Fraction,
-    FreshConfig,
-    HardBufferConfig,
-    HighQualityBufferConfig,
-    KLConfig,
-    LoraConfig,
-    LossConfig,
-    MlflowConfig,
+from bapo_core.config.rollouts import (
     ModelConfig,
-    OptimizerConfig,
-    ReevaluateConfig,
-    ReplayConfig,
-    ReplayWindowConfig,
-    ResponseReplayConfig,
     RewardConfig,
     RolloutConfig,
-    RunConfig,
-    SamplerConfig,
-    SourceLossConfig,
     SyncConfig,
     TaskConfig,
+)
+from bapo_core.config.run import Algorithm, RunConfig
+from bapo_core.config.samplers import SamplerConfig
+from bapo_core.config.schema import json_schema
+from bapo_core.config.training import (
+    CheckpointConfig,
+    LoraConfig,
+    MlflowConfig,
+    OptimizerConfig,
     TrainerConfig,
     refuse_credentials,
 )

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from bapo_core.config.messages import explain_validation_error
 from bapo_core.config.presets import PRESETS
-from bapo_core.config.sections import RunConfig
+from bapo_core.config.run import RunConfig
 from bapo_core.errors import ConfigError
 from bapo_core.spelling import did_you_mean
 

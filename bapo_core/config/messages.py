@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from bapo_core.config.base import section_of
-from bapo_core.config.sections import RunConfig
+from bapo_core.config.run import RunConfig
 from bapo_core.spelling import did_you_mean
 
 RENAMED = {

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
-from bapo_core.config.sections import RunConfig
+from bapo_core.config.run import RunConfig
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 

@@ -344,8 +344,8 @@ def test_padding_may_be_nan_here_and_in_the_token_mean_of_verl(
 def test_defaults_of_verl(verl: Any) -> None:
     from verl.workers.config import ActorConfig, PolicyLossConfig
 
+    from bapo_core.config.loss import LossConfig
     from bapo_core.config.objectives import KlCovConfig, SapoConfig
-    from bapo_core.config.sections import LossConfig
 
     actor = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
     assert (actor.clip_ratio_high, LossConfig().clip_high) == (0.2, 0.28)

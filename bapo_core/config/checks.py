@@ -1,0 +1,546 @@
+"""The checks of values of several sections: what is refused, and what is warned about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from bapo_core.config.base import Section
+from bapo_core.config.batches import ReplayWindowConfig, ResponseReplayConfig
+from bapo_core.config.evaluation import GREEDY_TEMPERATURE, TEST_SET
+from bapo_core.config.objectives import ESTIMATOR_NAMES, SEQUENCE_OBJECTIVES
+from bapo_core.config.samplers import SamplerConfig
+from bapo_core.thresholds import replay_window, within
+
+if TYPE_CHECKING:
+    from bapo_core.config.run import RunConfig
+
+
+def refuse_contradictions(config: RunConfig) -> None:
+    """Raises `ValueError` for values of several sections that contradict each other."""
+    for refuse in (
+        _refuse_dynamic_sampling_of_other_groups,
+        _refuse_advantages_that_do_not_fit_the_loss,
+        _refuse_response_replay,
+        _refuse_filters_that_drop_joined_groups,
+        _refuse_supervised_updates,
+        _refuse_greedy_samples,
+        _refuse_rewards_that_do_not_fit_the_estimator,
+        _refuse_resets_of_adapters,
+        _refuse_evaluation_sets,
+        _refuse_sizes_that_do_not_fit,
+    ):
+        refuse(config)
+
+
+def list_warnings(config: RunConfig) -> list[str]:
+    """Returns warnings about settings that are valid and surprising."""
+    warnings = []
+    if config.sync.lag and config.reevaluate.enabled:
+        warnings.append(
+            f"sync.lag is {config.sync.lag} with reevaluate.enabled: re-evaluations need the "
+            "current weights, so rollouts wait for the trainer every sync.reevaluate_every "
+            "steps"
+        )
+    if config.sync.interrupt_rollouts and not config.sync.lag:
+        warnings.append(
+            "sync.interrupt_rollouts changes nothing with sync.lag=0: the weights of a sync "
+            "are published when all responses before it have ended; set sync.lag"
+        )
+    elif config.sync.interrupt_rollouts and config.rollout.max_generation_rounds > 1:
+        warnings.append(
+            "sync.interrupt_rollouts changes nothing with rollout.max_generation_rounds="
+            f"{config.rollout.max_generation_rounds}: the prompts of a step follow from the "
+            "rewards of the step before, so its responses end before new weights are loaded"
+        )
+    if (
+        config.reevaluate.enabled
+        and not config.sync.lag
+        and not config.schedule.one_load_serves_both
+    ):
+        warnings.append(
+            f"sync.every (v={config.sync.every}) does not divide sync.reevaluate_every "
+            f"(m={config.sync.reevaluate_every}) or sync.phase is first_step, so the engine "
+            "loads the current weights for each re-evaluation and then the older ones again: "
+            "correct, but slower; make reevaluate_every a multiple of every, with phase "
+            "algorithm1"
+        )
+    if config.batch_capacity % config.optimizer.minibatch_prompts:
+        warnings.append(
+            f"optimizer.minibatch_prompts ({config.optimizer.minibatch_prompts}) does not divide "
+            f"the batch capacity ({config.batch_capacity}), so the last minibatch of a full "
+            "batch is short"
+        )
+    if config.steps > 1 and config.schedule.policy_version(config.steps) == 1:
+        warnings.append(
+            f"sync.every is {config.sync.every} and steps is {config.steps}: all rollouts come "
+            "from the initial model; lower sync.every or raise steps"
+        )
+    weights = ("weight_cap", "weight_floor", "weight_mode", "weight_norm", "weight_level")
+    unused = _changed("loss", config.loss, weights)
+    if config.loss.ratio == "behavior" and unused:
+        warnings.append(
+            f"{' and '.join(unused)} change nothing with loss.ratio=behavior, whose ratio has "
+            "the behaviour policy in the denominator and needs no importance weights"
+        )
+    warnings += _warnings_about_methods(config)
+    warnings += _warnings_about_sampling(config)
+    warnings += _warnings_about_batches(config)
+    warnings += _warnings_about_unused_sections(config)
+    empty = _empty_windows(config)
+    if config.replay.enabled and config.replay.select == "window" and empty:
+        warnings.append(
+            f"with rollout.group_size {config.rollout.group_size}, the replay window [c2, c3] "
+            f"holds no accuracy k/G for {empty:.0%} of the values of r_tot, so nothing is "
+            "stored for replay then; widen replay_window.c2_range and c3_range, or raise the "
+            "group size"
+        )
+    return warnings
+
+
+def _refuse_dynamic_sampling_of_other_groups(config: RunConfig) -> None:
+    if config.rollout.max_generation_rounds > 1 and config.fresh.filter != "range":
+        raise ValueError(
+            f"rollout.max_generation_rounds is {config.rollout.max_generation_rounds} with "
+            f"fresh.filter={config.fresh.filter}: dynamic sampling counts groups with mixed "
+            "rewards, all of which only fresh.filter=range keeps; set "
+            "rollout.max_generation_rounds=1 or fresh.filter=range"
+        )
+
+
+def _refuse_advantages_that_do_not_fit_the_loss(config: RunConfig) -> None:
+    estimator, objective = config.advantage.estimator, config.loss.objective
+    in_reward = config.kl.placement == "reward"
+    if in_reward and estimator != "reinforce_pp":
+        raise ValueError(
+            f"kl.placement is 'reward' but advantage.estimator is '{estimator}', which has no "
+            "rewards of single tokens; set advantage.estimator=reinforce_pp or "
+            "kl.placement=loss"
+        )
+    by_token = estimator == "gae" or (
+        estimator == "reinforce_pp" and (in_reward or config.advantage.gamma < 1.0)
+    )
+    if objective in SEQUENCE_OBJECTIVES and by_token:
+        raise ValueError(
+            f"loss.objective is '{objective}', which needs one advantage for a response, but "
+            f"advantage.estimator={estimator} gives one for each token; set "
+            "advantage.estimator=group (or reinforce_pp with advantage.gamma=1 and "
+            "kl.placement=loss)"
+        )
+
+
+def _refuse_response_replay(config: RunConfig) -> None:
+    settings, size = config.response_replay, config.rollout.group_size
+    if config.sampler.kind == "exgrpo" and config.rollout.max_generation_rounds > 1:
+        raise ValueError(
+            "sampler.kind is 'exgrpo' with rollout.max_generation_rounds="
+            f"{config.rollout.max_generation_rounds}: a step has one round of prompts that are "
+            "revisited; set rollout.max_generation_rounds=1 or another sampler.kind"
+        )
+    if not settings.enabled:
+        return
+    if settings.groups == "revisited" and config.sampler.kind != "exgrpo":
+        raise ValueError(
+            "response_replay.groups is 'revisited' but sampler.kind is "
+            f"'{config.sampler.kind}', which revisits no prompts; set sampler.kind=exgrpo, or "
+            "response_replay.groups to all or unsolved"
+        )
+    demonstrated = int(config.demonstrations.join != "none")
+    if settings.replace and settings.most + demonstrated >= size:
+        key = f"response_replay.{settings.most_key}"
+        and_one = " and a demonstration" if demonstrated else ""
+        raise ValueError(
+            f"{key} is {settings.most} with response_replay.replace{and_one}, which leaves no "
+            f"fresh response of a group of {size}; lower {key}"
+        )
+    if config.loss.ratio == "decoupled":
+        raise ValueError(
+            "response_replay.enabled is true but loss.ratio is 'decoupled', which has the "
+            "trainer's log-probs of whole groups alone; set loss.ratio to behavior or "
+            "prox_current"
+        )
+    if config.replay.enabled and config.batch.dedup == "rollout":
+        raise ValueError(
+            "response_replay.enabled and replay.enabled with batch.dedup=rollout would put "
+            "responses into a batch twice; set batch.dedup=prompt, or disable one of the two"
+        )
+
+
+def _refuse_filters_that_drop_joined_groups(config: RunConfig) -> None:
+    joins = {
+        "response_replay.groups": config.response_replay.enabled
+        and config.response_replay.groups == "unsolved",
+        "demonstrations.join": config.demonstrations.join == "unsolved",
+    }
+    joins_all = config.demonstrations.join == "all"
+    if joins_all and config.fresh.filter in ("gaussian", "uniform"):
+        raise ValueError(
+            f"demonstrations.join is 'all' but fresh.filter is '{config.fresh.filter}', which "
+            "drops groups without a correct response that the demonstration makes mixed; set "
+            "fresh.filter to range or none"
+        )
+    for key, unsolved in joins.items():
+        if unsolved and config.fresh.filter == "gaussian":
+            raise ValueError(
+                f"{key} is 'unsolved' but fresh.filter is 'gaussian', which keeps no group "
+                "without a correct response, so nothing would join; set fresh.filter to range "
+                "or none"
+            )
+
+
+def _refuse_supervised_updates(config: RunConfig) -> None:
+    count = config.demonstrations.supervise_every
+    if count and config.reevaluate.enabled:
+        raise ValueError(
+            f"demonstrations.supervise_every is {count} with reevaluate.enabled, but both take "
+            "prompts from the hard buffer; set supervise_every=0 or reevaluate.enabled=false"
+        )
+    if count > config.hard_capacity:
+        raise ValueError(
+            f"demonstrations.supervise_every ({count}) is above the capacity of the hard "
+            f"buffer ({config.hard_capacity}), so no update would ever be due; raise "
+            "hard_buffer.capacity"
+        )
+
+
+def _refuse_greedy_samples(config: RunConfig) -> None:
+    for settings in config.evaluation_sets.values():
+        if settings.temperature == GREEDY_TEMPERATURE and settings.samples > 1:
+            raise ValueError(
+                f"the evaluation set {settings.name} has temperature 0 and "
+                f"{settings.samples} samples, but greedy responses to a prompt are all the "
+                "same; set samples to 1, or a temperature above 0"
+            )
+
+
+def _refuse_rewards_that_do_not_fit_the_estimator(config: RunConfig) -> None:
+    if config.advantage.estimator == "maxrl" and config.reward.may_be_negative:
+        raise ValueError(
+            "advantage.estimator is 'maxrl', which divides by the mean reward of a group, but "
+            "the reward section allows rewards below 0; set reward.wrong=0, "
+            "reward.overlong_share=0 and no negative weight, or another estimator"
+        )
+
+
+def _refuse_resets_of_adapters(config: RunConfig) -> None:
+    if config.kl.reset_after is not None and config.lora.rank:
+        raise ValueError(
+            f"kl.reset_after is {config.kl.reset_after} but lora.rank is {config.lora.rank}: the "
+            "reference has no adapters to become the policy; set one of them to null or 0"
+        )
+
+
+def _refuse_evaluation_sets(config: RunConfig) -> None:
+    names, primary = sorted(config.evaluation.sets) or [TEST_SET], config.evaluation.primary
+    if primary is not None and primary not in names:
+        raise ValueError(
+            f"evaluation.primary is {primary!r}, which is no set of evaluation.sets; choose "
+            f"one of {', '.join(names)}"
+        )
+    if config.evaluation.sets and config.task.test_path is not None:
+        raise ValueError(
+            f"task.test_path is {config.task.test_path}, but the held-out prompts are those of "
+            f"evaluation.sets ({', '.join(names)}); remove task.test_path "
+            "(task.test_path=null), or make it the path of a set"
+        )
+
+
+def _refuse_sizes_that_do_not_fit(config: RunConfig) -> None:
+    minibatch = config.optimizer.minibatch_prompts
+    if config.batch_capacity < minibatch:
+        raise ValueError(
+            f"the batch capacity ({config.batch_capacity} groups) is below "
+            f"optimizer.minibatch_prompts ({minibatch}); raise batch.capacity or "
+            "rollout.prompts_per_step, or lower optimizer.minibatch_prompts"
+        )
+    longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
+    if config.optimizer.microbatch_tokens < longest:
+        raise ValueError(
+            f"optimizer.microbatch_tokens ({config.optimizer.microbatch_tokens}) is below the "
+            f"longest sequence, rollout.max_prompt_tokens + rollout.max_response_tokens "
+            f"({longest}); raise optimizer.microbatch_tokens"
+        )
+    if config.sync.transport == "nccl" and config.rollout.engine != "vllm":
+        raise ValueError(
+            f"sync.transport is nccl, which rollout.engine {config.rollout.engine} does not "
+            "support; set rollout.engine to vllm, or sync.transport to object_store"
+        )
+    every = config.evaluation_sets[config.primary_set].every
+    if config.checkpoint.keep_best and every % config.checkpoint.every:
+        raise ValueError(
+            f"checkpoint.keep_best is {config.checkpoint.keep_best}, which needs a checkpoint of "
+            f"every policy version that is evaluated; make evaluation.every ({every}) a "
+            f"multiple of checkpoint.every ({config.checkpoint.every})"
+        )
+    if config.task.train_prompts < config.prompts_needed:
+        raise ValueError(
+            f"task.train_prompts is {config.task.train_prompts} but "
+            f"{config.explain_prompts_needed()}; raise task.train_prompts"
+        )
+    if config.sampler.prior_run == config.name:
+        raise ValueError(
+            f"sampler.prior_run is {config.name!r}, the run itself; name an earlier run, or "
+            "remove sampler.prior_run"
+        )
+
+
+def _warnings_about_methods(config: RunConfig) -> list[str]:
+    """Returns warnings about objectives and estimators."""
+    warnings = []
+    objective, estimator = config.loss.objective, config.advantage.estimator
+    unused = _changed("loss", config.loss, ("clip_low", "clip_high", "dual_clip"))
+    if objective != "ppo" and unused:
+        warnings.append(
+            f"{' and '.join(unused)} change nothing with loss.objective={objective}: its "
+            f"settings are the keys of loss.{objective}"
+        )
+    replays = config.replay.enabled or config.response_replay.enabled
+    stale = config.sync.every > 1 or config.sync.lag > 0 or replays
+    if objective == "gspo" and config.loss.ratio == "behavior" and stale:
+        warnings.append(
+            "loss.objective=gspo with loss.ratio=behavior clips almost every response that an "
+            "earlier policy sampled (sync.every above 1, or replay), because its bounds are "
+            "3e-4 and 4e-4 from 1; set loss.ratio=prox_current with "
+            "loss.weight_level=geometric"
+        )
+    if estimator == "opo" and config.optimizer.minibatch_prompts < config.batch_capacity:
+        warnings.append(
+            "advantage.estimator=opo is derived for exactly on-policy updates, but "
+            f"optimizer.minibatch_prompts ({config.optimizer.minibatch_prompts}) is below the "
+            f"batch capacity ({config.batch_capacity}), so later minibatches are off-policy; "
+            "raise optimizer.minibatch_prompts"
+        )
+    unscaled = estimator == "group" and config.advantage.scale == "none"
+    read = () if unscaled else _READ_BY_ESTIMATOR.get(estimator, ())
+    unread = [key for key in ("std", "eps", "gamma", "lam", "whiten") if key not in read]
+    unused = _changed("advantage", config.advantage, unread)
+    # A plug-in gets the whole section.
+    if estimator in ESTIMATOR_NAMES and unused:
+        warnings.append(
+            f"{' and '.join(unused)} change nothing with advantage.estimator={estimator}"
+            f"{' and scale=none' if unscaled else ''}"
+        )
+    return warnings
+
+
+def _warnings_about_sampling(config: RunConfig) -> list[str]:
+    """Returns warnings about the sampler."""
+    warnings = []
+    kind, revisits = config.sampler.kind, ["revisited_share", "revisit_above"]
+    unread = ["select", "band", *revisits]  # by dots
+    if kind == "uniform":
+        unread = [key for key in SamplerConfig.model_fields if key != "kind"]
+    elif kind == "mopps":
+        band = ["band"] if config.sampler.select == "nearest" else []
+        unread = ["temperature", *band, *revisits]
+    elif kind == "exgrpo":
+        unread = ["candidates", "decay", "half_life", "target", "select", "band"]
+        unread.append("temperature")
+    unused = _changed("sampler", config.sampler, unread)
+    if unused:
+        warnings.append(f"{' and '.join(unused)} change nothing with sampler.kind={kind}")
+    if config.sampler.is_adaptive and config.sampler.as_of == "step" and config.sync.lag:
+        warnings.append(
+            f"sync.lag is {config.sync.lag} with sampler.as_of=step: the prompts of a step "
+            "depend on the commit of the step before, so rollouts wait for the trainer in "
+            "every step; set sampler.as_of=sync"
+        )
+    if kind == "dots":
+        warnings.append(
+            "sampler.kind=dots predicts difficulty by the posterior of each prompt's own "
+            "results, not by the paper's embedding model, so every prompt that was never drawn "
+            "counts as of medium difficulty (0.5); sampler.prior_run gives it results"
+        )
+    return warnings
+
+
+def _warnings_about_batches(config: RunConfig) -> list[str]:
+    """Returns warnings about what batches are composed of."""
+    warnings = []
+    unused = _changed("replay_window", config.replay_window, list(ReplayWindowConfig.model_fields))
+    if config.replay.select == "mixed" and unused:
+        warnings.append(
+            f"{' and '.join(unused)} change nothing with replay.select=mixed, which replays "
+            "groups of any mixed rewards"
+        )
+    replayed = [key for key in ResponseReplayConfig.model_fields if key != "enabled"]
+    unused = _changed("response_replay", config.response_replay, replayed)
+    if unused and not config.response_replay.enabled:
+        warnings.append(
+            f"{' and '.join(unused)} change nothing with response_replay.enabled=False, the default"
+        )
+    absent = {
+        "reevaluated": not config.reevaluate.enabled,
+        "replayed": not (config.replay.enabled or config.response_replay.enabled),
+        "demonstrated": config.demonstrations.join == "none",
+    }
+    warnings += [
+        f"loss.by_source.{source} changes nothing: no batch of this run has such responses"
+        for source in config.loss.by_source
+        if absent.get(source)
+    ]
+    if config.demonstrations.join != "none" and config.reward.weights:
+        parts = " and ".join(sorted(config.reward.weights))
+        warnings.append(
+            f"demonstrations have the reward of a correct answer ({config.reward.correct:g}) "
+            f"without the part {parts} of reward.weights, so beside sampled responses that "
+            "have it too, their advantage is negative; remove the weights, or set "
+            "demonstrations.join=none"
+        )
+    fresh = config.rollout.prompts_per_step * config.rollout.max_generation_rounds
+    if config.rollout.max_generation_rounds > 1 and config.batch_capacity > fresh:
+        warnings.append(
+            f"the batch capacity ({config.batch_capacity}) is above the {fresh} groups of all "
+            "generation rounds (rollout.prompts_per_step x rollout.max_generation_rounds), so "
+            "every step takes all rounds; lower batch.capacity, or raise one of these"
+        )
+    if config.batch.fresh_fraction < 1.0 and not config.replay.enabled:
+        warnings.append(
+            f"batch.fresh_fraction={config.batch.fresh_fraction} leaves room in every batch that "
+            "nothing fills with replay.enabled=False; set replay.enabled=true, or "
+            "batch.fresh_fraction=1"
+        )
+    if config.batch.fresh_fraction < 1.0 and config.batch.capacity is not None:
+        warnings.append(
+            f"batch.fresh_fraction={config.batch.fresh_fraction} changes nothing with "
+            f"batch.capacity={config.batch.capacity}, which sets the batch's size"
+        )
+    return warnings
+
+
+def _warnings_about_unused_sections(config: RunConfig) -> list[str]:
+    """Returns warnings about settings of what another setting turns off."""
+    warnings = []
+    for is_unused, condition, sections in _unused_sections(config):
+        keys = [
+            key
+            for name, (section, names) in sections.items()
+            for key in _changed(name, section, names or tuple(type(section).model_fields))
+        ]
+        if is_unused and keys:
+            warnings.append(f"{' and '.join(keys)} change nothing with {condition}")
+    return warnings
+
+
+def _unused_sections(
+    config: RunConfig,
+) -> list[tuple[bool, str, dict[str, tuple[Section, Sequence[str]]]]]:
+    """Returns whether a condition holds, the condition, and the keys that then have no effect.
+
+    The keys are by section; without any, the whole section has none.
+    """
+    replay, window, reevaluate = config.replay, config.replay_window, config.reevaluate
+    windowed = replay.enabled and replay.select == "window"
+    estimator, fresh = config.advantage.estimator, config.fresh
+    supervises = config.demonstrations.enabled
+    return [
+        (
+            not replay.enabled,
+            "replay.enabled=False",
+            {
+                "replay": (replay, ["select", "last_step"]),
+                "hard_buffer": (config.hard_buffer, ["store_new_in_high"]),
+                "replay_window": (window, ()),
+                "high_quality_buffer": (config.high_quality_buffer, ()),
+            },
+        ),
+        (
+            windowed and window.direction == "off",
+            "replay_window.direction=off",
+            {"replay_window": (window, ["r_tot", "ema_decay"])},
+        ),
+        (
+            windowed and window.direction != "off" and window.r_tot != "ema",
+            f"replay_window.r_tot={window.r_tot}",
+            {"replay_window": (window, ["ema_decay"])},
+        ),
+        (
+            not reevaluate.enabled,
+            "reevaluate.enabled=False",
+            {
+                "reevaluate": (reevaluate, ["rule", "max_prompts"]),
+                "sync": (config.sync, ["reevaluate_every"]),
+            },
+        ),
+        (
+            not reevaluate.enabled and not supervises,
+            "reevaluate.enabled=False",
+            {"reevaluate": (reevaluate, ["c1"]), "hard_buffer": (config.hard_buffer, ())},
+        ),
+        (
+            fresh.filter != "gaussian",
+            f"fresh.filter={fresh.filter}",
+            {"fresh": (fresh, ["gaussian_mean", "gaussian_sigma"])},
+        ),
+        (
+            fresh.filter != "uniform",
+            f"fresh.filter={fresh.filter}",
+            {"fresh": (fresh, ["uniform_fraction"])},
+        ),
+        (
+            estimator in ESTIMATOR_NAMES and estimator != "gae",
+            f"advantage.estimator={estimator}",
+            {"critic": (config.critic, ())},
+        ),
+        (
+            config.kl.coefficient == 0,
+            "kl.coefficient=0",
+            {"kl": (config.kl, ["estimator", "reset_after"])},
+        ),
+        (
+            config.loss.weight_mode == "unit",
+            "loss.weight_mode=unit",
+            {"loss": (config.loss, ["weight_cap", "weight_floor", "weight_norm"])},
+        ),
+        (
+            config.rollout.engine != "vllm",
+            f"rollout.engine={config.rollout.engine}",
+            {"rollout": (config.rollout, ["dtype", "vllm_args"])},
+        ),
+        (
+            not config.mlflow.tracking_uri,
+            "an empty mlflow.tracking_uri",
+            {"mlflow": (config.mlflow, ["experiment"])},
+        ),
+        (
+            config.lora.rank == 0,
+            "lora.rank=0",
+            {"lora": (config.lora, ["alpha", "targets"])},
+        ),
+        (
+            config.reward.overlong_share == 0,
+            "reward.overlong_share=0",
+            {"reward": (config.reward, ["overlong_weight"])},
+        ),
+    ]
+
+
+def _empty_windows(config: RunConfig) -> float:
+    """Returns the share of r_tot in [0, 1] at which no accuracy k/G is in the window."""
+    settings, size = config.replay_window, config.rollout.group_size
+    windows = [
+        replay_window(share / 1000, settings.c2_range, settings.c3_range, settings.direction)
+        for share in range(1001)
+    ]
+    empty = [not any(within(k / size, c2, c3) for k in range(size + 1)) for c2, c3 in windows]
+    return sum(empty) / len(empty)
+
+
+_READ_BY_ESTIMATOR: dict[str, tuple[str, ...]] = {
+    "group": ("std", "eps"),
+    "gae": ("gamma", "lam", "whiten"),
+    "reinforce_pp": ("gamma",),
+    "maxrl": ("eps",),
+}
+"""The keys of the section `advantage` that a built-in estimator reads, besides `scale`."""
+
+
+def _changed(name: str, section: Section, keys: Sequence[str]) -> list[str]:
+    """Returns `name.key=value` for each of the section's keys that has not its default."""
+    fields = type(section).model_fields
+    values = {key: getattr(section, key) for key in keys}
+    return [
+        f"{name}.{key}={value}"
+        for key, value in values.items()
+        if value != fields[key].get_default(call_default_factory=True)
+    ]

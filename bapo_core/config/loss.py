@@ -1,0 +1,362 @@
+"""The sections of the policy update: advantages, the critic, the policy loss and the KL penalty."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from bapo_core.config.base import Fraction, Section
+from bapo_core.config.objectives import (
+    BEHAVIOR_OBJECTIVES,
+    ESTIMATOR_ENTRY_POINTS,
+    ESTIMATOR_NAMES,
+    OBJECTIVE_ENTRY_POINTS,
+    OBJECTIVE_NAMES,
+    OBJECTIVE_SECTIONS,
+    SEQUENCE_OBJECTIVES,
+    AdaptiveClippingConfig,
+    CispoConfig,
+    ClipCovConfig,
+    GmpoConfig,
+    GspoConfig,
+    KlCovConfig,
+    M2poConfig,
+    SapoConfig,
+    ToprConfig,
+)
+from bapo_core.plug_ins import plug_in_names
+
+
+def _check_known(key: str, value: str, built_in: Sequence[str], entry_points: str) -> str:
+    """Returns `value` if it names something built in or a plug-in, which is not loaded."""
+    if value not in built_in:
+        known = sorted({*built_in, *plug_in_names(entry_points)})
+        if value not in known:
+            raise ValueError(f"{key} is {value!r}, which is not one of {', '.join(known)}")
+    return value
+
+
+class SourceLossConfig(Section):
+    """The policy loss of the responses of one source, where it differs from that of the others."""
+
+    coefficient: float = Field(1.0, ge=0.0)
+    """Factor of the policy loss."""
+    clip_low: float | None = Field(None, gt=0.0)
+    """In place of `loss.clip_low`; null is the same."""
+    clip_high: float | None = Field(None, gt=0.0)
+    """In place of `loss.clip_high`; null is the same."""
+    shaping: float | None = Field(None, gt=0.0)
+    """gamma of the shaped ratio r / (r + gamma), in place of the objective (LUFFY and ExGRPO: 0.1);
+    null keeps the objective."""
+
+    @model_validator(mode="after")
+    def _shaped_has_no_clip(self) -> SourceLossConfig:
+        if self.shaping is not None and (self.clip_low or self.clip_high):
+            raise ValueError(
+                "shaping is given with a clip bound, but the shaped ratio is not clipped; remove "
+                "shaping, or clip_low and clip_high"
+            )
+        return self
+
+
+class AdvantageConfig(Section):
+    """Advantages, from the statistics of a group (Eq. 2), of the batch, or from a critic (A.9)."""
+
+    estimator: str = "group"
+    """Estimator of advantages (docs/methods.md): `group` compares the G responses to a prompt
+    (Eq. 2); `gae` is generalised advantage estimation, by token, with a critic (BA-PPO, A.9);
+    `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `opo`, `maxrl`; or one that an installed
+    package adds."""
+    scale: Literal["group", "batch", "none"] = "group"
+    """Standard deviation that `estimator: group` divides by: that of the group's rewards (Eq. 2),
+    of all rewards of the batch (LitePPO, arXiv 2508.08221), or none (Dr. GRPO, arXiv
+    2503.20783)."""
+    std: Literal["population", "sample"] = "population"
+    """Normalisation of group advantages: (r - mean) / sqrt(var + eps) (`population`, Eq. 2); or by
+    the sample standard deviation plus eps (`sample`, as in the authors' code)."""
+    eps: float = Field(1e-6, gt=0.0)
+    """eps of Eq. 2, and of the mean that `estimator: maxrl` divides by."""
+    gamma: Fraction = 1.0
+    """gamma, the discount of the estimators `gae` and `reinforce_pp`."""
+    lam: Fraction = 1.0
+    """lambda of GAE (Table 3: 1)."""
+    whiten: bool = True
+    """Whether GAE's advantages are scaled to mean 0 and standard deviation 1 over the batch."""
+
+    @field_validator("estimator")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        return _check_known("estimator", value, ESTIMATOR_NAMES, ESTIMATOR_ENTRY_POINTS)
+
+    @model_validator(mode="after")
+    def _scales_groups(self) -> AdvantageConfig:
+        if self.scale != "group" and self.estimator != "group":
+            raise ValueError(
+                f"scale is '{self.scale}' but estimator is '{self.estimator}', which has a scale "
+                "of its own; set estimator to group, or scale to group"
+            )
+        return self
+
+
+class CriticConfig(Section):
+    """The critic of `advantage.estimator: gae`."""
+
+    learning_rate: float = Field(1e-5, gt=0.0)
+    """Learning rate of the critic's AdamW."""
+    clip: float = Field(0.5, gt=0.0)
+    """Clip range of the value loss."""
+
+
+class LossConfig(Section):
+    """The policy loss (Eq. 3): ratios, clipping, importance weights and normalisation."""
+
+    objective: str = "ppo"
+    """Policy loss of a token (docs/methods.md): `ppo`, the clipped surrogate of Eq. 3; `gspo`,
+    `cispo`, `sapo`, `gmpo`, `topr`, `m2po`, `clip_cov`, `kl_cov`, `adaptive_clipping`, each with a
+    section of settings; or one that an installed package adds."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Settings of an objective that an installed package adds."""
+    gspo: GspoConfig | None = None
+    """Settings of `objective: gspo`."""
+    cispo: CispoConfig | None = None
+    """Settings of `objective: cispo`."""
+    sapo: SapoConfig | None = None
+    """Settings of `objective: sapo`."""
+    gmpo: GmpoConfig | None = None
+    """Settings of `objective: gmpo`."""
+    topr: ToprConfig | None = None
+    """Settings of `objective: topr`."""
+    m2po: M2poConfig | None = None
+    """Settings of `objective: m2po`."""
+    clip_cov: ClipCovConfig | None = None
+    """Settings of `objective: clip_cov`."""
+    kl_cov: KlCovConfig | None = None
+    """Settings of `objective: kl_cov`."""
+    adaptive_clipping: AdaptiveClippingConfig | None = None
+    """Settings of `objective: adaptive_clipping`."""
+    ratio: Literal["prox_current", "behavior", "decoupled"] = "prox_current"
+    """Off-policy correction. `prox_current`: PPO ratio theta / theta_t with the importance weight
+    theta_t / behaviour, for every source. `behavior`: PPO ratio theta / behaviour (Eq. 3).
+    `decoupled`: as `prox_current`, but X3 has the trainer's weights at the step of its rollout in
+    place of theta_t (authors' code)."""
+    clip_center: Literal["one", "current"] = "one"
+    """Centre of the clip range of `objective: ppo` under `ratio: behavior`: 1, or theta_t /
+    behaviour (delayed GRPO)."""
+    by_source: dict[
+        Literal["fresh", "reevaluated", "replayed", "demonstrated"], SourceLossConfig
+    ] = Field(default_factory=dict)
+    """Settings of single sources, for example `{replayed: {coefficient: 0.5}}`."""
+    clip_low: float | None = Field(0.2, gt=0.0)
+    """Distance of the lower clip bound of `objective: ppo` from the centre (released script:
+    0.2); null sets no bound."""
+    clip_high: float | None = Field(0.28, gt=0.0)
+    """Distance of the upper clip bound of `objective: ppo` from the centre (released script:
+    0.28); null sets no bound."""
+    dual_clip: float | None = Field(10.0, gt=1.0)
+    """Dual clip of `objective: ppo`: the loss of a token with a negative advantage A is at most
+    this times |A|; null turns it off (released script: 10)."""
+    weight_cap: float = Field(3.0, gt=0.0)
+    """Largest importance weight (released script: 3)."""
+    weight_floor: float = Field(0.0, ge=0.0)
+    """Smallest importance weight; 0 sets no floor (IcePop: 0.5)."""
+    weight_mode: Literal["truncate", "mask", "unit"] = "truncate"
+    """Treatment of importance weights outside of [weight_floor, weight_cap]: `truncate` moves them
+    to the bound (released script); `mask` sets them to 0, so that those tokens have no policy
+    loss (IcePop, with 0.5 and 2). `unit` makes all weights 1, as if theta_t had sampled every
+    response (ARPO), which is biased."""
+    weight_norm: Literal["none", "batch"] = "none"
+    """Normaliser of importance weights: `batch` divides them by their mean over the tokens of the
+    batch that have a loss, so that it is 1 (verl's rollout correction)."""
+    weight_level: Literal["token", "sequence", "geometric"] = "token"
+    """Level of importance weights: a token's ratio, the product over the response, or its geometric
+    mean (released script: token)."""
+    aggregation: Literal[
+        "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    """Aggregation of token losses (docs/methods.md): the mean over tokens (released script), or
+    over responses of their mean over tokens (Eq. 1), of their sum, or of their sum divided by
+    `rollout.max_response_tokens` (Dr. GRPO)."""
+    mask_truncated: bool = False
+    """Whether responses that were cut off at `rollout.max_response_tokens` have no loss (overlong
+    filtering, arXiv 2503.14476); their rewards count for the advantages of their group."""
+    norm: Literal["actual", "nominal"] = "actual"
+    """Normaliser of a last minibatch that is short: its own size, or `optimizer.minibatch_prompts`
+    (`nominal`, as in the authors' code)."""
+    entropy_coefficient: float = Field(0.001, ge=0.0)
+    """Coefficient of the entropy bonus (Table 3: 0.001)."""
+
+    @property
+    def objective_settings(self) -> Any:
+        """The settings of the objective: its section, this one for `ppo`, or `options`."""
+        if self.objective == "ppo":
+            return self
+        return (
+            getattr(self, self.objective) if self.objective in OBJECTIVE_SECTIONS else self.options
+        )
+
+    @property
+    def weighting(self) -> dict[str, Any]:
+        """The arguments of `bapo_core.importance` that importance weights depend on."""
+        return {
+            "cap": self.weight_cap,
+            "floor": self.weight_floor,
+            "mode": self.weight_mode,
+            "level": self.weight_level,
+        }
+
+    @field_validator("objective")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        return _check_known("objective", value, OBJECTIVE_NAMES, OBJECTIVE_ENTRY_POINTS)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _select_section(cls, values: Any) -> Any:
+        """Gives the objective its section with the defaults, so that they are shown and stored."""
+        if isinstance(values, dict):
+            name = str(values.get("objective"))
+            if name in OBJECTIVE_SECTIONS and values.get(name) is None:
+                return {**values, name: {}}
+        return values
+
+    @model_validator(mode="after")
+    def _sections_need_their_objective(self) -> LossConfig:
+        for name in OBJECTIVE_SECTIONS:
+            if getattr(self, name) is not None and self.objective != name:
+                raise ValueError(
+                    f"{name} is given but objective is '{self.objective}', which does not read it; "
+                    f"remove {name}, or set objective to {name}"
+                )
+        if self.options and self.objective in OBJECTIVE_NAMES:
+            raise ValueError(
+                f"options is {self.options} but objective is '{self.objective}': options are of "
+                "objectives that an installed package adds; remove options"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _objective_fits_the_ratio(self) -> LossConfig:
+        if self.objective in BEHAVIOR_OBJECTIVES and self.ratio != "behavior":
+            raise ValueError(
+                f"objective is '{self.objective}' but ratio is '{self.ratio}': its equation has "
+                "the ratio of the current to the behaviour policy, which sampled the tokens; set "
+                "ratio to behavior"
+            )
+        token_weights = self.ratio != "behavior" and self.weight_level == "token"
+        if self.objective in SEQUENCE_OBJECTIVES and token_weights:
+            raise ValueError(
+                f"objective is '{self.objective}' but weight_level is 'token': a response has one "
+                "ratio and needs one importance weight; set weight_level to geometric or sequence, "
+                "or ratio to behavior"
+            )
+        if self.clip_center == "current" and self.objective != "ppo":
+            raise ValueError(
+                f"clip_center is 'current' but objective is '{self.objective}', whose bounds have "
+                "no centre that moves; set objective to ppo or clip_center to one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sources_fit_the_objective(self) -> LossConfig:
+        for source, settings in self.by_source.items():
+            if settings.shaping is not None and self.ratio != "behavior":
+                raise ValueError(
+                    f"by_source.{source}.shaping is given but ratio is '{self.ratio}': the shaped "
+                    "ratio is that of the current to the behaviour policy; set ratio to behavior"
+                )
+            if (settings.clip_low or settings.clip_high) and self.objective != "ppo":
+                raise ValueError(
+                    f"by_source.{source} has a clip bound but objective is '{self.objective}', "
+                    "which does not read it; set objective to ppo, or remove the bound"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_are_bounded(self) -> LossConfig:
+        if self.weight_floor >= self.weight_cap:
+            raise ValueError(
+                f"weight_floor ({self.weight_floor:g}) is not below weight_cap "
+                f"({self.weight_cap:g}), so no importance weight is between them; lower "
+                "weight_floor or raise weight_cap"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _center_needs_behavior(self) -> LossConfig:
+        if self.clip_center == "current" and self.ratio != "behavior":
+            raise ValueError(
+                f"clip_center is 'current' but ratio is '{self.ratio}': only the behavior ratio "
+                "has a centre that moves; set ratio to behavior or clip_center to one"
+            )
+        return self
+
+
+class ConvexKLConfig(Section):
+    """The KL-convex penalty of ReMix (arXiv 2507.06892): beta (lambda KL(pi || reference) +
+    (1 - lambda) KL(pi || theta_t)), where lambda falls stepwise from 1."""
+
+    after: int = Field(50, ge=0)
+    """Last step with lambda = 1 (ReMix: 50)."""
+    every: int = Field(10, ge=1)
+    """Steps between two decreases of lambda (ReMix: 10)."""
+    decrease: float = Field(0.1, gt=0.0, le=1.0)
+    """Size of a decrease of lambda (ReMix: 0.1)."""
+    lowest: Fraction = 0.5
+    """Lowest lambda (ReMix: 0.5)."""
+
+
+class KLConfig(Section):
+    """The KL penalty of the loss (beta KL in Eq. 3)."""
+
+    coefficient: float = Field(0.001, ge=0.0)
+    """beta, the coefficient of the KL penalty in Eq. 3 (Table 3: 0.001); 0 turns it off."""
+    placement: Literal["loss", "reward"] = "loss"
+    """Where the KL penalty acts: as a term of the loss (Eq. 3), or subtracted from the reward of
+    each token before advantages are estimated, as beta (log theta_t - log reference)
+    (REINFORCE++)."""
+    reference: Literal["rollout", "initial"] = "rollout"
+    """Policy that the KL penalty is taken to: the behaviour policy of each group (alpha in Eq. 3),
+    or the initial model (Eq. 1, GRPO)."""
+    estimator: Literal["k1", "k2", "k3", "k3_corrected", "iw"] = "k3"
+    """Estimator of the KL divergence. k1 and k3 are unbiased for samples of the current policy;
+    with w = current / behaviour policy, `k3_corrected` = w k3 and `iw` = w k1 - w + 1 are unbiased
+    for stored samples, too."""
+
+    convex: ConvexKLConfig | None = None
+    """Schedule of a KL penalty that is in part to theta_t (ReMix), for example `{}` with its
+    defaults; null takes it to the reference alone."""
+    reset_after: int | None = Field(None, ge=1)
+    """Step after which the policy becomes the reference, in place of the initial model (ReMix's
+    policy reincarnation, 50); null keeps the initial model."""
+
+    def reference_share(self, step: int) -> float:
+        """Returns lambda, the share of the penalty that is to the reference, at a step."""
+        if self.convex is None:
+            return 1.0
+        settings = self.convex
+        decreases = -(-max(step - settings.after, 0) // settings.every)
+        return max(1.0 - settings.decrease * decreases, settings.lowest)
+
+    def resets_before(self, step: int) -> bool:
+        """Whether the reference was replaced at or before the beginning of `step`."""
+        return self.reset_after is not None and step > self.reset_after
+
+    @model_validator(mode="after")
+    def _has_an_initial_reference(self) -> KLConfig:
+        for key in ("convex", "reset_after"):
+            if getattr(self, key) is not None and (
+                self.reference != "initial" or self.coefficient == 0
+            ):
+                raise ValueError(
+                    f"{key} is given with reference '{self.reference}' and coefficient "
+                    f"{self.coefficient:g}, but it needs a KL penalty to the initial model; set "
+                    f"reference to initial and a coefficient above 0, or remove {key}"
+                )
+        if self.convex is not None and self.placement == "reward":
+            raise ValueError(
+                "convex is given but placement is 'reward': the KL to theta_t is 0 when rewards "
+                "are computed; set placement to loss, or remove convex"
+            )
+        return self

@@ -1,0 +1,286 @@
+"""The configuration of a run: its name, its preset, and its sections, which the modules beside hold.
+
+Defaults are those of Table 3 of arXiv 2602.20722 and, where the paper is silent or differs from its
+authors' code, those argued in `docs/decisions/`. Each field's docstring is its description in
+`docs/configuration.md` and in `docs/config.schema.json`. Symbols are the paper's: X1, X2 and X3 are
+the sources of a batch; B_bad and B_high are the hard and the high-quality buffer; mu is a group's
+accuracy; alpha is the rollout policy, and theta_t the trainer's weights before update t.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from bapo_core.config.base import Section
+from bapo_core.config.batches import (
+    BatchConfig,
+    DemonstrationsConfig,
+    FreshConfig,
+    HardBufferConfig,
+    HighQualityBufferConfig,
+    ReevaluateConfig,
+    ReplayConfig,
+    ReplayWindowConfig,
+    ResponseReplayConfig,
+)
+from bapo_core.config.checks import list_warnings, refuse_contradictions
+from bapo_core.config.evaluation import (
+    GREEDY_TEMPERATURE,
+    TEST_SET,
+    EvaluationConfig,
+    EvaluationSet,
+    EvaluationSetConfig,
+)
+from bapo_core.config.loss import AdvantageConfig, CriticConfig, KLConfig, LossConfig
+from bapo_core.config.rollouts import (
+    JOURNAL_INTERVAL_S,
+    LONG_RESPONSE_TOKENS,
+    ModelConfig,
+    RewardConfig,
+    RolloutConfig,
+    SyncConfig,
+    TaskConfig,
+)
+from bapo_core.config.samplers import SamplerConfig
+from bapo_core.config.training import (
+    CheckpointConfig,
+    LoraConfig,
+    MlflowConfig,
+    OptimizerConfig,
+    TrainerConfig,
+)
+from bapo_core.schedule import SyncSchedule
+
+Algorithm = Literal[
+    "bapo",
+    "bapo_mini",
+    "bapo_without_x2",
+    "bapo_without_x3",
+    "bapo_fixed_window",
+    "grpo",
+    "grpo_delayed",
+    "dapo",
+    "ba_ppo",
+    "ppo",
+    "dr_grpo",
+    "rloo",
+    "reinforce_pp",
+    "opo",
+    "maxrl",
+    "gspo",
+    "cispo",
+    "sapo",
+    "gmpo",
+    "topr",
+    "m2po",
+    "clip_cov",
+    "kl_cov",
+    "bapo_adaptive_clipping",
+    "mopps",
+    "dots",
+    "repo",
+    "arpo",
+    "exgrpo",
+    "luffy",
+    "relift",
+    "remix_grpo",
+    "areal_async",
+]
+
+
+class RunConfig(Section):
+    """The configuration of a run: its name, its preset, and the sections of its keys."""
+
+    name: str = Field("countdown", pattern=r"^[a-z][a-z0-9-]{0,62}$")
+    """Name of the run: lower-case letters, digits and hyphens, starting with a letter."""
+    algorithm: Algorithm = "bapo"
+    """Preset, whose values replace the defaults; the file's values replace the preset's."""
+    seed: int = Field(42, ge=0)
+    """Seed from which every random draw of the run is derived (Table 3: 42)."""
+    steps: int = Field(471, ge=1)
+    """T, the number of training steps."""
+    model: ModelConfig = ModelConfig()
+    task: TaskConfig = TaskConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
+    sampler: SamplerConfig = SamplerConfig()
+    sync: SyncConfig = SyncConfig()
+    fresh: FreshConfig = FreshConfig()
+    reevaluate: ReevaluateConfig = ReevaluateConfig()
+    replay: ReplayConfig = ReplayConfig()
+    response_replay: ResponseReplayConfig = ResponseReplayConfig()
+    demonstrations: DemonstrationsConfig = DemonstrationsConfig()
+    hard_buffer: HardBufferConfig = HardBufferConfig()
+    high_quality_buffer: HighQualityBufferConfig = HighQualityBufferConfig()
+    replay_window: ReplayWindowConfig = ReplayWindowConfig()
+    batch: BatchConfig = BatchConfig()
+    advantage: AdvantageConfig = AdvantageConfig()
+    critic: CriticConfig = CriticConfig()
+    loss: LossConfig = LossConfig()
+    kl: KLConfig = KLConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig = LoraConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    mlflow: MlflowConfig = MlflowConfig()
+
+    @property
+    def schedule(self) -> SyncSchedule:
+        """The schedule of syncs (v) and re-evaluations (m)."""
+        sync = self.sync
+        return SyncSchedule(sync.every, sync.reevaluate_every, sync.phase, sync.lag)
+
+    @property
+    def batch_capacity(self) -> int:
+        """Most groups in a training batch: `batch.capacity`, or B / `batch.fresh_fraction`."""
+        prompts, fraction = self.rollout.prompts_per_step, self.batch.fresh_fraction
+        if self.batch.capacity is not None:
+            return self.batch.capacity
+        if fraction == 1.0:
+            return prompts
+        minibatch = self.optimizer.minibatch_prompts
+        # B / fraction may exceed a whole number by a rounding error alone.
+        return math.ceil(round(prompts / fraction / minibatch, 9)) * minibatch
+
+    @property
+    def candidates_per_round(self) -> int:
+        """Prompts that the B of a generation round are selected from: B, or more if adaptive."""
+        selects = self.sampler.selects_candidates
+        return self.rollout.prompts_per_step * (self.sampler.candidates if selects else 1)
+
+    @property
+    def draws_from_stream(self) -> bool:
+        """Whether a step goes on with the prompt after the last one of the step before: dynamic
+        sampling with the uniform sampler."""
+        return self.rollout.max_generation_rounds > 1 and not self.sampler.is_adaptive
+
+    @property
+    def prompts_needed(self) -> int:
+        """Fewest training prompts from which a step can draw in all of its generation rounds."""
+        return self.candidates_per_round * self.rollout.max_generation_rounds
+
+    @property
+    def keeps_hard_buffer(self) -> bool:
+        """Whether hard groups are stored: for re-evaluation, or for supervised updates."""
+        return self.reevaluate.enabled or self.demonstrations.supervise_every > 0
+
+    def replays_at(self, t: int) -> bool:
+        """Whether the batch of step t may have replayed groups (X3)."""
+        last = self.replay.last_step
+        return self.replay.enabled and (last is None or t <= last)
+
+    @property
+    def most_reevaluated(self) -> int:
+        """Most prompts of a re-evaluation: `reevaluate.max_prompts`, or half of B."""
+        return self.reevaluate.max_prompts or max(1, self.rollout.prompts_per_step // 2)
+
+    @property
+    def hard_capacity(self) -> int:
+        """Most groups in B_bad: `hard_buffer.capacity`, or B."""
+        return self.hard_buffer.capacity or self.rollout.prompts_per_step
+
+    @property
+    def evaluation_sets(self) -> dict[str, EvaluationSet]:
+        """The evaluation sets in the order of their names: `evaluation.sets`, or the set `test`."""
+        sets = self.evaluation.sets or {TEST_SET: EvaluationSetConfig(path=self.task.test_path)}
+        return {name: self._complete_set(name, sets[name]) for name in sorted(sets)}
+
+    def _complete_set(self, name: str, settings: EvaluationSetConfig) -> EvaluationSet:
+        defaults, rollout = self.evaluation, self.rollout
+        given = (settings.temperature, defaults.temperature, rollout.temperature)
+        temperature = next(value for value in given if value is not None)
+        # Greedy responses to a prompt are all the same.
+        samples = settings.samples or defaults.samples or (rollout.group_size if temperature else 1)
+        return EvaluationSet(
+            name=name,
+            path=settings.path,
+            options={**self.task.options, **settings.options},
+            columns={**self.task.columns, **settings.columns},
+            prompts=settings.prompts or self.task.test_prompts,
+            samples=samples,
+            temperature=temperature or GREEDY_TEMPERATURE,
+            top_p=settings.top_p or defaults.top_p,
+            every=settings.every or defaults.every,
+        )
+
+    @property
+    def primary_set(self) -> str:
+        """The name of the set that stands for the run: `evaluation.primary`, or the first."""
+        return self.evaluation.primary or min(self.evaluation.sets or {TEST_SET})
+
+    @property
+    def journal_interval_s(self) -> float:
+        """Seconds between two writes of the journal of unfinished responses; 0 if there is none."""
+        rollout = self.rollout
+        if rollout.journal_interval_s is not None:
+            return rollout.journal_interval_s
+        long = rollout.engine == "vllm" and rollout.max_response_tokens > LONG_RESPONSE_TOKENS
+        return JOURNAL_INTERVAL_S if long else 0.0
+
+    @property
+    def interrupts_rollouts(self) -> bool:
+        """Whether new weights interrupt rollouts.
+
+        That takes an engine that streams tokens, and rollouts that run ahead of the trainer.
+        """
+        ahead = self.sync.lag > 0 and self.rollout.max_generation_rounds == 1
+        return self.sync.interrupt_rollouts and ahead and self.rollout.engine == "vllm"
+
+    def rollout_version(self, t: int, kind: str) -> int:
+        """Returns the policy version that samples at step t: alpha for `fresh`, else theta_t."""
+        return self.schedule.policy_version(t) if kind == "fresh" else t
+
+    def sampled_as_of(self, t: int) -> int:
+        """Returns the step whose commit the prompts of step t depend on; 0 for none."""
+        if not self.sampler.is_adaptive:
+            return 0
+        return (self.schedule.policy_version(t) if self.sampler.as_of == "sync" else t) - 1
+
+    def evaluates_at(self, t: int) -> bool:
+        """Whether theta_t is evaluated on any set."""
+        return bool(self.evaluation_sets_at(t))
+
+    def evaluation_sets_at(self, t: int) -> list[str]:
+        """Returns the sets on which theta_t is evaluated.
+
+        All sets are evaluated initially and finally, and each one every `evaluation.every` steps,
+        or at the interval of its own.
+        """
+        ends = t in (1, self.steps + 1)
+        sets = self.evaluation_sets.items()
+        return [name for name, settings in sets if ends or t % settings.every == 0]
+
+    def publishes_at(self, t: int) -> bool:
+        """Whether theta_t is published: for a sync, a re-evaluation, or an evaluation."""
+        within = t <= self.steps
+        return (
+            t == 1
+            or (t + self.sync.lag <= self.steps and self.schedule.syncs_at(t + self.sync.lag))
+            or (within and self.reevaluate.enabled and self.schedule.reevaluates_at(t))
+            or self.evaluates_at(t)
+        )
+
+    def checkpoints_after(self, step: int) -> bool:
+        """Whether a checkpoint is taken after `step`: at the end, and before every step that
+        `checkpoint.every` divides, as the steps with a sync are those that v divides."""
+        return (step + 1) % self.checkpoint.every == 0 or step == self.steps
+
+    def explain_prompts_needed(self) -> str:
+        """Describes `prompts_needed` and the keys that it is the product of, for errors."""
+        factors = ["rollout.prompts_per_step", "rollout.max_generation_rounds"]
+        if self.sampler.selects_candidates:
+            factors.append("sampler.candidates")
+        return f"one step may draw {self.prompts_needed} ({' x '.join(factors)})"
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        refuse_contradictions(self)
+        return self
+
+    def warnings(self) -> list[str]:
+        """Returns warnings about settings that are valid and surprising."""
+        return list_warnings(self)
