@@ -1,4 +1,4 @@
-"""The configuration of a run: its name, its preset, and its sections, which the modules beside hold.
+"""A run's configuration: its name, its preset, and its sections, which the modules beside hold.
 
 Defaults are those of Table 3 of arXiv 2602.20722 and, where the paper is silent or differs from its
 authors' code, those argued in `docs/decisions/`. Each field's docstring is its description in
