@@ -211,12 +211,7 @@ bench: $(STAMP) ## run the benchmarks of benchmarks/
 	$(BIN)/python -m benchmarks.crash_cost
 
 docs: $(STAMP) ## regenerate the reference pages, the chart's README and the compiled pipeline
-	$(BIN)/python -m bapo_core.config.reference docs/configuration.md
-	$(BIN)/python -m bapo_core.config.reference --schema docs/config.schema.json
-	$(BIN)/python -m bapo_core.methods docs/methods.md
-	$(BIN)/python -m services.cli.reference docs/cli.md
-	$(BIN)/python -m services.cli.environment docs/environment.md
-	$(BIN)/python charts/readme.py
+	$(BIN)/python -m docs.generate
 	$(BIN)/bapo pipeline compile
 	$(BIN)/python -m benchmarks.gpu.table
 

@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-from services.cli import environment, reference
+from docs.generate import commands, environment
 from services.common.settings import variables
 
 ROOT = Path(__file__).parents[3]
@@ -14,7 +14,7 @@ VARIABLE = re.compile(r"BAPO_[A-Z0-9]+(_[A-Z0-9]+)*")
 
 
 def test_the_command_reference_is_current() -> None:
-    assert (ROOT / "docs/cli.md").read_text() == reference.render(), "run `make docs`"
+    assert (ROOT / "docs/cli.md").read_text() == commands.render(), "run `make docs`"
 
 
 def test_the_page_of_environment_variables_is_current() -> None:

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from bapo_core.config import PRESETS, RunConfig, json_schema
-from bapo_core.config.reference import render, render_schema, undocumented
+from docs.generate.configuration import render, render_schema, undocumented
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 

@@ -10,9 +10,9 @@ from typing import get_args
 from bapo_core.advantages import ESTIMATORS
 from bapo_core.config import PRESETS, SamplerConfig
 from bapo_core.losses import AGGREGATIONS
-from bapo_core.methods import render
 from bapo_core.objectives import OBJECTIVES
 from bapo_core.sampling import Posterior, rank_by_difficulty, rank_by_thompson
+from docs.generate.methods import render
 
 
 def test_the_page_is_up_to_date() -> None:

@@ -21,8 +21,8 @@ import torch
 from bapo_core.clipping import search_bounds
 from bapo_core.config import AdaptiveClippingConfig, ConfigError, LossConfig
 from bapo_core.config.objectives import BEHAVIOR_OBJECTIVES, OBJECTIVE_NAMES
-from bapo_core.methods import EXAMPLE
 from bapo_core.objectives import OBJECTIVES, Tokens, get_objective, losses_by_source, shaped
+from docs.generate.methods import EXAMPLE
 from tests.unit.core.test_plug_ins import write_distribution
 
 Rows = list[list[float]]

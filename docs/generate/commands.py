@@ -1,8 +1,7 @@
-"""Writes the reference of every command: `python -m services.cli.reference docs/cli.md`."""
+"""Generates the reference of every command."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from inspect import cleandoc
 from pathlib import Path
@@ -87,11 +86,3 @@ def _row(parameter: click.Parameter) -> str:
     if not flag and isinstance(parameter.default, str | int | Path):
         cell += f" Default: `{parameter.default}`."
     return f"| `{_names(parameter)}` | {cell} |"
-
-
-def main() -> None:
-    Path(sys.argv[1]).write_text(render(), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

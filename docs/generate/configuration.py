@@ -1,18 +1,13 @@
 """Generates the reference of the configuration: the page of its keys, and its JSON Schema.
 
-    python -m bapo_core.config.reference docs/configuration.md
-    python -m bapo_core.config.reference --schema docs/config.schema.json
-
 Keys, types and defaults come from the models of `bapo_core.config`; descriptions are the docstrings
 of their fields.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, get_origin
 
 import yaml
@@ -152,18 +147,3 @@ def _presets() -> str:
         text = yaml.safe_dump(changes, sort_keys=False) if changes else "# the defaults\n"
         lines += [f"### {name}", "", "```yaml", text.rstrip(), "```", ""]
     return "\n".join(lines)
-
-
-def main() -> None:
-    """Writes the page, the schema, or both."""
-    parser = argparse.ArgumentParser(description="Generates the reference of the configuration.")
-    parser.add_argument("page", nargs="?", type=Path, help="Markdown file to write")
-    parser.add_argument("--schema", type=Path, help="JSON Schema file to write")
-    arguments = parser.parse_args()
-    for path, write in ((arguments.page, render), (arguments.schema, render_schema)):
-        if path is not None:
-            path.write_text(write(), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

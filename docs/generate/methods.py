@@ -1,17 +1,13 @@
 """Generates the page of methods, from the registries and the presets.
 
-    python -m bapo_core.methods docs/methods.md
-
 Formulas and sources are the docstrings of the functions, and defaults those of the configuration.
 """
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from bapo_core.advantages import ESTIMATORS, gae
@@ -27,7 +23,6 @@ from bapo_core.config import (
 )
 from bapo_core.config.objectives import OBJECTIVE_SECTIONS
 from bapo_core.config.presets import SUMMARIES
-from bapo_core.config.reference import render_keys
 from bapo_core.importance import truncated_weights
 from bapo_core.losses import AGGREGATIONS
 from bapo_core.objectives import OBJECTIVES, shaped
@@ -40,6 +35,7 @@ from bapo_core.sampling import (
     revisit_prompts,
     stream_positions,
 )
+from docs.generate.configuration import render_keys
 
 EXAMPLE = """import torch
 
@@ -209,14 +205,3 @@ def _markdown(function: Any) -> str:
 
 def _link(text: str) -> str:
     return re.sub(r"arXiv\s+(\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
-
-
-def main() -> None:
-    """Writes the page."""
-    parser = argparse.ArgumentParser(description="Generates the page of methods.")
-    parser.add_argument("page", type=Path, help="Markdown file to write")
-    parser.parse_args().page.write_text(render(), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Writes the table of values into charts/bapo/README.md: `python charts/readme.py`.
+"""Generates the table of values in the README of the chart.
 
 The comment above a value in `values.yaml` becomes its description.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-CHART = Path(__file__).parent / "bapo"
+CHART = Path(__file__).resolve().parents[2] / "charts/bapo"
 HEADING = "## Values\n"
 _KEY = re.compile(r"^( *)([A-Za-z0-9]+):")
 
@@ -78,13 +78,9 @@ def table(text: str) -> str:
     return "\n".join(["| value | default | meaning |", "| --- | --- | --- |", *rows]) + "\n"
 
 
-def readme(chart: Path = CHART) -> str:
-    """Returns README.md with the current table of values below its heading."""
-    head, heading, _ = (chart / "README.md").read_text().partition(HEADING)
+def render() -> str:
+    """Returns the README with the current table of values below its heading."""
+    head, heading, _ = (CHART / "README.md").read_text().partition(HEADING)
     if not heading:
         raise ValueError(f"README.md has no line {HEADING.strip()!r}")
-    return f"{head}{HEADING}\n{table((chart / 'values.yaml').read_text())}"
-
-
-if __name__ == "__main__":
-    (CHART / "README.md").write_text(readme())
+    return f"{head}{HEADING}\n{table((CHART / 'values.yaml').read_text())}"

@@ -1,4 +1,4 @@
-"""Writes the page of environment variables: `python -m services.cli.environment FILE`.
+"""Generates the page of environment variables.
 
 Variables, defaults and meanings come from the settings classes of `services` and `pipelines`.
 """
@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -26,8 +24,7 @@ MODULES = (
     "services.trainer.settings",
     "pipelines.settings",
 )
-"""The modules with settings classes, in the order of the page. They are imported by name, because
-an import statement would make the command line depend on the insides of every service."""
+"""The modules with settings classes, in the order of the page."""
 
 HEADER = """# Environment variables
 
@@ -94,11 +91,3 @@ def _default(field: FieldInfo) -> str:
     if default is PydanticUndefined:
         return "required"
     return "" if default is None or default == "" else f"`{default}`"
-
-
-def main() -> None:
-    Path(sys.argv[1]).write_text(render(), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()
