@@ -25,7 +25,7 @@ CHROMIUMS := chromium google-chrome google-chrome-stable chromium-browser
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-trl install-reasoning-gym install-stores install-chromium gpu-bundle run real-lm test test-slow test-newest test-vllm test-parity test-crds images sbom chart test-images test-admission test-cluster test-cluster-all lint compare compare-methods bench docs clean
+.PHONY: help install install-vllm install-trl install-reasoning-gym install-stores install-chromium gpu-bundle run real-lm test test-slow test-newest test-vllm test-parity test-crds images sbom chart test-images test-admission test-cluster test-cluster-all lint compare compare-methods bench docs tiny-models clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -215,5 +215,8 @@ docs: $(STAMP) ## regenerate the reference pages, the chart's README and the com
 	$(BIN)/bapo pipeline compile
 	$(BIN)/python -m benchmarks.gpu.table
 
+tiny-models: $(STAMP) ## train the two tiny models again, into models/ (20 minutes)
+	$(BIN)/python -m tools.tiny_models models
+
 clean: ## remove the environments, the local stack's data and the runs
-	rm -rf $(VENV) $(VLLM) $(TRL) $(VERL) $(STORES) $(NEWEST) $(SBOM) $(SMOLLM2) $(REAL_LM) .gpu-bundle .bapo runs dist
+	rm -rf $(VENV) $(VLLM) $(TRL) $(VERL) $(STORES) $(NEWEST) $(SBOM) $(SMOLLM2) $(REAL_LM) models/tiny models/tiny-vision .gpu-bundle .bapo runs dist

@@ -49,7 +49,6 @@ from services.buffer.api.client import BufferClient, none_if_missing
 from services.cli.local_run import engine_threads
 from services.common.objectstore import ObjectStore
 from services.model.conversation import tokenize_conversation
-from services.model.tiny import build_tokenizer
 from services.rollout import fleet
 from services.rollout.api.wire import Sampling
 from services.rollout.collector import CONCURRENT_JOBS, Collector, Job
@@ -61,6 +60,7 @@ from services.trainer.export import as_saved, model_files, write_files
 from services.trainer.publish import WeightPublisher
 from services.trainer.ranks import Ranks
 from services.verifier.api.client import VerifierClient
+from tools.tiny_models.text import build_tokenizer
 
 SIZES = {
     # About 7 million and 128 million parameters (512 MB): (width, layers, vocabulary).

@@ -32,11 +32,11 @@ from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
 from services.buffer.api.wire import StepDigests
 from services.common.objectstore import ObjectStore
-from services.model.tiny import build_tokenizer
 from services.stack.stack import Endpoints, running_stack
 from services.trainer.loop import TrainerContext, train
 from services.trainer.policy import Policy
 from services.trainer.ranks import init_distributed
+from tools.tiny_models.text import build_tokenizer
 
 GROUPS, SIZE, LONGEST = 16, 8, 160
 VOCABULARY = 4_096

@@ -93,7 +93,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
     from transformers import Qwen3ForCausalLM
 
-    from services.model.tiny import build_tokenizer, model_config
+    from tools.tiny_models.text import build_tokenizer, model_config
 
     directory = tmp_path_factory.mktemp("small-model")
     tokenizer = build_tokenizer()

@@ -68,8 +68,8 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from services.model import tiny_vision
 from services.model.vision import ARCHITECTURES, IN_ROWS, ON_A_GRID
+from tools.tiny_models import vision as tiny_vision
 
 END = 1
 

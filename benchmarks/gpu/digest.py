@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.gpu.parts import Part
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("bapo_core", "benchmarks", "pipelines", "services")
+PACKAGES = ("bapo_core", "benchmarks", "pipelines", "services", "tools")
 SUITE = ("__main__", "bundle", "child", "digest", "parts", "record", "table")
 """Modules of the suite that choose, store and show measurements, and measure nothing."""
 

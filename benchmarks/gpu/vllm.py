@@ -25,9 +25,9 @@ from benchmarks.gpu.record import Record
 from benchmarks.rollouts import Workload, running, sync, throughput
 from services.cli.doctor import measure_parity
 from services.model.resolve import TINY_MODEL
-from services.model.tiny import build_tokenizer
 from services.rollout.vllm.server import VllmOptions, VllmServer, find_python, installed
 from services.stack.stack import running_stack
+from tools.tiny_models.text import build_tokenizer
 
 EXTENSIONS = (
     "vllm._C_stable_libtorch",

@@ -28,7 +28,7 @@ SECTIONS = {
         "dataset": Lazy(
             f"{_IN}.dataset:dataset", "Store data sets in the buffer service, and list them."
         ),
-        "model": Lazy(f"{_IN}.model:model", "Show or rebuild models that come with bapo."),
+        "model": Lazy(f"{_IN}.model:model", "Show models that come with bapo."),
         "doctor": Lazy(f"{_IN}.doctor:doctor", "Find out why a run does not learn."),
     },
     "Ask about a run": {

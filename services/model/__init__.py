@@ -1,1 +1,1 @@
-"""Initial models: where a run's `model.path` is found, stored and fetched, and the tiny model."""
+"""Initial models: where a run's `model.path` is found, stored and fetched, and the tiny models."""

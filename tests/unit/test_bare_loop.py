@@ -16,8 +16,8 @@ from bapo_core.tasks.countdown import CountdownTask
 from bapo_core.types import BatchMember, GroupSummary, Source, TrainingBatch
 from benchmarks.stack import ServiceLearner, sample_with_engine
 from examples import bare_loop
-from services.model.tiny import build_tokenizer
 from tests.micro import micro_model
+from tools.tiny_models.text import build_tokenizer
 
 STEPS = 4
 

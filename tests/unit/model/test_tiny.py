@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bapo_core.errors import BapoError
-from services.model import tiny
 from services.rollout.api.wire import PromptRequest, Sampling
 from services.rollout.transformers_engine import TransformersEngine
+from tools.tiny_models import text as tiny
 
 TEXT = "3 7 25=46:(3*7)+25-4/1"
 

@@ -19,12 +19,12 @@ from bapo_core.tasks.figures import KINDS, random_figure
 from bapo_core.tasks.geometry import GeometryTask
 from services.cli.evaluate import blank_image_opener, evaluate_directory
 from services.common.images import decode_image
-from services.model import tiny_vision
 from services.model.resolve import TINY_VISION_MODEL
-from services.model.tiny_vision import TASK, Steps, draw_problem, numbers_of, possible_answers
 from services.model.vision import VisionProcessor
 from services.rollout.api.wire import PromptRequest, Sampling
 from services.rollout.transformers_engine import TransformersEngine
+from tools.tiny_models import vision as tiny_vision
+from tools.tiny_models.vision import TASK, Steps, draw_problem, numbers_of, possible_answers
 
 
 def build(directory: Path, *, seed: int) -> Path:

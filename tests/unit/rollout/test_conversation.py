@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from bapo_core.errors import BapoError
-from services.model import tiny_vision
 from services.model.conversation import load_tokenizer, tokenize_conversation
-from services.model.tiny import build_tokenizer
 from services.model.vision import load_processor
 from tests.micro import save_micro_vision_model
+from tools.tiny_models import vision as tiny_vision
+from tools.tiny_models.text import build_tokenizer
 
 OF_PARTS = (
     "{% for message in messages %}{% for part in message['content'] %}"

@@ -30,7 +30,6 @@ from transformers.models.internvl.processing_internvl import InternVLProcessor
 from bapo_core.errors import BapoError
 from services.common.images import ImageReference, decode_image
 from services.model.conversation import tokenize_conversation
-from services.model.tiny_vision import IMAGE, build_tokenizer
 from services.model.vision import (
     ARCHITECTURES,
     BIDIRECTIONAL,
@@ -47,6 +46,7 @@ from services.rollout.api.wire import GenerateRequest, PromptRequest, Sampling
 from services.rollout.transformers_engine import TransformersEngine
 from tests.image_prompts import IMAGES, TASK, payload, prompts_of
 from tests.micro import OF_LLAVA, VISION_MODELS, micro_model, save_micro_vision_model
+from tools.tiny_models.vision import IMAGE, build_tokenizer
 
 PLACEHOLDER = "<|image_pad|>"
 

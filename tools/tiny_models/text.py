@@ -19,9 +19,9 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 from bapo_core.seeding import derive_rng, derive_seed
 from bapo_core.tasks.countdown import CountdownTask, random_expression
-from services.model.character_tokenizer import build_character_tokenizer
 from services.model.directory import write_directory
-from services.model.warm_start import (
+from tools.tiny_models.character_tokenizer import build_character_tokenizer
+from tools.tiny_models.warm_start import (
     Progress,
     draw_batches,
     fit,
