@@ -46,8 +46,8 @@ SECTIONS = {
         "checkpoints": Lazy(
             f"{_IN}.checkpoints:checkpoints", "List, verify or export a run's checkpoints."
         ),
-        "verify": Lazy(
-            f"{_IN}.verify:verify", "Train steps of a run again and compare the weights."
+        "audit": Lazy(
+            f"{_IN}.audit:audit", "Re-train recorded steps and compare the weights' digests."
         ),
         "profile": Lazy(f"{_IN}.profile:profile", "List or export the trainer's traces."),
     },

@@ -22,7 +22,7 @@ class CommandLineSettings(Settings):
     """Bearer token for the buffer service at `BAPO_BUFFER_URL`."""
     s3_endpoint: str | None = None
     """Address of that service's object store, for `bapo checkpoints`, `bapo profile` and
-    `bapo verify`; it requires `BAPO_S3_BUCKET`, `BAPO_S3_ACCESS_KEY` and `BAPO_S3_SECRET_KEY`."""
+    `bapo audit`; it requires `BAPO_S3_BUCKET`, `BAPO_S3_ACCESS_KEY` and `BAPO_S3_SECRET_KEY`."""
 
     @model_validator(mode="after")
     def _require_both(self) -> Self:

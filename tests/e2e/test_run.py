@@ -403,18 +403,18 @@ def test_an_interrupted_run_stops_cleanly_and_resumes_with_a_trace(
 def test_steps_that_are_trained_again_give_the_recorded_weights(
     bapo: Bapo, undisturbed: str
 ) -> None:
-    def verify(*arguments: str, status: int = 0) -> str:
-        return bapo.inspect("verify", undisturbed, *arguments, status=status)
+    def audit(*arguments: str, status: int = 0) -> str:
+        return bapo.inspect("audit", undisturbed, *arguments, status=status)
 
-    assert f"the digest chain of {STEPS} steps is whole" in verify("--chain")
-    shown = verify("--steps", f"1:{STEPS}").splitlines()
+    assert f"the digest chain of {STEPS} steps is whole" in audit("--chain")
+    shown = audit("--steps", f"1:{STEPS}").splitlines()
     assert shown[-STEPS:] == [f"step {step}: the same weights" for step in range(1, STEPS + 1)]
     kept = [view.step for view in bapo.client(undisturbed).checkpoints()]
     assert 4 not in kept
-    assert "there is no checkpoint of step 4 to start from; begin at one of 1" in verify(
+    assert "there is no checkpoint of step 4 to start from; begin at one of 1" in audit(
         "--steps", "5:6", status=1
     )
-    assert f"write FIRST:LAST, from 1 to {STEPS}" in verify("--steps", "8:2", status=1)
+    assert f"write FIRST:LAST, from 1 to {STEPS}" in audit("--steps", "8:2", status=1)
     with psycopg.connect(_url(bapo)) as connection:
         change = (
             "update step_record set digests = jsonb_set(digests, '{weights_after}', to_jsonb(%s::"
@@ -424,10 +424,10 @@ def test_steps_that_are_trained_again_give_the_recorded_weights(
         assert before is not None
         connection.execute(change, ("0" * 64, undisturbed))
         connection.commit()
-        assert "the digest chain breaks at step 2" in verify("--chain", status=1)
+        assert "the digest chain breaks at step 2" in audit("--chain", status=1)
         connection.execute(change, (before.weights_after, undisturbed))
         connection.commit()
-    verify("--chain")
+    audit("--chain")
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
 """The digest chain of a run: each committed step has a digest of itself and of the step before.
 
 Whoever knows the last link can tell whether a batch, weights, the configuration or the code of
-an earlier step was another one. `bapo verify` checks the links and trains the steps again.
+an earlier step was another one. `bapo audit` checks the links and re-trains the steps.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def check_chain(config: Mapping[str, Any], steps: Sequence[wire.StepView]) -> No
         if found is None:
             raise BapoError(
                 f"step {view.step} has no link in the digest chain: its trainer sent no digests; "
-                "verify the steps before and after it apart"
+                "audit the steps before and after it apart"
             )
         if view.step == 1 or before is not None:
             previous = None if before is None else before.chain

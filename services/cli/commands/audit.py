@@ -1,4 +1,4 @@
-"""`bapo verify`: checks a run's digest chain, and trains steps again to compare the weights."""
+"""`bapo audit`: checks a run's digest chain, re-trains steps and compares the weights' digests."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ LOG_CHARACTERS = 2_000
 @click.option(
     "--steps",
     metavar="FIRST:LAST",
-    help="The steps to train again; by default those after the oldest checkpoint that is kept.",
+    help="The steps to re-train; by default all after the oldest checkpoint that is kept.",
 )
 @click.option("--chain", "chain_only", is_flag=True, help="Check the digest chain, train nothing.")
-def verify(run: str, steps: str | None, chain_only: bool) -> None:
-    """Train steps of a run again and compare the weights.
+def audit(run: str, steps: str | None, chain_only: bool) -> None:
+    """Re-train recorded steps of a run and compare the weights' digests.
 
     Every committed step has a link in the run's digest chain: a digest of the link before, of its
-    batch, of the weights before and after it, of the configuration and of the code. The links are
-    checked, those of all steps unless --steps selects some. Then the recorded batches of some steps
-    are trained again, from the checkpoint before the first of them. On the same kind of machine
-    weights are equal, bit for bit; elsewhere, and on GPUs whose kernels sum in no fixed order, the
-    first difference is named.
+    batch, of the weights before and after it, of the configuration and of the code. The links of
+    all steps are checked, or of the steps that --steps selects. Then some steps are re-trained on
+    their recorded batches, from the checkpoint before the first of them. On the same kind of
+    machine weights are equal, bit for bit; elsewhere, and on GPUs whose kernels sum in no fixed
+    order, the first difference is named.
 
     \b
     Examples:
-      bapo verify countdown
-      bapo verify countdown --steps 1:20
-      bapo verify countdown --chain
+      bapo audit countdown
+      bapo audit countdown --steps 1:20
+      bapo audit countdown --chain
     """
     client, console = connect(run), plain_console()
     state = client.run_state()
@@ -68,8 +68,8 @@ def verify(run: str, steps: str | None, chain_only: bool) -> None:
     recorded = {view.step: view.digests for view in views[first - 1 : last] if view.digests}
     model = ensure_model(state.config, default_home(), open_store=open_local_object_store)
     processes = _processes(recorded)
-    command = trainer_command(processes, "services.trainer.verify", str(first), str(last))
-    with _training_again(command, run, model) as found:
+    command = trainer_command(processes, "services.trainer.audit", str(first), str(last))
+    with _retraining(command, run, model) as found:
         for step, digests in zip(recorded, found, strict=False):
             _compare(step, recorded[step], digests)
             console.print(f"step {step}: the same weights")
@@ -78,7 +78,7 @@ def verify(run: str, steps: str | None, chain_only: bool) -> None:
 def _range(
     client: BufferClient, text: str | None, linked: Sequence[wire.StepView]
 ) -> tuple[int, int]:
-    """Returns the first and the last step to train again, among those with a link.
+    """Returns the first and the last step to re-train, among the steps with a link.
 
     Raises `BapoError` when the range is none, or has no checkpoint before it.
     """
@@ -110,20 +110,20 @@ def _processes(recorded: Mapping[int, wire.ChainLink]) -> int:
         if digests.processes != recorded[first].processes:
             raise BapoError(
                 f"steps {first} to {step - 1} were trained by {recorded[first].processes} "
-                f"processes, and step {step} by {digests.processes}; verify them apart"
+                f"processes, and step {step} by {digests.processes}; audit them apart"
             )
     return recorded[first].processes
 
 
 @contextmanager
-def _training_again(
+def _retraining(
     command: Sequence[str], run: str, model: Path
 ) -> Iterator[Iterator[wire.StepDigests]]:
-    """Yields the digests of each step while a trainer trains them again.
+    """Yields the digests of each step while a trainer re-trains the steps.
 
     Raises `BapoError` with the end of its log when it fails.
     """
-    with tempfile.TemporaryDirectory(prefix="bapo-verify-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="bapo-audit-") as scratch:
         log = Path(scratch) / "log"
         environment = {
             **os.environ,
@@ -147,7 +147,7 @@ def _training_again(
                 raise
         if trainer.returncode:
             raise BapoError(
-                f"training again failed with exit code {trainer.returncode}:\n"
+                f"re-training failed with exit code {trainer.returncode}:\n"
                 f"{log.read_text(errors='replace')[-LOG_CHARACTERS:]}"
             )
 

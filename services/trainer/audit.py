@@ -1,8 +1,8 @@
-"""Trains stored batches again: `python -m services.trainer.verify FIRST LAST`.
+"""Re-trains recorded steps and prints their digests: `python -m services.trainer.audit FIRST LAST`.
 
 Starts from the checkpoint before step FIRST (the initial model before step 1), trains the recorded
 batches up to step LAST, and prints the digests of each step as a line of JSON. It reads from the
-services and changes nothing there; `bapo verify` compares the digests with the recorded ones.
+services and changes nothing there; `bapo audit` compares the digests with the recorded ones.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from services.trainer.ranks import Ranks
 from services.trainer.update import Updater
 
 
-def train_again(
+def retrain(
     config: RunConfig, context: TrainerContext, ranks: Ranks, first: int, last: int
 ) -> None:
-    """Trains the recorded batches of the steps and prints their digests. Every rank calls it.
+    """Re-trains the steps on their recorded batches and prints their digests. Every rank calls it.
 
     Raises `BapoError` without a checkpoint before the first step.
     """
@@ -74,7 +74,7 @@ def restore_before(step: int, config: RunConfig, context: TrainerContext, ranks:
 
 def main() -> None:
     first, last = map(int, sys.argv[1:])
-    run_rank("verify", partial(train_again, first=first, last=last), in_attempt=False)
+    run_rank("audit", partial(retrain, first=first, last=last), in_attempt=False)
 
 
 if __name__ == "__main__":
