@@ -369,48 +369,32 @@ def prepare(context: PipelineContext, config: RunConfig) -> str:
     Raises `BapoError`.
     """
     from services.common.layout import MODEL_SCHEME
-    from services.datasets import (
-        DataSources,
-        keep_prompts,
-        limit_lengths,
-        load_datasets,
-        pin_revisions,
-        store_dataset,
-    )
+    from services.datasets import DataSources, pin_revisions, prepare_run
     from services.model.resolve import ensure_model
     from services.model.stored import fetch_model, store_model
-    from services.model.vision import check_model
 
     for warning in config.warnings():
         context.log(f"note: {warning}")
     config = pin_revisions(config)
-    sources = DataSources(
-        context.scratch / "datasets", lambda: context.store, lambda: context.buffer
-    )
-    datasets = load_datasets(config, sources)
     state = none_if_missing(context.buffer.run_state)
-    # That of the configuration may lead elsewhere by now.
+    # The path in the configuration may lead elsewhere by now.
     path = config.model.path if state is None else state.config.model.path
     is_stored = path.startswith(MODEL_SCHEME)
     if is_stored:
         model = fetch_model(path, context.store, context.scratch / "tokenizer", weights=False)
     else:
         model = ensure_model(config, context.scratch)
-    if datasets.train.images is not None:
-        check_model(model, config.rollout.engine)
-    # A run that exists has its prompts, also one of an earlier version that did not check them.
-    if state is None or config.task.drop_long_prompts:
-        datasets = limit_lengths(config, datasets, model)
-    if state is not None:
-        config = keep_prompts(config, state, datasets)
-    for dataset in datasets.all:
-        store_dataset(context.buffer, dataset)
-        context.log(f"dataset {dataset.name}: {dataset.summary}")
-    if not is_stored:
-        path = store_model(context.store, model)
-    context.log(f"model {path}")
-    stored = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
-    return datasets.run_request(stored).model_dump_json()
+    request = prepare_run(
+        config,
+        model,
+        DataSources(context.scratch / "datasets", lambda: context.store, lambda: context.buffer),
+        context.buffer,
+        show=lambda dataset: context.log(f"dataset {dataset.name}: {dataset.summary}"),
+        existing=state,
+    )
+    request.config["model"]["path"] = path if is_stored else store_model(context.store, model)
+    context.log(f"model {request.config['model']['path']}")
+    return request.model_dump_json()
 
 
 def open_run(context: PipelineContext, request: str) -> RunConfig:

@@ -22,9 +22,8 @@ from services.cli.progress import RunDisplay
 from services.cli.service import data_sources
 from services.common.errors import ServiceUnavailable
 from services.common.process import python_command
-from services.datasets import limit_lengths, load_datasets, store_dataset
+from services.datasets import Dataset, prepare_run
 from services.exporters.mlflow import mirror_to_mlflow
-from services.model.vision import check_model
 from services.report.summary import RunHistory, read_history, summarise
 from services.stack.stack import Endpoints
 from services.stack.supervisor import ProcessFailed, Supervisor, free_ports
@@ -61,8 +60,8 @@ class LocalRun:
 def create_run(run: LocalRun, model: Path) -> None:
     """Uploads the prompts and creates the run.
 
-    model: directory of the initial model. Raises `BapoError` when the run's name is taken, or when
-    its prompts are too long or have images that its model or engine cannot take.
+    model: directory of the initial model. Raises `BapoError` when the run's name is taken, and as
+    `prepare_run` does.
     """
     client = run.client
     status = {state.name: state.status for state in client.runs()}.get(run.config.name)
@@ -76,15 +75,13 @@ def create_run(run: LocalRun, model: Path) -> None:
             f"run {run.config.name!r} exists; continue it with --resume, or take another name "
             "(name=...) or the next free one (--new)"
         )
-    datasets = load_datasets(run.config, data_sources(lambda: client))
-    if datasets.train.images is not None:
-        check_model(model, run.config.rollout.engine)
-    datasets = limit_lengths(run.config, datasets, model)
-    for dataset in datasets.all:
-        store_dataset(client, dataset)
+
+    def show(dataset: Dataset) -> None:
         if dataset.notes:
             run.console.print(f"note: {dataset.name}: {dataset.summary}")
-    client.create_run(datasets.run_request(run.config))
+
+    sources = data_sources(lambda: client)
+    client.create_run(prepare_run(run.config, model, sources, client, show=show))
 
 
 def execute(run: LocalRun, model: Path) -> RunHistory:

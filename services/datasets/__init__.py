@@ -8,12 +8,12 @@ from services.datasets.dataset import Dataset, digest_of_prompts
 from services.datasets.lengths import limit_lengths
 from services.datasets.load import (
     RunDatasets,
-    keep_prompts,
     load_datasets,
     load_evaluation_sets,
     read_dataset,
     store_dataset,
 )
+from services.datasets.prepare import prepare_run
 from services.datasets.sources import DataSources, data_addresses, pin_address, pin_revisions
 
 __all__ = [
@@ -22,12 +22,12 @@ __all__ = [
     "RunDatasets",
     "data_addresses",
     "digest_of_prompts",
-    "keep_prompts",
     "limit_lengths",
     "load_datasets",
     "load_evaluation_sets",
     "pin_address",
     "pin_revisions",
+    "prepare_run",
     "read_dataset",
     "store_dataset",
 ]
