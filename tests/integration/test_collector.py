@@ -21,6 +21,7 @@ from services.common.objectstore import ObjectStore
 from services.datasets import load_datasets
 from services.model.resolve import TINY_MODEL
 from services.rollout import collector as collector_module
+from services.rollout import jobs as jobs_module
 from services.rollout.api.wire import (
     GeneratedGroup,
     GeneratedResponse,
@@ -28,8 +29,10 @@ from services.rollout.api.wire import (
     GenerateRequest,
     StartedResponse,
 )
-from services.rollout.collector import Collector, Job, _Running
+from services.rollout.collector import Collector
+from services.rollout.delivery import Delivery
 from services.rollout.fleet import Fleet
+from services.rollout.jobs import ActiveJob, Job
 from services.rollout.unfinished import UnfinishedGroups
 from services.stack.stack import Endpoints
 from services.verifier.api.client import VerifierClient
@@ -171,7 +174,7 @@ def test_a_reward_function_that_always_fails_ends_the_run(
 
     reason = (
         r"the reward function of task countdown failed on all 32 responses so far: KeyError: 'n' "
-        r"\(mine.py:3\); mend its `verify`"
+        r"\(mine.py:3\); fix its `verify`"
     )
     with pytest.raises(BapoError, match=reason):
         asyncio.run(roll_out_first_step(make_collector(driver, ScriptedFleet(answers=8))))
@@ -218,7 +221,7 @@ def test_a_new_collector_continues_responses_from_the_journal(stack: Endpoints) 
             await collector._run(Job(1, "fresh"))
             while not await asyncio.to_thread(journal_keys, driver):
                 await asyncio.sleep(0.02)
-            (task,) = collector._running
+            (task,) = collector._active
             task.cancel()
             await asyncio.wait([task])
 
@@ -256,7 +259,7 @@ async def roll_out_first_step(collector: Collector) -> None:
     """Runs the first step's rollouts to their end. Raises their error."""
     async with asyncio.timeout(300):
         await collector._run(Job(1, "fresh"))
-        await collector._limit_running(0)
+        await collector._limit_active(0)
 
 
 def test_only_missing_groups_are_generated(stack: Endpoints) -> None:
@@ -270,7 +273,7 @@ def test_only_missing_groups_are_generated(stack: Endpoints) -> None:
     async def work() -> None:
         async with asyncio.timeout(300):
             await collector._run(Job(1, "fresh"))
-            await collector._limit_running(0)
+            await collector._limit_active(0)
 
     asyncio.run(work())
     assert fleet.asked == [1, 4, 5]
@@ -294,7 +297,7 @@ def test_rewards_are_composed_of_the_verdict_and_the_length(stack: Endpoints) ->
     async def work() -> None:
         async with asyncio.timeout(300):
             await collector._run(Job(1, "fresh"))
-            await collector._limit_running(0)
+            await collector._limit_active(0)
 
     asyncio.run(work())
     members = driver.client.batch(1).members
@@ -333,9 +336,9 @@ def test_of_jobs_that_fail_together_one_is_reported(
 
     async def work() -> None:
         for _ in range(2):
-            collector._running[asyncio.create_task(fail())] = _Running(Job(1, "fresh"))
+            collector._active[asyncio.create_task(fail())] = ActiveJob(Job(1, "fresh"))
         with pytest.raises(BapoError, match="a prompt is wrong"):
-            await collector._limit_running(0)
+            await collector._limit_active(0)
 
     asyncio.run(work())
     gc.collect()
@@ -353,8 +356,8 @@ def test_finished_groups_are_delivered_while_others_are_generated(
     seconds: float,
     answers: int,
 ) -> None:
-    monkeypatch.setattr(collector_module, "BUNDLE", bundle)
-    monkeypatch.setattr(collector_module, "DELIVER_WITHIN_S", seconds)
+    monkeypatch.setattr(jobs_module, "BUNDLE", bundle)
+    monkeypatch.setattr(jobs_module, "DELIVER_WITHIN_S", seconds)
     driver = Driver(stack, small_config(f"delivers-{answers}-of-8"))
     driver.client.publish_weights(1, "a" * 64)
     fleet = ScriptedFleet(answers)
@@ -365,8 +368,8 @@ def test_finished_groups_are_delivered_while_others_are_generated(
             await collector._run(Job(1, "fresh"))
             while len(driver.client.step_prompts(1).recorded) < answers:
                 await asyncio.sleep(0.02)
-            assert len(collector._running) == 1, "the other groups are still being generated"
-            for task in collector._running:
+            assert len(collector._active) == 1, "the other groups are still being generated"
+            for task in collector._active:
                 task.cancel()
 
     asyncio.run(work())
@@ -410,14 +413,14 @@ def test_groups_that_the_new_attempt_refuses_are_generated_again(
     driver.client.publish_weights(1, "a" * 64)
     other = BufferClient(stack.buffer_url, stack.token, run=driver.client.run)
     refusals = [ServiceError(409, "depends on a step that is not committed")]
-    deliver = Collector._deliver
+    deliver = Delivery.deliver
 
-    def refuse_once(self: Collector, *arguments: Any) -> bool:
+    def refuse_once(self: Delivery, *arguments: Any) -> bool:
         if refusals:
             raise refusals.pop()
         return deliver(self, *arguments)
 
-    monkeypatch.setattr(Collector, "_deliver", refuse_once)
+    monkeypatch.setattr(Delivery, "deliver", refuse_once)
 
     async def work() -> None:
         fleet = ScriptedFleet(answers=10**6, held=True)
@@ -452,7 +455,7 @@ def test_a_collector_that_waits_for_weights_is_superseded(stack: Endpoints) -> N
         collecting = asyncio.create_task(collector.collect(1))
         async with asyncio.timeout(300):
             # It has its prompts, and waits for a version that is never published.
-            while not collector._running:
+            while not collector._active:
                 await asyncio.sleep(0.05)
             other = BufferClient(stack.buffer_url, stack.token, run=driver.client.run)
             await asyncio.to_thread(other.begin_attempt)

@@ -13,7 +13,7 @@ from services.buffer.api import wire
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
 from services.common.errors import ServiceError
 from services.datasets import load_datasets
-from services.rollout.collector import plan_jobs
+from services.rollout.jobs import plan_jobs
 from services.stack.stack import Endpoints
 from tests.integration.driver import Driver, small_config, synthetic_group
 

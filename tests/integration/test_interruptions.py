@@ -14,7 +14,8 @@ from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import encode_groups
 from services.rollout import collector as collector_module
 from services.rollout.api.wire import GeneratedGroup, GenerateRequest
-from services.rollout.collector import Collector, Job
+from services.rollout.collector import Collector
+from services.rollout.jobs import Job
 from services.rollout.unfinished import UnfinishedGroups
 from services.stack.stack import Endpoints
 from tests.integration.driver import Driver, small_config
@@ -107,7 +108,7 @@ async def run_beside(collector: Collector, fleet: TargetFleet, job: Job, followi
         await fleet.begun.wait()
         await collector._run(following)
         fleet.release.set()
-        await collector._limit_running(0)
+        await collector._limit_active(0)
 
 
 def is_complete(driver: Driver, step: int) -> bool:
@@ -127,7 +128,7 @@ def test_new_weights_go_on_with_responses_that_have_not_ended(stack: Endpoints) 
                 collector._run(Job(3, "fresh")), asyncio.to_thread(publish, driver, 2)
             )
             fleet.release.set()
-            await collector._limit_running(0)
+            await collector._limit_active(0)
 
     asyncio.run(work())
     # Step 2, the rest of it, whose 4 responses to each prompt have a token, and step 3.
@@ -164,7 +165,7 @@ def test_an_evaluation_is_not_interrupted(stack: Endpoints) -> None:
             going_on = asyncio.create_task(collector._run(Job(3, "fresh")))
             asyncio.get_running_loop().call_later(0.2, fleet.release.set)
             await going_on
-            await collector._limit_running(0)
+            await collector._limit_active(0)
 
     asyncio.run(work())
     assert fleet.log == [
@@ -222,7 +223,7 @@ def test_rollouts_whose_successors_wait_for_them_are_not_interrupted(stack: Endp
             asked = notice_prompts(collector, 3)
             await collector._run(Job(2, "fresh"))
             await fleet.begun.wait()
-            (running,) = collector._running
+            (running,) = collector._active
             following = asyncio.create_task(collector._run(Job(3, "fresh")))
             await asked.wait()
             fleet.release.set()
@@ -267,7 +268,7 @@ def test_a_new_attempt_does_not_wait_for_weights_that_may_never_come(
             collecting = asyncio.create_task(collector.collect(2))
             await fleet.begun.wait()
             await asyncio.to_thread(publish, driver, 2)
-            await until(lambda: any(r.weights is not None for r in collector._running.values()))
+            await until(lambda: any(r.weights is not None for r in collector._active.values()))
             before = len(fleet.log)
             state = await asyncio.to_thread(client.begin_attempt)
             assert state.current_step == 0, "there is no checkpoint yet"
