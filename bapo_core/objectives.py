@@ -28,6 +28,7 @@ from bapo_core.config import (
     KlCovConfig,
     LossConfig,
     M2poConfig,
+    PpoConfig,
     SapoConfig,
     SourceLossConfig,
     ToprConfig,
@@ -126,14 +127,13 @@ class Objective:
     """Whether the objective draws tokens at random."""
 
 
-def ppo(tokens: Tokens, settings: LossConfig, statistics: Statistics) -> TokenLosses:  # noqa: ARG001
+def ppo(tokens: Tokens, settings: PpoConfig, statistics: Statistics) -> TokenLosses:  # noqa: ARG001
     """Clips the ratio of each token (PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729).
 
         loss = -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
 
-    Where A < 0, it is at most -w dual_clip A. The centre 1 may move. The settings are
-    `loss.clip_low`, `loss.clip_high`, `loss.dual_clip` and `loss.clip_center`, with the defaults of
-    BAPO's released script: 0.2, 0.28, 10 and one. A bound that is null does not clip.
+    Where A < 0, it is at most -w dual_clip A. The centre 1 may move. The defaults are those of
+    BAPO's released script. A bound that is null does not clip.
     """
     return _clip(
         tokens, settings.clip_low, settings.clip_high, settings.dual_clip, center=tokens.center
@@ -458,7 +458,7 @@ def losses_by_source(
             bounds = source_settings.model_dump(
                 include={"clip_low", "clip_high"}, exclude_none=True
             )
-            objective_settings = settings.model_copy(update=bounds).objective_settings
+            objective_settings = settings.objective.model_copy(update=bounds)
             losses, clipped = objective.loss(source_tokens, objective_settings, statistics)
         results = TokenLosses(
             torch.where(rows, source_settings.coefficient * losses, results.losses),
@@ -479,7 +479,7 @@ OBJECTIVES: dict[str, Objective] = {
     "kl_cov": Objective(kl_cov, kl_cov_statistics, draws=True),
     "adaptive_clipping": Objective(adaptive_clipping, adaptive_clipping_statistics),
 }
-"""The built-in objectives by name."""
+"""The built-in objectives, by the kind of `loss.objective`."""
 
 
 def get_objective(name: str) -> Objective:

@@ -47,8 +47,7 @@ def config(side: Side, groups: list[Group]) -> RunConfig:
             "advantage": {"std": "sample", "eps": ADVANTAGE_EPS},
             "loss": {
                 "ratio": "prox_current",
-                "clip_low": CLIP,
-                "clip_high": CLIP,
+                "objective": {"clip_low": CLIP, "clip_high": CLIP},
                 "weight_cap": WEIGHT_CAP,
             },
             "kl": {"coefficient": 0.0},

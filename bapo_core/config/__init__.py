@@ -50,6 +50,7 @@ from bapo_core.config.objectives import (
     GspoConfig,
     KlCovConfig,
     M2poConfig,
+    PpoConfig,
     SapoConfig,
     ToprConfig,
 )
@@ -104,6 +105,7 @@ __all__ = [
     "MlflowConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "PpoConfig",
     "ReevaluateConfig",
     "ReplayConfig",
     "ReplayWindowConfig",

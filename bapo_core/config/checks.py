@@ -109,7 +109,7 @@ def _refuse_dynamic_sampling_of_other_groups(config: RunConfig) -> None:
 
 
 def _refuse_advantages_that_do_not_fit_the_loss(config: RunConfig) -> None:
-    estimator, objective = config.advantage.estimator, config.loss.objective
+    estimator, objective = config.advantage.estimator, config.loss.objective.kind
     in_reward = config.kl.placement == "reward"
     if in_reward and estimator != "reinforce_pp":
         raise ValueError(
@@ -287,13 +287,7 @@ def _refuse_sizes_that_do_not_fit(config: RunConfig) -> None:
 def _warnings_about_methods(config: RunConfig) -> list[str]:
     """Returns warnings about objectives and estimators."""
     warnings = []
-    objective, estimator = config.loss.objective, config.advantage.estimator
-    unused = _changed("loss", config.loss, ("clip_low", "clip_high", "dual_clip"))
-    if objective != "ppo" and unused:
-        warnings.append(
-            f"{' and '.join(unused)} change nothing with loss.objective={objective}: its "
-            f"settings are the keys of loss.{objective}"
-        )
+    objective, estimator = config.loss.objective.kind, config.advantage.estimator
     replays = config.replay.enabled or config.response_replay.enabled
     stale = config.sync.every > 1 or config.sync.lag > 0 or replays
     if objective == "gspo" and config.loss.ratio == "behavior" and stale:

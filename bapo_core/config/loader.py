@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from bapo_core.config.base import Section, kinds_of, model_at
 from bapo_core.config.messages import explain_validation_error
 from bapo_core.config.presets import PRESETS
 from bapo_core.config.run import RunConfig
@@ -36,19 +37,57 @@ class _Loader(yaml.SafeLoader):
         return mapping
 
 
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge(
+    base: Mapping[str, Any],
+    over: Mapping[str, Any],
+    *,
+    model: type[Section] | None = RunConfig,
+) -> dict[str, Any]:
     """Returns `base` with the values of `over` in place of its own, section by section.
 
-    `options` of a task are replaced as a whole: they belong to one task.
+    A section is replaced as a whole if both name its kind and the kinds differ, because its keys
+    belong to its kind. So are `options` of a task, which belong to one task.
+
+    model: the section that the values are of; None for values that are in none.
     """
     merged = dict(base)
     for key, value in over.items():
         section = merged.get(key)
-        if isinstance(value, Mapping) and isinstance(section, Mapping) and key != "options":
-            merged[key] = merge(section, value)
+        kinds = kinds_of(model, key) if model else None
+        if kinds is not None:
+            section, value = kinds.expand(section), kinds.expand(value)
+        replaces = key == "options" or (kinds is not None and kinds.differ(section, value))
+        if isinstance(section, Mapping) and isinstance(value, Mapping) and not replaces:
+            inner = model_at(model, key, {**section, **value}) if model else None
+            merged[key] = merge(section, value, model=inner)
         else:
             merged[key] = value
     return merged
+
+
+def _lay(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of layers, each over those before, and all over the default kinds.
+
+    The kinds are those of the layers below a value, so that a file can set a key of the kind that
+    its preset names, and lose it by an override with another kind.
+    """
+    values = _default_kinds(RunConfig)
+    for layer in layers:
+        values = merge(values, layer)
+    return values
+
+
+def _default_kinds(model: type[Section]) -> dict[str, Any]:
+    """Returns the default kind of each section of a model that has kinds."""
+    values: dict[str, Any] = {}
+    for key in model.model_fields:
+        kinds = kinds_of(model, key)
+        section = model_at(model, key, None)
+        if kinds is not None:
+            values[key] = {kinds.key: kinds.default}
+        elif section is not None and (inner := _default_kinds(section)):
+            values[key] = inner
+    return values
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -129,23 +168,26 @@ def parse_values(text: str, where: str) -> dict[str, Any]:
 
 
 def override_config(
-    values: Mapping[str, Any], overrides: Mapping[str, Any], *, where: str = "config"
+    values: Mapping[str, Any], *overrides: Mapping[str, Any], where: str = "config"
 ) -> RunConfig:
-    """Lays `overrides` over the `values` of a file, and both over the preset of their algorithm.
+    """Lays `overrides` over the `values` of a file, and all over the preset of their algorithm.
 
     Raises `ConfigError` if the overrides name another algorithm than the file, and the file sets
     keys that make up either algorithm to other values than the named one has: they would stay in
     force, and the run would be called what it is not.
     """
-    kept = _kept_from_another_algorithm(values, overrides)
+    changes: dict[str, Any] = {}
+    for override in overrides:
+        changes = merge(changes, override)
+    kept = _kept_from_another_algorithm(values, changes)
     if kept:
-        algorithm = overrides["algorithm"]
+        algorithm = changes["algorithm"]
         keys = ", ".join(f"{key}={value}" for key, value in kept.items())
         raise ConfigError(
             f"{where}: algorithm={algorithm} would keep {keys} of the file, which {algorithm} sets "
             "otherwise; remove these keys from the file, or give them again as overrides"
         )
-    return config_from(merge(values, overrides), where=where, overrides=flatten(overrides).keys())
+    return _build([values, *overrides], where=where, overrides=flatten(changes).keys())
 
 
 def _kept_from_another_algorithm(
@@ -155,12 +197,12 @@ def _kept_from_another_algorithm(
     named, before = overrides.get("algorithm"), values.get("algorithm", "bapo")
     if named is None or named == before or named not in PRESETS or before not in PRESETS:
         return {}
-    preset, default = flatten(PRESETS[named]), flatten(RunConfig().model_dump(mode="json"))
-    given, again = flatten(values), flatten(overrides)
+    complete = flatten(RunConfig.model_validate(_lay(PRESETS[named])).model_dump(mode="json"))
+    given, again = flatten(merge({}, values)), flatten(overrides)
     return {
         key: given[key]
-        for key in sorted(preset.keys() | flatten(PRESETS[before]).keys())
-        if key in given and key not in again and given[key] != preset.get(key, default.get(key))
+        for key in sorted(flatten(PRESETS[named]).keys() | flatten(PRESETS[before]).keys())
+        if key in given and key not in again and given[key] != complete.get(key)
     }
 
 
@@ -183,23 +225,32 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def config_from(
-    values: Mapping[str, Any], *, where: str = "config", overrides: Collection[str] = ()
-) -> RunConfig:
+def config_from(values: Mapping[str, Any], *, where: str = "config") -> RunConfig:
     """Lays `values` over the preset that their `algorithm` names, and validates the result.
 
-    overrides: dotted keys of the values that are overrides. Raises `ConfigError`, with `where` as
-    the origin of the values.
+    Raises `ConfigError`, with `where` as the origin of the values.
     """
-    algorithm = values.get("algorithm", "bapo")
+    return _build([values], where=where)
+
+
+def _build(
+    layers: Sequence[Mapping[str, Any]], *, where: str, overrides: Collection[str] = ()
+) -> RunConfig:
+    """Lays the values of layers over the preset of their algorithm, and validates the result.
+
+    overrides: dotted keys of the values that are overrides. Raises `ConfigError`.
+    """
+    named = [layer["algorithm"] for layer in layers if "algorithm" in layer]
+    algorithm = named[-1] if named else "bapo"
     preset = PRESETS.get(algorithm) if isinstance(algorithm, str) else None
     if preset is None:
         raise ConfigError(
             f"{where}: algorithm: {algorithm!r} is not one of {', '.join(sorted(PRESETS))}"
             f"{did_you_mean(str(algorithm), PRESETS)}"
         )
+    values = _lay(preset, *layers)
     try:
-        return RunConfig.model_validate(merge(preset, values))
+        return RunConfig.model_validate(values)
     except ValidationError as error:
-        explanation = explain_validation_error(error, overrides=overrides)
+        explanation = explain_validation_error(error, values, overrides=overrides)
         raise ConfigError(f"{where}: {explanation}") from error

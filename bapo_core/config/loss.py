@@ -12,19 +12,9 @@ from bapo_core.config.objectives import (
     BEHAVIOR_OBJECTIVES,
     ESTIMATOR_ENTRY_POINTS,
     ESTIMATOR_NAMES,
-    OBJECTIVE_ENTRY_POINTS,
-    OBJECTIVE_NAMES,
-    OBJECTIVE_SECTIONS,
     SEQUENCE_OBJECTIVES,
-    AdaptiveClippingConfig,
-    CispoConfig,
-    ClipCovConfig,
-    GmpoConfig,
-    GspoConfig,
-    KlCovConfig,
-    M2poConfig,
-    SapoConfig,
-    ToprConfig,
+    ObjectiveConfig,
+    PpoConfig,
 )
 from bapo_core.plug_ins import plug_in_names
 
@@ -44,9 +34,9 @@ class SourceLossConfig(Section):
     coefficient: float = Field(1.0, ge=0.0)
     """Factor of the policy loss."""
     clip_low: float | None = Field(None, gt=0.0)
-    """In place of `loss.clip_low`; null is the same."""
+    """In place of `loss.objective.clip_low`; null is the same."""
     clip_high: float | None = Field(None, gt=0.0)
-    """In place of `loss.clip_high`; null is the same."""
+    """In place of `loss.objective.clip_high`; null is the same."""
     shaping: float | None = Field(None, gt=0.0)
     """gamma of the shaped ratio r / (r + gamma), in place of the objective (LUFFY and ExGRPO: 0.1);
     null keeps the objective."""
@@ -112,51 +102,18 @@ class CriticConfig(Section):
 class LossConfig(Section):
     """The policy loss (Eq. 3): ratios, clipping, importance weights and normalisation."""
 
-    objective: str = "ppo"
-    """Policy loss of a token (docs/methods.md): `ppo`, the clipped surrogate of Eq. 3; `gspo`,
-    `cispo`, `sapo`, `gmpo`, `topr`, `m2po`, `clip_cov`, `kl_cov`, `adaptive_clipping`, each with a
-    section of settings; or one that an installed package adds."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Settings of an objective that an installed package adds."""
-    gspo: GspoConfig | None = None
-    """Settings of `objective: gspo`."""
-    cispo: CispoConfig | None = None
-    """Settings of `objective: cispo`."""
-    sapo: SapoConfig | None = None
-    """Settings of `objective: sapo`."""
-    gmpo: GmpoConfig | None = None
-    """Settings of `objective: gmpo`."""
-    topr: ToprConfig | None = None
-    """Settings of `objective: topr`."""
-    m2po: M2poConfig | None = None
-    """Settings of `objective: m2po`."""
-    clip_cov: ClipCovConfig | None = None
-    """Settings of `objective: clip_cov`."""
-    kl_cov: KlCovConfig | None = None
-    """Settings of `objective: kl_cov`."""
-    adaptive_clipping: AdaptiveClippingConfig | None = None
-    """Settings of `objective: adaptive_clipping`."""
+    objective: ObjectiveConfig = PpoConfig()
+    """Policy loss of a token (docs/methods.md): a built-in kind, or one that an installed package
+    adds."""
     ratio: Literal["prox_current", "behavior", "decoupled"] = "prox_current"
     """Off-policy correction. `prox_current`: PPO ratio theta / theta_t with the importance weight
     theta_t / behaviour, for every source. `behavior`: PPO ratio theta / behaviour (Eq. 3).
     `decoupled`: as `prox_current`, but X3 has the trainer's weights at the step of its rollout in
     place of theta_t (authors' code)."""
-    clip_center: Literal["one", "current"] = "one"
-    """Centre of the clip range of `objective: ppo` under `ratio: behavior`: 1, or theta_t /
-    behaviour (delayed GRPO)."""
     by_source: dict[
         Literal["fresh", "reevaluated", "replayed", "demonstrated"], SourceLossConfig
     ] = Field(default_factory=dict)
     """Settings of single sources, for example `{replayed: {coefficient: 0.5}}`."""
-    clip_low: float | None = Field(0.2, gt=0.0)
-    """Distance of the lower clip bound of `objective: ppo` from the centre (released script:
-    0.2); null sets no bound."""
-    clip_high: float | None = Field(0.28, gt=0.0)
-    """Distance of the upper clip bound of `objective: ppo` from the centre (released script:
-    0.28); null sets no bound."""
-    dual_clip: float | None = Field(10.0, gt=1.0)
-    """Dual clip of `objective: ppo`: the loss of a token with a negative advantage A is at most
-    this times |A|; null turns it off (released script: 10)."""
     weight_cap: float = Field(3.0, gt=0.0)
     """Largest importance weight (released script: 3)."""
     weight_floor: float = Field(0.0, ge=0.0)
@@ -188,13 +145,9 @@ class LossConfig(Section):
     """Coefficient of the entropy bonus (Table 3: 0.001)."""
 
     @property
-    def objective_settings(self) -> Any:
-        """The settings of the objective: its section, this one for `ppo`, or `options`."""
-        if self.objective == "ppo":
-            return self
-        return (
-            getattr(self, self.objective) if self.objective in OBJECTIVE_SECTIONS else self.options
-        )
+    def moves_center(self) -> bool:
+        """Whether the clip range is around theta_t / behaviour instead of 1."""
+        return isinstance(self.objective, PpoConfig) and self.objective.clip_center == "current"
 
     @property
     def weighting(self) -> dict[str, Any]:
@@ -206,55 +159,27 @@ class LossConfig(Section):
             "level": self.weight_level,
         }
 
-    @field_validator("objective")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        return _check_known("objective", value, OBJECTIVE_NAMES, OBJECTIVE_ENTRY_POINTS)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _select_section(cls, values: Any) -> Any:
-        """Gives the objective its section with the defaults, so that they are shown and stored."""
-        if isinstance(values, dict):
-            name = str(values.get("objective"))
-            if name in OBJECTIVE_SECTIONS and values.get(name) is None:
-                return {**values, name: {}}
-        return values
-
-    @model_validator(mode="after")
-    def _sections_need_their_objective(self) -> LossConfig:
-        for name in OBJECTIVE_SECTIONS:
-            if getattr(self, name) is not None and self.objective != name:
-                raise ValueError(
-                    f"{name} is given but objective is '{self.objective}', which does not read it; "
-                    f"remove {name}, or set objective to {name}"
-                )
-        if self.options and self.objective in OBJECTIVE_NAMES:
-            raise ValueError(
-                f"options is {self.options} but objective is '{self.objective}': options are of "
-                "objectives that an installed package adds; remove options"
-            )
-        return self
-
     @model_validator(mode="after")
     def _objective_fits_the_ratio(self) -> LossConfig:
-        if self.objective in BEHAVIOR_OBJECTIVES and self.ratio != "behavior":
+        kind = self.objective.kind
+        if kind in BEHAVIOR_OBJECTIVES and self.ratio != "behavior":
             raise ValueError(
-                f"objective is '{self.objective}' but ratio is '{self.ratio}': its equation has "
-                "the ratio of the current to the behaviour policy, which sampled the tokens; set "
-                "ratio to behavior"
+                f"objective is '{kind}' but ratio is '{self.ratio}': its equation has the ratio of "
+                "the current to the behaviour policy, which sampled the tokens; set ratio to "
+                "behavior"
             )
         token_weights = self.ratio != "behavior" and self.weight_level == "token"
-        if self.objective in SEQUENCE_OBJECTIVES and token_weights:
+        if kind in SEQUENCE_OBJECTIVES and token_weights:
             raise ValueError(
-                f"objective is '{self.objective}' but weight_level is 'token': a response has one "
-                "ratio and needs one importance weight; set weight_level to geometric or sequence, "
-                "or ratio to behavior"
+                f"objective is '{kind}' but weight_level is 'token': a response has one ratio and "
+                "needs one importance weight; set weight_level to geometric or sequence, or ratio "
+                "to behavior"
             )
-        if self.clip_center == "current" and self.objective != "ppo":
+        if self.moves_center and self.ratio != "behavior":
             raise ValueError(
-                f"clip_center is 'current' but objective is '{self.objective}', whose bounds have "
-                "no centre that moves; set objective to ppo or clip_center to one"
+                f"objective.clip_center is 'current' but ratio is '{self.ratio}': only the "
+                "behavior ratio has a centre that moves; set ratio to behavior or "
+                "objective.clip_center to one"
             )
         return self
 
@@ -266,10 +191,11 @@ class LossConfig(Section):
                     f"by_source.{source}.shaping is given but ratio is '{self.ratio}': the shaped "
                     "ratio is that of the current to the behaviour policy; set ratio to behavior"
                 )
-            if (settings.clip_low or settings.clip_high) and self.objective != "ppo":
+            kind = self.objective.kind
+            if (settings.clip_low or settings.clip_high) and kind != "ppo":
                 raise ValueError(
-                    f"by_source.{source} has a clip bound but objective is '{self.objective}', "
-                    "which does not read it; set objective to ppo, or remove the bound"
+                    f"by_source.{source} has a clip bound but objective is '{kind}', which does "
+                    "not read it; set objective to ppo, or remove the bound"
                 )
         return self
 
@@ -280,15 +206,6 @@ class LossConfig(Section):
                 f"weight_floor ({self.weight_floor:g}) is not below weight_cap "
                 f"({self.weight_cap:g}), so no importance weight is between them; lower "
                 "weight_floor or raise weight_cap"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _center_needs_behavior(self) -> LossConfig:
-        if self.clip_center == "current" and self.ratio != "behavior":
-            raise ValueError(
-                f"clip_center is 'current' but ratio is '{self.ratio}': only the behavior ratio "
-                "has a centre that moves; set ratio to behavior or clip_center to one"
             )
         return self
 

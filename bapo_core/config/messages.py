@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import get_origin
+from collections.abc import Collection, Mapping
+from typing import Any, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from bapo_core.config.base import section_of
+from bapo_core.config.base import Kinds, kinds_of, model_at
+from bapo_core.config.objectives import OBJECTIVE_KINDS
 from bapo_core.config.run import RunConfig
 from bapo_core.spelling import did_you_mean
 
@@ -19,24 +20,33 @@ RENAMED = {
     "bad": "hard_buffer",
     "high": "high_quality_buffer",
     "adaptive": "replay_window",
+    **{
+        f"loss.{key}": f"loss.objective.{key}"
+        for key in ("clip_low", "clip_high", "dual_clip", "clip_center")
+    },
+    **{f"loss.{kind}": f"loss.objective, of kind {kind}" for kind in OBJECTIVE_KINDS.sections},
+    "loss.options": "loss.objective",
 }
-"""Renamed sections: the name in version 0.1 -> the name since version 0.2."""
+"""Keys and sections of earlier versions -> what they are now."""
 
 
-def explain_validation_error(error: ValidationError, *, overrides: Collection[str] = ()) -> str:
+def explain_validation_error(
+    error: ValidationError, values: Mapping[str, Any], *, overrides: Collection[str] = ()
+) -> str:
     """Returns every error of a configuration, on one line.
 
-    overrides: dotted keys of values that are no part of the file, which errors say.
+    values: what was validated. overrides: dotted keys of values that are no part of the file, which
+    errors say.
     """
-    return "; ".join(_explain(problem, overrides) for problem in error.errors())
+    return "; ".join(_explain(problem, values, overrides) for problem in error.errors())
 
 
-def _explain(problem: ErrorDetails, overrides: Collection[str]) -> str:
+def _explain(problem: ErrorDetails, values: Mapping[str, Any], overrides: Collection[str]) -> str:
     key = ".".join(str(part) for part in problem["loc"])
     if any(f"{key}.".startswith(f"{override}.") for override in overrides):
         key = f"override {key}"
     if problem["type"] == "extra_forbidden":
-        return f"{key}: no such key{_suggest(problem['loc'])}"
+        return f"{key}: no such key{_suggest(problem['loc'], values)}"
     if problem["type"] == "value_error":
         message = str(problem["ctx"]["error"])
         return f"{key}: {message}" if key else message
@@ -44,20 +54,38 @@ def _explain(problem: ErrorDetails, overrides: Collection[str]) -> str:
     return f"{key}: {message} (got {problem['input']!r})"
 
 
-def _suggest(location: tuple[int | str, ...]) -> str:
-    if len(location) == 1 and location[0] in RENAMED:
-        return f"; it was renamed to {RENAMED[str(location[0])]}"
+def _suggest(location: tuple[int | str, ...], values: Any) -> str:
+    """Returns what a key that does not exist may have been, as the end of a message."""
+    renamed = RENAMED.get(".".join(map(str, location)))
+    if renamed is not None:
+        return f"; it was renamed to {renamed}"
     model: type[BaseModel] = RunConfig
+    kinds: Kinds | None = None
     by_name = False  # whether the next part of the location is the name of a section, and no key
     for part in location[:-1]:
+        values = values.get(part) if isinstance(values, Mapping) else None
         if by_name:
             by_name = False
             continue
         annotation = model.model_fields[str(part)].annotation
-        section = section_of(annotation)
+        kinds = kinds_of(model, str(part))
+        section = model_at(model, str(part), values)
         if section is None:
             return ""
         model, by_name = section, get_origin(annotation) is dict
     prefix = "".join(f"{part}." for part in location[:-1])
-    meant = did_you_mean(str(location[-1]), model.model_fields, prefix=prefix)
-    return meant or f"; known keys: {', '.join(model.model_fields)}"
+    key = str(location[-1])
+    if kinds is None:
+        meant = did_you_mean(key, model.model_fields, prefix=prefix)
+        return meant or f"; known keys: {', '.join(model.model_fields)}"
+    return _suggest_kind(key, kinds, kinds.kind_of(values), model, prefix)
+
+
+def _suggest_kind(key: str, kinds: Kinds, kind: str, model: type[BaseModel], prefix: str) -> str:
+    """Returns what is known of a key that a section of this kind does not have."""
+    selector = f"{prefix}{kinds.key}"
+    others = kinds.kinds_with(key)
+    if others:
+        return f" with {selector}={kind}; it belongs to {selector}={' or '.join(others)}"
+    meant = did_you_mean(key, model.model_fields, prefix=prefix)
+    return meant or f" with {selector}={kind}, whose keys are {', '.join(model.model_fields)}"

@@ -1,20 +1,39 @@
-"""The settings of the objectives of `loss.objective`, a section each, and what each requires.
+"""The kinds of `loss.objective`, a section each, and what each requires.
 
 The objectives themselves are in `bapo_core.objectives`, which imports torch; this module does not.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from bapo_core.config.base import Section
+from bapo_core.config.base import Kinds, Section
+
+
+class PpoConfig(Section):
+    """The clipped surrogate of Eq. 3 (PPO, arXiv 1707.06347)."""
+
+    kind: Literal["ppo"] = "ppo"
+    clip_low: float | None = Field(0.2, gt=0.0)
+    """Distance of the lower clip bound from the centre (released script: 0.2); null sets no
+    bound."""
+    clip_high: float | None = Field(0.28, gt=0.0)
+    """Distance of the upper clip bound from the centre (released script: 0.28); null sets no
+    bound."""
+    dual_clip: float | None = Field(10.0, gt=1.0)
+    """Dual clip: the loss of a token with a negative advantage A is at most this times |A|; null
+    turns it off (released script: 10)."""
+    clip_center: Literal["one", "current"] = "one"
+    """Centre of the clip range under `loss.ratio: behavior`: 1, or theta_t / behaviour (delayed
+    GRPO)."""
 
 
 class GspoConfig(Section):
-    """Settings of `loss.objective: gspo` (arXiv 2507.18071), with sequence ratios."""
+    """Sequence ratios (GSPO, arXiv 2507.18071)."""
 
+    kind: Literal["gspo"] = "gspo"
     clip_low: float = Field(3e-4, gt=0.0)
     """Distance of the lower clip bound of the sequence ratio from 1 (paper: 3e-4)."""
     clip_high: float = Field(4e-4, gt=0.0)
@@ -22,8 +41,9 @@ class GspoConfig(Section):
 
 
 class CispoConfig(Section):
-    """Settings of `loss.objective: cispo` (arXiv 2506.13585), which clips weights of gradients."""
+    """Clipped weights of gradients (CISPO, arXiv 2506.13585)."""
 
+    kind: Literal["cispo"] = "cispo"
     clip_low: float | None = Field(None, gt=0.0)
     """Distance of the lower bound of a token's weight from 1; null sets no lower bound (paper)."""
     clip_high: float = Field(0.2, gt=0.0)
@@ -32,8 +52,9 @@ class CispoConfig(Section):
 
 
 class SapoConfig(Section):
-    """Settings of `loss.objective: sapo` (arXiv 2511.20347), with a soft gate for a clip."""
+    """A soft gate in place of the clip (SAPO, arXiv 2511.20347)."""
 
+    kind: Literal["sapo"] = "sapo"
     positive_temperature: float = Field(1.0, gt=0.0)
     """Steepness tau of the gate of tokens with a positive advantage (paper: 1.0)."""
     negative_temperature: float = Field(1.05, gt=0.0)
@@ -41,8 +62,9 @@ class SapoConfig(Section):
 
 
 class GmpoConfig(Section):
-    """Settings of `loss.objective: gmpo` (arXiv 2507.20673), with geometric means of ratios."""
+    """Geometric means of ratios (GMPO, arXiv 2507.20673)."""
 
+    kind: Literal["gmpo"] = "gmpo"
     clip_low: float = Field(0.4, gt=0.0)
     """Largest fall of a token's log-ratio, in nats, that counts where the advantage is negative
     (paper: 0.4)."""
@@ -52,16 +74,18 @@ class GmpoConfig(Section):
 
 
 class ToprConfig(Section):
-    """Settings of `loss.objective: topr` (arXiv 2503.14286), tapered off-policy REINFORCE."""
+    """Tapered off-policy REINFORCE (TOPR, arXiv 2503.14286)."""
 
+    kind: Literal["topr"] = "topr"
     level: Literal["sequence", "token"] = "sequence"
     """Ratio that is truncated at 1 where the advantage is negative: of the whole response (paper)
     or of the token (ROLL)."""
 
 
 class M2poConfig(Section):
-    """Settings of `loss.objective: m2po` (arXiv 2510.01161), which bounds a second moment."""
+    """A bound on the second moment of the log-ratio (M2PO, arXiv 2510.01161)."""
 
+    kind: Literal["m2po"] = "m2po"
     budget: float = Field(0.04, gt=0.0)
     """Bound of the second moment of the log-ratio, in nats squared (paper: 0.04)."""
     rule: Literal["mask", "clip"] = "mask"
@@ -75,8 +99,9 @@ class M2poConfig(Section):
 
 
 class ClipCovConfig(Section):
-    """Settings of `loss.objective: clip_cov` (arXiv 2505.22617): tokens without gradient."""
+    """Tokens of high covariance without gradient (Clip-Cov, arXiv 2505.22617)."""
 
+    kind: Literal["clip_cov"] = "clip_cov"
     clip_low: float = Field(0.2, gt=0.0)
     """Distance of PPO's lower clip bound from 1 (authors' code: 0.2)."""
     clip_high: float = Field(0.2, gt=0.0)
@@ -95,8 +120,9 @@ class ClipCovConfig(Section):
 
 
 class KlCovConfig(Section):
-    """Settings of `loss.objective: kl_cov` (arXiv 2505.22617): tokens with a KL penalty."""
+    """A KL penalty on tokens of high covariance (KL-Cov, arXiv 2505.22617)."""
 
+    kind: Literal["kl_cov"] = "kl_cov"
     fraction: float = Field(2e-4, gt=0.0, lt=1.0)
     """Share of the update's tokens that are penalised: those of the largest covariance (authors'
     code: 2e-4)."""
@@ -109,8 +135,9 @@ class KlCovConfig(Section):
 
 
 class AdaptiveClippingConfig(Section):
-    """Settings of `loss.objective: adaptive_clipping` (arXiv 2510.18927): bounds of each update."""
+    """Clip bounds that each update searches (the other BAPO, arXiv 2510.18927)."""
 
+    kind: Literal["adaptive_clipping"] = "adaptive_clipping"
     target: float = Field(0.4, gt=0.0)
     """rho_0, the contribution of tokens with positive advantages at which the search of the bounds
     stops (paper: 0.4; Llama 0.45)."""
@@ -134,7 +161,7 @@ class AdaptiveClippingConfig(Section):
     order: Literal["upper_first", "lower_first"] = "upper_first"
     """Bound that is moved first, up to its last value (paper: upper; authors' code: lower)."""
     dual_clip: float | None = Field(None, gt=1.0)
-    """Dual clip as in `loss.dual_clip`; null turns it off (authors' code: 3)."""
+    """Dual clip, as that of PPO; null turns it off (authors' code: 3)."""
 
     @model_validator(mode="after")
     def _ordered(self) -> AdaptiveClippingConfig:
@@ -151,22 +178,36 @@ class AdaptiveClippingConfig(Section):
         return self
 
 
-OBJECTIVE_SECTIONS: dict[str, type[Section]] = {
-    "gspo": GspoConfig,
-    "cispo": CispoConfig,
-    "sapo": SapoConfig,
-    "gmpo": GmpoConfig,
-    "topr": ToprConfig,
-    "m2po": M2poConfig,
-    "clip_cov": ClipCovConfig,
-    "kl_cov": KlCovConfig,
-    "adaptive_clipping": AdaptiveClippingConfig,
-}
-"""Name of an objective -> its settings, which are the section of `loss` of the same name."""
-OBJECTIVE_NAMES = ("ppo", *OBJECTIVE_SECTIONS)
-"""The built-in objectives; `ppo` has its settings in `loss` itself."""
 OBJECTIVE_ENTRY_POINTS = "bapo.objectives"
 """The group of entry points of objectives: name -> `bapo_core.objectives.Objective` or a loss."""
+OBJECTIVE_KINDS = Kinds(
+    PpoConfig,
+    GspoConfig,
+    CispoConfig,
+    SapoConfig,
+    GmpoConfig,
+    ToprConfig,
+    M2poConfig,
+    ClipCovConfig,
+    KlCovConfig,
+    AdaptiveClippingConfig,
+    plug_ins=OBJECTIVE_ENTRY_POINTS,
+)
+"""The kinds of `loss.objective`."""
+ObjectiveConfig = Annotated[
+    PpoConfig
+    | GspoConfig
+    | CispoConfig
+    | SapoConfig
+    | GmpoConfig
+    | ToprConfig
+    | M2poConfig
+    | ClipCovConfig
+    | KlCovConfig
+    | AdaptiveClippingConfig,
+    OBJECTIVE_KINDS,
+]
+"""A section `loss.objective`; one of a plug-in has a model of its own."""
 SEQUENCE_OBJECTIVES = frozenset({"gspo", "gmpo"})
 """Objectives with one ratio for a response, so with one advantage and one weight."""
 BEHAVIOR_OBJECTIVES = frozenset({"topr", "m2po", "adaptive_clipping"})

@@ -19,14 +19,19 @@ _ON_POLICY: dict[str, Any] = {
 
 
 def _on_policy(
-    objective: str = "ppo", *, aggregation: str = "token-mean", **sections: dict[str, Any]
+    objective: str | dict[str, Any] = "ppo",
+    *,
+    aggregation: str = "token-mean",
+    **sections: dict[str, Any],
 ) -> dict[str, Any]:
-    """Returns a preset without KL penalty and entropy bonus; `sections` are added to it."""
-    loss = {**_ON_POLICY["loss"], "aggregation": aggregation}
-    if objective == "ppo":
-        loss |= {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None}
-    else:
-        loss |= {"objective": objective}
+    """Returns a preset without KL penalty and entropy bonus; `sections` are added to it.
+
+    objective: a kind, or what differs from a clip range of 0.2 without a dual clip.
+    """
+    if objective == "ppo" or not isinstance(objective, str):
+        changes = {} if isinstance(objective, str) else objective
+        objective = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, **changes}
+    loss = {**_ON_POLICY["loss"], "aggregation": aggregation, "objective": objective}
     return {**_ON_POLICY, **sections, "loss": {**loss, **sections.get("loss", {})}}
 
 
@@ -55,13 +60,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     "grpo_delayed": {
         **_GRPO,
         "sync": {"every": 5},
-        "loss": {**_GRPO["loss"], "clip_center": "current"},
+        "loss": {
+            **_GRPO["loss"],
+            "objective": {**_GRPO["loss"]["objective"], "clip_center": "current"},
+        },
     },
     "dapo": _on_policy(
+        {"clip_high": 0.28},
         fresh={"filter": "range"},
         rollout={"max_generation_rounds": 4},
         reward={"wrong": -1.0, "overlong_share": 0.2},
-        loss={"clip_high": 0.28, "mask_truncated": True},
+        loss={"mask_truncated": True},
     ),
     "dr_grpo": _on_policy(aggregation="seq-mean-token-sum-norm", advantage={"scale": "none"}),
     "rloo": _on_policy(
@@ -88,9 +97,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "kl_cov": _on_policy("kl_cov"),
     "bapo_adaptive_clipping": _on_policy("adaptive_clipping"),
     "mopps": _on_policy(
+        {"clip_high": 0.28, "dual_clip": 10.0},
         aggregation="token-mean",
         sampler={"kind": "mopps", "decay": 0.5},
-        loss={"clip_high": 0.28, "dual_clip": 10.0, "entropy_coefficient": 0.001},
+        loss={"entropy_coefficient": 0.001},
     ),
     "dots": _on_policy(
         aggregation="seq-mean-token-mean",
@@ -105,12 +115,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         loss={"ratio": "prox_current", "weight_cap": 5.0, "weight_mode": "mask"},
     ),
     "remix_grpo": _on_policy(
+        {"clip_center": "current"},
         aggregation="seq-mean-token-mean",
         replay={"enabled": True, "select": "mixed", "last_step": 50},
         high_quality_buffer={"capacity": 1024, "max_age": 2},
         batch={"fresh_fraction": 0.6},
         optimizer={"epochs": 2},
-        loss={"clip_center": "current"},
         kl={
             "coefficient": 0.001,
             "reference": "initial",
@@ -125,6 +135,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         advantage={"std": "sample", "eps": 1e-4},
     ),
     "arpo": _on_policy(
+        {"clip_high": 0.3},
         response_replay={
             "enabled": True,
             "groups": "unsolved",
@@ -136,28 +147,29 @@ PRESETS: dict[str, dict[str, Any]] = {
             "advantages": "mixed",
             "replace": True,
         },
-        loss={"clip_high": 0.3, "ratio": "prox_current", "weight_mode": "unit"},
+        loss={"ratio": "prox_current", "weight_mode": "unit"},
     ),
     "luffy": _on_policy(
+        {"clip_low": None, "clip_high": None},
         aggregation="seq-mean-token-sum-norm",
         demonstrations={"join": "all"},
         advantage={"scale": "none"},
         loss={
-            "clip_low": None,
-            "clip_high": None,
             "by_source": {"demonstrated": {"shaping": 0.1}},
             "entropy_coefficient": 0.001,
         },
     ),
     "relift": _on_policy(
+        {"clip_low": None, "clip_high": None},
         aggregation="seq-mean-token-sum-norm",
         reevaluate={"enabled": False, "c1": 0.0},
         hard_buffer={"capacity": 1024},
         demonstrations={"supervise_every": 128},
         advantage={"scale": "none"},
-        loss={"clip_low": None, "clip_high": None, "entropy_coefficient": 0.001},
+        loss={"entropy_coefficient": 0.001},
     ),
     "exgrpo": _on_policy(
+        {"clip_low": None, "clip_high": None},
         aggregation="seq-mean-token-sum-norm",
         sampler={"kind": "exgrpo"},
         response_replay={
@@ -173,8 +185,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         },
         advantage={"scale": "none"},
         loss={
-            "clip_low": None,
-            "clip_high": None,
             "by_source": {"replayed": {"shaping": 0.1}},
             "entropy_coefficient": 0.001,
         },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic.json_schema import GenerateJsonSchema
 
 from bapo_core.config.run import RunConfig
 
@@ -17,8 +17,7 @@ def json_schema() -> dict[str, Any]:
     No key is required, because the preset and the defaults supply the others. Only `load_config`
     refuses values that contradict each other.
     """
-    schema = RunConfig.model_json_schema(schema_generator=_Generator)
-    schema["$defs"] = {name: _described(definition) for name, definition in schema["$defs"].items()}
+    schema = _described(RunConfig.model_json_schema(schema_generator=_Generator))
     return {
         "$schema": DIALECT,
         "title": "bapo run configuration",
@@ -26,11 +25,7 @@ def json_schema() -> dict[str, Any]:
             "The configuration of a run of bapo. Every key is optional: keys that are absent have "
             "the value of the preset that `algorithm` names, or else their default."
         ),
-        **{
-            key: value
-            for key, value in _described(schema).items()
-            if key not in ("title", "description")
-        },
+        **{key: value for key, value in schema.items() if key not in ("title", "description")},
     }
 
 
@@ -41,20 +36,20 @@ class _Generator(GenerateJsonSchema):
         return False
 
 
-def _described(schema: JsonSchemaValue) -> JsonSchemaValue:
-    """Returns an object's schema without line breaks in descriptions and defaults of sections.
+def _described(schema: Any) -> Any:
+    """Returns a schema without line breaks in descriptions and without defaults of sections.
 
     A section's default repeats those of its keys.
     """
-    described = dict(schema)
-    if "description" in described:
-        described["description"] = " ".join(described["description"].split())
-    described["properties"] = {
-        key: {
-            name: " ".join(value.split()) if name == "description" else value
-            for name, value in field.items()
-            if not (name == "default" and "$ref" in field)
-        }
-        for key, field in schema["properties"].items()
+    if isinstance(schema, list):
+        return [_described(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    is_section = "$ref" in schema or ("anyOf" in schema and isinstance(schema.get("default"), dict))
+    return {
+        key: " ".join(value.split())
+        if key == "description" and isinstance(value, str)
+        else _described(value)
+        for key, value in schema.items()
+        if not (key == "default" and is_section)
     }
-    return described

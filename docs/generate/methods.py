@@ -21,7 +21,7 @@ from bapo_core.config import (
     SourceLossConfig,
     load_config,
 )
-from bapo_core.config.objectives import OBJECTIVE_SECTIONS
+from bapo_core.config.objectives import OBJECTIVE_KINDS
 from bapo_core.config.presets import SUMMARIES
 from bapo_core.importance import truncated_weights
 from bapo_core.losses import AGGREGATIONS
@@ -43,10 +43,18 @@ from bapo_core.objectives import TokenLosses
 
 
 def reinforce(tokens, settings, statistics):
-    losses = -settings["factor"] * tokens.gains * tokens.valid_logprobs
+    losses = -settings.factor * tokens.gains * tokens.valid_logprobs
     return TokenLosses(losses, torch.zeros_like(tokens.valid))
 """
-"""The code of the page's plug-in."""
+"""The loss of the page's plug-in."""
+
+SETTINGS = """from bapo_core.config import Section
+
+
+class ReinforceConfig(Section):
+    factor: float = 1.0
+"""
+"""The settings of the page's plug-in."""
 
 DEMONSTRATIONS = """A demonstration is a correct response of a teacher to a training prompt: a
 column `demonstration` of the data, to which `task.columns` may map another one, or what a task
@@ -70,7 +78,7 @@ bapo compare examples/countdown.yaml --algorithms bapo,grpo,cispo
 A method is a preset of four choices, each of which can also be made by itself: the **objective**
 (`loss.objective`), the loss of a token; the **estimator** of advantages (`advantage.estimator`);
 the **aggregation** of token losses (`loss.aggregation`); and the **sampler** of prompts
-(`sampler.kind`). Every objective has its own section of settings, which is only allowed with it.
+(`sampler.kind`). Every objective has keys of its own.
 [Configuration](configuration.md) has all keys. [Decision 8](decisions/0008-methods.md), of samplers
 [decision 9](decisions/0009-samplers.md), and of replayed responses
 [decision 12](decisions/0012-response-replay.md), say where a method differs from its paper or its
@@ -94,23 +102,32 @@ PLUG_INS = f"""## Adding a method
 
 In this repository, a method is a function with its paper and its equation in the docstring, a line
 in its registry (`bapo_core/objectives.py`, `bapo_core/advantages.py`, `bapo_core/losses.py`), its
-settings in `bapo_core/config/objectives.py`, and a test against a transcription of the equation.
+section in `bapo_core/config/objectives.py`, and a test against a transcription of the equation.
 
 In a package of your own: objectives and estimators are found by their entry points,
 `bapo.objectives` and `bapo.estimators`, in every environment that checks a configuration or trains.
-An objective is a function of `Tokens`, its settings (`loss.options`) and the statistics of the
-update:
+An objective is a function of `Tokens`, its section `loss.objective` and the statistics of the
+update. The section's keys are a `Section` of the same name in the group `bapo.objectives.settings`,
+in a module without torch, because services read it that do not train; without one, there are none:
 
 ```python
+# my_package/losses.py
 {EXAMPLE}```
+
+```python
+# my_package/settings.py
+{SETTINGS}```
 
 ```toml
 [project.entry-points."bapo.objectives"]
-reinforce = "my_package:reinforce"
+reinforce = "my_package.losses:reinforce"
+
+[project.entry-points."bapo.objectives.settings"]
+reinforce = "my_package.settings:ReinforceConfig"
 ```
 
 ```yaml
-loss: {{objective: reinforce, options: {{factor: 0.5}}}}
+loss: {{objective: {{kind: reinforce, factor: 0.5}}}}
 ```
 
 An objective that needs numbers of a whole update is an `Objective` with a function `statistics`,
@@ -147,7 +164,7 @@ def _preset(name: str) -> str:
     if config.advantage.scale != AdvantageConfig().scale:
         estimator += f", scale: {config.advantage.scale}"
     return (
-        f"| `{name}` | {_link(SUMMARIES[name])} | `{config.loss.objective}` | `{estimator}` | "
+        f"| `{name}` | {_link(SUMMARIES[name])} | `{config.loss.objective.kind}` | `{estimator}` | "
         f"`{config.loss.aggregation}` | `{config.sampler.kind}` |"
     )
 
@@ -160,8 +177,7 @@ def _objectives() -> Iterator[str]:
             yield from (_markdown(search_bounds), "")
         if objective.statistics is not None:
             yield from ("Every update after the first of a step takes one more forward pass.", "")
-        if name in OBJECTIVE_SECTIONS:
-            yield from (*render_keys(f"loss.{name}", OBJECTIVE_SECTIONS[name]), "")
+        yield from (*render_keys("loss.objective", OBJECTIVE_KINDS.sections[name]), "")
 
 
 def _estimators() -> Iterator[str]:

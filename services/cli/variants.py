@@ -15,7 +15,6 @@ from bapo_core.config import (
     PRESETS,
     ConfigError,
     RunConfig,
-    merge,
     override_config,
     parse_overrides,
     read_values,
@@ -107,15 +106,15 @@ def plan_runs(
     """
     _refuse_repetition([variant.label for variant in variants], "label")
     _refuse_repetition(seeds, "seed")
-    values, common = read_values(file), parse_overrides(overrides)
+    values, shared = read_values(file), parse_overrides(overrides)
     where = str(file or "config")
     runs = []
     for seed in seeds:
         labels: dict[str, str] = {}
         for variant in variants:
-            changed = merge(merge(common, variant.values), {"seed": seed})
             # Not the variant's name: the runs that it shares a configuration with would differ.
-            config = override_config(values, changed, where=f"{where}, variant {variant.label}")
+            changes = (shared, variant.values, {"seed": seed})
+            config = override_config(values, *changes, where=f"{where}, variant {variant.label}")
             digest = digest_of_config(config)
             if digest in labels:
                 raise ConfigError(

@@ -102,7 +102,7 @@ class Targets:
     @property
     def center(self) -> Tensor | None:
         """Centre of the clip range, where it is not 1."""
-        if self.loss.clip_center != "current":
+        if not self.loss.moves_center:
             return None
         return (self.current_logprobs - self.behavior_logprobs).exp()
 

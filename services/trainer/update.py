@@ -120,7 +120,7 @@ class Updater:
         self.memory = memory or plan_memory(config, None)
         self.critic = None if critic is None else CriticTrainer(config, critic, ranks)
         self.ranks = ranks
-        self.objective = get_objective(config.loss.objective)
+        self.objective = get_objective(config.loss.objective.kind)
         self.optimizer = make_optimizer(policy, config.optimizer.learning_rate, config.optimizer)
 
     @property
@@ -280,11 +280,7 @@ class Updater:
         """
         has_demonstrations = self.ranks.all_reduce_max(int(batch.demonstrated.any()))
         config = self.config
-        return (
-            config.loss.clip_center == "current"
-            or config.kl.convex is not None
-            or bool(has_demonstrations)
-        )
+        return config.loss.moves_center or config.kl.convex is not None or bool(has_demonstrations)
 
     def _make_targets(
         self, batch: Batch, step: int = 1, rows: Tensor | None = None
@@ -397,7 +393,7 @@ class Updater:
             scored_logprobs=scored[rows],
             draws=None if statistics.draws is None else statistics.draws[rows],
         )
-        settings = self.config.loss.objective_settings
+        settings = self.config.loss.objective
         values = self.objective.statistics(gather_tokens(tokens, self.ranks), settings)
         return replace(statistics, values=values)
 
@@ -549,7 +545,7 @@ class Updater:
             )
         else:
             policy_losses, clipped = self.objective.loss(
-                tokens, settings.objective_settings, statistics.values
+                tokens, settings.objective, statistics.values
             )
 
         def penalty_to(reference: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ CASES = {
     ),
     "draws": Case(
         overrides=(
-            *("loss.objective=clip_cov", "loss.clip_cov={fraction: 0.2, covariances: [0, 9]}"),
+            *("loss.objective=clip_cov", "loss.objective={fraction: 0.2, covariances: [0, 9]}"),
             *("advantage.estimator=reinforce_pp", "kl.placement=reward", "loss.weight_norm=batch"),
         )
     ),

@@ -8,14 +8,17 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+import yaml
 from alembic import command
 from sqlalchemy import create_engine, inspect, make_url, select, text
 from sqlalchemy.orm import Session
 
+from bapo_core.config import CispoConfig, PpoConfig, SapoConfig, parse_config
 from bapo_core.errors import BapoError
 from services.buffer import migrate
 from services.buffer.api.trajectories import encode_groups
@@ -149,19 +152,8 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
             assert after[table] == before[table], table
 
 
-OLD_SECTIONS = ("x1", "x2", "x3", "bad", "high", "adaptive")
-NEW_SECTIONS = (
-    "fresh",
-    "reevaluate",
-    "replay",
-    "hard_buffer",
-    "high_quality_buffer",
-    "replay_window",
-)
-
-
 def test_the_configuration_of_an_older_run_keeps_its_values(database: str) -> None:
-    """0005 renames the sections of a stored configuration, and its downgrade renames them back."""
+    """0005 and 0017 move keys of a stored configuration, and their downgrades move them back."""
     config = small_config(
         "older",
         fresh={"filter": "uniform", "uniform_fraction": 0.4},
@@ -169,10 +161,9 @@ def test_the_configuration_of_an_older_run_keeps_its_values(database: str) -> No
         replay={"enabled": False},
         hard_buffer={"capacity": 17},
         high_quality_buffer={"max_age": 9},
+        loss={"objective": {"kind": "cispo", "clip_high": 4.0}},
     )
-    stored = config.model_dump(mode="json")
-    for old, new in zip(OLD_SECTIONS, NEW_SECTIONS, strict=True):
-        stored[old] = stored.pop(new)
+    stored = json.loads((Path(__file__).parent / "older_config.json").read_text())
     upgrade(database, "0004")
     with psycopg.connect(plain(database)) as connection:
         connection.execute(
@@ -198,6 +189,35 @@ def test_the_configuration_of_an_older_run_keeps_its_values(database: str) -> No
         (row,) = connection.execute("select config, wanted_version from run")
         assert row == (stored, 2)
         assert list(connection.execute("select part, step from activity")) == [("trainer", 3)]
+
+
+def test_the_text_of_a_stored_configuration_keeps_its_values(database: str) -> None:
+    """A text whose keys have moved is written anew; another one is left as it is."""
+    texts = {
+        "ppo": "# bounds\nalgorithm: grpo\nloss: {clip_low: 0.1, aggregation: token-mean}\n",
+        "preset": "algorithm: cispo\nloss: {cispo: {clip_high: 4}}\n",
+        "selected": "loss: {objective: sapo, ratio: behavior}\n",
+        "other": "# comment\nsteps: 3\n",
+    }
+    upgrade(database, "0016")
+    with psycopg.connect(plain(database)) as connection:
+        for name, stored in texts.items():
+            connection.execute(
+                "insert into stored_config (name, text) values (%s, %s)", [name, stored]
+            )
+    upgrade(database)
+    with psycopg.connect(plain(database)) as connection:
+        migrated = dict(connection.execute("select name, text from stored_config").fetchall())
+    objectives = {name: parse_config(text).loss.objective for name, text in migrated.items()}
+    assert objectives["ppo"] == PpoConfig(clip_low=0.1, clip_high=0.2, dual_clip=None)
+    assert objectives["preset"] == CispoConfig(clip_high=4.0)
+    assert objectives["selected"] == SapoConfig()
+    assert {name for name, text in texts.items() if migrated[name] == text} == {"selected", "other"}
+    downgrade(database, "0016")
+    with psycopg.connect(plain(database)) as connection:
+        restored = dict(connection.execute("select name, text from stored_config").fetchall())
+    parsed = {name: yaml.safe_load(text) for name, text in texts.items()}
+    assert {name: yaml.safe_load(text) for name, text in restored.items()} == parsed
 
 
 def test_the_rewards_of_an_older_run_are_its_accuracies(database: str) -> None:

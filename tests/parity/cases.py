@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from bapo_core.advantages import Responses, get_estimator, token_rewards
-from bapo_core.config import AdvantageConfig, LossConfig
+from bapo_core.config import AdvantageConfig
+from bapo_core.config.objectives import OBJECTIVE_KINDS
 from bapo_core.losses import Aggregation, aggregate
 from bapo_core.objectives import Tokens, get_objective
 from tests.unit.core.test_objectives import flat
@@ -99,9 +100,7 @@ def our_loss(
 ) -> Loss:
     """Returns the loss of one of bapo's objectives, whose statistics are those of this batch."""
     logprobs = case.logprobs.clone().requires_grad_()
-    options = settings if objective == "ppo" else {objective: settings}
-    ratio = "behavior" if objective == "topr" else "prox_current"
-    config = LossConfig(objective=objective, ratio=ratio, weight_level="geometric", **options)
+    section = OBJECTIVE_KINDS.sections[objective](**settings)
     tokens = Tokens(
         logprobs=logprobs,
         proximal_logprobs=case.old_logprobs,
@@ -114,8 +113,8 @@ def our_loss(
     selected = get_objective(objective)
     statistics: dict[str, float] = {}
     if selected.statistics is not None:
-        statistics = selected.statistics(flat(tokens), config.objective_settings)
-    losses, clipped = selected.loss(tokens, config.objective_settings, statistics)
+        statistics = selected.statistics(flat(tokens), section)
+    losses, clipped = selected.loss(tokens, section, statistics)
     loss = aggregate(losses, case.mask, aggregation, longest=longest)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     return Loss(loss.detach(), gradient, float(clipped.sum() / case.mask.sum()))

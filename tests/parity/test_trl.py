@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_core.config import load_config
+from bapo_core.config import PpoConfig, load_config
 from bapo_core.kl import kl_penalty
 from bapo_core.losses import Aggregation, aggregate
 from tests.parity.cases import CASES, Case, Loss, assert_same, make_case, our_loss, single_token
@@ -186,8 +186,8 @@ def test_sapo_equals_sapo(trl: Any, case: Case) -> None:
 
 def test_rloo_equals_rloo_trainer_in_the_gradient_of_the_first_update(trl: Any) -> None:
     loss = load_config(None, ["algorithm=rloo"]).loss
-    assert (loss.objective, loss.aggregation) == ("ppo", "seq-mean-token-sum")
-    bounds = {"clip_low": loss.clip_low, "clip_high": loss.clip_high, "dual_clip": loss.dual_clip}
+    assert (loss.objective.kind, loss.aggregation) == ("ppo", "seq-mean-token-sum")
+    bounds = loss.objective.model_dump(include={"clip_low", "clip_high", "dual_clip"})
 
     def both(case: Case) -> tuple[Tensor, Tensor]:
         ours = our_loss(case, "ppo", loss.aggregation, **bounds)
@@ -295,8 +295,9 @@ def test_the_tokens_of_the_whole_minibatch_count_in_dapo_and_those_of_a_part_in_
 
 
 def test_defaults_of_trl(trl: Any) -> None:
-    config, loss = configuration(trl), load_config(None, []).loss
+    config, loss, objective = configuration(trl), load_config(None, []).loss, PpoConfig()
     assert (config.loss_type, loss.aggregation) == ("dapo", "token-mean")
-    assert (config.epsilon, config.epsilon_high) == (loss.clip_low, None)
-    assert loss.clip_high == 0.28
-    assert (config.delta, loss.dual_clip) == (None, 10.0)
+    assert loss.objective == objective
+    assert (config.epsilon, config.epsilon_high) == (objective.clip_low, None)
+    assert objective.clip_high == 0.28
+    assert (config.delta, objective.dual_clip) == (None, 10.0)

@@ -344,12 +344,11 @@ def test_padding_may_be_nan_here_and_in_the_token_mean_of_verl(
 def test_defaults_of_verl(verl: Any) -> None:
     from verl.workers.config import ActorConfig, PolicyLossConfig
 
-    from bapo_core.config.loss import LossConfig
-    from bapo_core.config.objectives import KlCovConfig, SapoConfig
+    from bapo_core.config.objectives import KlCovConfig, PpoConfig, SapoConfig
 
     actor = ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
-    assert (actor.clip_ratio_high, LossConfig().clip_high) == (0.2, 0.28)
-    assert (actor.clip_ratio_c, LossConfig().dual_clip) == (3.0, 10.0)
+    assert (actor.clip_ratio_high, PpoConfig().clip_high) == (0.2, 0.28)
+    assert (actor.clip_ratio_c, PpoConfig().dual_clip) == (3.0, 10.0)
     assert (PolicyLossConfig().ppo_kl_coef, KlCovConfig().coefficient) == (0.1, 1.0)
     assert actor.tau_pos == SapoConfig().positive_temperature
     assert actor.tau_neg == SapoConfig().negative_temperature

@@ -267,10 +267,11 @@ class RunState(Wire):
             return validate(config)
         except ValidationError as error:
             name = info.data.get("name")
+            explanation = explain_validation_error(error, config)
             raise ConfigError(
                 f"run {name!r} has a stored configuration that this version of bapo cannot read: "
-                f"{explain_validation_error(error)}; continue the run with the version that "
-                f"created it, or delete it with `bapo delete {name}`"
+                f"{explanation}; continue the run with the version that created it, or delete it "
+                f"with `bapo delete {name}`"
             ) from error
 
 

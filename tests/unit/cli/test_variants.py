@@ -68,10 +68,11 @@ def test_what_the_user_sets_holds_for_every_variant() -> None:
 
 
 def test_a_variant_changes_its_keys_and_no_other() -> None:
-    variants = [parse_variant("v5:"), parse_variant("v10: sync.every=10 loss.clip_high=0.3")]
+    keys = "sync.every=10 loss.objective.clip_high=0.3"
+    variants = [parse_variant("v5:"), parse_variant(f"v10: {keys}")]
     five, ten = plan_runs(EXAMPLE, ["seed=7"], variants, [3])
     assert (five.label, ten.label) == ("v5", "v10")
-    changed = {"sync": {"every": 10}, "loss": {"clip_high": 0.3}}
+    changed = {"sync": {"every": 10}, "loss": {"objective": {"clip_high": 0.3}}}
     given = yaml.safe_load(Path(EXAMPLE).read_text())
     expected = config_from({**given, **changed, "seed": 3})
     assert ten.config.model_dump(exclude={"name"}) == expected.model_dump(exclude={"name"})

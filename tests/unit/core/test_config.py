@@ -17,9 +17,13 @@ from bapo_core.config import (
     CispoConfig,
     ConfigError,
     EvaluationSet,
+    GspoConfig,
+    PpoConfig,
     RunConfig,
+    SapoConfig,
     config_from,
     load_config,
+    override_config,
     parse_config,
     parse_overrides,
 )
@@ -104,33 +108,51 @@ def split(overrides: str) -> list[str]:
         ("algorithm=sac", "algorithm: 'sac' is not one of areal_async, arpo"),
         (
             "loss.objective=sac",
-            "loss.objective: objective is 'sac', which is not one of adaptive_cl",
+            "override loss.objective.kind: 'sac' is not one of adaptive_clipping, cispo, clip_cov",
         ),
         ("advantage.estimator=gaee", "estimator is 'gaee', which is not one of gae, group, maxrl"),
-        ("loss.cispo.clip_high=1", "cispo is given but objective is 'ppo', which does not read it"),
-        ("loss.options={a: 1}", "options are of objectives that an installed package adds"),
-        ("loss={objective: cispo, cispo: {hgh: 1}}", "loss.cispo.hgh: no such key; known keys: cl"),
-        ("loss={objective: cispo, cispo: {cliphigh: 1}}", "did you mean loss.cispo.clip_high?"),
+        ("loss.objective=gpso", "did you mean gspo?"),
+        ("loss.objective.kind=[ppo]", "loss.objective.kind: ['ppo'] is not one of adaptive_clip"),
+        ("loss.objective=3", "loss.objective: must be a section or one of adaptive_clipping, cisp"),
+        ("loss.objective=", "loss.objective: must be a section or one of adaptive_clipping, cispo"),
+        ("loss=ppo", "loss: input should be a valid dictionary"),
+        (
+            "loss.objective=cispo loss.objective.dual_clip=3",
+            "override loss.objective.dual_clip: no such key with loss.objective.kind=cispo; it "
+            "belongs to loss.objective.kind=ppo or adaptive_clipping",
+        ),
+        (
+            "loss.objective.level=token",
+            "no such key with loss.objective.kind=ppo; it belongs to loss.objective.kind=topr",
+        ),
+        (
+            "loss={objective: {kind: cispo, hgh: 1}}",
+            "loss.objective.hgh: no such key with loss.objective.kind=cispo, whose keys are kind, "
+            "clip_low, clip_high",
+        ),
+        ("loss.objective={cliphigh: 1}", "no such key; did you mean loss.objective.clip_high?"),
+        ("loss.clip_high=1", "loss.clip_high: no such key; it was renamed to loss.objective.clip_"),
+        ("loss.cispo={}", "loss.cispo: no such key; it was renamed to loss.objective, of kind ci"),
+        ("loss.options={a: 1}", "loss.options: no such key; it was renamed to loss.objective"),
         ("loss.objective=gspo", "weight_level is 'token': a response has one ratio"),
         ("loss.objective=gmpo", "set weight_level to geometric or sequence, or ratio to behavior"),
         ("loss.objective=topr", "objective is 'topr' but ratio is 'prox_current': its equation"),
         ("loss.objective=m2po", "set ratio to behavior"),
         ("loss.objective=adaptive_clipping", "set ratio to behavior"),
-        ("loss={ratio: behavior, clip_center: current, objective: sapo}", "have no centre that"),
         ("loss={weight_floor: 3}", "weight_floor (3) is not below weight_cap (3)"),
         ("advantage={estimator: rloo, scale: batch}", "rloo', which has a scale of its own"),
         ("kl.placement=reward", "kl.placement is 'reward' but advantage.estimator is 'group'"),
         (
-            "algorithm=bapo_adaptive_clipping loss.adaptive_clipping.low_range=[0.9,0.6]",
-            "loss.adaptive_clipping: low_range is [0.9, 0.6]: write the lower bound first",
+            "algorithm=bapo_adaptive_clipping loss.objective.low_range=[0.9,0.6]",
+            "loss.objective: low_range is [0.9, 0.6]: write the lower bound first",
         ),
         (
-            "algorithm=bapo_adaptive_clipping loss.adaptive_clipping.high_range=[0.2,0.3]",
+            "algorithm=bapo_adaptive_clipping loss.objective.high_range=[0.2,0.3]",
             "which are bounds of the ratio and not distances from 1",
         ),
         (
-            "algorithm=clip_cov loss.clip_cov.covariances=[5,1]",
-            "loss.clip_cov: covariances is [5, 1]: write the lower bound first",
+            "algorithm=clip_cov loss.objective.covariances=[5,1]",
+            "loss.objective: covariances is [5, 1]: write the lower bound first",
         ),
         (
             "algorithm=gspo advantage.estimator=gae",
@@ -140,7 +162,10 @@ def split(overrides: str) -> list[str]:
             "algorithm=gmpo advantage={estimator: reinforce_pp, gamma: 0.9}",
             "advantage.estimator=reinforce_pp gives one for each token",
         ),
-        ("loss.clip_center=current", "set ratio to behavior or clip_center to one"),
+        (
+            "loss.objective.clip_center=current",
+            "set ratio to behavior or objective.clip_center to one",
+        ),
         (
             "response_replay={min_cache: 17}",
             "response_replay: min_cache (17) is above cache (16), so nothing would be replayed",
@@ -283,7 +308,6 @@ def test_importance_weights_that_change_nothing_get_a_warning() -> None:
 @pytest.mark.parametrize(
     ("overrides", "warning"),
     [
-        ("algorithm=cispo loss.clip_low=0.3", "loss.clip_low=0.3 change nothing with loss.objec"),
         (
             "algorithm=gspo loss.ratio=behavior sync.every=5 loss.weight_level=token",
             "loss.objective=gspo with loss.ratio=behavior clips almost every response",
@@ -405,13 +429,54 @@ def test_a_valid_configuration_with_a_surprising_effect_gets_a_warning(
     assert message.startswith(warning)
 
 
-def test_a_preset_fills_the_section_of_its_objective_alone() -> None:
-    loss = load_config(None, ["algorithm=cispo"]).loss
-    assert loss.objective_settings == loss.cispo == CispoConfig()
-    assert loss.sapo is None
-    changed = load_config(None, ["algorithm=cispo", "loss.cispo.clip_high=4"]).loss
-    assert changed.objective_settings.clip_high == 4.0
-    assert RunConfig().loss.objective_settings == RunConfig().loss
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "loss.objective=cispo loss.objective.clip_high=4",
+        "loss.objective.clip_high=4 loss.objective=cispo",
+        "loss.objective.kind=cispo loss.objective.clip_high=4",
+        "loss.objective={kind: cispo, clip_high: 4}",
+        "loss={objective: {kind: cispo, clip_high: 4}}",
+        "loss={objective: cispo} loss.objective.clip_high=4",
+        "loss.objective=sapo loss.objective=cispo loss.objective.clip_high=4",
+        "algorithm=cispo loss.objective.clip_high=4",
+        "algorithm=gspo loss.objective=cispo loss.objective.clip_high=4",
+    ],
+)
+def test_a_kind_is_selected_by_its_name_or_by_the_key_kind(overrides: str) -> None:
+    assert load_config(None, split(overrides)).loss.objective == CispoConfig(clip_high=4.0)
+
+
+def test_the_keys_of_another_kind_are_not_inherited() -> None:
+    """A clip range of 0.2, as that of PPO, means something else to other objectives."""
+    file = {"loss": {"objective": {"clip_low": 0.1}}}
+    for algorithm in ("bapo", "grpo", "grpo_delayed", "dapo", "luffy", "cispo"):
+        values = {**file, "algorithm": algorithm}
+        config = override_config(values, parse_overrides(["loss.objective=sapo"]))
+        assert config.loss.objective == SapoConfig()
+    for objective in ("cispo", {"kind": "cispo"}):
+        config = config_from({"algorithm": "dapo", "loss": {"objective": objective}})
+        assert config.loss.objective == CispoConfig()
+
+
+def test_a_file_changes_a_key_of_the_kind_that_its_preset_or_the_command_line_names() -> None:
+    file = {"algorithm": "gspo", "loss": {"objective": {"clip_low": 0.1}}}
+    assert config_from(file).loss.objective == GspoConfig(clip_low=0.1)
+    same = override_config(file, parse_overrides(["loss.objective=gspo"]))
+    assert same.loss.objective == GspoConfig(clip_low=0.1)
+    assert config_from({"loss": {"objective": {"clip_low": 0.1}}}).loss.objective == PpoConfig(
+        clip_low=0.1
+    )
+
+
+def test_a_stored_configuration_has_the_keys_of_its_kinds_alone() -> None:
+    stored = load_config(None, ["algorithm=sapo"]).model_dump(mode="json")
+    assert stored["loss"]["objective"] == {
+        "kind": "sapo",
+        "positive_temperature": 1.0,
+        "negative_temperature": 1.05,
+    }
+    assert RunConfig.model_validate(stored).model_dump(mode="json") == stored
 
 
 @pytest.mark.parametrize("algorithm", PRESETS)

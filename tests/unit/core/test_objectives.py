@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from bapo_core.clipping import search_bounds
-from bapo_core.config import AdaptiveClippingConfig, ConfigError, LossConfig
-from bapo_core.config.objectives import BEHAVIOR_OBJECTIVES, OBJECTIVE_NAMES
+from bapo_core.config import AdaptiveClippingConfig, ConfigError, LossConfig, PpoConfig
+from bapo_core.config.objectives import BEHAVIOR_OBJECTIVES, OBJECTIVE_KINDS
 from bapo_core.objectives import OBJECTIVES, Tokens, get_objective, losses_by_source, shaped
-from docs.generate.methods import EXAMPLE
+from docs.generate.methods import EXAMPLE, SETTINGS
 from tests.unit.core.test_plug_ins import write_distribution
 
 Rows = list[list[float]]
@@ -114,10 +114,7 @@ def flat(tokens: Tokens) -> Tokens:
 
 
 def settings_of(name: str, **options: Any) -> Any:
-    ratio = "behavior" if name in BEHAVIOR_OBJECTIVES else "prox_current"
-    section = {} if name == "ppo" else {name: options}
-    config = LossConfig(objective=name, ratio=ratio, weight_level="geometric", **section)
-    return config.objective_settings
+    return OBJECTIVE_KINDS.sections[name](**options)
 
 
 def computed(name: str, case: Case, **options: Any) -> tuple[Any, Tokens, dict[str, float]]:
@@ -528,8 +525,8 @@ def test_each_source_has_the_loss_of_its_settings() -> None:
         for source in set(sources)
     }
     losses, clipped = losses_by_source(objective, tokens_of(case), masks, loss, {})
-    plain = objective.loss(tokens_of(case), LossConfig(), {})
-    settings = LossConfig(clip_low=0.05, clip_high=0.9)
+    plain = objective.loss(tokens_of(case), PpoConfig(), {})
+    settings = PpoConfig(clip_low=0.05, clip_high=0.9)
     replayed = objective.loss(tokens_of(case), settings, {})
     reevaluated = shaped(tokens_of(case), 0.1)
     for row, source in enumerate(sources):
@@ -542,19 +539,19 @@ def test_each_source_has_the_loss_of_its_settings() -> None:
 
 def test_a_bound_that_is_null_does_not_clip() -> None:
     tokens = tokens_of(CASES["stale"])
-    settings = LossConfig(clip_low=None, clip_high=None, dual_clip=None)
+    settings = PpoConfig(clip_low=None, clip_high=None, dual_clip=None)
     losses, clipped = get_objective("ppo").loss(tokens, settings, {})
     assert not clipped.any()
     expected = torch.where(tokens.valid, -tokens.gains * tokens.log_ratios.exp(), 0.0)
     assert torch.allclose(losses, expected)
-    one_sided = LossConfig(clip_low=None, dual_clip=None)
+    one_sided = PpoConfig(clip_low=None, dual_clip=None)
     _, clipped = get_objective("ppo").loss(tokens, one_sided, {})
     assert clipped.any()
     assert not clipped[tokens.valid & (tokens.advantages < 0)].any()
 
 
 def test_the_configuration_knows_every_objective() -> None:
-    assert tuple(OBJECTIVES) == OBJECTIVE_NAMES
+    assert list(OBJECTIVES) == list(OBJECTIVE_KINDS.sections)
 
 
 def test_an_objective_of_an_installed_package_is_found(
@@ -563,10 +560,15 @@ def test_an_objective_of_an_installed_package_is_found(
     monkeypatch.syspath_prepend(str(tmp_path))
     point = "mine = bapo_reinforce:reinforce"
     write_distribution(tmp_path, "bapo-reinforce", point, EXAMPLE, "bapo.objectives")
-    config = LossConfig(objective="mine", options={"factor": 2.0})
+    point = "mine = bapo_reinforce_settings:ReinforceConfig"
+    write_distribution(
+        tmp_path, "bapo-reinforce-settings", point, SETTINGS, "bapo.objectives.settings"
+    )
+    config = LossConfig.model_validate({"objective": {"kind": "mine", "factor": 2.0}})
+    assert config.model_dump()["objective"] == {"factor": 2.0, "kind": "mine"}
     case = CASES["mixed"]
     tokens = tokens_of(case)
-    result = get_objective("mine").loss(tokens, config.objective_settings, {})
+    result = get_objective("mine").loss(tokens, config.objective, {})
     first = -2.0 * case.weights[0][0] * case.advantages[0] * case.logprobs[0][0]
     assert result.losses[0, 0].item() == pytest.approx(first)
     with pytest.raises(

@@ -32,9 +32,9 @@ WITHOUT_STATISTICS = [
 WITH_STATISTICS = [
     ("loss.objective=adaptive_clipping", "loss.ratio=behavior"),
     ("loss.objective=m2po", "loss.ratio=behavior"),
-    ("loss.objective=m2po", "loss.ratio=behavior", "loss.m2po.rule=clip"),
-    ("loss.objective=clip_cov", "loss.clip_cov={fraction: 0.2, covariances: [0, 9]}"),
-    ("loss.objective=kl_cov", "loss.kl_cov.fraction=0.2"),
+    ("loss.objective=m2po", "loss.ratio=behavior", "loss.objective.rule=clip"),
+    ("loss.objective=clip_cov", "loss.objective={fraction: 0.2, covariances: [0, 9]}"),
+    ("loss.objective=kl_cov", "loss.objective.fraction=0.2"),
 ]
 
 
@@ -225,7 +225,7 @@ def test_statistics_are_of_the_tokens_that_the_loss_has() -> None:
         return {}
 
     data = single.batch()
-    for overrides in ((), ("loss.ratio=behavior", "loss.clip_center=current")):
+    for overrides in ((), ("loss.ratio=behavior", "loss.objective.clip_center=current")):
         updater = updater_of(single.config(*overrides))
         updater.objective = replace(updater.objective, statistics=statistics)
         targets, _ = updater._make_targets(data)

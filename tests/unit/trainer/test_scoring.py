@@ -98,7 +98,7 @@ def test_the_groups_of_the_first_update_are_not_scored_before_it() -> None:
             "kl={coefficient: 0.1, placement: reward, reference: rollout}",
         ),
         ("loss.weight_norm=batch",),
-        ("loss.objective=clip_cov", "loss.clip_cov={fraction: 0.2, covariances: [0, 9]}"),
+        ("loss.objective=clip_cov", "loss.objective={fraction: 0.2, covariances: [0, 9]}"),
     ],
     ids=["penalised rewards", "normalised weights", "statistics"],
 )

@@ -372,7 +372,12 @@ def test_weights_normalised_over_the_batch_have_mean_one() -> None:
 
 def test_behavior_and_prox_current_agree_on_the_first_update() -> None:
     """Without clipping and truncation, w * ratio is theta / behaviour in both."""
-    wide = ["loss.clip_low=100", "loss.clip_high=100", "loss.weight_cap=100", "loss.dual_clip=null"]
+    wide = [
+        "loss.objective.clip_low=100",
+        "loss.objective.clip_high=100",
+        "loss.weight_cap=100",
+        "loss.objective.dual_clip=null",
+    ]
     wide += ["optimizer.minibatch_prompts=6", "kl.coefficient=0"]
     behavior = trained(config("loss.ratio=behavior", *wide), batch())
     current = trained(config("loss.ratio=prox_current", *wide), batch())
@@ -546,8 +551,8 @@ def test_microbatches_partition_the_rows_within_the_budget(
 def test_clip_fractions_are_reported_by_source() -> None:
     settings = config(
         "optimizer.learning_rate=0.05",
-        "loss.clip_low=0.01",
-        "loss.clip_high=0.01",
+        "loss.objective.clip_low=0.01",
+        "loss.objective.clip_high=0.01",
         "loss.aggregation=token-mean",
         "loss.ratio=behavior",
     )
@@ -581,8 +586,8 @@ def test_responses_without_a_loss_are_no_part_of_the_trained_tokens() -> None:
     settings = config(
         "optimizer.minibatch_prompts=6",
         "loss.mask_truncated=true",
-        "loss.clip_low=0.01",
-        "loss.clip_high=0.01",
+        "loss.objective.clip_low=0.01",
+        "loss.objective.clip_high=0.01",
         "loss.ratio=behavior",
     )
     data = batch()
