@@ -144,7 +144,12 @@ class DemonstrationsConfig(Section):
     supervise_every: int = Field(0, ge=0)
     """Number of unsolved prompts after which a step has a supervised update on their demonstrations
     (ReLIFT: 128); 0 turns it off. The prompts are collected in the hard buffer, which they then
-    leave."""
+    leave. Supervised updates have an AdamW of their own, with the settings of `optimizer`."""
+    supervised_gradient_clip: float = Field(1.0, gt=0.0)
+    """Global gradient norm above which the gradients of supervised updates are scaled down (the
+    default of ReLIFT's code, which its scripts keep)."""
+    supervised_entropy_coefficient: float = Field(0.001, ge=0.0)
+    """Coefficient of the entropy bonus of supervised updates (ReLIFT's scripts: 0.001)."""
 
     @property
     def enabled(self) -> bool:

@@ -20,12 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
+    get_optimizer_state_dict,
     set_model_state_dict,
-    set_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -45,23 +46,25 @@ _TRAINED = StateDictOptions(ignore_frozen_params=True)
 """Leaves out frozen weights: with adapters, these are the initial model's."""
 
 
-Trained: TypeAlias = dict[str, tuple[nn.Module, Optimizer]]
-"""Modules with their optimizers, by name: `model` (the policy) always, `critic` with BA-PPO."""
-Saved: TypeAlias = Mapping[str, tuple[nn.Module, Optimizer | None]]
-"""The modules whose state a checkpoint stores, by name: the trained ones with their optimizers, and
-`reference`, which has none, if the policy has replaced the initial reference."""
+SUPERVISED_OPTIMIZER = "supervised_optimizer"
+"""The name under which checkpoints store the optimizer of supervised updates."""
+
+Saved: TypeAlias = Mapping[str, tuple[nn.Module, Mapping[str, Optimizer]]]
+"""The modules whose state a checkpoint stores, with the optimizers that train them, each by the
+name under which it is stored: `model` (the policy) with `optimizer`, and `supervised_optimizer` if
+the run has supervised updates; `critic` with `critic_optimizer`, with BA-PPO; and `reference`,
+which has no optimizer, if the policy has replaced the initial reference."""
 
 
 def state_of(saved: Saved) -> dict[str, Any]:
     """Returns the state dicts that a checkpoint stores, by name. Every rank calls it."""
     state: dict[str, Any] = {}
-    for name, (module, optimizer) in saved.items():
-        if optimizer is None:
-            state[name] = get_model_state_dict(_saved_module(name, module))
-        else:
-            state[name], state[_optimizer_name(name)] = get_state_dict(
-                _saved_module(name, module), optimizer, options=_TRAINED
-            )
+    for name, (module, optimizers) in saved.items():
+        inside = _saved_module(name, module)
+        options = _TRAINED if optimizers else None
+        state[name] = get_model_state_dict(inside, options=options)
+        for optimizer_name, optimizer in optimizers.items():
+            state[optimizer_name] = get_optimizer_state_dict(inside, optimizer, options=options)
     return state
 
 
@@ -69,10 +72,6 @@ def _saved_module(name: str, module: Any) -> nn.Module:
     """Returns the model inside a policy, so that its weights have their plain names."""
     inside: nn.Module = module if name == "critic" else module.model
     return inside
-
-
-def _optimizer_name(name: str) -> str:
-    return "optimizer" if name == "model" else f"{name}_optimizer"
 
 
 class Checkpointer(Background):
@@ -155,14 +154,15 @@ def load_checkpoint(
 ) -> None:
     """Restores modules and optimizers in place. Every rank calls it.
 
-    Raises `BapoError` for a checkpoint that does not fit them, and `ObjectStoreError` for a damaged
-    one.
+    Raises `BapoError` for a checkpoint that does not fit them or was stored before supervised
+    updates had an optimizer of their own, and `ObjectStoreError` for a damaged one.
     """
     directory = scratch / "restore"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     try:
         store.get_directory(stored.uri, stored.manifest_digest, directory)
+        _check_supervised_optimizer(stored, directory, saved)
         try:
             restore_state(directory, saved)
         except (CheckpointException, RuntimeError, ValueError) as error:
@@ -175,6 +175,20 @@ def load_checkpoint(
         shutil.rmtree(directory)
 
 
+def _check_supervised_optimizer(stored: StoredVersion, directory: Path, saved: Saved) -> None:
+    """Raises `BapoError` for a checkpoint that lacks the optimizer of supervised updates."""
+    stored_keys = FileSystemReader(directory).read_metadata().state_dict_metadata
+    is_stored = any(key.startswith(f"{SUPERVISED_OPTIMIZER}.") for key in stored_keys)
+    is_needed = any(SUPERVISED_OPTIMIZER in optimizers for _, optimizers in saved.values())
+    if is_needed and not is_stored:
+        raise BapoError(
+            f"the checkpoint {stored.uri} has no state of the optimizer of supervised updates "
+            "(demonstrations.supervise_every): the run was started with a version of bapo that "
+            "made these updates with the policy's optimizer; finish it with that version, or start "
+            "a new run"
+        )
+
+
 def restore_state(directory: Path, saved: Saved) -> None:
     """Restores modules and optimizers in place from the files of a checkpoint. Every rank calls it.
 
@@ -182,16 +196,12 @@ def restore_state(directory: Path, saved: Saved) -> None:
     """
     state = state_of(saved)
     load(state, checkpoint_id=str(directory))
-    for name, (module, optimizer) in saved.items():
-        if optimizer is None:
-            set_model_state_dict(_saved_module(name, module), state[name])
-            continue
-        set_state_dict(
-            _saved_module(name, module),
-            optimizer,
-            model_state_dict=state[name],
-            optim_state_dict=state[_optimizer_name(name)],
-            options=StateDictOptions(
-                strict=all(parameter.requires_grad for parameter in module.parameters())
-            ),
-        )
+    for name, (module, optimizers) in saved.items():
+        inside = _saved_module(name, module)
+        is_whole = not optimizers or all(weight.requires_grad for weight in module.parameters())
+        options = StateDictOptions(strict=is_whole)
+        set_model_state_dict(inside, state[name], options=options)
+        for optimizer_name, optimizer in optimizers.items():
+            set_optimizer_state_dict(
+                inside, optimizer, optim_state_dict=state[optimizer_name], options=options
+            )

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import bapo_core
 import services.trainer
 from services.buffer.api.wire import StepDigests
-from services.trainer.checkpoint import Trained
+from services.trainer.checkpoint import Saved
 from services.trainer.data import Batch
 from services.trainer.policy import plain_name
 from services.trainer.ranks import Ranks
@@ -29,7 +29,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by the bytes of an element."""
 
 
-def weights_digest(trained: Trained, ranks: Ranks) -> str:
+def weights_digest(trained: Saved, ranks: Ranks) -> str:
     """Returns a digest of the bits of all trained parameters. Every rank calls it.
 
     It hashes, for each parameter, the sums of its bits as integers and of their squares modulo

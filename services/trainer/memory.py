@@ -3,7 +3,8 @@
 The prediction is for one rank of n that shard the model (FSDP2, weights in fp32 computed in bf16):
 
     sharded     16 bytes a trained weight (weight, gradient, two moments of AdamW), and 4 a frozen
-                one, or 2 in bf16; a reference model adds 4, a critic as much as the policy. All / n
+                one, or 2 in bf16; a reference model adds 4, a critic as much as the policy, and
+                supervised updates 8 a trained weight (their own moments). All / n
     unsharded   2 bytes a weight of the root and of two layers, and 6 more a trained one of the root
                 (gradients in bf16 and in fp32, until they are reduced)
     activations of T tokens: the input of each layer, 2 x width x layers, under `full`, or else all
@@ -35,6 +36,8 @@ MARGIN = 1.12
 """Memory that must be there for each byte that is predicted."""
 TRAINED, FROZEN, FROZEN_HALF = 16, 4, 2
 """Bytes of a weight with gradient and optimizer state, of a frozen one, and of one in bf16."""
+MOMENTS = 8
+"""Bytes of the two moments of a trained weight in another AdamW."""
 SELECTIVE = 0.6
 """Share of a layer's activations that `selective` keeps: those of matrix products and attention."""
 
@@ -107,13 +110,16 @@ def predict_bytes(
     ranks: int = 1,
     reference: bool = False,
     critic: bool = False,
+    supervised: bool = False,
     offload: bool = False,
 ) -> float:
     """Returns the bytes at the peak of a step with micro-batches of `tokens` tokens.
 
-    offload: whether everything that is sharded stays in the CPU's memory (`trainer.offload`).
+    supervised: whether supervised updates have an AdamW of their own. offload: whether everything
+    that is sharded stays in the CPU's memory (`trainer.offload`).
     """
     model = TRAINED * size.trained + size.frozen_bytes * size.frozen
+    model += MOMENTS * size.trained * supervised
     weights = size.trained + size.frozen
     sharded = (model + 4 * weights * reference + TRAINED * weights * critic) / ranks
     if offload:
@@ -179,6 +185,7 @@ def plan_memory(
             ranks=ranks,
             reference=config.kl.coefficient > 0 and config.kl.reference == "initial",
             critic=config.advantage.estimator == "gae",
+            supervised=config.demonstrations.supervise_every > 0,
             offload=config.trainer.offload,
         )
 

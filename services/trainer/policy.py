@@ -340,14 +340,27 @@ def _multimodal_positions(base_model: Any, tokens: Tensor, packed: Packed) -> Te
 
 
 def make_optimizer(module: nn.Module, learning_rate: float, settings: OptimizerConfig) -> AdamW:
-    """Builds AdamW for the parameters of `module` that are not frozen."""
-    return AdamW(
-        [parameter for parameter in module.parameters() if parameter.requires_grad],
+    """Builds AdamW for the parameters of `module` that are not frozen, with moments of 0.
+
+    AdamW itself makes its moments in its first step. A checkpoint before that step would make them
+    by a step with a learning rate of 0, which counts in the correction of their bias, so that the
+    weights would depend on when checkpoints are stored.
+    """
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = AdamW(
+        parameters,
         lr=learning_rate,
         betas=(settings.beta1, settings.beta2),
         weight_decay=settings.weight_decay,
         fused=True,
     )
+    for parameter in parameters:
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer
 
 
 def freeze_vision(model: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
 
 from bapo_core.advantages import Responses, get_estimator
 from bapo_core.config import RunConfig
@@ -22,7 +23,7 @@ from bapo_core.errors import BapoError, TransientError
 from bapo_core.kl import kl_penalty
 from bapo_core.losses import Aggregation, scale_count, token_scale
 from bapo_core.objectives import get_objective, losses_by_source
-from services.trainer.checkpoint import Saved, Trained
+from services.trainer.checkpoint import SUPERVISED_OPTIMIZER, Saved
 from services.trainer.critic import Critic, CriticTrainer
 from services.trainer.data import Batch, Plan, microbatches
 from services.trainer.diagnostics import StepResults, diagnose
@@ -100,7 +101,8 @@ class StepOutcome:
 
 
 class Updater:
-    """Holds policy and optimizer, the critic if any, and the initial policy if the KL needs it.
+    """Holds policy and optimizer, and what the method needs: a critic, the initial policy for the
+    KL, a second optimizer for supervised updates.
 
     All ranks call the same methods in the same order, each with its own part of the batch. A rank
     with fewer micro-batches passes padding through the model meanwhile: the others need its shards.
@@ -121,21 +123,42 @@ class Updater:
         self.critic = None if critic is None else CriticTrainer(config, critic, ranks)
         self.ranks = ranks
         self.objective = get_objective(config.loss.objective.kind)
-        self.optimizer = make_optimizer(policy, config.optimizer.learning_rate, config.optimizer)
+        self.optimizer = self._make_optimizer()
+        self.supervised_optimizer = (
+            self._make_optimizer() if config.demonstrations.supervise_every else None
+        )
+        """The AdamW of supervised updates (ReLIFT). Their gradients are tens of times as large as
+        the others, so in one AdamW their moments would shrink and turn the other updates."""
+
+    def _make_optimizer(self) -> AdamW:
+        settings = self.config.optimizer
+        return make_optimizer(self.policy, settings.learning_rate, settings)
 
     @property
-    def trained(self) -> Trained:
-        """Every module that is trained and saved, with its optimizer, by name."""
-        trained: Trained = {"model": (self.policy, self.optimizer)}
+    def trained(self) -> Saved:
+        """Every module that is trained and saved, with its optimizers, by name."""
+        optimizers: dict[str, Optimizer] = {"optimizer": self.optimizer}
+        if self.supervised_optimizer is not None:
+            optimizers[SUPERVISED_OPTIMIZER] = self.supervised_optimizer
+        trained: dict[str, tuple[nn.Module, dict[str, Optimizer]]]
+        trained = {"model": (self.policy, optimizers)}
         if self.critic is not None:
-            trained["critic"] = (self.critic.critic, self.critic.optimizer)
+            trained["critic"] = (self.critic.critic, {"critic_optimizer": self.critic.optimizer})
         return trained
+
+    @property
+    def _updated(self) -> dict[str, tuple[nn.Module, AdamW]]:
+        """The modules that every update of a batch trains, with their optimizers, by name."""
+        updated: dict[str, tuple[nn.Module, AdamW]] = {"model": (self.policy, self.optimizer)}
+        if self.critic is not None:
+            updated["critic"] = (self.critic.critic, self.critic.optimizer)
+        return updated
 
     def saved(self, step: int) -> Saved:
         """Returns the modules that the checkpoint after `step` stores."""
         if self.reference is None or not self.config.kl.resets_before(step):
             return self.trained
-        return {**self.trained, "reference": (self.reference, None)}
+        return {**self.trained, "reference": (self.reference, {})}
 
     @torch.no_grad()
     def reset_reference(self) -> None:
@@ -181,32 +204,41 @@ class Updater:
         return StepOutcome(metrics if by_rank else {}, targets)
 
     def supervise(self, step: int, batch: Batch) -> dict[str, float]:
-        """Takes one optimizer step on the mean of -log pi over the tokens of all ranks' batches.
+        """Takes one step of the supervised optimizer, on the tokens of all ranks' batches.
 
-        Returns the loss and the norm of its gradient, on every rank. Raises `NonFiniteLoss` before
-        a step that would spoil the weights.
+        The loss is the mean of -log pi - c H over the tokens, with the entropy H of the policy and
+        c of `demonstrations.supervised_entropy_coefficient`. Returns the mean of -log pi and the
+        norm of the loss's gradient, on every rank. Raises `NonFiniteLoss` before a step that would
+        spoil the weights.
         """
-        self._set_learning_rate(step)  # the step may have had no other update
+        settings, optimizer = self.config.demonstrations, self.supervised_optimizer
+        assert optimizer is not None, "the run has no supervised updates"
+        for group in optimizer.param_groups:
+            group["lr"] = self.config.optimizer.learning_rate * self._warmup(step)
+        coefficient = settings.supervised_entropy_coefficient
         rows = torch.arange(len(batch.lengths))
         micro_batches = self._micro_batches(batch, rows, self.policy)
         order, device = row_order(micro_batches), self.policy.device
         (scale,) = send([self._loss_scale(batch.mask, rows, "token-mean")[order]], device)
-        self.optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), dtype=torch.float64, device=device)
         for micro_batch, rows_of in zip(micro_batches, row_slices(micro_batches), strict=True):
-            logprobs, _ = self._forward(micro_batch, self.policy)
+            logprobs, entropies = self._forward(micro_batch, self.policy, entropy=coefficient > 0)
             if micro_batch.rows is None:
-                loss = logprobs.sum() * 0.0
-            else:
-                loss = -(micro_batch.grid.spread(logprobs) * scale[rows_of]).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
+                (logprobs.sum() * 0.0).backward()  # type: ignore[no-untyped-call]
+                continue
+            grid, scale_of = micro_batch.grid, scale[rows_of]
+            loss = -(grid.spread(logprobs) * scale_of).sum()
             total += loss.detach()
-        norm = self._clip_gradient(self.policy)
+            if coefficient:
+                loss = loss - coefficient * (grid.spread(entropies) * scale_of).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+        norm = self._clip_gradient(self.policy, settings.supervised_gradient_clip)
         loss_value, norm_value = read([total, norm])
         totals = self.ranks.all_reduce_sum({"supervised/loss": float(loss_value)})
         totals["supervised/gradient_norm"] = float(norm_value)
         self._check_finite(totals, {"rows": rows, "batch": batch})
-        self.optimizer.step()
+        optimizer.step()
         return totals
 
     # -- targets of the loss
@@ -418,7 +450,7 @@ class Updater:
         factor = 1.0
         if self.config.loss.norm == "nominal":
             factor = group_count / self.config.optimizer.minibatch_prompts
-        for _, optimizer in self.trained.values():
+        for _, optimizer in self._updated.values():
             optimizer.zero_grad(set_to_none=True)
         micro_batches = self._micro_batches(batch, rows, self.policy)
         order = row_order(micro_batches)
@@ -454,9 +486,10 @@ class Updater:
             totals.add(metrics)
             logprobs.append(scores[0])
             clipped.append(grid.gather(is_clipped))
+        clip = self.config.optimizer.gradient_clip
         norms = {
-            "" if name == "model" else f"{name}/": self._clip_gradient(module)
-            for name, (module, _) in self.trained.items()
+            "" if name == "model" else f"{name}/": self._clip_gradient(module, clip)
+            for name, (module, _) in self._updated.items()
         }
         # The only time in an update that the host waits for the device.
         values = read([totals.sums, *norms.values(), *logprobs, *clipped])
@@ -467,7 +500,7 @@ class Updater:
         }
         evidence = {"rows": rows, "batch": batch, "targets": targets}
         self._check_finite(results_of_update, evidence)
-        for _, optimizer in self.trained.values():
+        for _, optimizer in self._updated.values():
             optimizer.step()
         of_tokens = values[1 + len(norms) :]
         results.record(order, of_tokens[: len(logprobs)], of_tokens[len(logprobs) :], batch.mask)
@@ -515,9 +548,9 @@ class Updater:
             return scale
         return self._loss_scale(mask, rows, "token-mean")
 
-    def _clip_gradient(self, module: nn.Module) -> Tensor:
-        """Clips the gradient in place; returns its global norm before clipping, on the device."""
-        norm = nn.utils.clip_grad_norm_(module.parameters(), self.config.optimizer.gradient_clip)
+    def _clip_gradient(self, module: nn.Module, largest: float) -> Tensor:
+        """Clips the gradient in place to the global norm `largest`; returns its norm before."""
+        norm = nn.utils.clip_grad_norm_(module.parameters(), largest)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         return norm.to(self.policy.device)
@@ -575,12 +608,16 @@ class Updater:
         )
 
     def _set_learning_rate(self, step: int) -> None:
-        settings = self.config.optimizer
-        warm = min(1.0, step / settings.warmup_steps) if settings.warmup_steps else 1.0
-        rates = {"model": settings.learning_rate, "critic": self.config.critic.learning_rate}
-        for name, (_, optimizer) in self.trained.items():
+        config = self.config
+        rates = {"model": config.optimizer.learning_rate, "critic": config.critic.learning_rate}
+        for name, (_, optimizer) in self._updated.items():
             for group in optimizer.param_groups:
-                group["lr"] = rates[name] * warm
+                group["lr"] = rates[name] * self._warmup(step)
+
+    def _warmup(self, step: int) -> float:
+        """Returns the factor of the learning rates in the linear warm-up."""
+        steps = self.config.optimizer.warmup_steps
+        return min(1.0, step / steps) if steps else 1.0
 
     @staticmethod
     def _check_finite(totals: dict[str, float], evidence: dict[str, Any]) -> None:

@@ -17,10 +17,11 @@ from bapo_core.config import LoraConfig
 from bapo_core.errors import BapoError
 from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.stack.stack import Endpoints
-from services.trainer.checkpoint import Checkpointer, Trained, cpu_mesh, load_checkpoint
+from services.trainer.checkpoint import SUPERVISED_OPTIMIZER as SUPERVISED
+from services.trainer.checkpoint import Checkpointer, Saved, cpu_mesh, load_checkpoint
 from services.trainer.critic import Critic
 from services.trainer.lora import add_adapters
-from services.trainer.policy import Policy
+from services.trainer.policy import Policy, make_optimizer
 from services.trainer.ranks import init_distributed
 from tests.integration.driver import Driver, small_config
 from tests.micro import micro_model
@@ -49,8 +50,8 @@ def trained(seed: int = 0, **changes: Any) -> tuple[Policy, Optimizer]:
     return policy, optimizer
 
 
-def trained_modules(policy: Policy, optimizer: Optimizer) -> Trained:
-    return {"model": (policy, optimizer)}
+def trained_modules(policy: Policy, optimizer: Optimizer) -> Saved:
+    return {"model": (policy, {"optimizer": optimizer})}
 
 
 def _update(policy: nn.Module, optimizer: Optimizer) -> None:
@@ -140,11 +141,14 @@ def test_adapters_are_saved_without_the_model_and_continue_identically(
 def test_a_critic_is_saved_and_continues_with_the_policy(
     driver: Driver, checkpointer: Checkpointer, tmp_path: Path, tied: bool
 ) -> None:
-    def both(seed: int) -> Trained:
+    def both(seed: int) -> Saved:
         policy, optimizer = trained(seed, tie_word_embeddings=tied)
         critic = Critic(Policy(micro_model(seed=seed, tie_word_embeddings=tied)))
         critic_optimizer = AdamW([p for p in critic.parameters() if p.requires_grad], lr=1e-2)
-        modules: Trained = {"model": (policy, optimizer), "critic": (critic, critic_optimizer)}
+        modules: Saved = {
+            "model": (policy, {"optimizer": optimizer}),
+            "critic": (critic, {"critic_optimizer": critic_optimizer}),
+        }
         _update_all(modules)
         return modules
 
@@ -166,9 +170,63 @@ def test_a_critic_is_saved_and_continues_with_the_policy(
         assert all(torch.equal(expected[key], restored[key]) for key in expected if key != head)
 
 
-def _update_all(trained: Trained) -> None:
-    for module, optimizer in trained.values():
-        _update(module, optimizer)
+def _update_all(trained: Saved) -> None:
+    for module, optimizers in trained.values():
+        for optimizer in optimizers.values():
+            _update(module, optimizer)
+
+
+@pytest.mark.parametrize("updates_before", [0, 1])
+def test_the_optimizer_of_supervised_updates_continues_identically(
+    driver: Driver, checkpointer: Checkpointer, tmp_path: Path, updates_before: int
+) -> None:
+    """Also where a checkpoint is stored before the first supervised update."""
+
+    def supervised(seed: int) -> Saved:
+        policy = Policy(micro_model(seed=seed))
+        settings = small_config("checkpoints").optimizer
+        optimizers = {
+            name: make_optimizer(policy, 1e-2, settings) for name in ("optimizer", SUPERVISED)
+        }
+        _update(policy, optimizers["optimizer"])
+        for _ in range(updates_before):
+            _update(policy, optimizers[SUPERVISED])
+        return {"model": (policy, optimizers)}
+
+    step = 7 + updates_before
+    driver.run_step(step)
+    one, unsaved, other = supervised(1), supervised(1), supervised(2)
+    checkpointer.save(step, one)
+    checkpointer.settle()
+    stored = driver.client.latest_checkpoint()
+    assert stored is not None
+    assert stored.number == step
+    store = ObjectStore(driver.stack.object_store)
+    load_checkpoint(stored, other, store=store, scratch=tmp_path)
+    for modules in (one, unsaved, other):
+        _update_all(modules)
+    weights, never_saved, restored = (
+        flat(modules["model"][0]) for modules in (one, unsaved, other)
+    )
+    assert torch.equal(weights, restored)
+    assert torch.equal(weights, never_saved), "a checkpoint changes what is trained after it"
+
+
+def test_a_checkpoint_without_the_optimizer_of_supervised_updates_is_refused(
+    driver: Driver, checkpointer: Checkpointer, tmp_path: Path
+) -> None:
+    """Earlier versions made supervised updates with the policy's optimizer."""
+    policy, optimizer = trained()
+    driver.run_step(9)
+    checkpointer.save(9, trained_modules(policy, optimizer))
+    checkpointer.settle()
+    stored = driver.client.latest_checkpoint()
+    assert stored is not None
+    assert stored.number == 9
+    both = {"optimizer": optimizer, SUPERVISED: trained()[1]}
+    store = ObjectStore(driver.stack.object_store)
+    with pytest.raises(BapoError, match=r"no state of the optimizer of supervised .*start a new"):
+        load_checkpoint(stored, {"model": (policy, both)}, store=store, scratch=tmp_path)
 
 
 def test_copies_of_a_gpus_shards_stay_on_the_cpu() -> None:

@@ -149,6 +149,7 @@ def test_reference_critic_and_ranks_count() -> None:
     plain = predict_bytes(model, 1_000, "full")
     assert predict_bytes(model, 1_000, "full", reference=True) - plain == 4 * model.trained
     assert predict_bytes(model, 1_000, "full", critic=True) - plain == 16 * model.trained
+    assert predict_bytes(model, 1_000, "full", supervised=True) - plain == 8 * model.trained
     assert plain - predict_bytes(model, 1_000, "full", ranks=2) == 8 * model.trained
 
 

@@ -175,18 +175,31 @@ def test_members_that_join_are_compared_as_one_group() -> None:
     assert start == GROUPS * G
 
 
-def test_a_supervised_update_descends_on_the_mean_of_minus_log_pi() -> None:
+def supervised_config(*overrides: str) -> RunConfig:
+    supervised = ["reevaluate.enabled=false", "demonstrations.supervise_every=4"]
+    return config(*supervised, *overrides)
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.001, 0.5])
+def test_a_supervised_update_descends_on_the_mean_of_minus_log_pi(coefficient: float) -> None:
     settings, data = (
-        config("optimizer.microbatch_tokens=40", "optimizer.gradient_clip=1e9"),
+        supervised_config(
+            "optimizer.microbatch_tokens=40",
+            "demonstrations.supervised_gradient_clip=1e9",
+            f"demonstrations.supervised_entropy_coefficient={coefficient}",
+        ),
         batch(),
     )
     updater, tested = updater_of(settings), policy()
     metrics = updater.supervise(1, data)
     rows = torch.arange(GROUPS * G)
-    logprobs, _ = response_logprobs(tested, data, rows, settings.rollout.temperature)
-    loss = -logprobs[data.mask].mean()
+    logprobs, entropies = response_logprobs(
+        tested, data, rows, settings.rollout.temperature, entropy=True
+    )
+    minus_log_pi = -logprobs[data.mask].mean()
+    loss = minus_log_pi - coefficient * entropies[data.mask].mean()
     loss.backward()  # type: ignore[no-untyped-call]
-    assert metrics["supervised/loss"] == pytest.approx(loss.item(), abs=1e-6)
+    assert metrics["supervised/loss"] == pytest.approx(minus_log_pi.item(), abs=1e-6)
     gradient = torch.cat([p.grad.flatten() for p in tested.parameters() if p.grad is not None])
     assert metrics["supervised/gradient_norm"] == pytest.approx(gradient.norm().item(), abs=1e-6)
     torch.optim.AdamW(tested.parameters(), 1e-3, weight_decay=0.1).step()
@@ -200,12 +213,51 @@ def test_a_supervised_update_descends_on_the_mean_of_minus_log_pi() -> None:
 
 def test_a_supervised_update_has_the_learning_rate_of_its_step() -> None:
     """Its step may have no other update: with a filter, a batch may be empty."""
-    updater = updater_of(config("optimizer.warmup_steps=4"))
+    updater = updater_of(supervised_config("optimizer.warmup_steps=4"))
     rates = []
     for number in (1, 2, 5):
         updater.supervise(number, batch())
-        rates.append(updater.optimizer.param_groups[0]["lr"])
+        assert updater.supervised_optimizer is not None
+        rates.append(updater.supervised_optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([0.25e-3, 0.5e-3, 1e-3])
+
+
+def test_a_supervised_update_clips_its_gradient_by_its_own_bound() -> None:
+    """AdamW divides the scale of a gradient out, so the clip is seen in the gradient itself."""
+    bound = "demonstrations.supervised_gradient_clip=0.01"
+    updater = updater_of(supervised_config(bound, "optimizer.gradient_clip=1e9"))
+    assert updater.supervise(1, batch())["supervised/gradient_norm"] > 0.02
+    gradients = [p.grad.flatten() for p in updater.policy.parameters() if p.grad is not None]
+    assert torch.cat(gradients).norm().item() == pytest.approx(0.01, rel=1e-3)
+
+
+def test_updates_of_a_batch_and_supervised_ones_have_moments_of_their_own() -> None:
+    updater, data = updater_of(supervised_config()), batch()
+    assert updater.supervised_optimizer is not None
+    both = (updater.optimizer, updater.supervised_optimizer)
+    step(updater, 1, data)
+    policys, supervised = map(moments, both)
+    assert policys.any()
+    assert not supervised.any()
+    updater.supervise(1, data)
+    assert torch.equal(moments(updater.optimizer), policys)
+    supervised = moments(updater.supervised_optimizer)
+    assert supervised.any()
+    step(updater, 2, data)
+    assert not torch.equal(moments(updater.optimizer), policys)
+    assert torch.equal(moments(updater.supervised_optimizer), supervised)
+
+
+def moments(optimizer: torch.optim.Optimizer) -> Tensor:
+    """Returns the state of an optimizer: for each parameter, steps and moments."""
+    states = optimizer.state.values()
+    return torch.cat([value.flatten() for state in states for value in state.values()])
+
+
+def test_a_run_without_supervised_updates_has_one_optimizer() -> None:
+    updater = updater_of(config())
+    assert updater.supervised_optimizer is None
+    assert list(updater.trained["model"][1]) == ["optimizer"]
 
 
 def test_a_demonstration_has_no_behaviour_policy() -> None:
