@@ -16,7 +16,6 @@ from that of the machine.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import io
 import json
@@ -39,6 +38,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from bapo_core.config import RunConfig, config_from
+from benchmarks.harness import make_parser, report
 from benchmarks.machine import machine
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import SCHEMA
@@ -558,15 +558,12 @@ def measure(prompts: int, steps: int, console: Console) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/buffer.json"))
+    parser = make_parser(__doc__, "buffer")
     parser.add_argument("--prompts", type=int, default=1_000_000)
     parser.add_argument("--steps", type=int, default=39_063, help="steps of 256 groups each")
     arguments = parser.parse_args()
     result = measure(arguments.prompts, arguments.steps, Console())
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    report(result, arguments.out)
 
 
 if __name__ == "__main__":

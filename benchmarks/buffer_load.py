@@ -11,8 +11,6 @@ machine. Any error fails the benchmark.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import tempfile
 import threading
@@ -29,6 +27,7 @@ from rich.console import Console
 
 from bapo_core.config import RunConfig, config_from
 from benchmarks.buffer import SIZE, percentile, service_memory, trajectories
+from benchmarks.harness import make_parser, report
 from benchmarks.machine import machine
 from benchmarks.runs import begin_run
 from services.buffer.api import wire
@@ -158,8 +157,7 @@ def load(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/buffer_load.json"))
+    parser = make_parser(__doc__, "buffer_load")
     parser.add_argument("--runs", type=int, default=64)
     parser.add_argument("--dashboards", type=int, default=8)
     parser.add_argument("--minutes", type=float, default=10)
@@ -182,9 +180,7 @@ def main() -> None:
             stack, "run", arguments.runs, arguments.dashboards, arguments.minutes, arguments.pace
         )
         result["memory_after_mib"] = service_memory(stack)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    report(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ side by side, so this is the time lost by the replicas times the number of group
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -32,6 +31,7 @@ from typing import Any
 from rich.console import Console
 
 from bapo_core.config import RunConfig, config_from
+from benchmarks.harness import make_parser, report
 from benchmarks.machine import machine
 from services.buffer.api.client import BufferClient
 from services.common.errors import ServiceUnavailable
@@ -315,8 +315,7 @@ def concurrency(generations: Sequence[Generation]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/crash_cost.json"))
+    parser = make_parser(__doc__, "crash_cost")
     parser.add_argument("--only", choices=SCENARIOS, nargs="+", default=list(SCENARIOS))
     arguments = parser.parse_args()
     # The task whose verdicts are drawn by chance; every process imports it.
@@ -325,7 +324,7 @@ def main() -> None:
     result = {"machine": machine()}
     for name in arguments.only:
         result[name] = measure(Console(), name, SCENARIOS[name])
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    report(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from bapo_core.tasks.countdown import CountdownTask
+from benchmarks.harness import make_parser, report
 from benchmarks.machine import machine
 from services.model.resolve import TINY_MODEL
 from services.rollout.api.wire import GeneratedGroup, PromptRequest, Sampling
@@ -287,8 +287,7 @@ def _left_padded(prompts: Sequence[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/engine.json"))
+    parser = make_parser(__doc__, "engine")
     parser.add_argument("--model", type=Path, help="a Hugging Face model directory (default: tiny)")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--group-size", type=int, default=8)
@@ -296,16 +295,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     result = measure(arguments, Console())
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps({key: _headline(value) for key, value in result.items()}, indent=2))
-
-
-def _headline(value: Any) -> Any:
-    """Returns a section without its lists."""
-    if not isinstance(value, dict):
-        return value
-    return {key: item for key, item in value.items() if not isinstance(item, list)}
+    report(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ the effect of the number from that of the machine.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import tempfile
 import time
 from pathlib import Path
@@ -22,6 +20,7 @@ import httpx
 
 from benchmarks.buffer import percentile
 from benchmarks.buffer_load import create
+from benchmarks.harness import make_parser, report
 from benchmarks.machine import machine
 from services.buffer.api.client import LONG_POLL_S
 from services.rollout.replica import REPORT_INTERVAL_S
@@ -89,8 +88,7 @@ async def measure(stack: Endpoints, run: str, replicas: int, seconds: float) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fleet.json"))
+    parser = make_parser(__doc__, "fleet")
     parser.add_argument("--replicas", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=30)
     arguments = parser.parse_args()
@@ -102,9 +100,7 @@ def main() -> None:
         for name, replicas in (("alone", 1), ("fleet", arguments.replicas)):
             create(stack, name)
             result[name] = asyncio.run(measure(stack, name, replicas, arguments.seconds))
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    report(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ run in an environment of their own (`benchmarks.ingest_theirs`).
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -32,6 +31,7 @@ import numpy as np
 from rich.console import Console
 
 from bapo_core.config import config_from
+from benchmarks.harness import make_parser, report
 from benchmarks.machine import machine
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
@@ -154,8 +154,7 @@ def measure(stack: Endpoints, steps: int) -> dict[str, list[dict[str, float]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/ingest.json"))
+    parser = make_parser(__doc__, "ingest")
     parser.add_argument("--steps", type=int, default=8, help="measured steps, after one to warm up")
     arguments = parser.parse_args()
     if not (STORES / "bin/python").exists():
@@ -175,7 +174,7 @@ def main() -> None:
                 f"{name}: {rates['write']:,.0f} trajectories/s written, {rates['read']:,.0f} read",
                 highlight=False,
             )
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    report(result, arguments.out)
 
 
 if __name__ == "__main__":

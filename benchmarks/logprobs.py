@@ -16,13 +16,13 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from torch.nn.functional import linear
 
+from benchmarks.harness import make_parser, report
 from benchmarks.machine import machine
 from services.trainer.logprobs import token_logprobs
 
@@ -62,8 +62,7 @@ def measure_in_process(kind: str, tokens: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/logprobs.json"))
+    parser = make_parser(__doc__, "logprobs")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--one", nargs=2, metavar=("KIND", "TOKENS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -85,9 +84,7 @@ def main() -> None:
     }
     result["time_ratio"] = medians["chunked"] / medians["naive"]
     result[f"{MANY_TOKENS}_tokens"] = measure_in_process("chunked", MANY_TOKENS)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    report(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ the median of each. Both give the same log-probs, which is checked, too.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -20,6 +18,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import make_parser, report
 from benchmarks.machine import machine
 from benchmarks.random_model import save_random_model
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
@@ -85,8 +84,7 @@ def measure(policy: Policy, batch: Batch, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/prompt_sharing.json"))
+    parser = make_parser(__doc__, "prompt_sharing")
     parser.add_argument("--repeats", type=int, default=7)
     arguments = parser.parse_args()
     result: dict[str, Any] = {"machine": machine("torch")}
@@ -103,9 +101,7 @@ def main() -> None:
             result[name] = {"prompt": prompt, "response": response, "groups": groups} | measure(
                 policy, make_batch(*sizes), arguments.repeats
             )
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    report(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,7 @@ Collector, verifier, buffer service, S3 and vLLM share the cores of this machine
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import statistics
 import tempfile
 import time
@@ -43,6 +41,7 @@ from bapo_core.errors import BapoError
 from bapo_core.seeding import derive_seed
 from bapo_core.tasks import get_task
 from benchmarks.buffer import trajectories
+from benchmarks.harness import make_parser, report
 from benchmarks.machine import machine
 from benchmarks.runs import begin_run
 from services.buffer.api.client import BufferClient, none_if_missing
@@ -389,8 +388,7 @@ async def _vllm_load(ports: list[int], directories: list[Path]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/rollouts.json"))
+    parser = make_parser(__doc__, "rollouts")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="each of 32 x 8 x 64 tokens")
     parser.add_argument("--size", choices=SIZES, default="large", help="size of the synced model")
@@ -415,9 +413,7 @@ def main() -> None:
             with running(f"sync-{replicas}", replicas, 1, large, stack, home) as run:
                 result[f"sync_{replicas}"] = sync(run, repeats=arguments.repeats)
             console.print(result[f"sync_{replicas}"])
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    report(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ candidates' posteriors, the draws and the ranking.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import tempfile
 import time
@@ -33,6 +31,7 @@ from sqlalchemy.orm import Session
 
 from bapo_core.config import RunConfig, config_from
 from benchmarks.buffer import BATCH, SIZE, percentile, trajectories
+from benchmarks.harness import make_parser, report
 from benchmarks.machine import machine
 from services.buffer.api.client import BufferClient
 from services.buffer.runs import get_run, run_config
@@ -178,15 +177,12 @@ def measure(prompts: int, groups: int, console: Console) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sampler.json"))
+    parser = make_parser(__doc__, "sampler")
     parser.add_argument("--prompts", type=int, default=1_000_000)
     parser.add_argument("--groups", type=int, default=10, help="groups of every prompt")
     arguments = parser.parse_args()
     result = measure(arguments.prompts, arguments.groups, Console())
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    report(result, arguments.out)
 
 
 if __name__ == "__main__":

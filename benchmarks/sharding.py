@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from bapo_core.config import RunConfig, config_from
 from benchmarks.batches import WINDOW, batch_of
+from benchmarks.harness import make_parser, report
 from benchmarks.machine import machine
 from benchmarks.random_model import save_random_model
 from benchmarks.trl_steps import Group, Response
@@ -169,8 +170,7 @@ def expected(parameters: float, outside: float, ranks: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/sharding.json"))
+    parser = make_parser(__doc__, "sharding")
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.model is not None:
@@ -202,9 +202,7 @@ def main() -> None:
             result[str(size)] = {
                 name: {"model": by_model[name], "measured": largest[name]} for name in by_model
             } | {"parameters": first["parameters"]}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    report(result, arguments.out)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ ones.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -27,6 +26,7 @@ from rich.console import Console
 
 from bapo_core.config import RunConfig, load_config
 from bapo_core.types import BatchMember, TrainingBatch
+from benchmarks.harness import make_parser, report
 from benchmarks.machine import machine
 from examples.bare_loop import train
 from services.buffer.api.client import BufferClient
@@ -210,15 +210,12 @@ def measure(repeats: int, steps: int, console: Console) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/stack.json"))
+    parser = make_parser(__doc__, "stack")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
     arguments = parser.parse_args()
     result = measure(arguments.repeats, arguments.steps, Console())
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    report(result, arguments.out)
     if not result["same_batches"]:
         raise SystemExit("the stack and the bare loop made different batches")
 

@@ -11,8 +11,6 @@ checkpoints; uploads run in the background.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -25,6 +23,7 @@ import torch
 from torch.optim import AdamW
 
 from bapo_core.config import RunConfig, config_from
+from benchmarks.harness import make_parser, report
 from benchmarks.machine import machine
 from benchmarks.random_model import save_random_model
 from benchmarks.runs import begin_run
@@ -150,8 +149,7 @@ def measure(stack: Endpoints, settings: RunConfig, model: Path, scratch: Path) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/trainer.json"))
+    parser = make_parser(__doc__, "trainer")
     parser.add_argument("--steps", type=int, default=22)
     parser.add_argument("--checkpoint-every", type=int, default=5)
     arguments = parser.parse_args()
@@ -167,9 +165,7 @@ def main() -> None:
         build_tokenizer().save_pretrained(model)
         settings = config(model, arguments.steps, arguments.checkpoint_every)
         result = {"machine": machine("torch"), **measure(stack, settings, model, scratch)}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    report(result, arguments.out)
 
 
 if __name__ == "__main__":

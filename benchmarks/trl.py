@@ -29,7 +29,6 @@ only on policy.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -43,6 +42,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.harness import make_parser, report
 from benchmarks.machine import machine
 from benchmarks.random_model import save_random_model
 from benchmarks.trl_steps import (
@@ -295,8 +295,7 @@ print(json.dumps({{name: importlib.metadata.version(name) for name in {names}}})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/trl.json"))
+    parser = make_parser(__doc__, "trl")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     if not THEIR_PACKAGES.exists():
@@ -312,9 +311,7 @@ def main() -> None:
             extra = EXTRA if size is SIZES[0] else ()
             figures = compare(size, Path(directory), arguments.rounds, extra)
             result[f"vocabulary_{size.vocabulary}"] = figures
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    report(result, arguments.out)
 
 
 if __name__ == "__main__":

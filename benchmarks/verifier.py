@@ -11,7 +11,6 @@ several times; the ratio is that of the medians.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -23,13 +22,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 
 from bapo_core.tasks import Payload, get_task
 from bapo_core.tasks.countdown import random_expression
+from benchmarks.harness import make_parser, report
 from benchmarks.machine import machine
 from services.stack.supervisor import free_ports
 
@@ -174,8 +173,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/verifier.json"))
+    parser = make_parser(__doc__, "verifier")
     parser.add_argument("--batch", type=int, default=2_048)
     parser.add_argument("--batches", type=int, default=100, help="for math a tenth as many")
     parser.add_argument("--clients", type=int, default=4)
@@ -196,9 +194,7 @@ def main() -> None:
                 repeats=arguments.repeats,
             )
     result["machine"] = machine("math-verify")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    report(result, arguments.out)
 
 
 if __name__ == "__main__":
