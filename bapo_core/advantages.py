@@ -88,8 +88,8 @@ def group(responses: Responses, settings: AdvantageConfig, moments: Moments) -> 
 
 def rloo(
     responses: Responses,
-    settings: AdvantageConfig,  # noqa: ARG001
-    moments: Moments,  # noqa: ARG001
+    settings: AdvantageConfig,
+    moments: Moments,
 ) -> Tensor:
     """Takes the mean of the other responses as the baseline (RLOO, arXiv 2402.14740).
 
@@ -105,8 +105,8 @@ def rloo(
 
 def opo(
     responses: Responses,
-    settings: AdvantageConfig,  # noqa: ARG001
-    moments: Moments,  # noqa: ARG001
+    settings: AdvantageConfig,
+    moments: Moments,
 ) -> Tensor:
     """Takes the baseline of least variance, weighted by length (OPO, arXiv 2505.23585).
 
@@ -125,7 +125,7 @@ def opo(
 def maxrl(
     responses: Responses,
     settings: AdvantageConfig,
-    moments: Moments,  # noqa: ARG001
+    moments: Moments,
 ) -> Tensor:
     """Divides by the mean reward, which weighs hard prompts most (MaxRL, arXiv 2602.02710).
 
@@ -162,7 +162,7 @@ def reinforce_pp(responses: Responses, settings: AdvantageConfig, moments: Momen
 
 def reinforce_pp_baseline(
     responses: Responses,
-    settings: AdvantageConfig,  # noqa: ARG001
+    settings: AdvantageConfig,
     moments: Moments,
 ) -> Tensor:
     """Whitens r - mean over the tokens of the batch (REINFORCE++ w/ baseline, arXiv 2501.03262).

@@ -115,7 +115,7 @@ def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tens
     return mean.clamp(-MAX_LOG_RATIO, _MAX_SEQUENCE_LOG_RATIO).exp()
 
 
-def token_mean(valid: Tensor, longest: int) -> tuple[Tensor, int]:  # noqa: ARG001
+def token_mean(valid: Tensor, longest: int) -> tuple[Tensor, int]:
     """Weighs every valid token equally (DAPO, arXiv 2503.14476).
 
         sum over all tokens of loss / number of all tokens
@@ -125,7 +125,7 @@ def token_mean(valid: Tensor, longest: int) -> tuple[Tensor, int]:  # noqa: ARG0
     return torch.ones(len(valid), 1, dtype=torch.long), int(valid.sum())
 
 
-def sequence_mean_of_token_mean(valid: Tensor, longest: int) -> tuple[Tensor, int]:  # noqa: ARG001
+def sequence_mean_of_token_mean(valid: Tensor, longest: int) -> tuple[Tensor, int]:
     """Weighs every sequence equally, by the mean over its tokens (GRPO, arXiv 2402.03300).
 
         mean over sequences of (sum over its tokens of loss / number of its tokens)
@@ -135,7 +135,7 @@ def sequence_mean_of_token_mean(valid: Tensor, longest: int) -> tuple[Tensor, in
     return valid.sum(dim=1, keepdim=True), _sequences(valid)
 
 
-def sequence_mean_of_token_sum(valid: Tensor, longest: int) -> tuple[Tensor, int]:  # noqa: ARG001
+def sequence_mean_of_token_sum(valid: Tensor, longest: int) -> tuple[Tensor, int]:
     """Takes a sequence as one action, whose log-prob is a sum (RLOO, arXiv 2402.14740).
 
         mean over sequences of (sum over its tokens of loss)

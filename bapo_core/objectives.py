@@ -65,12 +65,12 @@ class Tokens:
     """True, or 1, at valid tokens."""
     weights: Tensor
     """Importance weights w."""
-    center: Tensor | None = None
+    clip_center: Tensor | None = None
     """Centre of the clip range, where it is not 1."""
-    scored_logprobs: Tensor | None = None
+    pre_update_logprobs: Tensor | None = None
     """Log-probs just before the update, for objectives with statistics, which decide by them."""
-    draws: Tensor | None = None
-    """Uniform random numbers in [0, 1), for objectives with `Objective.draws`."""
+    uniforms: Tensor | None = None
+    """Uniform random numbers in [0, 1), for objectives with `Objective.needs_uniforms`."""
 
     @property
     def valid(self) -> Tensor:
@@ -78,7 +78,7 @@ class Tokens:
         return self.mask.bool()
 
     @property
-    def gains(self) -> Tensor:
+    def weighted_advantages(self) -> Tensor:
         """The weighted advantages w A; 0 where masked."""
         return torch.where(self.valid, self.weights * self.advantages, 0.0)
 
@@ -94,11 +94,13 @@ class Tokens:
         return torch.where(self.valid, self.logprobs, 0.0)
 
     @property
-    def scored(self) -> Tokens:
-        """These tokens with the log-probs just before the update."""
-        if self.scored_logprobs is None:
-            raise ValueError("scored_logprobs is None; give the objective a function `statistics`")
-        return replace(self, logprobs=self.scored_logprobs)
+    def before_update(self) -> Tokens:
+        """The same tokens under the policy just before this update."""
+        if self.pre_update_logprobs is None:
+            raise ValueError(
+                "pre_update_logprobs is None; give the objective a function `statistics`"
+            )
+        return replace(self, logprobs=self.pre_update_logprobs)
 
 
 class TokenLosses(NamedTuple):
@@ -123,11 +125,11 @@ class Objective:
     statistics: Callable[[Tokens, Any], dict[str, float]] | None = None
     """Function of all tokens of the update, (T,), and the settings; an update whose objective has
     one takes one more forward pass."""
-    draws: bool = False
+    needs_uniforms: bool = False
     """Whether the objective draws tokens at random."""
 
 
-def ppo(tokens: Tokens, settings: PpoConfig, statistics: Statistics) -> TokenLosses:  # noqa: ARG001
+def ppo(tokens: Tokens, settings: PpoConfig, statistics: Statistics) -> TokenLosses:
     """Clips the ratio of each token (PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729).
 
         loss = -w min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
@@ -136,11 +138,15 @@ def ppo(tokens: Tokens, settings: PpoConfig, statistics: Statistics) -> TokenLos
     BAPO's released script. A bound that is null does not clip.
     """
     return _clip(
-        tokens, settings.clip_low, settings.clip_high, settings.dual_clip, center=tokens.center
+        tokens,
+        settings.clip_low,
+        settings.clip_high,
+        settings.dual_clip,
+        clip_center=tokens.clip_center,
     )
 
 
-def gspo(tokens: Tokens, settings: GspoConfig, statistics: Statistics) -> TokenLosses:  # noqa: ARG001
+def gspo(tokens: Tokens, settings: GspoConfig, statistics: Statistics) -> TokenLosses:
     """Clips one ratio for each response (GSPO, arXiv 2507.18071).
 
         s    = exp(mean over the tokens of y of log r)
@@ -159,7 +165,7 @@ def gspo(tokens: Tokens, settings: GspoConfig, statistics: Statistics) -> TokenL
     )
 
 
-def cispo(tokens: Tokens, settings: CispoConfig, statistics: Statistics) -> TokenLosses:  # noqa: ARG001
+def cispo(tokens: Tokens, settings: CispoConfig, statistics: Statistics) -> TokenLosses:
     """Clips the weight of a gradient and cuts no gradient off (CISPO, arXiv 2506.13585).
 
         loss = -w sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi_theta
@@ -169,11 +175,11 @@ def cispo(tokens: Tokens, settings: CispoConfig, statistics: Statistics) -> Toke
     ratios = tokens.log_ratios.exp().detach()
     low = None if settings.clip_low is None else 1.0 - settings.clip_low
     bounded = ratios.clamp(min=low, max=1.0 + settings.clip_high)
-    losses = -bounded * tokens.gains * tokens.valid_logprobs
+    losses = -bounded * tokens.weighted_advantages * tokens.valid_logprobs
     return TokenLosses(losses, (bounded != ratios) & tokens.valid)
 
 
-def sapo(tokens: Tokens, settings: SapoConfig, statistics: Statistics) -> TokenLosses:  # noqa: ARG001
+def sapo(tokens: Tokens, settings: SapoConfig, statistics: Statistics) -> TokenLosses:
     """Weighs tokens by a soft gate in place of the clip (SAPO, arXiv 2511.20347).
 
         loss = -w A sigmoid(tau (r - 1)) 4 / tau
@@ -191,10 +197,10 @@ def sapo(tokens: Tokens, settings: SapoConfig, statistics: Statistics) -> TokenL
         gates(settings.positive_temperature),
         gates(settings.negative_temperature),
     )
-    return TokenLosses(-tokens.gains * by_sign, torch.zeros_like(tokens.valid))
+    return TokenLosses(-tokens.weighted_advantages * by_sign, torch.zeros_like(tokens.valid))
 
 
-def gmpo(tokens: Tokens, settings: GmpoConfig, statistics: Statistics) -> TokenLosses:  # noqa: ARG001
+def gmpo(tokens: Tokens, settings: GmpoConfig, statistics: Statistics) -> TokenLosses:
     """Takes the geometric mean of a response's clipped ratios (GMPO, arXiv 2507.20673).
 
         d    = min(log r, clip_high) where A > 0, max(log r, -clip_low) where A < 0
@@ -211,10 +217,10 @@ def gmpo(tokens: Tokens, settings: GmpoConfig, statistics: Statistics) -> TokenL
     )
     total = torch.where(tokens.valid, bounded, 0.0).sum(dim=1, keepdim=True)
     mean = total / tokens.valid.sum(dim=1, keepdim=True).clamp(min=1)
-    return TokenLosses(-tokens.gains * mean.exp(), clipped & tokens.valid)
+    return TokenLosses(-tokens.weighted_advantages * mean.exp(), clipped & tokens.valid)
 
 
-def topr(tokens: Tokens, settings: ToprConfig, statistics: Statistics) -> TokenLosses:  # noqa: ARG001
+def topr(tokens: Tokens, settings: ToprConfig, statistics: Statistics) -> TokenLosses:
     """Truncates the ratio of worse responses, and better ones have none (TOPR, arXiv 2503.14286).
 
         loss = -A log pi_theta                                     where A > 0
@@ -249,14 +255,14 @@ def m2po(tokens: Tokens, settings: M2poConfig, statistics: Statistics) -> TokenL
     """
     if settings.rule == "clip":
         return _clip(tokens, 1.0 - statistics["m2po/clip_low"], statistics["m2po/clip_high"] - 1.0)
-    kept = tokens.scored.log_ratios.square() <= statistics["m2po/threshold"]
-    losses = -tokens.log_ratios.exp() * tokens.gains
+    kept = tokens.before_update.log_ratios.square() <= statistics["m2po/threshold"]
+    losses = -tokens.log_ratios.exp() * tokens.weighted_advantages
     return TokenLosses(torch.where(kept, losses, 0.0), tokens.valid & ~kept)
 
 
 def second_moment_statistics(tokens: Tokens, settings: M2poConfig) -> dict[str, float]:
     """Returns the threshold or the bounds of `m2po`, and the mean of (log r)^2 over all tokens."""
-    log_ratios = tokens.scored.log_ratios.double()
+    log_ratios = tokens.before_update.log_ratios.double()
     squares = log_ratios.square()
     moment = {"m2po/second_moment": float(squares.mean())}
     if settings.rule == "mask":
@@ -264,7 +270,7 @@ def second_moment_statistics(tokens: Tokens, settings: M2poConfig) -> dict[str, 
         means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1)
         kept = max(int((means < settings.budget).sum()), 1)
         # The threshold has the precision of the log-ratios that the loss compares with it.
-        threshold = tokens.scored.log_ratios.square().sort().values[kept - 1]
+        threshold = tokens.before_update.log_ratios.square().sort().values[kept - 1]
         return {**moment, "m2po/threshold": float(threshold)}
     cut = ((tokens.advantages > 0) & (log_ratios > 0)) | (
         (tokens.advantages < 0) & (log_ratios < 0)
@@ -304,8 +310,8 @@ def clip_cov(tokens: Tokens, settings: ClipCovConfig, statistics: Statistics) ->
     off anyway are not drawn. At least one is drawn, if there is any. fraction is 2e-4.
     """
     losses, clipped = _clip(tokens, settings.clip_low, settings.clip_high)
-    assert tokens.draws is not None  # see OBJECTIVES
-    chosen = tokens.draws <= statistics["clip_cov/draw"]
+    assert tokens.uniforms is not None  # see OBJECTIVES
+    chosen = tokens.uniforms <= statistics["clip_cov/draw"]
     drawn = _candidates(tokens, settings, statistics) & chosen
     return TokenLosses(torch.where(drawn, 0.0, losses), clipped | drawn)
 
@@ -313,8 +319,8 @@ def clip_cov(tokens: Tokens, settings: ClipCovConfig, statistics: Statistics) ->
 def clip_cov_statistics(tokens: Tokens, settings: ClipCovConfig) -> dict[str, float]:
     """Returns the means of `clip_cov`, and the largest draw of a token that is chosen."""
     means = _means("clip_cov", tokens)
-    assert tokens.draws is not None  # see OBJECTIVES
-    draws = tokens.draws[_candidates(tokens, settings, means)].sort().values
+    assert tokens.uniforms is not None  # see OBJECTIVES
+    draws = tokens.uniforms[_candidates(tokens, settings, means)].sort().values
     count = min(max(int(settings.fraction * tokens.valid.numel()), 1), len(draws))
     return {**means, "clip_cov/draw": float(draws[count - 1]) if count else -1.0}
 
@@ -323,7 +329,7 @@ def _candidates(tokens: Tokens, settings: ClipCovConfig, means: Statistics) -> T
     """Returns a mask of the tokens that Clip-Cov may draw."""
     low, high = settings.covariances
     covariances = _covariances("clip_cov", tokens, means)
-    clipped = _clip(tokens.scored, settings.clip_low, settings.clip_high).clipped
+    clipped = _clip(tokens.before_update, settings.clip_low, settings.clip_high).clipped
     return tokens.valid & (covariances > low) & (covariances < high) & ~clipped
 
 
@@ -338,15 +344,15 @@ def kl_cov(tokens: Tokens, settings: KlCovConfig, statistics: Statistics) -> Tok
     token; beta is 1. Under `penalty: abs` (authors' code) it is beta |log r| instead.
     """
     covariances = _covariances("kl_cov", tokens, statistics)
-    assert tokens.draws is not None  # see OBJECTIVES
+    assert tokens.uniforms is not None  # see OBJECTIVES
     threshold = statistics["kl_cov/threshold"]
-    drawn = (covariances == threshold) & (tokens.draws <= statistics["kl_cov/draw"])
+    drawn = (covariances == threshold) & (tokens.uniforms <= statistics["kl_cov/draw"])
     chosen = tokens.valid & ((covariances > threshold) | drawn)
     log_ratios = tokens.log_ratios
     ratios = log_ratios.exp()
     divergences = log_ratios.abs() if settings.penalty == "abs" else ratios - log_ratios - 1.0
     penalties = torch.where(chosen, settings.coefficient * divergences, 0.0)
-    losses = -ratios * tokens.gains + penalties
+    losses = -ratios * tokens.weighted_advantages + penalties
     return TokenLosses(losses, torch.zeros_like(chosen))
 
 
@@ -357,8 +363,8 @@ def kl_cov_statistics(tokens: Tokens, settings: KlCovConfig) -> dict[str, float]
     covariances = _covariances("kl_cov", tokens, means)
     count = max(int(settings.fraction * len(covariances)), 1)
     threshold = covariances.topk(count).values[-1]
-    assert tokens.draws is not None  # see OBJECTIVES
-    tied = tokens.draws[covariances == threshold].sort().values
+    assert tokens.uniforms is not None  # see OBJECTIVES
+    tied = tokens.uniforms[covariances == threshold].sort().values
     draw = tied[count - 1 - int((covariances > threshold).sum())]
     return {**means, "kl_cov/threshold": float(threshold), "kl_cov/draw": float(draw)}
 
@@ -366,14 +372,14 @@ def kl_cov_statistics(tokens: Tokens, settings: KlCovConfig) -> dict[str, float]
 def _means(family: str, tokens: Tokens) -> dict[str, float]:
     return {
         f"{family}/advantage_mean": float(tokens.advantages.double().mean()),
-        f"{family}/logprob_mean": float(tokens.scored.logprobs.double().mean()),
+        f"{family}/logprob_mean": float(tokens.before_update.logprobs.double().mean()),
     }
 
 
 def _covariances(family: str, tokens: Tokens, means: Statistics) -> Tensor:
     """Returns each token's part of the covariance of advantages and log-probs."""
     return (tokens.advantages - means[f"{family}/advantage_mean"]) * (
-        tokens.scored.logprobs - means[f"{family}/logprob_mean"]
+        tokens.before_update.logprobs - means[f"{family}/logprob_mean"]
     )
 
 
@@ -397,7 +403,7 @@ def adaptive_clipping_statistics(
     tokens: Tokens, settings: AdaptiveClippingConfig
 ) -> dict[str, float]:
     """Returns the bounds of `adaptive_clipping`, and the contribution within them."""
-    ratios = tokens.scored.log_ratios.exp()
+    ratios = tokens.before_update.log_ratios.exp()
     bounds = search_bounds(ratios, tokens.advantages, tokens.proximal_logprobs, settings)
     return {"clip/low": bounds.low, "clip/high": bounds.high, "clip/rho": bounds.rho}
 
@@ -408,14 +414,14 @@ def _clip(
     high: float | None,
     dual_clip: float | None = None,
     *,
-    center: Tensor | None = None,
+    clip_center: Tensor | None = None,
 ) -> TokenLosses:
     """Returns the clipped surrogate with bounds at distances `low` and `high` from the centre."""
     arguments = (tokens.logprobs, tokens.proximal_logprobs, tokens.advantages, tokens.mask)
     bounds: dict[str, Any] = {"clip_low": low, "clip_high": high, "dual_clip": dual_clip}
     return TokenLosses(
-        clipped_surrogate(*arguments, **bounds, weights=tokens.weights, clip_center=center),
-        clipped_tokens(*arguments, **bounds, clip_center=center),
+        clipped_surrogate(*arguments, **bounds, weights=tokens.weights, clip_center=clip_center),
+        clipped_tokens(*arguments, **bounds, clip_center=clip_center),
     )
 
 
@@ -428,7 +434,7 @@ def shaped(tokens: Tokens, gamma: float) -> TokenLosses:
     gamma is 0.1 in both papers.
     """
     ratios = tokens.log_ratios.exp()
-    losses = -tokens.gains * ratios / (ratios + gamma)
+    losses = -tokens.weighted_advantages * ratios / (ratios + gamma)
     return TokenLosses(losses, torch.zeros_like(tokens.valid))
 
 
@@ -475,8 +481,8 @@ OBJECTIVES: dict[str, Objective] = {
     "gmpo": Objective(gmpo),
     "topr": Objective(topr),
     "m2po": Objective(m2po, second_moment_statistics),
-    "clip_cov": Objective(clip_cov, clip_cov_statistics, draws=True),
-    "kl_cov": Objective(kl_cov, kl_cov_statistics, draws=True),
+    "clip_cov": Objective(clip_cov, clip_cov_statistics, needs_uniforms=True),
+    "kl_cov": Objective(kl_cov, kl_cov_statistics, needs_uniforms=True),
     "adaptive_clipping": Objective(adaptive_clipping, adaptive_clipping_statistics),
 }
 """The built-in objectives, by the kind of `loss.objective`."""

@@ -43,7 +43,7 @@ from bapo_core.objectives import TokenLosses
 
 
 def reinforce(tokens, settings, statistics):
-    losses = -settings.factor * tokens.gains * tokens.valid_logprobs
+    losses = -settings.factor * tokens.weighted_advantages * tokens.valid_logprobs
     return TokenLosses(losses, torch.zeros_like(tokens.valid))
 """
 """The loss of the page's plug-in."""

@@ -22,8 +22,8 @@ from services.buffer.routes import (
     dashboard,
     datasets,
     images,
+    queries,
     runs,
-    statistics,
     steps,
 )
 from services.buffer.routes.common import ERRORS
@@ -91,7 +91,7 @@ def create_app(database_url: str, store: ObjectStore, admin_token: str) -> FastA
         runs.router,
         steps.router,
         artifacts.router,
-        statistics.router,
+        queries.router,
         admin.scope_router,
         admin.admin_router,
     ):

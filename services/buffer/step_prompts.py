@@ -12,6 +12,7 @@ from bapo_core.config import RunConfig
 from services.buffer.api import wire
 from services.buffer.artifacts import is_set_aside
 from services.buffer.buffers import reevaluated_entries
+from services.buffer.prompt_stream import count_drawn_before, count_open_rounds
 from services.buffer.runs import run_config
 from services.buffer.samplers import draw_positions
 from services.buffer.step_groups import (
@@ -21,7 +22,6 @@ from services.buffer.step_groups import (
     missing_groups,
     recorded_uids,
 )
-from services.buffer.stream import count_drawn_before, count_open_rounds
 from services.buffer.tables import PromptRow, Run
 from services.common.problems import bad_request, conflict
 

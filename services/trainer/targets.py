@@ -100,7 +100,7 @@ class Targets:
         return torch.where(self.demonstrated, self.current_logprobs, self.behavior_logprobs)
 
     @property
-    def center(self) -> Tensor | None:
+    def clip_center(self) -> Tensor | None:
         """Centre of the clip range, where it is not 1."""
         if not self.loss.moves_center:
             return None

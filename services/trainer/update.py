@@ -32,15 +32,15 @@ from services.trainer.micro_batches import MicroBatch, row_order, row_slices
 from services.trainer.phases import PhaseTimer
 from services.trainer.policy import Policy, make_optimizer
 from services.trainer.ranks import Ranks
-from services.trainer.statistics import (
+from services.trainer.targets import Targets, TokenResults, ValueTargets
+from services.trainer.transfer import read, send
+from services.trainer.update_statistics import (
     NO_STATISTICS,
     UpdateStatistics,
     draw_tokens,
     gather_tokens,
     tokens_of,
 )
-from services.trainer.targets import Targets, TokenResults, ValueTargets
-from services.trainer.transfer import read, send
 
 
 class NonFiniteLoss(TransientError):
@@ -61,8 +61,8 @@ class UpdateInputs:
     """Factors of the losses, shares of the whole update."""
     metric_scale: Tensor
     """Factors of the metrics, which sum to 1 over all ranks."""
-    scored_logprobs: Tensor | None
-    draws: Tensor | None
+    pre_update_logprobs: Tensor | None
+    uniforms: Tensor | None
     sources: dict[str, Tensor]
     """For each source, a mask (n, 1) of its rows; empty without `loss.by_source`."""
 
@@ -72,15 +72,15 @@ class UpdateInputs:
             self.targets.select(rows),
             self.scale[rows],
             self.metric_scale[rows],
-            None if self.scored_logprobs is None else self.scored_logprobs[rows],
-            None if self.draws is None else self.draws[rows],
+            None if self.pre_update_logprobs is None else self.pre_update_logprobs[rows],
+            None if self.uniforms is None else self.uniforms[rows],
             {source: mask[rows] for source, mask in self.sources.items()},
         )
 
     def to(self, device: torch.device) -> UpdateInputs:
         """Returns a copy on `device`, with one transfer."""
         of_targets = self.targets.tensors()
-        optional = {"scored_logprobs": self.scored_logprobs, "draws": self.draws}
+        optional = {"pre_update_logprobs": self.pre_update_logprobs, "uniforms": self.uniforms}
         own = {"scale": self.scale, "metric_scale": self.metric_scale}
         own |= {name: tensor for name, tensor in optional.items() if tensor is not None}
         sent = iter(send([*of_targets.values(), *own.values(), *self.sources.values()], device))
@@ -410,20 +410,20 @@ class Updater:
         the update.
         """
         statistics = NO_STATISTICS
-        if self.objective.draws:
-            draws = draw_tokens(batch, positions, self.config.seed, *update)
-            statistics = replace(statistics, draws=draws)
+        if self.objective.needs_uniforms:
+            uniforms = draw_tokens(batch, positions, self.config.seed, *update)
+            statistics = replace(statistics, uniforms=uniforms)
         if self.objective.statistics is None:
             return statistics
         # Before the step's first update, the policy is theta_t, whose log-probs are known.
         first = update[1] == 0
         scored = targets.current_logprobs if first else self.score(batch, rows=rows)
-        statistics = replace(statistics, scored_logprobs=scored)
+        statistics = replace(statistics, pre_update_logprobs=scored)
         tokens = tokens_of(
             targets.select(rows),
             scored[rows],
-            scored_logprobs=scored[rows],
-            draws=None if statistics.draws is None else statistics.draws[rows],
+            pre_update_logprobs=scored[rows],
+            uniforms=None if statistics.uniforms is None else statistics.uniforms[rows],
         )
         settings = self.config.loss.objective
         values = self.objective.statistics(gather_tokens(tokens, self.ranks), settings)
@@ -525,8 +525,8 @@ class Updater:
             targets,
             scale,
             self._metric_scale(targets.mask, rows, scale),
-            statistics.scored_logprobs,
-            statistics.draws,
+            statistics.pre_update_logprobs,
+            statistics.uniforms,
             masks,
         )
 
@@ -570,7 +570,10 @@ class Updater:
         settings, kl, targets = self.config.loss, self.config.kl, inputs.targets
         kl_coefficient = kl.coefficient if kl.placement == "loss" else 0.0
         tokens = tokens_of(
-            targets, logprobs, scored_logprobs=inputs.scored_logprobs, draws=inputs.draws
+            targets,
+            logprobs,
+            pre_update_logprobs=inputs.pre_update_logprobs,
+            uniforms=inputs.uniforms,
         )
         if inputs.sources:
             policy_losses, clipped = losses_by_source(

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from services.common.errors import ServiceError
 from services.common.objectstore import Content, ObjectStore, ObjectStoreError
-from services.rollout.vllm.layout import read_layout
+from services.rollout.vllm.weight_layout import read_layout
 from services.stack.stack import Endpoints
 from services.trainer import export
 from services.trainer.publish import WeightPublisher

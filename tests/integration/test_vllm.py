@@ -43,8 +43,8 @@ from services.rollout.server import CPU_ARGUMENTS, NCCL_ARGUMENTS, make_driver
 from services.rollout.settings import VllmSettings
 from services.rollout.unfinished import UnfinishedGroups
 from services.rollout.vllm.driver import VllmDriver
-from services.rollout.vllm.layout import read_layout
 from services.rollout.vllm.server import VllmOptions, find_python, installed
+from services.rollout.vllm.weight_layout import read_layout
 from tests.micro import END, micro_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]

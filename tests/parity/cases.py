@@ -107,8 +107,8 @@ def our_loss(
         advantages=case.advantages,
         mask=case.mask,
         weights=torch.ones_like(case.weights) if weights is None else weights,
-        scored_logprobs=case.logprobs,
-        draws=torch.linspace(0.0, 0.9, case.mask.numel()).reshape(case.mask.shape),
+        pre_update_logprobs=case.logprobs,
+        uniforms=torch.linspace(0.0, 0.9, case.mask.numel()).reshape(case.mask.shape),
     )
     selected = get_objective(objective)
     statistics: dict[str, float] = {}

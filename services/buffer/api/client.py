@@ -392,7 +392,7 @@ class BufferClient:
         """Records spans of a component; each once, however often it is sent."""
         self._send("POST", f"/v1/runs/{self.run}/spans", json=spans.model_dump())
 
-    # -- statistics
+    # -- queries
 
     def spans(self, first_step: int, last_step: int) -> list[wire.SpanView]:
         """Returns the spans of all components while the trainer was at these steps, by time.

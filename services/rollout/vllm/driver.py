@@ -28,9 +28,9 @@ from services.rollout.api.wire import (
 from services.rollout.driver import AcceptOffer
 from services.rollout.errors import EngineFaulty, EngineLost, PromptRefused
 from services.rollout.vllm.api import RgbImage, VllmApi
-from services.rollout.vllm.layout import Layout, read_layout
 from services.rollout.vllm.nodes import WorkerNodes
 from services.rollout.vllm.server import VllmOptions, VllmServer
+from services.rollout.vllm.weight_layout import Layout, read_layout
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from services.model.vision import read_config
 from services.rollout.errors import EngineLost, ModelLoadError
 from services.rollout.vllm import headless, images, worker
 from services.rollout.vllm.api import VllmApi
-from services.rollout.vllm.layout import has_recurrent_layers, reads_images, takes_images
+from services.rollout.vllm.weight_layout import has_recurrent_layers, reads_images, takes_images
 
 log = logging.getLogger(__name__)
 

@@ -92,24 +92,24 @@ def tokens_of(case: Case) -> Tokens:
         advantages=padded(advantages),
         mask=~logprobs.isnan(),
         weights=padded(case.weights),
-        scored_logprobs=padded(case.scored),
-        draws=padded(case.draws),
+        pre_update_logprobs=padded(case.scored),
+        uniforms=padded(case.draws),
     )
 
 
 def flat(tokens: Tokens) -> Tokens:
     """Returns the valid tokens in one dimension, as an objective's statistics get them."""
-    assert tokens.scored_logprobs is not None
-    assert tokens.draws is not None
+    assert tokens.pre_update_logprobs is not None
+    assert tokens.uniforms is not None
     mask = tokens.mask
     return Tokens(
-        logprobs=tokens.scored_logprobs[mask],
+        logprobs=tokens.pre_update_logprobs[mask],
         proximal_logprobs=tokens.proximal_logprobs[mask],
         advantages=tokens.advantages[mask],
         mask=mask[mask],
         weights=tokens.weights[mask],
-        scored_logprobs=tokens.scored_logprobs[mask],
-        draws=tokens.draws[mask],
+        pre_update_logprobs=tokens.pre_update_logprobs[mask],
+        uniforms=tokens.uniforms[mask],
     )
 
 
@@ -542,7 +542,7 @@ def test_a_bound_that_is_null_does_not_clip() -> None:
     settings = PpoConfig(clip_low=None, clip_high=None, dual_clip=None)
     losses, clipped = get_objective("ppo").loss(tokens, settings, {})
     assert not clipped.any()
-    expected = torch.where(tokens.valid, -tokens.gains * tokens.log_ratios.exp(), 0.0)
+    expected = torch.where(tokens.valid, -tokens.weighted_advantages * tokens.log_ratios.exp(), 0.0)
     assert torch.allclose(losses, expected)
     one_sided = PpoConfig(clip_low=None, dual_clip=None)
     _, clipped = get_objective("ppo").loss(tokens, one_sided, {})

@@ -125,7 +125,7 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 import services.rollout.server
 from services.rollout.vllm.driver import VllmDriver
-from services.rollout.vllm.layout import read_layout
+from services.rollout.vllm.weight_layout import read_layout
 from services.rollout.vllm.server import NodePlace, VllmOptions
 
 directory = Path(sys.argv[1])

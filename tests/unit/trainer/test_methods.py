@@ -15,8 +15,8 @@ from services.buffer.api.trajectories import SCHEMA
 from services.trainer.critic import Critic
 from services.trainer.data import Batch, collate
 from services.trainer.ranks import Ranks
-from services.trainer.statistics import draw_tokens
 from services.trainer.update import Updater
+from services.trainer.update_statistics import draw_tokens
 from tests.integration.ranks_program import batch_of_rank
 from tests.stand_in_gpu import stand_in_gpu
 from tests.unit.trainer import test_update as single
@@ -221,7 +221,7 @@ def test_statistics_are_of_the_tokens_that_the_loss_has() -> None:
     found: dict[str, Tensor | None] = {}
 
     def statistics(tokens: Tokens, settings: Any) -> dict[str, float]:
-        found.update(weights=tokens.weights, center=tokens.center)
+        found.update(weights=tokens.weights, center=tokens.clip_center)
         return {}
 
     data = single.batch()
@@ -232,10 +232,10 @@ def test_statistics_are_of_the_tokens_that_the_loss_has() -> None:
         updater._statistics(data, torch.arange(len(data.mask)), targets, range(6), (1, 0))
         assert found["weights"] is not None
         assert torch.equal(found["weights"], targets.weights[data.mask])
-        assert (found["center"] is None) == (targets.center is None)
+        assert (found["center"] is None) == (targets.clip_center is None)
     assert found["center"] is not None
-    assert targets.center is not None
-    assert torch.equal(found["center"], targets.center[data.mask])
+    assert targets.clip_center is not None
+    assert torch.equal(found["center"], targets.clip_center[data.mask])
 
 
 def test_an_objective_without_statistics_may_draw_tokens() -> None:
@@ -243,10 +243,10 @@ def test_an_objective_without_statistics_may_draw_tokens() -> None:
     plain = updater.objective.loss
 
     def loss(tokens: Tokens, *arguments: Any) -> TokenLosses:
-        draws.append(tokens.draws)
+        draws.append(tokens.uniforms)
         return plain(tokens, *arguments)
 
-    updater.objective = Objective(loss, draws=True)
+    updater.objective = Objective(loss, needs_uniforms=True)
     single.step(updater, 1, single.batch())
     assert draws
     assert all(drawn is not None for drawn in draws)
