@@ -172,7 +172,7 @@ def operate(directory: Path) -> JobState:
         if worker.code < RETRYABLE_FROM:
             return JobState("failed", worker.reason)
         if restarts == limit:
-            return JobState("failed", f"{worker.reason}; {restarts} restarts did not mend it")
+            return JobState("failed", f"{worker.reason}; {restarts} restarts did not fix it")
         restarts, end = restarts + 1, worker.reason
         _write_state(directory, JobState("restarting", end, restarts=restarts, last_end=end))
 

@@ -204,7 +204,7 @@ def _note_failures(task: str, evaluation_set: str, verdicts: Sequence[ItemVerdic
     failed = f"the reward function of task {task} failed on"
     where, reason = f"the {len(verdicts)} responses to {evaluation_set}", failures[0].failure
     if len(failures) == len(verdicts):
-        raise BapoError(f"{failed} all of {where}: {reason}; mend its `verify`")
+        raise BapoError(f"{failed} all of {where}: {reason}; fix its `verify`")
     plain_console(stderr=True).print(
         f"note: {failed} {len(failures)} of {where}, which count as wrong: {reason}",
         soft_wrap=True,

@@ -10,7 +10,7 @@ from pathlib import Path
 def write_private(path: Path, text: str) -> None:
     """Writes a file that only its owner can read, at no moment otherwise.
 
-    Another process that reads `path` meanwhile sees the file of before or the whole new one.
+    Another process that reads `path` meanwhile sees the whole former file or the whole new one.
     """
     # `mkstemp` creates the file with mode 0600.
     descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

@@ -100,7 +100,7 @@ def test_restarts_are_limited(
         "sys.exit(138)\n"
     )
     backend.create(failing)
-    assert "2 restarts did not mend it" in final_state(backend).reason
+    assert "2 restarts did not fix it" in final_state(backend).reason
     assert (tmp_path / NAME / "volumes-0/scratch/tries").read_text() == "xxx"
 
 
