@@ -1,9 +1,9 @@
 """Objectives are the policy losses that `loss.objective` selects, by token and to be minimised.
 
 An objective is a function of the tokens, its settings and the statistics of the whole update. In
-the equations r = pi_theta / pi_prox is the ratio of a token, whose denominator `loss.ratio` sets, A
-its advantage, w its importance weight, y its response, and sg stops gradients. Log-probs are
-natural logarithms. Values at masked positions have no influence, NaN and infinity included.
+the equations r = pi_theta / pi_prox is the ratio of a token, whose denominator `loss.correction`
+sets, A its advantage, w its importance weight, y its response, and sg stops gradients. Log-probs
+are natural logarithms. Values at masked positions have no influence, NaN and infinity included.
 
 Other distributions add objectives by the entry-point group `bapo.objectives`, which names an
 `Objective` or, for one without statistics, its loss.
@@ -59,7 +59,7 @@ class Tokens:
 
     logprobs: Tensor
     proximal_logprobs: Tensor
-    """Log-probs in the denominator of the ratio, by `loss.ratio`."""
+    """Log-probs in the denominator of the ratio, by `loss.correction`."""
     advantages: Tensor
     mask: Tensor
     """True, or 1, at valid tokens."""

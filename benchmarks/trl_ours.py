@@ -46,9 +46,8 @@ def config(side: Side, groups: list[Group]) -> RunConfig:
             },
             "advantage": {"std": "sample", "eps": ADVANTAGE_EPS},
             "loss": {
-                "ratio": "prox_current",
                 "objective": {"clip_low": CLIP, "clip_high": CLIP},
-                "weight_cap": WEIGHT_CAP,
+                "correction": {"kind": "prox_current", "weight_cap": WEIGHT_CAP},
             },
             "kl": {"coefficient": 0.0},
             "optimizer": {

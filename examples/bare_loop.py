@@ -26,11 +26,11 @@ from bapo_core.tasks import get_task
 
 # Keys of which this file implements the default value alone.
 DEFAULTS_ONLY = """loss.norm fresh.filter replay_window.r_tot evaluation.temperature task.test_path
-kl.reference loss.objective.kind reward loss.weight_level loss.weight_norm loss.weight_floor replay
-hard_buffer.store_new_in_high lora evaluation.samples response_replay rollout.max_generation_rounds
-loss.ratio optimizer.epochs loss.by_source reevaluate.rule task.train_path hard_buffer.after sampler
-loss.aggregation sync.weights_dtype evaluation.sets reevaluate.enabled sync.lag advantage.estimator
-loss.mask_truncated evaluation.top_p loss.weight_mode advantage.scale batch.dedup demonstrations"""
+kl.reference loss.objective.kind loss.correction evaluation.samples rollout.max_generation_rounds
+hard_buffer.store_new_in_high lora reward response_replay batch.dedup replay advantage.estimator
+optimizer.epochs loss.by_source reevaluate.rule task.train_path hard_buffer.after demonstrations
+loss.aggregation sync.weights_dtype evaluation.sets reevaluate.enabled sync.lag sampler
+loss.mask_truncated evaluation.top_p advantage.scale"""
 
 
 def train(config, directory, sample=None, learner=None):
@@ -155,7 +155,7 @@ class Learner:
         rewards, adv = torch.tensor([rewards for *_, rewards in groups]), config.advantage
         advantages = group_relative(rewards, std=adv.std, eps=adv.eps).view(-1, 1)
         proximal = self.score(ids)[0].detach()  # by theta_t, before its first update
-        weights = importance.truncated_weights(proximal, behavior, mask, cap=loss.weight_cap)
+        weights = importance.truncated_weights(proximal, behavior, mask)  # at most 3
         derive_rng(config.seed, "minibatch", t).shuffle(order := list(range(len(groups))))
         clip = loss.objective.model_dump(include={"clip_low", "clip_high", "dual_clip"})
         for chosen in torch.tensor(order).split(settings.minibatch_prompts):

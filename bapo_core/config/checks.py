@@ -76,13 +76,13 @@ def list_warnings(config: RunConfig) -> list[str]:
             f"sync.every is {config.sync.every} and steps is {config.steps}: all rollouts come "
             "from the initial model; lower sync.every or raise steps"
         )
-    weights = ("weight_cap", "weight_floor", "weight_mode", "weight_norm", "weight_level")
-    unused = _changed("loss", config.loss, weights)
-    if config.loss.ratio == "behavior" and unused:
-        warnings.append(
-            f"{' and '.join(unused)} change nothing with loss.ratio=behavior, whose ratio has "
-            "the behaviour policy in the denominator and needs no importance weights"
-        )
+    correction = config.loss.correction
+    if correction.kind != "behavior" and correction.weight_mode == "unit":
+        bounds = ("weight_cap", "weight_floor", "weight_norm")
+        if unused := _changed("loss.correction", correction, bounds):
+            warnings.append(
+                f"{' and '.join(unused)} change nothing with loss.correction.weight_mode=unit"
+            )
     warnings += _warnings_about_methods(config)
     warnings += _warnings_about_sampling(config)
     warnings += _warnings_about_batches(config)
@@ -153,10 +153,10 @@ def _refuse_response_replay(config: RunConfig) -> None:
             f"{key} is {settings.most} with response_replay.replace{and_one}, which leaves no "
             f"fresh response of a group of {size}; lower {key}"
         )
-    if config.loss.ratio == "decoupled":
+    if config.loss.correction.kind == "decoupled":
         raise ValueError(
-            "response_replay.enabled is true but loss.ratio is 'decoupled', which has the "
-            "trainer's log-probs of whole groups alone; set loss.ratio to behavior or "
+            "response_replay.enabled is true but loss.correction is 'decoupled', which has the "
+            "trainer's log-probs of whole groups alone; set loss.correction to behavior or "
             "prox_current"
         )
     if config.replay.enabled and config.batch.dedup == "rollout":
@@ -290,12 +290,12 @@ def _warnings_about_methods(config: RunConfig) -> list[str]:
     objective, estimator = config.loss.objective.kind, config.advantage.estimator
     replays = config.replay.enabled or config.response_replay.enabled
     stale = config.sync.every > 1 or config.sync.lag > 0 or replays
-    if objective == "gspo" and config.loss.ratio == "behavior" and stale:
+    if objective == "gspo" and config.loss.correction.kind == "behavior" and stale:
         warnings.append(
-            "loss.objective=gspo with loss.ratio=behavior clips almost every response that an "
+            "loss.objective=gspo with loss.correction=behavior clips almost every response that an "
             "earlier policy sampled (sync.every above 1, or replay), because its bounds are "
-            "3e-4 and 4e-4 from 1; set loss.ratio=prox_current with "
-            "loss.weight_level=geometric"
+            "3e-4 and 4e-4 from 1; set loss.correction=prox_current with "
+            "loss.correction.weight_level=geometric"
         )
     if estimator == "opo" and config.optimizer.minibatch_prompts < config.batch_capacity:
         warnings.append(
@@ -480,11 +480,6 @@ def _unused_sections(
             config.kl.coefficient == 0,
             "kl.coefficient=0",
             {"kl": (config.kl, ["estimator", "reset_after"])},
-        ),
-        (
-            config.loss.weight_mode == "unit",
-            "loss.weight_mode=unit",
-            {"loss": (config.loss, ["weight_cap", "weight_floor", "weight_norm"])},
         ),
         (
             config.rollout.engine != "vllm",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from bapo_core.config.base import Fraction, Section
+from bapo_core.config.base import Fraction, Kinds, Section
 from bapo_core.config.objectives import (
     BEHAVIOR_OBJECTIVES,
     ESTIMATOR_ENTRY_POINTS,
@@ -99,21 +99,9 @@ class CriticConfig(Section):
     """Clip range of the value loss."""
 
 
-class LossConfig(Section):
-    """The policy loss (Eq. 3): ratios, clipping, importance weights and normalisation."""
+class _Weighted(Section):
+    """A correction by importance weights."""
 
-    objective: ObjectiveConfig = PpoConfig()
-    """Policy loss of a token (docs/methods.md): a built-in kind, or one that an installed package
-    adds."""
-    ratio: Literal["prox_current", "behavior", "decoupled"] = "prox_current"
-    """Off-policy correction. `prox_current`: PPO ratio theta / theta_t with the importance weight
-    theta_t / behaviour, for every source. `behavior`: PPO ratio theta / behaviour (Eq. 3).
-    `decoupled`: as `prox_current`, but X3 has the trainer's weights at the step of its rollout in
-    place of theta_t (authors' code)."""
-    by_source: dict[
-        Literal["fresh", "reevaluated", "replayed", "demonstrated"], SourceLossConfig
-    ] = Field(default_factory=dict)
-    """Settings of single sources, for example `{replayed: {coefficient: 0.5}}`."""
     weight_cap: float = Field(3.0, gt=0.0)
     """Largest importance weight (released script: 3)."""
     weight_floor: float = Field(0.0, ge=0.0)
@@ -129,6 +117,73 @@ class LossConfig(Section):
     weight_level: Literal["token", "sequence", "geometric"] = "token"
     """Level of importance weights: a token's ratio, the product over the response, or its geometric
     mean (released script: token)."""
+
+    @property
+    def weighting(self) -> dict[str, Any]:
+        """The arguments of `bapo_core.importance` that importance weights depend on."""
+        return {
+            "cap": self.weight_cap,
+            "floor": self.weight_floor,
+            "mode": self.weight_mode,
+            "level": self.weight_level,
+        }
+
+    @model_validator(mode="after")
+    def _weights_are_bounded(self) -> Self:
+        if self.weight_floor >= self.weight_cap:
+            raise ValueError(
+                f"weight_floor ({self.weight_floor:g}) is not below weight_cap "
+                f"({self.weight_cap:g}), so no importance weight is between them; lower "
+                "weight_floor or raise weight_cap"
+            )
+        return self
+
+
+class ProxCurrentConfig(_Weighted):
+    """PPO ratio theta / theta_t with the importance weight theta_t / behaviour, for every
+    source."""
+
+    kind: Literal["prox_current"] = "prox_current"
+
+
+class BehaviorConfig(Section):
+    """PPO ratio theta / behaviour (Eq. 3), which needs no importance weights."""
+
+    kind: Literal["behavior"] = "behavior"
+
+    @property
+    def weighting(self) -> dict[str, Any]:
+        """The arguments of `bapo_core.importance`: its defaults, as all weights are 1."""
+        return {}
+
+
+class DecoupledConfig(_Weighted):
+    """As `prox_current`, but X3 has the trainer's weights at the step of its rollout in place of
+    theta_t (authors' code)."""
+
+    kind: Literal["decoupled"] = "decoupled"
+
+
+CorrectionConfig = Annotated[
+    ProxCurrentConfig | BehaviorConfig | DecoupledConfig,
+    Kinds(ProxCurrentConfig, BehaviorConfig, DecoupledConfig),
+]
+"""A section `loss.correction`."""
+
+
+class LossConfig(Section):
+    """The policy loss (Eq. 3): ratios, clipping, importance weights and normalisation."""
+
+    objective: ObjectiveConfig = PpoConfig()
+    """Policy loss of a token (docs/methods.md): a built-in kind, or one that an installed package
+    adds."""
+    correction: CorrectionConfig = ProxCurrentConfig()
+    """Off-policy correction: which policy the PPO ratio has in the denominator, and what then
+    weighs stale data."""
+    by_source: dict[
+        Literal["fresh", "reevaluated", "replayed", "demonstrated"], SourceLossConfig
+    ] = Field(default_factory=dict)
+    """Settings of single sources, for example `{replayed: {coefficient: 0.5}}`."""
     aggregation: Literal[
         "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"
     ] = "token-mean"
@@ -149,47 +204,39 @@ class LossConfig(Section):
         """Whether the clip range is around theta_t / behaviour instead of 1."""
         return isinstance(self.objective, PpoConfig) and self.objective.clip_center == "current"
 
-    @property
-    def weighting(self) -> dict[str, Any]:
-        """The arguments of `bapo_core.importance` that importance weights depend on."""
-        return {
-            "cap": self.weight_cap,
-            "floor": self.weight_floor,
-            "mode": self.weight_mode,
-            "level": self.weight_level,
-        }
-
     @model_validator(mode="after")
     def _objective_fits_the_ratio(self) -> LossConfig:
-        kind = self.objective.kind
-        if kind in BEHAVIOR_OBJECTIVES and self.ratio != "behavior":
+        kind, correction = self.objective.kind, self.correction
+        if correction.kind == "behavior":
+            return self
+        if kind in BEHAVIOR_OBJECTIVES:
             raise ValueError(
-                f"objective is '{kind}' but ratio is '{self.ratio}': its equation has the ratio of "
-                "the current to the behaviour policy, which sampled the tokens; set ratio to "
-                "behavior"
+                f"objective is '{kind}' but correction is '{correction.kind}': its equation has "
+                "the ratio of the current to the behaviour policy, which sampled the tokens; set "
+                "correction to behavior"
             )
-        token_weights = self.ratio != "behavior" and self.weight_level == "token"
-        if kind in SEQUENCE_OBJECTIVES and token_weights:
+        if kind in SEQUENCE_OBJECTIVES and correction.weight_level == "token":
             raise ValueError(
-                f"objective is '{kind}' but weight_level is 'token': a response has one ratio and "
-                "needs one importance weight; set weight_level to geometric or sequence, or ratio "
-                "to behavior"
+                f"objective is '{kind}' but correction.weight_level is 'token': a response has one "
+                "ratio and needs one importance weight; set correction.weight_level to geometric "
+                "or sequence, or correction to behavior"
             )
-        if self.moves_center and self.ratio != "behavior":
+        if self.moves_center:
             raise ValueError(
-                f"objective.clip_center is 'current' but ratio is '{self.ratio}': only the "
-                "behavior ratio has a centre that moves; set ratio to behavior or "
-                "objective.clip_center to one"
+                f"objective.clip_center is 'current' but correction is '{correction.kind}': only "
+                "the ratio to the behaviour policy has a centre that moves; set correction to "
+                "behavior or objective.clip_center to one"
             )
         return self
 
     @model_validator(mode="after")
     def _sources_fit_the_objective(self) -> LossConfig:
         for source, settings in self.by_source.items():
-            if settings.shaping is not None and self.ratio != "behavior":
+            if settings.shaping is not None and self.correction.kind != "behavior":
                 raise ValueError(
-                    f"by_source.{source}.shaping is given but ratio is '{self.ratio}': the shaped "
-                    "ratio is that of the current to the behaviour policy; set ratio to behavior"
+                    f"by_source.{source}.shaping is given but correction is "
+                    f"'{self.correction.kind}': the shaped ratio is the ratio of the current to "
+                    "the behaviour policy; set correction to behavior"
                 )
             kind = self.objective.kind
             if (settings.clip_low or settings.clip_high) and kind != "ppo":
@@ -197,16 +244,6 @@ class LossConfig(Section):
                     f"by_source.{source} has a clip bound but objective is '{kind}', which does "
                     "not read it; set objective to ppo, or remove the bound"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _weights_are_bounded(self) -> LossConfig:
-        if self.weight_floor >= self.weight_cap:
-            raise ValueError(
-                f"weight_floor ({self.weight_floor:g}) is not below weight_cap "
-                f"({self.weight_cap:g}), so no importance weight is between them; lower "
-                "weight_floor or raise weight_cap"
-            )
         return self
 
 

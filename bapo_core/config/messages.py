@@ -26,6 +26,11 @@ RENAMED = {
     },
     **{f"loss.{kind}": f"loss.objective, of kind {kind}" for kind in OBJECTIVE_KINDS.sections},
     "loss.options": "loss.objective",
+    "loss.ratio": "loss.correction",
+    **{
+        f"loss.weight_{key}": f"loss.correction.weight_{key}"
+        for key in ("cap", "floor", "mode", "norm", "level")
+    },
 }
 """Keys and sections of earlier versions -> what they are now."""
 

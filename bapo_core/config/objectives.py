@@ -26,8 +26,8 @@ class PpoConfig(Section):
     """Dual clip: the loss of a token with a negative advantage A is at most this times |A|; null
     turns it off (released script: 10)."""
     clip_center: Literal["one", "current"] = "one"
-    """Centre of the clip range under `loss.ratio: behavior`: 1, or theta_t / behaviour (delayed
-    GRPO)."""
+    """Centre of the clip range under `loss.correction: behavior`: 1, or theta_t / behaviour
+    (delayed GRPO)."""
 
 
 class GspoConfig(Section):

@@ -13,7 +13,7 @@ _ON_POLICY: dict[str, Any] = {
     "fresh": {"filter": "none"},
     "reevaluate": {"enabled": False},
     "replay": {"enabled": False},
-    "loss": {"ratio": "behavior", "aggregation": "token-mean", "entropy_coefficient": 0.0},
+    "loss": {"correction": "behavior", "aggregation": "token-mean", "entropy_coefficient": 0.0},
     "kl": {"coefficient": 0.0},
 }
 
@@ -86,7 +86,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gspo": _on_policy(
         "gspo",
         aggregation="seq-mean-token-mean",
-        loss={"ratio": "prox_current", "weight_level": "geometric"},
+        loss={"correction": {"kind": "prox_current", "weight_level": "geometric"}},
     ),
     "cispo": _on_policy("cispo"),
     "sapo": _on_policy("sapo", aggregation="seq-mean-token-mean"),
@@ -112,7 +112,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     "areal_async": _on_policy(
         sync={"every": 1, "lag": 4, "interrupt_rollouts": True},
-        loss={"ratio": "prox_current", "weight_cap": 5.0, "weight_mode": "mask"},
+        loss={"correction": {"kind": "prox_current", "weight_cap": 5.0, "weight_mode": "mask"}},
     ),
     "remix_grpo": _on_policy(
         {"clip_center": "current"},
@@ -147,7 +147,7 @@ PRESETS: dict[str, dict[str, Any]] = {
             "advantages": "mixed",
             "replace": True,
         },
-        loss={"ratio": "prox_current", "weight_mode": "unit"},
+        loss={"correction": {"kind": "prox_current", "weight_mode": "unit"}},
     ),
     "luffy": _on_policy(
         {"clip_low": None, "clip_high": None},
@@ -228,7 +228,7 @@ SUMMARIES: dict[str, str] = {
     "kl_cov": "A KL penalty on the tokens of highest covariance (arXiv 2505.22617).",
     "bapo_adaptive_clipping": "The other BAPO (arXiv 2510.18927): clip bounds that are searched in "
     "each update, so that tokens with positive advantages keep their share. With batch adaptation: "
-    "`algorithm: bapo`, `loss.objective: adaptive_clipping`, `loss.ratio: behavior`.",
+    "`algorithm: bapo`, `loss.objective: adaptive_clipping`, `loss.correction: behavior`.",
     "mopps": "GRPO on the prompts whose Thompson draws are nearest to one half "
     "(arXiv 2507.04632), with the paper's settings for Countdown but for `sampler.candidates`, "
     "which are 8 there; for mathematics, it has `sampler.decay: 1` and `sampler.candidates: 16`.",
@@ -254,6 +254,6 @@ SUMMARIES: dict[str, str] = {
     "place of a fresh response (arXiv 2510.02245). The mean log-prob at sampling time stands for "
     "the entropy under the current policy, by which the paper chooses the success.",
     "arpo": "A stored correct response joins a group that has none (arXiv 2505.16282), with the "
-    "paper's weight of 1; `loss.weight_mode: truncate` corrects for its age.",
+    "paper's weight of 1; `loss.correction.weight_mode: truncate` corrects for its age.",
 }
 """Name of an algorithm -> what it is, and its source, for docs/methods.md."""

@@ -319,7 +319,7 @@ def _manifest(
         c3=record.c3,
         counts=record.counts,
     )
-    if config.loss.ratio == "decoupled":
+    if config.loss.correction.kind == "decoupled":
         manifest.record_proximal = _replayable(session, run, config, record)
     return manifest
 

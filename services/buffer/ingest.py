@@ -158,7 +158,8 @@ def _record(
 
 
 def accept_proximal(service: Service, name: str, step: int, attempt: int, body: bytes) -> None:
-    """Stores and records the trainer's log-probs of groups of this step (`loss.ratio: decoupled`).
+    """Stores and records the trainer's log-probs of groups of this step, for the correction
+    `decoupled`.
 
     Raises 400 if the stream is not valid, 404 if a group is not of this step, and 409 if the
     attempt was superseded.

@@ -284,7 +284,7 @@ class RolloutGroup(Base):
     """`rewards`, `correct` and `logprobs` (the mean over tokens) of each response, as lists; null
     unless the run has `response_replay.enabled`, which chooses responses by them."""
     proximal_key: Mapped[str | None]
-    """Object with the trainer's log-probs at the storage step (`loss.ratio: decoupled`)."""
+    """Object with the trainer's log-probs at the storage step (`loss.correction: decoupled`)."""
     proximal_digest: Mapped[str | None]
     """SHA-256 of that object, in hexadecimal."""
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())

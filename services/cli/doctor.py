@@ -122,7 +122,9 @@ def measure_parity(config: RunConfig, model: Path, *, prompts: int) -> Parity:
         for rows in microbatches(batch, all_rows, MICROBATCH_TOKENS, padded=not policy.packs):
             trainer_logprobs[rows] = response_logprobs(policy, batch, rows, request.temperature)[0]
     logprobs = (trainer_logprobs, batch.behavior_logprobs, batch.mask)
-    metrics = mismatch_metrics(*logprobs) | weight_metrics(*logprobs, **config.loss.weighting)
+    metrics = mismatch_metrics(*logprobs) | weight_metrics(
+        *logprobs, **config.loss.correction.weighting
+    )
     half = torch.cuda.is_available() or config.rollout.dtype == "bfloat16"
     tolerance = TOLERANCES["bfloat16" if half else "float32"]
     return Parity(int(batch.mask.sum()), len(batch.tokens), metrics, tolerance)

@@ -253,7 +253,7 @@ class TrajectoryReader:
         tables = self._tables_of(digests, read_proximal)
         recorded, found = [PROXIMAL_SCHEMA.empty_table()], []
         for member in batch.members:
-            # They are of whole groups, and only whole ones are replayed with `ratio: decoupled`.
+            # They are of whole groups, and `correction: decoupled` replays only whole ones.
             table = None if member.rows is not None else tables.get(member.proximal_key or "")
             if table is not None:
                 recorded.append(table.filter(pc.equal(table["group_id"], member.group_id)))

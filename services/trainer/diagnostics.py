@@ -37,7 +37,7 @@ class StepResults:
     current_logprobs: Tensor
     """Log-probs under theta_t, before the step's first update."""
     proximal_logprobs: Tensor
-    """Log-probs in the denominator of the PPO ratio, by `loss.ratio`."""
+    """Log-probs in the denominator of the PPO ratio, by `loss.correction`."""
     new_logprobs: Tensor
     """Log-probs when the response was trained on."""
     clipped: Tensor
@@ -54,8 +54,8 @@ class StepResults:
     positions: Tensor
     """(N,) position of each response's group among those of the manifest."""
     scored: Tensor
-    """(N,) whether theta_t has scored the response: all of them, or under `ratio: behavior` those
-    of the step's first update, a random sample of the groups."""
+    """(N,) whether theta_t has scored the response: all of them, or under `correction: behavior`
+    those of the step's first update, a random sample of the groups."""
 
     @classmethod
     def of_batch(
@@ -134,7 +134,7 @@ def diagnose(
         results.proximal_logprobs,
         results.behavior_logprobs,
         sampled,
-        **config.loss.weighting,
+        **config.loss.correction.weighting,
     )
     return {
         "trained_tokens": float(results.trained.sum()),

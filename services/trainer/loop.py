@@ -306,7 +306,7 @@ def train_groups(
         positions = plan.of_rank(ranks.rank)
         groups = split_groups(manifest.members)
         members = [member for position in positions for member in groups[position]]
-        batch = reader.batch(members, with_storage=config.loss.ratio == "decoupled")
+        batch = reader.batch(members, with_storage=config.loss.correction.kind == "decoupled")
         digest = batch_digest(batch, positions, ranks)
     started = time.monotonic()
     try:

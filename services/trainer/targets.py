@@ -53,7 +53,7 @@ class Targets:
     reference_share: float = 1.0
     """Share of the KL to the reference; the rest is to theta_t."""
     weight_mean: float = 1.0
-    """Mean that `loss.weight_norm` divides the importance weights by."""
+    """Mean that `loss.correction.weight_norm` divides the importance weights by."""
     old_values: Tensor | None = None
     """`ValueTargets.old_values`; None without a critic."""
     returns: Tensor | None = None
@@ -68,8 +68,8 @@ class Targets:
 
     @property
     def proximal_logprobs(self) -> Tensor:
-        """Log-probs in the denominator of the PPO ratio, by `loss.ratio`."""
-        match self.loss.ratio:
+        """Log-probs in the denominator of the PPO ratio, by `loss.correction`."""
+        match self.loss.correction.kind:
             case "prox_current":
                 return self.current_logprobs
             case "behavior":
@@ -81,11 +81,13 @@ class Targets:
 
     @property
     def weights(self) -> Tensor:
-        """Importance weights: proximal over behaviour, within bounds; 1 under `ratio: behavior`."""
-        if self.loss.ratio == "behavior":
+        """Importance weights: proximal over behaviour, within bounds; 1 under the correction
+        `behavior`."""
+        correction = self.loss.correction
+        if correction.kind == "behavior":
             return self.valid.float()
         weights = truncated_weights(
-            self.proximal_logprobs, self.behavior_logprobs, self.valid, **self.loss.weighting
+            self.proximal_logprobs, self.behavior_logprobs, self.valid, **correction.weighting
         )
         return weights if self.weight_mean == 1.0 else weights / self.weight_mean
 

@@ -293,7 +293,7 @@ class Updater:
         penalised = config.kl.coefficient > 0 and config.kl.placement == "reward"
         if self.objective.statistics is not None or penalised or self._normalises_weights:
             return all_rows
-        if config.loss.ratio == "behavior" and not self._uses_current_policy(batch):
+        if config.loss.correction.kind == "behavior" and not self._uses_current_policy(batch):
             # For metrics, the groups of the first update are a random sample of the batch.
             return all_rows[:0]
         is_later = torch.ones(len(all_rows), dtype=torch.bool)
@@ -302,8 +302,8 @@ class Updater:
 
     @property
     def _normalises_weights(self) -> bool:
-        loss = self.config.loss
-        return loss.weight_norm == "batch" and loss.ratio != "behavior"
+        correction = self.config.loss.correction
+        return correction.kind != "behavior" and correction.weight_norm == "batch"
 
     def _uses_current_policy(self, batch: Batch) -> bool:
         """Returns whether the loss has a part in which theta_t occurs whatever the ratio is.
@@ -378,19 +378,20 @@ class Updater:
         return advantages.expand_as(batch.behavior_logprobs), None, {}
 
     def _storage_logprobs(self, batch: Batch) -> Tensor | None:
-        """Returns the log-probs (N, R) of the storage step, if `loss.ratio` is `decoupled`.
+        """Returns the log-probs (N, R) of the storage step, if `loss.correction` is `decoupled`.
 
         Raises `BapoError` if a replayed response has none.
         """
-        if self.config.loss.ratio != "decoupled":
+        if self.config.loss.correction.kind != "decoupled":
             return None
         storage = batch.storage_logprobs
         if storage is None:
             storage = torch.full_like(batch.behavior_logprobs, torch.nan)
         if bool((storage.isnan() & batch.replayed & batch.mask).any()):
             raise BapoError(
-                "loss.ratio=decoupled needs the log-probs of the storage step for every replayed "
-                "group, and some have none: the run was started with another ratio; start a new run"
+                "loss.correction=decoupled needs the log-probs of the storage step for every "
+                "replayed group, and some have none: the run was started with another correction; "
+                "start a new run"
             )
         return storage
 

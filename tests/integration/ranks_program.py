@@ -65,14 +65,18 @@ CASES = {
     "critic": Case(overrides=("advantage.estimator=gae", "critic.learning_rate=1e-3")),
     "bounds": Case(
         overrides=(
-            *("loss.objective=adaptive_clipping", "loss.ratio=behavior", "optimizer.epochs=2"),
+            *("loss.objective=adaptive_clipping", "loss.correction=behavior", "optimizer.epochs=2"),
             *("advantage.scale=batch", "loss.aggregation=seq-mean-token-sum-norm"),
         )
     ),
     "draws": Case(
         overrides=(
             *("loss.objective=clip_cov", "loss.objective={fraction: 0.2, covariances: [0, 9]}"),
-            *("advantage.estimator=reinforce_pp", "kl.placement=reward", "loss.weight_norm=batch"),
+            *(
+                "advantage.estimator=reinforce_pp",
+                "kl.placement=reward",
+                "loss.correction.weight_norm=batch",
+            ),
         )
     ),
     "tied": Case(tied=True),

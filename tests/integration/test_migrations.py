@@ -19,6 +19,7 @@ from sqlalchemy import create_engine, inspect, make_url, select, text
 from sqlalchemy.orm import Session
 
 from bapo_core.config import CispoConfig, PpoConfig, SapoConfig, parse_config
+from bapo_core.config.loss import BehaviorConfig, DecoupledConfig, ProxCurrentConfig
 from bapo_core.errors import BapoError
 from services.buffer import migrate
 from services.buffer.api.trajectories import encode_groups
@@ -155,7 +156,7 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
 
 
 def test_the_configuration_of_an_older_run_keeps_its_values(database: str) -> None:
-    """0005 and 0017 move keys of a stored configuration, and their downgrades move them back."""
+    """0005, 0017 and 0018 move keys of a stored configuration, and going back restores them."""
     config = small_config(
         "older",
         fresh={"filter": "uniform", "uniform_fraction": 0.4},
@@ -198,7 +199,10 @@ def test_the_text_of_a_stored_configuration_keeps_its_values(database: str) -> N
     texts = {
         "ppo": "# bounds\nalgorithm: grpo\nloss: {clip_low: 0.1, aggregation: token-mean}\n",
         "preset": "algorithm: cispo\nloss: {cispo: {clip_high: 4}}\n",
-        "selected": "loss: {objective: sapo, ratio: behavior}\n",
+        "selected": "loss: {objective: sapo}\n",
+        "weights": "algorithm: areal_async\nloss: {weight_cap: 4}\n",
+        "ratio": "loss: {ratio: decoupled, weight_level: geometric}\n",
+        "without": "algorithm: grpo\nloss: {ratio: behavior, weight_cap: 4}\n",
         "other": "# comment\nsteps: 3\n",
     }
     upgrade(database, "0016")
@@ -210,15 +214,20 @@ def test_the_text_of_a_stored_configuration_keeps_its_values(database: str) -> N
     upgrade(database)
     with psycopg.connect(plain(database)) as connection:
         migrated = dict(connection.execute("select name, text from stored_config").fetchall())
-    objectives = {name: parse_config(text).loss.objective for name, text in migrated.items()}
+    losses = {name: parse_config(text).loss for name, text in migrated.items()}
+    objectives = {name: loss.objective for name, loss in losses.items()}
     assert objectives["ppo"] == PpoConfig(clip_low=0.1, clip_high=0.2, dual_clip=None)
     assert objectives["preset"] == CispoConfig(clip_high=4.0)
     assert objectives["selected"] == SapoConfig()
+    assert losses["weights"].correction == ProxCurrentConfig(weight_cap=4.0, weight_mode="mask")
+    assert losses["ratio"].correction == DecoupledConfig(weight_level="geometric")
+    assert losses["without"].correction == BehaviorConfig()
     assert {name for name, text in texts.items() if migrated[name] == text} == {"selected", "other"}
     downgrade(database, "0016")
     with psycopg.connect(plain(database)) as connection:
         restored = dict(connection.execute("select name, text from stored_config").fetchall())
     parsed = {name: yaml.safe_load(text) for name, text in texts.items()}
+    del parsed["without"]["loss"]["weight_cap"]  # it had no effect
     assert {name: yaml.safe_load(text) for name, text in restored.items()} == parsed
 
 

@@ -496,7 +496,7 @@ def test_decoupled_runs_keep_the_log_probs_of_the_storage_step(
 ) -> None:
     from services.buffer.api.trajectories import encode_proximal
 
-    driver = drive(loss={"ratio": "decoupled"})
+    driver = drive(loss={"correction": "decoupled"})
     replayed = 0
     for step in range(1, 6):
         driver.roll_out(step)
@@ -515,7 +515,7 @@ def test_decoupled_runs_keep_the_log_probs_of_the_storage_step(
 def test_log_probs_of_groups_of_another_step_are_refused(drive: Callable[..., Driver]) -> None:
     from services.buffer.api.trajectories import encode_proximal
 
-    driver = drive(loss={"ratio": "decoupled"})
+    driver = drive(loss={"correction": "decoupled"})
     driver.roll_out(1)
     member = driver.client.batch(1).record_proximal[0]
     body = encode_proximal({id_: [[-1.0]] * member.size for id_ in (member.group_id, 10**12)})

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bapo_core.advantages import gae, whiten
 from bapo_core.config import ConfigError, load_config
+from bapo_core.config.loss import ProxCurrentConfig
 from bapo_core.importance import mismatch_metrics, truncated_weights, weight_metrics
 from bapo_core.kl import kl_penalty
 from bapo_core.losses import AGGREGATIONS, Aggregation, aggregate, scale_count, token_scale
@@ -177,7 +178,12 @@ def test_gspo_with_weights_of_tokens_differs_in_the_gradient_alone(verl: Any) ->
 def test_weights_of_tokens_are_refused_with_one_ratio_for_a_response(algorithm: str) -> None:
     with pytest.raises(ConfigError, match="weight_level"):
         load_config(
-            None, [f"algorithm={algorithm}", "loss.ratio=prox_current", "loss.weight_level=token"]
+            None,
+            [
+                f"algorithm={algorithm}",
+                "loss.correction=prox_current",
+                "loss.correction.weight_level=token",
+            ],
         )
 
 
@@ -644,9 +650,9 @@ def test_geometric_masking_is_rejection_by_the_mean_of_k1_with_inverse_bounds(
 
 
 def normalised(case: Case, level: str) -> Tensor:
-    """Returns the trainer's weights under `loss.weight_norm: batch`."""
-    weighting = {"cap": 2.0, "floor": 0.0, "mode": "truncate", "level": level}
-    loss = SimpleNamespace(ratio="prox_current", weight_norm="batch", weighting=weighting)
+    """Returns the trainer's weights under `loss.correction.weight_norm: batch`."""
+    correction = ProxCurrentConfig(weight_cap=2.0, weight_norm="batch", weight_level=level)
+    loss = SimpleNamespace(correction=correction)
     updater: Any = SimpleNamespace(
         config=SimpleNamespace(loss=loss), ranks=SimpleNamespace(moments=moments)
     )

@@ -336,7 +336,7 @@ class ManifestMember(Wire):
     """Number of response tokens of all responses together."""
     proximal_key: str | None = None
     """Key of the file with the trainer's log-probs at the storage step; null unless
-    `loss.ratio` is decoupled and the group may be replayed."""
+    `loss.correction` is decoupled and the group may be replayed."""
     proximal_digest: str | None = None
     """SHA-256 of the file at `proximal_key`; null without one."""
     images: list[str] = []
@@ -372,7 +372,7 @@ class BatchManifest(Wire):
     due."""
     record_proximal: list[ManifestMember] = []
     """Groups that may be replayed later and whose log-probs under the trainer of this step must be
-    stored; empty unless `loss.ratio` is decoupled."""
+    stored; empty unless `loss.correction` is decoupled."""
     r_tot: float = 0.0
     """r_tot of Eq. 8: the accuracy that moves the replay window, from 0 to 1."""
     c2: float = 0.0

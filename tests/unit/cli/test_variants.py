@@ -56,7 +56,7 @@ def test_what_the_user_sets_holds_for_every_variant() -> None:
         "sync.reevaluate_every=10",
         "replay_window.direction=off",
         "reevaluate.c1=0.25",
-        "loss.ratio=behavior",
+        "loss.correction=behavior",
         "kl.coefficient=0.0",
         "optimizer.learning_rate=1.0e-3",
     )

@@ -133,13 +133,25 @@ def split(overrides: str) -> list[str]:
         ("loss.objective={cliphigh: 1}", "no such key; did you mean loss.objective.clip_high?"),
         ("loss.clip_high=1", "loss.clip_high: no such key; it was renamed to loss.objective.clip_"),
         ("loss.cispo={}", "loss.cispo: no such key; it was renamed to loss.objective, of kind ci"),
+        ("loss.ratio=behavior", "loss.ratio: no such key; it was renamed to loss.correction"),
+        (
+            "loss.weight_cap=5",
+            "loss.weight_cap: no such key; it was renamed to loss.correction.weig",
+        ),
+        (
+            "algorithm=grpo loss.correction.weight_norm=batch",
+            "loss.correction.kind=behavior; it belongs to loss.correction.kind=prox_current or dec",
+        ),
         ("loss.options={a: 1}", "loss.options: no such key; it was renamed to loss.objective"),
-        ("loss.objective=gspo", "weight_level is 'token': a response has one ratio"),
-        ("loss.objective=gmpo", "set weight_level to geometric or sequence, or ratio to behavior"),
-        ("loss.objective=topr", "objective is 'topr' but ratio is 'prox_current': its equation"),
-        ("loss.objective=m2po", "set ratio to behavior"),
-        ("loss.objective=adaptive_clipping", "set ratio to behavior"),
-        ("loss={weight_floor: 3}", "weight_floor (3) is not below weight_cap (3)"),
+        ("loss.objective=gspo", "correction.weight_level is 'token': a response has one ratio"),
+        ("loss.objective=gmpo", "weight_level to geometric or sequence, or correction to behavior"),
+        (
+            "loss.objective=topr",
+            "objective is 'topr' but correction is 'prox_current': its equation",
+        ),
+        ("loss.objective=m2po", "set correction to behavior"),
+        ("loss.objective=adaptive_clipping", "set correction to behavior"),
+        ("loss.correction={weight_floor: 3}", "weight_floor (3) is not below weight_cap (3)"),
         ("advantage={estimator: rloo, scale: batch}", "rloo', which has a scale of its own"),
         ("kl.placement=reward", "kl.placement is 'reward' but advantage.estimator is 'group'"),
         (
@@ -164,7 +176,7 @@ def split(overrides: str) -> list[str]:
         ),
         (
             "loss.objective.clip_center=current",
-            "set ratio to behavior or objective.clip_center to one",
+            "set correction to behavior or objective.clip_center to one",
         ),
         (
             "response_replay={min_cache: 17}",
@@ -207,8 +219,8 @@ def split(overrides: str) -> list[str]:
             "fresh.filter is 'gaussian', which keeps no group without a correct response",
         ),
         (
-            "response_replay.enabled=true loss.ratio=decoupled",
-            "loss.ratio is 'decoupled', which has the trainer's log-probs of whole groups alone",
+            "response_replay.enabled=true loss.correction=decoupled",
+            "is 'decoupled', which has the trainer's log-probs of whole groups alone",
         ),
         (
             "response_replay.enabled=true batch.dedup=rollout",
@@ -224,7 +236,7 @@ def split(overrides: str) -> list[str]:
         ),
         (
             "loss.by_source={replayed: {shaping: 0.1}}",
-            "by_source.replayed.shaping is given but ratio is 'prox_current'",
+            "by_source.replayed.shaping is given but correction is 'prox_current'",
         ),
         (
             "algorithm=grpo loss.by_source={replayed: {shaping: 0.1, clip_low: 0.2}}",
@@ -298,19 +310,24 @@ def test_dynamic_sampling_is_refused_with_a_filter_that_it_cannot_count(name: st
         load_config(None, [*overrides, f"fresh.filter={name}"])
 
 
-def test_importance_weights_that_change_nothing_get_a_warning() -> None:
-    overrides = ["loss.weight_cap=5", "loss.weight_level=sequence"]
+def test_importance_weights_without_a_correction_by_them_are_refused() -> None:
+    overrides = ["loss.correction.weight_cap=5", "loss.correction.weight_level=sequence"]
     assert not load_config(None, overrides).warnings()
-    (warning,) = load_config(None, [*overrides, "loss.ratio=behavior"]).warnings()
-    assert warning.startswith("loss.weight_cap=5.0 and loss.weight_level=sequence change nothing")
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*overrides, "loss.correction=behavior"])
+    for key in ("weight_cap", "weight_level"):
+        assert (
+            f"override loss.correction.{key}: no such key with loss.correction.kind=behavior; it "
+            "belongs to loss.correction.kind=prox_current or decoupled"
+        ) in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("overrides", "warning"),
     [
         (
-            "algorithm=gspo loss.ratio=behavior sync.every=5 loss.weight_level=token",
-            "loss.objective=gspo with loss.ratio=behavior clips almost every response",
+            "algorithm=gspo loss.correction=behavior sync.every=5",
+            "loss.objective=gspo with loss.correction=behavior clips almost every response",
         ),
         ("steps=4", "sync.every is 5 and steps is 4: all rollouts come from the initial model"),
         (
@@ -399,12 +416,8 @@ def test_importance_weights_that_change_nothing_get_a_warning() -> None:
             "advantage.eps=0.0001 change nothing with advantage.estimator=group and scale=none",
         ),
         (
-            "algorithm=grpo loss.weight_norm=batch",
-            "loss.weight_norm=batch change nothing with loss.",
-        ),
-        (
-            "loss.weight_mode=unit loss.weight_cap=5",
-            "loss.weight_cap=5.0 change nothing with loss.weight_mode=unit",
+            "loss.correction.weight_mode=unit loss.correction.weight_cap=5",
+            "loss.correction.weight_cap=5.0 change nothing with loss.correction.weight_mode=unit",
         ),
         (
             "replay.enabled=false replay.last_step=5 hard_buffer.store_new_in_high=true",

@@ -512,7 +512,7 @@ def test_each_source_has_the_loss_of_its_settings() -> None:
     sources = ["fresh", "replayed", "reevaluated", "fresh", *["replayed"] * 3, "fresh"]
     loss = LossConfig.model_validate(
         {
-            "ratio": "behavior",
+            "correction": "behavior",
             "by_source": {
                 "replayed": {"coefficient": 0.5, "clip_low": 0.05, "clip_high": 0.9},
                 "reevaluated": {"shaping": 0.1},

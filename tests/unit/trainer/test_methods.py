@@ -23,16 +23,20 @@ from tests.unit.trainer import test_update as single
 
 STEPS = 3
 WITHOUT_STATISTICS = [
-    ("loss.objective=gspo", "loss.weight_level=geometric"),
+    ("loss.objective=gspo", "loss.correction.weight_level=geometric"),
     ("loss.objective=cispo", "loss.aggregation=seq-mean-token-sum"),
     ("loss.objective=sapo", "loss.aggregation=seq-mean-token-sum-norm"),
-    ("loss.objective=gmpo", "loss.weight_level=sequence", "loss.aggregation=seq-mean-token-mean"),
-    ("loss.objective=topr", "loss.ratio=behavior"),
+    (
+        "loss.objective=gmpo",
+        "loss.correction.weight_level=sequence",
+        "loss.aggregation=seq-mean-token-mean",
+    ),
+    ("loss.objective=topr", "loss.correction=behavior"),
 ]
 WITH_STATISTICS = [
-    ("loss.objective=adaptive_clipping", "loss.ratio=behavior"),
-    ("loss.objective=m2po", "loss.ratio=behavior"),
-    ("loss.objective=m2po", "loss.ratio=behavior", "loss.objective.rule=clip"),
+    ("loss.objective=adaptive_clipping", "loss.correction=behavior"),
+    ("loss.objective=m2po", "loss.correction=behavior"),
+    ("loss.objective=m2po", "loss.correction=behavior", "loss.objective.rule=clip"),
     ("loss.objective=clip_cov", "loss.objective={fraction: 0.2, covariances: [0, 9]}"),
     ("loss.objective=kl_cov", "loss.objective.fraction=0.2"),
 ]
@@ -146,7 +150,7 @@ def test_truncated_responses_have_advantages_and_no_loss(aggregation: str) -> No
     tokens[3, prompt:length] = 13 - tokens[3, prompt:length]
     results = []
     for text in (changed.tokens, tokens):
-        updater = updater_of(single.config(*overrides, "loss.ratio=behavior"))
+        updater = updater_of(single.config(*overrides, "loss.correction=behavior"))
         single.step(updater, 1, replace(changed, tokens=text))
         results.append(gradients(updater))
     assert not torch.equal(changed.tokens, tokens)
@@ -192,7 +196,7 @@ def test_only_objectives_with_statistics_take_one_more_forward_pass() -> None:
     """The scoring pass is of the second update's rows; the first update scores its own."""
     scoring, updates = 1, 2
     for overrides in ((), *WITHOUT_STATISTICS):
-        scored = 0 if "loss.ratio=behavior" in overrides else scoring
+        scored = 0 if "loss.correction=behavior" in overrides else scoring
         assert forward_passes(*overrides) == scored + updates, overrides
     # The scoring pass is of all rows, and the first update's statistics are of its scores.
     for overrides in WITH_STATISTICS:
@@ -225,7 +229,7 @@ def test_statistics_are_of_the_tokens_that_the_loss_has() -> None:
         return {}
 
     data = single.batch()
-    for overrides in ((), ("loss.ratio=behavior", "loss.objective.clip_center=current")):
+    for overrides in ((), ("loss.correction=behavior", "loss.objective.clip_center=current")):
         updater = updater_of(single.config(*overrides))
         updater.objective = replace(updater.objective, statistics=statistics)
         targets, _ = updater._make_targets(data)
@@ -292,7 +296,7 @@ def test_adaptive_clipping_reports_its_bounds() -> None:
 
 
 def test_adaptive_clipping_is_composed_with_batch_adaptation() -> None:
-    overrides = ("loss.objective=adaptive_clipping", "loss.ratio=behavior")
+    overrides = ("loss.objective=adaptive_clipping", "loss.correction=behavior")
     config = preset("bapo", *overrides)
     assert config.replay.enabled
     assert config.reevaluate.enabled

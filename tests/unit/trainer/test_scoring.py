@@ -64,7 +64,7 @@ def test_weights_are_those_of_an_updater_that_scores_the_whole_batch_first(
     full = train(updater_of(settings))
     assert torch.equal(lean[0], full[0])
     for metrics, expected in zip(lean[1], full[1], strict=True):
-        if settings.loss.ratio == "behavior":
+        if settings.loss.correction.kind == "behavior":
             # They are of the first update's groups, a sample, or of the whole batch.
             sampled = {name for name in metrics if name.startswith(("mismatch/", "theory/"))}
             assert metrics.keys() - sampled == expected.keys() - sampled
@@ -84,7 +84,7 @@ def test_a_step_of_one_update_has_no_scoring_pass(algorithm: str) -> None:
 
 
 def test_the_groups_of_the_first_update_are_not_scored_before_it() -> None:
-    updater = updater_of(single.config("loss.ratio=prox_current", "kl.coefficient=0"))
+    updater = updater_of(single.config("loss.correction=prox_current", "kl.coefficient=0"))
     counts = scored_rows(updater)
     single.step(updater, 1, single.batch())
     assert counts == [2 * single.G]  # of the second update
@@ -97,7 +97,7 @@ def test_the_groups_of_the_first_update_are_not_scored_before_it() -> None:
             "advantage.estimator=reinforce_pp",
             "kl={coefficient: 0.1, placement: reward, reference: rollout}",
         ),
-        ("loss.weight_norm=batch",),
+        ("loss.correction.weight_norm=batch",),
         ("loss.objective=clip_cov", "loss.objective={fraction: 0.2, covariances: [0, 9]}"),
     ],
     ids=["penalised rewards", "normalised weights", "statistics"],
@@ -113,7 +113,7 @@ def test_what_needs_all_scores_before_the_first_update_gets_them(
 
 def test_under_the_behaviour_ratio_the_first_updates_groups_are_the_sample_of_the_metrics() -> None:
     """theta_t serves metrics alone there, so no pass scores it."""
-    settings = single.config("loss.ratio=behavior", "kl.coefficient=0")
+    settings = single.config("loss.correction=behavior", "kl.coefficient=0")
     updater, data = updater_of(settings), single.batch()
     plan = single.make_plan(settings, 1, data.members, ranks=1, width=16)
     rows = data.rows_of(plan.updates[0][0])

@@ -269,7 +269,7 @@ def test_a_demonstration_has_no_behaviour_policy() -> None:
     ]
     shown = replace(data, members=members)
     assert shown.sources == (["fresh"] * (G - 1) + ["demonstrated"]) * GROUPS
-    settings = config("loss.ratio=behavior", "kl.coefficient=0.1")
+    settings = config("loss.correction=behavior", "kl.coefficient=0.1")
     targets, _ = updater_of(settings)._make_targets(shown)
     rows = shown.demonstrated[:, 0]
     assert torch.equal(targets.reference_logprobs[rows], targets.current_logprobs[rows])
@@ -302,7 +302,7 @@ def test_the_digest_of_a_group_holds_the_members_that_join() -> None:
 
 def test_a_convex_kl_is_in_part_to_the_policy_before_the_step() -> None:
     overrides = ["kl={coefficient: 0.5, reference: initial, convex: {after: 0, every: 1}}"]
-    settings = config("loss.ratio=behavior", *overrides)
+    settings = config("loss.correction=behavior", *overrides)
     data, start = batch(), policy()
     updater = updater_of(settings, policy(seed=1))
     targets, _ = updater._make_targets(data, 3)
@@ -407,16 +407,20 @@ def test_weights_normalised_over_the_batch_have_mean_one() -> None:
         targets, _ = updater_of(config(*overrides))._make_targets(data)
         return targets.weights[data.mask]
 
-    plain, normed = weights(), weights("loss.weight_norm=batch")
+    plain, normed = weights(), weights("loss.correction.weight_norm=batch")
     assert plain.mean() != pytest.approx(1.0, abs=0.01)
     torch.testing.assert_close(normed, plain / plain.mean())
     # Responses without a loss are no part of the mean.
     data.truncated[::2] = True
     targets, _ = updater_of(
-        config("loss.weight_norm=batch", "loss.mask_truncated=true")
+        config("loss.correction.weight_norm=batch", "loss.mask_truncated=true")
     )._make_targets(data)
     assert float(targets.weights[targets.mask].mean()) == pytest.approx(1.0, abs=1e-5)
-    masked = weights("loss.weight_mode=mask", "loss.weight_floor=0.5", "loss.weight_cap=2")
+    masked = weights(
+        "loss.correction.weight_mode=mask",
+        "loss.correction.weight_floor=0.5",
+        "loss.correction.weight_cap=2",
+    )
     outside = (plain < 0.5) | (plain > 2.0)
     assert outside.any()
     assert torch.equal(masked == 0.0, outside)
@@ -424,24 +428,19 @@ def test_weights_normalised_over_the_batch_have_mean_one() -> None:
 
 def test_behavior_and_prox_current_agree_on_the_first_update() -> None:
     """Without clipping and truncation, w * ratio is theta / behaviour in both."""
-    wide = [
-        "loss.objective.clip_low=100",
-        "loss.objective.clip_high=100",
-        "loss.weight_cap=100",
-        "loss.objective.dual_clip=null",
-    ]
+    wide = ["loss.objective={clip_low: 100, clip_high: 100, dual_clip: null}"]
     wide += ["optimizer.minibatch_prompts=6", "kl.coefficient=0"]
-    behavior = trained(config("loss.ratio=behavior", *wide), batch())
-    current = trained(config("loss.ratio=prox_current", *wide), batch())
+    behavior = trained(config("loss.correction=behavior", *wide), batch())
+    current = trained(config("loss.correction={weight_cap: 100}", *wide), batch())
     assert torch.allclose(behavior, current, atol=1e-6)
 
 
 def test_decoupled_needs_the_storage_step_of_replayed_groups() -> None:
-    settings = config("loss.ratio=decoupled")
+    settings = config("loss.correction=decoupled")
     with pytest.raises(BapoError, match="log-probs of the storage step"):
         trained(settings, batch("replayed"))
     fresh = trained(settings, batch("fresh"))
-    assert torch.equal(fresh, trained(config("loss.ratio=prox_current"), batch("fresh")))
+    assert torch.equal(fresh, trained(config("loss.correction=prox_current"), batch("fresh")))
 
 
 def test_kl_to_the_initial_model_uses_that_model() -> None:
@@ -606,7 +605,7 @@ def test_clip_fractions_are_reported_by_source() -> None:
         "loss.objective.clip_low=0.01",
         "loss.objective.clip_high=0.01",
         "loss.aggregation=token-mean",
-        "loss.ratio=behavior",
+        "loss.correction=behavior",
     )
     metrics = step(updater_of(settings), 1, batch("replayed"))
     assert 0 < metrics["clip_fraction/replayed"] < 1
@@ -640,7 +639,7 @@ def test_responses_without_a_loss_are_no_part_of_the_trained_tokens() -> None:
         "loss.mask_truncated=true",
         "loss.objective.clip_low=0.01",
         "loss.objective.clip_high=0.01",
-        "loss.ratio=behavior",
+        "loss.correction=behavior",
     )
     data = batch()
     data.truncated[::2] = True
@@ -652,7 +651,7 @@ def test_responses_without_a_loss_are_no_part_of_the_trained_tokens() -> None:
 
 def test_weight_metrics_are_those_of_the_weights_that_the_loss_applies() -> None:
     def metrics_with(ratio: str) -> dict[str, float]:
-        settings = config(f"loss.ratio={ratio}", f"optimizer.minibatch_prompts={GROUPS}")
+        settings = config(f"loss.correction={ratio}", f"optimizer.minibatch_prompts={GROUPS}")
         return step(updater_of(settings), 1, batch())
 
     weighted, unweighted = metrics_with("prox_current"), metrics_with("behavior")
