@@ -245,11 +245,11 @@ def restart(record: Record, model: Path, groups: list[Group], ranks: Ranks) -> N
     with tempfile.TemporaryDirectory(prefix="bapo-bench-") as directory:
         steps = new_steps(config, model, groups, ranks)
         steps.step()
-        save(state_of(steps.updater.trained), checkpoint_id=directory)
+        save(state_of(steps.updater.modules), checkpoint_id=directory)
         saved = digest(steps.policy)
         steps.step()
         restored = new_steps(config, model, groups, ranks)
-        restore_state(Path(directory), restored.updater.trained)
+        restore_state(Path(directory), restored.updater.modules)
         restored.steps = 1
         same_after_restore = digest(restored.policy) == saved
         restored.step()

@@ -36,13 +36,13 @@ def retrain(
     """
     updater = restore_before(first, config, context, ranks)
     reader = make_reader(config, context)
-    weights = weights_digest(updater.trained, ranks)
+    weights = weights_digest(updater.modules, ranks)
     for step in range(first, last + 1):
         manifest = ranks.from_main(partial(context.buffer.recorded_batch, step))
         # The log-probs of groups that may be replayed are recorded already.
         manifest = manifest.model_copy(update={"record_proximal": []})
-        trained = train_batch(config, updater, reader, manifest, context, PhaseTimer())
-        digests = trained.digests(weights, updater)
+        outcome = train_batch(config, updater, reader, manifest, context, PhaseTimer())
+        digests = outcome.digests(weights, updater)
         weights = digests.weights_after
         if ranks.is_main:
             print_digests(digests)
@@ -65,7 +65,7 @@ def restore_before(step: int, config: RunConfig, context: TrainerContext, ranks:
         raise BapoError(f"there is no checkpoint of step {step - 1} any more")
     load_checkpoint(
         StoredVersion(number=stored.step, uri=stored.uri, manifest_digest=stored.manifest_digest),
-        updater.saved(step - 1),
+        updater.modules_to_save(step - 1),
         store=context.store,
         scratch=context.scratch,
     )

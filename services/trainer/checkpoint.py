@@ -49,17 +49,17 @@ _TRAINED = StateDictOptions(ignore_frozen_params=True)
 SUPERVISED_OPTIMIZER = "supervised_optimizer"
 """The name under which checkpoints store the optimizer of supervised updates."""
 
-Saved: TypeAlias = Mapping[str, tuple[nn.Module, Mapping[str, Optimizer]]]
+ModuleStates: TypeAlias = Mapping[str, tuple[nn.Module, Mapping[str, Optimizer]]]
 """The modules whose state a checkpoint stores, with the optimizers that train them, each by the
 name under which it is stored: `model` (the policy) with `optimizer`, and `supervised_optimizer` if
 the run has supervised updates; `critic` with `critic_optimizer`, with BA-PPO; and `reference`,
 which has no optimizer, if the policy has replaced the initial reference."""
 
 
-def state_of(saved: Saved) -> dict[str, Any]:
+def state_of(modules: ModuleStates) -> dict[str, Any]:
     """Returns the state dicts that a checkpoint stores, by name. Every rank calls it."""
     state: dict[str, Any] = {}
-    for name, (module, optimizers) in saved.items():
+    for name, (module, optimizers) in modules.items():
         inside = _saved_module(name, module)
         options = _TRAINED if optimizers else None
         state[name] = get_model_state_dict(inside, options=options)
@@ -88,13 +88,13 @@ class Checkpointer(Background):
         self._copy: Any = None
         """State on the CPU. The memory is reused: new memory is slow to fill."""
 
-    def save(self, step: int, saved: Saved) -> None:
+    def save(self, step: int, modules: ModuleStates) -> None:
         """Copies the state and returns; the checkpoint exists some time later. Every rank calls it.
 
         Raises the error of the checkpoint before, if that failed.
         """
         self.settle()
-        self._copy = _copy_to_cpu(state_of(saved), self._copy)
+        self._copy = _copy_to_cpu(state_of(modules), self._copy)
         self.begin(partial(self._write, step))
 
     def _write(self, step: int) -> None:
@@ -147,7 +147,7 @@ def _cpu_mesh_of(size: int) -> DeviceMesh:
 
 def load_checkpoint(
     stored: StoredVersion,
-    saved: Saved,
+    modules: ModuleStates,
     *,
     store: ObjectStore,
     scratch: Path,
@@ -162,9 +162,9 @@ def load_checkpoint(
     directory.mkdir()
     try:
         store.get_directory(stored.uri, stored.manifest_digest, directory)
-        _check_supervised_optimizer(stored, directory, saved)
+        _check_supervised_optimizer(stored, directory, modules)
         try:
-            restore_state(directory, saved)
+            restore_state(directory, modules)
         except (CheckpointException, RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[-1]
             raise BapoError(
@@ -175,11 +175,13 @@ def load_checkpoint(
         shutil.rmtree(directory)
 
 
-def _check_supervised_optimizer(stored: StoredVersion, directory: Path, saved: Saved) -> None:
+def _check_supervised_optimizer(
+    stored: StoredVersion, directory: Path, modules: ModuleStates
+) -> None:
     """Raises `BapoError` for a checkpoint that lacks the optimizer of supervised updates."""
     stored_keys = FileSystemReader(directory).read_metadata().state_dict_metadata
     is_stored = any(key.startswith(f"{SUPERVISED_OPTIMIZER}.") for key in stored_keys)
-    is_needed = any(SUPERVISED_OPTIMIZER in optimizers for _, optimizers in saved.values())
+    is_needed = any(SUPERVISED_OPTIMIZER in optimizers for _, optimizers in modules.values())
     if is_needed and not is_stored:
         raise BapoError(
             f"the checkpoint {stored.uri} has no state of the optimizer of supervised updates "
@@ -189,14 +191,14 @@ def _check_supervised_optimizer(stored: StoredVersion, directory: Path, saved: S
         )
 
 
-def restore_state(directory: Path, saved: Saved) -> None:
+def restore_state(directory: Path, modules: ModuleStates) -> None:
     """Restores modules and optimizers in place from the files of a checkpoint. Every rank calls it.
 
     Raises `CheckpointException`, `RuntimeError` or `ValueError` for files that do not fit them.
     """
-    state = state_of(saved)
+    state = state_of(modules)
     load(state, checkpoint_id=str(directory))
-    for name, (module, optimizers) in saved.items():
+    for name, (module, optimizers) in modules.items():
         inside = _saved_module(name, module)
         is_whole = not optimizers or all(weight.requires_grad for weight in module.parameters())
         options = StateDictOptions(strict=is_whole)

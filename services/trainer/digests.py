@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import bapo_core
 import services.trainer
 from services.buffer.api.wire import StepDigests
-from services.trainer.checkpoint import Saved
+from services.trainer.checkpoint import ModuleStates
 from services.trainer.data import Batch
 from services.trainer.policy import plain_name
 from services.trainer.ranks import Ranks
@@ -29,7 +29,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by the bytes of an element."""
 
 
-def weights_digest(trained: Saved, ranks: Ranks) -> str:
+def weights_digest(modules: ModuleStates, ranks: Ranks) -> str:
     """Returns a digest of the bits of all trained parameters. Every rank calls it.
 
     It hashes, for each parameter, the sums of its bits as integers and of their squares modulo
@@ -37,7 +37,7 @@ def weights_digest(trained: Saved, ranks: Ranks) -> str:
     speed of its memory. Values that have changed places within a parameter go unnoticed.
     """
     local: list[tuple[str, int, int]] = []
-    for module_name, (module, _) in sorted(trained.items()):
+    for module_name, (module, _) in sorted(modules.items()):
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
                 local.append((f"{module_name}/{plain_name(name)}", *_sums_of_bits(parameter)))

@@ -86,7 +86,7 @@ def train(config: RunConfig, context: TrainerContext, ranks: Ranks) -> None:
     recorder = SpanRecorder(context.buffer, "trainer")
     timer = PhaseTimer(recorder if ranks.is_main else None)
     updater, last_step = restore(config, context, ranks)
-    weights = weights_digest(updater.trained, ranks)
+    weights = weights_digest(updater.modules, ranks)
     with trace(config, context, ranks) as step_done:
         for timer.step in range(last_step + 1, config.steps + 1):
             step = timer.step
@@ -96,17 +96,18 @@ def train(config: RunConfig, context: TrainerContext, ranks: Ranks) -> None:
             with timer.phase("wait"):
                 manifest = wait_for_batch(step, context, ranks, publisher)
             with explain_out_of_memory(lambda: out_of_memory_remedy(config, updater.memory)):
-                trained = train_batch(config, updater, reader, manifest, context, timer)
+                outcome = train_batch(config, updater, reader, manifest, context, timer)
             with timer.phase("commit"):
-                digests = trained.digests(weights, updater)
+                digests = outcome.digests(weights, updater)
                 weights = digests.weights_after
                 if ranks.is_main:
-                    context.buffer.commit(step, trained.metrics | timer.pop(), digests)
+                    context.buffer.commit(step, outcome.metrics | timer.pop(), digests)
             if config.checkpoints_after(step):
                 with timer.phase("checkpoint"):
-                    # A trainer that resumes from it publishes no version before it again.
+                    # After a resume from this checkpoint, earlier versions are never published
+                    # again, so they must be recorded first.
                     publisher.wait_until_recorded()
-                    checkpointer.save(step, updater.saved(step))
+                    checkpointer.save(step, updater.modules_to_save(step))
             checkpointer.check()
             if ranks.is_main:
                 recorder.flush()
@@ -183,8 +184,8 @@ def restore(config: RunConfig, context: TrainerContext, ranks: Ranks) -> tuple[U
             "running, or this one was started without a new attempt; continue the run with "
             "`bapo run --resume`"
         )
-    saved = updater.saved(last_step)
-    load_checkpoint(stored, saved, store=context.store, scratch=context.scratch)
+    modules = updater.modules_to_save(last_step)
+    load_checkpoint(stored, modules, store=context.store, scratch=context.scratch)
     return updater, last_step
 
 
@@ -251,7 +252,7 @@ class TrainedBatch:
 
     def digests(self, weights_before: str, updater: Updater) -> StepDigests:
         """Returns the step's link for the digest chain. Every rank calls it."""
-        weights_after = weights_digest(updater.trained, updater.ranks)
+        weights_after = weights_digest(updater.modules, updater.ranks)
         return step_digests(weights_before, self.digest, weights_after, updater.ranks)
 
 
@@ -273,16 +274,16 @@ def train_batch(
         updater.reset_reference()
     digest = NO_BATCH
     if manifest.members:
-        trained, scored = train_groups(config, updater, reader, manifest, context, timer)
-        metrics, digest = metrics | trained.metrics, trained.digest
+        outcome, scored = train_groups(config, updater, reader, manifest, context, timer)
+        metrics, digest = metrics | outcome.metrics, outcome.digest
         recorded |= scored
     if manifest.record_proximal:
         with timer.phase("proximal"):
             record_proximal(recorded, manifest, updater.ranks, context)
     if manifest.supervised:
-        trained = supervise(updater, reader, manifest, context, timer)
-        metrics |= trained.metrics
-        digest = hashlib.sha256((digest + trained.digest).encode()).hexdigest()
+        outcome = supervise(updater, reader, manifest, context, timer)
+        metrics |= outcome.metrics
+        digest = hashlib.sha256((digest + outcome.digest).encode()).hexdigest()
     return TrainedBatch(metrics, digest)
 
 

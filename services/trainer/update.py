@@ -23,7 +23,7 @@ from bapo_core.errors import BapoError, TransientError
 from bapo_core.kl import kl_penalty
 from bapo_core.losses import Aggregation, scale_count, token_scale
 from bapo_core.objectives import get_objective, losses_by_source
-from services.trainer.checkpoint import SUPERVISED_OPTIMIZER, Saved
+from services.trainer.checkpoint import SUPERVISED_OPTIMIZER, ModuleStates
 from services.trainer.critic import Critic, CriticTrainer
 from services.trainer.data import Batch, Plan, microbatches
 from services.trainer.diagnostics import StepResults, diagnose
@@ -135,16 +135,16 @@ class Updater:
         return make_optimizer(self.policy, settings.learning_rate, settings)
 
     @property
-    def trained(self) -> Saved:
+    def modules(self) -> ModuleStates:
         """Every module that is trained and saved, with its optimizers, by name."""
         optimizers: dict[str, Optimizer] = {"optimizer": self.optimizer}
         if self.supervised_optimizer is not None:
             optimizers[SUPERVISED_OPTIMIZER] = self.supervised_optimizer
-        trained: dict[str, tuple[nn.Module, dict[str, Optimizer]]]
-        trained = {"model": (self.policy, optimizers)}
+        modules: dict[str, tuple[nn.Module, dict[str, Optimizer]]]
+        modules = {"model": (self.policy, optimizers)}
         if self.critic is not None:
-            trained["critic"] = (self.critic.critic, {"critic_optimizer": self.critic.optimizer})
-        return trained
+            modules["critic"] = (self.critic.critic, {"critic_optimizer": self.critic.optimizer})
+        return modules
 
     @property
     def _updated(self) -> dict[str, tuple[nn.Module, AdamW]]:
@@ -154,11 +154,11 @@ class Updater:
             updated["critic"] = (self.critic.critic, self.critic.optimizer)
         return updated
 
-    def saved(self, step: int) -> Saved:
+    def modules_to_save(self, step: int) -> ModuleStates:
         """Returns the modules that the checkpoint after `step` stores."""
         if self.reference is None or not self.config.kl.resets_before(step):
-            return self.trained
-        return {**self.trained, "reference": (self.reference, {})}
+            return self.modules
+        return {**self.modules, "reference": (self.reference, {})}
 
     @torch.no_grad()
     def reset_reference(self) -> None:

@@ -110,7 +110,7 @@ def train(ranks: Ranks, case: Case, models: Path) -> dict[str, Any]:
         member.model_copy(update={"tokens": int(full_batch.mask[full_batch.group == index].sum())})
         for index, member in enumerate(full_batch.members)
     ]
-    metrics, digests = [], [weights_digest(updater.trained, ranks)]
+    metrics, digests = [], [weights_digest(updater.modules, ranks)]
     for step in range(1, STEPS + 1):
         trained = members if step < STEPS else members[2:3]
         plan = make_plan(settings, step, trained, ranks=ranks.size, width=policy.width)

@@ -18,7 +18,7 @@ from bapo_core.errors import BapoError
 from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.stack.stack import Endpoints
 from services.trainer.checkpoint import SUPERVISED_OPTIMIZER as SUPERVISED
-from services.trainer.checkpoint import Checkpointer, Saved, cpu_mesh, load_checkpoint
+from services.trainer.checkpoint import Checkpointer, ModuleStates, cpu_mesh, load_checkpoint
 from services.trainer.critic import Critic
 from services.trainer.lora import add_adapters
 from services.trainer.policy import Policy, make_optimizer
@@ -50,7 +50,7 @@ def trained(seed: int = 0, **changes: Any) -> tuple[Policy, Optimizer]:
     return policy, optimizer
 
 
-def trained_modules(policy: Policy, optimizer: Optimizer) -> Saved:
+def trained_modules(policy: Policy, optimizer: Optimizer) -> ModuleStates:
     return {"model": (policy, {"optimizer": optimizer})}
 
 
@@ -141,11 +141,11 @@ def test_adapters_are_saved_without_the_model_and_continue_identically(
 def test_a_critic_is_saved_and_continues_with_the_policy(
     driver: Driver, checkpointer: Checkpointer, tmp_path: Path, tied: bool
 ) -> None:
-    def both(seed: int) -> Saved:
+    def both(seed: int) -> ModuleStates:
         policy, optimizer = trained(seed, tie_word_embeddings=tied)
         critic = Critic(Policy(micro_model(seed=seed, tie_word_embeddings=tied)))
         critic_optimizer = AdamW([p for p in critic.parameters() if p.requires_grad], lr=1e-2)
-        modules: Saved = {
+        modules: ModuleStates = {
             "model": (policy, {"optimizer": optimizer}),
             "critic": (critic, {"critic_optimizer": critic_optimizer}),
         }
@@ -170,7 +170,7 @@ def test_a_critic_is_saved_and_continues_with_the_policy(
         assert all(torch.equal(expected[key], restored[key]) for key in expected if key != head)
 
 
-def _update_all(trained: Saved) -> None:
+def _update_all(trained: ModuleStates) -> None:
     for module, optimizers in trained.values():
         for optimizer in optimizers.values():
             _update(module, optimizer)
@@ -182,7 +182,7 @@ def test_the_optimizer_of_supervised_updates_continues_identically(
 ) -> None:
     """Also where a checkpoint is stored before the first supervised update."""
 
-    def supervised(seed: int) -> Saved:
+    def supervised(seed: int) -> ModuleStates:
         policy = Policy(micro_model(seed=seed))
         settings = small_config("checkpoints").optimizer
         optimizers = {

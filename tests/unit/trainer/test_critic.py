@@ -123,4 +123,4 @@ def test_the_critic_learns_beside_the_policy(tied: bool) -> None:
 def test_other_algorithms_have_no_critic() -> None:
     updater = single.updater_of(single.config())
     assert updater.critic is None
-    assert list(updater.trained) == ["model"]
+    assert list(updater.modules) == ["model"]

@@ -21,7 +21,7 @@ ALONE = Ranks(0, 1)
 
 
 def digest_of(updater: Any) -> str:
-    return weights_digest(updater.trained, ALONE)
+    return weights_digest(updater.modules, ALONE)
 
 
 def test_one_bit_of_the_weights_changes_the_digest() -> None:

@@ -257,7 +257,7 @@ def moments(optimizer: torch.optim.Optimizer) -> Tensor:
 def test_a_run_without_supervised_updates_has_one_optimizer() -> None:
     updater = updater_of(config())
     assert updater.supervised_optimizer is None
-    assert list(updater.trained["model"][1]) == ["optimizer"]
+    assert list(updater.modules["model"][1]) == ["optimizer"]
 
 
 def test_a_demonstration_has_no_behaviour_policy() -> None:
@@ -332,8 +332,8 @@ def test_the_policy_becomes_the_reference_when_it_is_reset() -> None:
     settings = config("kl={coefficient: 0.1, reference: initial, reset_after: 2}")
     updater = updater_of(settings, policy(seed=1))
     assert updater.reference is not None
-    assert list(updater.saved(2)) == ["model"]
-    assert list(updater.saved(3)) == ["model", "reference"]
+    assert list(updater.modules_to_save(2)) == ["model"]
+    assert list(updater.modules_to_save(3)) == ["model", "reference"]
     step(updater, 1, batch())
     before = flat(updater.policy)
     updater.reset_reference()
