@@ -203,8 +203,9 @@ class Replica:
                 self._out_of_date.set()
 
     async def _serve(self, target: TargetWeights) -> None:
-        if target.stored is not None and target.stored != self._serving:
-            await self._load(target.stored, target.newest)
+        desired = self._desired_version(target)
+        if desired is not None and desired != self._serving:
+            await self._load(desired, target.newest)
         # A version that the trainer broadcasts needs no files.
         prefetched = None if self._receives else target.newest
         if prefetched is not None and not self._cache.holds(prefetched):
@@ -215,6 +216,21 @@ class Replica:
         await asyncio.to_thread(self._cache.prune, kept)
         if self._serving is not None:
             self._set_state("serving")
+
+    def _desired_version(self, target: TargetWeights) -> StoredVersion | None:
+        """Returns the target version; while it is not published, the version served or the newest.
+
+        A run that was stopped while its collector was ahead starts again with a target that only
+        the trainer can publish. The pipeline creates the training job after every replica serves
+        the last segment's weights, so a replica that starts must not wait for that job. Where the
+        job runs already, the replica loads weights once more, in time that it would wait.
+        """
+        if target.stored is not None:
+            return target.stored
+        if self._serving is not None:
+            return self._serving
+        newest = target.newest
+        return newest if newest is not None and newest.number < target.version else None
 
     async def _load(self, stored: StoredVersion, newest: StoredVersion | None) -> None:
         started = time.monotonic()

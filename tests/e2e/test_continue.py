@@ -34,6 +34,8 @@ pytestmark = pytest.mark.slow
 STEPS, END = 24, 12
 RESOURCES = Resources(gpus=0, cpu="1")
 WAIT_S = 240.0
+IDLE_S = 6.0
+"""Seconds without a report after which a replica has left the run."""
 
 
 class Pipeline:
@@ -53,6 +55,11 @@ class Pipeline:
         )
         deployment = Deployment.from_settings(DeploymentSettings.load(), "local")
         self.jobs = TrainerJobs(LocalBackend(home / "jobs"), deployment)
+
+    def last_step(self, last: int) -> None:
+        """Gives the run, before it is created, another number of steps."""
+        evaluation = self.config.evaluation.model_copy(update={"every": last})
+        self.config = self.config.model_copy(update={"steps": last, "evaluation": evaluation})
 
     def prepare(self) -> None:
         steps.check_run(self.context, self.jobs)
@@ -79,7 +86,7 @@ class Pipeline:
         """Waits until the replicas and the collector have left the run: they then remember it."""
         buffer = self.context.buffer
         self.wait_until(
-            lambda: all(replica.silent_s > 6.0 for replica in buffer.replicas()), "idle replicas"
+            lambda: all(replica.silent_s > IDLE_S for replica in buffer.replicas()), "idle replicas"
         )
 
 
@@ -153,6 +160,34 @@ def test_a_run_goes_on_three_times_in_each_state(pipeline: Pipeline) -> None:
     pipeline.wait_until(lambda: buffer.run_state().status == "finished", "the end of the run")
     assert steps.clean_up(pipeline.context, pipeline.jobs) == "finished"
     assert [step.step for step in buffer.steps()] == list(range(1, STEPS + 1))
+
+
+def test_a_run_that_is_stopped_while_its_collector_is_ahead_goes_on(
+    pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rollouts of the sync window are delivered, and the next ones are of weights that only the
+    second segment's job trains. Replicas that start again serve the weights that there are."""
+    # The reports of the replicas before the stop must not count.
+    monkeypatch.setattr(steps, "REPLICA_GONE_AFTER_S", IDLE_S)
+    pipeline.last_step(8 * END)  # many more steps than are trained until the job is deleted
+    buffer = pipeline.context.buffer
+    pipeline.prepare()
+    pipeline.train(END)
+    pipeline.jobs.backend.delete(pipeline.jobs.job_name(buffer.run))
+
+    def is_ahead() -> bool:
+        weights = buffer.target_weights()
+        return weights.newest is not None and weights.version > weights.newest.number
+
+    pipeline.wait_until(is_ahead, "a collector that waits for weights")
+    pipeline.stop()
+    pipeline.wait_until_idle()
+    pipeline.prepare()
+    pipeline.train(END)
+    steps.sync(pipeline.context, pipeline.jobs, END, within_s=WAIT_S)
+    assert is_ahead(), "the collector must still wait for weights"
+    pipeline.train(pipeline.config.steps)
+    assert [step.step for step in buffer.steps()] == list(range(1, pipeline.config.steps + 1))
 
 
 def _train_until_stopped(pipeline: Pipeline, until: int) -> None:

@@ -582,6 +582,38 @@ def test_the_newest_version_is_fetched_before_it_is_the_target(testbed: Testbed)
     run(work())
 
 
+def test_a_replica_that_starts_serves_the_newest_version_until_its_target_is_published(
+    testbed: Testbed,
+) -> None:
+    """A replica that serves a version already loads no other one before its target."""
+
+    async def work() -> None:
+        first, second = FakeEngine(), FakeEngine()
+        async with testbed.closing() as fleet:
+            testbed.publish(1, "one")
+            testbed.driver.run_step(1)
+            assert set_target(testbed, 2) == 2
+            replica = await testbed.start("first", first)
+            await testbed.until("first", lambda view: view.loaded_version == 1)
+            assert not replica.ready()
+            two = testbed.publish(2, "two")
+            await testbed.until("first", lambda view: view.loaded_version == 2)
+            assert replica.ready()
+            await collect(fleet, request_for(two))
+            testbed.driver.run_step(2)
+            testbed.driver.run_step(3)
+            assert set_target(testbed, 4) == 4
+            testbed.publish(3, "three")
+            await testbed.start("second", second)
+            await testbed.until("second", lambda view: view.loaded_version == 3)
+            testbed.publish(4, "four")
+            for name in ("first", "second"):
+                await testbed.until(name, lambda view: view.loaded_version == 4)
+            assert (first.loaded, second.loaded) == ([1, 2, 4], [3, 4])
+
+    run(work())
+
+
 def test_weights_wait_for_groups_and_requests_wait_for_weights(testbed: Testbed) -> None:
     """Nothing generates while weights are loaded; the fake engine asserts that."""
 
