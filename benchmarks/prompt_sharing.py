@@ -23,7 +23,8 @@ from benchmarks.machine import machine
 from benchmarks.random_model import save_random_model
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
 from services.trainer.data import Batch, collate, microbatches
-from services.trainer.policy import Policy, load_policy, response_logprobs
+from services.trainer.load_policy import load_policy
+from services.trainer.policy import Policy, response_logprobs
 
 SIZE, VOCABULARY, TOKEN_BUDGET = 8, 4_096, 2_048
 CASES = {

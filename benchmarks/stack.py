@@ -38,8 +38,8 @@ from services.rollout.transformers_engine import TransformersEngine
 from services.stack.settings import default_home
 from services.stack.stack import running_stack
 from services.trainer.data import collate, make_plan
+from services.trainer.load_policy import load_policy
 from services.trainer.phases import PhaseTimer
-from services.trainer.policy import load_policy
 from services.trainer.ranks import Ranks
 from services.trainer.update import Updater
 

@@ -42,8 +42,9 @@ from services.trainer.attention_kernels import (
 )
 from services.trainer.checkpoint import restore_state, state_of
 from services.trainer.data import Batch
+from services.trainer.load_policy import load_policy
 from services.trainer.lora import full_tensor
-from services.trainer.policy import Policy, load_policy, response_logprobs
+from services.trainer.policy import Policy, response_logprobs
 from services.trainer.ranks import Ranks, init_distributed
 from services.trainer.shard import compile_layers, shard
 

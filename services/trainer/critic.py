@@ -16,8 +16,10 @@ from bapo_core.advantages import gae, token_rewards, whiten
 from bapo_core.config import RunConfig
 from services.trainer.attention_kernels import Needs
 from services.trainer.data import Batch, Packed
+from services.trainer.families import device_of
+from services.trainer.hidden_states import target_hidden_states
 from services.trainer.micro_batches import MicroBatch
-from services.trainer.policy import Policy, device_of, make_optimizer, target_hidden_states
+from services.trainer.policy import Policy, make_optimizer
 from services.trainer.ranks import Ranks
 from services.trainer.targets import ValueTargets
 from services.trainer.transfer import read

@@ -17,7 +17,7 @@ import services.trainer
 from services.buffer.api.wire import StepDigests
 from services.trainer.checkpoint import ModuleStates
 from services.trainer.data import Batch
-from services.trainer.policy import plain_name
+from services.trainer.families import plain_name
 from services.trainer.ranks import Ranks
 
 _CHUNK = 1 << 24

@@ -39,6 +39,7 @@ from services.trainer.data import (
 )
 from services.trainer.demonstrations import DemonstrationEncoder
 from services.trainer.digests import NO_BATCH, batch_digest, step_digests, weights_digest
+from services.trainer.load_policy import freeze_vision
 from services.trainer.lora import add_adapters
 from services.trainer.memory import (
     MemoryPlan,
@@ -50,7 +51,7 @@ from services.trainer.memory import (
 from services.trainer.nccl import NcclCommunicator
 from services.trainer.nccl_broadcast import NcclBroadcaster
 from services.trainer.phases import PhaseTimer
-from services.trainer.policy import Policy, freeze_vision
+from services.trainer.policy import Policy
 from services.trainer.profile import trace_steps
 from services.trainer.publish import WeightPublisher
 from services.trainer.ranks import Ranks, balance_by_cost, init_distributed

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from bapo_core.config import LoraConfig
 from bapo_core.errors import BapoError
 from services.common.errors import first_line
-from services.trainer.policy import plain_name
+from services.trainer.families import plain_name
 
 _ADAPTER = "default"
 _BASE = ".base_layer"

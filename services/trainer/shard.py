@@ -38,8 +38,10 @@ from bapo_core.errors import BapoError
 from services.trainer import attention
 from services.trainer.attention_kernels import Needs, choose_kernels
 from services.trainer.critic import Critic
+from services.trainer.families import plain_name
+from services.trainer.load_policy import empty_policy, load_policy
 from services.trainer.memory import MemoryPlan, ModelSize
-from services.trainer.policy import Policy, empty_policy, load_policy, plain_name
+from services.trainer.policy import Policy
 from services.trainer.ranks import Ranks
 
 log = logging.getLogger(__name__)

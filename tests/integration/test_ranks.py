@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from services.trainer.policy import load_policy
+from services.trainer.load_policy import load_policy
 from tests.forked import run_ranks
 from tests.integration.ranks_program import CASES, train_cases
 from tests.micro import micro_model

@@ -120,8 +120,8 @@ def _export(config: RunConfig, checkpoint: wire.CheckpointView, target: Path) ->
     from torch.distributed.checkpoint.state_dict_loader import load
 
     from services.trainer.export import as_saved, model_files, write_files
+    from services.trainer.load_policy import load_policy
     from services.trainer.lora import add_adapters, merge_adapter, plain_weights, trained_state
-    from services.trainer.policy import load_policy
 
     refuse_files(target)
     source = ensure_model(config, default_home(), open_store=open_object_store)

@@ -45,7 +45,8 @@ from transformers import (
 from bapo_core.errors import BapoError
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
 from services.trainer.data import collate
-from services.trainer.policy import empty_policy, load_policy, response_logprobs
+from services.trainer.load_policy import empty_policy, load_policy
+from services.trainer.policy import response_logprobs
 from tests.unit.trainer.test_recurrent import save
 
 WINDOW = 8

@@ -28,7 +28,8 @@ from services.trainer.attention_kernels import (
     try_kernel,
 )
 from services.trainer.data import collate
-from services.trainer.policy import Policy, load_policy
+from services.trainer.load_policy import load_policy
+from services.trainer.policy import Policy
 from services.trainer.ranks import Ranks
 from services.trainer.sequences import Sequences
 from tests.micro import micro_model

@@ -32,7 +32,8 @@ from services.rollout.api.wire import GeneratedGroup, PromptRequest, Sampling
 from services.rollout.errors import ModelLoadError
 from services.rollout.transformers_engine import TransformersEngine
 from services.trainer.data import Batch, collate, microbatches
-from services.trainer.policy import empty_policy, load_policy, response_logprobs
+from services.trainer.load_policy import empty_policy, load_policy
+from services.trainer.policy import response_logprobs
 from services.trainer.ranks import Ranks
 from services.trainer.update import Updater
 from tests.micro import END, RECURRENT
@@ -323,7 +324,7 @@ def test_a_model_that_changes_its_logits_in_an_unknown_way_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = save(MODELS["granitemoehybrid"], tmp_path)
-    monkeypatch.setattr("services.trainer.policy._LOGIT_DIVISORS", ())
+    monkeypatch.setattr("services.trainer.families._LOGIT_DIVISORS", ())
     with pytest.raises(BapoError, match=r"log-probs of a Granite\w+ differ from the model's own"):
         load_policy(directory)
 

@@ -24,15 +24,10 @@ from services.rollout.transformers_engine import TransformersEngine
 from services.trainer.critic import Critic
 from services.trainer.data import Batch, Plan, collate, pack, read_pixels
 from services.trainer.export import as_saved, model_files, write_files
+from services.trainer.load_policy import empty_policy, freeze_vision, load_policy
 from services.trainer.lora import add_adapters
 from services.trainer.phases import PhaseTimer
-from services.trainer.policy import (
-    Policy,
-    empty_policy,
-    freeze_vision,
-    load_policy,
-    response_logprobs,
-)
+from services.trainer.policy import Policy, response_logprobs
 from services.trainer.ranks import Ranks
 from services.trainer.update import Updater
 from tests.image_prompts import IMAGES, prompts_of
