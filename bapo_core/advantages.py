@@ -11,13 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from bapo_core.config import AdvantageConfig
-from bapo_core.config.objectives import ESTIMATOR_ENTRY_POINTS
+from bapo_core.config.estimators import (
+    ESTIMATOR_ENTRY_POINTS,
+    GroupAdvantageConfig,
+    MaxrlConfig,
+    ReinforcePpConfig,
+)
 from bapo_core.errors import ConfigError
 from bapo_core.plug_ins import load_plug_in
 
@@ -57,11 +61,12 @@ class Responses:
 Moments = Callable[[Tensor], tuple[float, float, float]]
 """Function of the values of this rank, (n,), that returns the mean, the population variance and the
 number of those of all ranks."""
-Estimator = Callable[[Responses, AdvantageConfig, Moments], Tensor]
-"""Function that returns the advantages, (M, 1) of responses or (M, R) of tokens."""
+Estimator = Callable[[Responses, Any, Moments], Tensor]
+"""Function of the responses, the section `advantage` and the moments that returns the advantages,
+(M, 1) of responses or (M, R) of tokens."""
 
 
-def group(responses: Responses, settings: AdvantageConfig, moments: Moments) -> Tensor:
+def group(responses: Responses, settings: GroupAdvantageConfig, moments: Moments) -> Tensor:
     """Compares the responses of a group (GRPO, arXiv 2402.03300; BAPO, arXiv 2602.20722, Eq. 2).
 
         A = (r - mean) / sqrt(var + eps)       std: population, scale: group
@@ -88,7 +93,7 @@ def group(responses: Responses, settings: AdvantageConfig, moments: Moments) -> 
 
 def rloo(
     responses: Responses,
-    settings: AdvantageConfig,
+    settings: Any,
     moments: Moments,
 ) -> Tensor:
     """Takes the mean of the other responses as the baseline (RLOO, arXiv 2402.14740).
@@ -105,7 +110,7 @@ def rloo(
 
 def opo(
     responses: Responses,
-    settings: AdvantageConfig,
+    settings: Any,
     moments: Moments,
 ) -> Tensor:
     """Takes the baseline of least variance, weighted by length (OPO, arXiv 2505.23585).
@@ -124,7 +129,7 @@ def opo(
 
 def maxrl(
     responses: Responses,
-    settings: AdvantageConfig,
+    settings: MaxrlConfig,
     moments: Moments,
 ) -> Tensor:
     """Divides by the mean reward, which weighs hard prompts most (MaxRL, arXiv 2602.02710).
@@ -138,7 +143,7 @@ def maxrl(
     return responses.by_row(_centre(rewards, sizes) / (_means(rewards, sizes) + settings.eps))
 
 
-def reinforce_pp(responses: Responses, settings: AdvantageConfig, moments: Moments) -> Tensor:
+def reinforce_pp(responses: Responses, settings: ReinforcePpConfig, moments: Moments) -> Tensor:
     """Whitens the returns of tokens over the whole batch (REINFORCE++, arXiv 2501.03262).
 
         R_t = sum over k >= t of gamma^(k - t) (r at the last token - penalty_k)
@@ -162,7 +167,7 @@ def reinforce_pp(responses: Responses, settings: AdvantageConfig, moments: Momen
 
 def reinforce_pp_baseline(
     responses: Responses,
-    settings: AdvantageConfig,
+    settings: Any,
     moments: Moments,
 ) -> Tensor:
     """Whitens r - mean over the tokens of the batch (REINFORCE++ w/ baseline, arXiv 2501.03262).

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from bapo_core.config import RewardConfig, RunConfig
-from bapo_core.config.objectives import ESTIMATOR_ENTRY_POINTS, ESTIMATOR_NAMES
+from bapo_core.config.estimators import ESTIMATOR_ENTRY_POINTS, ESTIMATOR_KINDS
 from bapo_core.errors import ConfigError, TaskError
 from bapo_core.plug_ins import load_plug_in
 from bapo_core.tasks import Task, get_task
@@ -82,10 +82,11 @@ def check_reward_sign(reward: float, estimator: str) -> None:
 @lru_cache(maxsize=8)
 def _non_negative_estimators(estimator: str) -> frozenset[str]:
     """Returns the estimators that need non-negative rewards, of the built-in ones and this one."""
-    if estimator in ESTIMATOR_NAMES:
+    built_in = ESTIMATOR_KINDS.sections
+    if estimator in built_in:
         return frozenset(("maxrl",))
     loaded = load_plug_in(
-        ESTIMATOR_ENTRY_POINTS, "estimator", estimator, built_in=ESTIMATOR_NAMES, error=ConfigError
+        ESTIMATOR_ENTRY_POINTS, "estimator", estimator, built_in=built_in, error=ConfigError
     )
     return frozenset((estimator,) if getattr(loaded, "non_negative", False) else ())
 

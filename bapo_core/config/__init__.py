@@ -1,10 +1,10 @@
 """The configuration of a run: every switch of the method, with its source and its default.
 
 `run` has the model of a whole configuration; `rollouts`, `samplers`, `batches`, `loss`,
-`objectives`, `training` and `evaluation` have the models of its sections, by topic; `checks` has
-what is refused and warned about across sections; `presets` the changes that each `algorithm` makes
-to the defaults; `loader` the readers of YAML files and overrides; `messages` the text of errors;
-and `schema` the JSON Schema of a file.
+`objectives`, `estimators`, `training` and `evaluation` have the models of its sections, by topic;
+`checks` has what is refused and warned about across sections; `presets` the changes that each
+`algorithm` makes to the defaults; `loader` the readers of YAML files and overrides; `messages` the
+text of errors; and `schema` the JSON Schema of a file.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from bapo_core.config.batches import (
     ReplayWindowConfig,
     ResponseReplayConfig,
 )
+from bapo_core.config.estimators import GaeConfig, GroupAdvantageConfig
 from bapo_core.config.evaluation import EvaluationConfig, EvaluationSet, EvaluationSetConfig
 from bapo_core.config.loader import (
     config_from,
@@ -35,9 +36,7 @@ from bapo_core.config.loader import (
     read_values,
 )
 from bapo_core.config.loss import (
-    AdvantageConfig,
     ConvexKLConfig,
-    CriticConfig,
     KLConfig,
     LossConfig,
     SourceLossConfig,
@@ -78,7 +77,6 @@ from bapo_core.errors import ConfigError
 __all__ = [
     "PRESETS",
     "AdaptiveClippingConfig",
-    "AdvantageConfig",
     "Algorithm",
     "BatchConfig",
     "CheckpointConfig",
@@ -86,14 +84,15 @@ __all__ = [
     "ClipCovConfig",
     "ConfigError",
     "ConvexKLConfig",
-    "CriticConfig",
     "DemonstrationsConfig",
     "EvaluationConfig",
     "EvaluationSet",
     "EvaluationSetConfig",
     "Fraction",
     "FreshConfig",
+    "GaeConfig",
     "GmpoConfig",
+    "GroupAdvantageConfig",
     "GspoConfig",
     "HardBufferConfig",
     "HighQualityBufferConfig",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from bapo_core.config.base import Section
 from bapo_core.config.batches import ReplayWindowConfig, ResponseReplayConfig
 from bapo_core.config.evaluation import GREEDY_TEMPERATURE, TEST_SET
-from bapo_core.config.objectives import ESTIMATOR_NAMES, SEQUENCE_OBJECTIVES
+from bapo_core.config.objectives import SEQUENCE_OBJECTIVES
 from bapo_core.config.samplers import SamplerConfig
 from bapo_core.thresholds import replay_window, within
 
@@ -78,8 +78,10 @@ def list_warnings(config: RunConfig) -> list[str]:
         )
     correction = config.loss.correction
     if correction.kind != "behavior" and correction.weight_mode == "unit":
-        bounds = ("weight_cap", "weight_floor", "weight_norm")
-        if unused := _changed("loss.correction", correction, bounds):
+        unused = _changed(
+            "loss.correction", correction, ("weight_cap", "weight_floor", "weight_norm")
+        )
+        if unused:
             warnings.append(
                 f"{' and '.join(unused)} change nothing with loss.correction.weight_mode=unit"
             )
@@ -109,7 +111,8 @@ def _refuse_dynamic_sampling_of_other_groups(config: RunConfig) -> None:
 
 
 def _refuse_advantages_that_do_not_fit_the_loss(config: RunConfig) -> None:
-    estimator, objective = config.advantage.estimator, config.loss.objective.kind
+    advantage, objective = config.advantage, config.loss.objective.kind
+    estimator = advantage.estimator
     in_reward = config.kl.placement == "reward"
     if in_reward and estimator != "reinforce_pp":
         raise ValueError(
@@ -118,7 +121,7 @@ def _refuse_advantages_that_do_not_fit_the_loss(config: RunConfig) -> None:
             "kl.placement=loss"
         )
     by_token = estimator == "gae" or (
-        estimator == "reinforce_pp" and (in_reward or config.advantage.gamma < 1.0)
+        advantage.estimator == "reinforce_pp" and (in_reward or advantage.gamma < 1.0)
     )
     if objective in SEQUENCE_OBJECTIVES and by_token:
         raise ValueError(
@@ -304,16 +307,11 @@ def _warnings_about_methods(config: RunConfig) -> list[str]:
             f"batch capacity ({config.batch_capacity}), so later minibatches are off-policy; "
             "raise optimizer.minibatch_prompts"
         )
-    unscaled = estimator == "group" and config.advantage.scale == "none"
-    read = () if unscaled else _READ_BY_ESTIMATOR.get(estimator, ())
-    unread = [key for key in ("std", "eps", "gamma", "lam", "whiten") if key not in read]
-    unused = _changed("advantage", config.advantage, unread)
-    # A plug-in gets the whole section.
-    if estimator in ESTIMATOR_NAMES and unused:
-        warnings.append(
-            f"{' and '.join(unused)} change nothing with advantage.estimator={estimator}"
-            f"{' and scale=none' if unscaled else ''}"
-        )
+    advantage = config.advantage
+    if advantage.estimator == "group" and advantage.scale == "none":
+        unused = _changed("advantage", advantage, ("std", "eps"))
+        if unused:
+            warnings.append(f"{' and '.join(unused)} change nothing with advantage.scale=none")
     return warnings
 
 
@@ -425,7 +423,7 @@ def _unused_sections(
     """
     replay, window, reevaluate = config.replay, config.replay_window, config.reevaluate
     windowed = replay.enabled and replay.select == "window"
-    estimator, fresh = config.advantage.estimator, config.fresh
+    fresh = config.fresh
     supervises = config.demonstrations.enabled
     return [
         (
@@ -472,11 +470,6 @@ def _unused_sections(
             {"fresh": (fresh, ["uniform_fraction"])},
         ),
         (
-            estimator in ESTIMATOR_NAMES and estimator != "gae",
-            f"advantage.estimator={estimator}",
-            {"critic": (config.critic, ())},
-        ),
-        (
             config.kl.coefficient == 0,
             "kl.coefficient=0",
             {"kl": (config.kl, ["estimator", "reset_after"])},
@@ -513,15 +506,6 @@ def _empty_windows(config: RunConfig) -> float:
     ]
     empty = [not any(within(k / size, c2, c3) for k in range(size + 1)) for c2, c3 in windows]
     return sum(empty) / len(empty)
-
-
-_READ_BY_ESTIMATOR: dict[str, tuple[str, ...]] = {
-    "group": ("std", "eps"),
-    "gae": ("gamma", "lam", "whiten"),
-    "reinforce_pp": ("gamma",),
-    "maxrl": ("eps",),
-}
-"""The keys of the section `advantage` that a built-in estimator reads, besides `scale`."""
 
 
 def _changed(name: str, section: Section, keys: Sequence[str]) -> list[str]:

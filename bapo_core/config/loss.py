@@ -1,31 +1,18 @@
-"""The sections of the policy update: advantages, the critic, the policy loss and the KL penalty."""
+"""The sections of the policy update: the policy loss and the KL penalty."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from bapo_core.config.base import Fraction, Kinds, Section
 from bapo_core.config.objectives import (
     BEHAVIOR_OBJECTIVES,
-    ESTIMATOR_ENTRY_POINTS,
-    ESTIMATOR_NAMES,
     SEQUENCE_OBJECTIVES,
     ObjectiveConfig,
     PpoConfig,
 )
-from bapo_core.plug_ins import plug_in_names
-
-
-def _check_known(key: str, value: str, built_in: Sequence[str], entry_points: str) -> str:
-    """Returns `value` if it names something built in or a plug-in, which is not loaded."""
-    if value not in built_in:
-        known = sorted({*built_in, *plug_in_names(entry_points)})
-        if value not in known:
-            raise ValueError(f"{key} is {value!r}, which is not one of {', '.join(known)}")
-    return value
 
 
 class SourceLossConfig(Section):
@@ -49,54 +36,6 @@ class SourceLossConfig(Section):
                 "shaping, or clip_low and clip_high"
             )
         return self
-
-
-class AdvantageConfig(Section):
-    """Advantages, from the statistics of a group (Eq. 2), of the batch, or from a critic (A.9)."""
-
-    estimator: str = "group"
-    """Estimator of advantages (docs/methods.md): `group` compares the G responses to a prompt
-    (Eq. 2); `gae` is generalised advantage estimation, by token, with a critic (BA-PPO, A.9);
-    `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, `opo`, `maxrl`; or one that an installed
-    package adds."""
-    scale: Literal["group", "batch", "none"] = "group"
-    """Standard deviation that `estimator: group` divides by: that of the group's rewards (Eq. 2),
-    of all rewards of the batch (LitePPO, arXiv 2508.08221), or none (Dr. GRPO, arXiv
-    2503.20783)."""
-    std: Literal["population", "sample"] = "population"
-    """Normalisation of group advantages: (r - mean) / sqrt(var + eps) (`population`, Eq. 2); or by
-    the sample standard deviation plus eps (`sample`, as in the authors' code)."""
-    eps: float = Field(1e-6, gt=0.0)
-    """eps of Eq. 2, and of the mean that `estimator: maxrl` divides by."""
-    gamma: Fraction = 1.0
-    """gamma, the discount of the estimators `gae` and `reinforce_pp`."""
-    lam: Fraction = 1.0
-    """lambda of GAE (Table 3: 1)."""
-    whiten: bool = True
-    """Whether GAE's advantages are scaled to mean 0 and standard deviation 1 over the batch."""
-
-    @field_validator("estimator")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        return _check_known("estimator", value, ESTIMATOR_NAMES, ESTIMATOR_ENTRY_POINTS)
-
-    @model_validator(mode="after")
-    def _scales_groups(self) -> AdvantageConfig:
-        if self.scale != "group" and self.estimator != "group":
-            raise ValueError(
-                f"scale is '{self.scale}' but estimator is '{self.estimator}', which has a scale "
-                "of its own; set estimator to group, or scale to group"
-            )
-        return self
-
-
-class CriticConfig(Section):
-    """The critic of `advantage.estimator: gae`."""
-
-    learning_rate: float = Field(1e-5, gt=0.0)
-    """Learning rate of the critic's AdamW."""
-    clip: float = Field(0.5, gt=0.0)
-    """Clip range of the value loss."""
 
 
 class _Weighted(Section):

@@ -26,6 +26,7 @@ RENAMED = {
     },
     **{f"loss.{kind}": f"loss.objective, of kind {kind}" for kind in OBJECTIVE_KINDS.sections},
     "loss.options": "loss.objective",
+    "critic": "advantage.critic, of the estimator gae",
     "loss.ratio": "loss.correction",
     **{
         f"loss.weight_{key}": f"loss.correction.weight_{key}"

@@ -212,15 +212,3 @@ SEQUENCE_OBJECTIVES = frozenset({"gspo", "gmpo"})
 """Objectives with one ratio for a response, so with one advantage and one weight."""
 BEHAVIOR_OBJECTIVES = frozenset({"topr", "m2po", "adaptive_clipping"})
 """Objectives whose equations have the ratio to the policy that sampled the tokens."""
-ESTIMATOR_NAMES = (
-    "group",
-    "gae",
-    "rloo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "opo",
-    "maxrl",
-)
-"""The built-in estimators of advantages."""
-ESTIMATOR_ENTRY_POINTS = "bapo.estimators"
-"""The group of entry points of estimators: name -> `bapo_core.advantages.Estimator`."""

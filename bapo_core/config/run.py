@@ -27,6 +27,7 @@ from bapo_core.config.batches import (
     ResponseReplayConfig,
 )
 from bapo_core.config.checks import list_warnings, refuse_contradictions
+from bapo_core.config.estimators import AdvantageConfig, GroupAdvantageConfig
 from bapo_core.config.evaluation import (
     GREEDY_TEMPERATURE,
     TEST_SET,
@@ -34,7 +35,7 @@ from bapo_core.config.evaluation import (
     EvaluationSet,
     EvaluationSetConfig,
 )
-from bapo_core.config.loss import AdvantageConfig, CriticConfig, KLConfig, LossConfig
+from bapo_core.config.loss import KLConfig, LossConfig
 from bapo_core.config.rollouts import (
     JOURNAL_INTERVAL_S,
     LONG_RESPONSE_TOKENS,
@@ -117,8 +118,9 @@ class RunConfig(Section):
     high_quality_buffer: HighQualityBufferConfig = HighQualityBufferConfig()
     replay_window: ReplayWindowConfig = ReplayWindowConfig()
     batch: BatchConfig = BatchConfig()
-    advantage: AdvantageConfig = AdvantageConfig()
-    critic: CriticConfig = CriticConfig()
+    advantage: AdvantageConfig = GroupAdvantageConfig()
+    """Estimator of advantages (docs/methods.md): from the statistics of a group (Eq. 2), of the
+    batch, or from a critic (A.9); or one that an installed package adds."""
     loss: LossConfig = LossConfig()
     kl: KLConfig = KLConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

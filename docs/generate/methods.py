@@ -14,13 +14,13 @@ from bapo_core.advantages import ESTIMATORS, gae
 from bapo_core.clipping import search_bounds
 from bapo_core.config import (
     PRESETS,
-    AdvantageConfig,
     DemonstrationsConfig,
     ResponseReplayConfig,
     SamplerConfig,
     SourceLossConfig,
     load_config,
 )
+from bapo_core.config.estimators import ESTIMATOR_KINDS, CriticConfig, GroupAdvantageConfig
 from bapo_core.config.objectives import OBJECTIVE_KINDS
 from bapo_core.config.presets import SUMMARIES
 from bapo_core.importance import truncated_weights
@@ -161,9 +161,10 @@ def render() -> str:
 
 def _preset(name: str) -> str:
     config = load_config(None, [f"algorithm={name}"])
-    estimator = config.advantage.estimator
-    if config.advantage.scale != AdvantageConfig().scale:
-        estimator += f", scale: {config.advantage.scale}"
+    advantage = config.advantage
+    estimator: str = advantage.estimator
+    if isinstance(advantage, GroupAdvantageConfig) and advantage.scale != "group":
+        estimator += f", scale: {advantage.scale}"
     return (
         f"| `{name}` | {_link(SUMMARIES[name])} | `{config.loss.objective.kind}` | `{estimator}` | "
         f"`{config.loss.aggregation}` | `{config.sampler.kind}` |"
@@ -185,7 +186,10 @@ def _estimators() -> Iterator[str]:
     yield from ("## Estimators of advantages", "", "`advantage.estimator` is one of these.", "")
     for name, function in {**ESTIMATORS, "gae": gae}.items():
         yield from _method(name, function)
-    yield from (*render_keys("advantage", AdvantageConfig), "")
+        section = ESTIMATOR_KINDS.sections[name]
+        if table := render_keys("advantage", section):
+            yield from (*table, "")
+    yield from (*render_keys("advantage.critic", CriticConfig), "")
 
 
 def _samplers() -> Iterator[str]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bapo_core.advantages import gae, token_rewards, whiten
-from bapo_core.config import RunConfig
+from bapo_core.config import GaeConfig, RunConfig
 from services.trainer.attention_kernels import Needs
 from services.trainer.data import Batch, Packed
 from services.trainer.families import device_of
@@ -56,8 +56,10 @@ class CriticTrainer:
     """Holds the critic and its optimizer. Every rank makes the same calls in the same order."""
 
     def __init__(self, config: RunConfig, critic: Critic, ranks: Ranks) -> None:
-        self.config, self.critic, self.ranks = config, critic, ranks
-        self.optimizer = make_optimizer(critic, config.critic.learning_rate, config.optimizer)
+        assert isinstance(config.advantage, GaeConfig)  # no other estimator has a critic
+        self.settings, self.critic, self.ranks = config.advantage, critic, ranks
+        rate = self.settings.critic.learning_rate
+        self.optimizer = make_optimizer(critic, rate, config.optimizer)
 
     @torch.no_grad()
     def advantages(
@@ -78,13 +80,12 @@ class CriticTrainer:
                 values[micro_batch.rows] = torch.zeros(mask.shape).masked_scatter(
                     mask, of_tokens.float()
                 )
-        settings = self.config.advantage
         advantages, returns = gae(
             token_rewards(batch.row_rewards, batch.mask),
             values,
             batch.mask,
-            gamma=settings.gamma,
-            lam=settings.lam,
+            gamma=self.settings.gamma,
+            lam=self.settings.lam,
         )
         errors = (returns - values)[batch.mask]
         metrics = {
@@ -93,7 +94,7 @@ class CriticTrainer:
             - self.ranks.moments(errors)[1]
             / max(self.ranks.moments(returns[batch.mask])[1], 1e-12),
         }
-        if settings.whiten:
+        if self.settings.whiten:
             advantages = whiten(advantages, batch.mask, self.ranks.moments)
         return advantages, ValueTargets(values, returns), metrics
 
@@ -103,8 +104,8 @@ class CriticTrainer:
         """Adds the gradient of a micro-batch, and returns its share of the value loss.
 
         The loss is PPO's: the larger of (V - R)^2 / 2 and the same with V clipped to within
-        `critic.clip` of its value before the step. targets, scale: of the micro-batch's rows,
-        (n, R); the scales are shares of the whole update. factor: factor of the gradient, by
+        `advantage.critic.clip` of its value before the step. targets, scale: of the micro-batch's
+        rows, (n, R); the scales are shares of the whole update. factor: factor of the gradient, by
         `loss.norm`.
         """
         scores = self.critic(micro_batch.packed)
@@ -113,7 +114,7 @@ class CriticTrainer:
         else:
             values = micro_batch.grid.spread(scores)
             old_values, returns = targets
-            clip = self.config.critic.clip
+            clip = self.settings.critic.clip
             clipped = old_values + (values - old_values).clamp(-clip, clip)
             squares = torch.maximum((values - returns).square(), (clipped - returns).square())
             loss = (0.5 * squares * scale).sum()

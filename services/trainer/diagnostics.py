@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bapo_core.advantages import group_variance
-from bapo_core.config import RunConfig
+from bapo_core.config import GroupAdvantageConfig, RunConfig
 from bapo_core.importance import mismatch_metrics, weight_metrics
 from bapo_core.losses import clip_fraction
 from bapo_core.theory import (
@@ -125,8 +125,14 @@ def diagnose(
     advantages of Eq. 2 of rewards in [0, 1], so there is none with another estimator, or with
     rewards that may be outside.
     """
-    of_eq_2 = config.advantage.estimator == "group" and config.advantage.scale == "group"
-    has_bound = of_eq_2 and config.reward.is_in_unit_interval
+    advantage = config.advantage
+    bound = {}
+    if (
+        isinstance(advantage, GroupAdvantageConfig)
+        and advantage.scale == "group"
+        and config.reward.is_in_unit_interval
+    ):
+        bound = _bound(config, results, window, advantage.eps)
     sampled = results.mask & ~results.rows_from(DEMONSTRATED)[:, None]
     mismatch = mismatch_metrics(
         results.current_logprobs, results.behavior_logprobs, sampled & results.scored[:, None]
@@ -141,12 +147,12 @@ def diagnose(
         "response_length": float(results.mask.sum(dim=1).float().mean()),
         **{f"mismatch/{name}": value for name, value in mismatch.items()},
         **results.clip_fractions(),
-        **(_bound(config, results, window) if has_bound else {}),
+        **bound,
     }
 
 
 def _bound(
-    config: RunConfig, results: StepResults, window: tuple[float, float]
+    config: RunConfig, results: StepResults, window: tuple[float, float], eps: float
 ) -> dict[str, float]:
     """Returns the lower bound on policy improvement of Theorem 3.2, its terms and its constants.
 
@@ -154,7 +160,6 @@ def _bound(
     groups with responses of several sources, which the theorem does not know, and groups that
     theta_t has not scored.
     """
-    eps = config.advantage.eps
     constants = improvement_constants(config.rollout.group_size, config.reevaluate.c1, *window, eps)
     metrics = {
         f"theory/k_{source.value}": constant

@@ -612,8 +612,9 @@ class Updater:
         )
 
     def _set_learning_rate(self, step: int) -> None:
-        config = self.config
-        rates = {"model": config.optimizer.learning_rate, "critic": config.critic.learning_rate}
+        rates = {"model": self.config.optimizer.learning_rate}
+        if self.critic is not None:
+            rates["critic"] = self.critic.settings.critic.learning_rate
         for name, (_, optimizer) in self._updated.items():
             for group in optimizer.param_groups:
                 group["lr"] = rates[name] * self._warmup(step)

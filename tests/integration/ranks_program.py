@@ -62,7 +62,7 @@ class Case:
 CASES = {
     "saving": Case(overrides=("trainer.offload=true", "trainer.gradient_checkpointing=selective")),
     "adapters": Case(overrides=("lora.rank=4",)),
-    "critic": Case(overrides=("advantage.estimator=gae", "critic.learning_rate=1e-3")),
+    "critic": Case(overrides=("advantage.estimator=gae", "advantage.critic.learning_rate=1e-3")),
     "bounds": Case(
         overrides=(
             *("loss.objective=adaptive_clipping", "loss.correction=behavior", "optimizer.epochs=2"),

@@ -18,7 +18,8 @@ from alembic import command
 from sqlalchemy import create_engine, inspect, make_url, select, text
 from sqlalchemy.orm import Session
 
-from bapo_core.config import CispoConfig, PpoConfig, SapoConfig, parse_config
+from bapo_core.config import CispoConfig, GaeConfig, PpoConfig, SapoConfig, parse_config
+from bapo_core.config.estimators import CriticConfig, RlooConfig
 from bapo_core.config.loss import BehaviorConfig, DecoupledConfig, ProxCurrentConfig
 from bapo_core.errors import BapoError
 from services.buffer import migrate
@@ -156,7 +157,7 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
 
 
 def test_the_configuration_of_an_older_run_keeps_its_values(database: str) -> None:
-    """0005, 0017 and 0018 move keys of a stored configuration, and going back restores them."""
+    """0005 and 0017 to 0019 move keys of a stored configuration, and going back restores them."""
     config = small_config(
         "older",
         fresh={"filter": "uniform", "uniform_fraction": 0.4},
@@ -203,6 +204,8 @@ def test_the_text_of_a_stored_configuration_keeps_its_values(database: str) -> N
         "weights": "algorithm: areal_async\nloss: {weight_cap: 4}\n",
         "ratio": "loss: {ratio: decoupled, weight_level: geometric}\n",
         "without": "algorithm: grpo\nloss: {ratio: behavior, weight_cap: 4}\n",
+        "critic": "algorithm: ba_ppo\nadvantage: {lam: 0.9, eps: 0.1}\ncritic: {clip: 0.1}\n",
+        "advantage": "algorithm: rloo\nadvantage: {std: sample}\ncritic: {clip: 0.1}\n",
         "other": "# comment\nsteps: 3\n",
     }
     upgrade(database, "0016")
@@ -222,12 +225,18 @@ def test_the_text_of_a_stored_configuration_keeps_its_values(database: str) -> N
     assert losses["weights"].correction == ProxCurrentConfig(weight_cap=4.0, weight_mode="mask")
     assert losses["ratio"].correction == DecoupledConfig(weight_level="geometric")
     assert losses["without"].correction == BehaviorConfig()
+    advantages = {name: parse_config(text).advantage for name, text in migrated.items()}
+    assert advantages["critic"] == GaeConfig(lam=0.9, critic=CriticConfig(clip=0.1))
+    assert advantages["advantage"] == RlooConfig()
     assert {name for name, text in texts.items() if migrated[name] == text} == {"selected", "other"}
     downgrade(database, "0016")
     with psycopg.connect(plain(database)) as connection:
         restored = dict(connection.execute("select name, text from stored_config").fetchall())
     parsed = {name: yaml.safe_load(text) for name, text in texts.items()}
-    del parsed["without"]["loss"]["weight_cap"]  # it had no effect
+    # These had no effect.
+    del parsed["without"]["loss"]["weight_cap"]
+    del parsed["critic"]["advantage"]["eps"]
+    parsed["advantage"] = {"algorithm": "rloo", "advantage": {}}
     assert {name: yaml.safe_load(text) for name, text in restored.items()} == parsed
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bapo_core.advantages import Responses, get_estimator, token_rewards
-from bapo_core.config import AdvantageConfig
+from bapo_core.config.estimators import ESTIMATOR_KINDS
 from bapo_core.config.objectives import OBJECTIVE_KINDS
 from bapo_core.losses import Aggregation, aggregate
 from bapo_core.objectives import Tokens, get_objective
@@ -162,7 +162,7 @@ def rewards_by_token(responses: Responses) -> Tensor:
 
 def our_advantages(responses: Responses, estimator: str, **settings: Any) -> Tensor:
     """Returns the advantages of tokens, (M, R); 0 where masked."""
-    config = AdvantageConfig(estimator=estimator, **settings)
+    config = ESTIMATOR_KINDS.sections[estimator](**settings)
     advantages = get_estimator(estimator)(responses, config, moments)
     return torch.where(responses.mask, advantages, 0.0)
 

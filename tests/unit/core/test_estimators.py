@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from bapo_core.advantages import ESTIMATORS, Responses, get_estimator
-from bapo_core.config import AdvantageConfig, ConfigError
-from bapo_core.config.objectives import ESTIMATOR_NAMES
+from bapo_core.config import ConfigError
+from bapo_core.config.estimators import ESTIMATOR_KINDS
 from tests.unit.core.test_plug_ins import write_distribution
 
 Groups = list[list[float]]
@@ -56,7 +56,9 @@ def responses_of(groups: Groups) -> Responses:
 def estimated(name: str, groups: Groups, **options: object) -> list[list[float]]:
     """Returns the advantages of each response's tokens."""
     responses = responses_of(groups)
-    settings = AdvantageConfig(estimator=name, **options)
+    section = ESTIMATOR_KINDS.section_of(name)
+    assert section is not None
+    settings = section(**options)
     advantages = get_estimator(name)(responses, settings, moments).expand(responses.mask.shape)
     return [row[valid].tolist() for row, valid in zip(advantages, responses.mask, strict=True)]
 
@@ -174,7 +176,7 @@ def test_a_group_of_one_response_gets_exactly_zero(name: str) -> None:
 
 
 def test_the_configuration_knows_every_estimator() -> None:
-    assert {*ESTIMATORS, "gae"} == set(ESTIMATOR_NAMES)
+    assert {*ESTIMATORS, "gae"} == ESTIMATOR_KINDS.sections.keys()
 
 
 def test_an_estimator_of_an_installed_package_is_found(

@@ -22,7 +22,7 @@ ALONE = Ranks(0, 1)
 
 def settings(*overrides: str) -> Any:
     return single.config(
-        "advantage.estimator=gae", "critic.learning_rate=0.01", "critic.clip=10", *overrides
+        "advantage={estimator: gae, critic: {learning_rate: 0.01, clip: 10}}", *overrides
     )
 
 
@@ -89,7 +89,7 @@ def test_values_do_not_depend_on_how_sequences_are_packed() -> None:
 def test_a_value_beyond_the_clip_range_gets_no_gradient_away_from_it() -> None:
     """Beyond the clip range the clipped square is the larger one, and has no gradient."""
     batch = single.batch()
-    trainer = CriticTrainer(settings("critic.clip=0.01"), critic(), ALONE)
+    trainer = CriticTrainer(settings("advantage.critic.clip=0.01"), critic(), ALONE)
     _, targets, _ = trainer.advantages(batch, all_rows(batch))
     scale = batch.mask / batch.mask.sum()
     with torch.no_grad():
