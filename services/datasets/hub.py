@@ -13,6 +13,7 @@ import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from functools import lru_cache
 from importlib.util import find_spec
 from itertools import count
@@ -29,8 +30,8 @@ _ADDRESS = re.compile(
     r"hf://(?P<repository>[^@:/]+(/[^@:/]+)?)(@(?P<revision>[^:]+))?"
     r"(:((?P<configuration>[^/]+)/)?(?P<split>[^/]+))?"
 )
-_BASE64 = "__base64__"
-"""Key of bytes in the cache, which is JSON."""
+_BASE64, _DECIMAL = "__base64__", "__decimal__"
+"""Keys of bytes and of decimal numbers in the cache, which is JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,14 +124,12 @@ def read_hub(
         _write_rows(list(_stream(HubAddress.parse(address), columns, limit)), file)
     with file.open("rb") as opened:
         for row in read_rows(opened, file.name, columns):
-            yield {name: _restore_bytes(value) for name, value in row.items()}
+            yield {name: _restore_value(value) for name, value in row.items()}
 
 
 def _stream(address: HubAddress, columns: Sequence[str], limit: int | None) -> Iterator[Row]:
     split = _open_split(address, columns)
-    types = {
-        name: getattr(feature, "dtype", "") for name, feature in (split.features or {}).items()
-    }
+    features = split.features or {}
     rows = iter(split)
     from datasets.exceptions import DatasetsError
     from huggingface_hub.utils import httpx  # type: ignore[attr-defined]
@@ -148,10 +147,14 @@ def _stream(address: HubAddress, columns: Sequence[str], limit: int | None) -> I
             check_columns(row, columns)
         except ValueError as error:
             raise RowError(number, str(error)) from error
-        yield {
-            column: shorten_float32(row[column]) if types.get(column) == "float32" else row[column]
-            for column in columns
-        }
+        yield {column: _shorten(row[column], features.get(column)) for column in columns}
+
+
+def _shorten(value: Any, feature: Any) -> Any:
+    """Returns a value whose numbers have their shortest decimals if its feature is float32."""
+    if isinstance(value, list):
+        return [_shorten(item, getattr(feature, "feature", None)) for item in value]
+    return shorten_float32(value) if getattr(feature, "dtype", "") == "float32" else value
 
 
 def _open_split(address: HubAddress, columns: Sequence[str]) -> Any:
@@ -218,28 +221,33 @@ def _choose_split(address: HubAddress, splits: Sequence[str]) -> str:
 def _write_rows(rows: Sequence[Row], file: Path) -> None:
     """Writes the rows as JSON; another process sees the whole file or none."""
     try:
-        text = json.dumps(rows, default=_encode_bytes)
+        text = json.dumps(rows, default=_encode_value)
     except TypeError as error:
         raise ValueError(f"holds values that are no text, numbers or lists: {error}") from error
     file.parent.mkdir(parents=True, exist_ok=True)
     write_private(file, text)
 
 
-def _encode_bytes(value: Any) -> dict[str, str]:
+def _encode_value(value: Any) -> dict[str, str]:
+    """Returns what stands in JSON for bytes and for a decimal number."""
     if isinstance(value, bytes):
         return {_BASE64: base64.b64encode(value).decode()}
+    if isinstance(value, Decimal):
+        return {_DECIMAL: str(value)}
     raise TypeError(f"{type(value).__name__} {value!r:.40}")
 
 
-def _restore_bytes(value: Any) -> Any:
-    """Returns a value of the cache with the bytes that `_encode_bytes` has encoded."""
+def _restore_value(value: Any) -> Any:
+    """Returns a value of the cache with the values that `_encode_value` has encoded."""
     if isinstance(value, list):
-        return [_restore_bytes(item) for item in value]
+        return [_restore_value(item) for item in value]
     if not isinstance(value, dict):
         return value
     if value.keys() == {_BASE64}:
         return base64.b64decode(value[_BASE64])
-    return {name: _restore_bytes(item) for name, item in value.items()}
+    if value.keys() == {_DECIMAL}:
+        return Decimal(value[_DECIMAL])
+    return {name: _restore_value(item) for name, item in value.items()}
 
 
 def _gated(address: str, parsed: HubAddress) -> str:

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,36 @@ def test_images_of_the_hub_stay_the_files_that_they_are(hub: Hub, read: Read) ->
     assert digests == [hashlib.sha256(file).hexdigest() for file in files]
     hub.requests.clear()
     assert read(answer["address"], task="geometry") == answer, "from the rows that were kept"
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "answers"),
+    [
+        ("floats", pa.array([33.3, 0.1], pa.float32()), ["33.3", "0.1"]),
+        (
+            "alternatives",
+            pa.array([[33.3, 0.1], [2.5, 7.7]], pa.list_(pa.float32())),
+            [["33.3", "0.1"], ["2.5", "7.7"]],
+        ),
+        (
+            "decimals",
+            pa.array([Decimal("33.30"), Decimal("-1")], pa.decimal128(6, 2)),
+            ["33.30", "-1.00"],
+        ),
+    ],
+)
+def test_answers_of_the_hub_keep_their_decimals(
+    hub: Hub, read: Read, name: str, column: pa.Array, answers: list[Any]
+) -> None:
+    buffer = io.BytesIO()
+    pq.write_table(pa.table({"question": ["a", "b"], "solution": column}), buffer)
+    hub.repositories[f"acme/{name}"] = Repository()
+    hub.repositories[f"acme/{name}"].commit({"data/train-0.parquet": buffer.getvalue()})
+    answer = read(f"hf://acme/{name}")
+    assert [prompt["answer"] for prompt in answer["prompts"]] == answers
+    hub.requests.clear()
+    assert read(answer["address"]) == answer, "from the rows that were kept"
     assert hub.requests == []
 
 
