@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     from bapo_core.config.run import RunConfig
 
 
+READ_LAYERS = frozenset(
+    ("embed_tokens", "embed_positions", "embed_in", "wte", "wpe", "word_embeddings")
+    + ("tok_embeddings", "lm_head", "embed_out")
+)
+"""Names, in models of transformers, of embeddings and of output layers."""
+
+
 def refuse_contradictions(config: RunConfig) -> None:
     """Raises `ValueError` for values of several sections that contradict each other."""
     for refuse in (
@@ -27,6 +34,7 @@ def refuse_contradictions(config: RunConfig) -> None:
         _refuse_greedy_samples,
         _refuse_rewards_that_do_not_fit_the_estimator,
         _refuse_resets_of_adapters,
+        _refuse_adapters_of_layers_that_are_read,
         _refuse_evaluation_sets,
         _refuse_sizes_that_do_not_fit,
     ):
@@ -230,6 +238,16 @@ def _refuse_resets_of_adapters(config: RunConfig) -> None:
         raise ValueError(
             f"kl.reset_after is {config.kl.reset_after} but lora.rank is {config.lora.rank}: the "
             "reference has no adapters to become the policy; set one of them to null or 0"
+        )
+
+
+def _refuse_adapters_of_layers_that_are_read(config: RunConfig) -> None:
+    read = [name for name in config.lora.targets if name.rpartition(".")[2] in READ_LAYERS]
+    if config.lora.rank and read:
+        raise ValueError(
+            f"lora.targets names {', '.join(read)}, but the weights of embeddings and of the "
+            "output layer are read and not called, so their adapters would not be trained; name "
+            "other layers, such as [q_proj, v_proj], or [all-linear]"
         )
 
 

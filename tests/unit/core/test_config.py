@@ -239,6 +239,14 @@ def split(overrides: str) -> list[str]:
             "fresh.filter is 'gaussian', which keeps no group without a correct response",
         ),
         (
+            "lora.rank=2 lora.targets=[q_proj,model.lm_head]",
+            "lora.targets names model.lm_head, but the weights of embeddings and of the output",
+        ),
+        (
+            "lora.rank=2 lora.targets=[embed_tokens,wte]",
+            "names embed_tokens, wte, but the weights of embeddings and of the output layer are",
+        ),
+        (
             "response_replay.enabled=true loss.correction=decoupled",
             "is 'decoupled', which has the trainer's log-probs of whole groups alone",
         ),
