@@ -221,7 +221,7 @@ def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
         *_timeline(history.sync_windows, summary),
         *(
             figure(title, text, charts.lines(x, {label: metric(name)}, raw=True))
-            for name, title, label, text in _TRAINING_METRICS
+            for name, title, label, text in _STEP_METRICS
             if name in measured
         ),
         figure(
@@ -234,7 +234,14 @@ def _figures(history: RunHistory, summary: dict[str, Any]) -> list[str]:
     ]
 
 
-_TRAINING_METRICS = (
+_STEP_METRICS = (
+    (
+        "responses/cut_off",
+        "Responses that were cut off",
+        "cut off",
+        "Share of the sampled responses that reached rollout.max_response_tokens, and rarely "
+        "hold an answer.",
+    ),
     (
         "entropy",
         "Entropy",
@@ -254,7 +261,7 @@ _TRAINING_METRICS = (
         "Mean over the groups of L - 2 K TV(new) - 2 TV(old), estimated from sequence ratios.",
     ),
 )
-"""Name, title, label and description of the metrics of the training that the report draws."""
+"""Name, title, label and description of the metrics of steps that the report draws."""
 TIMELINE_WINDOWS = 3
 """Number of sync windows on the timeline."""
 

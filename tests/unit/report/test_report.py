@@ -27,10 +27,16 @@ def test_a_metric_that_no_step_has_is_not_drawn(tmp_path: Path) -> None:
     history = result("run", 1, [0.0, 0.5, 0.5], 10).history
     counts = {"fresh": 8, "reevaluated": 0, "replayed": 0}
     first, *others = (step.model_copy(update={"counts": counts}) for step in history.steps)
-    metrics = {"entropy": 0.5, "staleness_mean": 1.0, "staleness_max": 2.0}
+    metrics = {
+        "entropy": 0.5,
+        "responses/cut_off": 0.75,
+        "staleness_mean": 1.0,
+        "staleness_max": 2.0,
+    }
     history = replace(history, steps=[first.model_copy(update={"metrics": metrics}), *others])
     write_report(history, summarise(history), tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert "Entropy of the policy on the trained tokens" in page
+    assert "Share of the sampled responses that reached rollout.max_response_tokens" in page
     assert "Theorem 3.2" not in page
     assert "mismatch KL" not in page
