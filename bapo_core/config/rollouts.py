@@ -5,10 +5,12 @@ from __future__ import annotations
 from datetime import date
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from bapo_core.config.base import Fraction, Section
 
+DEFAULT_PROMPT_DATE = date(2024, 7, 26)
+"""The default of `rollout.prompt_date`."""
 LONG_RESPONSE_TOKENS = 1024
 """Responses that may have more tokens are journalled by default."""
 JOURNAL_INTERVAL_S = 1.0
@@ -80,9 +82,10 @@ class RolloutConfig(Section):
     ratio (Table 3: 1)."""
     top_k: int = -1
     """Top-k sampling, which must be off (-1) for the same reason as `top_p` (Table 3: -1)."""
-    prompt_date: date | None = None
-    """Date that chat templates print which print one (Llama 3.2, SmolLM3), so that prompts are the
-    same tomorrow; null is the day on which the run was created, and for `bapo eval` today."""
+    prompt_date: date = DEFAULT_PROMPT_DATE
+    """Date that chat templates print which print today's (Llama 3.2, SmolLM3). It is fixed, so that
+    prompts are the same tomorrow, in all runs of a comparison and in `bapo eval`; the default is
+    the date of Llama 3.2's template for programs without a clock."""
     max_prompt_tokens: int = Field(2048, ge=1)
     """Length of the longest prompt in tokens; with a longer one, a run does not start, unless
     `task.drop_long_prompts` leaves it out (Table 3: 2048)."""
@@ -96,6 +99,12 @@ class RolloutConfig(Section):
     """Seconds between two writes of the journal, which holds the tokens of unfinished responses, so
     that those are continued after a process has died; 0 turns it off. Null is 1 with `vllm` if
     responses may have more than 1024 tokens, else 0."""
+
+    @field_validator("prompt_date", mode="before")
+    @classmethod
+    def _replace_null(cls, value: Any) -> Any:
+        """Reads configurations that were stored when null was the day of the run's creation."""
+        return DEFAULT_PROMPT_DATE if value is None else value
 
     @model_validator(mode="after")
     def _streams_tokens(self) -> RolloutConfig:

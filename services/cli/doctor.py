@@ -148,7 +148,7 @@ async def _generate(
         prompts=[
             PromptRequest(
                 prompt_token_ids=tokenize_conversation(
-                    tokenizer, task.render(prompt.payload), vision
+                    tokenizer, task.render(prompt.payload), vision, rollout.prompt_date
                 ),
                 images=image_digests(prompt.payload),
                 seed=derive_seed(config.seed, "doctor", prompt.uid),

@@ -40,7 +40,7 @@ def limit_lengths(config: RunConfig, datasets: RunDatasets, model: Path) -> RunD
     limit = config.rollout.max_prompt_tokens
 
     def find_long(dataset: Dataset, options: Mapping[str, Any]) -> dict[str, int]:
-        lengths = _lengths(config.task.name, options, dataset, tokenizer, vision, limits)
+        lengths = _lengths(config, options, dataset, tokenizer, vision, limits)
         return {uid: length for uid, length in lengths.items() if length > limit}
 
     for name, held_out in datasets.test.items():
@@ -73,7 +73,7 @@ def limit_lengths(config: RunConfig, datasets: RunDatasets, model: Path) -> RunD
 
 
 def _lengths(
-    task_name: str,
+    config: RunConfig,
     options: Mapping[str, Any],
     dataset: Dataset,
     tokenizer: PreTrainedTokenizerBase,
@@ -81,13 +81,14 @@ def _lengths(
     limits: ModelLimits,
 ) -> dict[str, int]:
     """Returns the number of tokens of each prompt by its uid."""
+    task_name, day = config.task.name, config.rollout.prompt_date
     task = get_task(task_name, **options)
     lengths = {}
     for prompt in dataset.prompts:
         try:
             with task_errors(task_name, "render"):
                 messages = task.render(prompt.payload)
-            token_ids = tokenize_conversation(tokenizer, messages, vision)
+            token_ids = tokenize_conversation(tokenizer, messages, vision, day)
             limits.check_ids(token_ids)
         except BapoError as error:
             raise BapoError(f"prompt {prompt.uid} ({_excerpt(prompt.payload)}): {error}") from error

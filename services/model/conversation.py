@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from bapo_core.config.rollouts import DEFAULT_PROMPT_DATE
 from bapo_core.errors import BapoError
 from bapo_core.tasks import Message
 from services.common.errors import first_line
@@ -76,7 +77,7 @@ def tokenize_conversation(
     tokenizer: PreTrainedTokenizerBase,
     messages: list[Message],
     vision: VisionProcessor | None = None,
-    day: date | None = None,
+    day: date = DEFAULT_PROMPT_DATE,
 ) -> list[int]:
     """Returns the token ids of a conversation, up to where the response begins.
 
@@ -84,7 +85,7 @@ def tokenize_conversation(
     add to it: that of Qwen3 puts an empty <think></think> before it.
 
     vision: the processor of a model that reads images. day: the date that a template prints which
-    prints one; None is today.
+    prints one (`rollout.prompt_date`).
 
     Raises `BapoError` for images without a processor, and for a conversation that the template or
     the tokenizer cannot take.
@@ -97,8 +98,8 @@ def tokenize_conversation(
         raise BapoError("the prompts have images, but the model reads none; choose another model")
     if vision is not None:
         shown = [_in_parts(message) for message in shown]
-    template = _dated_template(tokenizer.chat_template, day)
     with _explain_refusals():
+        template = _dated_template(tokenizer.get_chat_template(), day)
         if images and vision is not None:
             rendered: Any = tokenizer.apply_chat_template(
                 shown, add_generation_prompt=True, tokenize=False, chat_template=template
@@ -120,13 +121,11 @@ def tokenize_conversation(
 _DATE_CALL = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>.*?)(?P=quote)\s*\)""")
 
 
-def _dated_template(template: Any, day: date | None) -> Any:
+def _dated_template(template: str, day: date) -> str:
     """Returns a chat template that prints `day` instead of today, where it prints a date.
 
     transformers gives templates no functions but its own, so the calls become the text of the date.
     """
-    if day is None or not isinstance(template, str):
-        return template
     return _DATE_CALL.sub(lambda call: f'"{day.strftime(call["format"])}"', template)
 
 

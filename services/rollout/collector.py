@@ -17,7 +17,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
-from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,14 +78,12 @@ class Collector:
         vision: VisionProcessor | None = None,
         *,
         follows: bool = False,
-        created: date | None = None,
     ) -> None:
         """store: holds the journal of unfinished responses.
 
         vision: the processor of a model that reads images.
 
-        follows: whether it adopts the next attempt when one begins. created: day on which the run
-        was created, which chat templates print unless `rollout.prompt_date` is set.
+        follows: whether it adopts the next attempt when one begins.
         """
         self._config, self._buffer, self._store, self._fleet = config, buffer, store, fleet
         self._follows = follows
@@ -97,8 +94,7 @@ class Collector:
             name: get_task(config.task.name, **options)
             for name, options in task_options(config).items()
         }
-        day = config.rollout.prompt_date or created
-        self._requests = RequestBuilder(config, tokenizer, vision, tasks, day)
+        self._requests = RequestBuilder(config, tokenizer, vision, tasks)
         self._delivery = Delivery(config, buffer, verifier, tokenizer, tasks, self._spans)
 
     async def collect(self, first_step: int) -> None:
@@ -488,7 +484,6 @@ def main() -> None:
             load_tokenizer(directory),
             load_processor(directory),
             follows=settings.attempt is None,
-            created=state.created_at.date(),
         )
 
     run_until_error(collect)

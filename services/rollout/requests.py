@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import date
 from typing import TYPE_CHECKING
 
 from bapo_core.config import RunConfig
@@ -37,15 +36,13 @@ class RequestBuilder:
         tokenizer: PreTrainedTokenizerBase,
         vision: VisionProcessor | None,
         tasks: Mapping[str | None, Task],
-        day: date | None,
     ) -> None:
         """vision: the processor of a model that reads images.
 
         tasks: the task of each evaluation set by its name; None for training prompts.
-        day: the day that chat templates print.
         """
         self._config, self._tokenizer, self._vision = config, tokenizer, vision
-        self._tasks, self._day = tasks, day
+        self._tasks = tasks
 
     def build(
         self, job: Job, prompts: wire.StepPrompts, weights: wire.StoredVersion
@@ -78,8 +75,11 @@ class RequestBuilder:
 
     def _tokenize(self, job: Job, prompt: wire.PromptItem) -> list[int]:
         messages = self._tasks[job.evaluation_set].render(prompt.payload)
-        token_ids = tokenize_conversation(self._tokenizer, messages, self._vision, self._day)
-        limit = self._config.rollout.max_prompt_tokens
+        rollout = self._config.rollout
+        token_ids = tokenize_conversation(
+            self._tokenizer, messages, self._vision, rollout.prompt_date
+        )
+        limit = rollout.max_prompt_tokens
         if len(token_ids) > limit:
             raise BapoError(
                 f"prompt {prompt.uid!r} has {len(token_ids)} tokens, more than "

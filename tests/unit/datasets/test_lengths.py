@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,23 @@ def test_training_prompts_that_are_too_long_are_refused_at_the_start(
     with pytest.raises(BapoError, match=message):
         limit_lengths(config_of(limit), without_held_out(datasets), small_model)
     assert limit_lengths(config_of(longest), datasets, small_model) == datasets
+
+
+def test_prompts_are_measured_with_the_date_that_they_will_have(
+    datasets: RunDatasets, lengths: dict[str, int], small_model: Path, tmp_path: Path
+) -> None:
+    """The date of the configuration, which is not today's, has two digits more or less here."""
+    model = tmp_path / "model"
+    shutil.copytree(small_model, model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    template = "{{ '12' if strftime_now('%d') == '26' }}" + tokenizer.get_chat_template()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(model)
+    longest = max(lengths.values())
+    other_day = config_of(longest, "rollout.prompt_date=2024-07-01")
+    assert limit_lengths(other_day, datasets, model) == datasets
+    with pytest.raises(BapoError, match=rf"the longest {longest + 2} "):
+        limit_lengths(config_of(longest), datasets, model)
 
 
 def test_a_mistake_in_rendering_names_the_prompt(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from services.model.conversation import load_tokenizer, tokenize_conversation
 from services.model.vision import load_processor
@@ -55,6 +56,19 @@ def test_a_template_that_prints_the_date_prints_the_given_day() -> None:
         for day in (date(2026, 11, 26), date(2026, 11, 26), date(2025, 1, 2))
     ]
     assert texts == ["2611+3+4", "2611+3+4", "0201+3+4"]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_without_a_given_day_the_date_is_fixed(named: bool) -> None:
+    """A tokenizer may have several templates by name, of which `default` renders conversations."""
+    template = "{{ strftime_now('%d%m') }}+{{ messages[0]['content'] }}"
+    tokenizer = tiny_vision.build_tokenizer()
+    tokenizer.chat_template = {"default": template} if named else template
+    day = RunConfig().rollout.prompt_date
+    token_ids = tokenize_conversation(tokenizer, [{"role": "user", "content": "3+4"}])
+    assert tokenizer.decode(token_ids) == f"{day:%d%m}+3+4"
+    stored = RunConfig.model_validate({"rollout": {"prompt_date": None}})
+    assert stored.rollout.prompt_date == day
 
 
 def test_the_template_may_stand_beside_the_tokenizer(tmp_path: Path) -> None:
