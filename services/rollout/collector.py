@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from services.rollout.api.wire import (
     GenerateRequest,
 )
 from services.rollout.delivery import Delivery, task_options
+from services.rollout.errors import PromptsFailed
 from services.rollout.fleet import Fleet
 from services.rollout.jobs import ActiveJob, Job, plan_jobs
 from services.rollout.journal import Journal, delete_journals
@@ -310,7 +311,11 @@ class Collector:
             generating.add_done_callback(lambda _: active.changed.set())
             try:
                 while missing:
-                    bundle = await active.next_delivery(generating)
+                    try:
+                        bundle = await active.next_delivery(generating)
+                    except PromptsFailed as error:
+                        uids = [prompts.prompts[index].uid for index in error.indices]
+                        raise BapoError(f"{_describe_prompts(uids)}: {error}") from error
                     indices = {group.index for group in bundle}
                     deliver = partial(
                         self._delivery.deliver, job, prompts, request, bundle, unfinished
@@ -410,6 +415,13 @@ class Collector:
             except ServiceError as error:
                 if error.status != 404:
                     raise
+
+
+def _describe_prompts(uids: Sequence[str]) -> str:
+    """Returns the first uids, and how many others there are, for people."""
+    named = ", ".join(map(repr, uids[:3]))
+    more = f" and {len(uids) - 3} more" if len(uids) > 3 else ""
+    return f"{'prompts' if len(uids) > 1 else 'prompt'} {named}{more}"
 
 
 def tokenizer_directory(path: str, settings: CollectorSettings) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from bapo_core.errors import BapoError, TransientError
 
 
@@ -27,6 +29,15 @@ class PromptRefused(BapoError):
 
 class ReplicaFailed(TransientError):
     """A replica did not finish a request. Another replica may."""
+
+
+class PromptsFailed(BapoError):
+    """Prompts of a request cannot be answered, however often they are asked for."""
+
+    def __init__(self, indices: Sequence[int], message: str) -> None:
+        """indices: places of the prompts in the request."""
+        super().__init__(message)
+        self.indices = list(indices)
 
 
 class EngineFailed(ReplicaFailed):

@@ -24,7 +24,7 @@ from services.rollout.api.wire import (
     GenerateRequest,
 )
 from services.rollout.client import ReplicaClient
-from services.rollout.errors import EngineFailed, ReplicaFailed
+from services.rollout.errors import EngineFailed, PromptsFailed, ReplicaFailed
 from services.rollout.unfinished import UnfinishedGroups
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,10 @@ PROMPTS_IN_FLIGHT = 128
 """Most prompts outstanding on one replica: enough to keep it busy, few enough to share the rest."""
 POLL_INTERVAL_S = 1.0
 FAILURES_TO_GIVE_UP = 3
-"""Times that engines may fail on a request in a row with the same error."""
+"""Times that engines may fail on prompts in a row with the same error."""
+ANY_FAILURES_TO_GIVE_UP = 6
+"""Times that engines may fail on prompts in a row with whatever errors: a message may name a
+replica's device or an address in its memory."""
 WARNING_INTERVAL_S = 10.0
 
 
@@ -111,7 +114,8 @@ class Fleet:
         indices: an engine that generates a request as a whole gives the same groups for the same
         request, but not for a part of it.
 
-        Waits while there is no replica. Raises `BapoError` for a prompt that an engine refuses.
+        Waits while there is no replica. Raises `PromptsFailed` for a prompt that an engine refuses,
+        and for prompts on which engines keep failing.
         """
         count = len(request.prompts)
         chunk_size = await self.wait_until_served(request) or count
@@ -145,11 +149,11 @@ class Fleet:
     ) -> None:
         """Generates the prompts with the indices `missing`, on as many replicas as it takes.
 
-        Raises `BapoError` when the engine fails on them `FAILURES_TO_GIVE_UP` times in a row with
-        the same error.
+        Raises `PromptsFailed` when engines fail on them again and again.
         """
-        failures: list[tuple[int, str]] = []
+        failures: list[str] = []
         while missing:
+            count = len(missing)
             replica = await self._reserve(request, len(missing))
             attempt = asyncio.create_task(
                 self._attempt(replica, request, missing, on_group, unfinished)
@@ -171,8 +175,8 @@ class Fleet:
             except ReplicaFailed as error:
                 replica.failed_at = time.monotonic()
                 if isinstance(error, EngineFailed):
-                    failures.append((len(missing), str(error)))
-                    _give_up_on(missing, failures[-FAILURES_TO_GIVE_UP:])
+                    failures = [*(failures if len(missing) == count else []), str(error)]
+                    _give_up_on(missing, failures)
                 unfinished.lost.update(missing)
                 log.warning(
                     "replica %s failed: %s; %d prompts are retried",
@@ -221,7 +225,10 @@ class Fleet:
                 if group.failed:
                     raise EngineFailed(group.failed)
                 if group.refused:
-                    raise BapoError(f"replica {replica.name} refuses a prompt: {group.refused}")
+                    raise PromptsFailed(
+                        [indices[group.index]],
+                        f"replica {replica.name} refuses a prompt: {group.refused}",
+                    )
                 if len(group.responses) != request.group_size:
                     raise ReplicaFailed(
                         f"sent {len(group.responses)} responses instead of {request.group_size}"
@@ -328,16 +335,18 @@ class Fleet:
                     request.cancel()
 
 
-def _give_up_on(missing: Sequence[int], failures: Sequence[tuple[int, str]]) -> None:
-    """Raises `BapoError` if the latest failures are as many as are given up on, and all the same.
+def _give_up_on(missing: Sequence[int], failures: Sequence[str]) -> None:
+    """Raises `PromptsFailed` if engines have failed on these prompts too often in a row.
 
-    failures: (number of prompts that were missing then, error).
+    failures: errors of the engines since one of them last answered a prompt.
     """
-    if len(failures) == FAILURES_TO_GIVE_UP and len(set(failures)) == 1:
-        raise BapoError(
-            f"the engine failed {len(failures)} times on the prompts {missing[0]} to {missing[-1]} "
-            f"of a request: {failures[0][1]}; the model cannot take these prompts, or its "
-            "directory is damaged"
+    latest = failures[-FAILURES_TO_GIVE_UP:]
+    is_same = len(latest) == FAILURES_TO_GIVE_UP and len(set(latest)) == 1
+    if is_same or len(failures) >= ANY_FAILURES_TO_GIVE_UP:
+        raise PromptsFailed(
+            missing,
+            f"the engine failed {len(failures)} times in a row: {failures[-1]}; the model cannot "
+            "take these prompts, or its directory is damaged",
         )
 
 

@@ -15,18 +15,20 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 import yaml
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from services.buffer.api.client import BufferClient
 from services.cli.main import main
 from services.common.objectstore import ObjectStore, ObjectStoreError, digest_of
 from services.stack.stack import Endpoints, find_or_start_stack, find_stack, running_stack
-from tests.conftest import EASY
+from tests.conftest import CHANCE, EASY
 from tests.e2e.test_run import TIMEOUT_S, configuration
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
@@ -212,6 +214,70 @@ def test_a_stale_file_of_a_stack_is_told_by_its_token(
     assert find_stack(own_home) is None
     state.write_text(json.dumps(stale | {"buffer_url": stack.buffer_url, "token": stack.token}))
     assert find_stack(own_home) is not None
+
+
+def test_a_request_that_can_only_fail_ends_the_run_with_prompts_and_reason(
+    environment: dict[str, str], stack: Endpoints, small_model: Path, tmp_path: Path
+) -> None:
+    """The model has fewer positions than a prompt with its response. It passes the check at the
+    start, because its configuration has a key of rotary embeddings, which have no last position."""
+    tokenizer = AutoTokenizer.from_pretrained(small_model)
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_positions=8,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        rope_theta=10_000,
+    )
+    model = tmp_path / "model"
+    GPT2LMHeadModel(config).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(configuration("hopeless", model)))
+    done = run_on_stack(environment, tmp_path, "run", "run.yaml")
+    assert done.returncode == 1
+    message = done.stderr.strip().splitlines()[-1]
+    assert re.search(
+        r"prompts? 'chance:\d+'.*: the engine failed 3 times in a row: IndexError: index out of "
+        r"range in self .*; the model cannot take these prompts",
+        message,
+    ), message
+    lines = (Path(environment["BAPO_HOME"]) / "logs/hopeless/collector.log").read_text()
+    times = [datetime.fromisoformat(json.loads(line)["time"]) for line in lines.splitlines()]
+    assert times[-1] - times[0] < timedelta(minutes=1)
+    client = BufferClient(stack.buffer_url, stack.token, run="hopeless")
+    assert client.run_state().status == "failed"
+
+
+def test_a_negative_reward_ends_a_run_that_divides_by_the_mean_reward(
+    environment: dict[str, str], stack: Endpoints, small_model: Path, tmp_path: Path
+) -> None:
+    sections = configuration("negative", small_model) | {"algorithm": "maxrl"}
+    sections["task"] = CHANCE | {"options": {"wrong": -1.0}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(sections))
+    done = run_on_stack(environment, tmp_path, "run", "run.yaml")
+    assert done.returncode == 1
+    message = done.stderr.strip().splitlines()[-1]
+    assert "collector failed (exit 1): a response got the reward -1, but advantage.esti" in message
+    client = BufferClient(stack.buffer_url, stack.token, run="negative")
+    assert client.run_state().status == "failed"
+    assert not client.steps(), "a step has trained backwards"
+
+
+def run_on_stack(
+    environment: dict[str, str], directory: Path, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command that uses the tests' stack."""
+    return subprocess.run(
+        [sys.executable, "-m", "services.cli", *arguments],
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
 
 
 def test_a_lost_buffer_service_ends_the_run_and_loses_nothing(

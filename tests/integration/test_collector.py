@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+import re
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -31,6 +32,7 @@ from services.rollout.api.wire import (
 )
 from services.rollout.collector import Collector
 from services.rollout.delivery import Delivery
+from services.rollout.errors import PromptsFailed
 from services.rollout.fleet import Fleet
 from services.rollout.jobs import ActiveJob, Job
 from services.rollout.unfinished import UnfinishedGroups
@@ -96,7 +98,8 @@ class RefusingFleet(ScriptedFleet):
     ) -> None:
         answered = sorted(indices)[: self.answers]
         await super().generate(request, on_group, indices=answered, unfinished=unfinished)
-        raise BapoError("replica r refuses a prompt: it is too long")
+        failed = sorted(indices)[self.answers :]
+        raise PromptsFailed(failed, "replica r refuses a prompt: it is too long")
 
 
 class SlowFleet(ScriptedFleet):
@@ -200,7 +203,9 @@ def test_groups_that_ended_before_an_error_are_delivered(stack: Endpoints) -> No
     driver = Driver(stack, small_config("refusing"))
     driver.client.publish_weights(1, "a" * 64)
 
-    with pytest.raises(BapoError, match="refuses a prompt"):
+    uids = [prompt.uid for prompt in driver.client.step_prompts(1).prompts[3:]]
+    named = f"prompts {', '.join(map(repr, uids[:3]))} and {len(uids) - 3} more: "
+    with pytest.raises(BapoError, match=f"^{re.escape(named)}replica r refuses a prompt"):
         asyncio.run(roll_out_first_step(make_collector(driver, RefusingFleet(answers=3))))
     assert len(driver.client.step_prompts(1).recorded) == 3
 

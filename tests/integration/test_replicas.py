@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
 import queue
 import secrets
@@ -50,7 +51,7 @@ from services.rollout.api.wire import (
     StartedResponse,
 )
 from services.rollout.driver import AcceptOffer
-from services.rollout.errors import EngineLost, ModelLoadError
+from services.rollout.errors import EngineLost, ModelLoadError, PromptsFailed
 from services.rollout.fleet import Fleet
 from services.rollout.offers import PendingOffer
 from services.rollout.replica import Replica
@@ -178,6 +179,8 @@ class FakeEngine:
             )
 
     def _fail(self) -> None:
+        if (error := self.faults.pop("raises_once", None)) is not None:
+            raise error
         if self.lost or self.answered == self.faults.get("dies_after", -1):
             self.lost = True
             self.faults.pop("dies_after", None)
@@ -914,6 +917,56 @@ def test_a_prompt_that_no_replica_can_answer_ends_the_run(testbed: Testbed) -> N
             await testbed.start("r", FakeEngine(refused="99 tokens are more than 64"))
             with pytest.raises(BapoError, match="replica r refuses a prompt: 99 tokens are more"):
                 await collect(fleet, request_for(stored))
+
+    run(work())
+
+
+@pytest.mark.parametrize(
+    ("replicas", "errors", "times"),
+    [(1, ["index 99 is out of range"], 3), (2, [f"bad address {n}" for n in range(9)], 6)],
+)
+def test_prompts_on_which_the_engines_keep_failing_end_the_run(
+    testbed: Testbed, replicas: int, errors: list[str], times: int
+) -> None:
+    """The other prompts of the request are answered. Errors may differ, as addresses do."""
+
+    class FailingEngine(FakeEngine):
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[GeneratedGroup]:
+            if request.prompts[0].seed == FAILS:
+                raise IndexError(next(raised))
+            async for group in super().generate(request):
+                yield group
+
+    FAILS, raised, answered = 7, itertools.cycle(errors), set()
+
+    async def work() -> None:
+        async with testbed.closing() as fleet:
+            stored = testbed.publish(1, "one")
+            set_target(testbed, 1)
+            for number in range(replicas):
+                await testbed.start(f"r{number}", FailingEngine())
+            async with asyncio.timeout(60):
+                await fleet.generate(
+                    request_for(stored),
+                    lambda group: answered.add(group.index),
+                    indices=range(12),
+                    unfinished=UnfinishedGroups(G),
+                )
+
+    reason = rf"the engine failed {times} times in a row: IndexError: {errors[0][:4]}.*; the model"
+    with pytest.raises(PromptsFailed, match=reason) as failure:
+        run(work())
+    assert failure.value.indices == [FAILS]
+    assert FAILS not in answered
+
+
+def test_an_engine_that_fails_once_is_asked_again(testbed: Testbed) -> None:
+    async def work() -> None:
+        async with testbed.closing() as fleet:
+            stored = testbed.publish(1, "one")
+            set_target(testbed, 1)
+            await testbed.start("r", FakeEngine(raises_once=IndexError("a race")))
+            await collect(fleet, request_for(stored))
 
     run(work())
 

@@ -27,6 +27,9 @@ class ChanceTask:
     name: ClassVar[str] = "chance"
     columns: ClassVar[Sequence[str]] = ("number", "chance")
 
+    wrong: float = 0.0
+    """Reward of a wrong response."""
+
     def uid(self, payload: Payload) -> str:
         return f"chance:{payload['number']}"
 
@@ -37,11 +40,11 @@ class ChanceTask:
     def verify(self, payload: Payload, response: str) -> Verdict:
         if hash_to_uniform(payload["number"], response) < payload["chance"]:
             return Verdict(1.0, VerdictStatus.OK, response)
-        return Verdict(0.0, VerdictStatus.WRONG_VALUE, response)
+        return Verdict(self.wrong, VerdictStatus.WRONG_VALUE, response)
 
     def demonstrate(self, payload: Payload) -> str:
         """Returns the first number that is a correct response."""
-        return next(str(n) for n in count() if self.verify(payload, str(n)).reward)
+        return next(str(n) for n in count() if self.verify(payload, str(n)).reward > 0)
 
     def parse_row(self, row: Mapping[str, Any]) -> Payload:
         return row
