@@ -1,9 +1,10 @@
 """What happened to a response on its way to a verdict, and what follows from it.
 
-An outcome is a fact that is stored beside the verdict. The rule is this: what the policy can cause
-by what it writes is a wrong answer; what it cannot cause is no answer, is asked again, and never
-enters an accuracy, an advantage or a difficulty. Otherwise a worker that the kernel kills for its
-neighbour's memory would teach the policy that a right answer is wrong.
+An outcome is a fact that is stored beside the verdict. A failure that a response can cause by its
+text counts as a wrong answer. A failure that it cannot cause is no answer: the response is sampled
+or scored again, and the failure enters no accuracy, advantage or difficulty. Otherwise, a worker
+that the kernel kills for the memory of another process would teach the policy that a right answer
+is wrong.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 OWN_LOSSES = 2
-"""Times that a response must end or hang a worker before it is blamed. The last time, it must be
-alone in the worker, so that no other response can be the cause."""
+"""Times that a response must end or hang a worker before it counts as the cause. The last time, it
+must be alone in the worker, so that no other response can be the cause."""
 KILLS = 6
-"""Times that a worker must be killed while it scores a response alone, before it is blamed: a
-response could make the reward function kill its own process, which looks the same."""
+"""Times that a worker must be killed while it scores a response alone, before the response counts
+as the cause: a reward function that kills its own process looks the same as a kill from outside."""
 UNBEGUN = 20
-"""Workers that may be lost before they begin a response, before the verifier gives up."""
+"""Workers that may be lost before they begin a response; the verifier gives up after the last."""
 
 
 class Outcome(StrEnum):
@@ -38,21 +39,21 @@ class Outcome(StrEnum):
 
 
 class Cause(StrEnum):
-    """How a worker was lost."""
+    """The way in which a worker was lost."""
 
     DEADLINE = "deadline"
-    """It was killed at the deadline of the response that it had begun."""
+    """The verifier killed it at the deadline of the response that it had begun."""
     ENDED = "ended"
-    """It ended by itself: by an exit, or by a signal of its own fault."""
+    """It ended by itself: by an exit, or by a signal such as SIGSEGV."""
     KILLED = "killed"
-    """It was killed by a signal that comes from outside, as the kernel does for lack of memory."""
+    """A signal from outside killed it, as the kernel sends for lack of memory."""
     UNBEGUN = "unbegun"
     """It was lost before it began the response."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A worker that was lost while a response was its next or present one."""
+    """The loss of a worker while a response was its present or its next one."""
 
     cause: Cause
     alone: bool
@@ -60,7 +61,7 @@ class Loss:
 
 
 def has_answer(outcome: Outcome) -> bool:
-    """Whether a response with this outcome counts, as its verdict or as a wrong answer."""
+    """Returns whether a response with this outcome counts, by its verdict or as a wrong answer."""
     return outcome not in (Outcome.VERIFIER_LOST, Outcome.ENGINE_LOST)
 
 

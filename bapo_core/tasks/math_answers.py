@@ -28,35 +28,36 @@ from bapo_core.tasks.math_reader import Unreadable, has_ambiguous_slash, read_ex
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """An expression, which may be a number."""
+    """An answer that is one expression, which may be a number."""
 
     expression: Any
     """SymPy expression, in which decimals are exact rational numbers."""
     loose: Any = None
-    """The expression if `1/2x` is (1/2)x; None where that is no question."""
+    """The expression if `1/2x` means (1/2)x; None if both readings are the same."""
     unit: str = ""
     unit_exponents: tuple[str, ...] = ()
     """The exponents that are written in the unit."""
     decimal_places: int | None = None
-    """For a decimal numeral: the number of its decimal places."""
+    """The number of decimal places of a decimal numeral; None for other expressions."""
     base: str = ""
     """The base of a numeral such as 1011_2, as it is written."""
 
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """Several answers: a list without brackets (`opening` is ""), a set, a tuple or an interval."""
+    """An answer of several parts: a list without brackets (`opening` is ""), a set, a tuple or an
+    interval."""
 
     opening: str
     closing: str
     items: tuple[Answer, ...]
     ambiguous: bool = False
-    """Whether it is the list of a text that is more likely a number: 100,200."""
+    """Whether the text is more likely a number than a list, as `100,200` is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A matrix, a determinant or cases."""
+    """An answer that is a matrix, a determinant or cases."""
 
     kind: str
     rows: tuple[tuple[Answer, ...], ...]
@@ -64,7 +65,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Answers that are joined by one operator: `\\cup`, `\\cap`, `\\setminus` or `:`."""
+    """An answer of parts that one operator joins: `\\cup`, `\\cap`, `\\setminus` or `:`."""
 
     operator: str
     items: tuple[Answer, ...]
@@ -72,7 +73,10 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """A chain of equations or inequalities; operator n stands between the sides n and n + 1."""
+    """An answer that is a chain of equations or inequalities.
+
+    Operator n stands between the sides n and n + 1.
+    """
 
     operators: tuple[str, ...]
     sides: tuple[Answer, ...]
@@ -82,7 +86,7 @@ class Relation:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """A text that is no mathematics, without blanks and marks."""
+    """An answer that is no mathematics, whose text is stored without blanks and marks."""
 
     text: str
 
@@ -343,11 +347,11 @@ def _read_list(parts: Sequence[Sequence[str]]) -> Items:
     first, *others = parts
     sides, operators = _split(first, _RELATIONS)
     if operators == ["="] and not any(_split(part, _RELATIONS)[1] for part in others):
-        first = sides[1]  # x = 1, 2
+        first = sides[1]  # This is the 1 of `x = 1, 2`.
     items: list[Answer] = []
     for part in (first, *others):
         answer = _read(part)
-        # x = \pm 1, 3
+        # A part may be a list itself, as in `x = \pm 1, 3`.
         items.extend(answer.items if _is_plain_list(answer) else (answer,))  # type: ignore[union-attr]
     return Items("", "", tuple(items))
 
@@ -361,7 +365,7 @@ def _read_relation(
 ) -> Answer:
     sides = [trim(side) for side in sides]
     if not all(sides):
-        # `= 5` is 5; anything else without a side is no relation
+        # `= 5` means 5. Anything else that lacks a side is no relation.
         if operators[0] in EQUATION and not sides[0] and len(sides) == 2 and sides[1]:
             return _read(sides[1])
         return Words(characters(tokens))
@@ -392,7 +396,9 @@ def _read_grid(tokens: Sequence[str]) -> Grid | None:
         return None
     content = body[close + 1 : stop]
     if kind == "array" and content[:1] == ["{"]:
-        content = content[(matching(content, 0) or 0) + 1 :]  # without the alignment
+        content = content[
+            (matching(content, 0) or 0) + 1 :
+        ]  # The alignment of the columns is left out.
     if kind in _MATRICES:
         kind = "vmatrix" if bar else "matrix"
     return Grid(kind, tuple(_read_rows(content, _multiplier(factor))))
@@ -408,7 +414,7 @@ def _read_rows(content: Sequence[str], multiplier: Sequence[str]) -> Iterator[tu
     for number, row in enumerate(_split(content, {r"\\"})[0]):
         cells = [token for token in row if token != r"\hline"]
         if number and cells[:1] == ["["] and "]" in cells and cells[-1] != "]":
-            cells = cells[cells.index("]") + 1 :]  # \\[2ex], the distance between rows
+            cells = cells[cells.index("]") + 1 :]  # `[2ex]` is the distance between rows.
         if trim(cells):
             yield tuple(_times(multiplier, cell) for cell in _split(cells, {"&"})[0])
 
@@ -435,7 +441,7 @@ def _read_brackets(tokens: Sequence[str]) -> Answer | None:
         and ("|" in content or ":" in content)
         and (len(_split(content, {"|", ":"})[0]) == 2)
     ):
-        return Words(characters(tokens))  # {x : x > 0}
+        return Words(characters(tokens))  # `{x : x > 0}` is compared as text.
     parts = [part for part in map(trim, _split(content, {",", ";"})[0]) if part]
     if len(parts) == 1 and opening != r"\{":
         return _read(content) if (opening, closing) in (("(", ")"), ("[", "]")) else None
@@ -458,7 +464,7 @@ def _closing_position(tokens: Sequence[str]) -> int | None:
 def _read_value(tokens: Sequence[str]) -> Answer:
     plain = characters(tokens)
     if len(plain) > 2 and plain.isalpha() and plain.isascii() and plain.isupper():
-        return Words(plain)  # the vertices of a figure, not a product
+        return Words(plain)  # These are the vertices of a figure and no product.
     based = _BASED.fullmatch(characters(tokens, braces=True))
     if based is not None:
         return Value(_digits(based[1]), base=based[2])
@@ -475,14 +481,14 @@ def _read_value(tokens: Sequence[str]) -> Answer:
         except Unreadable:
             continue
         except (ArithmeticError, TypeError, ValueError, AttributeError, NotImplementedError):
-            continue  # SymPy refuses the value, as in \log_1 2
+            continue  # SymPy refuses some values, such as \log_1 2.
         exponents = _exponents(tokens[len(number) :]) if unit else ()
         return Value(expression, loose, unit, exponents, _decimal_places(number))
     return Words(plain if any(map(str.isdigit, plain)) or "\\" in plain else plain.casefold())
 
 
 def _is_prose(tokens: Sequence[str]) -> bool:
-    """Whether two words of two letters or more stand side by side, as in "The answer is 42"."""
+    """Returns whether two words of two letters or more are neighbours: "The answer is 42"."""
     words = 0
     for run in "".join(t if len(t) == 1 else "\\" for t in tokens).split(BLANK):
         words = words + 1 if len(run) > 1 and run.isalpha() else 0
@@ -492,7 +498,7 @@ def _is_prose(tokens: Sequence[str]) -> bool:
 
 
 def _is_angle(tokens: Sequence[str]) -> bool:
-    """Whether degrees stand in the argument of a function, where they are no unit."""
+    """Returns whether degrees stand in the argument of a function, where they are no unit."""
     return not _TRIGONOMETRIC.isdisjoint(tokens)
 
 

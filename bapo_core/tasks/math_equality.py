@@ -34,7 +34,8 @@ DIGITS = 60
 TOLERANCE = mpmath.mpf(10) ** -40
 """Largest relative difference of equal values."""
 PLACES = 6
-"""Decimal places to which a decimal may stand for a value that is no decimal; below 1, digits."""
+"""Decimal places to which a decimal may stand for a value that no decimal has. For a value below 1,
+they are significant digits."""
 _EXACT_PLACES = 12
 POINTS = 4
 """Points at which two expressions with symbols are compared."""
@@ -47,11 +48,11 @@ _CONTEXT.dps = DIGITS
 
 
 class NoValue(ArithmeticError):
-    """An expression has no finite value."""
+    """Raised for an expression that has no finite value."""
 
 
 def equals(gold: Answer, answer: Answer, ordered: bool = False) -> bool:
-    """Whether an answer equals the reference answer `gold`.
+    """Returns whether an answer equals the reference answer `gold`.
 
     ordered: whether the order of a list without brackets matters.
     """
@@ -98,7 +99,7 @@ def _equal_items(gold: Items, answer: Items, ordered: bool) -> bool:
         return False
     if gold.ambiguous or answer.ambiguous:
         if gold.ambiguous and answer.ambiguous:
-            return False  # two numbers, which have been compared as numbers
+            return False  # The two have been compared as numbers.
         in_order = True
     if in_order:
         return len(gold.items) == len(answer.items) and all(
@@ -116,7 +117,7 @@ def _has_relation(*answers: Items) -> bool:
 
 
 def _same_members(gold: Sequence[Answer], answer: Sequence[Answer], ordered: bool = False) -> bool:
-    """Whether the elements are equal in some order; an answer may repeat an element."""
+    """Returns whether the elements are equal in some order; an answer may repeat an element."""
     left = list(answer)
     for element in gold:
         match = next(
@@ -134,7 +135,7 @@ def _same_members(gold: Sequence[Answer], answer: Sequence[Answer], ordered: boo
 
 
 def _equal_elements(gold: Answer, answer: Answer, ordered: bool) -> bool:
-    """Whether two elements are equal; x = 2 is not y = 2 where each names one of several."""
+    """Returns whether two elements of a list are equal; there, x = 2 does not equal y = 2."""
     if (
         isinstance(gold, Relation)
         and isinstance(answer, Relation)
@@ -179,7 +180,7 @@ Interval = tuple[Value, Value, bool, bool]
 
 
 def _is_name(answer: Answer) -> bool:
-    """Whether an answer is a name alone: x, or f(x) and f(x, y)."""
+    """Returns whether an answer is a name alone: x, or f(x) and f(x, y)."""
     if isinstance(answer, Words):
         return answer.text.isalpha()
     if not isinstance(answer, Value):
@@ -190,7 +191,7 @@ def _is_name(answer: Answer) -> bool:
 
 
 def _contradicts(relation: Relation) -> bool:
-    """Whether a chain equates two numbers that differ, as 7 = 42 and 7 = x = 42 do."""
+    """Returns whether a chain equates two numbers that differ, as 7 = 42 and 7 = x = 42 do."""
     if set(relation.operators) != {"="}:
         return False
     numbers = [
@@ -237,7 +238,7 @@ def _equal_equations(gold: Relation, answer: Relation, ordered: bool) -> bool:
         if equals(left, first, ordered) and equals(right, second, ordered):
             return True
     if _is_name(left) and _is_name(answer.sides[0]) and gold.names[0] != answer.names[0]:
-        # f(x) = 2x for y = 2x, and a = 5 for x = 5, but not y = 2x for x = 2x
+        # f(x) = 2x is accepted for y = 2x, and a = 5 for x = 5, but y = 2x not for x = 2x.
         calls = [_CALL.fullmatch(relation.names[0]) for relation in (gold, answer)]
         letter = calls[1][1] if calls[1] else answer.names[0]
         if Symbol(letter) not in _symbols(right) and (any(calls) or not _symbols(right)):
@@ -391,7 +392,7 @@ def _equal_digits(gold: Value, answer: Value) -> bool:
 
 
 def _rounds_to(gold: Value, answer: Value, one: Any, other: Any) -> bool:
-    """Whether one of two constants is a decimal numeral that rounds the other."""
+    """Returns whether one of two constants is a decimal numeral that rounds the other."""
     places = gold.decimal_places, answer.decimal_places
     if places == (None, None) or one.free_symbols or other.free_symbols:
         return False
@@ -403,7 +404,7 @@ def _rounds_to(gold: Value, answer: Value, one: Any, other: Any) -> bool:
         )
     exact, decimal = (one, other) if places[0] is None else (other, one)
     if exact.is_Rational and Integer(10) ** _EXACT_PLACES % exact.q == 0:
-        return False  # a decimal can be exact
+        return False  # A decimal can be exact, so it must be.
     try:
         size, value = evaluate(exact, {}), evaluate(decimal, {})
     except NoValue:
@@ -415,7 +416,7 @@ def _rounds_to(gold: Value, answer: Value, one: Any, other: Any) -> bool:
 
 
 def equal_expressions(one: Any, other: Any) -> bool:
-    """Whether two SymPy expressions have the same value, wherever both have one."""
+    """Returns whether two SymPy expressions have the same value, wherever both have one."""
     if one.is_Rational and other.is_Rational:
         return bool(one == other)
     if one.has(*_SYMPY_ONLY) or other.has(*_SYMPY_ONLY):
@@ -430,7 +431,7 @@ def equal_expressions(one: Any, other: Any) -> bool:
 
 
 def _equal_functions(one: Any, other: Any) -> bool:
-    """Whether two expressions with symbols agree at random points."""
+    """Returns whether two expressions with symbols agree at random points."""
     symbols = sorted(one.free_symbols | other.free_symbols, key=str)
     values = islice(_samples((one, other), symbols), POINTS)
     agreed = 0
@@ -460,7 +461,7 @@ def _equal_constants(one: Any, other: Any) -> bool:
 
 
 def _is_undefined(expression: Any) -> bool:
-    """Whether a constant has no value, rather than one that is too large to be computed."""
+    """Returns whether a constant has no value, rather than one that is too large to be computed."""
     return bool(expression.has(sympy.zoo, sympy.nan)) or expression.is_finite is False
 
 
@@ -481,7 +482,7 @@ def _samples(expressions: Sequence[Any], symbols: Sequence[Any]) -> Iterator[tup
     """Yields the values of expressions at random points at which all are real and finite."""
     rng = random.Random(0)
     for attempt in range(_TRIES):
-        # Positive points first: half of the even ones would leave the reals in \sqrt{x}.
+        # Every second point is positive: at others, \sqrt{x} leaves the reals.
         signs = [1 if attempt % 2 == 0 else rng.choice((-1, 1)) for _ in symbols]
         point = {
             symbol: _CONTEXT.mpf(sign * rng.randint(1, 9_999)) / rng.choice((997, 1_009, 9_973))
@@ -497,7 +498,7 @@ def _samples(expressions: Sequence[Any], symbols: Sequence[Any]) -> Iterator[tup
 
 
 def _proportional(one: Any, other: Any) -> bool:
-    """Whether two expressions differ by a constant factor that is not 0."""
+    """Returns whether two expressions differ by a constant factor that is not 0."""
     symbols = sorted(one.free_symbols | other.free_symbols, key=str)
     if one.free_symbols != other.free_symbols or not symbols:
         return False

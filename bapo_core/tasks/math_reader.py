@@ -1,8 +1,9 @@
 r"""Reads the tokens of one mathematical expression as a SymPy expression.
 
-latex2sympy, which Math-Verify reads with, takes `2 3` for 5, `I_0` for the imaginary unit, `x'` and
-`X` for x, and `\gamma(x)` for a function, and takes 1 to 90 ms. So it reads only what this module
-does not: integrals, sums, products and limits. Every expression is read as a whole or not at all.
+latex2sympy, the parser of Math-Verify, takes `2 3` for 5, `I_0` for the imaginary unit, `x'` and
+`X` for x, and `\gamma(x)` for a function, and takes 1 to 90 ms. So it reads only integrals, sums,
+products and limits, which this module does not read. Every expression is read as a whole or not at
+all.
 Decimals are exact rational numbers.
 """
 
@@ -173,7 +174,7 @@ _STOPS = frozenset(
 
 
 class Unreadable(ValueError):
-    """The tokens are no expression that has one meaning."""
+    """Raised for tokens that are no expression, or an expression of several meanings."""
 
 
 def read_expression(tokens: Sequence[str], *, loose_slash: bool = False) -> Any:
@@ -199,7 +200,7 @@ def read_expression(tokens: Sequence[str], *, loose_slash: bool = False) -> Any:
 
 
 def has_ambiguous_slash(tokens: Sequence[str]) -> bool:
-    """Whether a factor without a sign of multiplication follows a slash, as in `1/2x`."""
+    """Returns whether a factor without a sign of multiplication follows a slash, as in `1/2x`."""
     reader = _Reader(tokens, False)
     try:
         reader.sum()
@@ -231,7 +232,7 @@ def _read_by_latex2sympy(tokens: Sequence[str]) -> Any:
 
 
 class _Reader:
-    """A parser by recursive descent; each method reads one rule of the grammar."""
+    """Parses tokens by recursive descent; each method reads one rule of the grammar."""
 
     def __init__(self, tokens: Sequence[str], loose_slash: bool) -> None:
         self.tokens = tokens
@@ -365,7 +366,7 @@ class _Reader:
         return product
 
     def _is_numeral(self, begin: int) -> bool:
-        """Whether the tokens from `begin` to here are a numeral alone."""
+        """Returns whether the tokens from `begin` to here are a numeral alone."""
         return all(
             token.isdigit() or token in (".", BLANK, r"\!")
             for token in self.tokens[begin : self.position]
@@ -452,11 +453,11 @@ class _Reader:
 
     def exponent(self) -> Any:
         self.skip_blanks()
-        if self.peek() == "-":  # 10^-3, which TeX would print as a minus sign alone
+        if self.peek() == "-":  # TeX would print 10^-3 with the minus sign alone raised.
             self.position += 1
             return -self.exponent()
         if self.peek().isdigit():
-            # 2^10 as people write it, and TeX's 2^1 0; the first is what is meant.
+            # TeX reads 2^10 as 2^1 0, but people mean the number 10.
             numeral = self._digits()
             value: Any = Integer(numeral)
         elif self.peek() == "(":
@@ -569,7 +570,7 @@ class _Reader:
         while self._begins_factor() and self.peek() not in (*_FUNCTIONS, "(", "["):
             argument = argument * self.factor()
         self.skip_blanks()
-        if self.peek() == "/":  # \cos \pi/3 is cos(pi/3)
+        if self.peek() == "/":  # \cos \pi/3 means cos(pi/3).
             self.position += 1
             argument = argument / self.factor()
         return argument
@@ -688,7 +689,7 @@ _RULES: dict[str, Callable[[_Reader], Any]] = {
     **{token: partial(_read_function, token) for token in _FUNCTIONS},
     **{token: partial(_read_many, function) for token, function in _MANY.items()},
 }
-"""How an operand is read that begins with a token; other tokens are symbols or groups."""
+"""The method that reads an operand, by its first token; other tokens begin symbols or groups."""
 
 
 def _text_letter(token: str) -> str | None:

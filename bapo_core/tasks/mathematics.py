@@ -250,7 +250,7 @@ def _depth(text: str) -> int:
 
 
 def has_same_characters(tokens: Sequence[str], reference: str) -> bool:
-    """Whether an answer's normalised tokens have the characters of a reference answer."""
+    """Returns whether an answer's normalised tokens have the characters of a reference answer."""
     text, gold = characters(tokens), _gold_characters(reference)
     is_word = len(text) > 2 or (len(text) == 2 and TEXT in reference)
     if is_word and text.isalpha() and text.casefold() == gold.casefold():
