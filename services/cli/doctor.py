@@ -1,8 +1,8 @@
 """Measures how far the log-probs of the rollout engine and of the trainer differ.
 
 Generates with the engine of a configuration, scores the same tokens with the trainer's code, and
-compares. A difference biases every importance ratio of a run: that of another dtype or kernel a
-little, that of another temperature, a truncated distribution or stale weights a lot.
+compares. A difference biases every importance ratio of a run. A different dtype or kernel shifts
+log-probs slightly; a wrong temperature, truncation or stale weights shifts them a lot.
 """
 
 from __future__ import annotations
