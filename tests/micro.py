@@ -106,7 +106,7 @@ def micro_config(**changes: Any) -> Qwen3Config:
     return Qwen3Config(**(options | changes))
 
 
-OTHER_VISION_MODELS = ("vipllava", "idefics2")
+OTHER_VISION_MODELS = ("llava", "llava_next", "vipllava", "idefics2")
 """Models that read images and are not of `ARCHITECTURES`."""
 
 VISION_MODELS = (*ARCHITECTURES, "pixtral", *OTHER_VISION_MODELS)
@@ -137,7 +137,7 @@ def save_micro_vision_model(
 
     head_size: dimension of an attention head; vLLM on CPUs takes multiples of 32 alone.
     """
-    if architecture in OTHER_VISION_MODELS:
+    if architecture in ("vipllava", "idefics2"):
         return _save_micro_model_of_another_type(directory, architecture, seed)
     if architecture not in ON_A_GRID:
         return _save_micro_model_of_tiles(directory, architecture, seed, head_size)

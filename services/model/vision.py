@@ -42,13 +42,10 @@ ON_A_GRID = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
     *("glm4v", "glm46v"),
 )
-OF_TILES = ("llava", "internvl", "idefics3", "smolvlm", "gemma3")
-OF_SIZES = ("llava_next", "mistral3", "gemma4")
+OF_TILES = ("internvl", "idefics3", "smolvlm", "gemma3")
+OF_SIZES = ("mistral3", "gemma4")
 ARCHITECTURES = (*ON_A_GRID, *OF_TILES, *OF_SIZES)
-"""Types of the models that read images, as `model_type` in config.json.
-
-A LLaVA with the vision tower of Pixtral is of the form `OF_SIZES`.
-"""
+"""Types of the models with rules of their own, as `model_type` in config.json (`has_rules`)."""
 
 WITH_VLLM = (
     *("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
@@ -84,11 +81,11 @@ class Pixels:
     """The images of one or of several prompts, in the form that a model takes them."""
 
     arguments: Mapping[str, Tensor]
-    """Arguments of the model by their names. Those of `ARCHITECTURES` are:
+    """Arguments of the model by their names. A model with rules (`has_rules`) takes:
 
     - `pixel_values`: float32; the patches of all images, in order, as (patches, channels x pixels
       of a patch); the tiles of all images, as (tiles, channels, height, width); or padded images,
-      as (images, channels, height, width) or (images, tiles, channels, height, width).
+      as (images, channels, height, width).
     - `image_grid_thw`: (images, 3) int64; patches of each image in time, height and width, of
       images on a grid.
     - `image_sizes`: (images, 2) int64; height and width of each image, of padded images.
@@ -182,7 +179,7 @@ class VisionProcessor:
         config: Any = AutoConfig.from_pretrained(directory)
         tokenizer: Any = AutoTokenizer.from_pretrained(directory)
         image_token: str = tokenizer.convert_ids_to_tokens(int(config.image_token_id))
-        if config.model_type not in ARCHITECTURES:
+        if not has_rules(config):
             whole = WholeProcessor.load(directory, config, processor, tokenizer)
             return cls(
                 whole.placeholder,
@@ -244,9 +241,19 @@ def _compute_pixels(
         for name in ("image_grid_thw", "image_sizes", "image_position_ids")
         if name in prepared
     }
-    if values.ndim == 5 and "image_sizes" not in prepared:  # of one text
+    if values.ndim == 5:  # of one text
         values = values.flatten(0, 1)
     return Pixels({"pixel_values": values, **arguments})
+
+
+def has_rules(config: Any) -> bool:
+    """Returns whether a model that reads images is prepared by this module's rules.
+
+    Besides `ARCHITECTURES`, these are LLaVA models with the vision tower of Pixtral.
+    """
+    if config.model_type == "llava":
+        return _has_pixtral_tower(config)
+    return config.model_type in ARCHITECTURES
 
 
 def _has_pixtral_tower(config: Any) -> bool:
@@ -305,29 +312,8 @@ def _expansion(
         return _patches_in_proportion(config, image_processor, tokenizer, image)
     if config.model_type == "gemma3":
         return _whole_image(config, directory, image_processor, tokenizer, image)
-    if _has_pixtral_tower(config):
-        merged = config.model_type == "mistral3"
-        return _rows_of_patches(directory, image_processor, tokenizer, image, options, merged)
-    vision, strategy = config.vision_config, config.vision_feature_select_strategy
-    # The class token, which the strategy `default` drops.
-    additional = int(vision.model_type == "clip_vision_model")
-    dropped = int(strategy == "default")
-    if config.model_type == "llava_next":
-        from transformers import LlavaNextProcessor
-
-        processor_class: Any = LlavaNextProcessor
-        count = processor_class(
-            image_processor,
-            tokenizer,
-            patch_size=vision.patch_size,
-            vision_feature_select_strategy=strategy,
-            image_token=image,
-            num_additional_image_tokens=additional,
-        )._get_number_of_features
-        side = vision.image_size
-        return lambda height, width: image * (count(height, width, side, side) - dropped)
-    outputs = (vision.image_size // vision.patch_size) ** 2 + additional - dropped
-    return lambda *_: image * outputs
+    merged = config.model_type == "mistral3"
+    return _rows_of_patches(directory, image_processor, tokenizer, image, options, merged)
 
 
 def _tiles_in_rows(
@@ -554,12 +540,12 @@ def number_images(model: Any, tokens: Tensor) -> Tensor | None:
 def token_types(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     """Returns the arguments that tell a model which of `tokens` (N, L) belong to images.
 
-    They are empty for models that take none, and for those of `ARCHITECTURES` that need none.
+    They are empty for models that take none, and for models with rules that need none.
     """
     model_type = model.config.model_type
     if not _is_image_text_type(model_type):
         return {}
-    if model_type in ARCHITECTURES and number_images(model, tokens) is None:
+    if has_rules(model.config) and number_images(model, tokens) is None:
         return {}
     accepted = signature(model.base_model.forward).parameters
     is_image = (tokens == model.config.image_token_id).long()

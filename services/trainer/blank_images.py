@@ -6,7 +6,6 @@ computes the vision tower with a blank one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,7 @@ _BLANK_SIZE = (224, 224)
 
 @dataclass(frozen=True)
 class BlankPrompt:
-    """A black image alone, for a model whose type is not one of `vision.ARCHITECTURES`."""
+    """A black image alone, for a model that `vision` has no rules for."""
 
     tokens: Tensor
     """(T,)"""
@@ -33,7 +32,7 @@ class BlankPrompt:
 
     @classmethod
     def of(cls, directory: Path) -> BlankPrompt:
-        """Returns that of the model in `directory`."""
+        """Returns the blank prompt of the model in `directory`."""
         text, pixels = VisionProcessor.load(directory).blank_image(*_BLANK_SIZE)
         return cls(
             torch.tensor(load_tokenizer(directory).encode(text, add_special_tokens=False)), pixels
@@ -74,8 +73,7 @@ def blank_image(config: Any) -> Pixels:
     """
     if hasattr(config.vision_config, "spatial_merge_size"):
         return _on_a_grid(config)
-    by_model = _BY_MODEL.get(config.model_type)
-    return (by_model or _BY_TOWER.get(config.vision_config.model_type, _tile))(config)
+    return _BY_TOWER.get(config.vision_config.model_type, _tile)(config)
 
 
 def _on_a_grid(config: Any) -> Pixels:
@@ -113,15 +111,5 @@ def _tile(config: Any) -> Pixels:
     return Pixels({"pixel_values": torch.ones(1, vision.num_channels, height, width)})
 
 
-def _llava_next(config: Any) -> Pixels:
-    size = config.vision_config.image_size
-    tile = _tile(config).arguments["pixel_values"]
-    resolution = min(config.image_grid_pinpoints, key=math.prod)
-    tiles = 1 + math.prod(resolution) // size**2  # the first one shows the whole image
-    values = tile.expand(tiles, -1, -1, -1)[None]
-    return Pixels({"pixel_values": values, "image_sizes": torch.tensor([resolution])})
-
-
-_BY_MODEL: dict[str, Callable[[Any], Pixels]] = {"llava_next": _llava_next}
 _BY_TOWER: dict[str, Callable[[Any], Pixels]] = {"gemma4_vision": _gemma4, "pixtral": _pixtral}
-"""What builds a blank image, by the type of the model and by the type of its vision tower."""
+"""What builds a blank image, by the type of the vision tower."""

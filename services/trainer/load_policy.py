@@ -14,7 +14,7 @@ from bapo_core.errors import BapoError
 from services.common.errors import first_line
 from services.common.logs import hide_progress_bars
 from services.model.layers import has_recurrent_layers
-from services.model.vision import ARCHITECTURES, reads_images, vision_tower
+from services.model.vision import has_rules, reads_images, vision_tower
 from services.trainer import attention
 from services.trainer.blank_images import BlankPrompt, blank_prompt
 from services.trainer.families import base_model_of, is_packable
@@ -74,7 +74,7 @@ def freeze_vision(model: Any) -> None:
 
 
 def _make_policy(model: Any, directory: Path) -> Policy:
-    if reads_images(directory) and model.config.model_type not in ARCHITECTURES:
+    if reads_images(directory) and not has_rules(model.config):
         model.blank_prompt = BlankPrompt.of(directory)
     return Policy(model).eval()
 
@@ -91,7 +91,7 @@ def _attention(auto: Any, config: Any) -> str | dict[str, str] | None:
     packable = is_packable(auto._model_mapping.get(type(config), None), config)
     if auto is not AutoModelForImageTextToText:
         return attention.IMPLEMENTATION if packable else None
-    if config.model_type not in ARCHITECTURES or not packable:
+    if not has_rules(config) or not packable:
         return "sdpa"
     return {"text_config": attention.IMPLEMENTATION, "vision_config": "sdpa"}
 

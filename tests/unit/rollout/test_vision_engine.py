@@ -214,7 +214,7 @@ def test_the_tokens_of_a_row_of_patches_end_with_a_mark(architecture: str, tmp_p
         assert vision.expand(f"A{PLACEHOLDER}b", [reference]) == f"A{expected}b"
 
 
-@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "pixtral"])
+@pytest.mark.parametrize("architecture", [*ARCHITECTURES, "llava", "llava_next", "pixtral"])
 def test_images_that_are_joined_are_those_of_one_call(architecture: str, tmp_path: Path) -> None:
     vision = VisionProcessor.load(save_micro_vision_model(tmp_path, architecture))
     files = list(IMAGES.values())
