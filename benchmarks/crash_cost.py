@@ -110,13 +110,15 @@ def configuration(name: str, scenario: Scenario) -> RunConfig:
             "model": {"path": str(TINY_MODEL)},
             "task": {"name": "chance", "train_prompts": 512, "test_prompts": 16},
             "rollout": {
-                "engine": "vllm",
+                "engine": {
+                    "kind": "vllm",
+                    "journal_interval_s": scenario.journal_interval_s,
+                },
                 "prompts_per_step": scenario.prompts,
                 "group_size": 4,
                 "max_prompt_tokens": 32,
                 "max_response_tokens": scenario.tokens + 10,
                 "replicas": len(REPLICAS),
-                "journal_interval_s": scenario.journal_interval_s,
             },
             "sync": {"every": EVERY, "reevaluate_every": EVERY},
             "reevaluate": {"c1": 0.25},

@@ -122,9 +122,8 @@ def config(name: str, replicas: int, sync_every: int, workload: Workload) -> Run
             "reevaluate": {"enabled": False},
             "optimizer": {"minibatch_prompts": workload.prompts},
             "rollout": {
-                "engine": "vllm",
+                "engine": {"kind": "vllm", "args": list(workload.vllm_args)},
                 "replicas": replicas,
-                "vllm_args": list(workload.vllm_args),
                 "prompts_per_step": workload.prompts,
                 "group_size": workload.group,
                 "max_prompt_tokens": 32,
@@ -225,7 +224,8 @@ def running(
 async def collected(run: Run, steps: range, *, journal_interval_s: float | None = None) -> float:
     """Returns the tokens per second of the real collector."""
     journal = {"journal_interval_s": journal_interval_s}
-    rollout = run.config.rollout.model_copy(update=journal)
+    engine = run.config.rollout.engine.model_copy(update=journal)
+    rollout = run.config.rollout.model_copy(update={"engine": engine})
     collector = Collector(
         run.config.model_copy(update={"rollout": rollout}),
         run.client,

@@ -27,12 +27,11 @@ COUNTDOWN: dict[str, Any] = {
         "test_prompts": 200,
     },
     "rollout": {
-        "engine": "vllm",
+        "engine": {"kind": "vllm", "args": ["--enforce-eager", "--max-num-seqs", "256"]},
         "prompts_per_step": 64,
         "group_size": 8,
         "max_prompt_tokens": 32,
         "max_response_tokens": 32,
-        "vllm_args": ["--enforce-eager", "--max-num-seqs", "256"],
     },
     "optimizer": {"learning_rate": 1e-4, "minibatch_prompts": 16, "microbatch_tokens": 2048},
     "evaluation": {"every": 20},

@@ -234,7 +234,7 @@ def _check(package: Path, parameters: Mapping[str, Any]) -> None:
     check_imports(_IMPORTED.findall(package.read_text()), parameters)
     if "stored_config" in parameters:
         return  # the step reads it from the services
-    engine = config_of(parameters).rollout.engine
+    engine = config_of(parameters).rollout.engine.kind
     if engine != "vllm":
         raise BapoError(
             f"rollout.engine is {engine!r}, and the chart's rollouts are vLLM; add "

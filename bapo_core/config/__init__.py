@@ -60,6 +60,8 @@ from bapo_core.config.rollouts import (
     RolloutConfig,
     SyncConfig,
     TaskConfig,
+    TransformersConfig,
+    VllmConfig,
 )
 from bapo_core.config.run import Algorithm, RunConfig
 from bapo_core.config.samplers import SamplerConfig
@@ -120,6 +122,8 @@ __all__ = [
     "TaskConfig",
     "ToprConfig",
     "TrainerConfig",
+    "TransformersConfig",
+    "VllmConfig",
     "config_from",
     "flatten",
     "json_schema",

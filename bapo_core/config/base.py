@@ -74,6 +74,12 @@ class Kinds:
         named = [section[self.key] for section in sections if self.key in section]
         return any(kind != named[0] for kind in named)
 
+    def misplaced(self, values: Any) -> dict[str, Any]:
+        """Returns the values of a section whose keys do not belong to the kind that it names."""
+        section = self.section_of(self.kind_of(values))
+        known = values if section is None else section.model_fields
+        return {key: value for key, value in values.items() if key not in known}
+
     def section_of(self, kind: Any) -> type[Section] | None:
         """Returns the model of a kind, which may be a plug-in's; None for an unknown kind."""
         if not isinstance(kind, str):

@@ -281,9 +281,9 @@ def _refuse_sizes_that_do_not_fit(config: RunConfig) -> None:
             f"longest sequence, rollout.max_prompt_tokens + rollout.max_response_tokens "
             f"({longest}); raise optimizer.microbatch_tokens"
         )
-    if config.sync.transport == "nccl" and config.rollout.engine != "vllm":
+    if config.sync.transport == "nccl" and config.rollout.engine.kind != "vllm":
         raise ValueError(
-            f"sync.transport is nccl, which rollout.engine {config.rollout.engine} does not "
+            f"sync.transport is nccl, which rollout.engine {config.rollout.engine.kind} does not "
             "support; set rollout.engine to vllm, or sync.transport to object_store"
         )
     every = config.evaluation_sets[config.primary_set].every
@@ -491,11 +491,6 @@ def _unused_sections(
             config.kl.coefficient == 0,
             "kl.coefficient=0",
             {"kl": (config.kl, ["estimator", "reset_after"])},
-        ),
-        (
-            config.rollout.engine != "vllm",
-            f"rollout.engine={config.rollout.engine}",
-            {"rollout": (config.rollout, ["dtype", "vllm_args"])},
         ),
         (
             not config.mlflow.tracking_uri,

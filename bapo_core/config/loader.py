@@ -45,8 +45,8 @@ def merge(
 ) -> dict[str, Any]:
     """Returns `base` with the values of `over` in place of its own, section by section.
 
-    A section is replaced as a whole if both name its kind and the kinds differ, because its keys
-    belong to its kind. So are `options` of a task, which belong to one task.
+    If both name the kind of a section and the kinds differ, the keys of the kind before are
+    dropped. The `options` of a task are replaced as a whole: they belong to one task.
 
     model: the section that the values are of; None for values that are in none.
     """
@@ -56,8 +56,9 @@ def merge(
         kinds = kinds_of(model, key) if model else None
         if kinds is not None:
             section, value = kinds.expand(section), kinds.expand(value)
-        replaces = key == "options" or (kinds is not None and kinds.differ(section, value))
-        if isinstance(section, Mapping) and isinstance(value, Mapping) and not replaces:
+        if kinds is not None and kinds.differ(section, value):
+            section = kinds.misplaced(section)
+        if isinstance(section, Mapping) and isinstance(value, Mapping) and key != "options":
             inner = model_at(model, key, {**section, **value}) if model else None
             merged[key] = merge(section, value, model=inner)
         else:

@@ -28,6 +28,9 @@ RENAMED = {
     "loss.options": "loss.objective",
     "critic": "advantage.critic, of the estimator gae",
     "loss.ratio": "loss.correction",
+    "rollout.dtype": "rollout.engine.dtype",
+    "rollout.vllm_args": "rollout.engine.args",
+    "rollout.journal_interval_s": "rollout.engine.journal_interval_s",
     **{
         f"loss.weight_{key}": f"loss.correction.weight_{key}"
         for key in ("cap", "floor", "mode", "norm", "level")

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from datetime import date
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from bapo_core.config.base import Fraction, Section
+from bapo_core.config.base import Fraction, Kinds, Section
 
 DEFAULT_PROMPT_DATE = date(2024, 7, 26)
 """The default of `rollout.prompt_date`."""
 LONG_RESPONSE_TOKENS = 1024
 """Responses that may have more tokens are journalled by default."""
 JOURNAL_INTERVAL_S = 1.0
-"""The default of `rollout.journal_interval_s` where there is a journal."""
+"""The default of `rollout.engine.journal_interval_s` where there is a journal."""
 
 
 class ModelConfig(Section):
@@ -59,17 +59,38 @@ class TaskConfig(Section):
     train on the same data."""
 
 
+class TransformersConfig(Section):
+    """The engine that runs in the replica's own process, by Hugging Face transformers. It generates
+    responses as a whole, so that it neither continues nor journals them."""
+
+    kind: Literal["transformers"] = "transformers"
+
+
+class VllmConfig(Section):
+    """The engine vLLM, in a process of its own."""
+
+    kind: Literal["vllm"] = "vllm"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute dtype; `auto` is float32 on CPUs and bfloat16 on GPUs."""
+    args: list[str] = Field(default_factory=list)
+    """Additional arguments of vLLM's server, for example `[--tensor-parallel-size, "2"]`."""
+    journal_interval_s: float | None = Field(None, ge=0.0)
+    """Seconds between two writes of the journal, which holds the tokens of unfinished responses, so
+    that those are continued after a process has died; 0 turns it off. Null is 1 if responses may
+    have more than 1024 tokens, else 0."""
+
+
+EngineConfig = Annotated[TransformersConfig | VllmConfig, Kinds(TransformersConfig, VllmConfig)]
+"""A section `rollout.engine`."""
+
+
 class RolloutConfig(Section):
     """Rollouts: how many responses are sampled in a step, by which engine, and how."""
 
-    engine: Literal["transformers", "vllm"] = "transformers"
+    engine: EngineConfig = TransformersConfig()
     """Rollout engine: `vllm` for production; `transformers` needs no other installation."""
     replicas: int = Field(1, ge=1)
     """Number of rollout engines that a local run starts; a cluster's chart sets its own."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute dtype of vLLM; `auto` is float32 on CPUs and bfloat16 on GPUs."""
-    vllm_args: list[str] = Field(default_factory=list)
-    """Additional arguments of vLLM's server, for example `[--tensor-parallel-size, "2"]`."""
     prompts_per_step: int = Field(256, ge=1)
     """B, the number of prompts that are rolled out in a step (Table 3: 256)."""
     group_size: int = Field(8, ge=2, le=254)
@@ -95,26 +116,12 @@ class RolloutConfig(Section):
     """Dynamic sampling (DAPO): the most rounds of B prompts that are rolled out in a step until
     groups with mixed rewards fill the batch; 1 turns it off. The next step goes on with the next
     prompt, so no prompt is skipped."""
-    journal_interval_s: float | None = Field(None, ge=0.0)
-    """Seconds between two writes of the journal, which holds the tokens of unfinished responses, so
-    that those are continued after a process has died; 0 turns it off. Null is 1 with `vllm` if
-    responses may have more than 1024 tokens, else 0."""
 
     @field_validator("prompt_date", mode="before")
     @classmethod
     def _replace_null(cls, value: Any) -> Any:
         """Reads configurations that were stored when null was the day of the run's creation."""
         return DEFAULT_PROMPT_DATE if value is None else value
-
-    @model_validator(mode="after")
-    def _streams_tokens(self) -> RolloutConfig:
-        if self.journal_interval_s and self.engine == "transformers":
-            raise ValueError(
-                f"journal_interval_s is {self.journal_interval_s:g}, but the transformers engine "
-                "generates responses as a whole and cannot continue them; set engine to vllm, or "
-                "journal_interval_s to 0"
-            )
-        return self
 
     @model_validator(mode="after")
     def _whole_distribution(self) -> RolloutConfig:

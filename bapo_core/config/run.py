@@ -217,10 +217,12 @@ class RunConfig(Section):
     @property
     def journal_interval_s(self) -> float:
         """Seconds between two writes of the journal of unfinished responses; 0 if there is none."""
-        rollout = self.rollout
-        if rollout.journal_interval_s is not None:
-            return rollout.journal_interval_s
-        long = rollout.engine == "vllm" and rollout.max_response_tokens > LONG_RESPONSE_TOKENS
+        engine = self.rollout.engine
+        if engine.kind != "vllm":
+            return 0.0
+        if engine.journal_interval_s is not None:
+            return engine.journal_interval_s
+        long = self.rollout.max_response_tokens > LONG_RESPONSE_TOKENS
         return JOURNAL_INTERVAL_S if long else 0.0
 
     @property
@@ -230,7 +232,7 @@ class RunConfig(Section):
         That takes an engine that streams tokens, and rollouts that run ahead of the trainer.
         """
         ahead = self.sync.lag > 0 and self.rollout.max_generation_rounds == 1
-        return self.sync.interrupt_rollouts and ahead and self.rollout.engine == "vllm"
+        return self.sync.interrupt_rollouts and ahead and self.rollout.engine.kind == "vllm"
 
     def rollout_version(self, t: int, kind: str) -> int:
         """Returns the policy version that samples at step t: alpha for `fresh`, else theta_t."""

@@ -143,8 +143,7 @@ def parity(prompts: int) -> dict[str, Any]:
             "model": {"path": "tiny"},
             "task": {"options": {"template": "short"}, "train_prompts": prompts},
             "rollout": {
-                "engine": "vllm",
-                "vllm_args": [*EAGER, *(MEMORY if GPU else ())],
+                "engine": {"kind": "vllm", "args": [*EAGER, *(MEMORY if GPU else ())]},
                 "prompts_per_step": prompts,
                 "max_prompt_tokens": 32,
                 "max_response_tokens": 32,

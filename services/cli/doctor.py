@@ -86,7 +86,7 @@ def measure_parity(config: RunConfig, model: Path, *, prompts: int) -> Parity:
     train = load_datasets(config, data_sources()).train
     open_image = None
     if train.images is not None:
-        check_model(model, config.rollout.engine)
+        check_model(model, config.rollout.engine.kind)
         open_image = train.images.get
     request, groups = asyncio.run(_generate(config, model, train.prompts[:prompts], open_image))
     refused = [group.refused for group in groups if group.refused]
@@ -125,7 +125,8 @@ def measure_parity(config: RunConfig, model: Path, *, prompts: int) -> Parity:
     metrics = mismatch_metrics(*logprobs) | weight_metrics(
         *logprobs, **config.loss.correction.weighting
     )
-    half = torch.cuda.is_available() or config.rollout.dtype == "bfloat16"
+    engine = config.rollout.engine
+    half = torch.cuda.is_available() or (engine.kind == "vllm" and engine.dtype == "bfloat16")
     tolerance = TOLERANCES["bfloat16" if half else "float32"]
     return Parity(int(batch.mask.sum()), len(batch.tokens), metrics, tolerance)
 
@@ -170,7 +171,7 @@ async def _generate(
 def show(console: Console, config: RunConfig, parity: Parity) -> None:
     """Prints the metrics and their limits as a table."""
     title = (
-        f"{config.rollout.engine} against the trainer: {parity.responses} responses, "
+        f"{config.rollout.engine.kind} against the trainer: {parity.responses} responses, "
         f"{parity.tokens} tokens"
     )
     table = Table("", "measured", "tolerance", title=title, title_justify="left")

@@ -191,10 +191,11 @@ def engine_share(rollout: RolloutConfig) -> float:
     vLLM takes `--gpu-memory-utilization` of the memory when it starts, which is after the trainer
     has planned with what is free. The engine `transformers` has started by then.
     """
-    if rollout.engine != "vllm":
+    engine = rollout.engine
+    if engine.kind != "vllm":
         return 0.0
     share = VLLM_MEMORY_SHARE
-    arguments = [part for argument in rollout.vllm_args for part in argument.split("=", 1)]
+    arguments = [part for argument in engine.args for part in argument.split("=", 1)]
     for name, value in pairwise(arguments):
         if name == "--gpu-memory-utilization":
             share = float(value)
@@ -225,7 +226,7 @@ def engine_threads(rollout: RolloutConfig) -> dict[str, str]:
     With more threads than cores, the threads wait for each other: two vLLMs on two cores then
     generated a quarter of the tokens.
     """
-    if rollout.engine == "transformers":
+    if rollout.engine.kind == "transformers":
         return {}  # Engine and trainer take turns, as `_threads` explains.
     return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // rollout.replicas))}
 

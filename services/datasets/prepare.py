@@ -36,7 +36,7 @@ def prepare_run(
     """
     datasets = load_datasets(config, sources)
     if datasets.train.images is not None:
-        check_model(model, config.rollout.engine)
+        check_model(model, config.rollout.engine.kind)
     # An existing run keeps its prompts, even if it was created before lengths were checked.
     if existing is None or config.task.drop_long_prompts:
         datasets = limit_lengths(config, datasets, model)

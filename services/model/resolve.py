@@ -43,7 +43,7 @@ def ensure_model(
     fetched, and when the engine cannot give the model sequences as long as the configuration's.
     """
     directory = find_model(config.model.path, home, open_store=open_store)
-    if config.rollout.engine == "vllm":
+    if config.rollout.engine.kind == "vllm":
         _check_sequence_length(config, directory)
     return directory
 

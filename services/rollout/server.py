@@ -220,8 +220,8 @@ def make_driver(
 
     Raises `BapoError` if the engine is not installed here, or cannot run on several nodes.
     """
-    rollout = config.rollout
-    if rollout.engine == "transformers":
+    rollout, engine = config.rollout, config.rollout.engine
+    if engine.kind == "transformers":
         if nodes is not None:
             raise BapoError(
                 "rollout.engine is transformers, which runs on one node, but this replica has "
@@ -255,14 +255,14 @@ def make_driver(
             python=python,
             start_within_s=vllm.start_within_s,
             longest_sequence=rollout.max_prompt_tokens + rollout.max_response_tokens,
-            dtype=default_dtype if rollout.dtype == "auto" else rollout.dtype,
+            dtype=default_dtype if engine.dtype == "auto" else engine.dtype,
             log=scratch / "vllm.log",
             arguments=[
                 *(CPU_ARGUMENTS if on_cpu else []),
                 *(EAGER_ARGUMENTS if environment else []),
                 *(NCCL_ARGUMENTS if config.sync.transport == "nccl" else []),
                 *shlex.split(vllm.args),
-                *rollout.vllm_args,
+                *engine.args,
             ],
             recurrent_arguments=CPU_RECURRENT_ARGUMENTS if on_cpu else [],
             environment=environment,

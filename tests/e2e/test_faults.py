@@ -290,7 +290,7 @@ def test_a_killed_replica_ends_its_vllm_and_is_restarted(
 ) -> None:
     arguments = ["--enforce-eager", "--max-num-seqs", "64"]
     cluster = Cluster(
-        breakable, "on-vllm", small_model, tmp_path, engine="vllm", vllm_args=arguments
+        breakable, "on-vllm", small_model, tmp_path, engine={"kind": "vllm", "args": arguments}
     )
     killed: list[int] = []
 

@@ -45,10 +45,9 @@ def test_two_vllm_replicas_serve_a_whole_run(
 ) -> None:
     config = configuration("on-vllm", small_model) | {"steps": 6}
     config["rollout"] |= {
-        "engine": "vllm",
+        # The journal is written as with long responses.
+        "engine": {"kind": "vllm", "args": VLLM_ARGUMENTS, "journal_interval_s": 0.1},
         "replicas": 2,
-        "vllm_args": VLLM_ARGUMENTS,
-        "journal_interval_s": 0.1,  # as with long responses
     }
     train(tmp_path, environment, config)
     client = BufferClient(stack.buffer_url, stack.token, run="on-vllm")
@@ -88,10 +87,8 @@ def test_new_weights_interrupt_the_rollouts_of_a_run(
     }
     del config["reevaluate"], config["replay_window"]
     config["rollout"] |= {
-        "engine": "vllm",
-        "vllm_args": VLLM_ARGUMENTS,
+        "engine": {"kind": "vllm", "args": VLLM_ARGUMENTS, "journal_interval_s": 0.1},
         "max_response_tokens": 96,
-        "journal_interval_s": 0.1,
     }
     train(tmp_path, environment, config)
     client = BufferClient(stack.buffer_url, stack.token, run="interrupted")

@@ -211,7 +211,7 @@ def test_groups_that_ended_before_an_error_are_delivered(stack: Endpoints) -> No
 
 
 def test_a_new_collector_continues_responses_from_the_journal(stack: Endpoints) -> None:
-    journalled = {"engine": "vllm", "journal_interval_s": 0.05}
+    journalled = {"engine": {"kind": "vllm", "journal_interval_s": 0.05}}
     driver = Driver(
         stack,
         small_config("journalled", rollout={"prompts_per_step": 8, "group_size": 4, **journalled}),

@@ -18,7 +18,15 @@ from alembic import command
 from sqlalchemy import create_engine, inspect, make_url, select, text
 from sqlalchemy.orm import Session
 
-from bapo_core.config import CispoConfig, GaeConfig, PpoConfig, SapoConfig, parse_config
+from bapo_core.config import (
+    CispoConfig,
+    GaeConfig,
+    PpoConfig,
+    SapoConfig,
+    TransformersConfig,
+    VllmConfig,
+    parse_config,
+)
 from bapo_core.config.estimators import CriticConfig, RlooConfig
 from bapo_core.config.loss import BehaviorConfig, DecoupledConfig, ProxCurrentConfig
 from bapo_core.errors import BapoError
@@ -157,7 +165,7 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
 
 
 def test_the_configuration_of_an_older_run_keeps_its_values(database: str) -> None:
-    """0005 and 0017 to 0019 move keys of a stored configuration, and going back restores them."""
+    """0005 and 0017 to 0020 move keys of a stored configuration, and going back restores them."""
     config = small_config(
         "older",
         fresh={"filter": "uniform", "uniform_fraction": 0.4},
@@ -206,6 +214,8 @@ def test_the_text_of_a_stored_configuration_keeps_its_values(database: str) -> N
         "without": "algorithm: grpo\nloss: {ratio: behavior, weight_cap: 4}\n",
         "critic": "algorithm: ba_ppo\nadvantage: {lam: 0.9, eps: 0.1}\ncritic: {clip: 0.1}\n",
         "advantage": "algorithm: rloo\nadvantage: {std: sample}\ncritic: {clip: 0.1}\n",
+        "vllm": "rollout: {engine: vllm, vllm_args: [--x], journal_interval_s: 2}\n",
+        "engine": "rollout: {engine: transformers, dtype: float32}\n",
         "other": "# comment\nsteps: 3\n",
     }
     upgrade(database, "0016")
@@ -225,6 +235,9 @@ def test_the_text_of_a_stored_configuration_keeps_its_values(database: str) -> N
     assert losses["weights"].correction == ProxCurrentConfig(weight_cap=4.0, weight_mode="mask")
     assert losses["ratio"].correction == DecoupledConfig(weight_level="geometric")
     assert losses["without"].correction == BehaviorConfig()
+    rollouts = {name: parse_config(text).rollout for name, text in migrated.items()}
+    assert rollouts["vllm"].engine == VllmConfig(args=["--x"], journal_interval_s=2.0)
+    assert rollouts["engine"].engine == TransformersConfig()
     advantages = {name: parse_config(text).advantage for name, text in migrated.items()}
     assert advantages["critic"] == GaeConfig(lam=0.9, critic=CriticConfig(clip=0.1))
     assert advantages["advantage"] == RlooConfig()
@@ -236,6 +249,7 @@ def test_the_text_of_a_stored_configuration_keeps_its_values(database: str) -> N
     # These had no effect.
     del parsed["without"]["loss"]["weight_cap"]
     del parsed["critic"]["advantage"]["eps"]
+    del parsed["engine"]["rollout"]["dtype"]
     parsed["advantage"] = {"algorithm": "rloo", "advantage": {}}
     assert {name: yaml.safe_load(text) for name, text in restored.items()} == parsed
 

@@ -113,7 +113,7 @@ def test_images_of_qwen3_5_add_no_difference(
     monkeypatch.setitem(RECURRENT, "initializer_range", 0.08)
     directory = save_micro_vision_model(tmp_path / "model", "qwen3_5", head_size=64)
     prompts = prompts_of(directory)
-    groups = generated(directory, tmp_path, prompts, "rollout.dtype=bfloat16")
+    groups = generated(directory, tmp_path, prompts, "rollout.engine.dtype=bfloat16")
     of_one, of_several, noise, of_another = (
         differences(directory, prompt, group).mean()
         for prompt, group in zip(prompts, groups, strict=True)

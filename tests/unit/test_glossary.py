@@ -13,6 +13,7 @@ import pytest
 from pydantic import BaseModel
 
 from bapo_core.config import RunConfig
+from bapo_core.config.base import kinds_of, section_of
 from services.buffer.app import create_app
 from services.buffer.tables import Base
 from services.common.objectstore import ObjectStore
@@ -96,7 +97,13 @@ def test_names_in_the_code_exist(name: str) -> None:
 
 @pytest.mark.parametrize("name", names(3))
 def test_configuration_keys_exist(name: str) -> None:
-    reduce(getattr, name.split("."), RunConfig())
+    models: list[type[BaseModel]] = [RunConfig]
+    for key in name.split("."):
+        owners = [model for model in models if key in model.model_fields]
+        assert owners, f"no section has the key {key}"
+        kinds = kinds_of(owners[0], key)
+        section = section_of(owners[0].model_fields[key].annotation)
+        models = list(kinds.sections.values()) if kinds else [section] if section else []
 
 
 @pytest.mark.parametrize("name", names(4))

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import pytest
 
-from bapo_core.config import RolloutConfig, RunConfig
+from bapo_core.config import RolloutConfig, RunConfig, VllmConfig
 from services import VERSION
 from services.cli.local_run import engine_threads
 from services.cli.main import SECTIONS, bapo, main
@@ -208,7 +208,7 @@ def test_a_narrow_table_keeps_the_most_important_columns() -> None:
 
 def test_replicas_of_vllm_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 8)
-    rollout = RolloutConfig(engine="vllm", replicas=3)
+    rollout = RolloutConfig(engine=VllmConfig(), replicas=3)
     assert engine_threads(rollout) == {"OMP_NUM_THREADS": "2"}
     assert engine_threads(rollout.model_copy(update={"replicas": 16})) == {"OMP_NUM_THREADS": "1"}
-    assert engine_threads(RolloutConfig(engine="transformers", replicas=3)) == {}
+    assert engine_threads(RolloutConfig(replicas=3)) == {}

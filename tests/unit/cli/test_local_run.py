@@ -51,8 +51,11 @@ def test_what_a_killed_process_wrote_last_is_not_the_reason(tmp_path: Path) -> N
     [
         ({"engine": "transformers", "replicas": 2}, 0.0),
         ({"engine": "vllm"}, 0.9),
-        ({"engine": "vllm", "vllm_args": ["--gpu-memory-utilization", "0.25"]}, 0.25),
-        ({"engine": "vllm", "vllm_args": ["--gpu-memory-utilization=0.3"], "replicas": 2}, 0.6),
+        ({"engine": {"kind": "vllm", "args": ["--gpu-memory-utilization", "0.25"]}}, 0.25),
+        (
+            {"engine": {"kind": "vllm", "args": ["--gpu-memory-utilization=0.3"]}, "replicas": 2},
+            0.6,
+        ),
         ({"engine": "vllm", "replicas": 3}, 1.0),
     ],
 )

@@ -21,6 +21,7 @@ from bapo_core.config import (
     PpoConfig,
     RunConfig,
     SapoConfig,
+    VllmConfig,
     config_from,
     load_config,
     override_config,
@@ -90,8 +91,17 @@ def split(overrides: str) -> list[str]:
         ),
         ("rollout.top_p=0.9", "top_p is 0.9: training rollouts must sample the whole distribution"),
         ("rollout.top_k=50", "set top_k to -1"),
-        ("rollout.journal_interval_s=2", "the transformers engine generates responses as a whole"),
-        ("rollout.journal_interval_s=-1", "rollout.journal_interval_s"),
+        (
+            "rollout.engine.journal_interval_s=2",
+            "with rollout.engine.kind=transformers; it belongs to rollout.engine.kind=vllm",
+        ),
+        (
+            "rollout.engine={kind: vllm, journal_interval_s: -1}",
+            "rollout.engine.journal_interval_s",
+        ),
+        ("rollout.vllm_args=[]", "vllm_args: no such key; it was renamed to rollout.engine.args"),
+        ("rollout.dtype=bfloat16", "it was renamed to rollout.engine.dtype"),
+        ("rollout.journal_interval_s=1", "it was renamed to rollout.engine.journal_interval_s"),
         ("task.train_prompts=100", "one step may draw 256"),
         (
             "sampler={kind: mopps, candidates: 8}",
@@ -318,11 +328,11 @@ def test_an_invalid_configuration_is_refused_in_one_line(override: str, message:
             [
                 "rollout.engine=vllm",
                 "rollout.max_response_tokens=64",
-                "rollout.journal_interval_s=5",
+                "rollout.engine.journal_interval_s=5",
             ],
             5.0,
         ),
-        (["rollout.engine=vllm", "rollout.journal_interval_s=0"], 0.0),
+        (["rollout.engine=vllm", "rollout.engine.journal_interval_s=0"], 0.0),
         (["rollout.engine=transformers"], 0.0),
     ],
 )
@@ -444,11 +454,6 @@ def test_importance_weights_without_a_correction_by_them_are_refused() -> None:
             "replay.enabled=False",
         ),
         (
-            "rollout={dtype: bfloat16, vllm_args: [--x]}",
-            "rollout.dtype=bfloat16 and rollout.vllm_args=['--x'] change nothing with "
-            "rollout.engine=transformers",
-        ),
-        (
             "mlflow.experiment=mine",
             "mlflow.experiment=mine change nothing with an empty mlflow.tracking_uri",
         ),
@@ -499,6 +504,15 @@ def test_a_file_changes_a_key_of_the_kind_that_its_preset_or_the_command_line_na
     assert config_from({"loss": {"objective": {"clip_low": 0.1}}}).loss.objective == PpoConfig(
         clip_low=0.1
     )
+
+
+def test_a_key_of_a_file_belongs_to_the_kind_that_the_command_line_names() -> None:
+    """It is no key of the default kind, so nothing else can be meant."""
+    file = {"rollout": {"engine": {"args": ["--enforce-eager"]}}}
+    config = override_config(file, parse_overrides(["rollout.engine=vllm"]))
+    assert config.rollout.engine == VllmConfig(args=["--enforce-eager"])
+    with pytest.raises(ConfigError, match=r"it belongs to rollout\.engine\.kind=vllm"):
+        config_from(file)
 
 
 def test_a_stored_configuration_has_the_keys_of_its_kinds_alone() -> None:
