@@ -19,21 +19,20 @@ import torch
 from torch import Tensor
 
 from bapo_core.clipping import search_bounds
-from bapo_core.config import (
+from bapo_core.config.loss import LossConfig, SourceLossConfig
+from bapo_core.config.objectives import (
+    OBJECTIVE_ENTRY_POINTS,
     AdaptiveClippingConfig,
     CispoConfig,
     ClipCovConfig,
     GmpoConfig,
     GspoConfig,
     KlCovConfig,
-    LossConfig,
     M2poConfig,
     PpoConfig,
     SapoConfig,
-    SourceLossConfig,
     ToprConfig,
 )
-from bapo_core.config.objectives import OBJECTIVE_ENTRY_POINTS
 from bapo_core.errors import ConfigError
 from bapo_core.losses import clipped_surrogate, clipped_tokens, sequence_ratio
 from bapo_core.numerics import MAX_LOG_RATIO

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from bapo_core.config import ResponseReplayConfig
+from bapo_core.config.batches import ResponseReplayConfig
 from bapo_core.types import BatchMember, GroupSummary, Source, TrainingBatch
 
 

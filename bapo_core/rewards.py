@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from bapo_core.config import RewardConfig, RunConfig
+from bapo_core.config import RunConfig
 from bapo_core.config.estimators import ESTIMATOR_ENTRY_POINTS, ESTIMATOR_KINDS
+from bapo_core.config.rollouts import RewardConfig
 from bapo_core.errors import ConfigError, TaskError
 from bapo_core.plug_ins import load_plug_in
 from bapo_core.tasks import Task, get_task

@@ -12,17 +12,13 @@ from typing import Any
 
 from bapo_core.advantages import ESTIMATORS, gae
 from bapo_core.clipping import search_bounds
-from bapo_core.config import (
-    PRESETS,
-    DemonstrationsConfig,
-    ResponseReplayConfig,
-    SamplerConfig,
-    SourceLossConfig,
-    load_config,
-)
+from bapo_core.config import PRESETS, load_config
+from bapo_core.config.batches import DemonstrationsConfig, ResponseReplayConfig
 from bapo_core.config.estimators import ESTIMATOR_KINDS, CriticConfig, GroupAdvantageConfig
+from bapo_core.config.loss import SourceLossConfig
 from bapo_core.config.objectives import OBJECTIVE_KINDS
 from bapo_core.config.presets import SUMMARIES
+from bapo_core.config.samplers import SamplerConfig
 from bapo_core.importance import truncated_weights
 from bapo_core.losses import AGGREGATIONS
 from bapo_core.objectives import OBJECTIVES, shaped

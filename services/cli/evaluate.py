@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from rich.progress import track
 
-from bapo_core.config import EvaluationSet, RunConfig
+from bapo_core.config import RunConfig
+from bapo_core.config.evaluation import EvaluationSet
 from bapo_core.errors import BapoError
 from bapo_core.metrics import (
     accuracy_bins,

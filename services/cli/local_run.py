@@ -14,7 +14,8 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
-from bapo_core.config import RolloutConfig, RunConfig
+from bapo_core.config import RunConfig
+from bapo_core.config.rollouts import RolloutConfig
 from bapo_core.errors import BapoError
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient

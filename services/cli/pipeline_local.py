@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bapo_core.config import RolloutConfig
+from bapo_core.config.rollouts import RolloutConfig
 from bapo_core.errors import BapoError
 from pipelines.parameters import RUN, check_imports, config_of, run_of
 from pipelines.settings import LOCAL_JOBS

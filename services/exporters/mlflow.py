@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from bapo_core.config import RunConfig, refuse_credentials
+from bapo_core.config import RunConfig
+from bapo_core.config.training import refuse_credentials
 from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import RunState

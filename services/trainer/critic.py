@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from bapo_core.advantages import gae, token_rewards, whiten
-from bapo_core.config import GaeConfig, RunConfig
+from bapo_core.config import RunConfig
+from bapo_core.config.estimators import GaeConfig
 from services.trainer.attention_kernels import Needs
 from services.trainer.data import Batch, Packed
 from services.trainer.families import device_of

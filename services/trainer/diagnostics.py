@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from bapo_core.advantages import group_variance
-from bapo_core.config import GroupAdvantageConfig, RunConfig
+from bapo_core.config import RunConfig
+from bapo_core.config.estimators import GroupAdvantageConfig
 from bapo_core.importance import mismatch_metrics, weight_metrics
 from bapo_core.losses import clip_fraction
 from bapo_core.theory import (

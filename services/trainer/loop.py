@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bapo_core.config import RunConfig, TrainerConfig
+from bapo_core.config import RunConfig
+from bapo_core.config.training import TrainerConfig
 from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.spans import SpanRecorder

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from bapo_core.config import LoraConfig
+from bapo_core.config.training import LoraConfig
 from bapo_core.errors import BapoError
 from services.common.errors import first_line
 from services.trainer.families import plain_name

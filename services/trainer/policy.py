@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from bapo_core.config import OptimizerConfig
+from bapo_core.config.training import OptimizerConfig
 from services.trainer.attention_kernels import Needs
 from services.trainer.data import Batch, Packed
 from services.trainer.families import device_of, logit_cap, logit_factor

@@ -33,7 +33,7 @@ from torch.utils._triton import has_triton
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AttentionInterface, AutoConfig
 
-from bapo_core.config import TrainerConfig
+from bapo_core.config.training import TrainerConfig
 from bapo_core.errors import BapoError
 from services.trainer import attention
 from services.trainer.attention_kernels import Needs, choose_kernels

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bapo_core.config import LossConfig
+from bapo_core.config.loss import LossConfig
 from bapo_core.importance import truncated_weights
 from services.trainer.data import Batch
 

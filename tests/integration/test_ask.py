@@ -14,7 +14,7 @@ from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from bapo_core.config import MlflowConfig
+from bapo_core.config.training import MlflowConfig
 from bapo_core.errors import BapoError
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import AdamW, Optimizer
 
-from bapo_core.config import LoraConfig
+from bapo_core.config.training import LoraConfig
 from bapo_core.errors import BapoError
 from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.stack.stack import Endpoints

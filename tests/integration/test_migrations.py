@@ -18,17 +18,11 @@ from alembic import command
 from sqlalchemy import create_engine, inspect, make_url, select, text
 from sqlalchemy.orm import Session
 
-from bapo_core.config import (
-    CispoConfig,
-    GaeConfig,
-    PpoConfig,
-    SapoConfig,
-    TransformersConfig,
-    VllmConfig,
-    parse_config,
-)
-from bapo_core.config.estimators import CriticConfig, RlooConfig
+from bapo_core.config import parse_config
+from bapo_core.config.estimators import CriticConfig, GaeConfig, RlooConfig
 from bapo_core.config.loss import BehaviorConfig, DecoupledConfig, ProxCurrentConfig
+from bapo_core.config.objectives import CispoConfig, PpoConfig, SapoConfig
+from bapo_core.config.rollouts import TransformersConfig, VllmConfig
 from bapo_core.errors import BapoError
 from services.buffer import migrate
 from services.buffer.api.trajectories import encode_groups

@@ -16,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bapo_core.config import PpoConfig, load_config
+from bapo_core.config import load_config
+from bapo_core.config.objectives import PpoConfig
 from bapo_core.kl import kl_penalty
 from bapo_core.losses import Aggregation, aggregate
 from tests.parity.cases import CASES, Case, Loss, assert_same, make_case, our_loss, single_token

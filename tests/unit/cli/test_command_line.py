@@ -13,7 +13,8 @@ from pathlib import Path
 import click
 import pytest
 
-from bapo_core.config import RolloutConfig, RunConfig, VllmConfig
+from bapo_core.config import RunConfig
+from bapo_core.config.rollouts import RolloutConfig, VllmConfig
 from services import VERSION
 from services.cli.local_run import engine_threads
 from services.cli.main import SECTIONS, bapo, main

@@ -13,22 +13,19 @@ from hypothesis import strategies as st
 
 from bapo_core.config import (
     PRESETS,
-    Algorithm,
-    CispoConfig,
     ConfigError,
-    EvaluationSet,
-    GspoConfig,
-    PpoConfig,
     RunConfig,
-    SapoConfig,
-    VllmConfig,
     config_from,
     load_config,
     override_config,
     parse_config,
     parse_overrides,
 )
+from bapo_core.config.evaluation import EvaluationSet
+from bapo_core.config.objectives import CispoConfig, GspoConfig, PpoConfig, SapoConfig
 from bapo_core.config.presets import SUMMARIES
+from bapo_core.config.rollouts import VllmConfig
+from bapo_core.config.run import Algorithm
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 

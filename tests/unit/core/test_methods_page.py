@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import get_args
 
 from bapo_core.advantages import ESTIMATORS
-from bapo_core.config import PRESETS, SamplerConfig
+from bapo_core.config import PRESETS
+from bapo_core.config.samplers import SamplerConfig
 from bapo_core.losses import AGGREGATIONS
 from bapo_core.objectives import OBJECTIVES
 from bapo_core.sampling import Posterior, rank_by_difficulty, rank_by_thompson

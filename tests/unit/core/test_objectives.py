@@ -19,8 +19,14 @@ import pytest
 import torch
 
 from bapo_core.clipping import search_bounds
-from bapo_core.config import AdaptiveClippingConfig, ConfigError, LossConfig, PpoConfig
-from bapo_core.config.objectives import BEHAVIOR_OBJECTIVES, OBJECTIVE_KINDS
+from bapo_core.config import ConfigError
+from bapo_core.config.loss import LossConfig
+from bapo_core.config.objectives import (
+    BEHAVIOR_OBJECTIVES,
+    OBJECTIVE_KINDS,
+    AdaptiveClippingConfig,
+    PpoConfig,
+)
 from bapo_core.objectives import OBJECTIVES, Tokens, get_objective, losses_by_source, shaped
 from docs.generate.methods import EXAMPLE, SETTINGS
 from tests.unit.core.test_plug_ins import write_distribution

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapo_core.config import ResponseReplayConfig
+from bapo_core.config.batches import ResponseReplayConfig
 from bapo_core.response_replay import (
     StoredResponse,
     add_responses,

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapo_core.config import RewardConfig, load_config
+from bapo_core.config import load_config
+from bapo_core.config.rollouts import RewardConfig
 from bapo_core.errors import ConfigError
 from bapo_core.rewards import (
     check_reward,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from bapo_core.config import TrainerConfig
+from bapo_core.config.training import TrainerConfig
 from services.buffer.api.trajectories import table_of
 from services.trainer import attention, attention_kernels, shard
 from services.trainer.attention_kernels import (

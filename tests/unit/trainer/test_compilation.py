@@ -10,7 +10,7 @@ import torch
 import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from bapo_core.config import TrainerConfig
+from bapo_core.config.training import TrainerConfig
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
 from services.trainer import shard
 from services.trainer.data import Batch, collate

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from bapo_core.config import LoraConfig
+from bapo_core.config.training import LoraConfig
 from bapo_core.errors import BapoError
 from services.trainer import attention
 from services.trainer.data import pack

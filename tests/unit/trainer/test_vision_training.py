@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, VipLlavaModel
 
-from bapo_core.config import LoraConfig, RunConfig, config_from
+from bapo_core.config import RunConfig, config_from
+from bapo_core.config.training import LoraConfig
 from bapo_core.errors import BapoError
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
 from services.buffer.api.wire import ManifestMember
