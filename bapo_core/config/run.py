@@ -10,9 +10,9 @@ accuracy; alpha is the rollout policy, and theta_t the trainer's weights before 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from bapo_core.config.base import Section
 from bapo_core.config.batches import (
@@ -36,6 +36,7 @@ from bapo_core.config.evaluation import (
     EvaluationSetConfig,
 )
 from bapo_core.config.loss import KLConfig, LossConfig
+from bapo_core.config.presets import PRESETS
 from bapo_core.config.rollouts import (
     JOURNAL_INTERVAL_S,
     LONG_RESPONSE_TOKENS,
@@ -55,41 +56,11 @@ from bapo_core.config.training import (
 )
 from bapo_core.schedule import SyncSchedule
 
-Algorithm = Literal[
-    "bapo",
-    "bapo_mini",
-    "bapo_without_x2",
-    "bapo_without_x3",
-    "bapo_fixed_window",
-    "grpo",
-    "grpo_delayed",
-    "dapo",
-    "ba_ppo",
-    "ppo",
-    "dr_grpo",
-    "rloo",
-    "reinforce_pp",
-    "opo",
-    "maxrl",
-    "gspo",
-    "cispo",
-    "sapo",
-    "gmpo",
-    "topr",
-    "m2po",
-    "clip_cov",
-    "kl_cov",
-    "bapo_adaptive_clipping",
-    "mopps",
-    "dots",
-    "repo",
-    "arpo",
-    "exgrpo",
-    "luffy",
-    "relift",
-    "remix_grpo",
-    "areal_async",
-]
+
+def _check_algorithm(name: str) -> str:
+    if name not in PRESETS:
+        raise ValueError(f"{name!r} is not one of {', '.join(sorted(PRESETS))}")
+    return name
 
 
 class RunConfig(Section):
@@ -97,7 +68,9 @@ class RunConfig(Section):
 
     name: str = Field("countdown", pattern=r"^[a-z][a-z0-9-]{0,62}$")
     """Name of the run: lower-case letters, digits and hyphens, starting with a letter."""
-    algorithm: Algorithm = "bapo"
+    algorithm: Annotated[
+        str, AfterValidator(_check_algorithm), Field(json_schema_extra={"enum": [*PRESETS]})
+    ] = "bapo"
     """Preset, whose values replace the defaults; the file's values replace the preset's."""
     seed: int = Field(42, ge=0)
     """Seed from which every random draw of the run is derived (Table 3: 42)."""
