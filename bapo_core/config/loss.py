@@ -132,9 +132,10 @@ class LossConfig(Section):
     mask_truncated: bool = False
     """Whether responses that were cut off at `rollout.max_response_tokens` have no loss (overlong
     filtering, arXiv 2503.14476); their rewards count for the advantages of their group."""
-    norm: Literal["actual", "nominal"] = "actual"
-    """Normaliser of a last minibatch that is short: its own size, or `optimizer.minibatch_prompts`
-    (`nominal`, as in the authors' code)."""
+    norm: Literal["actual", "nominal"] = "nominal"
+    """Normaliser of a last minibatch that is short: `optimizer.minibatch_prompts` (`nominal`, as in
+    the authors' code), so that all groups of a batch weigh the same; or its own size (`actual`),
+    with which one left-over group weighs as much as a full minibatch."""
     entropy_coefficient: float = Field(0.001, ge=0.0)
     """Coefficient of the entropy bonus (Table 3: 0.001)."""
 

@@ -461,6 +461,7 @@ def test_a_short_last_minibatch_weighs_by_its_own_size_or_by_the_nominal_one() -
         losses[norm] = metrics
     assert losses["nominal"] == losses["actual"], "metrics are means over tokens"
     assert norms["nominal"] == pytest.approx(norms["actual"] / 2, rel=1e-4)
+    assert config().loss.norm == "nominal", "all groups of a batch weigh the same"
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights_change() -> None:
