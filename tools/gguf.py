@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from bapo_core.errors import BapoError
-from services.model.directory import write_directory
+from tools.model_directory import write_directory
 
 
 def convert_gguf(file: Path, directory: Path) -> None:

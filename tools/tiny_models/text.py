@@ -19,7 +19,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config,
 
 from bapo_core.seeding import derive_rng, derive_seed
 from bapo_core.tasks.countdown import CountdownTask, random_expression
-from services.model.directory import write_directory
+from tools.model_directory import write_directory
 from tools.tiny_models.character_tokenizer import build_character_tokenizer
 from tools.tiny_models.warm_start import (
     Progress,

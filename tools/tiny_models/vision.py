@@ -40,8 +40,8 @@ from bapo_core.tasks.diagrams import Diagram, Drawing, Label, draw
 from bapo_core.tasks.figures import KINDS, random_figure
 from bapo_core.tasks.geometry import GeometryTask
 from services.common.images import decode_image
-from services.model.directory import write_directory
 from services.model.vision import rope_positions
+from tools.model_directory import write_directory
 from tools.tiny_models.character_tokenizer import build_character_tokenizer
 from tools.tiny_models.warm_start import (
     Progress,
