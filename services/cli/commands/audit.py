@@ -37,7 +37,7 @@ LOG_CHARACTERS = 2_000
 )
 @click.option("--chain", "chain_only", is_flag=True, help="Check the digest chain, train nothing.")
 def audit(run: str, steps: str | None, chain_only: bool) -> None:
-    """Re-train recorded steps of a run and compare the weights' digests.
+    """Re-train recorded steps and compare the weights' digests.
 
     Every committed step has a link in the run's digest chain: a digest of the link before, of its
     batch, of the weights before and after it, of the configuration and of the code. The links of
