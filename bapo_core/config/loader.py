@@ -58,7 +58,8 @@ def merge(
             section, value = kinds.expand(section), kinds.expand(value)
         if kinds is not None and kinds.differ(section, value):
             section = kinds.misplaced(section)
-        if isinstance(section, Mapping) and isinstance(value, Mapping) and key != "options":
+        if isinstance(value, Mapping) and key != "options":
+            section = section if isinstance(section, Mapping) else {}
             inner = model_at(model, key, {**section, **value}) if model else None
             merged[key] = merge(section, value, model=inner)
         else:
@@ -76,6 +77,48 @@ def _lay(*layers: Mapping[str, Any]) -> dict[str, Any]:
     for layer in layers:
         values = merge(values, layer)
     return values
+
+
+def _lay_for(algorithm: str, layers: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the layers as they hold if a later one names `algorithm` in place of another one.
+
+    A layer that names no kind of a section has keys of the kind that its own algorithm, or a layer
+    below, gives the section. If `algorithm` gives it another kind, these keys are dropped: the
+    replay window of a file for BAPO says nothing about GRPO, and its clip range nothing about GSPO.
+    """
+    named, result = "bapo", list[dict[str, Any]]()
+    for number, layer in enumerate(layers):
+        named = layer.get("algorithm", named)
+        if named == algorithm or not isinstance(named, str) or named not in PRESETS:
+            result.append(dict(layer))
+            continue
+        before = _lay(PRESETS[named], *layers[:number])
+        after = _lay(PRESETS[algorithm], *result)
+        result.append(_drop_other_kinds(layer, before, after, RunConfig))
+    return result
+
+
+def _drop_other_kinds(
+    layer: Mapping[str, Any], before: Any, after: Any, model: type[Section]
+) -> dict[str, Any]:
+    """Returns a section's values without the keys of kinds of `before` that `after` does not have.
+
+    before, after: the section's values below the layer.
+    """
+    kept: dict[str, Any] = {}
+    for key, value in layer.items():
+        kinds = kinds_of(model, key)
+        old, new = (
+            values.get(key) if isinstance(values, Mapping) else None for values in (before, after)
+        )
+        section = model_at(model, key, old)
+        if kinds is not None and isinstance(value, Mapping) and kinds.key not in value:
+            if kinds.kind_of(old) != kinds.kind_of(new):
+                value = kinds.misplaced({kinds.key: kinds.kind_of(old), **value})
+        elif isinstance(value, Mapping) and section is not None:
+            value = _drop_other_kinds(value, old, new, section)
+        kept[key] = value
+    return kept
 
 
 def _default_kinds(model: type[Section]) -> dict[str, Any]:
@@ -180,9 +223,9 @@ def override_config(
     changes: dict[str, Any] = {}
     for override in overrides:
         changes = merge(changes, override)
+    algorithm = changes.get("algorithm")
     kept = _kept_from_another_algorithm(values, changes)
     if kept:
-        algorithm = changes["algorithm"]
         keys = ", ".join(f"{key}={value}" for key, value in kept.items())
         raise ConfigError(
             f"{where}: algorithm={algorithm} would keep {keys} of the file, which {algorithm} sets "
@@ -199,12 +242,17 @@ def _kept_from_another_algorithm(
     if named is None or named == before or named not in PRESETS or before not in PRESETS:
         return {}
     complete = flatten(RunConfig.model_validate(_lay(PRESETS[named])).model_dump(mode="json"))
-    given, again = flatten(merge({}, values)), flatten(overrides)
+    (held,) = _lay_for(named, [values])
+    given, again = flatten(merge({}, held)), flatten(overrides)
     return {
         key: given[key]
-        for key in sorted(flatten(PRESETS[named]).keys() | flatten(PRESETS[before]).keys())
+        for key in sorted(_preset_keys(named) | _preset_keys(before))
         if key in given and key not in again and given[key] != complete.get(key)
     }
+
+
+def _preset_keys(algorithm: str) -> set[str]:
+    return set(flatten(merge({}, PRESETS[algorithm])))
 
 
 def nest(path: str, value: Any) -> dict[str, Any]:
@@ -249,7 +297,7 @@ def _build(
             f"{where}: algorithm: {algorithm!r} is not one of {', '.join(sorted(PRESETS))}"
             f"{did_you_mean(str(algorithm), PRESETS)}"
         )
-    values = _lay(preset, *layers)
+    values = _lay(preset, *_lay_for(algorithm, layers))
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:

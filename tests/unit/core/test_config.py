@@ -23,6 +23,7 @@ from bapo_core.config import (
     parse_config,
     parse_overrides,
 )
+from bapo_core.config.estimators import GroupAdvantageConfig
 from bapo_core.config.evaluation import EvaluationSet
 from bapo_core.config.objectives import CispoConfig, GspoConfig, PpoConfig, SapoConfig
 from bapo_core.config.presets import SUMMARIES
@@ -502,6 +503,43 @@ def test_a_file_changes_a_key_of_the_kind_that_its_preset_or_the_command_line_na
     assert config_from({"loss": {"objective": {"clip_low": 0.1}}}).loss.objective == PpoConfig(
         clip_low=0.1
     )
+
+
+@pytest.mark.parametrize("algorithm", ["gspo", "cispo", "m2po"])
+def test_keys_of_a_file_are_dropped_by_an_algorithm_that_gives_their_section_another_kind(
+    algorithm: str,
+) -> None:
+    """The file is one for PPO, whose clip range says nothing about the bounds of other objectives.
+
+    So one file serves a comparison of algorithms.
+    """
+    plain = load_config(None, [f"algorithm={algorithm}"])
+    for file in ({}, {"algorithm": "grpo"}, {"algorithm": "dapo"}):
+        settings = {"objective": {"clip_low": 0.1, "clip_high": 0.3}, "norm": "actual"}
+        values = {**file, "loss": settings}
+        config = override_config(values, {"algorithm": algorithm})
+        assert config.loss.objective == plain.loss.objective
+        assert config.loss.norm == "actual"
+        shared = {"loss": {"objective": {"dual_clip": 3.0}}}
+        config = override_config(values, shared, {"algorithm": algorithm}, {"seed": 1})
+        assert config.loss.objective == plain.loss.objective
+    with pytest.raises(ConfigError, match=r"belongs to loss\.objective\.kind=ppo"):
+        override_config({}, {"algorithm": algorithm, "loss": {"objective": {"dual_clip": 3.0}}})
+
+
+def test_keys_of_a_file_hold_under_an_algorithm_that_leaves_the_kind_of_their_section() -> None:
+    file = {"loss": {"objective": {"clip_center": "current"}}, "advantage": {"std": "sample"}}
+    config = override_config(file, {"algorithm": "luffy"})
+    assert config.loss.objective == PpoConfig(
+        clip_low=None, clip_high=None, dual_clip=None, clip_center="current"
+    )
+    assert config.advantage == GroupAdvantageConfig(scale="none", std="sample")
+    named = {"algorithm": "grpo", "loss": {"objective": {"kind": "sapo"}}}
+    changed = {"loss": {"objective": {"positive_temperature": 2.0}}}
+    with pytest.raises(ConfigError, match=r"algorithm=cispo would keep loss\.objective\.kind=sapo"):
+        override_config(named, {"algorithm": "cispo"})
+    config = override_config(named, changed, {"algorithm": "maxrl"})
+    assert config.loss.objective == SapoConfig(positive_temperature=2.0)
 
 
 def test_a_key_of_a_file_belongs_to_the_kind_that_the_command_line_names() -> None:
