@@ -74,11 +74,20 @@ class Kinds:
         named = [section[self.key] for section in sections if self.key in section]
         return any(kind != named[0] for kind in named)
 
-    def misplaced(self, values: Any) -> dict[str, Any]:
-        """Returns the values of a section whose keys do not belong to the kind that it names."""
-        section = self.section_of(self.kind_of(values))
-        known = values if section is None else section.model_fields
-        return {key: value for key, value in values.items() if key not in known}
+    def carried(self, values: Any, kind: Any) -> dict[str, Any]:
+        """Returns the values of a section that hold if it is of another kind than the values name.
+
+        These are the keys that the kind before does not have, and the ones that both kinds have in
+        the same meaning, because their models inherit them from the same one.
+        """
+        old, new = self.section_of(self.kind_of(values)), self.section_of(kind)
+        if old is None:
+            return {}
+        return {
+            key: value
+            for key, value in values.items()
+            if key != self.key and (key not in old.model_fields or _shared(old, new, key))
+        }
 
     def section_of(self, kind: Any) -> type[Section] | None:
         """Returns the model of a kind, which may be a plug-in's; None for an unknown kind."""
@@ -149,6 +158,15 @@ class Kinds:
         else:
             names["enum"] = list(self.sections)
         return {"anyOf": [names, *choices]}
+
+
+def _shared(model: type[Section], other: type[Section] | None, key: str) -> bool:
+    """Whether two models inherit a key from the same one."""
+    return any(
+        key in base.model_fields and other is not None and issubclass(other, base)
+        for base in model.__mro__
+        if issubclass(base, Section)
+    )
 
 
 def section_of(annotation: Any) -> type[Section] | None:

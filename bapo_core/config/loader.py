@@ -46,7 +46,8 @@ def merge(
     """Returns `base` with the values of `over` in place of its own, section by section.
 
     If both name the kind of a section and the kinds differ, the keys of the kind before are
-    dropped. The `options` of a task are replaced as a whole: they belong to one task.
+    dropped, but for the ones that mean the same in both kinds. The `options` of a task are replaced
+    as a whole: they belong to one task.
 
     model: the section that the values are of; None for values that are in none.
     """
@@ -57,7 +58,7 @@ def merge(
         if kinds is not None:
             section, value = kinds.expand(section), kinds.expand(value)
         if kinds is not None and kinds.differ(section, value):
-            section = kinds.misplaced(section)
+            section = kinds.carried(section, kinds.kind_of(value))
         if isinstance(value, Mapping) and key != "options":
             section = section if isinstance(section, Mapping) else {}
             inner = model_at(model, key, {**section, **value}) if model else None
@@ -114,7 +115,7 @@ def _drop_other_kinds(
         section = model_at(model, key, old)
         if kinds is not None and isinstance(value, Mapping) and kinds.key not in value:
             if kinds.kind_of(old) != kinds.kind_of(new):
-                value = kinds.misplaced({kinds.key: kinds.kind_of(old), **value})
+                value = kinds.carried({kinds.key: kinds.kind_of(old), **value}, kinds.kind_of(new))
         elif isinstance(value, Mapping) and section is not None:
             value = _drop_other_kinds(value, old, new, section)
         kept[key] = value

@@ -42,8 +42,9 @@ bapo run examples/countdown.yaml algorithm=grpo loss.objective=cispo loss.object
 ```
 
 A key of another kind is refused. Where the command line names another kind than the file, or the
-file another one than the preset, the section begins with the defaults of the new kind; so it does
-where the command line names another algorithm than the file, and that gives it another kind.
+file another one than the preset, the section begins with the defaults of the new kind, but for keys
+that mean the same in both; so it does where the command line names another algorithm than the file,
+and that gives the section another kind.
 
 **Sources.** *Table 3*, *Eq. n* and *A.n* are those of arXiv 2602.20722 (the paper); *released
 script* and *authors' code* are its authors' release. Where paper and release differ,

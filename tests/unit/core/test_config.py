@@ -25,6 +25,7 @@ from bapo_core.config import (
 )
 from bapo_core.config.estimators import GroupAdvantageConfig
 from bapo_core.config.evaluation import EvaluationSet
+from bapo_core.config.loss import BehaviorConfig, DecoupledConfig
 from bapo_core.config.objectives import CispoConfig, GspoConfig, PpoConfig, SapoConfig
 from bapo_core.config.presets import SUMMARIES
 from bapo_core.config.rollouts import VllmConfig
@@ -540,6 +541,14 @@ def test_keys_of_a_file_hold_under_an_algorithm_that_leaves_the_kind_of_their_se
         override_config(named, {"algorithm": "cispo"})
     config = override_config(named, changed, {"algorithm": "maxrl"})
     assert config.loss.objective == SapoConfig(positive_temperature=2.0)
+
+
+def test_keys_that_mean_the_same_in_both_kinds_are_kept() -> None:
+    file = {"loss": {"correction": {"weight_cap": 5.0}}}
+    config = override_config(file, parse_overrides(["loss.correction=decoupled"]))
+    assert config.loss.correction == DecoupledConfig(weight_cap=5.0)
+    config = override_config(file, parse_overrides(["loss.correction=behavior"]))
+    assert config.loss.correction == BehaviorConfig()
 
 
 def test_a_key_of_a_file_belongs_to_the_kind_that_the_command_line_names() -> None:
