@@ -1,4 +1,4 @@
-"""The Kubernetes API as the pipeline uses it, with time-outs, retries and remedies."""
+"""Calls the Kubernetes API for the pipeline, with time-outs, retries and remedies."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 RETRY_FOR_S = 120.0
 """Seconds for which a transient error is retried."""
 STEP_RETRY_FOR_S = 900.0
-"""The same in a step of the pipeline, because Kubeflow does not repeat a step that fails. Upgrading
-the API server of a small cluster takes minutes."""
+"""Seconds for which a step of the pipeline retries a transient error, because Kubeflow does not
+repeat a step that fails. Upgrading the API server of a small cluster takes minutes."""
 SAY_EVERY_S = 60.0
-"""Seconds after which a call that is repeated says so again."""
+"""Seconds between two log lines about a call that is repeated."""
 CONFLICT_PAUSE_S = 0.5
 TRANSIENT_STATUSES = (0, 429, 500, 502, 503, 504)
 """HTTP statuses of transient errors; 0 stands for no response."""
 REQUEST_TIMEOUT_S = 15.0
 LOG_LINES = 100
-"""Lines at the end of a pod's log, among which its last error is."""
+"""Lines that are read from the end of a pod's log to find its last error."""
 
 Object = dict[str, Any]
 ResourceType = tuple[str, str, str]
@@ -80,7 +80,7 @@ class Cluster:
         *,
         retry_for_s: float = RETRY_FOR_S,
     ) -> None:
-        """Connects to the cluster that `kubectl` would use, or to that of `configuration`."""
+        """Connects to the cluster of `configuration`, or else to the one that `kubectl` uses."""
         self.namespace, self._retry_for_s = namespace, retry_for_s
         try:
             self.training = TrainingClient(client_configuration=configuration, namespace=namespace)
@@ -128,7 +128,7 @@ class Cluster:
     def put(self, kind: ResourceType, manifest: Object) -> None:
         """Creates an object, or replaces the one of its name.
 
-        Begins again when somebody else creates, changes or deletes the object in between.
+        Begins again when another client creates, changes or deletes the object in between.
         """
         deadline = time.monotonic() + self._retry_for_s
         while True:
@@ -167,8 +167,8 @@ class Cluster:
     ) -> None:
         """Deletes an object and what it owns; does nothing if it does not exist.
 
-        propagation: whether what it owns is deleted before it, or after it. uid: delete only the
-        object with this uid, and not another one that has taken its name meanwhile.
+        propagation: "Foreground" deletes the owned objects first, "Background" afterwards. uid: if
+        given, an object of this name with another uid is left as it is.
         """
         options = kubernetes_client.V1DeleteOptions(
             propagation_policy=propagation,
@@ -242,10 +242,10 @@ class Cluster:
         return None if found is None else dict(found.data or {})
 
     def warning(self, kind: str, name: str, since: datetime, but: str = "") -> str:
-        """Returns the last warning event of an object, such as an exceeded quota; else nothing.
+        """Returns the last warning event of an object, such as an exceeded quota, or "".
 
-        since: when the object was created, because events of an earlier one of its name outlive it.
-        but: reason of the events to leave out.
+        since: creation time of the object, because the events of an earlier object of its name
+        remain. but: reason of the events to leave out.
         """
         response = self.call(
             "read the events of",
@@ -278,7 +278,10 @@ class Cluster:
             return None
 
     def call(self, verb: str, name: str, call: Callable[[], Response]) -> Response:
-        """Calls the API and retries transient errors. Raises `RequestRefused` for any other."""
+        """Calls the API and retries transient errors.
+
+        Raises `ApiUnavailable` after `retry_for_s`, and `RequestRefused` for any other error.
+        """
         began = said = time.monotonic()
         deadline = began + self._retry_for_s
         pause = 0.2

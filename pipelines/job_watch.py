@@ -18,10 +18,13 @@ MAX_RESTARTS = 4
 """Restarts without a committed step after which a job counts as failed. Nodes that are drained one
 after another restart a job a few times; a trainer that runs out of memory does it for ever."""
 MAX_CREATIONS = 4
-"""Times that one step of the pipeline creates a job that somebody deletes."""
+"""Times that one step of the pipeline creates a job that is deleted."""
 BLOCKED_WITHIN_S = 300.0
 """Seconds after which a container that cannot be created fails the job: the kubelet has tried it
 again about eight times by then, and a missing Secret or image needs a person."""
+STALLED_WITHIN_S = 6 * 3600.0
+"""Seconds for which a job may run without a committed step. Steps with responses of 32,000 tokens,
+and the evaluation of the initial weights before the first step, take an hour or two."""
 REMEDIES = {
     "OOMKilled": "raise memory_per_worker, which is {memory}",
     "exited with 137": "it was killed, probably for its memory: raise memory_per_worker, which is "
@@ -68,6 +71,8 @@ class JobWatch:
     _waited_s: float = 0.0
     """Seconds without nodes since the last committed step. A restart does not set it back."""
     _blocked_s: float = 0.0
+    _stalled_s: float = 0.0
+    """Seconds for which the job has run since the last committed step, without pauses."""
     _creations: int = 1
     _at: float = field(default_factory=time.monotonic)
     _lines: WaitLog = field(init=False)
@@ -82,8 +87,9 @@ class JobWatch:
     def follow_until(self, is_trained: Callable[[], bool]) -> None:
         """Logs each change of the job's state and each training step until `is_trained`.
 
-        Raises `BapoError` when the job fails, restarts without training, is deleted repeatedly, or
-        does not get its nodes within `start_within_s`.
+        Raises `BapoError` when the job fails, restarts without training, is deleted repeatedly,
+        does not get its nodes within `start_within_s`, or runs for `STALLED_WITHIN_S` without a
+        training step.
         """
         self._step = self.check_run().current_step
         self._at = time.monotonic()
@@ -132,6 +138,8 @@ class JobWatch:
         now = time.monotonic()
         if state.phase != "running":
             self._waited_s += now - self._at
+        elif run.status != "paused":
+            self._stalled_s += now - self._at
         self._blocked_s = self._blocked_s + now - self._at if state.blocked else 0.0
         self._at = now
         if self._blocked_s > min(BLOCKED_WITHIN_S, self.start_within_s):
@@ -145,6 +153,13 @@ class JobWatch:
             raise BapoError(
                 f"job {name} has not started within {self.start_within_s:.0f} s: {reason}"
                 f"{self._remedy(reason)}"
+            )
+
+        if self._stalled_s > STALLED_WITHIN_S:
+            raise BapoError(
+                f"job {name} has run for {STALLED_WITHIN_S / 3600:.0f} h without a training step "
+                f"({self.describe_rollouts()}); see the logs of the collector and the trainer, "
+                "then retry the step"
             )
 
     def _remedy(self, reason: str) -> str:
@@ -173,7 +188,7 @@ class JobWatch:
             self.log(
                 f"step {step.step}: reward {step.mean_reward:.3f}, groups {' + '.join(groups)}"
             )
-            self._step, self._waited_s = step.step, 0.0
+            self._step, self._waited_s, self._stalled_s = step.step, 0.0, 0.0
             self._lines.restart()
             if state is not None:
                 self._restarts = state.restarts

@@ -1,7 +1,7 @@
 """Bodies of the pipeline's components, one function for each.
 
-Each may be repeated at any time: the progress of a run is the buffer service's state alone, and no
-component passes it on.
+Each component may be repeated at any time: the progress of a run is the state of the buffer service
+alone, and no component passes progress on.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ step that fails."""
 REPLICA_GONE_AFTER_S = 30.0
 """Age of a replica's last heartbeat, in seconds, beyond which the pipeline does not wait for it.
 It is longer than `wire.HEARTBEAT_TIMEOUT_S`: a replica that restarts comes back within it."""
+BUCKET_CHECK_INTERVAL_S = 60.0
+"""Seconds between two checks of the bucket while a step waits."""
 KUEUE_FRAMEWORKS: dict[JobKindName, str] = {
     "PyTorchJob": "kubeflow.org/pytorchjob",
     "TrainJob": "trainer.kubeflow.org/trainjob",
@@ -86,8 +88,8 @@ class PipelineContext:
     workflow: str | None = None
     """The Argo workflow that the step belongs to, as `namespace/name`; None outside a cluster."""
     may_reopen: bool = True
-    """Whether the step may continue a run that somebody stopped. An automatic retry may not: it
-    would undo a `bapo stop` that ended the attempt before."""
+    """Whether the step may continue a run that was stopped. An automatic retry may not: it would
+    undo a `bapo stop` that ended the attempt before."""
     buffer_url: str = ""
     """Address of the buffer service inside the cluster."""
     dashboard_url: str = ""
@@ -97,8 +99,8 @@ class PipelineContext:
     def from_environment(cls, run: str, kubeflow_run: str = "") -> PipelineContext:
         """Connects to the services that the connection ConfigMap and the Secrets name.
 
-        run: the parameter `bapo_run`. kubeflow_run: Kubeflow's name of the run, of which that of
-        the run is made if `run` is empty.
+        run: the parameter `bapo_run`. kubeflow_run: Kubeflow's name of the run, from which the
+        run's name is made if `run` is empty.
 
         Raises `ConfigError` when a variable is missing or invalid.
         """
@@ -127,13 +129,13 @@ class PipelineContext:
 
     @property
     def name(self) -> str:
-        """Who stops a run, where this step does."""
+        """The name under which this step stops a run."""
         if self.workflow is None:
             return "`bapo pipeline run-local`"
         return f"workflow {self.workflow}"
 
     def owns(self, state: wire.RunState) -> bool:
-        """Whether the step's workflow is the one that trains the run."""
+        """Returns whether the step's workflow is the one that trains the run."""
         return state.workflow == self.workflow
 
 
@@ -226,8 +228,8 @@ def _give_up_run(context: PipelineContext, jobs: TrainerJobs, error: BapoError) 
 def cancel(context: PipelineContext, jobs: TrainerJobs, reason: str) -> None:
     """Deletes the job and stops the run, whose other processes then leave it.
 
-    Neither is touched if it belongs to another workflow. reason: what the run's processes and
-    people are told.
+    A job or a run of another workflow is left as it is. reason: why the run is stopped, as its
+    processes and pages show it.
     """
     if not _may_exist(context):
         return
@@ -236,7 +238,7 @@ def cancel(context: PipelineContext, jobs: TrainerJobs, reason: str) -> None:
 
 
 def _may_exist(context: PipelineContext) -> bool:
-    """Whether the run's name is valid, so that there may be a run and a job; says so if not."""
+    """Returns whether the run's name is valid, without which there is no run, and logs if not."""
     try:
         check_run_name(context.buffer.run)
     except ConfigError:
@@ -246,7 +248,7 @@ def _may_exist(context: PipelineContext) -> bool:
 
 
 def stop_run(context: PipelineContext, reason: str) -> None:
-    """Stops the run if this step's workflow trains it, and logs what has become of it."""
+    """Stops the run if this step's workflow trains it, and logs the run's status."""
     buffer = context.buffer
     state = none_if_missing(buffer.run_state)
     if state is None:
@@ -284,14 +286,14 @@ def import_model(context: PipelineContext, directory: Path) -> str:
 
 
 def _ending_of(beginning: bytes) -> str:
-    """Returns the ending of a data file's name, by what the file begins with."""
+    """Returns the suffix of a data file's name, by the file's first bytes."""
     if beginning.startswith(b"PAR1"):
         return ".parquet"
     return ".json" if beginning.lstrip().startswith(b"[") else ".jsonl"
 
 
 def import_data(context: PipelineContext, file: Path) -> str:
-    """Stores a data set that Kubeflow imported, and returns its address, as of `task.train_path`.
+    """Stores a data set that Kubeflow imported, and returns its address for `task.train_path`.
 
     The artifact of an earlier step has a name without an ending, so the ending of the address says
     what the file holds. Raises `BapoError` unless it is a file.
@@ -312,7 +314,7 @@ def import_data(context: PipelineContext, file: Path) -> str:
 
 
 def check_run(context: PipelineContext, jobs: TrainerJobs) -> None:
-    """Says whether the pipeline creates the run or continues it.
+    """Logs whether the pipeline creates the run or continues it.
 
     Raises `ConfigError` for a name that is not valid, and `BapoError` for a run that another
     workflow trains, or that is being deleted.
@@ -493,6 +495,29 @@ def own_run(context: PipelineContext) -> wire.RunState:
     return state
 
 
+class RunCheck:
+    """Checks, while a step waits, whether what it waits for can still come."""
+
+    def __init__(self, context: PipelineContext) -> None:
+        self._context = context
+        self._next_at = time.monotonic() + BUCKET_CHECK_INTERVAL_S
+
+    def __call__(self) -> wire.RunState:
+        """Returns the run's state.
+
+        Raises `BapoError` as `own_run` does, and `ObjectStoreError` when the bucket is gone: no
+        rollouts can be stored then, so that a trainer would wait for them for ever.
+        """
+        state = own_run(self._context)
+        if time.monotonic() >= self._next_at:
+            try:
+                self._context.store.check()
+            except TransientError as error:
+                self._context.log(str(error))
+            self._next_at = time.monotonic() + BUCKET_CHECK_INTERVAL_S
+        return state
+
+
 # ---- a segment ----------------------------------------------------------------------------------
 
 
@@ -506,8 +531,9 @@ def train(
 ) -> None:
     """Runs the training job until step `until` is trained. The job itself trains all segments.
 
-    Raises `BapoError` when the job fails, dies again and again, or has not started within
-    `start_within_s`.
+    Raises `BapoError` when the job fails, dies again and again, has not started within
+    `start_within_s`, or trains nothing for `job_watch.STALLED_WITHIN_S`, and when the bucket is
+    gone.
     """
     buffer = context.buffer
     config = buffer.run_state().config
@@ -531,7 +557,7 @@ def train(
         buffer,
         context.log,
         start_within_s,
-        check_run=partial(own_run, context),
+        check_run=RunCheck(context),
         describe_rollouts=partial(_describe_replicas, buffer),
     )
     with mirror_to_mlflow(config, buffer):
@@ -560,7 +586,7 @@ def _require_queue(jobs: TrainerJobs, name: str) -> None:
 
 
 def is_trained(buffer: BufferClient, config: RunConfig, until: int) -> bool:
-    """Whether step `until` is committed and in a checkpoint, and the weights after it published."""
+    """Returns whether step `until` is committed and in a checkpoint, and its weights published."""
     newest = buffer.target_weights().newest
     return (
         buffer.run_state().current_step >= until
@@ -648,13 +674,14 @@ def _wait_for(
 ) -> Result:
     """Calls `result` until it is not None, and says every minute what it waits for.
 
-    progress: returns how far that is. Raises `BapoError` when the run was stopped, has failed or
-    was taken over, and after `within_s` seconds.
+    progress: returns the present state of what is waited for. Raises `BapoError` when the run was
+    stopped, has failed or was taken over, when the bucket is gone, and after `within_s` seconds.
     """
     deadline = time.monotonic() + within_s
     lines = WaitLog(context.log)
+    check_run = RunCheck(context)
     while (value := result()) is None:
-        own_run(context)
+        check_run()
         detail = progress()
         if time.monotonic() > deadline:
             raise BapoError(f"waited {within_s:.0f} s for {what} ({detail}); {hint}")
@@ -665,7 +692,7 @@ def _wait_for(
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """Artifacts that report a run so far: the HTML page, the metrics, and these as Markdown."""
+    """Artifacts that report a run so far: an HTML page, the metrics, and a summary in Markdown."""
 
     page: str
     metrics: dict[str, float]
@@ -716,13 +743,13 @@ def report(context: PipelineContext, until: int | None = None) -> RunReport:
 
 
 def report_metrics(history: RunHistory, until: int | None) -> dict[str, float]:
-    """Returns the metrics of a run after step `until`, or after its last one if that is None.
+    """Returns the metrics of a run after step `until`, or after its last step if `until` is None.
 
-    `seconds` is the time since the first commit, without pauses between attempts left out.
+    `seconds` is the time since the first commit; it includes the pauses between attempts.
     """
     steps = [step for step in history.steps if until is None or step.step <= until]
     step = steps[-1]
-    # Version v is that of the weights after v - 1 steps.
+    # Version v is the weights after v - 1 steps.
     evaluated = [
         (evaluation, unlocked)
         for evaluation, unlocked in zip(

@@ -241,6 +241,8 @@ class ObjectStore:
 
     def _failure(self, action: str, key: str, error: Exception) -> ObjectStoreError:
         code = getattr(error, "code", None) or type(error).__name__
+        if code == "NoSuchBucket":
+            return self._without_bucket(f"cannot {action} {self.settings.bucket}/{key}: ")
         # A server that answers 500 to every retry has a lasting problem, such as a full disk.
         refused = isinstance(error, MinioException) or isinstance(
             getattr(error, "reason", None), urllib3.exceptions.ResponseError
@@ -249,6 +251,14 @@ class ObjectStore:
             f"object store {self.settings.endpoint}: cannot {action} "
             f"{self.settings.bucket}/{key}: {code}; check that it runs, has space, and accepts "
             "the credentials"
+        )
+
+    def _without_bucket(self, what: str = "") -> ObjectStoreError:
+        """Returns the error of a bucket that does not exist. what: what failed, and a colon."""
+        bucket = self.settings.bucket
+        return ObjectStoreError(
+            f"object store {self.settings.endpoint}: {what}there is no bucket {bucket}; check its "
+            "name, or restore it from a backup: what was in it is gone"
         )
 
     def _repeat(self, transfer: Callable[[], Result]) -> Result:
@@ -268,9 +278,7 @@ class ObjectStore:
         except (MinioException, urllib3.exceptions.HTTPError) as error:
             raise self._failure("reach", "", error) from error
         if not exists:
-            raise ObjectStoreError(
-                f"object store {self.settings.endpoint}: there is no bucket {self.settings.bucket}"
-            )
+            raise self._without_bucket()
 
     def ensure_bucket(self) -> None:
         """Creates the bucket unless it exists."""

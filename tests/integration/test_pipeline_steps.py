@@ -812,6 +812,55 @@ def test_a_job_that_was_deleted_is_created_again(
     assert any("was deleted while it trained, and is created again" in line for line in log_lines)
 
 
+def test_a_job_that_runs_without_training_ends_its_step_unless_the_run_is_paused(
+    context: PipelineContext, small_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_watch, "STALLED_WITHIN_S", 0.1)
+    open_run(context, small_model)
+    steps.take_turn(context, jobs_of())
+    context.buffer.pause()
+    script = [JobState("running")] * 100  # a second
+    with pytest.raises(BapoError, match="failed: reached"):
+        train(context, ScriptedBackend([*script, JobState("failed", "reached")]))
+    context.buffer.resume()
+    stalled = (
+        r"has run for 0 h without a training step \(no replica has reported\); see the logs of"
+    )
+    with pytest.raises(BapoError, match=stalled):
+        train(context, ScriptedBackend([*script, JobState("failed", "reached")]))
+
+
+def test_whatever_waits_ends_when_the_bucket_is_gone(
+    context: PipelineContext, small_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_run(context, small_model)
+    monkeypatch.setattr(steps, "BUCKET_CHECK_INTERVAL_S", 0.0)
+    without_bucket = context.store.settings.model_copy(update={"bucket": "gone"})
+    context = replace(context, store=ObjectStore(without_bucket))
+    gone = f"object store {without_bucket.endpoint}: there is no bucket gone; check its name, or"
+    with pytest.raises(BapoError, match=gone):
+        train(context, ScriptedBackend([JobState("running")]))
+    with pytest.raises(BapoError, match=gone):
+        steps.sync(context, jobs_of(), 2)
+    with pytest.raises(BapoError, match=gone):
+        steps.evaluate(context, jobs_of())
+
+
+def test_steps_wait_for_an_object_store_that_does_not_answer(
+    context: PipelineContext,
+    small_model: Any,
+    log_lines: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    open_run(context, small_model)
+    monkeypatch.setattr(steps, "BUCKET_CHECK_INTERVAL_S", 0.0)
+    unreachable = context.store.settings.model_copy(update={"endpoint": "http://127.0.0.1:9"})
+    context = replace(context, store=ObjectStore(unreachable, retries=0))
+    with pytest.raises(BapoError, match="failed: reached"):
+        train(context, ScriptedBackend([JobState("running"), JobState("failed", "reached")]))
+    assert any("object store http://127.0.0.1:9: cannot reach" in line for line in log_lines)
+
+
 def test_whatever_waits_says_what_for_every_minute(
     context: PipelineContext,
     small_model: Any,
