@@ -10,6 +10,7 @@ import asyncio
 import inspect
 import logging
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 SUPPORTED = ("0.32.",)
 """Prefixes of the vLLM versions whose routes and flags the contract tests have covered."""
 STOP_WITHIN_S = 10.0
+COMPILE_WITHIN_S = 60.0
+"""Seconds for the trial of the C++ compiler, which takes less than one on an idle machine."""
 WORKER_MODULE = "bapo_vllm_worker"
 """Name under which vLLM's workers import `services.rollout.vllm.worker`."""
 HEADLESS_MODULE = "bapo_vllm_headless"
@@ -221,14 +224,27 @@ def installed(python: str) -> tuple[str, str]:
 
 
 def compiler_environment() -> dict[str, str]:
-    """Returns variables that turn torch.compile off where there is no C++ compiler.
+    """Returns variables that turn torch.compile off where no C++ compiler works.
 
-    On CPUs torch.compile needs one, and slim images have none.
+    On CPUs torch.compile needs one, and slim images have none. Others have `g++` without the
+    compiler proper (`cc1plus`) or without headers, so it is tried.
     """
     compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is not None:
-        return {}
-    log.info("there is no C++ compiler (%s): vLLM runs without torch.compile", compiler)
+    try:
+        trial = subprocess.run(
+            [*shlex.split(compiler), "-fsyntax-only", "-x", "c++", "-"],
+            input="#include <vector>\n",
+            capture_output=True,
+            text=True,
+            timeout=COMPILE_WITHIN_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        problem = str(error)
+    else:
+        if trial.returncode == 0:
+            return {}
+        problem = trial.stderr.strip().partition("\n")[0]
+    log.info("no C++ compiler works (%s: %s): vLLM runs without torch.compile", compiler, problem)
     return {"TORCHDYNAMO_DISABLE": "1"}
 
 

@@ -21,16 +21,24 @@ def options(tmp_path: Path) -> VllmOptions:
     return VllmOptions("python", 96, "float32", tmp_path / "vllm.log", arguments=["--seed", "1"])
 
 
-def test_without_a_compiler_vllm_compiles_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_without_a_compiler_that_works_vllm_compiles_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
+    off = {"TORCHDYNAMO_DISABLE": "1"}
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert compiler_environment() == {"TORCHDYNAMO_DISABLE": "1"}
-    (tmp_path / "g++").touch(mode=0o755)
+    assert compiler_environment() == off
+    assert "(g++: [Errno 2] No such file or directory: 'g++'): vLLM runs without" in caplog.text
+    compiler = tmp_path / "g++"
+    compiler.write_text("#!/bin/sh\nread -r line && test \"$line\" = '#include <vector>'\n")
+    compiler.chmod(0o755)
     assert compiler_environment() == {}
+    compiler.write_text("#!/bin/sh\necho \"g++: cannot execute 'cc1plus'\" >&2; exit 1\n")
+    assert compiler_environment() == off
+    assert "(g++: g++: cannot execute 'cc1plus'): vLLM runs without" in caplog.text
     monkeypatch.setenv("CXX", "clang++")
-    assert compiler_environment() == {"TORCHDYNAMO_DISABLE": "1"}
+    assert compiler_environment() == off
 
 
 def test_the_command_names_the_model_and_ends_with_the_users_arguments(
