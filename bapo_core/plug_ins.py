@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 from bapo_core.errors import BapoError
@@ -38,6 +41,19 @@ def load_plug_in(
     except (ImportError, AttributeError) as cause:
         raise error(
             f"{kind} {name}: cannot load {_origin(points[0])}: {cause}; install it again"
+        ) from cause
+
+
+@contextmanager
+def report_failures(kind: str, name: str, error: type[BapoError]) -> Iterator[None]:
+    """Raises `error`, with the place of the cause, for whatever the code of a plug-in raises."""
+    try:
+        yield
+    except Exception as cause:
+        frame = traceback.extract_tb(cause.__traceback__)[-1]
+        raise error(
+            f"{kind} {name} failed: {type(cause).__name__}: {cause} ({Path(frame.filename).name}, "
+            f"line {frame.lineno})"
         ) from cause
 
 

@@ -1,10 +1,14 @@
-"""Samplers choose the prompts of a step, as pure functions of seed, step, round and results.
+"""Samplers choose the prompts of a step, as pure functions of the configuration and of results.
 
-The uniform sampler takes each epoch in another permutation (`prompt_positions`); with dynamic
-sampling, each step goes on where the one before ended (`stream_positions`). The adaptive ones draw
-candidates uniformly (`candidate_positions`), estimate the probability of a correct response to
-each of them from its results so far (`Posterior`), and rank them (`rank_by_thompson`,
-`rank_by_difficulty`); the first B are rolled out.
+A sampler is a function of a `DrawContext` that returns a `Draw`: the positions in the dataset of
+the B prompts of a generation round, and why. `sampler.kind` selects one. The uniform sampler takes
+each epoch in another permutation (`prompt_positions`); with dynamic sampling, each step goes on
+where the one before ended (`stream_positions`). The adaptive ones draw by the results of earlier
+steps: `mopps` and `dots` rank candidates (`candidate_positions`) by the probability of a correct
+response to each (`Posterior`), and `exgrpo` revisits prompts (`revisit_prompts`).
+
+Other distributions add samplers by the entry-point group `bapo.samplers`, which names such a
+function (docs/adding-a-method.md).
 """
 
 from __future__ import annotations
@@ -13,11 +17,15 @@ import hashlib
 import math
 import random
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from bapo_core.config import SamplerConfig
+from bapo_core.config import RunConfig, SamplerConfig
+from bapo_core.config.samplers import SAMPLER_ENTRY_POINTS
+from bapo_core.errors import ConfigError
+from bapo_core.plug_ins import load_plug_in, report_failures
 from bapo_core.seeding import derive_rng, derive_seed
 
 _ROUNDS = 10
@@ -299,3 +307,240 @@ def revisit_prompts(
         if not bucket:
             del buckets[k]
     return drawn
+
+
+# ---- draws --------------------------------------------------------------------------------------
+
+
+class Results(Protocol):
+    """The results of a run's training prompts, as of the last commit that a draw includes."""
+
+    def posteriors(self, positions: Sequence[int]) -> list[Posterior]:
+        """Returns the posteriors of the prompts at these positions, in the same order."""
+        ...
+
+    def all_posteriors(self) -> Mapping[int, Posterior]:
+        """Returns the posteriors of all prompts that have results, by position in the dataset."""
+        ...
+
+    def step_bins(self) -> Sequence[Sequence[int]]:
+        """Returns, for each step, its number of fresh groups with k of G correct, k = 0..G."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DrawContext:
+    """What a draw depends on."""
+
+    config: RunConfig
+    step: int
+    generation_round: int
+    """Round of the step, from 0 on; `rollout.max_generation_rounds` bounds it."""
+    dataset_size: int
+    results: Results
+    first: int = 0
+    """Number in the stream of the step's first prompt, with `RunConfig.draws_from_stream`."""
+
+
+class Rank(NamedTuple):
+    """The place of a candidate among those of its round."""
+
+    rank: int
+    """From 1, the best; the first B are drawn."""
+    number: float
+    """Number that the candidate is ranked by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The prompts of a generation round, and why they were drawn."""
+
+    positions: Sequence[int]
+    """Positions in the dataset of the B prompts, in the order in which they are rolled out. No
+    prompt comes twice in a step."""
+    revisited: int = 0
+    """Number of prompts, the first ones, that were drawn for their past successes."""
+    ranking: Mapping[int, Rank] = field(default_factory=dict)
+    """Rank of each candidate, by its position in the dataset."""
+    explain: Callable[[int, Posterior], str] | None = None
+    """Function of any position and its posterior that explains to people why the prompt was drawn,
+    or was not. It is called later than the draw, when `DrawContext.results` cannot be read."""
+
+
+def draw_uniform(context: DrawContext) -> Draw:
+    """Draws the prompts of an epoch's permutation or, with dynamic sampling, of the stream."""
+    config, per_round = context.config, context.config.rollout.prompts_per_step
+    if not config.draws_from_stream:
+        return Draw(_epoch_positions(context))
+    return Draw(
+        stream_positions(
+            config.seed,
+            context.first + context.generation_round * per_round,
+            per_round,
+            dataset_size=context.dataset_size,
+            distinct=config.prompts_needed,
+        )
+    )
+
+
+def _epoch_positions(context: DrawContext) -> Sequence[int]:
+    return prompt_positions(
+        context.config.seed,
+        context.step,
+        dataset_size=context.dataset_size,
+        prompts_per_step=context.config.rollout.prompts_per_step,
+    )
+
+
+def draw_ranked(context: DrawContext) -> Draw:
+    """Draws the first B of the candidates, ranked by `sampler.kind` (`mopps` or `dots`)."""
+    config, step, generation_round = context.config, context.step, context.generation_round
+    per_round = config.rollout.prompts_per_step
+    positions = candidate_positions(
+        config.seed,
+        step,
+        generation_round,
+        dataset_size=context.dataset_size,
+        candidates_per_round=config.candidates_per_round,
+        max_rounds=config.rollout.max_generation_rounds,
+    )
+    ranked = rank_candidates(
+        config.sampler,
+        context.results.posteriors(positions),
+        seed=config.seed,
+        step=step,
+        generation_round=generation_round,
+    )
+    ranking = {
+        positions[candidate]: Rank(number, draw)
+        for number, (candidate, draw) in enumerate(ranked, start=1)
+    }
+
+    def explain(position: int, posterior: Posterior) -> str:
+        known = (
+            f"posterior Beta({posterior.a:.4g}, {posterior.b:.4g}) as of step "
+            f"{config.sampled_as_of(step)}"
+        )
+        if position not in ranking:
+            total = config.candidates_per_round * config.rollout.max_generation_rounds
+            return (
+                f"it is not among the {total} candidates of this step, which are drawn uniformly; "
+                f"{known}"
+            )
+        rank, number = ranking[position]
+        shown = (
+            f"Thompson draw g = {number:.3f}"
+            if config.sampler.kind == "mopps"
+            else f"log-weight with Gumbel noise = {number:.4g}"
+        )
+        return (
+            f"rank {rank} of the {config.candidates_per_round} candidates of round "
+            f"{generation_round}, of which {per_round} are rolled out: {shown}, target "
+            f"{config.sampler.target:g}, {known}"
+        )
+
+    return Draw(list(ranking)[:per_round], ranking=ranking, explain=explain)
+
+
+def draw_revisited(context: DrawContext) -> Draw:
+    """Draws prompts to revisit, and the others from the epoch's permutation (`exgrpo`).
+
+    The others are without revisited and, as far as there are enough, without retired prompts. It is
+    uniform until the fresh groups of a step have an accuracy above `sampler.revisit_above`.
+    """
+    config, step, size = context.config, context.step, context.config.rollout.group_size
+    in_epoch = _epoch_positions(context)
+    revisited: list[int] = []
+    others = list(in_epoch)
+    if _has_reached(config.sampler.revisit_above, context.results.step_bins()):
+        # The posterior of this sampler knows the last group alone: a is 1 + its correct responses.
+        correct = {
+            position: round(posterior.a) - 1
+            for position, posterior in context.results.all_posteriors().items()
+        }
+        revisited = revisit_prompts(
+            correct,
+            count=int(config.sampler.revisited_share * len(in_epoch)),
+            group_size=size,
+            rng=derive_rng(config.seed, "revisit", step),
+        )
+        taken = set(revisited)
+        others = [position for position in in_epoch if position not in taken]
+        others.sort(key=lambda position: correct.get(position) == size)  # retired ones last
+        others = others[: len(in_epoch) - len(revisited)]
+
+    def explain(position: int, posterior: Posterior) -> str:
+        as_of, k = config.sampled_as_of(step), round(posterior.a) - 1
+        result = (
+            f"{k} of {size} correct in its last group as of step {as_of}"
+            if posterior != Posterior()
+            else f"no group as of step {as_of}"
+        )
+        if position in revisited:
+            return f"it is one of the {len(revisited)} prompts that this step revisits: {result}"
+        if position in others:
+            return f"it is one of the {len(others)} prompts of the epoch's permutation: {result}"
+        if k == size:
+            return f"it is retired, or not in this step's part of the epoch's permutation: {result}"
+        return f"it was not drawn to be revisited, nor by the epoch's permutation: {result}"
+
+    return Draw([*revisited, *others], revisited=len(revisited), explain=explain)
+
+
+def _has_reached(accuracy: float, step_bins: Sequence[Sequence[int]]) -> bool:
+    """Returns whether the fresh groups of any step had a higher mean accuracy."""
+    return any(
+        sum(k * groups for k, groups in enumerate(bins)) > accuracy * (len(bins) - 1) * sum(bins)
+        for bins in step_bins
+    )
+
+
+Sampler = Callable[[DrawContext], Draw]
+
+SAMPLERS: Mapping[str, Sampler] = {
+    "uniform": draw_uniform,
+    "mopps": draw_ranked,
+    "dots": draw_ranked,
+    "exgrpo": draw_revisited,
+}
+"""The built-in samplers by their name in `sampler.kind`."""
+
+
+def get_sampler(kind: str) -> Sampler:
+    """Returns a sampler by its name, which may be a plug-in's.
+
+    Raises `ConfigError` for an unknown name, or a plug-in that cannot be loaded.
+    """
+    if kind in SAMPLERS:
+        return SAMPLERS[kind]
+    loaded: Any = load_plug_in(
+        SAMPLER_ENTRY_POINTS, "sampler", kind, built_in=SAMPLERS, error=ConfigError
+    )
+    if not callable(loaded):
+        raise ConfigError(
+            f"sampler {kind}: the entry point names {loaded!r}; name a function of a DrawContext"
+        )
+    sampler: Sampler = loaded
+    return sampler
+
+
+def draw_prompts(context: DrawContext) -> Draw:
+    """Draws the prompts of a generation round by the sampler of the configuration.
+
+    Raises `ConfigError` if a plug-in fails, or draws other than B different positions of the
+    dataset.
+    """
+    kind, size = context.config.sampler.kind, context.dataset_size
+    if kind in SAMPLERS:
+        return SAMPLERS[kind](context)
+    sampler, needed = get_sampler(kind), context.config.rollout.prompts_per_step
+    with report_failures("sampler", kind, ConfigError):
+        draw = sampler(context)
+    valid = {position for position in draw.positions if 0 <= position < size}
+    if not len(valid) == len(draw.positions) == needed:
+        raise ConfigError(
+            f"sampler {kind} drew {len(draw.positions)} prompts for step {context.step}, "
+            f"{len(valid)} of them different and in the dataset of {size}; it must draw "
+            f"rollout.prompts_per_step = {needed} different positions below {size}"
+        )
+    return draw

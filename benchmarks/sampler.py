@@ -35,7 +35,7 @@ from benchmarks.harness import make_parser, report
 from benchmarks.machine import machine
 from services.buffer.api.client import BufferClient
 from services.buffer.runs import get_run, run_config
-from services.buffer.samplers import draw_positions
+from services.buffer.samplers import draw_round
 from services.stack.stack import Endpoints, running_stack
 
 RUN = "sampled"
@@ -115,7 +115,7 @@ def measure_draws(stack: Endpoints, steps: int) -> dict[str, float]:
             run = get_run(session, RUN)
             step, settings = rng.randint(1, steps), run_config(run)
             started = time.perf_counter()
-            positions = draw_positions(session, run, settings, step, 0)
+            positions = draw_round(session, run, settings, step, 0).positions
             draws.append((time.perf_counter() - started) * 1e3)
         assert len(set(positions)) == BATCH
     engine.dispose()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -193,3 +193,12 @@ def kinds_of(model: type[BaseModel], key: str) -> Kinds | None:
     field = model.model_fields.get(key)
     marks = field.metadata if field is not None else ()
     return next((mark for mark in marks if isinstance(mark, Kinds)), None)
+
+
+def check_known(key: str, value: str, built_in: Sequence[str], entry_points: str) -> str:
+    """Returns `value` if it names something built in or a plug-in, which is not loaded."""
+    if value not in built_in:
+        known = sorted({*built_in, *plug_in_names(entry_points)})
+        if value not in known:
+            raise ValueError(f"{key} is {value!r}, which is not one of {', '.join(known)}")
+    return value

@@ -9,7 +9,7 @@ from bapo_core.config.base import Section
 from bapo_core.config.batches import ReplayWindowConfig, ResponseReplayConfig
 from bapo_core.config.evaluation import GREEDY_TEMPERATURE, TEST_SET
 from bapo_core.config.objectives import SEQUENCE_OBJECTIVES
-from bapo_core.config.samplers import SamplerConfig
+from bapo_core.config.samplers import SAMPLER_NAMES, SamplerConfig
 from bapo_core.thresholds import replay_window, within
 
 if TYPE_CHECKING:
@@ -346,6 +346,8 @@ def _warnings_about_sampling(config: RunConfig) -> list[str]:
     elif kind == "exgrpo":
         unread = ["candidates", "decay", "half_life", "target", "select", "band"]
         unread.append("temperature")
+    elif kind not in SAMPLER_NAMES:
+        unread = []  # A plug-in gets the whole section.
     unused = _changed("sampler", config.sampler, unread)
     if unused:
         warnings.append(f"{' and '.join(unused)} change nothing with sampler.kind={kind}")

@@ -143,6 +143,10 @@ class RunConfig(Section):
         """Whether hard groups are stored: for re-evaluation, or for supervised updates."""
         return self.reevaluate.enabled or self.demonstrations.supervise_every > 0
 
+    def reevaluates_at(self, t: int) -> bool:
+        """Whether hard prompts are answered again at step t (X2)."""
+        return self.reevaluate.enabled and self.schedule.reevaluates_at(t)
+
     def replays_at(self, t: int) -> bool:
         """Whether the batch of step t may have replayed groups (X3)."""
         last = self.replay.last_step

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from bapo_core.config.base import Fraction, Section
+from bapo_core.config.base import Fraction, Section, check_known
+
+SAMPLER_NAMES = ("uniform", "mopps", "dots", "exgrpo")
+"""The built-in samplers."""
+SAMPLER_ENTRY_POINTS = "bapo.samplers"
+"""The group of entry points of samplers: name -> `bapo_core.sampling.Sampler`."""
 
 
 class SamplerConfig(Section):
@@ -16,12 +21,15 @@ class SamplerConfig(Section):
     earlier steps. `mopps` and `dots` draw candidates uniformly, and select among them.
     """
 
-    kind: Literal["uniform", "mopps", "dots", "exgrpo"] = "uniform"
+    kind: str = "uniform"
     """Sampler of prompts (docs/methods.md): `uniform` takes each epoch in another permutation;
     `mopps` selects by Thompson draws from Beta posteriors (arXiv 2507.04632); `dots` samples
     prompts of medium difficulty (arXiv 2506.05316), with the posterior's mean in place of the
     paper's learned predictor; `exgrpo` revisits prompts that were solved in part, and retires those
-    that were solved in full (arXiv 2510.02245)."""
+    that were solved in full (arXiv 2510.02245); or one that an installed package adds
+    (docs/adding-a-method.md)."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Settings of a sampler that an installed package adds."""
     candidates: int = Field(4, ge=2)
     """Candidates for each prompt that is drawn: a generation round selects its B prompts from
     `candidates` x B (MoPPS: 16 for mathematics, 8 for Countdown; 4 fits B = 256 into the 2000
@@ -70,12 +78,31 @@ class SamplerConfig(Section):
     @property
     def fading(self) -> float:
         """The weight of a result for each step since: 1 without `half_life`."""
-        return 1.0 if self.half_life is None else 0.5 ** (1.0 / self.half_life)
+        # exgrpo counts the correct responses of the last group, of whatever age.
+        return (
+            1.0
+            if self.half_life is None or self.kind == "exgrpo"
+            else 0.5 ** (1.0 / self.half_life)
+        )
 
     @property
     def posterior_decay(self) -> float:
         """The weight of a group for each newer one: 0 for `exgrpo`, which knows the last alone."""
         return 0.0 if self.kind == "exgrpo" else self.decay
+
+    @field_validator("kind")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        return check_known("kind", value, SAMPLER_NAMES, SAMPLER_ENTRY_POINTS)
+
+    @model_validator(mode="after")
+    def _options_are_of_plug_ins(self) -> SamplerConfig:
+        if self.options and self.kind in SAMPLER_NAMES:
+            raise ValueError(
+                f"options is {self.options} but kind is '{self.kind}': options are of samplers "
+                "that an installed package adds; remove options"
+            )
+        return self
 
     @model_validator(mode="after")
     def _ordered(self) -> SamplerConfig:

@@ -95,9 +95,11 @@ Their keys are in [Configuration](configuration.md#presets).
 | --- | --- | --- | --- | --- | --- |
 """
 
-PLUG_INS = f"""## Adding a method
+PLUG_INS = f"""## A loss of your own
 
-In this repository, a method is a function with its paper and its equation in the docstring, a line
+[Adding a method](adding-a-method.md) is about samplers and batch rules.
+
+In this repository, a loss is a function with its paper and its equation in the docstring, a line
 in its registry (`bapo_core/objectives.py`, `bapo_core/advantages.py`, `bapo_core/losses.py`), its
 section in `bapo_core/config/objectives.py`, and a test against a transcription of the equation.
 

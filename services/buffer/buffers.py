@@ -22,9 +22,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import Session
 
-from bapo_core.buffers import BufferChange, choose_reevaluated
-from bapo_core.config import RunConfig
-from bapo_core.seeding import derive_rng
+from bapo_core.buffers import BufferChange
 from bapo_core.types import GroupSummary
 from services.buffer.api import wire
 from services.buffer.bulk import insert_columns
@@ -47,18 +45,6 @@ def buffer_as_of(
         .order_by(RolloutGroup.step, RolloutGroup.position, RolloutGroup.kind)
     )
     return [GroupSummary(*row) for row in rows]
-
-
-def reevaluated_entries(
-    session: Session, run: Run, config: RunConfig, step: int
-) -> list[GroupSummary]:
-    """Returns the hard entries drawn for re-evaluation at `step`.
-
-    They are a function of the committed state of step - 1 and the seed.
-    """
-    entries = buffer_as_of(session, run, "hard", step - 1)
-    rng = derive_rng(config.seed, "reevaluate", step)
-    return choose_reevaluated(entries, limit=config.most_reevaluated, rng=rng)
 
 
 def apply_change(

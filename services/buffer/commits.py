@@ -14,20 +14,11 @@ from datetime import UTC, datetime
 from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
-from bapo_core.buffers import (
-    BufferChange,
-    EvictionReason,
-    admit_hard,
-    admit_high,
-    evict_solved,
-)
-from bapo_core.config import RunConfig
 from services.buffer import artifacts, difficulty, samplers
 from services.buffer.api import digest_chain, wire
-from services.buffer.buffers import apply_change, buffer_as_of
-from services.buffer.demonstrations import supervised_entries
+from services.buffer.buffers import apply_change
 from services.buffer.runs import run_config
-from services.buffer.stored_groups import read_summaries
+from services.buffer.step_state import settle_step
 from services.buffer.tables import (
     BatchMemberRow,
     BufferEntry,
@@ -65,7 +56,9 @@ def commit_step(session: Session, run: Run, step: int, commit: wire.Commit) -> N
         link = digest_chain.link(previous, run.config, step, commit.digests)
         record.digests = link.model_dump()
     record.committed_at = datetime.now(UTC)
-    _update_buffers(session, run, config, record)
+    for buffer, changes in settle_step(session, run, config, record).items():
+        for change in changes:
+            apply_change(session, run, buffer, step, change)
     record.difficulty_bins = difficulty.update(session, run, step)
     run.current_step = step
 
@@ -93,44 +86,6 @@ def _count_responses(session: Session, run: Run, step: int) -> dict[str, float]:
         "rollouts/repeated": float(repeated.total()),
         **{f"rollouts/repeated/{cause}": float(count) for cause, count in repeated.items()},
     }
-
-
-def _update_buffers(session: Session, run: Run, config: RunConfig, record: StepRecord) -> None:
-    """Evicts solved prompts, then admits the step's unfiltered fresh groups."""
-    step = record.step
-    fresh = read_summaries(session, run, step, "fresh")
-    reevaluated = read_summaries(session, run, step, "reevaluation")
-    if config.keeps_hard_buffer:
-        hard = buffer_as_of(session, run, "hard", step - 1)
-        solved = evict_solved(
-            hard,
-            {group.prompt_uid: group for group in reevaluated},
-            after=config.hard_buffer.after,
-            c1=config.reevaluate.c1,
-        )
-        supervised = supervised_entries(session, run, config, step)
-        left = [*solved, *((entry, EvictionReason.SUPERVISED) for entry in supervised)]
-        change = BufferChange(admitted=[], evicted=left)
-        apply_change(session, run, "hard", step, change)
-        change = admit_hard(
-            change.apply(hard),
-            fresh,
-            c1=config.reevaluate.c1,
-            capacity=config.hard_capacity,
-            dedup=config.batch.dedup,
-        )
-        apply_change(session, run, "hard", step, change)
-    if config.replays_at(step + 1):
-        change = admit_high(
-            buffer_as_of(session, run, "high_quality", step - 1),
-            [*fresh, *(reevaluated if config.hard_buffer.store_new_in_high else [])],
-            window=(record.c2, record.c3),
-            capacity=config.high_quality_buffer.capacity,
-            max_age=config.high_quality_buffer.max_age,
-            step=step,
-            dedup=config.batch.dedup,
-        )
-        apply_change(session, run, "high_quality", step, change)
 
 
 def rewind_run(session: Session, run: Run, step: int) -> None:

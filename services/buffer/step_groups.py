@@ -13,10 +13,10 @@ from bapo_core.config import RunConfig
 from bapo_core.metrics import majority_at_k, sample_counts
 from services.buffer.api import wire
 from services.buffer.api.trajectories import GroupRows
-from services.buffer.buffers import reevaluated_entries
 from services.buffer.bulk import insert_columns
 from services.buffer.datasets import dataset_size
 from services.buffer.runs import run_config
+from services.buffer.step_state import reevaluated_entries
 from services.buffer.tables import PromptRow, RolloutGroup, Run
 from services.common.problems import bad_request, conflict
 
@@ -42,7 +42,7 @@ def check_step(
     if not 1 <= step <= last:
         counter = "version" if kind == "evaluation" else "step"
         raise bad_request(f"{counter} {step} is not in 1..{last}, the {counter}s of this run")
-    if kind == "reevaluation" and not reevaluates_at(config, step):
+    if kind == "reevaluation" and not config.reevaluates_at(step):
         if not config.reevaluate.enabled:
             raise bad_request(f"step {step} has no re-evaluation: reevaluate.enabled is false")
         raise bad_request(
@@ -75,11 +75,6 @@ def dataset_of_set(run: Run, evaluation_set: str | None) -> str:
     """Returns the dataset of an evaluation set, which is the primary one if None."""
     dataset: str = run.test_datasets[evaluation_set or run_config(run).primary_set]
     return dataset
-
-
-def reevaluates_at(config: RunConfig, step: int) -> bool:
-    """Returns whether hard prompts are re-evaluated at `step` (X2, every m steps)."""
-    return config.reevaluate.enabled and config.schedule.reevaluates_at(step)
 
 
 def select_new(

@@ -11,10 +11,9 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 from bapo_core.config import RunConfig
 from services.buffer.api import wire
 from services.buffer.artifacts import is_set_aside
-from services.buffer.buffers import reevaluated_entries
 from services.buffer.prompt_stream import count_drawn_before, count_open_rounds
 from services.buffer.runs import run_config
-from services.buffer.samplers import draw_positions
+from services.buffer.samplers import draw_round
 from services.buffer.step_groups import (
     ExpectedPrompt,
     check_step,
@@ -22,6 +21,7 @@ from services.buffer.step_groups import (
     missing_groups,
     recorded_uids,
 )
+from services.buffer.step_state import reevaluated_entries
 from services.buffer.tables import PromptRow, Run
 from services.common.problems import bad_request, conflict
 
@@ -163,7 +163,7 @@ def _prompt_rows(
         dataset = dataset_of_set(run, evaluation_set)
         statement = select(*columns).where(PromptRow.dataset == dataset)
         return list(session.execute(statement.order_by(PromptRow.position)))
-    positions = draw_positions(session, run, config, step, generation_round, first)
+    positions = draw_round(session, run, config, step, generation_round, first).positions
     rows = session.execute(
         select(*columns).where(
             PromptRow.dataset == run.train_dataset, PromptRow.position.in_(positions)

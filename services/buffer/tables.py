@@ -376,6 +376,12 @@ class StepRecord(Base):
     counts: Mapped[dict[str, Any]]
     """Groups in the batch by source (`fresh`, `reevaluated`, `replayed`), and groups generated:
     `rolled_out` (fresh, before the filter) and `reevaluated_total` (before promotion)."""
+    supervised: Mapped[list[Any] | None]
+    """Groups of the hard buffer (`group_id`, `prompt_uid`) whose demonstrations the step has a
+    supervised update on; null in batches of versions before 0.3."""
+    decisions: Mapped[dict[str, Any] | None] = mapped_column(deferred=True)
+    """Why each prompt is, or is not, in the batch (`step_state.dump_decisions`); null in batches of
+    versions before 0.3. Read for single prompts alone."""
     rollouts: Mapped[int]
     """Training responses generated at this step, including those not in the batch."""
     tokens: Mapped[int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import psycopg
@@ -133,6 +134,10 @@ ORDER_BY = {
 }
 
 
+_GROUP_ID = re.compile(r"'group_id': \d+,? ?")
+"""A group's id in a column of JSON values."""
+
+
 def snapshot(driver: Driver) -> dict[str, list[tuple[Any, ...]]]:
     """Returns every row of the run by table, without ids, times and the name of the run.
 
@@ -153,5 +158,8 @@ def snapshot(driver: Driver) -> dict[str, list[tuple[Any, ...]]]:
             assert cursor.description is not None
             names = [column.name for column in cursor.description]
             kept = [i for i, name in enumerate(names) if name not in unstable]
-            rows[table] = [tuple(str(row[i]).removeprefix(prefix) for i in kept) for row in cursor]
+            rows[table] = [
+                tuple(_GROUP_ID.sub("", str(row[i]).removeprefix(prefix)) for i in kept)
+                for row in cursor
+            ]
     return rows

@@ -139,6 +139,8 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
         # Its batches have whole groups alone.
         connection.execute("update batch_member set rows = null, joins_previous = false")
         connection.execute("update rollout_group set responses = null")
+        # Nor do they have recorded decisions.
+        connection.execute("update step_record set decisions = null, supervised = null")
         # How many of its responses were cut off is not known.
         connection.execute("update rollout_group set cut_off = null")
         # It knows a dataset by its prompts alone, so it loses one without prompts.

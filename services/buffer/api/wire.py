@@ -771,7 +771,7 @@ class PromptPosterior(Wire):
 class PromptDraw(PromptPosterior):
     """How an adaptive sampler decided on a prompt at a step, by its posterior at that time."""
 
-    sampler: Literal["uniform", "mopps", "dots", "exgrpo"]
+    sampler: str
     """The run's `sampler.kind`."""
     candidates: int
     """Number of candidates of a generation round, drawn uniformly from the dataset."""

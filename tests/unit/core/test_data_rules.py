@@ -1,0 +1,172 @@
+"""Samplers and batch rules of installed packages, without a database; the docs show the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bapo_core.algorithm import StepState, compose, get_batch_rule, settle
+from bapo_core.config import ConfigError, RunConfig, config_from
+from bapo_core.sampling import SAMPLERS, Draw, DrawContext, Posterior, draw_prompts
+from bapo_core.types import GroupSummary, Source
+from tests.unit.core.test_plug_ins import write_distribution
+
+ROOT = Path(__file__).parents[3]
+
+
+@dataclass(frozen=True)
+class Results:
+    """Results that a test gives, in place of those of a database."""
+
+    known: Mapping[int, Posterior] = field(default_factory=dict)
+    bins: Sequence[Sequence[int]] = ()
+
+    def posteriors(self, positions: Sequence[int]) -> list[Posterior]:
+        return [self.known.get(position, Posterior()) for position in positions]
+
+    def all_posteriors(self) -> Mapping[int, Posterior]:
+        return self.known
+
+    def step_bins(self) -> Sequence[Sequence[int]]:
+        return self.bins
+
+
+def configure(**sections: Any) -> RunConfig:
+    rollout = {"prompts_per_step": 4, "group_size": 4}
+    optimizer = {"minibatch_prompts": 4}
+    return config_from({"name": "rules", "rollout": rollout, "optimizer": optimizer, **sections})
+
+
+@pytest.fixture(autouse=True)
+def _plug_ins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "plug_in"))
+
+
+@pytest.mark.parametrize("module", ["bapo_frontier.py", "bapo_nearest.py"])
+def test_the_docs_show_the_plug_ins_of_the_tests(module: str) -> None:
+    page = (ROOT / "docs" / "adding-a-method.md").read_text()
+    shown = re.search(rf"```python\n# {re.escape(module)}\n(.*?)```", page, re.DOTALL)
+    assert shown is not None
+    code = (ROOT / "tests" / "plug_in" / module).read_text()
+    assert shown[1] == code
+    assert len(code.splitlines()) <= 40
+
+
+def test_the_sampler_of_a_plug_in_draws_by_results() -> None:
+    config = configure(sampler={"kind": "frontier", "options": {"explore": 0.25}})
+    known = {
+        0: Posterior(9.0, 1.0),
+        1: Posterior(5.0, 5.0),
+        2: Posterior(1.0, 9.0),
+        3: Posterior(4.0, 6.0),
+        4: Posterior(7.0, 3.0),
+    }
+    draw = draw_prompts(DrawContext(config, 3, 0, 20, Results(known)))
+    assert list(draw.positions[:3]) == [1, 3, 4]
+    assert draw.positions[3] not in {1, 3, 4}
+    assert draw.explain is not None
+    assert "highest learnability: its probability of a correct response is 0.500" in draw.explain(
+        1, known[1]
+    )
+    again = draw_prompts(DrawContext(config, 3, 0, 20, Results(known)))
+    assert again.positions == draw.positions
+
+
+@pytest.mark.parametrize("positions", [[0, 1, 2], [0, 1, 2, 2], [0, 1, 2, 20], [-1, 0, 1, 2]])
+def test_a_plug_in_must_draw_different_positions_of_the_dataset(
+    positions: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bapo_frontier.draw", lambda _: Draw(positions))
+    config = configure(sampler={"kind": "frontier"})
+    with pytest.raises(ConfigError, match=r"it must draw rollout.prompts_per_step = 4 different"):
+        draw_prompts(DrawContext(config, 1, 0, 20, Results()))
+
+
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_built_in_samplers_draw_without_a_database(kind: str) -> None:
+    config = configure(sampler={"kind": kind, **({} if kind == "uniform" else {"as_of": "step"})})
+    known = {position: Posterior(1.0 + position % 5, 5.0 - position % 5) for position in range(40)}
+    context = DrawContext(config, 5, 0, 64, Results(known, [[0, 0, 1, 2, 1]]))
+    draw = draw_prompts(context)
+    assert len(set(draw.positions)) == 4
+    assert draw_prompts(context).positions == draw.positions
+    if draw.explain is not None:
+        reasons = {
+            draw.explain(position, known.get(position, Posterior())) for position in range(64)
+        }
+        assert len(reasons) > 2
+
+
+def entries(*counts: int) -> list[GroupSummary]:
+    return [
+        GroupSummary(number, f"stored:{number}", 2, correct, 8)
+        for number, correct in enumerate(counts)
+    ]
+
+
+def test_the_batch_rule_of_a_plug_in_replays_the_nearest_entries() -> None:
+    config = configure(
+        batch={"rule": "nearest", "options": {"most": 2}},
+        rollout={"prompts_per_step": 4, "group_size": 8},
+        replay_window={"c2_range": [0, 0], "c3_range": [1, 1]},
+    )
+    fresh = [GroupSummary(10, "fresh:10", 3, 4, 8)]
+    state = StepState(step=3, fresh=fresh, high=entries(1, 4, 7, 5))
+    rule = get_batch_rule("nearest")
+    composition = rule.compose(config, state)
+    replayed = [m.group.group_id for m in composition.batch.members if m.source is Source.REPLAYED]
+    assert replayed == [1, 3]
+    decision = composition.decisions.on_prompt("stored:0")[Source.REPLAYED]
+    assert decision.outcome == "not_used"
+    assert decision.reason.startswith("1 of 8 correct at step 2: 2 entries are nearer to half")
+    # What it does not replace, and without its limit all, is Algorithm 1's.
+    window = composition.batch.window
+    changes = rule.settle(config, state, window=window, supervised=())
+    assert changes == settle(config, state, window=window, supervised=())
+    unlimited = config.model_copy(update={"batch": config.batch.model_copy(update={"options": {}})})
+    assert rule.compose(unlimited, state).batch == compose(unlimited, state).batch
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "message"),
+    [
+        ("sampler", "kind", "kind is 'frontire', which is not one of dots, exgrpo, frontier, "),
+        ("batch", "rule", "rule is 'frontire', which is not one of algorithm1, nearest"),
+    ],
+)
+def test_an_unknown_rule_is_refused_with_those_that_are_known(
+    section: str, key: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        configure(**{section: {key: "frontire"}})
+
+
+@pytest.mark.parametrize(("section", "name"), [("sampler", "uniform"), ("batch", "algorithm1")])
+def test_options_are_refused_without_a_plug_in(section: str, name: str) -> None:
+    with pytest.raises(ConfigError, match="remove options"):
+        configure(**{section: {"options": {"most": 2}}})
+
+
+def test_an_entry_point_of_another_kind_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_distribution(
+        tmp_path, "bapo-wrong", "wrong = bapo_wrong:RULE", "RULE = 3\n", "bapo.batch_rules"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"names 3; name a bapo_core.algorithm.BatchRule"):
+        get_batch_rule("wrong")
+
+
+def test_a_decision_of_the_same_source_is_not_replaced() -> None:
+    config = configure(rollout={"prompts_per_step": 4, "group_size": 8})
+    state = StepState(step=3, fresh=[GroupSummary(10, "fresh:10", 3, 4, 8)])
+    decisions = compose(config, state).decisions
+    first = decisions.on_prompt("fresh:10")[Source.FRESH]
+    other = replace(first, reason="another")
+    assert decisions.adding({"fresh:10": other}).on_prompt("fresh:10")[Source.FRESH] == first
