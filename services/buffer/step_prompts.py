@@ -42,10 +42,14 @@ def select_prompts(
 
     evaluation_set: name of the set of an evaluation; None is the primary one, here and below.
 
-    They are not ready while the run is paused or the version is set aside, and not before what
-    they depend on: re-evaluations on the commit of the step before, fresh prompts of an adaptive
-    sampler on that of `sampler.as_of`, and those of dynamic sampling on the fresh groups of all
-    steps before. Raises 400 if the schedule has no such rollouts, or no such round, at this step.
+    They are not ready while the run is paused, the version is set aside, or what the prompts depend
+    on is missing:
+
+    - re-evaluated prompts: the commit of the step before;
+    - fresh prompts of an adaptive sampler: the commit of `config.sampled_as_of(step)`;
+    - fresh prompts of dynamic sampling: the fresh groups of all steps before.
+
+    Raises 400 if the schedule has no such rollouts, or no such round, at this step.
     """
     config = run_config(run)
     check_step(config, step, kind, evaluation_set)
