@@ -139,7 +139,12 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
         # Its batches have whole groups alone.
         connection.execute("update batch_member set rows = null, joins_previous = false")
         connection.execute("update rollout_group set responses = null")
-        # Nor do they have recorded decisions.
+        # It counts the groups of committed steps alone.
+        connection.execute(
+            "update step_record set bins = (select jsonb_agg(0) from jsonb_array_elements(bins))"
+            " where committed_at is null"
+        )
+        # Its batches have no recorded decisions.
         connection.execute("update step_record set decisions = null, supervised = null")
         # How many of its responses were cut off is not known.
         connection.execute("update rollout_group set cut_off = null")
@@ -169,7 +174,8 @@ def test_the_configuration_of_an_older_run_keeps_its_values(database: str) -> No
         replay={"enabled": False},
         hard_buffer={"capacity": 17},
         high_quality_buffer={"max_age": 9},
-        loss={"objective": {"kind": "cispo", "clip_high": 4.0}},
+        # The default of a new run is `nominal`.
+        loss={"objective": {"kind": "cispo", "clip_high": 4.0}, "norm": "actual"},
     )
     stored = json.loads((Path(__file__).parent / "older_config.json").read_text())
     upgrade(database, "0004")
