@@ -25,12 +25,12 @@ from bapo_core.seeding import derive_rng, derive_seed
 from bapo_core.tasks import get_task
 
 # Keys of which this file implements the default value alone.
-DEFAULTS_ONLY = """loss.norm fresh.filter replay_window.r_tot evaluation.temperature task.test_path
+DEFAULTS_ONLY = """loss.minibatch_norm fresh.filter replay_window.r_tot task.test_path sync.lag
 kl.reference loss.objective.kind loss.correction evaluation.samples rollout.max_generation_rounds
-hard_buffer.store_new_in_high lora reward response_replay batch.dedup replay advantage.estimator
+hard_buffer.store_new_in_high lora response_replay batch.dedup replay advantage.estimator sampler
 optimizer.epochs loss.by_source reevaluate.rule task.train_path hard_buffer.after demonstrations
-loss.aggregation sync.weights_dtype evaluation.sets reevaluate.enabled sync.lag sampler
-loss.mask_truncated evaluation.top_p advantage.scale"""
+loss.aggregation sync.weights_dtype evaluation.sets reevaluate.enabled evaluation.temperature
+loss.mask_truncated evaluation.top_p advantage.scale reward"""
 
 
 def train(config, directory, sample=None, learner=None):

@@ -35,21 +35,24 @@ class Section(BaseModel):
 class Kinds:
     """The kinds of a section, each of which has keys of its own.
 
-    Marks the annotation of a field, as in `Annotated[A | B, Kinds(A, B)]`. The section's value at
+    Marks the annotation of a field, as in `Annotated[A | B, Kinds(A | B)]`. The section's value at
     `key` selects its model, and the first kind is the default. The name of a kind alone stands for
     the section with the defaults of this kind, in a file as on the command line.
     """
 
-    def __init__(self, *sections: type[Section], key: str = "kind", plug_ins: str = "") -> None:
+    def __init__(self, sections: Any, *, key: str = "kind", plug_ins: str = "") -> None:
         """Initialises the kinds.
 
-        sections: a model for each kind, whose field `key` has the name of the kind as its default.
+        sections: the union of the models, whose field `key` has the name of their kind as its
+            default.
         plug_ins: the group of entry points by which other distributions add kinds. One of the same
             name in the group `<plug_ins>.settings` is the `Section` of this kind's keys; without
             one, the kind has no keys. The first group is not loaded here.
         """
         self.key = key
-        self.sections = {section.model_fields[key].default: section for section in sections}
+        self.sections: dict[str, type[Section]] = {
+            section.model_fields[key].default: section for section in get_args(sections)
+        }
         self.default: str = next(iter(self.sections))
         self._plug_ins = plug_ins
 

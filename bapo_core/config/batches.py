@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from bapo_core.config.base import Fraction, Section, check_known
+from bapo_core.config.base import Fraction, Kinds, Section, check_known
 
 BATCH_RULE_NAMES = ("algorithm1",)
 """The built-in batch rules."""
@@ -14,18 +14,39 @@ BATCH_RULE_ENTRY_POINTS = "bapo.batch_rules"
 """The group of entry points of batch rules: name -> `bapo_core.algorithm.BatchRule`."""
 
 
-class FreshConfig(Section):
-    """Fresh groups, the source X1 of a batch: the filter that this step's rollouts pass."""
+class RangeFilterConfig(Section):
+    """Keeps groups with 1/G <= mu <= (G-1)/G (first part of Eq. 5)."""
 
-    filter: Literal["range", "gaussian", "uniform", "none"] = "range"
-    """Filter that selects X1 from the step's groups (A.3): `range` keeps 1/G <= mu <= (G-1)/G
-    (first part of Eq. 5), `gaussian` draws by mu, `uniform` regardless of mu, `none` keeps all."""
+    filter: Literal["range"] = "range"
+
+
+class GaussianFilterConfig(Section):
+    """Draws groups by mu (A.3)."""
+
+    filter: Literal["gaussian"] = "gaussian"
     gaussian_mean: Fraction = 0.5
-    """Mean of the `gaussian` filter of X1 (Table 3: 0.5)."""
+    """Mean of the filter (Table 3: 0.5)."""
     gaussian_sigma: float = Field(0.2, gt=0.0)
-    """Standard deviation of the `gaussian` filter of X1 (Table 3: 0.2)."""
+    """Standard deviation of the filter (Table 3: 0.2)."""
+
+
+class UniformFilterConfig(Section):
+    """Draws groups regardless of mu (A.3)."""
+
+    filter: Literal["uniform"] = "uniform"
     uniform_fraction: Fraction = 0.6
-    """Fraction of the step's groups that the `uniform` filter keeps for X1 (A.3: 60%)."""
+    """Fraction of the step's groups that are kept (A.3: 60%)."""
+
+
+class NoFilterConfig(Section):
+    """Keeps all groups."""
+
+    filter: Literal["none"] = "none"
+
+
+_Filter = RangeFilterConfig | GaussianFilterConfig | UniformFilterConfig | NoFilterConfig
+FreshConfig = Annotated[_Filter, Kinds(_Filter, key="filter")]
+"""A section `fresh`."""
 
 
 class ReevaluateConfig(Section):

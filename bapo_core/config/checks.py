@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from bapo_core.config.base import Section
-from bapo_core.config.batches import ReplayWindowConfig, ResponseReplayConfig
 from bapo_core.config.evaluation import GREEDY_TEMPERATURE, TEST_SET
 from bapo_core.config.objectives import SEQUENCE_OBJECTIVES
-from bapo_core.config.samplers import SAMPLER_NAMES, SamplerConfig
 from bapo_core.thresholds import replay_window, within
 
 if TYPE_CHECKING:
@@ -84,19 +82,10 @@ def list_warnings(config: RunConfig) -> list[str]:
             f"sync.every is {config.sync.every} and steps is {config.steps}: all rollouts come "
             "from the initial model; lower sync.every or raise steps"
         )
-    correction = config.loss.correction
-    if correction.kind != "behavior" and correction.weight_mode == "unit":
-        unused = _changed(
-            "loss.correction", correction, ("weight_cap", "weight_floor", "weight_norm")
-        )
-        if unused:
-            warnings.append(
-                f"{' and '.join(unused)} change nothing with loss.correction.weight_mode=unit"
-            )
     warnings += _warnings_about_methods(config)
     warnings += _warnings_about_sampling(config)
     warnings += _warnings_about_batches(config)
-    warnings += _warnings_about_unused_sections(config)
+    warnings += _warnings_about_unused_keys(config)
     empty = _empty_windows(config)
     if config.replay.enabled and config.replay.select == "window" and empty:
         warnings.append(
@@ -325,39 +314,19 @@ def _warnings_about_methods(config: RunConfig) -> list[str]:
             f"batch capacity ({config.batch_capacity}), so later minibatches are off-policy; "
             "raise optimizer.minibatch_prompts"
         )
-    advantage = config.advantage
-    if advantage.estimator == "group" and advantage.scale == "none":
-        unused = _changed("advantage", advantage, ("std", "eps"))
-        if unused:
-            warnings.append(f"{' and '.join(unused)} change nothing with advantage.scale=none")
     return warnings
 
 
 def _warnings_about_sampling(config: RunConfig) -> list[str]:
     """Returns warnings about the sampler."""
     warnings = []
-    kind, revisits = config.sampler.kind, ["revisited_share", "revisit_above"]
-    unread = ["select", "band", *revisits]  # by dots
-    if kind == "uniform":
-        unread = [key for key in SamplerConfig.model_fields if key != "kind"]
-    elif kind == "mopps":
-        band = ["band"] if config.sampler.select == "nearest" else []
-        unread = ["temperature", *band, *revisits]
-    elif kind == "exgrpo":
-        unread = ["candidates", "decay", "half_life", "target", "select", "band"]
-        unread.append("temperature")
-    elif kind not in SAMPLER_NAMES:
-        unread = []  # A plug-in gets the whole section.
-    unused = _changed("sampler", config.sampler, unread)
-    if unused:
-        warnings.append(f"{' and '.join(unused)} change nothing with sampler.kind={kind}")
     if config.sampler.is_adaptive and config.sampler.as_of == "step" and config.sync.lag:
         warnings.append(
             f"sync.lag is {config.sync.lag} with sampler.as_of=step: the prompts of a step "
             "depend on the commit of the step before, so rollouts wait for the trainer in "
             "every step; set sampler.as_of=sync"
         )
-    if kind == "dots":
+    if config.sampler.kind == "dots":
         warnings.append(
             "sampler.kind=dots predicts difficulty by the posterior of each prompt's own "
             "results, not by the paper's embedding model, so every prompt that was never drawn "
@@ -369,18 +338,6 @@ def _warnings_about_sampling(config: RunConfig) -> list[str]:
 def _warnings_about_batches(config: RunConfig) -> list[str]:
     """Returns warnings about what batches are composed of."""
     warnings = []
-    unused = _changed("replay_window", config.replay_window, list(ReplayWindowConfig.model_fields))
-    if config.replay.select == "mixed" and unused:
-        warnings.append(
-            f"{' and '.join(unused)} change nothing with replay.select=mixed, which replays "
-            "groups of any mixed rewards"
-        )
-    replayed = [key for key in ResponseReplayConfig.model_fields if key != "enabled"]
-    unused = _changed("response_replay", config.response_replay, replayed)
-    if unused and not config.response_replay.enabled:
-        warnings.append(
-            f"{' and '.join(unused)} change nothing with response_replay.enabled=False, the default"
-        )
     absent = {
         "reevaluated": not config.reevaluate.enabled,
         "replayed": not (config.replay.enabled or config.response_replay.enabled),
@@ -420,96 +377,94 @@ def _warnings_about_batches(config: RunConfig) -> list[str]:
     return warnings
 
 
-def _warnings_about_unused_sections(config: RunConfig) -> list[str]:
-    """Returns warnings about settings of what another setting turns off."""
+def _warnings_about_unused_keys(config: RunConfig) -> list[str]:
+    """Returns warnings about keys that a value of another key turns off."""
     warnings = []
-    for is_unused, condition, sections in _unused_sections(config):
-        keys = [
-            key
-            for name, (section, names) in sections.items()
-            for key in _changed(name, section, names or tuple(type(section).model_fields))
-        ]
-        if is_unused and keys:
-            warnings.append(f"{' and '.join(keys)} change nothing with {condition}")
+    for is_off, condition, keys in _conditions(config):
+        changed = [text for key in keys.split() if is_off and (text := _changed(config, key))]
+        if changed:
+            warnings.append(f"{' and '.join(changed)} change nothing with {condition}")
     return warnings
 
 
-def _unused_sections(
-    config: RunConfig,
-) -> list[tuple[bool, str, dict[str, tuple[Section, Sequence[str]]]]]:
-    """Returns whether a condition holds, the condition, and the keys that then have no effect.
+_SAMPLER = {
+    "uniform": "",
+    "mopps": "candidates decay half_life target select band as_of prior_run",
+    "dots": "candidates decay half_life target temperature as_of prior_run",
+    "exgrpo": "revisited_share revisit_above as_of prior_run",
+}
+"""The keys that each built-in sampler reads; one of a plug-in gets the whole section."""
 
-    The keys are by section; without any, the whole section has none.
-    """
-    replay, window, reevaluate = config.replay, config.replay_window, config.reevaluate
-    windowed = replay.enabled and replay.select == "window"
-    fresh = config.fresh
-    supervises = config.demonstrations.enabled
+
+def _conditions(config: RunConfig) -> list[tuple[bool, str, str]]:
+    """Returns whether a condition holds, the condition, and the keys that then have no effect."""
+    correction, advantage, window = config.loss.correction, config.advantage, config.replay_window
+    sampler, windowed = config.sampler, config.replay.enabled and config.replay.select == "window"
+    window_keys = _keys("replay_window", window)
+    read = _SAMPLER.get(sampler.kind)
+    fields = set(type(sampler).model_fields)
+    unread = set[str]() if read is None else fields - {"kind", *read.split()}
+    if read is not None and sampler.select == "nearest":
+        unread.add("band")
+    hard = "reevaluate.c1 " + _keys("hard_buffer", config.hard_buffer)
     return [
         (
-            not replay.enabled,
+            correction.kind != "behavior" and correction.weight_mode == "unit",
+            "loss.correction.weight_mode=unit",
+            "loss.correction.weight_cap loss.correction.weight_floor loss.correction.weight_norm",
+        ),
+        (
+            advantage.estimator == "group" and advantage.scale == "none",
+            "advantage.scale=none",
+            "advantage.std advantage.eps",
+        ),
+        (
+            True,
+            f"sampler.kind={sampler.kind}",
+            " ".join(f"sampler.{key}" for key in type(sampler).model_fields if key in unread),
+        ),
+        (
+            not config.response_replay.enabled,
+            "response_replay.enabled=False, the default",
+            _keys("response_replay", config.response_replay),
+        ),
+        (
+            not config.replay.enabled,
             "replay.enabled=False",
-            {
-                "replay": (replay, ["select", "last_step"]),
-                "hard_buffer": (config.hard_buffer, ["store_new_in_high"]),
-                "replay_window": (window, ()),
-                "high_quality_buffer": (config.high_quality_buffer, ()),
-            },
+            f"replay.select replay.last_step hard_buffer.store_new_in_high {window_keys} "
+            + _keys("high_quality_buffer", config.high_quality_buffer),
+        ),
+        (
+            config.replay.enabled and config.replay.select == "mixed",
+            "replay.select=mixed, which replays groups of any mixed rewards",
+            window_keys,
         ),
         (
             windowed and window.direction == "off",
             "replay_window.direction=off",
-            {"replay_window": (window, ["r_tot", "ema_decay"])},
+            "replay_window.r_tot replay_window.ema_decay",
         ),
         (
             windowed and window.direction != "off" and window.r_tot != "ema",
             f"replay_window.r_tot={window.r_tot}",
-            {"replay_window": (window, ["ema_decay"])},
+            "replay_window.ema_decay",
         ),
         (
-            not reevaluate.enabled,
+            not config.reevaluate.enabled,
             "reevaluate.enabled=False",
-            {
-                "reevaluate": (reevaluate, ["rule", "max_prompts"]),
-                "sync": (config.sync, ["reevaluate_every"]),
-            },
+            "reevaluate.rule reevaluate.max_prompts sync.reevaluate_every "
+            + ("" if config.demonstrations.enabled else hard),
         ),
-        (
-            not reevaluate.enabled and not supervises,
-            "reevaluate.enabled=False",
-            {"reevaluate": (reevaluate, ["c1"]), "hard_buffer": (config.hard_buffer, ())},
-        ),
-        (
-            fresh.filter != "gaussian",
-            f"fresh.filter={fresh.filter}",
-            {"fresh": (fresh, ["gaussian_mean", "gaussian_sigma"])},
-        ),
-        (
-            fresh.filter != "uniform",
-            f"fresh.filter={fresh.filter}",
-            {"fresh": (fresh, ["uniform_fraction"])},
-        ),
-        (
-            config.kl.coefficient == 0,
-            "kl.coefficient=0",
-            {"kl": (config.kl, ["estimator", "reset_after"])},
-        ),
-        (
-            not config.mlflow.tracking_uri,
-            "an empty mlflow.tracking_uri",
-            {"mlflow": (config.mlflow, ["experiment"])},
-        ),
-        (
-            config.lora.rank == 0,
-            "lora.rank=0",
-            {"lora": (config.lora, ["alpha", "targets"])},
-        ),
-        (
-            config.reward.overlong_share == 0,
-            "reward.overlong_share=0",
-            {"reward": (config.reward, ["overlong_weight"])},
-        ),
+        (config.kl.coefficient == 0, "kl.coefficient=0", "kl.estimator kl.reset_after"),
+        (not config.mlflow.tracking_uri, "an empty mlflow.tracking_uri", "mlflow.experiment"),
+        (config.lora.rank == 0, "lora.rank=0", "lora.alpha lora.targets"),
+        (config.reward.overlong_share == 0, "reward.overlong_share=0", "reward.overlong_weight"),
     ]
+
+
+def _keys(name: str, section: Section) -> str:
+    """Returns the dotted keys of a section, separated by spaces."""
+    return " ".join(f"{name}.{key}" for key in type(section).model_fields)
 
 
 def _empty_windows(config: RunConfig) -> float:
@@ -523,12 +478,10 @@ def _empty_windows(config: RunConfig) -> float:
     return sum(empty) / len(empty)
 
 
-def _changed(name: str, section: Section, keys: Sequence[str]) -> list[str]:
-    """Returns `name.key=value` for each of the section's keys that has not its default."""
-    fields = type(section).model_fields
-    values = {key: getattr(section, key) for key in keys}
-    return [
-        f"{name}.{key}={value}"
-        for key, value in values.items()
-        if value != fields[key].get_default(call_default_factory=True)
-    ]
+def _changed(config: RunConfig, path: str) -> str:
+    """Returns `path=value` for a key that has not its default, and nothing for another."""
+    parent, _, key = path.rpartition(".")
+    section: Section = attrgetter(parent)(config)
+    value = getattr(section, key)
+    default = type(section).model_fields[key].get_default(call_default_factory=True)
+    return "" if value == default else f"{path}={value}"

@@ -85,26 +85,16 @@ class MaxrlConfig(Section):
 
 ESTIMATOR_ENTRY_POINTS = "bapo.estimators"
 """The group of entry points of estimators: name -> `bapo_core.advantages.Estimator`."""
-ESTIMATOR_KINDS = Kinds(
-    GroupAdvantageConfig,
-    GaeConfig,
-    RlooConfig,
-    ReinforcePpConfig,
-    ReinforcePpBaselineConfig,
-    OpoConfig,
-    MaxrlConfig,
-    key="estimator",
-    plug_ins=ESTIMATOR_ENTRY_POINTS,
-)
-"""The kinds of the section `advantage`."""
-AdvantageConfig = Annotated[
+_Advantage = (
     GroupAdvantageConfig
     | GaeConfig
     | RlooConfig
     | ReinforcePpConfig
     | ReinforcePpBaselineConfig
     | OpoConfig
-    | MaxrlConfig,
-    ESTIMATOR_KINDS,
-]
+    | MaxrlConfig
+)
+ESTIMATOR_KINDS = Kinds(_Advantage, key="estimator", plug_ins=ESTIMATOR_ENTRY_POINTS)
+"""The kinds of the section `advantage`."""
+AdvantageConfig = Annotated[_Advantage, ESTIMATOR_KINDS]
 """A section `advantage`; one of a plug-in has a model of its own."""

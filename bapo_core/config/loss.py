@@ -103,10 +103,8 @@ class DecoupledConfig(_Weighted):
     kind: Literal["decoupled"] = "decoupled"
 
 
-CorrectionConfig = Annotated[
-    ProxCurrentConfig | BehaviorConfig | DecoupledConfig,
-    Kinds(ProxCurrentConfig, BehaviorConfig, DecoupledConfig),
-]
+_Correction = ProxCurrentConfig | BehaviorConfig | DecoupledConfig
+CorrectionConfig = Annotated[_Correction, Kinds(_Correction)]
 """A section `loss.correction`."""
 
 
@@ -132,7 +130,7 @@ class LossConfig(Section):
     mask_truncated: bool = False
     """Whether responses that were cut off at `rollout.max_response_tokens` have no loss (overlong
     filtering, arXiv 2503.14476); their rewards count for the advantages of their group."""
-    norm: Literal["actual", "nominal"] = "nominal"
+    minibatch_norm: Literal["actual", "nominal"] = "nominal"
     """Normaliser of a last minibatch that is short: `optimizer.minibatch_prompts` (`nominal`, as in
     the authors' code), so that all groups of a batch weigh the same; or its own size (`actual`),
     with which one left-over group weighs as much as a full minibatch."""

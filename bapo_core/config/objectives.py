@@ -180,21 +180,7 @@ class AdaptiveClippingConfig(Section):
 
 OBJECTIVE_ENTRY_POINTS = "bapo.objectives"
 """The group of entry points of objectives: name -> `bapo_core.objectives.Objective` or a loss."""
-OBJECTIVE_KINDS = Kinds(
-    PpoConfig,
-    GspoConfig,
-    CispoConfig,
-    SapoConfig,
-    GmpoConfig,
-    ToprConfig,
-    M2poConfig,
-    ClipCovConfig,
-    KlCovConfig,
-    AdaptiveClippingConfig,
-    plug_ins=OBJECTIVE_ENTRY_POINTS,
-)
-"""The kinds of `loss.objective`."""
-ObjectiveConfig = Annotated[
+_Objective = (
     PpoConfig
     | GspoConfig
     | CispoConfig
@@ -204,9 +190,11 @@ ObjectiveConfig = Annotated[
     | M2poConfig
     | ClipCovConfig
     | KlCovConfig
-    | AdaptiveClippingConfig,
-    OBJECTIVE_KINDS,
-]
+    | AdaptiveClippingConfig
+)
+OBJECTIVE_KINDS = Kinds(_Objective, plug_ins=OBJECTIVE_ENTRY_POINTS)
+"""The kinds of `loss.objective`."""
+ObjectiveConfig = Annotated[_Objective, OBJECTIVE_KINDS]
 """A section `loss.objective`; one of a plug-in has a model of its own."""
 SEQUENCE_OBJECTIVES = frozenset({"gspo", "gmpo"})
 """Objectives with one ratio for a response, so with one advantage and one weight."""

@@ -80,7 +80,8 @@ class VllmConfig(Section):
     have more than 1024 tokens, else 0."""
 
 
-EngineConfig = Annotated[TransformersConfig | VllmConfig, Kinds(TransformersConfig, VllmConfig)]
+_Engine = TransformersConfig | VllmConfig
+EngineConfig = Annotated[_Engine, Kinds(_Engine)]
 """A section `rollout.engine`."""
 
 

@@ -21,6 +21,7 @@ from bapo_core.config.batches import (
     FreshConfig,
     HardBufferConfig,
     HighQualityBufferConfig,
+    RangeFilterConfig,
     ReevaluateConfig,
     ReplayConfig,
     ReplayWindowConfig,
@@ -82,7 +83,8 @@ class RunConfig(Section):
     reward: RewardConfig = RewardConfig()
     sampler: SamplerConfig = SamplerConfig()
     sync: SyncConfig = SyncConfig()
-    fresh: FreshConfig = FreshConfig()
+    fresh: FreshConfig = RangeFilterConfig()
+    """Fresh groups, the source X1 of a batch: the filter that this step's rollouts pass."""
     reevaluate: ReevaluateConfig = ReevaluateConfig()
     replay: ReplayConfig = ReplayConfig()
     response_replay: ResponseReplayConfig = ResponseReplayConfig()

@@ -107,7 +107,7 @@ class CriticTrainer:
         The loss is PPO's: the larger of (V - R)^2 / 2 and the same with V clipped to within
         `advantage.critic.clip` of its value before the step. targets, scale: of the micro-batch's
         rows, (n, R); the scales are shares of the whole update. factor: factor of the gradient, by
-        `loss.norm`.
+        `loss.minibatch_norm`.
         """
         scores = self.critic(micro_batch.packed)
         if micro_batch.rows is None:

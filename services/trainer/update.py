@@ -449,7 +449,7 @@ class Updater:
         """
         # It is no part of the scale, so that metrics are means whatever the size of the update.
         factor = 1.0
-        if self.config.loss.norm == "nominal":
+        if self.config.loss.minibatch_norm == "nominal":
             factor = group_count / self.config.optimizer.minibatch_prompts
         for _, optimizer in self._updated.values():
             optimizer.zero_grad(set_to_none=True)

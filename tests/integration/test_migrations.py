@@ -19,6 +19,7 @@ from sqlalchemy import create_engine, inspect, make_url, select, text
 from sqlalchemy.orm import Session
 
 from bapo_core.config import parse_config
+from bapo_core.config.batches import GaussianFilterConfig
 from bapo_core.config.estimators import CriticConfig, GaeConfig, RlooConfig
 from bapo_core.config.loss import BehaviorConfig, DecoupledConfig, ProxCurrentConfig
 from bapo_core.config.objectives import CispoConfig, PpoConfig, SapoConfig
@@ -167,7 +168,7 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
 
 
 def test_the_configuration_of_an_older_run_keeps_its_values(database: str) -> None:
-    """0005 and 0017 to 0020 move keys of a stored configuration, and going back restores them."""
+    """0005 and 0017 to 0022 move keys of a stored configuration, and going back restores them."""
     config = small_config(
         "older",
         fresh={"filter": "uniform", "uniform_fraction": 0.4},
@@ -176,7 +177,7 @@ def test_the_configuration_of_an_older_run_keeps_its_values(database: str) -> No
         hard_buffer={"capacity": 17},
         high_quality_buffer={"max_age": 9},
         # The default of a new run is `nominal`.
-        loss={"objective": {"kind": "cispo", "clip_high": 4.0}, "norm": "actual"},
+        loss={"objective": {"kind": "cispo", "clip_high": 4.0}, "minibatch_norm": "actual"},
     )
     stored = json.loads((Path(__file__).parent / "older_config.json").read_text())
     upgrade(database, "0004")
@@ -219,6 +220,8 @@ def test_the_text_of_a_stored_configuration_keeps_its_values(database: str) -> N
         "advantage": "algorithm: rloo\nadvantage: {std: sample}\ncritic: {clip: 0.1}\n",
         "vllm": "rollout: {engine: vllm, vllm_args: [--x], journal_interval_s: 2}\n",
         "engine": "rollout: {engine: transformers, dtype: float32}\n",
+        "filter": "fresh: {filter: gaussian, gaussian_mean: 0.4, uniform_fraction: 0.5}\n",
+        "norm": "loss: {norm: actual}\n",
         "other": "# comment\nsteps: 3\n",
     }
     upgrade(database, "0016")
@@ -241,6 +244,8 @@ def test_the_text_of_a_stored_configuration_keeps_its_values(database: str) -> N
     rollouts = {name: parse_config(text).rollout for name, text in migrated.items()}
     assert rollouts["vllm"].engine == VllmConfig(args=["--x"], journal_interval_s=2.0)
     assert rollouts["engine"].engine == TransformersConfig()
+    assert parse_config(migrated["filter"]).fresh == GaussianFilterConfig(gaussian_mean=0.4)
+    assert losses["norm"].minibatch_norm == "actual"
     advantages = {name: parse_config(text).advantage for name, text in migrated.items()}
     assert advantages["critic"] == GaeConfig(lam=0.9, critic=CriticConfig(clip=0.1))
     assert advantages["advantage"] == RlooConfig()
@@ -253,6 +258,7 @@ def test_the_text_of_a_stored_configuration_keeps_its_values(database: str) -> N
     del parsed["without"]["loss"]["weight_cap"]
     del parsed["critic"]["advantage"]["eps"]
     del parsed["engine"]["rollout"]["dtype"]
+    del parsed["filter"]["fresh"]["uniform_fraction"]
     parsed["advantage"] = {"algorithm": "rloo", "advantage": {}}
     assert {name: yaml.safe_load(text) for name, text in restored.items()} == parsed
 

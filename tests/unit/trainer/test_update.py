@@ -454,14 +454,14 @@ def test_a_short_last_minibatch_weighs_by_its_own_size_or_by_the_nominal_one() -
     data = batch()
     norms, losses = {}, {}
     for norm in ("actual", "nominal"):
-        updater = updater_of(config(f"loss.norm={norm}", "optimizer.gradient_clip=1000"))
+        updater = updater_of(config(f"loss.minibatch_norm={norm}", "optimizer.gradient_clip=1000"))
         targets, _ = updater._make_targets(data)
         metrics = updater._update(data, data.rows_of([1, 4]), 2, targets, TokenResults.empty(data))
         norms[norm] = metrics.pop("gradient_norm")
         losses[norm] = metrics
     assert losses["nominal"] == losses["actual"], "metrics are means over tokens"
     assert norms["nominal"] == pytest.approx(norms["actual"] / 2, rel=1e-4)
-    assert config().loss.norm == "nominal", "all groups of a batch weigh the same"
+    assert config().loss.minibatch_norm == "nominal", "all groups of a batch weigh the same"
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_weights_change() -> None:
