@@ -166,7 +166,7 @@ def test_the_summary_and_the_report_are_there(bapo: Bapo, undisturbed: str) -> N
     assert 0 < summary["trainer_idle"]["waited_share"] < 1
     assert summary["tokens"]["trained"] > 0
     page = (directory / "report.html").read_text()
-    assert page.count("<svg") == 13
+    assert page.count("<svg") == 14
     assert "http://" not in page.replace("http://www.w3.org", "").replace(
         "http://purl.org", ""
     ).replace("http://creativecommons.org", "")
