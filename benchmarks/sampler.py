@@ -34,8 +34,8 @@ from benchmarks.buffer import BATCH, SIZE, percentile, trajectories
 from benchmarks.harness import make_parser, report
 from benchmarks.machine import machine
 from services.buffer.api.client import BufferClient
-from services.buffer.runs import get_run, run_config
-from services.buffer.samplers import draw_round
+from services.buffer.runs.runs import get_run, run_config
+from services.buffer.steps.samplers import draw_round
 from services.stack.stack import Endpoints, running_stack
 
 RUN = "sampled"

@@ -13,7 +13,6 @@ from sqlalchemy.exc import DataError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from starlette.concurrency import run_in_threadpool
 
-from services.buffer import tokens
 from services.buffer.migrate import upgrade
 from services.buffer.routes import (
     admin,
@@ -27,6 +26,7 @@ from services.buffer.routes import (
     steps,
 )
 from services.buffer.routes.common import ERRORS
+from services.buffer.runs import tokens
 from services.buffer.service import Service
 from services.common.errors import first_line
 from services.common.middleware import BodyLimit, EntityTags

@@ -17,8 +17,8 @@ from sqlalchemy import create_engine
 
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import encode_groups
-from services.buffer.garbage import collect_garbage
 from services.buffer.service import Service
+from services.buffer.storage.garbage import collect_garbage
 from services.common import layout
 from services.common.errors import ServiceError, Superseded
 from services.common.objectstore import ObjectStore, StoredObject

@@ -27,10 +27,10 @@ from bapo_core.config.rollouts import TransformersConfig, VllmConfig
 from bapo_core.errors import BapoError
 from services.buffer import migrate
 from services.buffer.api.trajectories import encode_groups
-from services.buffer.evaluations import list_evaluations
 from services.buffer.migrate import alembic_config, downgrade, upgrade
-from services.buffer.runs import get_run, run_config
-from services.buffer.tables import Base, SpanRow
+from services.buffer.queries.evaluations import list_evaluations
+from services.buffer.runs.runs import get_run, run_config
+from services.buffer.storage.tables import Base, SpanRow
 from services.stack.stack import Endpoints
 from tests.integration.driver import Driver, small_config, synthetic_group
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from bapo_core.config import RunConfig
 from bapo_core.config.base import kinds_of, section_of
 from services.buffer.app import create_app
-from services.buffer.tables import Base
+from services.buffer.storage.tables import Base
 from services.common.objectstore import ObjectStore
 from services.common.settings import ObjectStoreSettings
 from services.verifier.api import wire as verifier_wire

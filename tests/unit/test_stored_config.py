@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bapo_core.config import RunConfig
-from services.buffer.runs import run_config
-from services.buffer.tables import Run
+from services.buffer.runs.runs import run_config
+from services.buffer.storage.tables import Run
 
 
 def test_a_row_is_validated_once() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from alembic import context
 from sqlalchemy import create_engine, text
 
-from services.buffer.tables import Base
+from services.buffer.storage.tables import Base
 
 LOCK = 0x6261706F
 """Key of the advisory lock ("bapo" in ASCII) that lets one process migrate at a time."""

@@ -11,11 +11,13 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
-from services.buffer import garbage, metrics, tokens
 from services.buffer.api import wire
+from services.buffer.queries import metrics
 from services.buffer.routes.common import LARGEST
+from services.buffer.runs import tokens
+from services.buffer.runs.tokens import require_scope
 from services.buffer.service import Service, ServiceDep
-from services.buffer.tokens import require_scope
+from services.buffer.storage import garbage
 from services.common.objectstore import ObjectStoreError
 
 log = logging.getLogger(__name__)

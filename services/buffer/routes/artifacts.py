@@ -6,11 +6,12 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Query
 
-from services.buffer import artifacts, replicas, runs, spans
 from services.buffer.api import wire
 from services.buffer.routes.common import LARGEST, Attempt, RunName, Step, Version, Wait
+from services.buffer.runs import replicas, runs, spans
+from services.buffer.runs.tokens import require_scope
 from services.buffer.service import Service, ServiceDep
-from services.buffer.tokens import require_scope
+from services.buffer.storage import artifacts
 from services.common.problems import not_found
 
 READ, RUN = [Depends(require_scope("read"))], [Depends(require_scope("run"))]

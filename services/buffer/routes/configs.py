@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Depends
 
-from services.buffer import stored_configs
 from services.buffer.api import wire
 from services.buffer.routes.common import Cursor, Limit, RunName
+from services.buffer.runs import stored_configs
+from services.buffer.runs.tokens import require_scope
 from services.buffer.service import ServiceDep
-from services.buffer.tokens import require_scope
 
 READ, RUN = [Depends(require_scope("read"))], [Depends(require_scope("run"))]
 

@@ -6,11 +6,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path
 
-from services.buffer import datasets
 from services.buffer.api import wire
 from services.buffer.routes.common import Cursor, Limit
+from services.buffer.runs.tokens import require_scope
 from services.buffer.service import ServiceDep
-from services.buffer.tokens import require_scope
+from services.buffer.storage import datasets
 
 READ, RUN = [Depends(require_scope("read"))], [Depends(require_scope("run"))]
 

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Path, Request, Response
 from starlette.concurrency import run_in_threadpool
 
-from services.buffer import images
 from services.buffer.api import wire
+from services.buffer.runs.tokens import require_scope
 from services.buffer.service import ServiceDep
-from services.buffer.tokens import require_scope
+from services.buffer.storage import images
 from services.common.images import MEDIA_TYPES
 
 READ, RUN = [Depends(require_scope("read"))], [Depends(require_scope("run"))]

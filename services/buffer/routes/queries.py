@@ -7,20 +7,16 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Path, Query
 from fastapi.responses import StreamingResponse
 
-from services.buffer import (
-    batches,
-    buffers,
+from services.buffer.api import wire
+from services.buffer.api.trajectories import groups_of, read_trajectories
+from services.buffer.queries import (
     committed_steps,
     decisions,
     difficulty,
     evaluations,
     exports,
     prompts,
-    runs,
-    stored_groups,
 )
-from services.buffer.api import wire
-from services.buffer.api.trajectories import groups_of, read_trajectories
 from services.buffer.routes.common import (
     LARGEST,
     AsOfStep,
@@ -32,8 +28,11 @@ from services.buffer.routes.common import (
     Step,
     Uid,
 )
+from services.buffer.runs import runs
+from services.buffer.runs.tokens import require_scope
 from services.buffer.service import Service, ServiceDep
-from services.buffer.tokens import require_scope
+from services.buffer.steps import batches, buffers
+from services.buffer.storage import stored_groups
 from services.common.problems import not_found
 
 After = Annotated[int, Query(ge=0, le=LARGEST, description="Only what came after this step")]

@@ -7,11 +7,12 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import Field
 
-from services.buffer import comparisons, lifecycle, runs
 from services.buffer.api import wire
+from services.buffer.queries import comparisons
 from services.buffer.routes.common import Attempt, Cursor, Limit, RunName
+from services.buffer.runs import lifecycle, runs
+from services.buffer.runs.tokens import require_scope
 from services.buffer.service import ServiceDep
-from services.buffer.tokens import require_scope
 
 READ, RUN = [Depends(require_scope("read"))], [Depends(require_scope("run"))]
 

@@ -8,11 +8,12 @@ from fastapi import APIRouter, Depends, Query, Request
 from prometheus_client import Counter
 from starlette.concurrency import run_in_threadpool
 
-from services.buffer import batches, commits, ingest, runs, step_prompts
 from services.buffer.api import wire
 from services.buffer.routes.common import Attempt, EvaluationSet, RunName, Step, Wait
+from services.buffer.runs import runs
+from services.buffer.runs.tokens import require_scope
 from services.buffer.service import Service, ServiceDep
-from services.buffer.tokens import require_scope
+from services.buffer.steps import batches, commits, ingest, step_prompts
 
 GROUPS = Counter("bapo_groups_accepted", "Groups accepted", ["run", "kind"])
 

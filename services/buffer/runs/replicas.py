@@ -7,7 +7,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from services.buffer.api import wire
-from services.buffer.tables import Replica, Run
+from services.buffer.storage.tables import Replica, Run
 
 
 def record_heartbeat(session: Session, run: Run, name: str, report: wire.ReplicaReport) -> bool:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from sqlalchemy.orm import Session
 
-from services.buffer import runs
 from services.buffer.api import wire
 from services.buffer.api.trajectories import (
     PROXIMAL_SCHEMA,
@@ -22,18 +21,19 @@ from services.buffer.api.trajectories import (
     read_table,
     read_trajectories,
 )
-from services.buffer.artifacts import is_set_aside, weights_digest
-from services.buffer.evaluations import record_evaluation
+from services.buffer.queries.evaluations import record_evaluation
+from services.buffer.runs import runs
 from services.buffer.service import Service
-from services.buffer.step_groups import (
+from services.buffer.steps.step_groups import (
     ExpectedPrompt,
     missing_groups,
     record_groups,
     select_new,
 )
-from services.buffer.step_prompts import depend_on_results, expected_prompts
-from services.buffer.stored_groups import record_proximal
-from services.buffer.tables import Run
+from services.buffer.steps.step_prompts import depend_on_results, expected_prompts
+from services.buffer.storage.artifacts import is_set_aside, weights_digest
+from services.buffer.storage.stored_groups import record_proximal
+from services.buffer.storage.tables import Run
 from services.common import layout
 from services.common.problems import bad_request, conflict
 

@@ -14,12 +14,14 @@ from datetime import UTC, datetime
 from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
-from services.buffer import artifacts, difficulty, samplers
 from services.buffer.api import digest_chain, wire
-from services.buffer.buffers import apply_change
-from services.buffer.runs import run_config
-from services.buffer.step_state import settle_step
-from services.buffer.tables import (
+from services.buffer.queries import difficulty
+from services.buffer.runs.runs import run_config
+from services.buffer.steps import samplers
+from services.buffer.steps.buffers import apply_change
+from services.buffer.steps.step_state import settle_step
+from services.buffer.storage import artifacts
+from services.buffer.storage.tables import (
     BatchMemberRow,
     BufferEntry,
     Checkpoint,

@@ -19,8 +19,8 @@ from bapo_core.metrics import (
     unlocked_fraction,
 )
 from services.buffer.api import wire
-from services.buffer.runs import run_config
-from services.buffer.tables import EvaluationRecord, PromptRow, RolloutGroup, Run
+from services.buffer.runs.runs import run_config
+from services.buffer.storage.tables import EvaluationRecord, PromptRow, RolloutGroup, Run
 from services.common.problems import not_found
 
 

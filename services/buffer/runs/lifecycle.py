@@ -9,11 +9,11 @@ from sqlalchemy.orm import Session
 
 from services.buffer.api import wire
 from services.buffer.api.wire import ACTIVE_STATUSES, OPEN_STATUSES
-from services.buffer.artifacts import latest_checkpoint
-from services.buffer.commits import rewind_run
-from services.buffer.runs import describe_stop, how_to_continue, lock_any_attempt, lock_run
+from services.buffer.storage.artifacts import latest_checkpoint
+from services.buffer.steps.commits import rewind_run
+from services.buffer.runs.runs import describe_stop, how_to_continue, lock_any_attempt, lock_run
 from services.buffer.service import Service
-from services.buffer.tables import (
+from services.buffer.storage.tables import (
     BatchMemberRow,
     BufferEntry,
     PromptDifficulty,

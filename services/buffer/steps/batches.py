@@ -17,12 +17,9 @@ from bapo_core.config import RunConfig
 from bapo_core.metrics import accuracy_bins
 from bapo_core.types import DEMONSTRATED, Source
 from services.buffer.api import wire
-from services.buffer.artifacts import is_set_aside
-from services.buffer.bulk import insert_columns
-from services.buffer.pages import after_cursor, page_of
-from services.buffer.runs import run_config
-from services.buffer.step_groups import check_step, missing_groups
-from services.buffer.step_state import (
+from services.buffer.runs.runs import run_config
+from services.buffer.steps.step_groups import check_step, missing_groups
+from services.buffer.steps.step_state import (
     DEMONSTRATION_TEXT,
     batch_rule,
     dump_decisions,
@@ -30,13 +27,16 @@ from services.buffer.step_state import (
     settle_step,
     supervised_ids,
 )
-from services.buffer.stored_groups import (
+from services.buffer.storage.artifacts import is_set_aside
+from services.buffer.storage.bulk import insert_columns
+from services.buffer.storage.pages import after_cursor, page_of
+from services.buffer.storage.stored_groups import (
     LOCATION_COLUMNS,
     count_training_tokens,
     manifest_member,
     mean_rewards,
 )
-from services.buffer.tables import BatchMemberRow, PromptRow, RolloutGroup, Run, StepRecord
+from services.buffer.storage.tables import BatchMemberRow, PromptRow, RolloutGroup, Run, StepRecord
 from services.common.problems import conflict
 
 

@@ -11,10 +11,10 @@ from sqlalchemy.orm import Session
 
 from bapo_core.config import RunConfig
 from services.buffer.api import wire
-from services.buffer.evaluations import record_evaluation
-from services.buffer.runs import run_config
-from services.buffer.step_groups import missing_groups
-from services.buffer.tables import (
+from services.buffer.queries.evaluations import record_evaluation
+from services.buffer.runs.runs import run_config
+from services.buffer.steps.step_groups import missing_groups
+from services.buffer.storage.tables import (
     Checkpoint,
     EvaluationRecord,
     RolloutGroup,

@@ -10,19 +10,19 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from bapo_core.config import RunConfig
 from services.buffer.api import wire
-from services.buffer.artifacts import is_set_aside
-from services.buffer.prompt_stream import count_drawn_before, count_open_rounds
-from services.buffer.runs import run_config
-from services.buffer.samplers import draw_round
-from services.buffer.step_groups import (
+from services.buffer.runs.runs import run_config
+from services.buffer.steps.prompt_stream import count_drawn_before, count_open_rounds
+from services.buffer.steps.samplers import draw_round
+from services.buffer.steps.step_groups import (
     ExpectedPrompt,
     check_step,
     dataset_of_set,
     missing_groups,
     recorded_uids,
 )
-from services.buffer.step_state import reevaluated_entries
-from services.buffer.tables import PromptRow, Run
+from services.buffer.steps.step_state import reevaluated_entries
+from services.buffer.storage.artifacts import is_set_aside
+from services.buffer.storage.tables import PromptRow, Run
 from services.common.problems import bad_request, conflict
 
 Columns = tuple[InstrumentedAttribute[Any], ...]

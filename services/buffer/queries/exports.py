@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session, sessionmaker
 
 from services.buffer.api.trajectories import SCHEMA, with_all_columns
 from services.buffer.api.wire import ManifestMember
-from services.buffer.tables import PromptDifficulty, PromptRow, Run
+from services.buffer.storage.tables import PromptDifficulty, PromptRow, Run
 from services.common.objectstore import ObjectStore
 
 ROWS_AT_ONCE = 10_000

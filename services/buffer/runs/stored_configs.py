@@ -9,8 +9,8 @@ from sqlalchemy.orm import Session
 from bapo_core.config import config_from, parse_values
 from bapo_core.errors import ConfigError
 from services.buffer.api import wire
-from services.buffer.pages import after_cursor, page_of
-from services.buffer.tables import StoredConfig
+from services.buffer.storage.pages import after_cursor, page_of
+from services.buffer.storage.tables import StoredConfig
 from services.common.problems import Problem, not_found
 
 

@@ -12,8 +12,8 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from bapo_core.config import RunConfig
-from services.buffer.step_groups import IS_MIXED, count_fresh, missing_fresh
-from services.buffer.tables import RolloutGroup, Run, StepRecord
+from services.buffer.steps.step_groups import IS_MIXED, count_fresh, missing_fresh
+from services.buffer.storage.tables import RolloutGroup, Run, StepRecord
 
 
 def count_drawn_before(session: Session, run: Run, config: RunConfig, step: int) -> int | None:

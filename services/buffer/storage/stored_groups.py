@@ -13,8 +13,8 @@ from sqlalchemy.orm import Session
 from bapo_core.types import GroupSummary
 from services.buffer.api import wire
 from services.buffer.api.trajectories import TrajectoryGroup
-from services.buffer.images import IMAGE_DIGESTS
-from services.buffer.tables import PromptRow, RolloutGroup, Run
+from services.buffer.storage.images import IMAGE_DIGESTS
+from services.buffer.storage.tables import PromptRow, RolloutGroup, Run
 from services.common.problems import not_found
 
 # Selecting columns takes half the time of loading whole rows.

@@ -13,11 +13,11 @@ from bapo_core.config import RunConfig
 from bapo_core.metrics import majority_at_k, sample_counts
 from services.buffer.api import wire
 from services.buffer.api.trajectories import GroupRows
-from services.buffer.bulk import insert_columns
-from services.buffer.datasets import dataset_size
-from services.buffer.runs import run_config
-from services.buffer.step_state import reevaluated_entries
-from services.buffer.tables import PromptRow, RolloutGroup, Run
+from services.buffer.runs.runs import run_config
+from services.buffer.steps.step_state import reevaluated_entries
+from services.buffer.storage.bulk import insert_columns
+from services.buffer.storage.datasets import dataset_size
+from services.buffer.storage.tables import PromptRow, RolloutGroup, Run
 from services.common.problems import bad_request, conflict
 
 IS_MIXED = RolloutGroup.correct.between(1, RolloutGroup.size - 1)

@@ -20,9 +20,15 @@ from bapo_core.config import RunConfig
 from bapo_core.errors import ConfigError
 from bapo_core.sampling import Draw, DrawContext, Posterior, draw_prompts
 from services.buffer.api import wire
-from services.buffer.bulk import insert_columns
-from services.buffer.datasets import dataset_size
-from services.buffer.tables import PromptRow, RolloutGroup, Run, SamplerPosterior, StepRecord
+from services.buffer.storage.bulk import insert_columns
+from services.buffer.storage.datasets import dataset_size
+from services.buffer.storage.tables import (
+    PromptRow,
+    RolloutGroup,
+    Run,
+    SamplerPosterior,
+    StepRecord,
+)
 from services.common.problems import bad_request
 
 # Three aggregated arrays are read faster than thousands of rows.

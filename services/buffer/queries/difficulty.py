@@ -18,9 +18,9 @@ from sqlalchemy.dialects.postgresql import aggregate_order_by
 from sqlalchemy.orm import Session
 
 from services.buffer.api import wire
-from services.buffer.datasets import dataset_size
-from services.buffer.runs import run_config
-from services.buffer.tables import (
+from services.buffer.runs.runs import run_config
+from services.buffer.storage.datasets import dataset_size
+from services.buffer.storage.tables import (
     DifficultySnapshot,
     PromptDifficulty,
     PromptRow,

@@ -9,7 +9,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from services.buffer.api import wire
-from services.buffer.tables import Run, SpanRow
+from services.buffer.storage.tables import Run, SpanRow
 from services.common.problems import bad_request
 
 MAX_SPANS = 20_000

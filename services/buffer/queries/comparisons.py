@@ -10,10 +10,10 @@ from sqlalchemy.orm import Session
 
 from bapo_core.config import flatten
 from services.buffer.api import wire
-from services.buffer.committed_steps import sampled_steps
-from services.buffer.difficulty import bins_at
-from services.buffer.evaluations import list_evaluations
-from services.buffer.tables import Run, StepRecord
+from services.buffer.queries.committed_steps import sampled_steps
+from services.buffer.queries.difficulty import bins_at
+from services.buffer.queries.evaluations import list_evaluations
+from services.buffer.storage.tables import Run, StepRecord
 
 
 def compare_runs(session: Session, runs: Sequence[Run], points: int) -> wire.RunComparison:

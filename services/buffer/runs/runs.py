@@ -11,10 +11,10 @@ from sqlalchemy.orm import Session
 
 from bapo_core.config import ConfigError, RunConfig, config_from
 from services.buffer.api import wire
-from services.buffer.datasets import dataset_size
-from services.buffer.pages import after_cursor, page_of
-from services.buffer.samplers import copy_prior
-from services.buffer.tables import Run
+from services.buffer.storage.datasets import dataset_size
+from services.buffer.storage.pages import after_cursor, page_of
+from services.buffer.steps.samplers import copy_prior
+from services.buffer.storage.tables import Run
 from services.common.problems import Problem, bad_request, conflict, not_found
 
 SUPERSEDED = "urn:bapo:superseded"

@@ -30,10 +30,10 @@ from bapo_core.response_replay import StoredResponse
 from bapo_core.tasks.base import DEMONSTRATION
 from bapo_core.types import GroupSummary, Source
 from services.buffer.api import wire
-from services.buffer.buffers import buffer_as_of
-from services.buffer.samplers import draw_round
-from services.buffer.stored_groups import SUMMARY_COLUMNS, read_summaries
-from services.buffer.tables import PromptRow, RolloutGroup, Run, StepRecord
+from services.buffer.steps.buffers import buffer_as_of
+from services.buffer.steps.samplers import draw_round
+from services.buffer.storage.stored_groups import SUMMARY_COLUMNS, read_summaries
+from services.buffer.storage.tables import PromptRow, RolloutGroup, Run, StepRecord
 from services.common.problems import bad_request
 
 DEMONSTRATION_TEXT = PromptRow.payload[DEMONSTRATION].astext

@@ -15,7 +15,7 @@ from sqlalchemy import and_, case, func, select
 from sqlalchemy.orm import Session
 
 from services.buffer.api.wire import HEARTBEAT_TIMEOUT_S, OPEN_STATUSES, Status
-from services.buffer.tables import EvaluationRecord, Replica, Run, StepRecord
+from services.buffer.storage.tables import EvaluationRecord, Replica, Run, StepRecord
 
 
 def run_metrics(session: Session) -> bytes:

@@ -20,7 +20,7 @@ from sqlalchemy.orm import Session
 
 from services.buffer.api import wire
 from services.buffer.service import Service, ServiceDep
-from services.buffer.tables import ApiToken
+from services.buffer.storage.tables import ApiToken
 from services.common.auth import bearer_token, covers, hash_token
 from services.common.problems import Problem, bad_request, not_found
 from services.common.scopes import Scope

@@ -10,10 +10,10 @@ from sqlalchemy import ColumnElement, Select, Text, and_, cast, false, select
 from sqlalchemy.orm import Session
 
 from services.buffer.api import wire
-from services.buffer.pages import Key, after_cursor, page_of
-from services.buffer.runs import run_config
-from services.buffer.samplers import current_posterior
-from services.buffer.tables import (
+from services.buffer.runs.runs import run_config
+from services.buffer.steps.samplers import current_posterior
+from services.buffer.storage.pages import Key, after_cursor, page_of
+from services.buffer.storage.tables import (
     BatchMemberRow,
     BufferEntry,
     PromptDifficulty,

@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import Dialect, TextClause, text
 from sqlalchemy.orm import Session
 
-from services.buffer.tables import Base
+from services.buffer.storage.tables import Base
 
 
 def insert_columns(

@@ -7,11 +7,11 @@ from sqlalchemy.orm import Session
 
 from bapo_core.types import Source
 from services.buffer.api import wire
-from services.buffer.prompts import find_prompt
-from services.buffer.runs import run_config
-from services.buffer.samplers import explain_draw
-from services.buffer.step_state import read_decisions
-from services.buffer.tables import BatchMemberRow, RolloutGroup, Run, StepRecord
+from services.buffer.queries.prompts import find_prompt
+from services.buffer.runs.runs import run_config
+from services.buffer.steps.samplers import explain_draw
+from services.buffer.steps.step_state import read_decisions
+from services.buffer.storage.tables import BatchMemberRow, RolloutGroup, Run, StepRecord
 from services.common.problems import not_found
 
 

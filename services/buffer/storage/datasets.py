@@ -10,8 +10,8 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from services.buffer.api import wire
-from services.buffer.pages import after_cursor, page_of
-from services.buffer.tables import Dataset, PromptRow, Run
+from services.buffer.storage.pages import after_cursor, page_of
+from services.buffer.storage.tables import Dataset, PromptRow, Run
 from services.common.problems import conflict
 
 

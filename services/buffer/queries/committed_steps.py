@@ -6,7 +6,7 @@ from sqlalchemy import Select, select
 from sqlalchemy.orm import Session
 
 from services.buffer.api import wire
-from services.buffer.tables import Run, StepRecord
+from services.buffer.storage.tables import Run, StepRecord
 
 
 def list_steps(session: Session, run: Run, after: int, limit: int) -> list[wire.StepView]:

@@ -10,9 +10,9 @@ from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.orm import Session
 
 from services.buffer.api import wire
-from services.buffer.images import IMAGE_DIGESTS
 from services.buffer.service import Service
-from services.buffer.tables import Checkpoint, PromptRow, RolloutGroup, Run, WeightVersion
+from services.buffer.storage.images import IMAGE_DIGESTS
+from services.buffer.storage.tables import Checkpoint, PromptRow, RolloutGroup, Run, WeightVersion
 from services.common import layout
 from services.common.objectstore import MANIFEST
 

@@ -25,12 +25,12 @@ from sqlalchemy.orm import Session
 from bapo_core.buffers import BufferChange
 from bapo_core.types import GroupSummary
 from services.buffer.api import wire
-from services.buffer.bulk import insert_columns
-from services.buffer.difficulty import check_committed
-from services.buffer.pages import after_cursor, page_of
-from services.buffer.runs import run_config
-from services.buffer.stored_groups import SUMMARY_COLUMNS
-from services.buffer.tables import BufferEntry, PromptRow, RolloutGroup, Run
+from services.buffer.queries.difficulty import check_committed
+from services.buffer.runs.runs import run_config
+from services.buffer.storage.bulk import insert_columns
+from services.buffer.storage.pages import after_cursor, page_of
+from services.buffer.storage.stored_groups import SUMMARY_COLUMNS
+from services.buffer.storage.tables import BufferEntry, PromptRow, RolloutGroup, Run
 
 
 def buffer_as_of(

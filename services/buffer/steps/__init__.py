@@ -1,0 +1,1 @@
+"""The step protocol: prompts, groups, batches and commits, and the buffers between the steps."""
