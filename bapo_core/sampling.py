@@ -22,8 +22,15 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
-from bapo_core.config import RunConfig, SamplerConfig
-from bapo_core.config.samplers import SAMPLER_ENTRY_POINTS
+from bapo_core.config import RunConfig
+from bapo_core.config.samplers import (
+    SAMPLER_ENTRY_POINTS,
+    CandidatesConfig,
+    DotsConfig,
+    ExgrpoConfig,
+    MoppsConfig,
+    SamplerConfig,
+)
 from bapo_core.errors import ConfigError
 from bapo_core.plug_ins import load_plug_in, report_failures
 from bapo_core.seeding import derive_rng, derive_seed
@@ -206,14 +213,11 @@ def rank_candidates(
     round). Raises `ValueError` for a sampler that ranks nothing.
     """
     rng = derive_rng(seed, settings.kind, step, generation_round)
-    match settings.kind:
-        case "mopps":
-            band = settings.band if settings.select == "band" else None
-            return rank_by_thompson(posteriors, target=settings.target, band=band, rng=rng)
-        case "dots":
-            return rank_by_difficulty(
-                posteriors, target=settings.target, temperature=settings.temperature, rng=rng
-            )
+    match settings:
+        case MoppsConfig(target=target, band=band):
+            return rank_by_thompson(posteriors, target=target, band=band, rng=rng)
+        case DotsConfig(target=target, temperature=temperature):
+            return rank_by_difficulty(posteriors, target=target, temperature=temperature, rng=rng)
         case _:
             raise ValueError(f"the sampler {settings.kind} has no candidates to rank")
 
@@ -395,6 +399,8 @@ def _epoch_positions(context: DrawContext) -> Sequence[int]:
 def draw_ranked(context: DrawContext) -> Draw:
     """Draws the first B of the candidates, ranked by `sampler.kind` (`mopps` or `dots`)."""
     config, step, generation_round = context.config, context.step, context.generation_round
+    settings = config.sampler
+    assert isinstance(settings, CandidatesConfig)  # see SAMPLERS
     per_round = config.rollout.prompts_per_step
     positions = candidate_positions(
         config.seed,
@@ -436,7 +442,7 @@ def draw_ranked(context: DrawContext) -> Draw:
         return (
             f"rank {rank} of the {config.candidates_per_round} candidates of round "
             f"{generation_round}, of which {per_round} are rolled out: {shown}, target "
-            f"{config.sampler.target:g}, {known}"
+            f"{settings.target:g}, {known}"
         )
 
     return Draw(list(ranking)[:per_round], ranking=ranking, explain=explain)
@@ -449,10 +455,12 @@ def draw_revisited(context: DrawContext) -> Draw:
     uniform until the fresh groups of a step have an accuracy above `sampler.revisit_above`.
     """
     config, step, size = context.config, context.step, context.config.rollout.group_size
+    settings = config.sampler
+    assert isinstance(settings, ExgrpoConfig)  # see SAMPLERS
     in_epoch = _epoch_positions(context)
     revisited: list[int] = []
     others = list(in_epoch)
-    if _has_reached(config.sampler.revisit_above, context.results.step_bins()):
+    if _has_reached(settings.revisit_above, context.results.step_bins()):
         # The posterior of this sampler knows the last group alone: a is 1 + its correct responses.
         correct = {
             position: round(posterior.a) - 1
@@ -460,7 +468,7 @@ def draw_revisited(context: DrawContext) -> Draw:
         }
         revisited = revisit_prompts(
             correct,
-            count=int(config.sampler.revisited_share * len(in_epoch)),
+            count=int(settings.revisited_share * len(in_epoch)),
             group_size=size,
             rng=derive_rng(config.seed, "revisit", step),
         )

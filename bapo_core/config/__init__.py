@@ -24,7 +24,6 @@ from bapo_core.config.loader import (
 )
 from bapo_core.config.presets import PRESETS
 from bapo_core.config.run import RunConfig
-from bapo_core.config.samplers import SamplerConfig
 from bapo_core.config.schema import json_schema
 from bapo_core.errors import ConfigError
 
@@ -32,7 +31,6 @@ __all__ = [
     "PRESETS",
     "ConfigError",
     "RunConfig",
-    "SamplerConfig",
     "Section",
     "config_from",
     "flatten",

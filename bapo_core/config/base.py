@@ -40,21 +40,28 @@ class Kinds:
     the section with the defaults of this kind, in a file as on the command line.
     """
 
-    def __init__(self, sections: Any, *, key: str = "kind", plug_ins: str = "") -> None:
+    def __init__(
+        self,
+        sections: Any,
+        *,
+        key: str = "kind",
+        plug_ins: str = "",
+        plug_in_base: type[Section] = Section,
+    ) -> None:
         """Initialises the kinds.
 
         sections: the union of the models, whose field `key` has the name of their kind as its
             default.
         plug_ins: the group of entry points by which other distributions add kinds. One of the same
             name in the group `<plug_ins>.settings` is the `Section` of this kind's keys; without
-            one, the kind has no keys. The first group is not loaded here.
+            one, it has the keys of `plug_in_base`. The first group is not loaded here.
         """
         self.key = key
         self.sections: dict[str, type[Section]] = {
             section.model_fields[key].default: section for section in get_args(sections)
         }
         self.default: str = next(iter(self.sections))
-        self._plug_ins = plug_ins
+        self._plug_ins, self._plug_in_base = plug_ins, plug_in_base
 
     @property
     def names(self) -> list[str]:
@@ -106,7 +113,7 @@ class Kinds:
 
     def _plug_in_section(self, kind: str) -> type[Section]:
         group = f"{self._plug_ins}.settings"
-        base = Section
+        base = self._plug_in_base
         if kind in plug_in_names(group):
             base = load_plug_in(group, "section of settings", kind, built_in=(), error=ConfigError)
         fields: dict[str, Any] = {self.key: (Literal[kind], kind)}

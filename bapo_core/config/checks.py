@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from bapo_core.config.base import Section
 from bapo_core.config.evaluation import GREEDY_TEMPERATURE, TEST_SET
 from bapo_core.config.objectives import SEQUENCE_OBJECTIVES
+from bapo_core.config.samplers import AdaptiveConfig
 from bapo_core.thresholds import replay_window, within
 
 if TYPE_CHECKING:
@@ -287,7 +288,7 @@ def _refuse_sizes_that_do_not_fit(config: RunConfig) -> None:
             f"task.train_prompts is {config.task.train_prompts} but "
             f"{config.explain_prompts_needed()}; raise task.train_prompts"
         )
-    if config.sampler.prior_run == config.name:
+    if isinstance(config.sampler, AdaptiveConfig) and config.sampler.prior_run == config.name:
         raise ValueError(
             f"sampler.prior_run is {config.name!r}, the run itself; name an earlier run, or "
             "remove sampler.prior_run"
@@ -320,7 +321,8 @@ def _warnings_about_methods(config: RunConfig) -> list[str]:
 def _warnings_about_sampling(config: RunConfig) -> list[str]:
     """Returns warnings about the sampler."""
     warnings = []
-    if config.sampler.is_adaptive and config.sampler.as_of == "step" and config.sync.lag:
+    sampler = config.sampler
+    if isinstance(sampler, AdaptiveConfig) and sampler.as_of == "step" and config.sync.lag:
         warnings.append(
             f"sync.lag is {config.sync.lag} with sampler.as_of=step: the prompts of a step "
             "depend on the commit of the step before, so rollouts wait for the trainer in "
@@ -387,25 +389,11 @@ def _warnings_about_unused_keys(config: RunConfig) -> list[str]:
     return warnings
 
 
-_SAMPLER = {
-    "uniform": "",
-    "mopps": "candidates decay half_life target select band as_of prior_run",
-    "dots": "candidates decay half_life target temperature as_of prior_run",
-    "exgrpo": "revisited_share revisit_above as_of prior_run",
-}
-"""The keys that each built-in sampler reads; one of a plug-in gets the whole section."""
-
-
 def _conditions(config: RunConfig) -> list[tuple[bool, str, str]]:
     """Returns whether a condition holds, the condition, and the keys that then have no effect."""
     correction, advantage, window = config.loss.correction, config.advantage, config.replay_window
-    sampler, windowed = config.sampler, config.replay.enabled and config.replay.select == "window"
+    windowed = config.replay.enabled and config.replay.select == "window"
     window_keys = _keys("replay_window", window)
-    read = _SAMPLER.get(sampler.kind)
-    fields = set(type(sampler).model_fields)
-    unread = set[str]() if read is None else fields - {"kind", *read.split()}
-    if read is not None and sampler.select == "nearest":
-        unread.add("band")
     hard = "reevaluate.c1 " + _keys("hard_buffer", config.hard_buffer)
     return [
         (
@@ -417,11 +405,6 @@ def _conditions(config: RunConfig) -> list[tuple[bool, str, str]]:
             advantage.estimator == "group" and advantage.scale == "none",
             "advantage.scale=none",
             "advantage.std advantage.eps",
-        ),
-        (
-            True,
-            f"sampler.kind={sampler.kind}",
-            " ".join(f"sampler.{key}" for key in type(sampler).model_fields if key in unread),
         ),
         (
             not config.response_replay.enabled,

@@ -26,6 +26,7 @@ RENAMED = {
     },
     **{f"loss.{kind}": f"loss.objective, of kind {kind}" for kind in OBJECTIVE_KINDS.sections},
     "loss.options": "loss.objective",
+    "sampler.select": "sampler.band, which is null for `nearest`",
     "loss.norm": "loss.minibatch_norm",
     "critic": "advantage.critic, of the estimator gae",
     "loss.ratio": "loss.correction",

@@ -47,7 +47,12 @@ from bapo_core.config.rollouts import (
     SyncConfig,
     TaskConfig,
 )
-from bapo_core.config.samplers import SamplerConfig
+from bapo_core.config.samplers import (
+    AdaptiveConfig,
+    AnySamplerConfig,
+    CandidatesConfig,
+    UniformConfig,
+)
 from bapo_core.config.training import (
     CheckpointConfig,
     LoraConfig,
@@ -81,7 +86,9 @@ class RunConfig(Section):
     task: TaskConfig = TaskConfig()
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()
-    sampler: SamplerConfig = SamplerConfig()
+    sampler: AnySamplerConfig = UniformConfig()
+    """Sampler of prompts (docs/methods.md): which prompts of the dataset a step rolls out; a
+    built-in kind, or one that an installed package adds (docs/adding-a-method.md)."""
     sync: SyncConfig = SyncConfig()
     fresh: FreshConfig = RangeFilterConfig()
     """Fresh groups, the source X1 of a batch: the filter that this step's rollouts pass."""
@@ -126,8 +133,9 @@ class RunConfig(Section):
     @property
     def candidates_per_round(self) -> int:
         """Prompts that the B of a generation round are selected from: B, or more if adaptive."""
-        selects = self.sampler.selects_candidates
-        return self.rollout.prompts_per_step * (self.sampler.candidates if selects else 1)
+        sampler = self.sampler
+        candidates = sampler.candidates if isinstance(sampler, CandidatesConfig) else 1
+        return self.rollout.prompts_per_step * candidates
 
     @property
     def draws_from_stream(self) -> bool:
@@ -219,7 +227,7 @@ class RunConfig(Section):
 
     def sampled_as_of(self, t: int) -> int:
         """Returns the step whose commit the prompts of step t depend on; 0 for none."""
-        if not self.sampler.is_adaptive:
+        if not isinstance(self.sampler, AdaptiveConfig):
             return 0
         return (self.schedule.policy_version(t) if self.sampler.as_of == "sync" else t) - 1
 

@@ -18,7 +18,7 @@ from bapo_core.config.estimators import ESTIMATOR_KINDS, CriticConfig, GroupAdva
 from bapo_core.config.loss import SourceLossConfig
 from bapo_core.config.objectives import OBJECTIVE_KINDS
 from bapo_core.config.presets import SUMMARIES
-from bapo_core.config.samplers import SamplerConfig
+from bapo_core.config.samplers import SAMPLER_KINDS
 from bapo_core.importance import truncated_weights
 from bapo_core.losses import AGGREGATIONS
 from bapo_core.objectives import OBJECTIVES, shaped
@@ -196,10 +196,10 @@ def _samplers() -> Iterator[str]:
     yield from ("#### With dynamic sampling", "", _markdown(stream_positions), "")
     yield from ("### Posteriors", "", "`mopps` and `dots` draw by these.", "")
     yield from (_markdown(Posterior), "")
-    yield from _method("mopps", rank_by_thompson)
-    yield from _method("dots", rank_by_difficulty)
-    yield from _method("exgrpo", revisit_prompts)
-    yield from (*render_keys("sampler", SamplerConfig), "")
+    samplers = {"mopps": rank_by_thompson, "dots": rank_by_difficulty, "exgrpo": revisit_prompts}
+    for name, function in samplers.items():
+        yield from _method(name, function)
+        yield from (*render_keys("sampler", SAMPLER_KINDS.sections[name]), "")
 
 
 def _response_replay() -> Iterator[str]:

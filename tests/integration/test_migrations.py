@@ -24,6 +24,7 @@ from bapo_core.config.estimators import CriticConfig, GaeConfig, RlooConfig
 from bapo_core.config.loss import BehaviorConfig, DecoupledConfig, ProxCurrentConfig
 from bapo_core.config.objectives import CispoConfig, PpoConfig, SapoConfig
 from bapo_core.config.rollouts import TransformersConfig, VllmConfig
+from bapo_core.config.samplers import MoppsConfig, UniformConfig
 from bapo_core.errors import BapoError
 from services.buffer import migrate
 from services.buffer.api.trajectories import encode_groups
@@ -168,7 +169,7 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
 
 
 def test_the_configuration_of_an_older_run_keeps_its_values(database: str) -> None:
-    """0005 and 0017 to 0022 move keys of a stored configuration, and going back restores them."""
+    """0005 and 0017 to 0023 move keys of a stored configuration, and going back restores them."""
     config = small_config(
         "older",
         fresh={"filter": "uniform", "uniform_fraction": 0.4},
@@ -222,6 +223,8 @@ def test_the_text_of_a_stored_configuration_keeps_its_values(database: str) -> N
         "engine": "rollout: {engine: transformers, dtype: float32}\n",
         "filter": "fresh: {filter: gaussian, gaussian_mean: 0.4, uniform_fraction: 0.5}\n",
         "norm": "loss: {norm: actual}\n",
+        "sampler": "sampler: {kind: mopps, select: band, temperature: 1.0}\n",
+        "uniform": "sampler: {kind: uniform, candidates: 8}\n",
         "other": "# comment\nsteps: 3\n",
     }
     upgrade(database, "0016")
@@ -246,6 +249,8 @@ def test_the_text_of_a_stored_configuration_keeps_its_values(database: str) -> N
     assert rollouts["engine"].engine == TransformersConfig()
     assert parse_config(migrated["filter"]).fresh == GaussianFilterConfig(gaussian_mean=0.4)
     assert losses["norm"].minibatch_norm == "actual"
+    assert parse_config(migrated["sampler"]).sampler == MoppsConfig(band=(0.3, 0.7))
+    assert parse_config(migrated["uniform"]).sampler == UniformConfig()
     advantages = {name: parse_config(text).advantage for name, text in migrated.items()}
     assert advantages["critic"] == GaeConfig(lam=0.9, critic=CriticConfig(clip=0.1))
     assert advantages["advantage"] == RlooConfig()
@@ -259,6 +264,8 @@ def test_the_text_of_a_stored_configuration_keeps_its_values(database: str) -> N
     del parsed["critic"]["advantage"]["eps"]
     del parsed["engine"]["rollout"]["dtype"]
     del parsed["filter"]["fresh"]["uniform_fraction"]
+    parsed["sampler"]["sampler"] = {"kind": "mopps", "select": "band", "band": [0.3, 0.7]}
+    parsed["uniform"] = {"sampler": {"kind": "uniform"}}
     parsed["advantage"] = {"algorithm": "rloo", "advantage": {}}
     assert {name: yaml.safe_load(text) for name, text in restored.items()} == parsed
 

@@ -33,6 +33,10 @@ def drive(stack: Endpoints, request: pytest.FixtureRequest) -> Drive:
     def make(suffix: str = "", *, sampler: dict[str, Any] | None = None, **sections: Any) -> Driver:
         name = request.node.name.split("[")[0].replace("_", "-")[:50] + suffix
         settings = {"kind": "mopps", "candidates": CANDIDATES, "decay": 0.5, **(sampler or {})}
+        if settings["kind"] in ("uniform", "exgrpo"):
+            settings = {
+                key: settings[key] for key in settings if key not in ("candidates", "decay")
+            }
         return Driver(stack, small_config(name, task=TASK, sampler=settings, **sections))
 
     return make

@@ -17,6 +17,7 @@ from sqlalchemy import TextClause, delete, select, text
 from sqlalchemy.orm import Session
 
 from bapo_core.config import RunConfig
+from bapo_core.config.samplers import AdaptiveConfig
 from bapo_core.errors import ConfigError
 from bapo_core.sampling import Draw, DrawContext, Posterior, draw_prompts
 from services.buffer.api import wire
@@ -220,8 +221,8 @@ def copy_prior(session: Session, run: Run, config: RunConfig) -> None:
     Raises 400 if there is no such run, if its training prompts are others, if it has no committed
     step, or if the sampler compares counts of correct responses and its groups have another size.
     """
-    name = config.sampler.prior_run
-    if name is None or not config.sampler.is_adaptive:
+    name = config.sampler.prior_run if isinstance(config.sampler, AdaptiveConfig) else None
+    if name is None:
         return
     prior = session.scalar(select(Run).where(Run.name == name))
     if prior is None:

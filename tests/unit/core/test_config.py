@@ -29,6 +29,7 @@ from bapo_core.config.loss import BehaviorConfig, DecoupledConfig
 from bapo_core.config.objectives import CispoConfig, GspoConfig, PpoConfig, SapoConfig
 from bapo_core.config.presets import SUMMARIES
 from bapo_core.config.rollouts import VllmConfig
+from bapo_core.config.samplers import DotsConfig, ExgrpoConfig, UniformConfig
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 
@@ -110,7 +111,17 @@ def split(overrides: str) -> list[str]:
         ),
         ("sampler={kind: mopps, band: [0.7, 0.3]}", "band is [0.7, 0.3]: write the lower bound"),
         ("sampler={kind: mopps, decay: 1.5}", "sampler.decay: input should be less than or equal"),
-        ("sampler.kind=thompson", "sampler.kind"),
+        ("sampler.kind=thompson", "sampler.kind: 'thompson' is not one of dots, exgrpo,"),
+        (
+            "sampler.decay=0.5",
+            "no such key with sampler.kind=uniform; it belongs to sampler.kind=mopps or dots",
+        ),
+        (
+            "algorithm=mopps sampler.temperature=1",
+            "with sampler.kind=mopps; it belongs to sampler.kind=dots",
+        ),
+        ("sampler={kind: dots, band: [0, 1]}", "it belongs to sampler.kind=mopps"),
+        ("sampler.select=band", "sampler.select: no such key; it was renamed to sampler.band, whi"),
         (
             "fresh.gaussian_mean=0.4",
             "no such key with fresh.filter=range; it belongs to fresh.filter=gaussian",
@@ -404,11 +415,6 @@ def test_importance_weights_without_a_correction_by_them_are_refused() -> None:
             "algorithm=areal_async rollout.max_generation_rounds=2 fresh.filter=range",
             "sync.interrupt_rollouts changes nothing with rollout.max_generation_rounds=2",
         ),
-        ("sampler.decay=0.5", "sampler.decay=0.5 change nothing with sampler.kind=uniform"),
-        (
-            "algorithm=mopps sampler.temperature=1 sampler.band=[0,1]",
-            "sampler.band=(0.0, 1.0) and sampler.temperature=1.0 change nothing with sampler.kind",
-        ),
         ("algorithm=dots", "sampler.kind=dots predicts difficulty by the posterior"),
         # What it reads is not pointed out.
         ("algorithm=dots sampler.temperature=0.1 sampler.decay=0.5", "sampler.kind=dots predicts"),
@@ -556,6 +562,28 @@ def test_keys_that_mean_the_same_in_both_kinds_are_kept() -> None:
     assert config.loss.correction == BehaviorConfig()
 
 
+def test_a_sampler_keeps_the_keys_that_another_one_reads_as_well() -> None:
+    file = {"sampler": {"kind": "mopps", "candidates": 6, "prior_run": "before", "band": [0, 1]}}
+    config = override_config(file, parse_overrides(["sampler=dots"]))
+    assert config.sampler == DotsConfig(candidates=6, prior_run="before")
+    config = override_config(file, parse_overrides(["sampler=exgrpo"]))
+    assert config.sampler == ExgrpoConfig(prior_run="before")
+    assert override_config(file, parse_overrides(["sampler=uniform"])).sampler == UniformConfig()
+
+
+def test_a_sampler_of_a_plug_in_has_options_and_the_keys_of_results() -> None:
+    """`frontier` is the plug-in of tests/plug_in/."""
+    section = {"kind": "frontier", "options": {"explore": 0.1}, "as_of": "step", "half_life": 9.0}
+    config = config_from({"sampler": section})
+    stored = config.model_dump(mode="json")
+    assert stored["sampler"] == {**section, "prior_run": None, "decay": 1.0}
+    assert RunConfig.model_validate(stored).model_dump(mode="json") == stored
+    with pytest.raises(ConfigError, match=r"no such key with sampler\.kind=frontier"):
+        config_from({"sampler": {**section, "candidates": 8}})
+    with pytest.raises(ConfigError, match=r"options: no such key with sampler\.kind=mopps"):
+        config_from({"sampler": {**section, "kind": "mopps"}})
+
+
 def test_a_key_of_a_file_belongs_to_the_kind_that_the_command_line_names() -> None:
     """It is no key of the default kind, so nothing else can be meant."""
     file = {"rollout": {"engine": {"args": ["--enforce-eager"]}}}
@@ -650,9 +678,9 @@ def test_every_version_that_a_rollout_needs_is_published(
 def test_adaptive_prompts_depend_on_the_commit_before_the_last_sync_or_step(
     as_of: str, phase: str, expected: list[int]
 ) -> None:
-    overrides = ["sync.every=3", f"sync.phase={phase}", f"sampler.as_of={as_of}"]
+    overrides = ["sync.every=3", f"sync.phase={phase}"]
     uniform = load_config(None, overrides)
-    adaptive = load_config(None, [*overrides, "sampler.kind=mopps"])
+    adaptive = load_config(None, [*overrides, "sampler.kind=mopps", f"sampler.as_of={as_of}"])
     assert [uniform.sampled_as_of(t) for t in range(1, 8)] == [0] * 7
     assert [adaptive.sampled_as_of(t) for t in range(1, 8)] == expected
 

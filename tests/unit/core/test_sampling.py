@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bapo_core.config import SamplerConfig
+from bapo_core.config.samplers import SAMPLER_KINDS, UniformConfig
 from bapo_core.sampling import (
     Posterior,
     candidate_positions,
@@ -287,7 +287,7 @@ def test_a_draw_of_zero_keeps_the_weight_finite() -> None:
 
 @pytest.mark.parametrize("kind", ["mopps", "dots"])
 def test_a_ranking_is_a_function_of_seed_step_round_and_posteriors(kind: str) -> None:
-    settings = SamplerConfig.model_validate({"kind": kind})
+    settings = SAMPLER_KINDS.sections[kind]()
     candidates = [Posterior(1.0 + k % 5, 1.0 + k % 7) for k in range(64)]
 
     def order(seed: int = 1, step: int = 2, generation_round: int = 0) -> list[int]:
@@ -304,4 +304,4 @@ def test_a_ranking_is_a_function_of_seed_step_round_and_posteriors(kind: str) ->
 
 def test_the_uniform_sampler_ranks_nothing() -> None:
     with pytest.raises(ValueError, match="the sampler uniform has no candidates to rank"):
-        rank_candidates(SamplerConfig(), [], seed=1, step=1, generation_round=0)
+        rank_candidates(UniformConfig(), [], seed=1, step=1, generation_round=0)
