@@ -145,7 +145,8 @@ def _fill_groups(
     first = _next(connection, "rollout_group")
     columns = (
         "run_id, step, kind, prompt_id, position, policy_version, correct, size, accuracy,"
-        " mean_reward, reward_parts, object_key, object_digest, row_start, row_count, token_count"
+        " mean_reward, reward_parts, outcomes, repeated, object_key, object_digest, row_start,"
+        " row_count, token_count"
     )
     digest = "0" * 64
 
@@ -155,8 +156,8 @@ def _fill_groups(
             key = f"runs/{run.name}/trajectories/step={step}/fresh-0.arrow"
             yield "".join(
                 f"{run_id}\t{step}\tfresh\t{first_prompt + p}\t{n}\t{max(1, step - step % 5)}\t{c}"
-                f"\t{SIZE}\t{c / SIZE}\t{c / SIZE}\t{_parts(c / SIZE)}\t{key}\t{digest}"
-                f"\t{n * SIZE}\t{SIZE}\t{SIZE * 100}\n"
+                f"\t{SIZE}\t{c / SIZE}\t{c / SIZE}\t{_parts(c / SIZE)}\t{_OUTCOMES}\t{{}}"
+                f"\t{key}\t{digest}\t{n * SIZE}\t{SIZE}\t{SIZE * 100}\n"
                 for n, (p, c) in enumerate(
                     zip(position[index].tolist(), correct[index].tolist(), strict=True)
                 )
@@ -450,9 +451,11 @@ def _parts(mean: float) -> str:
     return json.dumps({"answer": mean})
 
 
+_OUTCOMES = json.dumps({"scored": SIZE})
 _BARE_COLUMNS = (
     "id, run_id, step, kind, prompt_id, position, policy_version, correct, size, accuracy,"
-    " mean_reward, reward_parts, object_key, object_digest, row_start, row_count, token_count"
+    " mean_reward, reward_parts, outcomes, repeated, object_key, object_digest, row_start,"
+    " row_count, token_count"
 )
 
 
@@ -460,7 +463,7 @@ def _bare_rows(run: Filled, number: int, digest: str) -> Iterator[str]:
     for n in range(BATCH):
         yield (
             f"{number * BATCH + n}\t1\t{number}\tfresh\t{n + 1}\t{n}\t1\t4\t{SIZE}\t0.5\t0.5"
-            f"\t{_parts(0.5)}\tbare/{run.name}/{number}.arrow\t{digest}"
+            f"\t{_parts(0.5)}\t{_OUTCOMES}\t{{}}\tbare/{run.name}/{number}.arrow\t{digest}"
             f"\t{n * SIZE}\t{SIZE}\t{SIZE * TOKENS}\n"
         )
 
