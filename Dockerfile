@@ -1,9 +1,9 @@
 # syntax=docker/dockerfile:1
 # Builds three images, from pinned constraints:
 #
-#   docker build --target service -t bapo/service:0.2.0 .    buffer service, verifier, pipeline steps
-#   docker build --target trainer -t bapo/trainer:0.2.0 .    trainer, collector, prepare-run
-#   docker build --target rollout -t bapo/rollout:0.2.0 .    rollout replica with vLLM
+#   docker build --target service -t bapo/service:0.3.0 .    buffer service, verifier, pipeline steps
+#   docker build --target trainer -t bapo/trainer:0.3.0 .    trainer, collector, prepare-run
+#   docker build --target rollout -t bapo/rollout:0.3.0 .    rollout replica with vLLM
 #
 # VARIANT=cpu builds the rollout image for machines without GPUs. BASE is any image with Python 3.11 or
 # later. For GPU rollouts it also needs a C compiler, which Triton calls when it compiles a kernel; without

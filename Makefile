@@ -153,7 +153,7 @@ test-crds: $(CRDS) ## check the chart against the official CRDs (needs npm)
 images: ## build the three images (VARIANT=cpu, ENGINE=buildah, BUILD_OPTIONS="--build-arg BASE=…")
 	for target in service trainer rollout; do \
 		$(ENGINE) build --target $$target --build-arg VARIANT=$(VARIANT) $(BUILD_OPTIONS) \
-			-t localhost/bapo/$$target:0.2.0 . || exit 1; \
+			-t localhost/bapo/$$target:0.3.0 . || exit 1; \
 	done
 
 sbom: ## write what is in each image to dist/, as CycloneDX (ENGINE=podman)
@@ -161,13 +161,13 @@ sbom: ## write what is in each image to dist/, as CycloneDX (ENGINE=podman)
 	$(SBOM)/bin/pip install --quiet --progress-bar off "cyclonedx-bom==7.5.0"
 	mkdir -p dist
 	for target in service trainer rollout; do \
-		$(ENGINE) run --rm localhost/bapo/$$target:0.2.0 sh -c \
+		$(ENGINE) run --rm localhost/bapo/$$target:0.3.0 sh -c \
 			'for python in /opt/*/bin/python; do $$python -m pip list --format=freeze; done' \
 			> dist/$$target.txt || exit 1; \
 		$(SBOM)/bin/cyclonedx-py requirements --output-file dist/$$target.cdx.json dist/$$target.txt || exit 1; \
 	done
 
-chart: $(STAMP) ## package the chart into dist/ (helm push dist/bapo-0.2.0.tgz oci://REGISTRY)
+chart: $(STAMP) ## package the chart into dist/ (helm push dist/bapo-0.3.0.tgz oci://REGISTRY)
 	$(VENV)/helm/4.1/helm lint --strict charts/bapo --values charts/bapo/values-production.yaml
 	$(VENV)/helm/4.1/helm package charts/bapo --destination dist
 

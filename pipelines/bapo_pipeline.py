@@ -15,7 +15,7 @@ from pipelines import RELEASE_NAMES, SEGMENTS
 from pipelines.configuration import COUNTDOWN
 from pipelines.training_job import CA_DIRECTORY
 
-SERVICE_IMAGE, TRAINER_IMAGE = "bapo/service:0.2.0", "bapo/trainer:0.2.0"
+SERVICE_IMAGE, TRAINER_IMAGE = "bapo/service:0.3.0", "bapo/trainer:0.3.0"
 """Images of the components; `bapo pipeline compile` can replace them."""
 ON_SERVICE = {"base_image": SERVICE_IMAGE, "install_kfp_package": False}
 ON_TRAINER = {"base_image": TRAINER_IMAGE, "install_kfp_package": False}

@@ -151,7 +151,7 @@ def test_the_connection_has_these_settings(everything: list[Object]) -> None:
         "BAPO_TOKEN_SECRET": "our-token",
         "BAPO_S3_SECRET": "bapo-external-s3",
         "BAPO_DASHBOARD_URL": "https://bapo.example.com",
-        "BAPO_TRAINER_IMAGE": "registry.example.com/mirror/bapo/trainer:0.2.0",
+        "BAPO_TRAINER_IMAGE": "registry.example.com/mirror/bapo/trainer:0.3.0",
         "BAPO_TRAINER_SERVICE_ACCOUNT": "bapo-trainer",
         "BAPO_TRAINER_JOB_KIND": "PyTorchJob",
         "BAPO_TRAINER_QUEUE": "gpus",

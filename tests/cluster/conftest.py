@@ -153,7 +153,7 @@ def release(
     """Installs the chart, and reaches it through a port-forward."""
     sets = [f"image.registry={REGISTRY}", "trainer.scratchSize=2Gi", *external]
     package = tmp_path_factory.mktemp("pipeline") / "bapo.yaml"
-    images = [f"{REGISTRY}/bapo/{name}:0.2.0" for name in ("service", "trainer")]
+    images = [f"{REGISTRY}/bapo/{name}:0.3.0" for name in ("service", "trainer")]
     compile_pipeline = ["pipeline", "compile", "--output", str(package), "--segments", "2"]
     main([*compile_pipeline, "--service-image", images[0], "--trainer-image", images[1]])
     installed = Release(namespace, package, sets)

@@ -76,7 +76,7 @@ def test_a_run_that_fails_is_retried_survives_an_upgrade_and_is_exported(
     at the failed step, and the release is upgraded while the job trains."""
     run = pipeline(release, "first", start_within_minutes=1)
     image = release.namespace.get("configmap", "bapo-connection")["data"]["BAPO_TRAINER_IMAGE"]  # type: ignore[index]
-    _set_trainer_image(release, "localhost/bapo/absent:0.2.0")
+    _set_trainer_image(release, "localhost/bapo/absent:0.3.0")
     with pytest.raises(StepFailed, match=r"has not started within 60 s: .*Image"):
         run.execute()
     client = release.client("first")
@@ -307,7 +307,7 @@ def test_an_imported_model_is_trained_by_a_run_without_a_name(
     for file in TINY_MODEL.iterdir():
         store.put(f"artifacts/model/{file.name}", file.read_bytes())
     package = tmp_path / "import.yaml"
-    images = [f"{release.registry}/bapo/{name}:0.2.0" for name in ("service", "trainer")]
+    images = [f"{release.registry}/bapo/{name}:0.3.0" for name in ("service", "trainer")]
     compile_pipeline = ["pipeline", "compile", "--output", str(package), "--import", "model"]
     compile_pipeline += ["--service-image", images[0], "--trainer-image", images[1]]
     main([*compile_pipeline, "--segments", "1"])

@@ -114,7 +114,7 @@ def occupy(release: Release) -> None:
     """Fills the queue with a Job that does nothing."""
     container = {
         "name": "idle",
-        "image": f"{release.registry}/bapo/service:0.2.0",
+        "image": f"{release.registry}/bapo/service:0.3.0",
         "command": ["sleep", "3600"],
         "resources": {"requests": {"cpu": str(QUOTA_CPUS), "memory": "64Mi"}},
     }

@@ -33,7 +33,7 @@ from tests.integration.fake_kubernetes import fake_kubernetes
 pytestmark = [pytest.mark.images, pytest.mark.timeout(3600)]
 
 ROOT = Path(__file__).parents[2]
-IMAGES = {target: f"localhost/bapo/{target}:0.2.0" for target in ("service", "trainer", "rollout")}
+IMAGES = {target: f"localhost/bapo/{target}:0.3.0" for target in ("service", "trainer", "rollout")}
 NAMESPACE = "ml"
 ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 TOKEN = "pod-token"

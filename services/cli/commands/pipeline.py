@@ -88,7 +88,7 @@ def compile_pipeline(
 
     \b
     Examples:
-      bapo pipeline compile --output bapo.yaml --service-image registry.example/bapo/service:0.2.0
+      bapo pipeline compile --output bapo.yaml --service-image registry.example/bapo/service:0.3.0
       bapo pipeline compile --output imports.yaml --import model --import train_data
       bapo pipeline compile --output team.yaml --name connection=x-connection --name s3_secret=keys
     """

@@ -36,7 +36,7 @@ DEPLOYMENT = Deployment(
     connection="bapo-connection",
     token_secret="bapo-token",
     s3_secret="bapo-s3",
-    image="registry.example/bapo/trainer:0.2.0",
+    image="registry.example/bapo/trainer:0.3.0",
     service_account="bapo-trainer",
 )
 FULL = replace(
@@ -350,7 +350,7 @@ CONNECTION = {
     "BAPO_CONNECTION": "bapo-connection",
     "BAPO_TOKEN_SECRET": "bapo-token",
     "BAPO_S3_SECRET": "bapo-s3",
-    "BAPO_TRAINER_IMAGE": "registry.example/bapo/trainer:0.2.0",
+    "BAPO_TRAINER_IMAGE": "registry.example/bapo/trainer:0.3.0",
     "BAPO_TRAINER_SERVICE_ACCOUNT": "bapo-trainer",
 }
 
