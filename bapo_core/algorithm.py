@@ -12,7 +12,6 @@ rules by the entry-point group `bapo.batch_rules`, which names a `BatchRule`
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -43,6 +42,7 @@ from bapo_core.response_replay import (
     receives_responses,
     without_first,
 )
+from bapo_core.rule_checks import check_changes, check_composition, check_drawn
 from bapo_core.seeding import derive_rng
 from bapo_core.thresholds import replay_window, running_reward
 from bapo_core.types import GroupSummary, Source
@@ -334,16 +334,28 @@ def get_batch_rule(name: str) -> BatchRule:
             "bapo_core.algorithm.BatchRule"
         )
 
-    def reporting(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def call(*arguments: Any, **keywords: Any) -> Any:
-            with report_failures("batch rule", name, ConfigError):
-                return function(*arguments, **keywords)
+    return _checked(name, rule)
 
-        return call
 
-    return BatchRule(
-        compose=reporting(rule.compose),
-        settle=reporting(rule.settle),
-        draw_reevaluated=reporting(rule.draw_reevaluated),
-    )
+def _checked(name: str, rule: BatchRule) -> BatchRule:
+    """Returns a plug-in's rule that raises `ConfigError` where the plug-in fails or errs."""
+
+    def compose(config: RunConfig, state: StepState) -> Composition:
+        with report_failures("batch rule", name, ConfigError):
+            return check_composition(config, state, rule.compose(config, state))
+
+    def settle(*arguments: Any, **keywords: Any) -> BufferChanges:
+        with report_failures("batch rule", name, ConfigError):
+            changes = rule.settle(*arguments, **keywords)
+            check_changes(changes)
+            return changes
+
+    def draw_reevaluated(
+        config: RunConfig, step: int, hard: Sequence[GroupSummary]
+    ) -> list[GroupSummary]:
+        with report_failures("batch rule", name, ConfigError):
+            drawn = list(rule.draw_reevaluated(config, step, hard))
+            check_drawn(hard, drawn)
+            return drawn
+
+    return BatchRule(compose, settle, draw_reevaluated)

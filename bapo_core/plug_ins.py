@@ -40,7 +40,8 @@ def load_plug_in(
         return points[0].load()
     except (ImportError, AttributeError) as cause:
         raise error(
-            f"{kind} {name}: cannot load {_origin(points[0])}: {cause}; install it again"
+            f"{kind} {name}: cannot load {_origin(points[0])}: {cause}; correct its entry point, "
+            "or install the package again"
         ) from cause
 
 
@@ -49,6 +50,8 @@ def report_failures(kind: str, name: str, error: type[BapoError]) -> Iterator[No
     """Raises `error`, with the place of the cause, for whatever the code of a plug-in raises."""
     try:
         yield
+    except error as cause:  # It says already what is wrong.
+        raise error(f"{kind} {name}: {cause}") from cause
     except Exception as cause:
         frame = traceback.extract_tb(cause.__traceback__)[-1]
         raise error(

@@ -316,6 +316,28 @@ def revisit_prompts(
 # ---- draws --------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class GivenResults:
+    """Results in a dictionary, to try a sampler without a run (`Results`)."""
+
+    known: Mapping[int, Posterior] = field(default_factory=dict)
+    """Posteriors by position in the dataset."""
+    bins: Sequence[Sequence[int]] = ()
+    """Numbers of groups with k of G correct, for each step."""
+
+    def posteriors(self, positions: Sequence[int]) -> list[Posterior]:
+        """Returns the posteriors at these positions; Beta(1, 1) where none is known."""
+        return [self.known.get(position, Posterior()) for position in positions]
+
+    def all_posteriors(self) -> Mapping[int, Posterior]:
+        """Returns the known posteriors."""
+        return self.known
+
+    def step_bins(self) -> Sequence[Sequence[int]]:
+        """Returns the bins."""
+        return self.bins
+
+
 class Results(Protocol):
     """The results of a run's training prompts, as of the last commit that a draw includes."""
 
@@ -344,6 +366,8 @@ class DrawContext:
     results: Results
     first: int = 0
     """Number in the stream of the step's first prompt, with `RunConfig.draws_from_stream`."""
+    earlier: frozenset[int] = frozenset()
+    """Positions that the earlier rounds of the step drew, which this one must leave out."""
 
 
 class Rank(NamedTuple):
@@ -544,11 +568,15 @@ def draw_prompts(context: DrawContext) -> Draw:
     sampler, needed = get_sampler(kind), context.config.rollout.prompts_per_step
     with report_failures("sampler", kind, ConfigError):
         draw = sampler(context)
-    valid = {position for position in draw.positions if 0 <= position < size}
+    if not isinstance(draw, Draw):
+        raise ConfigError(f"sampler {kind} returned {draw!r}; return a bapo_core.sampling.Draw")
+    numbers = [position for position in draw.positions if isinstance(position, int)]
+    valid = {position for position in numbers if 0 <= position < size} - context.earlier
     if not len(valid) == len(draw.positions) == needed:
+        again = " that no earlier round of the step drew" if context.earlier else ""
         raise ConfigError(
             f"sampler {kind} drew {len(draw.positions)} prompts for step {context.step}, "
-            f"{len(valid)} of them different and in the dataset of {size}; it must draw "
-            f"rollout.prompts_per_step = {needed} different positions below {size}"
+            f"{len(valid)} of them different positions below {size}{again}; it must draw "
+            f"rollout.prompts_per_step = {needed} of these"
         )
     return draw

@@ -28,12 +28,41 @@ def test_a_run_follows_the_rules_of_a_plug_in_and_explains_them(stack: Endpoints
             decision = driver.client.decision(step, prompt.uid)
             assert decision.draw is not None
             assert decision.draw.sampler == "frontier"
+            fresh = decision.considered[0]
+            assert decision.draw.drawn == (fresh.outcome != "not_considered")
             explained |= {source.reason for source in decision.considered}
     assert max(replayed) == 2
     assert any(
         "2 entries are nearer to half (batch.options.most)" in reason for reason in explained
     )
     assert any("not drawn: others have a higher learnability" in reason for reason in explained)
+
+
+def test_the_rounds_of_a_step_draw_different_prompts(stack: Endpoints) -> None:
+    settings = {
+        "sampler": {"kind": "frontier", "as_of": "step"},
+        "rollout": {"prompts_per_step": 8, "group_size": 4, "max_generation_rounds": 3},
+        "batch": {"capacity": 24},
+    }
+    driver = Driver(stack, small_config("rules-rounds", **settings))
+    drawn = [
+        prompt.uid
+        for generation_round in range(3)
+        for prompt in driver.client.step_prompts(1, "fresh", generation_round).prompts
+    ]
+    assert len(drawn) == len(set(drawn)) == 24
+
+
+def test_prompts_that_are_drawn_without_a_rank_are_explained_as_drawn(stack: Endpoints) -> None:
+    settings = {"sampler": {"kind": "exgrpo", "revisit_above": 0.0, "as_of": "step"}}
+    driver = Driver(stack, small_config("rules-revisited", **settings))
+    for step in range(1, 4):
+        driver.run_step(step)
+    drawn = {prompt.uid for prompt in driver.client.step_prompts(3).prompts}
+    for prompt in driver.client.all_prompts():
+        draw = driver.client.decision(3, prompt.uid).draw
+        assert draw is not None
+        assert draw.drawn == (prompt.uid in drawn)
 
 
 def test_a_rewound_run_follows_the_rules_again(stack: Endpoints) -> None:
@@ -76,7 +105,7 @@ def test_batches_without_recorded_reasons_are_explained_too(stack: Endpoints) ->
 def test_a_sampler_that_fails_is_refused_with_its_cause(stack: Endpoints) -> None:
     settings = {"sampler": {"kind": "frontier", "options": {"explore": "all"}}}
     driver = Driver(stack, small_config("rules-failing", **settings))
-    message = r"sampler frontier failed: TypeError: .* \(bapo_frontier.py, line 16\)"
+    message = r"sampler frontier failed: TypeError: .* \(bapo_frontier.py, line 15\)"
     with pytest.raises(ServiceError, match=message):
         driver.client.step_prompts(1)
 

@@ -1,6 +1,6 @@
 """A sampler of prompts at the frontier of what the policy can do.
 
-Half of the prompts of a step are those of highest learnability p (1 - p), where p is the mean of a
+Half of the prompts of a round are those of highest learnability p (1 - p), where p is the mean of a
 prompt's posterior; the other half explores the dataset at random.
 """
 
@@ -11,8 +11,7 @@ from bapo_core.seeding import derive_rng
 
 
 def draw(context: DrawContext) -> Draw:
-    config = context.config
-    count = config.rollout.prompts_per_step
+    config, count = context.config, context.config.rollout.prompts_per_step
     explored = round(config.sampler.options.get("explore", 0.5) * count)
     known = context.results.all_posteriors()
 
@@ -21,10 +20,11 @@ def draw(context: DrawContext) -> Draw:
         return mean * (1 - mean)
 
     # Equal prompts come in the order of the dataset, so that the draw is a function of its inputs.
-    best = sorted(sorted(known), key=learnability, reverse=True)[: count - explored]
-    rng = derive_rng(config.seed, "frontier", context.step)
-    others = sorted(set(range(context.dataset_size)) - set(best))
-    random = rng.sample(others, count - len(best))
+    left = [position for position in sorted(known) if position not in context.earlier]
+    best = sorted(left, key=learnability, reverse=True)[: count - explored]
+    rng = derive_rng(config.seed, "frontier", context.step, context.generation_round)
+    others = set(range(context.dataset_size)) - context.earlier - set(best)
+    random = rng.sample(sorted(others), count - len(best))
 
     def explain(position: int, posterior: Posterior) -> str:
         chance = f"its probability of a correct response is {posterior.mean:.3f}"

@@ -773,12 +773,15 @@ class PromptDraw(PromptPosterior):
 
     sampler: str
     """The run's `sampler.kind`."""
+    drawn: bool = False
+    """Whether the step draws the prompt."""
     candidates: int
     """Number of candidates of a generation round, drawn uniformly from the dataset."""
     prompts_per_round: int
     """Number of candidates that are rolled out: those of the first ranks."""
     generation_round: int | None = None
-    """Generation round, from 0, that the prompt was a candidate of; null if it was of none."""
+    """Generation round, from 0, that drew the prompt or that it was a candidate of; null if it was
+    of none."""
     rank: int | None = None
     """Rank of the prompt among the candidates, from 1; null if it was no candidate."""
     draw: float | None = None

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from sqlalchemy import TextClause, delete, select, text
@@ -19,7 +20,8 @@ from sqlalchemy.orm import Session
 from bapo_core.config import RunConfig
 from bapo_core.config.samplers import AdaptiveConfig
 from bapo_core.errors import ConfigError
-from bapo_core.sampling import Draw, DrawContext, Posterior, draw_prompts
+from bapo_core.plug_ins import report_failures
+from bapo_core.sampling import SAMPLERS, Draw, DrawContext, Posterior, draw_prompts
 from services.buffer.api import wire
 from services.buffer.storage.bulk import insert_columns
 from services.buffer.storage.datasets import dataset_size
@@ -130,6 +132,15 @@ class StoredResults:
         }
 
 
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Raises 400 for what the sampler of a plug-in does wrong."""
+    try:
+        yield
+    except ConfigError as error:
+        raise bad_request(str(error)) from error
+
+
 def draw_round(
     session: Session, run: Run, config: RunConfig, step: int, generation_round: int, first: int = 0
 ) -> Draw:
@@ -141,14 +152,18 @@ def draw_round(
     plug-in cannot be loaded, or draws what cannot be rolled out.
     """
     as_of = config.sampled_as_of(step)
+    earlier: frozenset[int] = frozenset()
+    if config.sampler.kind not in SAMPLERS:
+        rounds = [draw_round(session, run, config, step, n) for n in range(generation_round)]
+        earlier = frozenset(position for draw in rounds for position in draw.positions)
 
     def compute() -> Draw:
         size = dataset_size(session, run.train_dataset)
         results = StoredResults(session, run, config, as_of)
-        try:
-            return draw_prompts(DrawContext(config, step, generation_round, size, results, first))
-        except ConfigError as error:
-            raise bad_request(str(error)) from error
+        with _refusing():
+            return draw_prompts(
+                DrawContext(config, step, generation_round, size, results, first, earlier)
+            )
 
     if not config.sampler.is_adaptive:
         return compute()
@@ -269,19 +284,25 @@ def explain_draw(
         return None
     position, kind, as_of = prompt.position, config.sampler.kind, config.sampled_as_of(step)
     (posterior,) = StoredResults(session, run, config, as_of).posteriors([position])
-    rounds = range(config.rollout.max_generation_rounds)
-    draws = [draw_round(session, run, config, step, number) for number in rounds]
-    number = next((n for n in rounds if position in draws[n].ranking), None)
+    draws = [
+        draw_round(session, run, config, step, number)
+        for number in range(config.rollout.max_generation_rounds)
+    ]
+    drawn = [number for number, draw in enumerate(draws) if position in draw.positions]
+    ranked = [number for number, draw in enumerate(draws) if position in draw.ranking]
+    number = next(iter([*drawn, *ranked]), None)
     draw = draws[number or 0]
     rank = draw.ranking.get(position)
     if draw.explain is not None:
-        reason = draw.explain(position, posterior)
-    elif any(position in drawn.positions for drawn in draws):
+        with _refusing(), report_failures("sampler", kind, ConfigError):
+            reason = str(draw.explain(position, posterior))
+    elif drawn:
         reason = f"drawn by the sampler {kind}"
     else:
         reason = f"the sampler {kind} drew other prompts"
     return wire.PromptDraw(
         sampler=kind,
+        drawn=bool(drawn),
         as_of_step=as_of,
         a=posterior.a,
         b=posterior.b,

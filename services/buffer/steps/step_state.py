@@ -16,6 +16,7 @@ from sqlalchemy import ColumnElement, select, true
 from sqlalchemy.orm import Session, aliased
 
 from bapo_core.algorithm import (
+    BATCH_RULES,
     BatchRule,
     BufferChanges,
     Composition,
@@ -51,7 +52,10 @@ def batch_rule(config: RunConfig) -> Iterator[BatchRule]:
 
 def settle_step(session: Session, run: Run, config: RunConfig, record: StepRecord) -> BufferChanges:
     """Returns how the commit of a step changes the buffers; the step has its batch."""
-    state = _read_groups_and_buffers(session, run, config, record.step)
+    # Algorithm 1 settles by groups and buffers alone; a plug-in's rule may compose again.
+    built_in = config.batch.rule in BATCH_RULES
+    read = _read_groups_and_buffers if built_in else read_state
+    state = read(session, run, config, record.step)
     supervised = supervised_ids(session, run, config, record)
     with batch_rule(config) as rule:
         return rule.settle(config, state, window=(record.c2, record.c3), supervised=supervised)

@@ -110,8 +110,7 @@ def prompt(run: str, uid: str, limit: int, as_json: bool, step: int | None) -> N
             for source in decision.considered
         ]
         if decision.draw is not None:
-            rank, drawn = decision.draw.rank, decision.draw.prompts_per_round
-            outcome = "drawn" if rank is not None and rank <= drawn else "not drawn"
+            outcome = "drawn" if decision.draw.drawn else "not drawn"
             decisions.insert(
                 0, (f"sampler ({decision.draw.sampler})", outcome, decision.draw.reason)
             )

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bapo_core.algorithm import StepState, compose, get_batch_rule, settle
+from bapo_core.algorithm import (
+    BatchRule,
+    Composition,
+    StepState,
+    compose,
+    get_batch_rule,
+    settle,
+)
 from bapo_core.config import ConfigError, RunConfig, config_from
-from bapo_core.sampling import SAMPLERS, Draw, DrawContext, Posterior, draw_prompts
-from bapo_core.types import GroupSummary, Source
+from bapo_core.sampling import SAMPLERS, Draw, DrawContext, GivenResults, Posterior, draw_prompts
+from bapo_core.types import BatchMember, GroupSummary, Source
 from tests.unit.core.test_plug_ins import write_distribution
 
 ROOT = Path(__file__).parents[3]
-
-
-@dataclass(frozen=True)
-class Results:
-    """Results that a test gives, in place of those of a database."""
-
-    known: Mapping[int, Posterior] = field(default_factory=dict)
-    bins: Sequence[Sequence[int]] = ()
-
-    def posteriors(self, positions: Sequence[int]) -> list[Posterior]:
-        return [self.known.get(position, Posterior()) for position in positions]
-
-    def all_posteriors(self) -> Mapping[int, Posterior]:
-        return self.known
-
-    def step_bins(self) -> Sequence[Sequence[int]]:
-        return self.bins
 
 
 def configure(**sections: Any) -> RunConfig:
@@ -66,14 +55,14 @@ def test_the_sampler_of_a_plug_in_draws_by_results() -> None:
         3: Posterior(4.0, 6.0),
         4: Posterior(7.0, 3.0),
     }
-    draw = draw_prompts(DrawContext(config, 3, 0, 20, Results(known)))
+    draw = draw_prompts(DrawContext(config, 3, 0, 20, GivenResults(known)))
     assert list(draw.positions[:3]) == [1, 3, 4]
     assert draw.positions[3] not in {1, 3, 4}
     assert draw.explain is not None
     assert "highest learnability: its probability of a correct response is 0.500" in draw.explain(
         1, known[1]
     )
-    again = draw_prompts(DrawContext(config, 3, 0, 20, Results(known)))
+    again = draw_prompts(DrawContext(config, 3, 0, 20, GivenResults(known)))
     assert again.positions == draw.positions
 
 
@@ -83,15 +72,15 @@ def test_a_plug_in_must_draw_different_positions_of_the_dataset(
 ) -> None:
     monkeypatch.setattr("bapo_frontier.draw", lambda _: Draw(positions))
     config = configure(sampler={"kind": "frontier"})
-    with pytest.raises(ConfigError, match=r"it must draw rollout.prompts_per_step = 4 different"):
-        draw_prompts(DrawContext(config, 1, 0, 20, Results()))
+    with pytest.raises(ConfigError, match=r"it must draw rollout.prompts_per_step = 4 of these"):
+        draw_prompts(DrawContext(config, 1, 0, 20, GivenResults()))
 
 
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_built_in_samplers_draw_without_a_database(kind: str) -> None:
     config = configure(sampler={"kind": kind, **({} if kind == "uniform" else {"as_of": "step"})})
     known = {position: Posterior(1.0 + position % 5, 5.0 - position % 5) for position in range(40)}
-    context = DrawContext(config, 5, 0, 64, Results(known, [[0, 0, 1, 2, 1]]))
+    context = DrawContext(config, 5, 0, 64, GivenResults(known, [[0, 0, 1, 2, 1]]))
     draw = draw_prompts(context)
     assert len(set(draw.positions)) == 4
     assert draw_prompts(context).positions == draw.positions
@@ -100,6 +89,114 @@ def test_built_in_samplers_draw_without_a_database(kind: str) -> None:
             draw.explain(position, known.get(position, Posterior())) for position in range(64)
         }
         assert len(reasons) > 2
+
+
+def test_a_later_round_must_leave_out_what_the_earlier_ones_drew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = configure(sampler={"kind": "frontier"}, batch={"capacity": 8})
+    first = draw_prompts(DrawContext(config, 3, 0, 20, GivenResults()))
+    context = DrawContext(config, 3, 1, 20, GivenResults(), earlier=frozenset(first.positions))
+    assert not set(draw_prompts(context).positions) & set(first.positions)
+    monkeypatch.setattr("bapo_frontier.draw", lambda _: first)
+    with pytest.raises(ConfigError, match="0 of them different positions below 20 that no earlier"):
+        draw_prompts(context)
+
+
+def test_a_sampler_that_returns_no_draw_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bapo_frontier.draw", lambda _: [0, 1, 2, 3])
+    config = configure(sampler={"kind": "frontier"})
+    with pytest.raises(ConfigError, match=r"returned \[0, 1, 2, 3\]; return a bapo_core"):
+        draw_prompts(DrawContext(config, 1, 0, 20, GivenResults()))
+
+
+def test_the_code_of_the_page_does_what_its_comments_say(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = (ROOT / "docs" / "adding-a-method.md").read_text()
+    (code,) = re.findall(r"## Try it without a run\n\n```python\n(.*?)```", page, re.DOTALL)
+    exec(code, {})
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "[1, 2]"
+    assert printed[1] == "[('prompt:9', 'fresh'), ('prompt:3', 'replayed')]"
+    assert "1 entries are nearer to half" in printed[-1]
+
+
+def test_the_rule_of_the_page_replays_no_group_twice() -> None:
+    page = (ROOT / "docs" / "adding-a-method.md").read_text()
+    (code,) = re.findall(r"```python\n(from dataclasses.*?ONCE = .*?)```", page, re.DOTALL)
+    module: dict[str, Any] = {}
+    exec(code, module)
+    config = configure(
+        rollout={"prompts_per_step": 4, "group_size": 8},
+        replay_window={"c2_range": [0, 0], "c3_range": [1, 1]},
+    )
+    fresh = [GroupSummary(10, "fresh:10", 3, 4, 8)]
+    state = StepState(step=3, fresh=fresh, high=entries(1, 4, 7, 5))
+    composition = module["ONCE"].compose(config, state)
+    replayed = {m.group.group_id for m in composition.batch.members if m.source is Source.REPLAYED}
+    window = composition.batch.window
+    held = list(state.high)
+    for change in module["ONCE"].settle(config, state, window=window, supervised=())[
+        "high_quality"
+    ]:
+        held = change.apply(held)
+    assert len(replayed) == 3
+    assert {entry.group_id for entry in held} == {0, 1, 2, 3} - replayed | {10}
+
+
+@pytest.mark.parametrize(
+    ("function", "result", "message"),
+    [
+        ("compose", lambda *_: None, "compose returned None; return a"),
+        ("settle", lambda *_, **__: None, "settle returned None; return {"),
+        ("settle", lambda *_, **__: {"high": []}, "settle returned {'high': []}; return {"),
+        ("settle", lambda *_, **__: {"hard": [3]}, "settle returned [3] for 'hard'; return {"),
+        (
+            "draw_reevaluated",
+            lambda *_: [GroupSummary(99, "other", 1, 0, 8)],
+            "draw_reevaluated must return entries of the hard buffer",
+        ),
+    ],
+)
+def test_what_a_batch_rule_returns_wrongly_is_refused(
+    function: str, result: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("bapo_nearest.RULE", BatchRule(**{function: result}))
+    rule = get_batch_rule("nearest")
+    state = StepState(step=3, fresh=[GroupSummary(10, "fresh:10", 3, 4, 8)])
+    calls = {
+        "compose": lambda: rule.compose(configure(), state),
+        "settle": lambda: rule.settle(configure(), state, window=(0.0, 1.0), supervised=()),
+        "draw_reevaluated": lambda: rule.draw_reevaluated(configure(), 3, entries(0, 1)),
+    }
+    with pytest.raises(ConfigError, match=re.escape(f"batch rule nearest: {message}")):
+        calls[function]()
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([1, 2, 3, 4, 5], "compose returned 5 groups, but the capacity of a batch is 4"),
+        ([1, 1], "compose returned a batch that has a group twice"),
+        ([77], "compose returned group 77, which is none of the state's"),
+    ],
+)
+def test_a_batch_that_cannot_be_trained_on_is_refused(
+    groups: list[int], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compose_wrongly(config: RunConfig, state: StepState) -> Composition:
+        made = compose(config, state)
+        members = [
+            BatchMember(GroupSummary(number, f"fresh:{number}", 3, 4, 8), Source.FRESH)
+            for number in groups
+        ]
+        return replace(made, batch=replace(made.batch, members=members))
+
+    monkeypatch.setattr("bapo_nearest.RULE", BatchRule(compose=compose_wrongly))
+    fresh = [GroupSummary(number, f"fresh:{number}", 3, 4, 8) for number in range(1, 6)]
+    with pytest.raises(ConfigError, match=message):
+        get_batch_rule("nearest").compose(configure(), StepState(step=3, fresh=fresh))
 
 
 def entries(*counts: int) -> list[GroupSummary]:
