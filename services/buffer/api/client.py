@@ -33,8 +33,9 @@ class BufferClient:
     - `ServiceUnavailable` when the service has not answered for `give_up_s` seconds;
     - `Superseded` when a newer attempt has taken over or the run was stopped: end the process;
     - `ServiceError` for any other refusal, with the HTTP status and a message that says why (404
-      when the run does not exist);
-    - `ConfigError` when a call returns a run whose stored configuration this version cannot read.
+      when the run does not exist).
+
+    A run whose stored configuration cannot be read has a `wire.UnreadableConfig`.
     """
 
     def __init__(

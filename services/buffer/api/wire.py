@@ -14,6 +14,7 @@ from pydantic import (
     ConfigDict,
     Field,
     FiniteFloat,
+    SerializerFunctionWrapHandler,
     ValidationError,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
@@ -219,13 +220,32 @@ class Turn(Wire):
     """Number of training steps of the run in front."""
 
 
-# The service sends a stored configuration as it is, without validating it, so that a run that it
-# cannot read does not hide the others. A lambda, because a return type would become the schema.
+class UnreadableConfig:
+    """A stored configuration that this version cannot read: using it raises `ConfigError`.
+
+    It stands for the configuration, so that the run can still be listed, stopped and deleted.
+    """
+
+    def __init__(self, stored: Any, error: ConfigError) -> None:
+        """Initialises it with the stored values, and the error that a use raises."""
+        self.stored, self.error = stored, error
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python asks objects for what they may lack.
+            raise AttributeError(name)
+        raise self.error
+
+
+def _serialize_config(config: Any, serialize: SerializerFunctionWrapHandler) -> Any:
+    # The service sends a stored configuration as it is, without validating it.
+    if isinstance(config, UnreadableConfig):
+        return config.stored
+    return config if isinstance(config, dict) else serialize(config)
+
+
+# A lambda, because a return type would become the schema.
 StoredConfig = Annotated[
-    RunConfig,
-    WrapSerializer(
-        lambda config, serialize: config if isinstance(config, dict) else serialize(config)
-    ),
+    RunConfig, WrapSerializer(lambda config, serialize: _serialize_config(config, serialize))
 ]
 
 
@@ -259,20 +279,25 @@ class RunState(Wire):
     def _explain_invalid_config(
         cls, config: Any, validate: ValidatorFunctionWrapHandler, info: ValidationInfo
     ) -> Any:
-        """Raises `ConfigError` for a configuration that this version cannot read.
-
-        It is no `ValueError`, so it leaves pydantic as it is, and a process exits with 1.
-        """
+        """Returns an `UnreadableConfig` for a configuration that this version cannot read."""
         try:
             return validate(config)
         except ValidationError as error:
             name = info.data.get("name")
             explanation = explain_validation_error(error, config)
-            raise ConfigError(
-                f"run {name!r} has a stored configuration that this version of bapo cannot read: "
-                f"{explanation}; continue the run with the version that created it, or delete it "
-                f"with `bapo delete {name}`"
-            ) from error
+            unreadable = ConfigError(
+                f"run {name!r} has a stored configuration that cannot be read here: {explanation}; "
+                "install the package again that the run needs, continue it with the version of "
+                f"bapo that created it, or delete it with `bapo delete {name}`"
+            )
+            unreadable.__cause__ = error
+            return UnreadableConfig(config, unreadable)
+
+    @property
+    def steps(self) -> int | None:
+        """The number of training steps; None if the configuration cannot be read."""
+        config: Any = self.config
+        return None if isinstance(config, UnreadableConfig) else self.config.steps
 
 
 # ---- the step protocol --------------------------------------------------------------------------

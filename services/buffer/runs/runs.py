@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from pydantic import ValidationError
 from sqlalchemy import select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from bapo_core.config import ConfigError, RunConfig, config_from
+from bapo_core.config.messages import explain_validation_error
 from services.buffer.api import wire
 from services.buffer.storage.datasets import dataset_size
 from services.buffer.storage.pages import after_cursor, page_of
@@ -80,6 +82,17 @@ def how_to_continue(run: Run) -> str:
     return "continue it by starting its pipeline again with the same run and configuration"
 
 
+def _read_config(run: Run) -> RunConfig:
+    try:
+        return RunConfig.model_validate(run.config)
+    except ValidationError as error:
+        raise conflict(
+            f"run {run.name!r} has a stored configuration that the service cannot read: "
+            f"{explain_validation_error(error, run.config)}; install the package again that the "
+            "run needs where the service runs, or delete the run"
+        ) from error
+
+
 def run_config(run: Run) -> RunConfig:
     """Returns the configuration of a run, validated once for each loaded row.
 
@@ -88,7 +101,7 @@ def run_config(run: Run) -> RunConfig:
     """
     cached: tuple[dict[str, Any], RunConfig] | None = run.__dict__.get("_validated_config")
     if cached is None or cached[0] is not run.config:
-        cached = run.config, RunConfig.model_validate(run.config)
+        cached = run.config, _read_config(run)
         run.__dict__["_validated_config"] = cached
     return cached[1]
 

@@ -24,7 +24,7 @@ def runs(as_json: bool) -> None:
         (
             state.name,
             state.status,
-            f"{state.current_step}/{state.config.steps}",
+            f"{state.current_step}/{state.steps or '?'}",
             state.attempt,
             state.stopped.describe() if state.stopped else "",
         )
@@ -87,7 +87,7 @@ def delete(run: str, yes: bool) -> None:
 
 
 def _confirm_deletion(state: RunState) -> bool:
-    steps = f"{state.current_step} of {state.config.steps} steps"
+    steps = f"{state.current_step} of {state.steps or '?'} steps"
     question = (
         f"Delete run {state.name} ({state.status}, {steps}), with its rollouts and checkpoints?"
     )
