@@ -252,8 +252,9 @@ def settle(
 ) -> BufferChanges:
     """Returns how the commit of a step changes the buffers.
 
-    Solved prompts and those of the supervised update leave B_bad. Then the step's unfiltered fresh
-    groups enter both buffers by their accuracy. window: the replay window of the step's batch.
+    Solved prompts and prompts of the supervised update leave B_bad. Then the step's unfiltered
+    fresh groups enter both buffers by their accuracy. window: the replay window of the step's
+    batch.
     supervised: ids of the entries that the step had a supervised update on.
     """
     changes: dict[BufferName, list[BufferChange]] = {}
@@ -299,7 +300,7 @@ def settle(
 
 @dataclass(frozen=True, slots=True)
 class BatchRule:
-    """A rule by which batches are composed and buffers are kept; by default those of Algorithm 1.
+    """A rule by which batches are composed and buffers are kept; the default is Algorithm 1.
 
     A rule need not start anew: it may call `compose` with another state, for example with fewer
     entries of B_high, or change what `compose` returns.

@@ -356,7 +356,7 @@ class Results(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DrawContext:
-    """What a draw depends on."""
+    """The input of a sampler: the round to draw for, and the results to draw by."""
 
     config: RunConfig
     step: int

@@ -1,1 +1,1 @@
-"""What people ask of a run: decisions, prompts, difficulty, evaluations and comparisons."""
+"""Queries about a run: its decisions, prompts, difficulty, evaluations and comparisons."""

@@ -1,4 +1,4 @@
-"""Algorithm 1 agrees with an independent transcription, on states that nobody chose."""
+"""Algorithm 1 agrees with an independent transcription, on random states of all presets."""
 
 from __future__ import annotations
 
