@@ -78,8 +78,10 @@ def test_a_stored_configuration_survives() -> None:
 
 def test_an_invalid_stored_configuration_names_the_run_and_the_key() -> None:
     stored = load_config(None).model_dump(mode="json") | {"steps": 0, "x1": {}}
+    (state,) = wire.Page[wire.RunState].model_validate({"items": [run(stored)]}).items
+    assert state.model_dump(mode="json")["config"] == stored
     with pytest.raises(ConfigError) as caught:
-        wire.Page[wire.RunState].model_validate({"items": [run(stored)]})
+        _ = state.config.steps
     message = str(caught.value)
     assert "run 'countdown'" in message
     assert "steps: input should be greater than or equal to 1" in message
