@@ -251,7 +251,7 @@ class RunConfig(Section):
         return (
             t == 1
             or (t + self.sync.lag <= self.steps and self.schedule.syncs_at(t + self.sync.lag))
-            or (within and self.reevaluate.enabled and self.schedule.reevaluates_at(t))
+            or (within and self.reevaluates_at(t))
             or self.evaluates_at(t)
         )
 

@@ -50,7 +50,7 @@ def plan_jobs(
         end = min(config.schedule.sync_window(step).stop, config.steps + 1)
         for t in range(step, end):
             yield Job(t, "fresh")
-            if config.reevaluate.enabled and config.schedule.reevaluates_at(t):
+            if config.reevaluates_at(t):
                 yield Job(t, "reevaluation")
         for version in range(next_evaluated, end - config.sync.lag):
             yield from _evaluations(config, version)
