@@ -1,7 +1,9 @@
 """Client of the object store: stores bytes and directories, and checks their SHA-256 on reading.
 
 A directory is written files first, then `manifest.json` with the digest of every file, so that
-the digest of the manifest identifies the whole directory. Readers check every digest.
+the digest of the manifest identifies the whole directory. Readers check every digest, and that no
+file of the manifest would lie outside the directory: whoever can write to the bucket can write a
+manifest, and a digest says nothing about who made it.
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ import fcntl
 import hashlib
 import io
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, Protocol, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -36,6 +39,9 @@ Result = TypeVar("Result")
 S3_SCHEME = "s3://"
 """Scheme of the address of an object, `s3://bucket/key`."""
 MANIFEST = "manifest.json"
+_DIGEST = re.compile("[0-9a-f]{64}")
+LONGEST_NAME = 250
+"""Bytes of one part of a file's name. A partial file has five more, and a file system 255."""
 LARGEST_PART = 256 << 20
 """Bytes up to which an object is sent in one request; several requests halve the throughput."""
 FILE_PART = 64 << 20
@@ -503,8 +509,14 @@ class ObjectStore:
         return self.put_manifest(prefix, self.put_contents(prefix, files))
 
     def put_contents(self, prefix: str, files: Mapping[str, Content]) -> dict[str, str]:
-        """Stores files by name under `prefix`, without a manifest. Returns the digests by name."""
+        """Stores files by name under `prefix`, without a manifest. Returns the digests by name.
+
+        Raises `ObjectStoreError` for a name that `get_directory` would refuse.
+        """
         names = sorted(files)
+        for name in names:
+            if reason := _refusal_of(name):
+                raise ObjectStoreError(f"the file {name!r} cannot be stored: {reason}; rename it")
         with ThreadPoolExecutor(TRANSFERS) as pool:
             keys = [f"{prefix}/{name}" for name in names]
             digests = pool.map(self.put_content, keys, [files[name] for name in names])
@@ -530,10 +542,13 @@ class ObjectStore:
         """Fetches the files that `put_files` stored into `directory`.
 
         digest: digest of the manifest. include: selects files by name.
-        Raises `ObjectStoreError` for a file or a manifest with another digest.
+        Raises `ObjectStoreError` for a file or a manifest with another digest, and before the first
+        transfer for a manifest that is not as `put_manifest` writes it, or that names a file
+        outside `directory`.
         """
+        key = f"{prefix}/{MANIFEST}"
+        files = _read_manifest(self.get(key, digest), f"{self.settings.bucket}/{key}", directory)
         directory.mkdir(parents=True, exist_ok=True)
-        files = json.loads(self.get(f"{prefix}/{MANIFEST}", digest))["files"]
         with ThreadPoolExecutor(TRANSFERS) as pool:
             transfers = [
                 pool.submit(self.get_file, f"{prefix}/{name}", file_digest, directory / name)
@@ -542,6 +557,48 @@ class ObjectStore:
             ]
             for transfer in transfers:
                 transfer.result()
+
+
+def _read_manifest(data: bytes, where: str, directory: Path) -> dict[str, str]:
+    """Returns the digests of the files of a manifest, by name.
+
+    directory: where the files are going to be. Raises `ObjectStoreError` for a manifest of another
+    shape, and for one with a file that would lie elsewhere.
+    """
+    remedy = "bapo writes no such manifest: find out who has written to the bucket"
+    try:
+        files: dict[str, str] = json.loads(data)["files"]
+        well_formed = isinstance(files, dict) and all(
+            isinstance(digest, str) and _DIGEST.fullmatch(digest) for digest in files.values()
+        )
+    except (ValueError, TypeError, KeyError, RecursionError):
+        well_formed = False
+    if not well_formed:
+        raise ObjectStoreError(
+            f"{where}: is no manifest, which has the SHA-256 of each file by its name; {remedy}"
+        )
+    root = directory.resolve()
+    for name in files:
+        reason = _refusal_of(name)
+        if reason is None and not (root / name).resolve().is_relative_to(root):
+            reason = "a symbolic link leads it out of the directory"
+        if reason is None and any(str(parent) in files for parent in PurePosixPath(name).parents):
+            reason = "another file has the name of its directory"
+        if reason is not None:
+            raise ObjectStoreError(f"{where}: refuses the file {name!r:.200}: {reason}; {remedy}")
+    return files
+
+
+def _refusal_of(name: str) -> str | None:
+    """Returns why no file below a directory may have this relative name; None if one may."""
+    parts = name.split("/")
+    if not name.isprintable() or "\\" in name:
+        return "it has a backslash or a character that cannot be printed"
+    if any(part in ("", ".", "..") for part in parts):
+        return "it is not a path below a directory"
+    if any(len(part.encode()) > LONGEST_NAME for part in parts):
+        return f"a part of it is longer than {LONGEST_NAME} bytes"
+    return None
 
 
 def files_of(directory: Path) -> dict[str, Content]:
