@@ -29,7 +29,7 @@ from services.buffer.routes.common import ERRORS
 from services.buffer.runs import tokens
 from services.buffer.service import Service
 from services.common.errors import first_line
-from services.common.middleware import BodyLimit, EntityTags
+from services.common.middleware import EntityTags
 from services.common.objectstore import ObjectStore, ObjectStoreError, ObjectStoreUnavailable
 from services.common.problems import install_problem_handlers, problem_response, unavailable
 
@@ -38,9 +38,6 @@ log = logging.getLogger(__name__)
 BUCKET_WITHIN_S = 5.0
 """Seconds to wait for the bucket before the service answers without one."""
 BUCKET_RETRY_S = 2.0
-LARGEST_JSON = 16 << 20
-LARGEST_ARROW = 512 << 20
-"""Largest body in bytes. A step of 256 groups x 8 responses x 4,096 tokens is some 80 MiB."""
 
 DESCRIPTION = """\
 Owns all state of a run: prompts and their difficulty, groups, buffers, batches, checkpoints.
@@ -97,7 +94,6 @@ def create_app(database_url: str, store: ObjectStore, admin_token: str) -> FastA
     ):
         app.include_router(router, responses=ERRORS)
     app.add_middleware(EntityTags)
-    app.add_middleware(BodyLimit, limit_of=_limit_of)
     return app
 
 
@@ -111,10 +107,6 @@ async def _create_bucket(store: ObjectStore) -> None:
             await asyncio.sleep(BUCKET_RETRY_S)
         else:
             return
-
-
-def _limit_of(path: str) -> int:
-    return LARGEST_ARROW if path.endswith(("/groups", "/proximal")) else LARGEST_JSON
 
 
 def _install_outage_handlers(app: FastAPI) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Callable
 
 from fastapi import Request
 
+from services.common.guard import LARGEST_BODY, Guard
 from services.common.problems import Problem
 from services.common.scopes import SCOPES
 
@@ -31,12 +31,13 @@ def covers(held: str, required: str) -> bool:
     return order.index(held) >= order.index(required)
 
 
-def require_shared_token(expected: str) -> Callable[[Request], None]:
-    """Returns a dependency that accepts one token, for services without a table of tokens."""
-    expected_hash = hash_token(expected)
+class SharedToken(Guard):
+    """Admits one token, for services without a table of tokens."""
 
-    def check(request: Request) -> None:
-        if not hmac.compare_digest(hash_token(bearer_token(request)), expected_hash):
+    def __init__(self, token: str, largest_body: int = LARGEST_BODY) -> None:
+        super().__init__(largest_body)
+        self._expected = hash_token(token)
+
+    async def admit(self, request: Request) -> None:
+        if not hmac.compare_digest(hash_token(bearer_token(request)), self._expected):
             raise Problem(401, "Unauthorized", "this token is not known here")
-
-    return check

@@ -1,37 +1,10 @@
-"""ASGI middleware: limits the size of request bodies, and adds ETags to responses."""
+"""ASGI middleware: adds ETags to responses."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-
-class BodyLimit:
-    """Answers 413 to a body above `limit_of(path)` bytes, with or without a declared length."""
-
-    def __init__(self, app: ASGIApp, limit_of: Callable[[str], int]) -> None:
-        self._app, self._limit_of = app, limit_of
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        limit, read = self._limit_of(scope["path"]), 0
-
-        async def limited() -> Message:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read > limit:
-                raise HTTPException(
-                    413, f"the body is larger than {limit} bytes; send it in smaller parts"
-                )
-            return message
-
-        await self._app(scope, limited, send)
 
 
 class EntityTags:

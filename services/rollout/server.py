@@ -13,9 +13,10 @@ import signal
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
-from fastapi import Depends, FastAPI, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, Counter, generate_latest
 
@@ -23,8 +24,9 @@ from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import ReplicaReport
-from services.common.auth import require_shared_token
+from services.common.auth import SharedToken
 from services.common.errors import describe_error
+from services.common.guard import GuardedRoute, parse_body
 from services.common.images import stored_images
 from services.common.logs import configure_logs
 from services.common.objectstore import ObjectStore
@@ -37,6 +39,7 @@ from services.rollout.api.wire import (
     GeneratedGroup,
     GeneratedResponse,
     GenerateRequest,
+    PromptRequest,
     StartedResponse,
 )
 from services.rollout.driver import EngineDriver, TransformersDriver
@@ -61,6 +64,12 @@ EAGER_ARGUMENTS = ["--enforce-eager"]
 turned torch.compile off. Eager mode skips this compilation."""
 
 NCCL_ARGUMENTS = ["--weight-transfer-config", '{"backend": "nccl"}']
+
+LARGEST_REQUEST = 1 << 30
+"""Largest body in bytes of a request to generate. With its started responses, a request of 128
+prompts x 8 responses x 32,768 tokens has some 900 MB; without, a hundredth of that."""
+LARGEST_OFFER = 64 << 20
+"""Largest body in bytes of an offer, which names every tensor of the model."""
 
 GROUPS = Counter("bapo_groups_generated", "Groups generated")
 TOKENS = Counter("bapo_tokens_generated", "Tokens generated")
@@ -88,31 +97,42 @@ def create_app(
     app = FastAPI(title="bapo rollout replica", version="1", lifespan=lifespan)
     install_problem_handlers(app)
     _health_routes(app, replica, driver)
-    guard = [Depends(require_shared_token(token))]
+    router = APIRouter(route_class=GuardedRoute, prefix="/v1")
+    guard = [Depends(SharedToken(token))]
 
-    @app.get("/v1/replica", tags=["generate"], dependencies=guard)
+    @router.get("/replica", tags=["generate"], dependencies=guard)
     async def state() -> ReplicaReport:
         """Returns the replica's state and the version of the weights that it serves."""
         return replica.report()
 
-    @app.post("/v1/generate", tags=["generate"], dependencies=guard)
-    async def generate(request: GenerateRequest) -> StreamingResponse:
+    @router.post(
+        "/generate",
+        tags=["generate"],
+        dependencies=[Depends(SharedToken(token, largest_body=LARGEST_REQUEST))],
+        openapi_extra={"requestBody": _request_schema()},
+    )
+    async def generate(request: Request) -> StreamingResponse:
         """Streams a JSON line (`GeneratedGroup`) for each prompt as soon as its group is complete.
 
         With `stream_every`, it streams the tokens of unfinished responses as well
         (`GeneratedTokens`). A stream that ends early was cut off; ask again for the missing groups.
         409 if the replica does not serve the requested version.
         """
+        wanted = await parse_body(request, GenerateRequest)
         try:
-            await replica.wait_until_serving(request)
+            await replica.wait_until_serving(wanted)
         except WrongVersion as error:
             raise conflict(str(error)) from error
         # When the client disconnects, Starlette cancels the stream and with it the generation.
-        return StreamingResponse(_lines(replica, request), media_type="application/x-ndjson")
+        return StreamingResponse(_lines(replica, wanted), media_type="application/x-ndjson")
 
     if pending_offer is not None:
 
-        @app.post("/v1/weights", tags=["weights"], dependencies=guard)
+        @router.post(
+            "/weights",
+            tags=["weights"],
+            dependencies=[Depends(SharedToken(token, largest_body=LARGEST_OFFER))],
+        )
         async def offer(offered: WeightOffer) -> OfferTaken:
             """Answers when the engine joins the communicator.
 
@@ -126,6 +146,7 @@ def create_app(
                 )
             return OfferTaken(receivers=receivers)
 
+    app.include_router(router)
     return app
 
 
@@ -173,6 +194,17 @@ def _health_routes(app: FastAPI, replica: Replica, driver: EngineDriver) -> None
         """Returns metrics in Prometheus's text format, those of the engine (`vllm:…`) included."""
         text = generate_latest() + (await driver.metrics()).encode()
         return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+def _request_schema() -> dict[str, Any]:
+    """Returns the body's schema for /openapi.json, because the route reads the body itself."""
+    prompt = PromptRequest.model_json_schema()
+    prompt["properties"]["started"]["items"] = StartedResponse.model_json_schema()
+    prompt.pop("$defs")
+    schema = GenerateRequest.model_json_schema()
+    schema["properties"]["prompts"]["items"] = prompt
+    schema.pop("$defs")
+    return {"required": True, "content": {"application/json": {"schema": schema}}}
 
 
 async def _lines(replica: Replica, request: GenerateRequest) -> AsyncIterator[str]:

@@ -14,11 +14,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from fastapi import Depends, FastAPI, Response
+from fastapi import APIRouter, Depends, FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from services.buffer.api.wire import StoredVersion
-from services.common.auth import require_shared_token
+from services.common.auth import SharedToken
+from services.common.guard import GuardedRoute
 from services.common.logs import configure_logs
 from services.common.objectstore import ObjectStore
 from services.common.problems import conflict, install_problem_handlers
@@ -144,30 +145,32 @@ def create_app(node: Node, token: str) -> FastAPI:
 
     app = FastAPI(title="bapo worker node", version="1", lifespan=lifespan)
     install_problem_handlers(app)
-    guard = [Depends(require_shared_token(token))]
+    router = APIRouter(
+        route_class=GuardedRoute, prefix="/v1", dependencies=[Depends(SharedToken(token))]
+    )
 
-    @app.put("/v1/weights", tags=["weights"], dependencies=guard)
+    @router.put("/weights", tags=["weights"])
     async def fetch(stored: StoredVersion) -> FetchProgress:
         """Fetches a version of the weights; ask again while it is not complete."""
         return FetchProgress(complete=await node.fetch(stored))
 
-    @app.put("/v1/weights/kept", tags=["weights"], dependencies=guard)
+    @router.put("/weights/kept", tags=["weights"])
     async def keep(kept: KeptVersions) -> None:
         """Deletes the versions that are not named."""
         await node.keep(kept.versions)
 
-    @app.put("/v1/engine", tags=["engine"], dependencies=guard)
+    @router.put("/engine", tags=["engine"])
     async def start(engine: StartEngine) -> EngineState:
         """Starts vLLM. 409 if the version has not been fetched."""
         await node.start(engine)
         return node.state()
 
-    @app.get("/v1/engine", tags=["engine"], dependencies=guard)
+    @router.get("/engine", tags=["engine"])
     async def state() -> EngineState:
         """Returns whether vLLM runs, and the reason if it does not."""
         return node.state()
 
-    @app.delete("/v1/engine", tags=["engine"], dependencies=guard)
+    @router.delete("/engine", tags=["engine"])
     async def stop() -> None:
         """Stops vLLM."""
         await node.stop()
@@ -182,6 +185,7 @@ def create_app(node: Node, token: str) -> FastAPI:
         """Returns metrics of this process in Prometheus's text format."""
         return Response(generate_latest(), media_type=CONTENT_TYPE_LATEST)
 
+    app.include_router(router)
     return app
 
 

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -33,7 +33,8 @@ from starlette.concurrency import run_in_threadpool
 
 from bapo_core.errors import PayloadError
 from bapo_core.tasks import task_names
-from services.common.auth import require_shared_token
+from services.common.auth import SharedToken
+from services.common.guard import GuardedRoute
 from services.common.logs import configure_logs
 from services.common.problems import install_problem_handlers, problem_response
 from services.common.process import run_until_error
@@ -112,10 +113,12 @@ def create_app(token: str, settings: VerifierSettings | None = None) -> FastAPI:
     metrics = _Metrics(lambda: app.state.pool)
     _health_routes(app, metrics)
 
-    @app.post(
-        "/v1/verify",
+    router = APIRouter(route_class=GuardedRoute, prefix="/v1")
+
+    @router.post(
+        "/verify",
         tags=["verify"],
-        dependencies=[Depends(require_shared_token(token))],
+        dependencies=[Depends(SharedToken(token, largest_body=LARGEST_BODY))],
         responses={200: {"model": VerifyAnswer}},
         openapi_extra={"requestBody": _request_schema()},
     )
@@ -125,7 +128,7 @@ def create_app(token: str, settings: VerifierSettings | None = None) -> FastAPI:
         A response that cannot be scored gets the reward 0 and a status that says why.
         """
         pool: VerifierPool = app.state.pool
-        body = await _body(request)
+        body = await request.body()
         try:
             # Off the event loop, which must answer /health while a large body is parsed.
             parsed, batch = await run_in_threadpool(_submit, pool, body, known_tasks)
@@ -149,6 +152,7 @@ def create_app(token: str, settings: VerifierSettings | None = None) -> FastAPI:
             metrics.verdicts.labels(parsed.task, status).inc(count)
         return Response(answer_body(parsed, results), media_type="application/json")
 
+    app.include_router(router)
     return app
 
 
@@ -169,21 +173,6 @@ def _health_routes(app: FastAPI, metrics: _Metrics) -> None:
     async def show_metrics() -> Response:
         """Returns metrics in Prometheus's text format."""
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-
-async def _body(request: Request) -> bytes:
-    """Reads the body. Raises 413 before more than `LARGEST_BODY` bytes are held."""
-    problem = too_large(f"body: more than {LARGEST_BODY} bytes; send fewer responses in a request")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > LARGEST_BODY:
-        raise problem
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > LARGEST_BODY:
-            raise problem
-        chunks.append(chunk)
-    return b"".join(chunks)
 
 
 def _submit(pool: VerifierPool, body: bytes, known_tasks: list[str]) -> tuple[VerifyRequest, Batch]:

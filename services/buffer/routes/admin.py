@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Path, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sqlalchemy import select
@@ -15,16 +15,17 @@ from services.buffer.api import wire
 from services.buffer.queries import metrics
 from services.buffer.routes.common import LARGEST
 from services.buffer.runs import tokens
-from services.buffer.runs.tokens import require_scope
+from services.buffer.runs.tokens import permit
 from services.buffer.service import Service, ServiceDep
 from services.buffer.storage import garbage
+from services.common.guard import GuardedRoute
 from services.common.objectstore import ObjectStoreError
 
 log = logging.getLogger(__name__)
 health_router = APIRouter(tags=["health"])
-scope_router = APIRouter(prefix="/v1", tags=["admin"])
+scope_router = APIRouter(route_class=GuardedRoute, prefix="/v1", tags=["admin"])
 admin_router = APIRouter(
-    prefix="/v1", tags=["admin"], dependencies=[Depends(require_scope("admin"))]
+    route_class=GuardedRoute, prefix="/v1", tags=["admin"], dependencies=permit("admin")
 )
 
 
@@ -81,7 +82,7 @@ def _check_object_store(service: Service) -> str:
 # ---- tokens -------------------------------------------------------------------------------------
 
 
-@scope_router.get("/token", dependencies=[Depends(require_scope("read"))])
+@scope_router.get("/token", dependencies=permit("read"))
 def token_scope(request: Request) -> wire.TokenScope:
     """Returns the scope of the request's token, so that a page offers only what it allows."""
     return wire.TokenScope(scope=request.state.scope)

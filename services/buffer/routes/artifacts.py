@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Path, Query
+from fastapi import APIRouter, Path, Query
 
 from services.buffer.api import wire
 from services.buffer.routes.common import LARGEST, Attempt, RunName, Step, Version, Wait
 from services.buffer.runs import replicas, runs, spans
-from services.buffer.runs.tokens import require_scope
+from services.buffer.runs.tokens import permit
 from services.buffer.service import Service, ServiceDep
 from services.buffer.storage import artifacts
+from services.common.guard import GuardedRoute
 from services.common.problems import not_found
 
-READ, RUN = [Depends(require_scope("read"))], [Depends(require_scope("run"))]
+READ, RUN = permit("read"), permit("run")
 
 ReplicaName = Annotated[str, Path(pattern=wire.COMPONENT_NAME)]
 TrainerStep = Annotated[int, Query(ge=1, le=LARGEST, description="Step of the trainer")]
 Known = Annotated[str, Query(max_length=300, description="`tag` of the previous answer")]
 Serving = Annotated[str, Query(max_length=64, description="Manifest digest of weights")]
 
-router = APIRouter(prefix="/v1/runs/{name}", tags=["artifacts"])
+router = APIRouter(route_class=GuardedRoute, prefix="/v1/runs/{name}", tags=["artifacts"])
 
 
 # ---- weights ------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from fastapi import Header, Path, Query
 from services.buffer.api import wire
 
 LONGEST_WAIT_S = 30.0
+LARGEST_CONFIG = 4 << 20
+"""Largest body in bytes of a request with a configuration."""
 LARGEST = 2**53
 """Upper bound of all counters and ids: JSON numbers above it are not exact in every reader."""
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 
 from services.buffer.api import wire
-from services.buffer.routes.common import Cursor, Limit, RunName
+from services.buffer.routes.common import LARGEST_CONFIG, Cursor, Limit, RunName
 from services.buffer.runs import stored_configs
-from services.buffer.runs.tokens import require_scope
+from services.buffer.runs.tokens import permit
 from services.buffer.service import ServiceDep
+from services.common.guard import GuardedRoute
 
-READ, RUN = [Depends(require_scope("read"))], [Depends(require_scope("run"))]
+READ, STORE = permit("read"), permit("run", largest_body=LARGEST_CONFIG)
 
-router = APIRouter(prefix="/v1/configs", tags=["configurations"])
+router = APIRouter(route_class=GuardedRoute, prefix="/v1/configs", tags=["configurations"])
 
 
-@router.put("/{name}", dependencies=RUN)
+@router.put("/{name}", dependencies=STORE)
 def store_config(service: ServiceDep, name: RunName, upload: wire.ConfigUpload) -> wire.NamedConfig:
     """Stores a configuration by name, in place of any other of this name.
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Path, Request, Response
+from fastapi import APIRouter, Path, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from services.buffer.api import wire
-from services.buffer.runs.tokens import require_scope
+from services.buffer.runs.tokens import permit
 from services.buffer.service import ServiceDep
 from services.buffer.storage import images
+from services.common.guard import GuardedRoute
 from services.common.images import MEDIA_TYPES
 
-READ, RUN = [Depends(require_scope("read"))], [Depends(require_scope("run"))]
+LARGEST_UPLOAD = 16 << 20
+"""Largest body in bytes, more than an image may have: its own limit is explained better."""
+READ, STORE = permit("read"), permit("run", largest_body=LARGEST_UPLOAD)
 
 IMAGE_BODY: dict[str, Any] = {
     "requestBody": {
@@ -41,7 +44,7 @@ ImageDigest = Annotated[
     str, Path(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the image's file")
 ]
 
-router = APIRouter(prefix="/v1/images", tags=["images"])
+router = APIRouter(route_class=GuardedRoute, prefix="/v1/images", tags=["images"])
 
 
 @router.post("/missing", dependencies=READ)
@@ -50,7 +53,7 @@ def missing_images(service: ServiceDep, body: wire.ImageDigests) -> wire.ImageDi
     return wire.ImageDigests(digests=images.missing_images(service.store, body.digests))
 
 
-@router.put("/{digest}", dependencies=RUN, openapi_extra=IMAGE_BODY)
+@router.put("/{digest}", dependencies=STORE, openapi_extra=IMAGE_BODY)
 async def store_image(service: ServiceDep, request: Request, digest: ImageDigest) -> None:
     """Stores an image: a PNG, JPEG or WebP file of at most 10 MiB and 25 million pixels.
 

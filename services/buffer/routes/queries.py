@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Path, Query
+from fastapi import APIRouter, Path, Query
 from fastapi.responses import StreamingResponse
 
 from services.buffer.api import wire
@@ -29,10 +29,11 @@ from services.buffer.routes.common import (
     Uid,
 )
 from services.buffer.runs import runs
-from services.buffer.runs.tokens import require_scope
+from services.buffer.runs.tokens import permit
 from services.buffer.service import Service, ServiceDep
 from services.buffer.steps import batches, buffers
 from services.buffer.storage import stored_groups
+from services.common.guard import GuardedRoute
 from services.common.problems import not_found
 
 After = Annotated[int, Query(ge=0, le=LARGEST, description="Only what came after this step")]
@@ -43,7 +44,7 @@ ARROW = "application/vnd.apache.arrow.stream"
 PARQUET = "application/vnd.apache.parquet"
 BINARY = {"schema": {"type": "string", "format": "binary"}}
 
-router = APIRouter(prefix="/v1/runs/{name}", dependencies=[Depends(require_scope("read"))])
+router = APIRouter(route_class=GuardedRoute, prefix="/v1/runs/{name}", dependencies=permit("read"))
 
 
 # ---- steps and evaluations ----------------------------------------------------------------------

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
 from services.buffer.api import wire
 from services.buffer.queries import comparisons
-from services.buffer.routes.common import Attempt, Cursor, Limit, RunName
+from services.buffer.routes.common import LARGEST_CONFIG, Attempt, Cursor, Limit, RunName
 from services.buffer.runs import lifecycle, runs
-from services.buffer.runs.tokens import require_scope
+from services.buffer.runs.tokens import permit
 from services.buffer.service import ServiceDep
+from services.common.guard import GuardedRoute
 
-READ, RUN = [Depends(require_scope("read"))], [Depends(require_scope("run"))]
+READ, RUN = permit("read"), permit("run")
+CREATE = permit("run", largest_body=LARGEST_CONFIG)
 
-router = APIRouter(prefix="/v1")
+router = APIRouter(route_class=GuardedRoute, prefix="/v1")
 
 
 # ---- runs ---------------------------------------------------------------------------------------
 
 
-@router.post("/runs", tags=["runs"], dependencies=RUN)
+@router.post("/runs", tags=["runs"], dependencies=CREATE)
 def create_run(service: ServiceDep, request: wire.RunCreate) -> wire.RunState:
     """Creates a run. Returns the existing one if it is the same, and 409 if it differs."""
     with service.write_transaction(request.name) as session:

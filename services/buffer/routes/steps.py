@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from prometheus_client import Counter
 from starlette.concurrency import run_in_threadpool
 
 from services.buffer.api import wire
 from services.buffer.routes.common import Attempt, EvaluationSet, RunName, Step, Wait
 from services.buffer.runs import runs
-from services.buffer.runs.tokens import require_scope
+from services.buffer.runs.tokens import permit
 from services.buffer.service import Service, ServiceDep
 from services.buffer.steps import batches, commits, ingest, step_prompts
+from services.common.guard import GuardedRoute
 
 GROUPS = Counter("bapo_groups_accepted", "Groups accepted", ["run", "kind"])
 
+LARGEST_ARROW = 512 << 20
+"""Largest body in bytes. A step of 256 groups x 8 responses x 4,096 tokens is some 80 MiB."""
 ARROW_BODY = {
     "requestBody": {
         "required": True,
@@ -28,8 +31,10 @@ ARROW_BODY = {
     }
 }
 
+ARROW = permit("run", largest_body=LARGEST_ARROW)
+
 router = APIRouter(
-    prefix="/v1/runs/{name}", tags=["steps"], dependencies=[Depends(require_scope("run"))]
+    route_class=GuardedRoute, prefix="/v1/runs/{name}", tags=["steps"], dependencies=permit("run")
 )
 
 
@@ -72,7 +77,7 @@ def _set_target_version(service: Service, name: str, attempt: int, version: int)
         runs.lock_run(session, name, attempt).target_version = version
 
 
-@router.post("/steps/{step}/groups", openapi_extra=ARROW_BODY)
+@router.post("/steps/{step}/groups", dependencies=ARROW, openapi_extra=ARROW_BODY)
 async def post_groups(
     service: ServiceDep,
     request: Request,
@@ -111,7 +116,7 @@ async def build_batch(
     return await service.wait_until(name, wait, build, lambda manifest: manifest.ready)
 
 
-@router.post("/steps/{step}/proximal", openapi_extra=ARROW_BODY)
+@router.post("/steps/{step}/proximal", dependencies=ARROW, openapi_extra=ARROW_BODY)
 async def post_proximal(
     service: ServiceDep, request: Request, name: RunName, step: Step, attempt: Attempt
 ) -> None:

@@ -10,18 +10,20 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
-from fastapi import Request
+from fastapi import Depends, Request
 from sqlalchemy import delete, select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
+from starlette.concurrency import run_in_threadpool
 
 from services.buffer.api import wire
-from services.buffer.service import Service, ServiceDep
+from services.buffer.service import Service
 from services.buffer.storage.tables import ApiToken
 from services.common.auth import bearer_token, covers, hash_token
+from services.common.guard import LARGEST_BODY, Guard
 from services.common.problems import Problem, bad_request, not_found
 from services.common.scopes import Scope
 
@@ -114,31 +116,39 @@ class FailureLimiter:
             )
 
 
-def require_scope(required: Scope) -> Callable[[Request, Service], None]:
-    """Returns a dependency that accepts only tokens whose scope includes `required`.
+class RequireScope(Guard):
+    """Admits only tokens whose scope includes `required`.
 
     It answers 401 for an unknown token, 403 for a smaller scope, and 429 after too many failures.
     """
 
-    def check(request: Request, service: ServiceDep) -> None:
-        token = _token_of(request, service)
+    def __init__(self, required: Scope, largest_body: int) -> None:
+        super().__init__(largest_body)
+        self.required = required
+
+    async def admit(self, request: Request) -> None:
+        token = await run_in_threadpool(_token_of, request)
         if token is None:
             failures: FailureLimiter = request.app.state.token_failures
             failures.record(request.client.host if request.client else "")
             raise Problem(401, "Unauthorized", "this token is not known here, or was revoked")
         request.state.token_name, scope = token
-        if not covers(scope, required):
+        if not covers(scope, self.required):
             raise Problem(
-                403, "Forbidden", f"this needs scope {required!r}, the token has {scope!r}"
+                403, "Forbidden", f"this needs scope {self.required!r}, the token has {scope!r}"
             )
         request.state.scope = scope
 
-    return check
+
+def permit(required: Scope, largest_body: int = LARGEST_BODY) -> list[Any]:
+    """Returns the dependencies of a route, which state the scope that it requires."""
+    return [Depends(RequireScope(required, largest_body))]
 
 
-def _token_of(request: Request, service: Service) -> tuple[str, str] | None:
+def _token_of(request: Request) -> tuple[str, str] | None:
     """Returns name and scope of the request's token; None if it is unknown or revoked."""
     hashed = hash_token(bearer_token(request))
+    service: Service = request.app.state.service
     with service.sessions.begin() as session:
         row = session.scalar(select(ApiToken).where(ApiToken.hash == hashed))
         if row is None or row.revoked_at is not None:
