@@ -30,7 +30,7 @@ from services.buffer import migrate
 from services.buffer.api.trajectories import encode_groups
 from services.buffer.migrate import alembic_config, downgrade, upgrade
 from services.buffer.queries.evaluations import list_evaluations
-from services.buffer.runs.runs import get_run, run_config
+from services.buffer.runs.runs import get_run
 from services.buffer.storage.tables import Base, SpanRow
 from services.stack.stack import Endpoints
 from tests.integration.driver import Driver, small_config, synthetic_group
@@ -196,7 +196,7 @@ def test_the_configuration_of_an_older_run_keeps_its_values(database: str) -> No
     engine = create_engine(database)
     with Session(engine) as session:
         run = get_run(session, "older")
-        assert run_config(run) == config
+        assert run.config == config
         assert run.target_version == 2
         (span,) = session.scalars(select(SpanRow))
         assert (span.component, span.name, span.step) == ("trainer", "update", 3)
@@ -341,7 +341,7 @@ def test_an_older_run_has_the_set_test_and_keeps_its_evaluations(database: str) 
     with Session(engine) as session:
         run = get_run(session, "older")
         assert run.test_datasets == {"test": "b"}
-        (evaluation,) = list_evaluations(session, run)
+        (evaluation,) = list_evaluations(run)
         assert (evaluation.evaluation_set, evaluation.mean_accuracy) == ("test", 0.5)
         assert [score.metric for score in evaluation.scores] == ["mean"]
     engine.dispose()

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from sqlalchemy import Select, select
-from sqlalchemy.orm import Session
 
 from services.buffer.api import wire
 from services.buffer.storage.tables import Run, StepRecord
 
 
-def list_steps(session: Session, run: Run, after: int, limit: int) -> list[wire.StepView]:
+def list_steps(run: Run, after: int, limit: int) -> list[wire.StepView]:
     """Returns at most `limit` committed steps after `after`, in order."""
     statement = _committed(run).where(StepRecord.step > after).order_by(StepRecord.step)
-    return [_step_view(record) for record in session.scalars(statement.limit(limit))]
+    return [_step_view(record) for record in run.session.scalars(statement.limit(limit))]
 
 
-def sample_steps(session: Session, run: Run, after: int, points: int) -> list[wire.StepView]:
+def sample_steps(run: Run, after: int, points: int) -> list[wire.StepView]:
     """Returns at most `points` committed steps after `after`, evenly spaced, with the last one."""
     sampled = sampled_steps(run, after, points)
     statement = _committed(run).where(StepRecord.step.in_(sampled)).order_by(StepRecord.step)
-    return [_step_view(record) for record in session.scalars(statement)]
+    return [_step_view(record) for record in run.session.scalars(statement)]
 
 
 def sampled_steps(run: Run, after: int, points: int) -> range:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from sqlalchemy import Float, func, select
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.orm import Session
 
 from bapo_core.config import flatten
 from services.buffer.api import wire
@@ -16,24 +15,24 @@ from services.buffer.queries.evaluations import list_evaluations
 from services.buffer.storage.tables import Run, StepRecord
 
 
-def compare_runs(session: Session, runs: Sequence[Run], points: int) -> wire.RunComparison:
+def compare_runs(runs: Sequence[Run], points: int) -> wire.RunComparison:
     """Returns the curves of runs, of at most `points` steps each, and differing configuration."""
-    configs = [flatten(run.config) for run in runs]
+    configs = [flatten(run.config_json) for run in runs]
     keys = sorted(set().union(*configs) - {"name"})
     values = {key: [config.get(key) for config in configs] for key in keys}
     return wire.RunComparison(
-        runs=[_compared(session, run, points) for run in runs],
+        runs=[_compared(run, points) for run in runs],
         differing_config={
             key: found for key, found in values.items() if any(v != found[0] for v in found)
         },
     )
 
 
-def _compared(session: Session, run: Run, points: int) -> wire.ComparedRun:
-    evaluations = list_evaluations(session, run)
+def _compared(run: Run, points: int) -> wire.ComparedRun:
+    evaluations = list_evaluations(run)
     sampled = set(sampled_steps(run, 0, points))
     evaluated = {evaluation.version - 1 for evaluation in evaluations}
-    fresh = _fresh_accuracy(session, run, sampled | evaluated)
+    fresh = _fresh_accuracy(run, sampled | evaluated)
     # Version v holds the weights after v - 1 steps.
     costs = {point.step: _cost(point) for point in fresh}
     return wire.ComparedRun(
@@ -49,7 +48,7 @@ def _compared(session: Session, run: Run, points: int) -> wire.ComparedRun:
             )
             for evaluation in evaluations
         ],
-        difficulty=bins_at(session, run, run.current_step),
+        difficulty=bins_at(run, run.current_step),
     )
 
 
@@ -57,7 +56,7 @@ def _cost(point: wire.FreshAccuracyPoint) -> wire.Cost:
     return wire.Cost(rollouts=point.rollouts, tokens=point.tokens, seconds=point.seconds)
 
 
-def _fresh_accuracy(session: Session, run: Run, steps: set[int]) -> list[wire.FreshAccuracyPoint]:
+def _fresh_accuracy(run: Run, steps: set[int]) -> list[wire.FreshAccuracyPoint]:
     """Returns the fresh accuracy of each of these steps, with the sums over all steps up to it."""
     metric = func.jsonb_each_text(StepRecord.metrics.cast(JSONB)).table_valued("key", "value")
     phases = (
@@ -76,7 +75,7 @@ def _fresh_accuracy(session: Session, run: Run, steps: set[int]) -> list[wire.Fr
         .where(StepRecord.run_id == run.id, StepRecord.committed_at.is_not(None))
         .subquery()
     )
-    rows = session.execute(select(totals).where(totals.c.step.in_(steps)).order_by(totals.c.step))
+    statement = select(totals).where(totals.c.step.in_(steps)).order_by(totals.c.step)
     return [
         wire.FreshAccuracyPoint(
             step=row.step,
@@ -85,5 +84,5 @@ def _fresh_accuracy(session: Session, run: Run, steps: set[int]) -> list[wire.Fr
             tokens=int(row.tokens),
             seconds=float(row.seconds),
         )
-        for row in rows
+        for row in run.session.execute(statement)
     ]

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 from sqlalchemy import select
-from sqlalchemy.orm import Session
 
 from bapo_core.types import Source
 from services.buffer.api import wire
 from services.buffer.queries.prompts import find_prompt
-from services.buffer.runs.runs import run_config
 from services.buffer.steps.samplers import explain_draw
 from services.buffer.steps.step_state import read_decisions
 from services.buffer.storage.tables import BatchMemberRow, RolloutGroup, Run, StepRecord
 from services.common.problems import not_found
 
 
-def explain_decision(session: Session, run: Run, step: int, uid: str) -> wire.Decision:
+def explain_decision(run: Run, step: int, uid: str) -> wire.Decision:
     """Returns what X1, X2 and X3 decided about a prompt at a step.
 
     Raises 404 if the batch of the step has not been built, or if the run has no such prompt.
     """
-    record = session.get(StepRecord, (run.id, step))
+    record = run.session.get(StepRecord, (run.id, step))
     if record is None:
         raise not_found(f"batch of step {step} in run {run.name!r}")
-    prompt = find_prompt(session, run, uid)
-    config = run_config(run)
-    source = session.scalar(
+    prompt = find_prompt(run, uid)
+    config = run.config
+    source = run.session.scalar(
         select(BatchMemberRow.source)
         .join(RolloutGroup, RolloutGroup.id == BatchMemberRow.group_id)
         .where(
@@ -36,8 +34,8 @@ def explain_decision(session: Session, run: Run, step: int, uid: str) -> wire.De
         .order_by(BatchMemberRow.position)
         .limit(1)
     )
-    decided = read_decisions(session, run, config, step, uid)
-    draw = explain_draw(session, run, config, step, prompt)
+    decided = read_decisions(run, step, uid)
+    draw = explain_draw(run, step, prompt)
     fresh = decided[Source.FRESH]
     if fresh.outcome == "not_considered" and draw is not None:
         fresh.reason = f"not drawn: {draw.reason}"

@@ -15,10 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import delete, func, select, text
 from sqlalchemy.dialects.postgresql import aggregate_order_by
-from sqlalchemy.orm import Session
 
 from services.buffer.api import wire
-from services.buffer.runs.runs import run_config
 from services.buffer.storage.datasets import dataset_size
 from services.buffer.storage.tables import (
     DifficultySnapshot,
@@ -60,33 +58,33 @@ _ADD_GROUPS = text("""
 """)
 
 
-def update(session: Session, run: Run, step: int) -> list[int]:
+def update(run: Run, step: int) -> list[int]:
     """Adds the groups of `step` at its commit; returns the number of prompts by bin after it."""
-    prompt_ids = _attempted_prompts(session, run, step, step)
-    before = _current_bins(session, run, prompt_ids)
-    _add_groups(session, run, step, step, prompt_ids)
-    counts = np.array(bins_after(session, run, step - 1))
+    prompt_ids = _attempted_prompts(run, step, step)
+    before = _current_bins(run, prompt_ids)
+    _add_groups(run, step, step, prompt_ids)
+    counts = np.array(bins_after(run, step - 1))
     np.subtract.at(counts, before, 1)
-    np.add.at(counts, _current_bins(session, run, prompt_ids), 1)
+    np.add.at(counts, _current_bins(run, prompt_ids), 1)
     if step % SNAPSHOT_EVERY == 0:
-        bins = bins_as_of(session, run, step).tobytes()
-        session.add(DifficultySnapshot(run_id=run.id, step=step, bins=bins))
+        bins = bins_as_of(run, step).tobytes()
+        run.session.add(DifficultySnapshot(run_id=run.id, step=step, bins=bins))
     prompts_by_bin: list[int] = counts.tolist()
     return prompts_by_bin
 
 
-def forget(session: Session, run: Run, step: int) -> list[int]:
+def forget(run: Run, step: int) -> list[int]:
     """Removes what groups after `step` contributed, before a rewind undoes their commits.
 
     Returns the ids of their prompts, for `restore`.
     """
-    prompt_ids = _attempted_prompts(session, run, step + 1, None)
-    session.execute(
+    prompt_ids = _attempted_prompts(run, step + 1, None)
+    run.session.execute(
         delete(DifficultySnapshot).where(
             DifficultySnapshot.run_id == run.id, DifficultySnapshot.step > step
         )
     )
-    session.execute(
+    run.session.execute(
         delete(PromptDifficulty).where(
             PromptDifficulty.run_id == run.id, PromptDifficulty.prompt_id.in_(prompt_ids)
         )
@@ -94,12 +92,12 @@ def forget(session: Session, run: Run, step: int) -> list[int]:
     return prompt_ids
 
 
-def restore(session: Session, run: Run, step: int, prompt_ids: list[int]) -> None:
+def restore(run: Run, step: int, prompt_ids: list[int]) -> None:
     """Derives these prompts anew from their groups up to `step`."""
-    _add_groups(session, run, 1, step, prompt_ids)
+    _add_groups(run, 1, step, prompt_ids)
 
 
-def _attempted_prompts(session: Session, run: Run, first: int, last: int | None) -> list[int]:
+def _attempted_prompts(run: Run, first: int, last: int | None) -> list[int]:
     """Returns the ids of training prompts with a group in steps first..last."""
     statement = select(RolloutGroup.prompt_id).where(
         RolloutGroup.run_id == run.id,
@@ -108,12 +106,12 @@ def _attempted_prompts(session: Session, run: Run, first: int, last: int | None)
     )
     if last is not None:
         statement = statement.where(RolloutGroup.step <= last)
-    return list(session.scalars(statement.distinct()))
+    return list(run.session.scalars(statement.distinct()))
 
 
-def _current_bins(session: Session, run: Run, prompt_ids: list[int]) -> list[int]:
+def _current_bins(run: Run, prompt_ids: list[int]) -> list[int]:
     return list(
-        session.scalars(
+        run.session.scalars(
             select(PromptDifficulty.bin).where(
                 PromptDifficulty.run_id == run.id, PromptDifficulty.prompt_id.in_(prompt_ids)
             )
@@ -121,42 +119,42 @@ def _current_bins(session: Session, run: Run, prompt_ids: list[int]) -> list[int
     )
 
 
-def _add_groups(session: Session, run: Run, first: int, last: int, prompt_ids: list[int]) -> None:
+def _add_groups(run: Run, first: int, last: int, prompt_ids: list[int]) -> None:
     """Adds the groups of steps first..last, none of which may have been added before."""
     parameters = {"run_id": run.id, "first": first, "last": last, "prompt_ids": prompt_ids}
-    session.execute(_ADD_GROUPS, parameters)
+    run.session.execute(_ADD_GROUPS, parameters)
 
 
 # ---- any step -----------------------------------------------------------------------------------
 
 
-def bins_after(session: Session, run: Run, step: int) -> list[int]:
+def bins_after(run: Run, step: int) -> list[int]:
     """Returns the number of attempted prompts by bin, k of G correct, after a commit."""
-    record = session.get(StepRecord, (run.id, step)) if step else None
+    record = run.session.get(StepRecord, (run.id, step)) if step else None
     if record is None or record.difficulty_bins is None:
-        return [0] * (run_config(run).rollout.group_size + 1)
+        return [0] * (run.config.rollout.group_size + 1)
     return list(record.difficulty_bins)
 
 
-def bins_as_of(session: Session, run: Run, step: int) -> NDArray[np.uint8]:
+def bins_as_of(run: Run, step: int) -> NDArray[np.uint8]:
     """Returns the bin of every training prompt after `step`, or `UNSEEN`.
 
     The array has shape (prompts,) and is indexed by position in the dataset.
     """
-    snapshot = session.scalar(
+    snapshot = run.session.scalar(
         select(DifficultySnapshot)
         .where(DifficultySnapshot.run_id == run.id, DifficultySnapshot.step <= step)
         .order_by(DifficultySnapshot.step.desc())
         .limit(1)
     )
     if snapshot is None:
-        bins = np.full(dataset_size(session, run.train_dataset), UNSEEN, dtype=np.uint8)
+        bins = np.full(dataset_size(run.session, run.train_dataset), UNSEEN, dtype=np.uint8)
     else:
         bins = np.frombuffer(snapshot.bins, dtype=np.uint8).copy()
     # Within a step a re-evaluation follows the fresh group; the last assignment to a bin counts.
     order = (RolloutGroup.step, RolloutGroup.kind)
     # Two aggregated arrays are four times as fast as 16,000 rows.
-    positions, correct = session.execute(
+    positions, correct = run.session.execute(
         select(
             func.array_agg(aggregate_order_by(PromptRow.position, *order)),
             func.array_agg(aggregate_order_by(RolloutGroup.correct, *order)),
@@ -183,23 +181,23 @@ def check_committed(run: Run, step: int, field: str) -> None:
         )
 
 
-def bins_at(session: Session, run: Run, step: int) -> wire.DifficultyBins:
+def bins_at(run: Run, step: int) -> wire.DifficultyBins:
     """Returns the prompts by bin after a step, and how many were not attempted by then.
 
     Raises 400 unless the step is committed.
     """
     check_committed(run, step, "step")
-    bins = bins_after(session, run, step)
-    prompts = dataset_size(session, run.train_dataset)
+    bins = bins_after(run, step)
+    prompts = dataset_size(run.session, run.train_dataset)
     return wire.DifficultyBins(step=step, bins=bins, unseen=prompts - sum(bins))
 
 
-def bins_history(session: Session, run: Run, points: int) -> list[wire.DifficultyBins]:
+def bins_history(run: Run, points: int) -> list[wire.DifficultyBins]:
     """Returns the bins of at most `points` steps, evenly spaced, with the last one."""
     stride = max(1, -(-run.current_step // points))
     steps = range(run.current_step, 0, -stride)
-    prompts = dataset_size(session, run.train_dataset)
-    rows = session.execute(
+    prompts = dataset_size(run.session, run.train_dataset)
+    rows = run.session.execute(
         select(StepRecord.step, StepRecord.difficulty_bins)
         .where(StepRecord.run_id == run.id, StepRecord.step.in_(steps))
         .order_by(StepRecord.step)
@@ -209,15 +207,15 @@ def bins_history(session: Session, run: Run, points: int) -> list[wire.Difficult
     ]
 
 
-def migration(session: Session, run: Run, before: int, after: int) -> wire.DifficultyMigration:
+def migration(run: Run, before: int, after: int) -> wire.DifficultyMigration:
     """Counts how the training prompts moved between bins from one step to another.
 
     Raises 400 unless both steps are committed.
     """
     check_committed(run, before, "before")
     check_committed(run, after, "after")
-    size = run_config(run).rollout.group_size
-    initial_bins, final_bins = bins_as_of(session, run, before), bins_as_of(session, run, after)
+    size = run.config.rollout.group_size
+    initial_bins, final_bins = bins_as_of(run, before), bins_as_of(run, after)
     seen_before, seen_after = initial_bins != UNSEEN, final_bins != UNSEEN
     seen_twice = seen_before & seen_after
     cells = initial_bins[seen_twice].astype(np.int64) * (size + 1) + final_bins[seen_twice]

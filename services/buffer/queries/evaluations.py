@@ -7,7 +7,6 @@ from dataclasses import asdict
 
 from sqlalchemy import Row, null, select
 from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.orm import Session
 
 from bapo_core.metrics import (
     Score,
@@ -19,22 +18,19 @@ from bapo_core.metrics import (
     unlocked_fraction,
 )
 from services.buffer.api import wire
-from services.buffer.runs.runs import run_config
 from services.buffer.storage.tables import EvaluationRecord, PromptRow, RolloutGroup, Run
 from services.common.problems import not_found
 
 
-def record_evaluation(
-    session: Session, run: Run, version: int, evaluation_set: str | None = None
-) -> None:
+def record_evaluation(run: Run, version: int, evaluation_set: str | None = None) -> None:
     """Stores the result of a complete evaluation, so that readers need not count its groups.
 
     evaluation_set: name of the set; None is the primary one, here and below.
     """
     name, size = _resolve_set(run, evaluation_set)
-    groups = _read_groups(session, run, version, name)
+    groups = _read_groups(run, version, name)
     correct = [group.correct for group in groups]
-    session.execute(
+    run.session.execute(
         insert(EvaluationRecord)
         .values(
             run_id=run.id,
@@ -53,7 +49,7 @@ def record_evaluation(
 
 def _resolve_set(run: Run, evaluation_set: str | None) -> tuple[str, int]:
     """Returns the name of a set and its samples; raises 404 if the run has no such set."""
-    config = run_config(run)
+    config = run.config
     name = evaluation_set or config.primary_set
     if name not in config.evaluation_sets:
         raise not_found(
@@ -64,10 +60,10 @@ def _resolve_set(run: Run, evaluation_set: str | None) -> tuple[str, int]:
 
 
 def _read_groups(
-    session: Session, run: Run, version: int, name: str
+    run: Run, version: int, name: str
 ) -> Sequence[Row[tuple[str, int, int, dict[str, float] | None]]]:
     """Returns (uid, correct, token_count, majority) of every prompt of the set `name`."""
-    return session.execute(
+    return run.session.execute(
         select(PromptRow.uid, RolloutGroup.correct, RolloutGroup.token_count, RolloutGroup.majority)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
         .where(
@@ -93,12 +89,10 @@ def _majority_scores(
     return [asdict(score) for score in scores]
 
 
-def list_evaluations(
-    session: Session, run: Run, evaluation_set: str | None = None
-) -> list[wire.Evaluation]:
+def list_evaluations(run: Run, evaluation_set: str | None = None) -> list[wire.Evaluation]:
     """Returns every complete evaluation on a set, by policy version; 404 if there is no set."""
     name, _ = _resolve_set(run, evaluation_set)
-    rows = session.scalars(
+    rows = run.session.scalars(
         select(EvaluationRecord)
         .where(EvaluationRecord.run_id == run.id, EvaluationRecord.evaluation_set == name)
         .order_by(EvaluationRecord.version)
@@ -124,9 +118,9 @@ def _wire_score(score: Score) -> wire.Score:
     return wire.Score(**asdict(score))
 
 
-def list_sets(session: Session, run: Run) -> list[wire.EvaluationSetView]:
+def list_sets(run: Run) -> list[wire.EvaluationSetView]:
     """Returns the evaluation sets of a run by name, with every complete evaluation on them."""
-    config = run_config(run)
+    config = run.config
     return [
         wire.EvaluationSetView(
             name=name,
@@ -136,21 +130,21 @@ def list_sets(session: Session, run: Run) -> list[wire.EvaluationSetView]:
             temperature=settings.temperature,
             top_p=settings.top_p,
             every=settings.every,
-            evaluations=list_evaluations(session, run, name),
+            evaluations=list_evaluations(run, name),
         )
         for name, settings in config.evaluation_sets.items()
     ]
 
 
 def evaluation_migration(
-    session: Session, run: Run, before: int, after: int, evaluation_set: str | None = None
+    run: Run, before: int, after: int, evaluation_set: str | None = None
 ) -> wire.Migration:
     """Counts how the prompts of a set moved between bins from one version to another.
 
     Raises 404 unless both versions have a complete evaluation on the set.
     """
     name, size = _resolve_set(run, evaluation_set)
-    first, second = (_correct_by_uid(session, run, version, name) for version in (before, after))
+    first, second = (_correct_by_uid(run, version, name) for version in (before, after))
     return wire.Migration(
         before=before,
         after=after,
@@ -159,9 +153,9 @@ def evaluation_migration(
     )
 
 
-def _correct_by_uid(session: Session, run: Run, version: int, name: str) -> dict[str, int]:
-    if session.get(EvaluationRecord, (run.id, version, name)) is None:
+def _correct_by_uid(run: Run, version: int, name: str) -> dict[str, int]:
+    if run.session.get(EvaluationRecord, (run.id, version, name)) is None:
         raise not_found(
             f"complete evaluation of version {version} in run {run.name!r} on the set {name}"
         )
-    return {group.uid: group.correct for group in _read_groups(session, run, version, name)}
+    return {group.uid: group.correct for group in _read_groups(run, version, name)}

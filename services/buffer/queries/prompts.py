@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import ColumnElement, Select, Text, and_, cast, false, select
-from sqlalchemy.orm import Session
 
 from services.buffer.api import wire
-from services.buffer.runs.runs import run_config
 from services.buffer.steps.samplers import current_posterior
 from services.buffer.storage.pages import Key, after_cursor, page_of
 from services.buffer.storage.tables import (
@@ -67,7 +65,6 @@ _TRENDS: dict[wire.Trend, ColumnElement[bool]] = {
 
 
 def list_prompts(
-    session: Session,
     run: Run,
     filter_: Filter,
     order: wire.Order | None,
@@ -85,7 +82,7 @@ def list_prompts(
     statement = _filtered(run, filter_)
     if order == "unlocked" and not filter_.selects_unlocked:
         statement = statement.where(_unlocked(0, run.current_step))
-    rows = session.execute(after_cursor(statement, _ORDERS[order], order, cursor, limit)).all()
+    rows = run.session.execute(after_cursor(statement, _ORDERS[order], order, cursor, limit)).all()
     return page_of(
         rows,
         limit,
@@ -102,7 +99,7 @@ def _filtered(run: Run, filter_: Filter) -> Select[PromptDifficulty, PromptRow]:
         .where(PromptDifficulty.run_id == run.id)
     )
     if filter_.bin is not None:
-        size = run_config(run).rollout.group_size
+        size = run.config.rollout.group_size
         if filter_.bin > size:
             raise bad_request(f"bin: {filter_.bin} is not in 0..{size}, the bins of this run")
         statement = statement.where(PromptDifficulty.bin == filter_.bin)
@@ -162,13 +159,13 @@ def _difficulty_view(row: PromptDifficulty, prompt: PromptRow) -> wire.Difficult
     )
 
 
-def find_prompt(session: Session, run: Run, uid: str) -> PromptRow:
+def find_prompt(run: Run, uid: str) -> PromptRow:
     """Returns the training or held-out prompt of this uid; raises 404 if the run has none.
 
     Of a prompt that several evaluation sets have, that of the first dataset by name is returned.
     """
     datasets = [run.train_dataset, *run.test_datasets.values()]
-    prompt = session.scalar(
+    prompt = run.session.scalar(
         select(PromptRow)
         .where(PromptRow.dataset.in_(datasets), PromptRow.uid == uid)
         .order_by(PromptRow.dataset)
@@ -179,14 +176,14 @@ def find_prompt(session: Session, run: Run, uid: str) -> PromptRow:
     return prompt
 
 
-def prompt_history(session: Session, run: Run, uid: str) -> wire.PromptHistory:
+def prompt_history(run: Run, uid: str) -> wire.PromptHistory:
     """Returns every attempt at a prompt and its residencies in the buffers, oldest first.
 
     Raises 404 if the run has no such prompt.
     """
-    prompt = find_prompt(session, run, uid)
+    prompt = find_prompt(run, uid)
     groups = list(
-        session.scalars(
+        run.session.scalars(
             select(RolloutGroup)
             .where(RolloutGroup.run_id == run.id, RolloutGroup.prompt_id == prompt.id)
             .order_by(RolloutGroup.step, RolloutGroup.kind)
@@ -195,19 +192,19 @@ def prompt_history(session: Session, run: Run, uid: str) -> wire.PromptHistory:
     ids = [group.id for group in groups]
     batches: dict[int, list[int]] = defaultdict(list)
     members = select(BatchMemberRow.group_id, BatchMemberRow.step).order_by(BatchMemberRow.step)
-    for group_id, step in session.execute(members.where(BatchMemberRow.group_id.in_(ids))):
+    for group_id, step in run.session.execute(members.where(BatchMemberRow.group_id.in_(ids))):
         batches[group_id].append(step)
-    entries = session.scalars(
+    entries = run.session.scalars(
         select(BufferEntry).where(BufferEntry.group_id.in_(ids)).order_by(BufferEntry.id)
     )
-    row = session.get(PromptDifficulty, (run.id, prompt.id))
+    row = run.session.get(PromptDifficulty, (run.id, prompt.id))
     return wire.PromptHistory(
         uid=prompt.uid,
         dataset=prompt.dataset,
         task=prompt.task,
         payload=prompt.payload,
         difficulty=None if row is None else _difficulty_view(row, prompt),
-        posterior=current_posterior(session, run, run_config(run), prompt),
+        posterior=current_posterior(run, prompt),
         attempts=[_attempt(group, batches[group.id]) for group in groups],
         stays=[_stay(entry) for entry in entries],
     )

@@ -32,7 +32,7 @@ router = APIRouter(route_class=GuardedRoute, prefix="/v1/runs/{name}", tags=["ar
 def list_weights(service: ServiceDep, name: RunName) -> list[wire.WeightView]:
     """Lists policy versions that were published, newest first, at most a thousand."""
     with service.sessions() as session:
-        return artifacts.list_weights(session, runs.get_run(session, name))
+        return artifacts.list_weights(runs.get_run(session, name))
 
 
 @router.put("/weights/{version}", dependencies=RUN)
@@ -49,7 +49,7 @@ def publish_weights(
     """
     with service.write_transaction(name) as session:
         run = runs.lock_run(session, name, attempt)
-        stored, unneeded = artifacts.publish_weights(session, run, version, body.manifest_digest)
+        stored, unneeded = artifacts.publish_weights(run, version, body.manifest_digest)
     _delete_prefixes(service, unneeded)
     return stored
 
@@ -62,7 +62,7 @@ async def get_weights(
 
     def read() -> wire.StoredVersion | None:
         with service.sessions() as session:
-            return artifacts.get_weights(session, runs.get_run(session, name), version)
+            return artifacts.get_weights(runs.get_run(session, name), version)
 
     stored = await service.wait_until(name, wait, read, lambda stored: stored is not None)
     if stored is None:
@@ -78,7 +78,7 @@ async def get_target_weights(
 
     def read() -> wire.TargetWeights:
         with service.sessions() as session:
-            return artifacts.target_weights(session, runs.get_run(session, name))
+            return artifacts.target_weights(runs.get_run(session, name))
 
     return await service.wait_until_shared(name, wait, read, lambda target: target.tag != known)
 
@@ -90,7 +90,7 @@ async def get_target_weights(
 def list_checkpoints(service: ServiceDep, name: RunName) -> list[wire.CheckpointView]:
     """Lists the checkpoints that are kept, newest first."""
     with service.sessions() as session:
-        return artifacts.list_checkpoints(session, runs.get_run(session, name))
+        return artifacts.list_checkpoints(runs.get_run(session, name))
 
 
 @router.put("/checkpoints/{step}", dependencies=RUN)
@@ -103,7 +103,7 @@ def record_checkpoint(
     """
     with service.write_transaction(name) as session:
         run = runs.lock_run(session, name, attempt)
-        unneeded = artifacts.record_checkpoint(session, run, step, body.manifest_digest)
+        unneeded = artifacts.record_checkpoint(run, step, body.manifest_digest)
     _delete_prefixes(service, unneeded)
 
 
@@ -117,7 +117,7 @@ def _delete_prefixes(service: Service, prefixes: list[str]) -> None:
 def latest_checkpoint(service: ServiceDep, name: RunName) -> wire.StoredVersion | None:
     """Returns the checkpoint from which a new attempt starts; null before the first."""
     with service.sessions() as session:
-        return artifacts.latest_checkpoint(session, runs.get_run(session, name))
+        return artifacts.latest_checkpoint(runs.get_run(session, name))
 
 
 # ---- replicas -----------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ async def list_replicas(
 
     def read() -> list[wire.ReplicaView]:
         with service.sessions() as session:
-            return replicas.list_replicas(session, runs.get_run(session, name))
+            return replicas.list_replicas(runs.get_run(session, name))
 
     def served(replicas: list[wire.ReplicaView]) -> bool:
         return any(
@@ -151,7 +151,7 @@ def report_replica(
 ) -> None:
     """Records the state that a rollout replica reports; the report is its heartbeat, too."""
     with service.sessions.begin() as session:
-        changed = replicas.record_heartbeat(session, runs.get_run(session, name), replica, body)
+        changed = replicas.record_heartbeat(runs.get_run(session, name), replica, body)
     # Every replica reports every two seconds, which would make every waiting request read again.
     if changed:
         service.wake_waiting(name)
@@ -164,7 +164,7 @@ def report_replica(
 def record_spans(service: ServiceDep, name: RunName, body: wire.SpanBatch) -> None:
     """Records spans of a component, each once, however often it is sent."""
     with service.sessions.begin() as session:
-        spans.record_spans(session, runs.get_run(session, name), body)
+        spans.record_spans(runs.get_run(session, name), body)
 
 
 @router.get("/spans", dependencies=READ)
@@ -174,4 +174,4 @@ def list_spans(
     """Lists the spans of all components while the trainer was at these steps, by time."""
     with service.sessions() as session:
         run = runs.get_run(session, name)
-        return spans.list_spans(session, run, first_step, last_step)
+        return spans.list_spans(run, first_step, last_step)

@@ -61,8 +61,8 @@ def list_steps(
     with service.sessions() as session:
         run = runs.get_run(session, name)
         if points is not None:
-            return committed_steps.sample_steps(session, run, after, points)
-        return committed_steps.list_steps(session, run, after, limit)
+            return committed_steps.sample_steps(run, after, points)
+        return committed_steps.list_steps(run, after, limit)
 
 
 @router.get("/evaluations", tags=["evaluations"])
@@ -71,14 +71,14 @@ def list_evaluations(
 ) -> list[wire.Evaluation]:
     """Lists the scores and the bins of every evaluated policy version on one evaluation set."""
     with service.sessions() as session:
-        return evaluations.list_evaluations(session, runs.get_run(session, name), evaluation_set)
+        return evaluations.list_evaluations(runs.get_run(session, name), evaluation_set)
 
 
 @router.get("/evaluation-sets", tags=["evaluations"])
 def list_evaluation_sets(service: ServiceDep, name: RunName) -> list[wire.EvaluationSetView]:
     """Lists the evaluation sets of a run, with the evaluations of all policy versions on each."""
     with service.sessions() as session:
-        return evaluations.list_sets(session, runs.get_run(session, name))
+        return evaluations.list_sets(runs.get_run(session, name))
 
 
 @router.get("/evaluations/migration", tags=["evaluations"])
@@ -93,7 +93,7 @@ def evaluation_migration(
     another."""
     with service.sessions() as session:
         run = runs.get_run(session, name)
-        return evaluations.evaluation_migration(session, run, before, after, evaluation_set)
+        return evaluations.evaluation_migration(run, before, after, evaluation_set)
 
 
 # ---- difficulty ---------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def difficulty_bins(
     """Counts training prompts by k of G correct in their last group, as of a step."""
     with service.sessions() as session:
         run = runs.get_run(session, name)
-        return difficulty.bins_at(session, run, run.current_step if step is None else step)
+        return difficulty.bins_at(run, run.current_step if step is None else step)
 
 
 @router.get("/difficulty/bins/history", tags=["difficulty"])
@@ -115,7 +115,7 @@ def difficulty_bins_history(
 ) -> list[wire.DifficultyBins]:
     """Counts training prompts by bin at evenly spaced steps, by default at 200 of them."""
     with service.sessions() as session:
-        return difficulty.bins_history(session, runs.get_run(session, name), points or 200)
+        return difficulty.bins_history(runs.get_run(session, name), points or 200)
 
 
 @router.get("/difficulty/migration", tags=["difficulty"])
@@ -124,7 +124,7 @@ def difficulty_migration(
 ) -> wire.DifficultyMigration:
     """Counts how training prompts moved between bins from one step to another."""
     with service.sessions() as session:
-        return difficulty.migration(session, runs.get_run(session, name), before, after)
+        return difficulty.migration(runs.get_run(session, name), before, after)
 
 
 @router.get(
@@ -183,21 +183,21 @@ def list_prompts(
     filter_ = prompts.Filter(bin, trend, unlocked_after, unlocked_until, search)
     with service.sessions() as session:
         run = runs.get_run(session, name)
-        return prompts.list_prompts(session, run, filter_, order, cursor, limit)
+        return prompts.list_prompts(run, filter_, order, cursor, limit)
 
 
 @router.get("/prompts/history", tags=["prompts"])
 def prompt_history(service: ServiceDep, name: RunName, uid: Uid) -> wire.PromptHistory:
     """Returns a prompt's groups, the batches that used them, and their time in the buffers."""
     with service.sessions() as session:
-        return prompts.prompt_history(session, runs.get_run(session, name), uid)
+        return prompts.prompt_history(runs.get_run(session, name), uid)
 
 
 @router.get("/steps/{step}/decision", tags=["prompts"])
 def explain_decision(service: ServiceDep, name: RunName, step: Step, uid: Uid) -> wire.Decision:
     """Explains why a prompt is, or is not, in the training batch of this step."""
     with service.sessions() as session:
-        return decisions.explain_decision(session, runs.get_run(session, name), step, uid)
+        return decisions.explain_decision(runs.get_run(session, name), step, uid)
 
 
 # ---- buffers ------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def summarise_buffers(
 ) -> list[wire.BufferSummary]:
     """Returns how many groups each buffer holds as of a step, with their ages and staleness."""
     with service.sessions() as session:
-        return buffers.summarise_buffers(session, runs.get_run(session, name), step)
+        return buffers.summarise_buffers(runs.get_run(session, name), step)
 
 
 @router.get("/buffers/{buffer}", tags=["buffers"])
@@ -224,7 +224,7 @@ def list_buffer(
     """Lists the entries of a buffer as of a step, with their age and staleness."""
     with service.sessions() as session:
         run = runs.get_run(session, name)
-        return buffers.list_entries(session, run, buffer, step, cursor, limit)
+        return buffers.list_entries(run, buffer, step, cursor, limit)
 
 
 @router.get("/buffers/{buffer}/events", tags=["buffers"])
@@ -239,7 +239,7 @@ def list_buffer_events(
     """Lists admissions to a buffer and evictions from it in order, each with its reason."""
     with service.sessions() as session:
         run = runs.get_run(session, name)
-        return buffers.list_events(session, run, buffer, after, cursor, limit)
+        return buffers.list_events(run, buffer, after, cursor, limit)
 
 
 # ---- batches and groups -------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def list_batches(
 ) -> wire.Page[wire.BatchSummary]:
     """Lists the composition of every batch after a step, by step."""
     with service.sessions() as session:
-        return batches.list_batches(session, runs.get_run(session, name), after, cursor, limit)
+        return batches.list_batches(runs.get_run(session, name), after, cursor, limit)
 
 
 @router.get("/batches/{step}", tags=["batches"])
@@ -274,7 +274,7 @@ def export_batch(service: ServiceDep, name: RunName, step: Step) -> StreamingRes
 
 def _manifest(service: Service, name: str, step: int) -> wire.BatchManifest:
     with service.sessions() as session:
-        manifest = batches.recorded_batch(session, runs.get_run(session, name), step)
+        manifest = batches.recorded_batch(runs.get_run(session, name), step)
     if manifest is None:
         raise not_found(f"batch of step {step} in run {name!r}")
     return manifest
@@ -284,7 +284,7 @@ def _manifest(service: Service, name: str, step: int) -> wire.BatchManifest:
 def get_group(service: ServiceDep, name: RunName, group_id: GroupId) -> wire.GroupView:
     """Returns the responses of a group: text, tokens, log-probs and rewards."""
     with service.sessions() as session:
-        group, prompt = stored_groups.find_group(session, runs.get_run(session, name), group_id)
+        group, prompt = stored_groups.find_group(runs.get_run(session, name), group_id)
     table = read_trajectories(service.store.get(group.object_key, group.object_digest))
     trajectory = groups_of(table.slice(group.row_start, group.row_count))[0]
     return stored_groups.group_view(group, prompt, trajectory)
@@ -299,7 +299,7 @@ def get_group(service: ServiceDep, name: RunName, group_id: GroupId) -> wire.Gro
 def export_group(service: ServiceDep, name: RunName, group_id: GroupId) -> StreamingResponse:
     """Streams the trajectories of a group as Arrow IPC."""
     with service.sessions() as session:
-        member = stored_groups.locate_group(session, runs.get_run(session, name), group_id)
+        member = stored_groups.locate_group(runs.get_run(session, name), group_id)
     if member is None:
         raise not_found(f"group {group_id} in run {name!r}")
     return StreamingResponse(exports.arrow_of(service.store, [member]), media_type=ARROW)

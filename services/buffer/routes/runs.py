@@ -69,7 +69,7 @@ def compare_runs(
     """Compares runs: reward and accuracy over what they cost, configuration and difficulty."""
     with service.sessions() as session:
         found = [runs.get_run(session, name) for name in run]
-        return comparisons.compare_runs(session, found, points)
+        return comparisons.compare_runs(found, points)
 
 
 # ---- lifecycle ----------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def take_turn(service: ServiceDep, name: RunName, request: wire.TurnRequest) -> 
             granted=False,
             in_front=in_front.name,
             current_step=in_front.current_step,
-            steps=in_front.config["steps"],
+            steps=in_front.config_json["steps"],
         )
 
 

@@ -59,9 +59,7 @@ async def select_prompts(
         with service.sessions.begin() as session:
             run = runs.get_run(session, name)
             runs.check_attempt(run, attempt)
-            prompts = step_prompts.select_prompts(
-                session, run, step, kind, generation_round, evaluation_set
-            )
+            prompts = step_prompts.select_prompts(run, step, kind, generation_round, evaluation_set)
             return prompts, run.target_version
 
     prompts, target = await service.wait_until(name, wait, read, lambda result: result[0].ready)
@@ -111,7 +109,7 @@ async def build_batch(
 
     def build() -> wire.BatchManifest:
         with service.sessions.begin() as session:
-            return batches.build_step_batch(session, runs.lock_run(session, name, attempt), step)
+            return batches.build_step_batch(runs.lock_run(session, name, attempt), step)
 
     return await service.wait_until(name, wait, build, lambda manifest: manifest.ready)
 
@@ -135,7 +133,7 @@ def commit_step(
     """
     with service.write_transaction(name) as session:
         run = runs.lock_run(session, name, attempt)
-        commits.commit_step(session, run, step, body)
+        commits.commit_step(run, step, body)
         return runs.run_state(run)
 
 
@@ -146,5 +144,5 @@ def rewind(
     """Restores the state after the commit of a step, and drops everything later."""
     with service.write_transaction(name) as session:
         run = runs.lock_run(session, name, attempt)
-        commits.rewind_run(session, run, body.step)
+        commits.rewind_run(run, body.step)
         return runs.run_state(run)

@@ -44,15 +44,15 @@ def begin_attempt(session: Session, name: str, *, reopen: bool) -> Run:
         _refuse_ended(run)
     if reopen or run.status != "paused":
         run.status = "running"
-    _begin_attempt(session, run)
+    _begin_attempt(run)
     _forget_stop(run)
     return run
 
 
-def _begin_attempt(session: Session, run: Run) -> None:
+def _begin_attempt(run: Run) -> None:
     run.attempt += 1
-    checkpoint = latest_checkpoint(session, run)
-    rewind_run(session, run, 0 if checkpoint is None else checkpoint.number)
+    checkpoint = latest_checkpoint(run)
+    rewind_run(run, 0 if checkpoint is None else checkpoint.number)
 
 
 def take_turn(session: Session, name: str, request: wire.TurnRequest) -> Run | None:
@@ -94,7 +94,7 @@ def take_turn(session: Session, name: str, request: wire.TurnRequest) -> Run | N
     if in_front is not None:
         run.status = "queued"
     elif run.attempt > 0:
-        _begin_attempt(session, run)
+        _begin_attempt(run)
         run.status = "running"
     else:
         run.status = "running"

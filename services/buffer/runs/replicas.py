@@ -10,13 +10,13 @@ from services.buffer.api import wire
 from services.buffer.storage.tables import Replica, Run
 
 
-def record_heartbeat(session: Session, run: Run, name: str, report: wire.ReplicaReport) -> bool:
+def record_heartbeat(run: Run, name: str, report: wire.ReplicaReport) -> bool:
     """Stores the latest report of a replica and the time of its arrival.
 
     Returns whether it differs from the report before.
     """
     reported = report.model_dump()
-    unchanged = session.execute(
+    unchanged = run.session.execute(
         update(Replica)
         .where(Replica.run_id == run.id, Replica.name == name)
         .where(*(getattr(Replica, key) == value for key, value in reported.items()))
@@ -26,7 +26,7 @@ def record_heartbeat(session: Session, run: Run, name: str, report: wire.Replica
     if unchanged.first() is not None:
         return False
     values = reported | {"last_seen": func.now()}
-    session.execute(
+    run.session.execute(
         insert(Replica)
         .values(run_id=run.id, name=name, **values)
         .on_conflict_do_update(index_elements=["run_id", "name"], set_=values)
@@ -34,12 +34,12 @@ def record_heartbeat(session: Session, run: Run, name: str, report: wire.Replica
     return True
 
 
-def list_replicas(session: Session, run: Run) -> list[wire.ReplicaView]:
+def list_replicas(run: Run) -> list[wire.ReplicaView]:
     """Returns the replicas of a run by name, each with the seconds since its last heartbeat."""
     # Both times come from the database's clock, because the clocks of machines differ.
-    now = session.scalar(select(func.now()))
+    now = run.session.scalar(select(func.now()))
     assert now is not None
-    rows = session.scalars(select(Replica).where(Replica.run_id == run.id).order_by(Replica.name))
+    rows = run.session.scalars(select(Replica).where(Replica.run_id == run.id).order_by(Replica.name))
     return [
         wire.ReplicaView(
             name=row.name,

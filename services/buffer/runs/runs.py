@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import ValidationError
 from sqlalchemy import select
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from bapo_core.config import ConfigError, RunConfig, config_from
-from bapo_core.config.messages import explain_validation_error
 from services.buffer.api import wire
 from services.buffer.storage.datasets import dataset_size
 from services.buffer.storage.pages import after_cursor, page_of
@@ -82,37 +80,13 @@ def how_to_continue(run: Run) -> str:
     return "continue it by starting its pipeline again with the same run and configuration"
 
 
-def _read_config(run: Run) -> RunConfig:
-    try:
-        return RunConfig.model_validate(run.config)
-    except ValidationError as error:
-        raise conflict(
-            f"run {run.name!r} has a stored configuration that the service cannot read: "
-            f"{explain_validation_error(error, run.config)}; install the package again that the "
-            "run needs where the service runs, or delete the run"
-        ) from error
-
-
-def run_config(run: Run) -> RunConfig:
-    """Returns the configuration of a run, validated once for each loaded row.
-
-    The result is kept on the instance beside the JSON that it was made of. A row that is read
-    again brings a new dict, which is validated anew.
-    """
-    cached: tuple[dict[str, Any], RunConfig] | None = run.__dict__.get("_validated_config")
-    if cached is None or cached[0] is not run.config:
-        cached = run.config, _read_config(run)
-        run.__dict__["_validated_config"] = cached
-    return cached[1]
-
-
 def run_state(run: Run) -> wire.RunState:
     """Builds the answer that describes a run."""
     # The stored configuration is sent as it is; see `wire.StoredConfig`.
     return wire.RunState.model_construct(
         name=run.name,
         status=run.status,
-        config=run.config,  # type: ignore[arg-type]
+        config=run.config_json,  # type: ignore[arg-type]
         train_dataset=run.train_dataset,
         test_datasets=run.test_datasets,
         current_step=run.current_step,
@@ -152,7 +126,7 @@ def create_run(session: Session, request: wire.RunCreate) -> Run:
         )
     values: dict[str, Any] = {
         "name": request.name,
-        "config": config.model_dump(mode="json"),
+        "config_json": config.model_dump(mode="json"),
         "train_dataset": request.train_dataset,
         "test_datasets": request.test_datasets,
     }
@@ -161,8 +135,10 @@ def create_run(session: Session, request: wire.RunCreate) -> Run:
     )
     run = get_run(session, request.name)
     if created is not None:
-        copy_prior(session, run, config)
-    differing = [key for key, value in values.items() if getattr(run, key) != value]
+        copy_prior(run)
+    differing = [
+        key.removesuffix("_json") for key, value in values.items() if getattr(run, key) != value
+    ]
     if differing:
         raise conflict(
             f"run {request.name!r} exists with another {' and '.join(differing)}; resume it with "

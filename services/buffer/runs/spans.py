@@ -16,12 +16,12 @@ MAX_SPANS = 20_000
 """Most spans in one answer."""
 
 
-def record_spans(session: Session, run: Run, batch: wire.SpanBatch) -> None:
+def record_spans(run: Run, batch: wire.SpanBatch) -> None:
     """Records the spans of one component, each once, however often it is sent.
 
     Times are placed on the database's clock, because the clocks of machines differ.
     """
-    now = session.scalar(select(func.now()))
+    now = run.session.scalar(select(func.now()))
     assert now is not None
     rows = []
     for span in batch.spans:
@@ -38,15 +38,15 @@ def record_spans(session: Session, run: Run, batch: wire.SpanBatch) -> None:
             }
         )
     if rows:
-        session.execute(insert(SpanRow).on_conflict_do_nothing(), rows)
+        run.session.execute(insert(SpanRow).on_conflict_do_nothing(), rows)
 
 
-def list_spans(session: Session, run: Run, first: int, last: int) -> list[wire.SpanView]:
+def list_spans(run: Run, first: int, last: int) -> list[wire.SpanView]:
     """Returns the spans of all components while the trainer was at steps `first` to `last`.
 
     Raises 400 if there are more than `MAX_SPANS`.
     """
-    begin, end = session.execute(
+    begin, end = run.session.execute(
         select(func.min(SpanRow.started_at), func.max(SpanRow.ended_at)).where(
             SpanRow.run_id == run.id,
             SpanRow.component == "trainer",
@@ -55,7 +55,7 @@ def list_spans(session: Session, run: Run, first: int, last: int) -> list[wire.S
     ).one()
     if begin is None:
         return []
-    rows = session.scalars(
+    rows = run.session.scalars(
         select(SpanRow)
         .where(
             SpanRow.run_id == run.id,

@@ -10,14 +10,12 @@ import json
 from typing import Any
 
 from sqlalchemy import literal, select
-from sqlalchemy.orm import Session
 
 from bapo_core.algorithm import demonstration_joins
 from bapo_core.config import RunConfig
 from bapo_core.metrics import accuracy_bins
 from bapo_core.types import DEMONSTRATED, Source
 from services.buffer.api import wire
-from services.buffer.runs.runs import run_config
 from services.buffer.steps.step_groups import check_step, missing_groups
 from services.buffer.steps.step_state import (
     DEMONSTRATION_TEXT,
@@ -40,15 +38,15 @@ from services.buffer.storage.tables import BatchMemberRow, PromptRow, RolloutGro
 from services.common.problems import conflict
 
 
-def build_step_batch(session: Session, run: Run, step: int) -> wire.BatchManifest:
+def build_step_batch(run: Run, step: int) -> wire.BatchManifest:
     """Returns the training batch of `step`; composes and records it at the first request.
 
     It is not ready while groups are missing or the run is paused. Raises 409 unless the step is
     the one after the last committed one, or has its batch already.
     """
-    config = run_config(run)
+    config = run.config
     check_step(config, step, "fresh")
-    record = session.get(StepRecord, (run.id, step))
+    record = run.session.get(StepRecord, (run.id, step))
     if record is None:
         if run.status == "paused":
             return wire.BatchManifest(
@@ -59,41 +57,41 @@ def build_step_batch(session: Session, run: Run, step: int) -> wire.BatchManifes
                 f"the batch of step {step} cannot be built: step {run.current_step} is the last "
                 "committed one"
             )
-        missing = _missing(session, run, config, step)
+        missing = _missing(run, step)
         if missing:
             return wire.BatchManifest(ready=False, step=step, members=[], missing=missing)
-        record = _record_batch(session, run, config, step)
-    return _manifest(session, run, config, record)
+        record = _record_batch(run, step)
+    return _manifest(run, record)
 
 
-def _missing(session: Session, run: Run, config: RunConfig, step: int) -> str:
+def _missing(run: Run, step: int) -> str:
     """Describes what the batch of a step still waits for; empty when it can be built."""
     kinds: list[wire.Kind] = ["fresh"]
-    if config.reevaluates_at(step):
+    if run.config.reevaluates_at(step):
         kinds.append("reevaluation")
     for kind in kinds:
-        version = config.rollout_version(step, kind)
-        if is_set_aside(session, run, version):
+        version = run.config.rollout_version(step, kind)
+        if is_set_aside(run, version):
             return f"version {version} of the weights, which a rewind set aside, published again"
-        missing = missing_groups(session, run, step, kind)
+        missing = missing_groups(run, step, kind)
         if missing:
             return missing
     return ""
 
 
-def recorded_batch(session: Session, run: Run, step: int) -> wire.BatchManifest | None:
+def recorded_batch(run: Run, step: int) -> wire.BatchManifest | None:
     """Returns the batch of `step`, or None if it has not been built."""
-    record = session.get(StepRecord, (run.id, step))
-    return None if record is None else _manifest(session, run, run_config(run), record)
+    record = run.session.get(StepRecord, (run.id, step))
+    return None if record is None else _manifest(run, record)
 
 
 def list_batches(
-    session: Session, run: Run, after: int, cursor: str | None, limit: int
+    run: Run, after: int, cursor: str | None, limit: int
 ) -> wire.Page[wire.BatchSummary]:
     """Returns a page of the composition of every batch after step `after`, by step."""
     statement = select(StepRecord).where(StepRecord.run_id == run.id, StepRecord.step > after)
     order = (StepRecord.step.expression,)
-    rows = list(session.scalars(after_cursor(statement, order, "step", cursor, limit)))
+    rows = list(run.session.scalars(after_cursor(statement, order, "step", cursor, limit)))
     return page_of(
         rows,
         limit,
@@ -108,20 +106,20 @@ def list_batches(
 # ---- composition --------------------------------------------------------------------------------
 
 
-def _record_batch(session: Session, run: Run, config: RunConfig, step: int) -> StepRecord:
-    state = read_state(session, run, config, step)
-    with batch_rule(config) as rule:
-        composition = rule.compose(config, state)
+def _record_batch(run: Run, step: int) -> StepRecord:
+    state = read_state(run, step)
+    with batch_rule(run.config) as rule:
+        composition = rule.compose(run.config, state)
     batch = composition.batch
     counts = {
         "rolled_out": len(state.fresh),
         "reevaluated_total": len(state.reevaluated),
         **{source.value: count for source, count in batch.counts.items()},
     }
-    if config.response_replay.enabled:
+    if run.config.response_replay.enabled:
         counts["replayed_responses"] = batch.replayed_responses
-    bins = accuracy_bins([group.correct for group in state.fresh], config.rollout.group_size)
-    mean_reward, parts = mean_rewards(session, run, step)
+    bins = accuracy_bins([group.correct for group in state.fresh], run.config.rollout.group_size)
+    mean_reward, parts = mean_rewards(run, step)
     record = StepRecord(
         run_id=run.id,
         step=step,
@@ -138,12 +136,12 @@ def _record_batch(session: Session, run: Run, config: RunConfig, step: int) -> S
         ],
         decisions=dump_decisions(composition.decisions),
         rollouts=sum(group.size for group in (*state.fresh, *state.reevaluated)),
-        tokens=count_training_tokens(session, run, step),
+        tokens=count_training_tokens(run, step),
     )
-    session.add(record)
-    session.flush()
+    run.session.add(record)
+    run.session.flush()
     insert_columns(
-        session,
+        run.session,
         BatchMemberRow,
         {"run_id": run.id, "step": step},
         {
@@ -162,15 +160,13 @@ def _record_batch(session: Session, run: Run, config: RunConfig, step: int) -> S
 # ---- manifests ----------------------------------------------------------------------------------
 
 
-def _manifest(
-    session: Session, run: Run, config: RunConfig, record: StepRecord
-) -> wire.BatchManifest:
-    rows = session.execute(
+def _manifest(run: Run, record: StepRecord) -> wire.BatchManifest:
+    rows = run.session.execute(
         select(
             BatchMemberRow.source,
             BatchMemberRow.rows,
             BatchMemberRow.joins_previous,
-            *_member_columns(config),
+            *_member_columns(run.config),
         )
         .join(BatchMemberRow, BatchMemberRow.group_id == RolloutGroup.id)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
@@ -179,20 +175,20 @@ def _manifest(
     )
     members = [manifest_member(row) for row in rows]
     for member in members:
-        if member.source != Source.FRESH or not demonstration_joins(config, member.correct):
+        if member.source != Source.FRESH or not demonstration_joins(run.config, member.correct):
             member.demonstration = None
     manifest = wire.BatchManifest(
         ready=True,
         step=record.step,
         members=members,
-        supervised=_supervised(session, run, config, record),
+        supervised=_supervised(run, record),
         r_tot=record.r_tot,
         c2=record.c2,
         c3=record.c3,
         counts=record.counts,
     )
-    if config.loss.correction.kind == "decoupled":
-        manifest.record_proximal = _replayable(session, run, config, record)
+    if run.config.loss.correction.kind == "decoupled":
+        manifest.record_proximal = _replayable(run, record)
     return manifest
 
 
@@ -203,15 +199,13 @@ def _member_columns(config: RunConfig) -> tuple[Any, ...]:
     return (*LOCATION_COLUMNS, DEMONSTRATION_TEXT.label("demonstration"))
 
 
-def _supervised(
-    session: Session, run: Run, config: RunConfig, record: StepRecord
-) -> list[wire.ManifestMember]:
+def _supervised(run: Run, record: StepRecord) -> list[wire.ManifestMember]:
     """Returns the demonstrations of a step's supervised update, as members without responses."""
-    group_ids = supervised_ids(session, run, config, record)
+    group_ids = supervised_ids(run, record)
     if not group_ids:
         return []
-    rows = session.execute(
-        select(literal(DEMONSTRATED).label("source"), *_member_columns(config))
+    rows = run.session.execute(
+        select(literal(DEMONSTRATED).label("source"), *_member_columns(run.config))
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
         .where(RolloutGroup.run_id == run.id, RolloutGroup.id.in_(group_ids))
         .order_by(RolloutGroup.step, RolloutGroup.position)
@@ -219,18 +213,16 @@ def _supervised(
     return [manifest_member(row).model_copy(update={"rows": []}) for row in rows]
 
 
-def _replayable(
-    session: Session, run: Run, config: RunConfig, record: StepRecord
-) -> list[wire.ManifestMember]:
+def _replayable(run: Run, record: StepRecord) -> list[wire.ManifestMember]:
     """Returns the groups of this step that its commit will admit to the high-quality buffer."""
-    changes = settle_step(session, run, config, record)
+    changes = settle_step(run, record)
     admitted = [
         group.group_id
         for change in changes.get("high_quality", ())
         for group in change.admitted
         if group.step == record.step
     ]
-    rows = session.execute(
+    rows = run.session.execute(
         select(RolloutGroup.kind.label("source"), *LOCATION_COLUMNS)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
         .where(RolloutGroup.run_id == run.id, RolloutGroup.id.in_(admitted))

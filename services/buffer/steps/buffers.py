@@ -20,24 +20,20 @@ from sqlalchemy import (
     union_all,
     update,
 )
-from sqlalchemy.orm import Session
 
 from bapo_core.buffers import BufferChange
 from bapo_core.types import GroupSummary
 from services.buffer.api import wire
 from services.buffer.queries.difficulty import check_committed
-from services.buffer.runs.runs import run_config
 from services.buffer.storage.bulk import insert_columns
 from services.buffer.storage.pages import after_cursor, page_of
 from services.buffer.storage.stored_groups import SUMMARY_COLUMNS
 from services.buffer.storage.tables import BufferEntry, PromptRow, RolloutGroup, Run
 
 
-def buffer_as_of(
-    session: Session, run: Run, buffer: wire.BufferName, step: int
-) -> list[GroupSummary]:
+def buffer_as_of(run: Run, buffer: wire.BufferName, step: int) -> list[GroupSummary]:
     """Returns the buffer after the commit of `step`, oldest first."""
-    rows = session.execute(
+    rows = run.session.execute(
         select(*SUMMARY_COLUMNS)
         .join(BufferEntry, BufferEntry.group_id == RolloutGroup.id)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
@@ -47,12 +43,10 @@ def buffer_as_of(
     return [GroupSummary(*row) for row in rows]
 
 
-def apply_change(
-    session: Session, run: Run, buffer: wire.BufferName, step: int, change: BufferChange
-) -> None:
+def apply_change(run: Run, buffer: wire.BufferName, step: int, change: BufferChange) -> None:
     """Stamps the admissions and evictions of a commit with its step."""
     insert_columns(
-        session,
+        run.session,
         BufferEntry,
         {"run_id": run.id, "buffer": buffer, "inserted_step": step},
         {
@@ -64,7 +58,7 @@ def apply_change(
     for group, reason in change.evicted:
         group_ids_by_reason.setdefault(reason.value, []).append(group.group_id)
     for reason_name, group_ids in group_ids_by_reason.items():
-        session.execute(
+        run.session.execute(
             update(BufferEntry)
             .where(
                 BufferEntry.run_id == run.id,
@@ -91,7 +85,6 @@ def _in_buffer(run: Run, buffer: wire.BufferName, step: int) -> ColumnElement[bo
 
 
 def list_entries(
-    session: Session,
     run: Run,
     buffer: wire.BufferName,
     step: int | None,
@@ -112,7 +105,7 @@ def list_entries(
         .where(_in_buffer(run, buffer, step))
     )
     order = (BufferEntry.id.expression,)
-    rows = session.execute(after_cursor(statement, order, "id", cursor, limit)).all()
+    rows = run.session.execute(after_cursor(statement, order, "id", cursor, limit)).all()
     return page_of(
         rows,
         limit,
@@ -122,7 +115,7 @@ def list_entries(
     )
 
 
-def summarise_buffers(session: Session, run: Run, step: int | None) -> list[wire.BufferSummary]:
+def summarise_buffers(run: Run, step: int | None) -> list[wire.BufferSummary]:
     """Returns the sizes of both buffers after the commit of `step` (default: now).
 
     Raises 400 unless `step` is committed.
@@ -130,21 +123,17 @@ def summarise_buffers(session: Session, run: Run, step: int | None) -> list[wire
     if step is None:
         step = run.current_step
     check_committed(run, step, "step")
-    config = run_config(run)
+    config = run.config
     capacities: dict[wire.BufferName, int] = {
         "hard": config.hard_capacity,
         "high_quality": config.high_quality_buffer.capacity,
     }
-    return [
-        _summarise(session, run, buffer, step, capacity) for buffer, capacity in capacities.items()
-    ]
+    return [_summarise(run, buffer, step, capacity) for buffer, capacity in capacities.items()]
 
 
-def _summarise(
-    session: Session, run: Run, buffer: wire.BufferName, step: int, capacity: int
-) -> wire.BufferSummary:
+def _summarise(run: Run, buffer: wire.BufferName, step: int, capacity: int) -> wire.BufferSummary:
     age, staleness = step - RolloutGroup.step, step - RolloutGroup.policy_version
-    numbers = session.execute(
+    numbers = run.session.execute(
         select(
             func.count(),
             func.avg(BufferEntry.accuracy),
@@ -186,7 +175,6 @@ def _buffer_item(entry: BufferEntry, group: RolloutGroup, uid: str, step: int) -
 
 
 def list_events(
-    session: Session,
     run: Run,
     buffer: wire.BufferName,
     after: int,
@@ -225,7 +213,7 @@ def list_events(
         events_of("evicted", BufferEntry.evicted_step),
         events_of("admitted", BufferEntry.inserted_step),
     ).subquery()
-    rows = session.execute(
+    rows = run.session.execute(
         select(events, PromptRow.uid)
         .join(RolloutGroup, RolloutGroup.id == events.c.group_id)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)

@@ -12,11 +12,9 @@ from collections import Counter
 from datetime import UTC, datetime
 
 from sqlalchemy import delete, select, update
-from sqlalchemy.orm import Session
 
 from services.buffer.api import digest_chain, wire
 from services.buffer.queries import difficulty
-from services.buffer.runs.runs import run_config
 from services.buffer.steps import samplers
 from services.buffer.steps.buffers import apply_change
 from services.buffer.steps.step_state import settle_step
@@ -33,7 +31,7 @@ from services.buffer.storage.tables import (
 from services.common.problems import conflict
 
 
-def commit_step(session: Session, run: Run, step: int, commit: wire.Commit) -> None:
+def commit_step(run: Run, step: int, commit: wire.Commit) -> None:
     """Closes a step: updates difficulty and buffers, and advances `current_step`.
 
     Does nothing if the step is committed already. Raises 409 unless it is the next step and has a
@@ -41,37 +39,32 @@ def commit_step(session: Session, run: Run, step: int, commit: wire.Commit) -> N
     """
     if step <= run.current_step:
         return
-    record = session.get(StepRecord, (run.id, step))
+    record = run.session.get(StepRecord, (run.id, step))
     if record is None or step != run.current_step + 1:
         raise conflict(
             f"step {step} has no batch to commit (last committed step: {run.current_step})"
         )
-    config = run_config(run)
-    record.metrics = (
-        commit.metrics
-        | samplers.update(session, run, config, step)
-        | _count_responses(session, run, step)
-    )
+    record.metrics = commit.metrics | samplers.update(run, step) | _count_responses(run, step)
     if commit.digests is not None:
-        before = session.get(StepRecord, (run.id, step - 1))
+        before = run.session.get(StepRecord, (run.id, step - 1))
         previous = None if before is None or before.digests is None else before.digests["chain"]
-        link = digest_chain.link(previous, run.config, step, commit.digests)
+        link = digest_chain.link(previous, run.config_json, step, commit.digests)
         record.digests = link.model_dump()
     record.committed_at = datetime.now(UTC)
-    for buffer, changes in settle_step(session, run, config, record).items():
+    for buffer, changes in settle_step(run, record).items():
         for change in changes:
-            apply_change(session, run, buffer, step, change)
-    record.difficulty_bins = difficulty.update(session, run, step)
+            apply_change(run, buffer, step, change)
+    record.difficulty_bins = difficulty.update(run, step)
     run.current_step = step
 
 
-def _count_responses(session: Session, run: Run, step: int) -> dict[str, float]:
+def _count_responses(run: Run, step: int) -> dict[str, float]:
     """Returns metrics of the responses of a step's groups, evaluations aside.
 
     `responses/cut_off` is the share that reached the largest number of tokens, and
     `rollouts/repeated` how often responses were sampled or scored again, in all and by cause.
     """
-    groups = session.execute(
+    groups = run.session.execute(
         select(RolloutGroup.size, RolloutGroup.cut_off, RolloutGroup.repeated).where(
             RolloutGroup.run_id == run.id,
             RolloutGroup.step == step,
@@ -90,7 +83,7 @@ def _count_responses(session: Session, run: Run, step: int) -> dict[str, float]:
     }
 
 
-def rewind_run(session: Session, run: Run, step: int) -> None:
+def rewind_run(run: Run, step: int) -> None:
     """Undoes everything after the commit of `step` but the groups that are made for later steps.
 
     Those of policy version step + 1, which the checkpoint holds, or earlier stay valid. Later
@@ -101,28 +94,28 @@ def rewind_run(session: Session, run: Run, step: int) -> None:
         raise conflict(
             f"cannot rewind to step {step}: the last committed step is {run.current_step}"
         )
-    prompt_ids = difficulty.forget(session, run, step)
-    samplers.forget(session, run, step)
+    prompt_ids = difficulty.forget(run, step)
+    samplers.forget(run, step)
     for table in (BatchMemberRow, StepRecord, Checkpoint):
-        session.execute(delete(table).where(table.run_id == run.id, table.step > step))
-    session.execute(
+        run.session.execute(delete(table).where(table.run_id == run.id, table.step > step))
+    run.session.execute(
         delete(BufferEntry).where(BufferEntry.run_id == run.id, BufferEntry.inserted_step > step)
     )
-    session.execute(
+    run.session.execute(
         update(BufferEntry)
         .where(BufferEntry.run_id == run.id, BufferEntry.evicted_step > step)
         .values(evicted_step=None, eviction_reason=None)
     )
-    session.execute(
+    run.session.execute(
         update(RolloutGroup)
         .where(RolloutGroup.run_id == run.id, RolloutGroup.step > step)
         .values(proximal_key=None, proximal_digest=None)
     )
-    session.execute(
+    run.session.execute(
         delete(EvaluationRecord).where(
             EvaluationRecord.run_id == run.id, EvaluationRecord.version > step + 1
         )
     )
-    artifacts.set_weights_aside(session, run, step + 1)
+    artifacts.set_weights_aside(run, step + 1)
     run.current_step = step
-    difficulty.restore(session, run, step, prompt_ids)
+    difficulty.restore(run, step, prompt_ids)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 
-from sqlalchemy.orm import Session
-
 from services.buffer.api import wire
 from services.buffer.api.trajectories import (
     PROXIMAL_SCHEMA,
@@ -95,22 +93,22 @@ def _check(service: Service, delivery: _Delivery) -> bool:
     with service.sessions.begin() as session:
         run = runs.get_run(session, delivery.run)
         runs.check_attempt(run, delivery.attempt)
-        _check_weights(session, run, delivery)
-        return bool(_select_new(session, run, delivery))
+        _check_weights(run, delivery)
+        return bool(_select_new(run, delivery))
 
 
-def _select_new(session: Session, run: Run, delivery: _Delivery) -> list[GroupRows]:
+def _select_new(run: Run, delivery: _Delivery) -> list[GroupRows]:
     step, kind, groups = delivery.step, delivery.kind, delivery.groups
-    return select_new(session, run, step, kind, groups, delivery.evaluation_set)
+    return select_new(run, step, kind, groups, delivery.evaluation_set)
 
 
-def _check_weights(session: Session, run: Run, delivery: _Delivery) -> None:
+def _check_weights(run: Run, delivery: _Delivery) -> None:
     """Raises 409 if the groups were made by other weights than their version has now.
 
     It happens when a trainer has trained the version again while they were being generated.
     """
-    version = runs.run_config(run).rollout_version(delivery.step, delivery.kind)
-    if delivery.weights not in (None, weights_digest(session, run, version)):
+    version = run.config.rollout_version(delivery.step, delivery.kind)
+    if delivery.weights not in (None, weights_digest(run, version)):
         raise conflict(
             f"version {version} of the weights was trained again since these {delivery.kind} "
             f"groups of step {delivery.step} were generated; generate them with the new weights"
@@ -129,9 +127,7 @@ def _store(
         service.sessions.begin() as session,
     ):
         run = runs.get_run(session, delivery.run)
-        return key, expected_prompts(
-            session, run, delivery.step, delivery.kind, delivery.evaluation_set
-        )
+        return key, expected_prompts(run, delivery.step, delivery.kind, delivery.evaluation_set)
 
 
 def _record(
@@ -141,17 +137,17 @@ def _record(
     step, kind = delivery.step, delivery.kind
     with service.write_transaction(delivery.run) as session:
         run = runs.lock_run(session, delivery.run, delivery.attempt)
-        _check_weights(session, run, delivery)
-        new = _select_new(session, run, delivery)
-        if depend_on_results(runs.run_config(run), kind):
+        _check_weights(run, delivery)
+        new = _select_new(run, delivery)
+        if depend_on_results(run.config, kind):
             # Since `_store` read what these decide, a rewind may have undone commits, and another
             # delivery may have completed the step.
-            expected = expected_prompts(session, run, step, kind)
-        record_groups(session, run, step, kind, new, expected, key, delivery.digest)
-        complete = not missing_groups(session, run, step, kind, delivery.evaluation_set)
+            expected = expected_prompts(run, step, kind)
+        record_groups(run, step, kind, new, expected, key, delivery.digest)
+        complete = not missing_groups(run, step, kind, delivery.evaluation_set)
         # The result of a version that is set aside may be another one's: publishing it records it.
-        if complete and kind == "evaluation" and not is_set_aside(session, run, step):
-            record_evaluation(session, run, step, delivery.evaluation_set)
+        if complete and kind == "evaluation" and not is_set_aside(run, step):
+            record_evaluation(run, step, delivery.evaluation_set)
     return wire.GroupsAccepted(
         accepted=len(new), duplicates=len(delivery.groups) - len(new), complete=complete
     )
@@ -176,4 +172,4 @@ def accept_proximal(service: Service, name: str, step: int, attempt: int, body: 
     service.store.put(key, body)
     with service.write_transaction(name) as session:
         run = runs.lock_run(session, name, attempt)
-        record_proximal(session, run, step, sorted(group_ids), key, digest)
+        record_proximal(run, step, sorted(group_ids), key, digest)

@@ -9,27 +9,25 @@ groups of the steps before it, once these are complete. Nothing else is stored f
 from __future__ import annotations
 
 from sqlalchemy import func, select
-from sqlalchemy.orm import Session
 
-from bapo_core.config import RunConfig
 from services.buffer.steps.step_groups import IS_MIXED, count_fresh, missing_fresh
 from services.buffer.storage.tables import RolloutGroup, Run, StepRecord
 
 
-def count_drawn_before(session: Session, run: Run, config: RunConfig, step: int) -> int | None:
+def count_drawn_before(run: Run, step: int) -> int | None:
     """Returns the number of prompts that the steps before `step` drew.
 
     It is None while one of these steps lacks fresh groups: how many prompts it draws is not known.
     """
     # A step with a batch has all its groups, and its record counts them.
-    with_batch, drawn = session.execute(
+    with_batch, drawn = run.session.execute(
         select(
             func.count(), func.coalesce(func.sum(StepRecord.counts["rolled_out"].as_integer()), 0)
         ).where(StepRecord.run_id == run.id, StepRecord.step < step)
     ).one()
     if with_batch == step - 1:
         return int(drawn)
-    ahead = session.execute(
+    ahead = run.session.execute(
         select(RolloutGroup.step, func.count(), func.count().filter(IS_MIXED))
         .where(
             RolloutGroup.run_id == run.id,
@@ -41,17 +39,19 @@ def count_drawn_before(session: Session, run: Run, config: RunConfig, step: int)
     ).all()
     if len(ahead) < step - 1 - with_batch:
         return None
-    if any(missing_fresh(config, earlier, recorded, mixed) for earlier, recorded, mixed in ahead):
+    if any(
+        missing_fresh(run.config, earlier, recorded, mixed) for earlier, recorded, mixed in ahead
+    ):
         return None
     return int(drawn) + sum(recorded for _, recorded, _ in ahead)
 
 
-def count_open_rounds(session: Session, run: Run, config: RunConfig, step: int) -> int:
+def count_open_rounds(run: Run, step: int) -> int:
     """Returns how many generation rounds of a step groups are accepted for.
 
     These are the rounds that are recorded and, unless the step is complete, the next one. The
     prompts after them belong to the next step as soon as this one is complete.
     """
-    recorded, mixed = count_fresh(session, run, step)
-    complete = not missing_fresh(config, step, recorded, mixed)
-    return recorded // config.rollout.prompts_per_step + (not complete)
+    recorded, mixed = count_fresh(run, step)
+    complete = not missing_fresh(run.config, step, recorded, mixed)
+    return recorded // run.config.rollout.prompts_per_step + (not complete)

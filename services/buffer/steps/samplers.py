@@ -15,9 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from sqlalchemy import TextClause, delete, select, text
-from sqlalchemy.orm import Session
 
-from bapo_core.config import RunConfig
 from bapo_core.config.samplers import AdaptiveConfig
 from bapo_core.errors import ConfigError
 from bapo_core.plug_ins import report_failures
@@ -104,9 +102,9 @@ class StoredResults:
     Results fade from the step of their group to this one (`sampler.half_life`).
     """
 
-    def __init__(self, session: Session, run: Run, config: RunConfig, step: int) -> None:
-        self._session, self._run, self._step = session, run, step
-        self._parameters = {"run_id": run.id, "step": step, "fading": config.sampler.fading}
+    def __init__(self, run: Run, step: int) -> None:
+        self._run, self._step = run, step
+        self._parameters = {"run_id": run.id, "step": step, "fading": run.config.sampler.fading}
 
     def posteriors(self, positions: Sequence[int]) -> list[Posterior]:
         by_position = self._read(_NEWEST, {"positions": sorted(positions)})
@@ -117,7 +115,7 @@ class StoredResults:
 
     def step_bins(self) -> list[list[int]]:
         return list(
-            self._session.scalars(
+            self._run.session.scalars(
                 select(StepRecord.bins).where(
                     StepRecord.run_id == self._run.id, StepRecord.step <= self._step
                 )
@@ -125,7 +123,7 @@ class StoredResults:
         )
 
     def _read(self, query: TextClause, parameters: dict[str, Any]) -> dict[int, Posterior]:
-        columns = self._session.execute(query, {**self._parameters, **parameters}).one()
+        columns = self._run.session.execute(query, {**self._parameters, **parameters}).one()
         return {
             position: Posterior(a, b)
             for position, a, b in zip(*(column or () for column in columns), strict=True)
@@ -141,9 +139,7 @@ def _refusing() -> Iterator[None]:
         raise bad_request(str(error)) from error
 
 
-def draw_round(
-    session: Session, run: Run, config: RunConfig, step: int, generation_round: int, first: int = 0
-) -> Draw:
+def draw_round(run: Run, step: int, generation_round: int, first: int = 0) -> Draw:
     """Returns the draw of a step's generation round.
 
     first: number in the stream of the step's first prompt, with `config.draws_from_stream`.
@@ -151,25 +147,25 @@ def draw_round(
     The commit of `config.sampled_as_of(step)` must have happened. Raises 400 if the sampler of a
     plug-in cannot be loaded, or draws what cannot be rolled out.
     """
-    as_of = config.sampled_as_of(step)
+    as_of = run.config.sampled_as_of(step)
     earlier: frozenset[int] = frozenset()
-    if config.sampler.kind not in SAMPLERS:
-        rounds = [draw_round(session, run, config, step, n) for n in range(generation_round)]
+    if run.config.sampler.kind not in SAMPLERS:
+        rounds = [draw_round(run, step, n) for n in range(generation_round)]
         earlier = frozenset(position for draw in rounds for position in draw.positions)
 
     def compute() -> Draw:
-        size = dataset_size(session, run.train_dataset)
-        results = StoredResults(session, run, config, as_of)
+        size = dataset_size(run.session, run.train_dataset)
+        results = StoredResults(run, as_of)
         with _refusing():
             return draw_prompts(
-                DrawContext(config, step, generation_round, size, results, first, earlier)
+                DrawContext(run.config, step, generation_round, size, results, first, earlier)
             )
 
-    if not config.sampler.is_adaptive:
+    if not run.config.sampler.is_adaptive:
         return compute()
     # Every delivery of the step asks for its prompts, and reading results takes long. They change
     # only if the commit of `as_of` is undone and made again.
-    committed_at = session.scalar(
+    committed_at = run.session.scalar(
         select(StepRecord.committed_at).where(StepRecord.run_id == run.id, StepRecord.step == as_of)
     )
     if as_of > 0 and committed_at is None:
@@ -180,15 +176,15 @@ def draw_round(
 # ---- commits and rewinds ------------------------------------------------------------------------
 
 
-def update(session: Session, run: Run, config: RunConfig, step: int) -> dict[str, float]:
+def update(run: Run, step: int) -> dict[str, float]:
     """Appends the posteriors after the fresh groups of `step`, at its commit.
 
     Returns metrics of how well the sampler predicted the step: the accuracy of its prompts that the
     posteriors of their draw predicted, and the realised one. A uniform sampler has none.
     """
-    if not config.sampler.is_adaptive:
+    if not run.config.sampler.is_adaptive:
         return {}
-    rows = session.execute(
+    rows = run.session.execute(
         select(PromptRow.position, RolloutGroup.correct, RolloutGroup.size)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
         .where(
@@ -197,16 +193,16 @@ def update(session: Session, run: Run, config: RunConfig, step: int) -> dict[str
         .order_by(RolloutGroup.position)
     ).all()
     positions = [row.position for row in rows]
-    as_of = config.sampled_as_of(step)
-    drawn_by = StoredResults(session, run, config, as_of).posteriors(positions)
+    as_of = run.config.sampled_as_of(step)
+    drawn_by = StoredResults(run, as_of).posteriors(positions)
     # The results of earlier steps, faded to this one, which has no posterior yet.
-    before = StoredResults(session, run, config, step).posteriors(positions)
+    before = StoredResults(run, step).posteriors(positions)
     updated = [
-        posterior.updated(row.correct, row.size, decay=config.sampler.posterior_decay)
+        posterior.updated(row.correct, row.size, decay=run.config.sampler.posterior_decay)
         for row, posterior in zip(rows, before, strict=True)
     ]
     insert_columns(
-        session,
+        run.session,
         SamplerPosterior,
         {"run_id": run.id, "step": step},
         {
@@ -221,25 +217,25 @@ def update(session: Session, run: Run, config: RunConfig, step: int) -> dict[str
     }
 
 
-def forget(session: Session, run: Run, step: int) -> None:
+def forget(run: Run, step: int) -> None:
     """Removes the posteriors of commits after `step`, which a rewind undoes."""
-    session.execute(
+    run.session.execute(
         delete(SamplerPosterior).where(
             SamplerPosterior.run_id == run.id, SamplerPosterior.step > step
         )
     )
 
 
-def copy_prior(session: Session, run: Run, config: RunConfig) -> None:
+def copy_prior(run: Run) -> None:
     """Copies the results of `sampler.prior_run` as of now, when a run is created.
 
     Raises 400 if there is no such run, if its training prompts are others, if it has no committed
     step, or if the sampler compares counts of correct responses and its groups have another size.
     """
-    name = config.sampler.prior_run if isinstance(config.sampler, AdaptiveConfig) else None
+    name = run.config.sampler.prior_run if isinstance(run.config.sampler, AdaptiveConfig) else None
     if name is None:
         return
-    prior = session.scalar(select(Run).where(Run.name == name))
+    prior = run.session.scalar(select(Run).where(Run.name == name))
     if prior is None:
         raise bad_request(f"sampler.prior_run: there is no run {name!r}; `bapo runs` lists them")
     if prior.train_dataset != run.train_dataset:
@@ -252,20 +248,20 @@ def copy_prior(session: Session, run: Run, config: RunConfig) -> None:
             f"sampler.prior_run: run {name!r} has no committed step, so it has no results; name "
             "another run, or remove the key"
         )
-    sizes = [prior.config["rollout"]["group_size"], config.rollout.group_size]
-    if config.sampler.kind == "exgrpo" and sizes[0] != sizes[1]:
+    sizes = [prior.config_json["rollout"]["group_size"], run.config.rollout.group_size]
+    if run.config.sampler.kind == "exgrpo" and sizes[0] != sizes[1]:
         raise bad_request(
             f"sampler.prior_run: run {name!r} has groups of {sizes[0]} responses, but this run has "
             f"groups of {sizes[1]}, and sampler.kind=exgrpo compares how many of them are correct; "
             "name another run, or remove the key"
         )
-    session.execute(
+    run.session.execute(
         _COPY_PRIOR,
         {
             "run_id": run.id,
             "prior_id": prior.id,
             "last": prior.current_step,
-            "decay": config.sampler.posterior_decay,
+            "decay": run.config.sampler.posterior_decay,
         },
     )
 
@@ -273,20 +269,17 @@ def copy_prior(session: Session, run: Run, config: RunConfig) -> None:
 # ---- explanations -------------------------------------------------------------------------------
 
 
-def explain_draw(
-    session: Session, run: Run, config: RunConfig, step: int, prompt: PromptRow
-) -> wire.PromptDraw | None:
+def explain_draw(run: Run, step: int, prompt: PromptRow) -> wire.PromptDraw | None:
     """Returns how an adaptive sampler decided on a training prompt at a step.
 
     None with the uniform sampler, and for held-out prompts.
     """
-    if not config.sampler.is_adaptive or prompt.dataset != run.train_dataset:
+    if not run.config.sampler.is_adaptive or prompt.dataset != run.train_dataset:
         return None
-    position, kind, as_of = prompt.position, config.sampler.kind, config.sampled_as_of(step)
-    (posterior,) = StoredResults(session, run, config, as_of).posteriors([position])
+    position, kind, as_of = prompt.position, run.config.sampler.kind, run.config.sampled_as_of(step)
+    (posterior,) = StoredResults(run, as_of).posteriors([position])
     draws = [
-        draw_round(session, run, config, step, number)
-        for number in range(config.rollout.max_generation_rounds)
+        draw_round(run, step, number) for number in range(run.config.rollout.max_generation_rounds)
     ]
     drawn = [number for number, draw in enumerate(draws) if position in draw.positions]
     ranked = [number for number, draw in enumerate(draws) if position in draw.ranking]
@@ -307,8 +300,8 @@ def explain_draw(
         a=posterior.a,
         b=posterior.b,
         mean=posterior.mean,
-        candidates=config.candidates_per_round,
-        prompts_per_round=config.rollout.prompts_per_step,
+        candidates=run.config.candidates_per_round,
+        prompts_per_round=run.config.rollout.prompts_per_step,
         generation_round=number,
         rank=None if rank is None else rank.rank,
         draw=None if rank is None else rank.number,
@@ -316,12 +309,10 @@ def explain_draw(
     )
 
 
-def current_posterior(
-    session: Session, run: Run, config: RunConfig, prompt: PromptRow
-) -> wire.PromptPosterior | None:
+def current_posterior(run: Run, prompt: PromptRow) -> wire.PromptPosterior | None:
     """Returns the posterior of a training prompt as of the last commit; None as `explain_draw`."""
-    if not config.sampler.is_adaptive or prompt.dataset != run.train_dataset:
+    if not run.config.sampler.is_adaptive or prompt.dataset != run.train_dataset:
         return None
     as_of = run.current_step
-    (posterior,) = StoredResults(session, run, config, as_of).posteriors([prompt.position])
+    (posterior,) = StoredResults(run, as_of).posteriors([prompt.position])
     return wire.PromptPosterior(as_of_step=as_of, a=posterior.a, b=posterior.b, mean=posterior.mean)

@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from sqlalchemy import func, select
-from sqlalchemy.orm import Session
 
 from bapo_core.config import RunConfig
 from bapo_core.metrics import majority_at_k, sample_counts
 from services.buffer.api import wire
 from services.buffer.api.trajectories import GroupRows
-from services.buffer.runs.runs import run_config
 from services.buffer.steps.step_state import reevaluated_entries
 from services.buffer.storage.bulk import insert_columns
 from services.buffer.storage.datasets import dataset_size
@@ -73,12 +71,11 @@ def _check_evaluation(config: RunConfig, version: int, evaluation_set: str | Non
 
 def dataset_of_set(run: Run, evaluation_set: str | None) -> str:
     """Returns the dataset of an evaluation set, which is the primary one if None."""
-    dataset: str = run.test_datasets[evaluation_set or run_config(run).primary_set]
+    dataset: str = run.test_datasets[evaluation_set or run.config.primary_set]
     return dataset
 
 
 def select_new(
-    session: Session,
     run: Run,
     step: int,
     kind: wire.Kind,
@@ -90,9 +87,9 @@ def select_new(
     Raises 400 if a group has another size or policy version than the step needs, and 409 if a new
     one arrives after the commit of its step.
     """
-    config = run_config(run)
+    config = run.config
     check_step(config, step, kind, evaluation_set)
-    recorded = recorded_uids(session, run, step, kind, evaluation_set)
+    recorded = recorded_uids(run, step, kind, evaluation_set)
     new = [group for group in groups if group.prompt_uid not in recorded]
     if new and kind != "evaluation" and step <= run.current_step:
         raise conflict(f"step {step} is committed; no group can be added to it")
@@ -115,7 +112,7 @@ def select_new(
 
 
 def recorded_uids(
-    session: Session, run: Run, step: int, kind: wire.Kind, evaluation_set: str | None = None
+    run: Run, step: int, kind: wire.Kind, evaluation_set: str | None = None
 ) -> set[str]:
     """Returns the prompts of a step that have a group of this kind."""
     statement = (
@@ -129,11 +126,10 @@ def recorded_uids(
     )
     if kind == "evaluation":
         statement = statement.where(PromptRow.dataset == dataset_of_set(run, evaluation_set))
-    return set(session.scalars(statement))
+    return set(run.session.scalars(statement))
 
 
 def record_groups(
-    session: Session,
     run: Run,
     step: int,
     kind: wire.Kind,
@@ -149,9 +145,9 @@ def record_groups(
     for group in groups:
         if group.prompt_uid not in expected:
             raise bad_request(f"prompt {group.prompt_uid!r} is not a {kind} prompt of step {step}")
-    keeps_responses = kind != "evaluation" and run_config(run).response_replay.enabled
+    keeps_responses = kind != "evaluation" and run.config.response_replay.enabled
     insert_columns(
-        session,
+        run.session,
         RolloutGroup,
         {
             "run_id": run.id,
@@ -201,27 +197,25 @@ def _majority(group: GroupRows) -> str | None:
     return json.dumps({k: majority_at_k(answers, group.verdicts, k) for k in counts})
 
 
-def missing_groups(
-    session: Session, run: Run, step: int, kind: wire.Kind, evaluation_set: str | None = None
-) -> str:
+def missing_groups(run: Run, step: int, kind: wire.Kind, evaluation_set: str | None = None) -> str:
     """Describes the groups of this kind that a step still lacks; empty when it has all of them."""
-    config = run_config(run)
+    config = run.config
     if kind == "evaluation":
-        return _missing_of_set(session, run, step, dataset_of_set(run, evaluation_set))
-    recorded, mixed = _count_groups(session, run, step, kind)
+        return _missing_of_set(run, step, dataset_of_set(run, evaluation_set))
+    recorded, mixed = _count_groups(run, step, kind)
     if kind == "fresh":
         return missing_fresh(config, step, recorded, mixed)
-    needed = len(reevaluated_entries(session, run, config, step))
+    needed = len(reevaluated_entries(run, step))
     return "" if recorded == needed else f"{recorded} of {needed} {kind} groups of step {step}"
 
 
-def count_fresh(session: Session, run: Run, step: int) -> tuple[int, int]:
+def count_fresh(run: Run, step: int) -> tuple[int, int]:
     """Returns how many fresh groups of a step are recorded, and how many of these are mixed."""
-    return _count_groups(session, run, step, "fresh")
+    return _count_groups(run, step, "fresh")
 
 
-def _count_groups(session: Session, run: Run, step: int, kind: wire.Kind) -> tuple[int, int]:
-    recorded, mixed = session.execute(
+def _count_groups(run: Run, step: int, kind: wire.Kind) -> tuple[int, int]:
+    recorded, mixed = run.session.execute(
         select(func.count(), func.count().filter(IS_MIXED)).where(
             RolloutGroup.run_id == run.id, RolloutGroup.step == step, RolloutGroup.kind == kind
         )
@@ -229,8 +223,8 @@ def _count_groups(session: Session, run: Run, step: int, kind: wire.Kind) -> tup
     return recorded, mixed
 
 
-def _missing_of_set(session: Session, run: Run, version: int, dataset: str) -> str:
-    recorded = session.scalar(
+def _missing_of_set(run: Run, version: int, dataset: str) -> str:
+    recorded = run.session.scalar(
         select(func.count())
         .select_from(RolloutGroup)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
@@ -241,7 +235,7 @@ def _missing_of_set(session: Session, run: Run, version: int, dataset: str) -> s
             PromptRow.dataset == dataset,
         )
     )
-    needed = dataset_size(session, dataset)
+    needed = dataset_size(run.session, dataset)
     return (
         "" if recorded == needed else f"{recorded} of {needed} evaluation groups of step {version}"
     )

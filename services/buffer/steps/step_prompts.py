@@ -10,7 +10,6 @@ from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from bapo_core.config import RunConfig
 from services.buffer.api import wire
-from services.buffer.runs.runs import run_config
 from services.buffer.steps.prompt_stream import count_drawn_before, count_open_rounds
 from services.buffer.steps.samplers import draw_round
 from services.buffer.steps.step_groups import (
@@ -31,7 +30,6 @@ _CONTENT = (*_ID, PromptRow.task, PromptRow.payload)
 
 
 def select_prompts(
-    session: Session,
     run: Run,
     step: int,
     kind: wire.Kind,
@@ -51,43 +49,41 @@ def select_prompts(
 
     Raises 400 if the schedule has no such rollouts, or no such round, at this step.
     """
-    config = run_config(run)
+    config = run.config
     check_step(config, step, kind, evaluation_set)
     _check_round(config, kind, generation_round)
     version = config.rollout_version(step, kind)
     undecided = run.current_step < _decided_by(config, step, kind)
-    first = _first_prompt(session, run, config, step, kind)
-    if undecided or first is None or run.status == "paused" or is_set_aside(session, run, version):
+    first = _first_prompt(run, step, kind)
+    if undecided or first is None or run.status == "paused" or is_set_aside(run, version):
         return wire.StepPrompts(ready=False, policy_version=version, prompts=[])
-    rows = _prompt_rows(
-        session, run, config, step, kind, generation_round, first, evaluation_set, _CONTENT
-    )
+    rows = _prompt_rows(run, step, kind, generation_round, first, evaluation_set, _CONTENT)
     items = [wire.PromptItem(uid=row.uid, task=row.task, payload=row.payload) for row in rows]
-    recorded = recorded_uids(session, run, step, kind, evaluation_set)
+    recorded = recorded_uids(run, step, kind, evaluation_set)
     return wire.StepPrompts(
         ready=True,
         policy_version=version,
         prompts=items,
         recorded=[item.uid for item in items if item.uid in recorded],
-        complete=not missing_groups(session, run, step, kind, evaluation_set),
+        complete=not missing_groups(run, step, kind, evaluation_set),
     )
 
 
 def expected_prompts(
-    session: Session, run: Run, step: int, kind: wire.Kind, evaluation_set: str | None = None
+    run: Run, step: int, kind: wire.Kind, evaluation_set: str | None = None
 ) -> dict[str, ExpectedPrompt]:
     """Returns every prompt that groups of a step are accepted for, by uid.
 
     Raises 409 before the commit of the step, or the groups of the steps, that decide them.
     """
-    config = run_config(run)
+    config = run.config
     decided_by = _decided_by(config, step, kind)
     if run.current_step < decided_by:
         prompts = "re-evaluations" if kind == "reevaluation" else "prompts"
         raise conflict(
             f"step {decided_by} is not committed; the {prompts} of step {step} depend on it"
         )
-    first = _first_prompt(session, run, config, step, kind)
+    first = _first_prompt(run, step, kind)
     if first is None:
         raise conflict(
             f"the steps before step {step} lack fresh groups; which prompts step {step} draws "
@@ -95,13 +91,11 @@ def expected_prompts(
         )
     rounds = config.rollout.max_generation_rounds if kind == "fresh" else 1
     if _is_streamed(config, kind):
-        rounds = count_open_rounds(session, run, config, step)
+        rounds = count_open_rounds(run, step)
     rows = [
         row
         for generation_round in range(rounds)
-        for row in _prompt_rows(
-            session, run, config, step, kind, generation_round, first, evaluation_set, _ID
-        )
+        for row in _prompt_rows(run, step, kind, generation_round, first, evaluation_set, _ID)
     ]
     return {row.uid: ExpectedPrompt(row.id, position) for position, row in enumerate(rows)}
 
@@ -129,16 +123,14 @@ def _check_round(config: RunConfig, kind: wire.Kind, generation_round: int) -> N
         )
 
 
-def _first_prompt(
-    session: Session, run: Run, config: RunConfig, step: int, kind: wire.Kind
-) -> int | None:
+def _first_prompt(run: Run, step: int, kind: wire.Kind) -> int | None:
     """Returns the number in the stream of a step's first prompt; None while it is not known.
 
     It is 0 for prompts that are not drawn from the stream.
     """
-    if not _is_streamed(config, kind):
+    if not _is_streamed(run.config, kind):
         return 0
-    return count_drawn_before(session, run, config, step)
+    return count_drawn_before(run, step)
 
 
 def _decided_by(config: RunConfig, step: int, kind: wire.Kind) -> int:
@@ -149,9 +141,7 @@ def _decided_by(config: RunConfig, step: int, kind: wire.Kind) -> int:
 
 
 def _prompt_rows(
-    session: Session,
     run: Run,
-    config: RunConfig,
     step: int,
     kind: wire.Kind,
     generation_round: int,
@@ -161,14 +151,14 @@ def _prompt_rows(
 ) -> list[Row[*tuple[Any, ...]]]:
     """Returns `columns` of the prompts of a step and kind, in the order of their rollout."""
     if kind == "reevaluation":
-        uids = [entry.prompt_uid for entry in reevaluated_entries(session, run, config, step)]
-        return _rows_by_uid(session, run.train_dataset, uids, columns)
+        uids = [entry.prompt_uid for entry in reevaluated_entries(run, step)]
+        return _rows_by_uid(run.session, run.train_dataset, uids, columns)
     if kind == "evaluation":
         dataset = dataset_of_set(run, evaluation_set)
         statement = select(*columns).where(PromptRow.dataset == dataset)
-        return list(session.execute(statement.order_by(PromptRow.position)))
-    positions = draw_round(session, run, config, step, generation_round, first).positions
-    rows = session.execute(
+        return list(run.session.execute(statement.order_by(PromptRow.position)))
+    positions = draw_round(run, step, generation_round, first).positions
+    rows = run.session.execute(
         select(*columns).where(
             PromptRow.dataset == run.train_dataset, PromptRow.position.in_(positions)
         )

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from sqlalchemy import ColumnElement, select, true
-from sqlalchemy.orm import Session, aliased
+from sqlalchemy.orm import aliased
 
 from bapo_core.algorithm import (
     BATCH_RULES,
@@ -50,87 +50,85 @@ def batch_rule(config: RunConfig) -> Iterator[BatchRule]:
         raise bad_request(str(error)) from error
 
 
-def settle_step(session: Session, run: Run, config: RunConfig, record: StepRecord) -> BufferChanges:
+def settle_step(run: Run, record: StepRecord) -> BufferChanges:
     """Returns how the commit of a step changes the buffers; the step has its batch."""
     # Algorithm 1 settles by groups and buffers alone; a plug-in's rule may compose again.
-    built_in = config.batch.rule in BATCH_RULES
+    built_in = run.config.batch.rule in BATCH_RULES
     read = _read_groups_and_buffers if built_in else read_state
-    state = read(session, run, config, record.step)
-    supervised = supervised_ids(session, run, config, record)
-    with batch_rule(config) as rule:
-        return rule.settle(config, state, window=(record.c2, record.c3), supervised=supervised)
+    state = read(run, record.step)
+    supervised = supervised_ids(run, record)
+    with batch_rule(run.config) as rule:
+        return rule.settle(run.config, state, window=(record.c2, record.c3), supervised=supervised)
 
 
-def supervised_ids(session: Session, run: Run, config: RunConfig, record: StepRecord) -> list[int]:
+def supervised_ids(run: Run, record: StepRecord) -> list[int]:
     """Returns the hard entries whose demonstrations the step has a supervised update on."""
     if record.supervised is not None:
         return [entry["group_id"] for entry in record.supervised]
     # A batch of an earlier version, which did not record them.
-    composition = compose_again(session, run, config, record.step)
+    composition = compose_again(run, record.step)
     return [entry.group_id for entry in composition.supervised]
 
 
-def reevaluated_entries(
-    session: Session, run: Run, config: RunConfig, step: int
-) -> list[GroupSummary]:
+def reevaluated_entries(run: Run, step: int) -> list[GroupSummary]:
     """Returns the hard entries whose prompts are answered again at `step`.
 
     They are a function of the committed state of step - 1 and the seed.
     """
-    hard = buffer_as_of(session, run, "hard", step - 1)
-    with batch_rule(config) as rule:
-        return rule.draw_reevaluated(config, step, hard)
+    hard = buffer_as_of(run, "hard", step - 1)
+    with batch_rule(run.config) as rule:
+        return rule.draw_reevaluated(run.config, step, hard)
 
 
-def compose_again(session: Session, run: Run, config: RunConfig, step: int) -> Composition:
+def compose_again(run: Run, step: int) -> Composition:
     """Composes the recorded batch of a step again, from the same state."""
-    state = read_state(session, run, config, step)
-    with batch_rule(config) as rule:
-        return rule.compose(config, state)
+    state = read_state(run, step)
+    with batch_rule(run.config) as rule:
+        return rule.compose(run.config, state)
 
 
-def _read_groups_and_buffers(session: Session, run: Run, config: RunConfig, step: int) -> StepState:
+def _read_groups_and_buffers(run: Run, step: int) -> StepState:
     """Reads the groups of a step and the buffers before it: what its commit depends on."""
     hard: list[GroupSummary] = []
     high: list[GroupSummary] = []
-    if config.keeps_hard_buffer:
-        hard = buffer_as_of(session, run, "hard", step - 1)
-    if config.replay.enabled:
-        high = buffer_as_of(session, run, "high_quality", step - 1)
+    if run.config.keeps_hard_buffer:
+        hard = buffer_as_of(run, "hard", step - 1)
+    if run.config.replay.enabled:
+        high = buffer_as_of(run, "high_quality", step - 1)
     return StepState(
         step=step,
-        fresh=read_summaries(session, run, step, "fresh"),
-        reevaluated=read_summaries(session, run, step, "reevaluation"),
+        fresh=read_summaries(run, step, "fresh"),
+        reevaluated=read_summaries(run, step, "reevaluation"),
         hard=hard,
         high=high,
     )
 
 
-def read_state(session: Session, run: Run, config: RunConfig, step: int) -> StepState:
+def read_state(run: Run, step: int) -> StepState:
     """Reads all that the batch of a step depends on."""
-    state = _read_groups_and_buffers(session, run, config, step)
-    previous = session.get(StepRecord, (run.id, step - 1))
+    state = _read_groups_and_buffers(run, step)
+    previous = run.session.get(StepRecord, (run.id, step - 1))
     revisited = 0
-    if config.response_replay.enabled and config.response_replay.groups == "revisited":
-        revisited = draw_round(session, run, config, step, generation_round=0).revisited
-    receiving = receives_replayed(config, state.fresh, revisited)
+    if run.config.response_replay.enabled and run.config.response_replay.groups == "revisited":
+        revisited = draw_round(run, step, generation_round=0).revisited
+    receiving = receives_replayed(run.config, state.fresh, revisited)
     demonstrated: set[str] = set()
-    if config.demonstrations.enabled:
+    if run.config.demonstrations.enabled:
         groups = (*state.fresh, *state.hard)
-        demonstrated = _with_demonstration(session, run, {group.prompt_uid for group in groups})
+        demonstrated = _with_demonstration(run, {group.prompt_uid for group in groups})
     return replace(
         state,
         r_tot_before=None if previous is None else previous.r_tot,
         revisited=revisited,
-        caches=_read_caches(session, run, config, step, [group.prompt_uid for group in receiving]),
+        caches=_read_caches(run, step, [group.prompt_uid for group in receiving]),
         demonstrated=demonstrated,
     )
 
 
-def _with_demonstration(session: Session, run: Run, uids: set[str]) -> set[str]:
+def _with_demonstration(run: Run, uids: set[str]) -> set[str]:
     """Returns those of the prompts that have a demonstration."""
     return set(
-        session.scalars(
+        run.session.scalars(
             select(PromptRow.uid).where(
                 PromptRow.dataset == run.train_dataset,
                 PromptRow.uid.in_(uids),
@@ -140,9 +138,7 @@ def _with_demonstration(session: Session, run: Run, uids: set[str]) -> set[str]:
     )
 
 
-def _read_caches(
-    session: Session, run: Run, config: RunConfig, step: int, uids: Sequence[str]
-) -> dict[str, list[StoredResponse]]:
+def _read_caches(run: Run, step: int, uids: Sequence[str]) -> dict[str, list[StoredResponse]]:
     """Returns responses to these prompts in groups of steps before `step`, oldest first.
 
     Of each prompt, only the newest groups are read that `choose_responses` can choose from: a
@@ -151,10 +147,10 @@ def _read_caches(
     """
     if not uids:
         return {}
-    settings = config.response_replay
+    settings = run.config.response_replay
     stored = aliased(RolloutGroup)
     usable: list[ColumnElement[bool]] = [stored.responses.is_not(None)]
-    groups = math.ceil(settings.cache / config.rollout.group_size)
+    groups = math.ceil(settings.cache / run.config.rollout.group_size)
     if settings.only_correct:
         usable.append(stored.correct > 0)
         groups = settings.cache  # One correct response in each, in the worst case.
@@ -172,7 +168,7 @@ def _read_caches(
         .correlate(PromptRow)
         .lateral()
     )
-    rows = session.execute(
+    rows = run.session.execute(
         select(*SUMMARY_COLUMNS, RolloutGroup.responses)
         .select_from(PromptRow)
         .join(newest, true())
@@ -217,21 +213,19 @@ def _dump(decision: Decision) -> dict[str, Any]:
     return values
 
 
-def read_decisions(
-    session: Session, run: Run, config: RunConfig, step: int, uid: str
-) -> dict[Source, wire.SourceDecision]:
+def read_decisions(run: Run, step: int, uid: str) -> dict[Source, wire.SourceDecision]:
     """Returns how each source of a recorded batch decided on a prompt, in the order of X1 to X3.
 
     Batches of earlier versions have no recorded decisions, and are composed again for them.
     """
     recorded = StepRecord.decisions
-    of_prompt, otherwise = session.execute(
+    of_prompt, otherwise = run.session.execute(
         select(recorded["by_prompt"][uid], recorded["otherwise"]).where(
             StepRecord.run_id == run.id, StepRecord.step == step
         )
     ).one()
     if otherwise is None:
-        values = dump_decisions(compose_again(session, run, config, step).decisions)
+        values = dump_decisions(compose_again(run, step).decisions)
         of_prompt, otherwise = values["by_prompt"].get(uid), values["otherwise"]
     decided = {decision["source"]: decision for decision in of_prompt or ()}
     return {

@@ -7,12 +7,9 @@ from collections.abc import Sequence
 
 from sqlalchemy import and_, delete, func, select, update
 from sqlalchemy.dialects.postgresql import insert
-from sqlalchemy.orm import Session
 
-from bapo_core.config import RunConfig
 from services.buffer.api import wire
 from services.buffer.queries.evaluations import record_evaluation
-from services.buffer.runs.runs import run_config
 from services.buffer.steps.step_groups import missing_groups
 from services.buffer.storage.tables import (
     Checkpoint,
@@ -33,9 +30,7 @@ MAX_VERSIONS = 1000
 # ---- weights ------------------------------------------------------------------------------------
 
 
-def publish_weights(
-    session: Session, run: Run, version: int, digest: str
-) -> tuple[wire.StoredVersion, list[str]]:
+def publish_weights(run: Run, version: int, digest: str) -> tuple[wire.StoredVersion, list[str]]:
     """Records a version of the weights, whose objects this attempt has written already.
 
     A version that a rewind set aside is the same again if its digest is, and its groups are valid.
@@ -49,9 +44,9 @@ def publish_weights(
             f"version {version} does not exist yet: step {run.current_step} is the last committed "
             f"one; publish version {run.current_step + 1} at most"
         )
-    unneeded = _settle_set_aside(session, run, version, digest)
+    unneeded = _settle_set_aside(run, version, digest)
     written = layout.weights(run.name, version, run.attempt)
-    session.execute(
+    run.session.execute(
         insert(WeightVersion)
         .values(
             run_id=run.id,
@@ -62,7 +57,7 @@ def publish_weights(
         )
         .on_conflict_do_nothing(index_elements=["run_id", "version"])
     )
-    stored = get_weights(session, run, version)
+    stored = get_weights(run, version)
     if stored is None or stored.manifest_digest != digest:
         raise conflict(f"version {version} of run {run.name!r} was published with other weights")
     # Replicas may be fetching the equal objects of an earlier attempt, so those stay. A rewind
@@ -70,7 +65,7 @@ def publish_weights(
     return stored, [prefix for prefix in {*unneeded, written} if prefix != stored.uri]
 
 
-def set_weights_aside(session: Session, run: Run, last_valid: int) -> None:
+def set_weights_aside(run: Run, last_valid: int) -> None:
     """Sets versions after `last_valid` aside, which a rewind undid, and keeps their groups.
 
     Groups of a version without weights can never be confirmed, so they are deleted. Where prompts
@@ -79,54 +74,54 @@ def set_weights_aside(session: Session, run: Run, last_valid: int) -> None:
     prompts may be due.
     """
     later = (WeightVersion.run_id == run.id, WeightVersion.version > last_valid)
-    session.execute(delete(WeightVersion).where(*later, WeightVersion.status == "pruned"))
-    session.execute(update(WeightVersion).where(*later).values(status="set_aside"))
+    run.session.execute(delete(WeightVersion).where(*later, WeightVersion.status == "pruned"))
+    run.session.execute(update(WeightVersion).where(*later).values(status="set_aside"))
     without_weights = (
         RolloutGroup.run_id == run.id,
         RolloutGroup.step > last_valid,  # No group is older than its policy; there is an index.
         RolloutGroup.policy_version > last_valid,
         RolloutGroup.policy_version.not_in(select(WeightVersion.version).where(*later)),
     )
-    config = run_config(run)
+    config = run.config
     if config.draws_from_stream or config.sampler.is_adaptive or config.reevaluate.enabled:
-        first_deleted = session.scalar(
+        first_deleted = run.session.scalar(
             select(func.min(RolloutGroup.policy_version)).where(
                 *without_weights, RolloutGroup.kind != "evaluation"
             )
         )
         if first_deleted is not None:
-            session.execute(
+            run.session.execute(
                 delete(WeightVersion).where(*later, WeightVersion.version > first_deleted)
             )
-    session.execute(delete(RolloutGroup).where(*without_weights))
+    run.session.execute(delete(RolloutGroup).where(*without_weights))
 
 
-def weights_digest(session: Session, run: Run, version: int) -> str | None:
+def weights_digest(run: Run, version: int) -> str | None:
     """Returns the manifest digest of a version, whatever its status; None if it has no weights."""
-    row = session.get(WeightVersion, (run.id, version))
+    row = run.session.get(WeightVersion, (run.id, version))
     return None if row is None else row.manifest_digest
 
 
-def is_set_aside(session: Session, run: Run, version: int) -> bool:
+def is_set_aside(run: Run, version: int) -> bool:
     """Returns whether a rewind set a version aside that has not been published again since."""
-    row = session.get(WeightVersion, (run.id, version))
+    row = run.session.get(WeightVersion, (run.id, version))
     return row is not None and row.status == "set_aside"
 
 
-def _settle_set_aside(session: Session, run: Run, version: int, digest: str) -> list[str]:
+def _settle_set_aside(run: Run, version: int, digest: str) -> list[str]:
     """Confirms a version that was set aside, or deletes it and all that were trained after it.
 
     Returns the prefixes of the objects of those that are deleted.
     """
-    row = session.get(WeightVersion, (run.id, version))
+    row = run.session.get(WeightVersion, (run.id, version))
     if row is None or row.status != "set_aside":
         return []
     if row.manifest_digest == digest:
         row.status = "published"
-        session.flush()
-        for name in run_config(run).evaluation_sets_at(version):
-            if not missing_groups(session, run, version, "evaluation", name):
-                record_evaluation(session, run, version, name)
+        run.session.flush()
+        for name in run.config.evaluation_sets_at(version):
+            if not missing_groups(run, version, "evaluation", name):
+                record_evaluation(run, version, name)
         return []
     log.warning(
         "version %d of run %s was trained again and differs: its groups, and those of later "
@@ -139,7 +134,7 @@ def _settle_set_aside(session: Session, run: Run, version: int, digest: str) -> 
         WeightVersion.version >= version,
         WeightVersion.status == "set_aside",
     )
-    session.execute(
+    run.session.execute(
         delete(RolloutGroup).where(
             RolloutGroup.run_id == run.id,
             RolloutGroup.step >= version,
@@ -147,15 +142,15 @@ def _settle_set_aside(session: Session, run: Run, version: int, digest: str) -> 
         )
     )
     deleted = delete(WeightVersion).where(*invalid).returning(WeightVersion.uri)
-    return list(session.scalars(deleted))
+    return list(run.session.scalars(deleted))
 
 
-def get_weights(session: Session, run: Run, version: int) -> wire.StoredVersion | None:
+def get_weights(run: Run, version: int) -> wire.StoredVersion | None:
     """Returns a published version; raises 404 if it was pruned.
 
     None before its publication, and while it is set aside.
     """
-    row = session.get(WeightVersion, (run.id, version))
+    row = run.session.get(WeightVersion, (run.id, version))
     if row is not None and row.status == "pruned":
         raise not_found(f"version {version} of run {run.name!r} any more: it was pruned")
     return _stored(row)
@@ -167,9 +162,9 @@ def _stored(row: WeightVersion | None) -> wire.StoredVersion | None:
     return wire.StoredVersion(number=row.version, uri=row.uri, manifest_digest=row.manifest_digest)
 
 
-def list_weights(session: Session, run: Run) -> list[wire.WeightView]:
+def list_weights(run: Run) -> list[wire.WeightView]:
     """Returns the last `MAX_VERSIONS` versions, newest first, pruned ones included."""
-    rows = session.scalars(
+    rows = run.session.scalars(
         select(WeightVersion)
         .where(WeightVersion.run_id == run.id)
         .order_by(WeightVersion.version.desc())
@@ -187,16 +182,16 @@ def list_weights(session: Session, run: Run) -> list[wire.WeightView]:
     ]
 
 
-def target_weights(session: Session, run: Run) -> wire.TargetWeights:
+def target_weights(run: Run) -> wire.TargetWeights:
     """Returns the version that rollout replicas should serve, and the newest published one."""
     target = run.target_version
-    newest = session.scalar(
+    newest = run.session.scalar(
         select(WeightVersion)
         .where(WeightVersion.run_id == run.id, WeightVersion.status == "published")
         .order_by(WeightVersion.version.desc())
         .limit(1)
     )
-    versions = [_stored(session.get(WeightVersion, (run.id, target))), _stored(newest)]
+    versions = [_stored(run.session.get(WeightVersion, (run.id, target))), _stored(newest)]
     digests = ["" if version is None else version.manifest_digest[:16] for version in versions]
     return wire.TargetWeights(
         version=target,
@@ -209,14 +204,14 @@ def target_weights(session: Session, run: Run) -> wire.TargetWeights:
 # ---- checkpoints --------------------------------------------------------------------------------
 
 
-def record_checkpoint(session: Session, run: Run, step: int, digest: str) -> list[str]:
+def record_checkpoint(run: Run, step: int, digest: str) -> list[str]:
     """Records a checkpoint, whose objects are written already, and prunes older artifacts.
 
     Returns the prefixes of objects that may be deleted. Raises 400 if the step is not committed.
     """
     if step > run.current_step:
         raise bad_request(f"step {step} is not committed; only committed steps have checkpoints")
-    session.execute(
+    run.session.execute(
         insert(Checkpoint)
         .values(
             run_id=run.id,
@@ -226,12 +221,12 @@ def record_checkpoint(session: Session, run: Run, step: int, digest: str) -> lis
         )
         .on_conflict_do_nothing(index_elements=["run_id", "step"])
     )
-    return _prune(session, run)
+    return _prune(run)
 
 
-def latest_checkpoint(session: Session, run: Run) -> wire.StoredVersion | None:
+def latest_checkpoint(run: Run) -> wire.StoredVersion | None:
     """Returns the checkpoint that a new attempt starts from, or None before the first."""
-    row = session.scalar(
+    row = run.session.scalar(
         select(Checkpoint)
         .where(Checkpoint.run_id == run.id)
         .order_by(Checkpoint.step.desc())
@@ -242,15 +237,15 @@ def latest_checkpoint(session: Session, run: Run) -> wire.StoredVersion | None:
     return wire.StoredVersion(number=row.step, uri=row.uri, manifest_digest=row.manifest_digest)
 
 
-def list_checkpoints(session: Session, run: Run) -> list[wire.CheckpointView]:
+def list_checkpoints(run: Run) -> list[wire.CheckpointView]:
     """Returns the kept checkpoints, newest first, with the accuracy of their weights on the
     primary evaluation set."""
     evaluation_of_weights = and_(
         EvaluationRecord.run_id == Checkpoint.run_id,
         EvaluationRecord.version == Checkpoint.step + 1,
-        EvaluationRecord.evaluation_set == run_config(run).primary_set,
+        EvaluationRecord.evaluation_set == run.config.primary_set,
     )
-    rows = session.execute(
+    rows = run.session.execute(
         select(Checkpoint, EvaluationRecord.mean_accuracy)
         .outerjoin(EvaluationRecord, evaluation_of_weights)
         .where(Checkpoint.run_id == run.id)
@@ -268,22 +263,22 @@ def list_checkpoints(session: Session, run: Run) -> list[wire.CheckpointView]:
     ]
 
 
-def _prune(session: Session, run: Run) -> list[str]:
+def _prune(run: Run) -> list[str]:
     """Drops checkpoints beyond `checkpoint.keep` and `checkpoint.keep_best`, and old weights.
 
     Keeps the weights that a resume from one of the latest checkpoints would load.
     """
-    config = run_config(run)
+    config = run.config
     newest_first = select(Checkpoint.step).where(Checkpoint.run_id == run.id)
-    steps = list(session.scalars(newest_first.order_by(Checkpoint.step.desc())))
+    steps = list(run.session.scalars(newest_first.order_by(Checkpoint.step.desc())))
     latest = steps[: config.checkpoint.keep]
-    kept = {*latest, *_best_or_pending(session, run, config, steps)}
+    kept = {*latest, *_best_or_pending(run, steps)}
     dropped = [step for step in steps if step not in kept]
     deleted = delete(Checkpoint).where(Checkpoint.run_id == run.id, Checkpoint.step.in_(dropped))
-    unneeded = list(session.scalars(deleted.returning(Checkpoint.uri)))
+    unneeded = list(run.session.scalars(deleted.returning(Checkpoint.uri)))
     oldest_needed = config.schedule.policy_version(min(latest) + 1)
     stale = list(
-        session.scalars(
+        run.session.scalars(
             select(WeightVersion).where(
                 WeightVersion.run_id == run.id,
                 WeightVersion.status == "published",
@@ -297,7 +292,7 @@ def _prune(session: Session, run: Run) -> list[str]:
         row
         for row in stale
         if not any(
-            missing_groups(session, run, row.version, "evaluation", name)
+            missing_groups(run, row.version, "evaluation", name)
             for name in config.evaluation_sets_at(row.version)
         )
     ]
@@ -306,16 +301,14 @@ def _prune(session: Session, run: Run) -> list[str]:
     return [*unneeded, *(row.uri for row in stale)]
 
 
-def _best_or_pending(
-    session: Session, run: Run, config: RunConfig, steps: Sequence[int]
-) -> list[int]:
+def _best_or_pending(run: Run, steps: Sequence[int]) -> list[int]:
     """Returns the steps with the best evaluations, and those whose evaluation is not complete."""
-    if not config.checkpoint.keep_best:
+    if not run.config.checkpoint.keep_best:
         return []
-    rows = session.execute(
+    rows = run.session.execute(
         select(EvaluationRecord.version, EvaluationRecord.mean_accuracy).where(
             EvaluationRecord.run_id == run.id,
-            EvaluationRecord.evaluation_set == config.primary_set,
+            EvaluationRecord.evaluation_set == run.config.primary_set,
         )
     )
     accuracy = {version - 1: mean_accuracy for version, mean_accuracy in rows.tuples()}
@@ -325,6 +318,7 @@ def _best_or_pending(
     pending = [
         step
         for step in steps
-        if config.primary_set in config.evaluation_sets_at(step + 1) and step not in accuracy
+        if run.config.primary_set in run.config.evaluation_sets_at(step + 1)
+        and step not in accuracy
     ]
-    return [*best_first[: config.checkpoint.keep_best], *pending]
+    return [*best_first[: run.config.checkpoint.keep_best], *pending]

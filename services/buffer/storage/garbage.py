@@ -78,7 +78,7 @@ def _referenced_prefixes(session: Session) -> Iterable[str]:
     stored = select(WeightVersion.uri).where(WeightVersion.status != "pruned")
     yield from session.scalars(stored)
     yield from session.scalars(select(Checkpoint.uri))
-    for path in session.scalars(select(Run.config["model"]["path"].astext)):
+    for path in session.scalars(select(Run.config_json["model"]["path"].astext)):
         if path.startswith(layout.MODEL_SCHEME):
             yield path.removeprefix(layout.MODEL_SCHEME).partition("#")[0]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from sqlalchemy import Row, func, select, update
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.orm import Session
 
 from bapo_core.types import GroupSummary
 from services.buffer.api import wire
@@ -47,9 +46,9 @@ LOCATION_COLUMNS = (
 """The fields of a `ManifestMember`, all but its `source`."""
 
 
-def read_summaries(session: Session, run: Run, step: int, kind: wire.Kind) -> list[GroupSummary]:
+def read_summaries(run: Run, step: int, kind: wire.Kind) -> list[GroupSummary]:
     """Returns the groups of a step in the order their prompts were drawn, not of arrival."""
-    rows = session.execute(
+    rows = run.session.execute(
         select(*SUMMARY_COLUMNS)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
         .where(RolloutGroup.run_id == run.id, RolloutGroup.step == step, RolloutGroup.kind == kind)
@@ -58,9 +57,9 @@ def read_summaries(session: Session, run: Run, step: int, kind: wire.Kind) -> li
     return [GroupSummary(*row) for row in rows]
 
 
-def mean_rewards(session: Session, run: Run, step: int) -> tuple[float, dict[str, float]]:
+def mean_rewards(run: Run, step: int) -> tuple[float, dict[str, float]]:
     """Returns the mean reward of the fresh groups of a step, and the mean of each of its parts."""
-    groups = session.execute(
+    groups = run.session.execute(
         select(RolloutGroup.mean_reward, RolloutGroup.reward_parts)
         .where(
             RolloutGroup.run_id == run.id,
@@ -77,14 +76,14 @@ def mean_rewards(session: Session, run: Run, step: int) -> tuple[float, dict[str
     return mean, {name: value / count for name, value in sums.items()}
 
 
-def count_training_tokens(session: Session, run: Run, step: int) -> int:
+def count_training_tokens(run: Run, step: int) -> int:
     """Returns the response tokens generated for training at a step, over all its groups."""
     total = select(func.coalesce(func.sum(RolloutGroup.token_count), 0)).where(
         RolloutGroup.run_id == run.id,
         RolloutGroup.step == step,
         RolloutGroup.kind != "evaluation",
     )
-    return int(session.scalar(total) or 0)
+    return int(run.session.scalar(total) or 0)
 
 
 def manifest_member(row: Row[*tuple[Any, ...]]) -> wire.ManifestMember:
@@ -92,9 +91,9 @@ def manifest_member(row: Row[*tuple[Any, ...]]) -> wire.ManifestMember:
     return wire.ManifestMember(**row._mapping)
 
 
-def locate_group(session: Session, run: Run, group_id: int) -> wire.ManifestMember | None:
+def locate_group(run: Run, group_id: int) -> wire.ManifestMember | None:
     """Returns one group in the form of a batch member; its kind stands for the source."""
-    row = session.execute(
+    row = run.session.execute(
         select(RolloutGroup.kind.label("source"), *LOCATION_COLUMNS)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
         .where(RolloutGroup.run_id == run.id, RolloutGroup.id == group_id)
@@ -102,14 +101,12 @@ def locate_group(session: Session, run: Run, group_id: int) -> wire.ManifestMemb
     return None if row is None else manifest_member(row)
 
 
-def record_proximal(
-    session: Session, run: Run, step: int, group_ids: Sequence[int], key: str, digest: str
-) -> None:
+def record_proximal(run: Run, step: int, group_ids: Sequence[int], key: str, digest: str) -> None:
     """Records the object that holds the storage-step log-probs of these groups.
 
     Raises 404 unless all groups are of `step`.
     """
-    updated = session.scalars(
+    updated = run.session.scalars(
         update(RolloutGroup)
         .where(
             RolloutGroup.run_id == run.id,
@@ -124,9 +121,9 @@ def record_proximal(
         raise not_found(f"group {unknown[0]} among those of step {step} ({len(unknown)} unknown)")
 
 
-def find_group(session: Session, run: Run, group_id: int) -> tuple[RolloutGroup, PromptRow]:
+def find_group(run: Run, group_id: int) -> tuple[RolloutGroup, PromptRow]:
     """Returns a group and its prompt; raises 404 unless the run has a group of this id."""
-    row = session.execute(
+    row = run.session.execute(
         select(RolloutGroup, PromptRow)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
         .where(RolloutGroup.run_id == run.id, RolloutGroup.id == group_id)

@@ -6,8 +6,10 @@ docs/architecture.md shows which component writes them; docs/concepts.md explain
 from __future__ import annotations
 
 from datetime import datetime
+from functools import cached_property
 from typing import Any, ClassVar
 
+from pydantic import ValidationError
 from sqlalchemy import (
     BigInteger,
     CheckConstraint,
@@ -23,8 +25,11 @@ from sqlalchemy import (
     text,
 )
 from sqlalchemy.dialects.postgresql import JSONB
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, object_session
 
+from bapo_core.config import RunConfig
+from bapo_core.config.messages import explain_validation_error
+from services.common.problems import conflict
 from services.common.scopes import SCOPES
 
 NAMING = {
@@ -55,13 +60,16 @@ def _run() -> Mapped[int]:
 
 
 class Run(Base):
-    """A training run and its fencing counter."""
+    """A training run and its fencing counter, with the session that it was loaded in.
+
+    Functions take a run alone, and read and change its rows in `run.session`.
+    """
 
     __tablename__ = "run"
 
     id: Mapped[int] = _key()
     name: Mapped[str] = mapped_column(unique=True)
-    config: Mapped[dict[str, Any]]
+    config_json: Mapped[dict[str, Any]] = mapped_column("config")
     """The whole `RunConfig` as JSON, defaults included; never changed after creation."""
     train_dataset: Mapped[str]
     test_datasets: Mapped[dict[str, Any]]
@@ -95,6 +103,26 @@ class Run(Base):
             name="status",
         ),
     )
+
+    @property
+    def session(self) -> Session:
+        """The session that the run was loaded in; raises RuntimeError after its end."""
+        session = object_session(self)
+        if session is None:
+            raise RuntimeError(f"the session of run {self.name!r} has ended; load the run again")
+        return session
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """The configuration, validated once; raises 409 if this version cannot read it."""
+        try:
+            return RunConfig.model_validate(self.config_json)
+        except ValidationError as error:
+            raise conflict(
+                f"run {self.name!r} has a stored configuration that the service cannot read: "
+                f"{explain_validation_error(error, self.config_json)}; install the package again "
+                "that the run needs where the service runs, or delete the run"
+            ) from error
 
 
 class StoredConfig(Base):
