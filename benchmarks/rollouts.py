@@ -231,7 +231,7 @@ async def collected(run: Run, steps: range, *, journal_interval_s: float | None 
         run.client,
         ObjectStore(run.stack.object_store),
         Fleet(run.client, run.stack.token),
-        VerifierClient(run.stack.verifier_url, run.stack.token),
+        VerifierClient(run.stack.verifier_url, run.stack.verifier_token),
         AutoTokenizer.from_pretrained(run.model),
     )
     async with collector._fleet.watched():

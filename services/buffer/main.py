@@ -6,13 +6,14 @@ from services.buffer.app import create_app
 from services.buffer.settings import BufferSettings
 from services.common.logs import configure_logs
 from services.common.objectstore import ObjectStore
-from services.common.process import run_until_error
+from services.common.process import hide_memory, run_until_error
 from services.common.serve import serve
 
 
 def main() -> None:
     """Serves until the process is terminated; settings come from the environment."""
     configure_logs("buffer")
+    hide_memory()
 
     def work() -> None:
         settings = BufferSettings.load()

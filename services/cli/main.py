@@ -13,6 +13,7 @@ from services import VERSION
 from services.cli.lazy import Lazy, LazyGroup
 from services.common.errors import ServiceError
 from services.common.local_hosts import bypass_proxies
+from services.common.process import hide_memory
 
 _IN = "services.cli.commands"
 
@@ -102,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     and an interruption with 130.
     """
     bypass_proxies()
+    hide_memory()
     try:
         code = bapo.main(arguments, prog_name="bapo", standalone_mode=False)
     except click.ClickException as error:

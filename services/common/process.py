@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import pwd
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,12 @@ EXIT_RETRYABLE = 138
 Kubernetes' operators restart what exits with 128 to 255, and give up on 1 to 127.
 """
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_SECRET_NAME = re.compile(
+    r"BAPO_|(^|_)(TOKENS?|SECRETS?|KEYS?|CREDENTIALS?|AUTH|PAT|APIKEY)(_|$)|PASSW(OR)?D|_PWD$",
+    re.IGNORECASE,
+)
+_CREDENTIALS_IN_ADDRESS = re.compile(r"://[^/\s@]+@")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -37,6 +44,28 @@ def end_with_parent(signal_number: signal.Signals = signal.SIGTERM) -> None:
     libc is loaded at import, because nothing may be imported between fork and exec.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, signal_number)
+
+
+def hide_memory() -> None:
+    """Closes this process's environment and memory to others of the same user (Linux).
+
+    The kernel then shows `/proc/PID/environ` and `/proc/PID/mem` to root alone. What this process
+    starts is not affected.
+    """
+    _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def without_secrets(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment variables that are no secret by their name, nor hold a password.
+
+    A variable is a secret if it is bapo's or if a part of its name says so, as in `HF_TOKEN`,
+    `AWS_SECRET_ACCESS_KEY` and `PGPASSWORD`, and holds a password if it is an address with one.
+    """
+    return {
+        name: value
+        for name, value in variables.items()
+        if not _SECRET_NAME.search(name) and not _CREDENTIALS_IN_ADDRESS.search(value)
+    }
 
 
 def python_command(module: str, *arguments: str) -> list[str]:

@@ -454,9 +454,10 @@ def finish_run(buffer: BufferClient, config: RunConfig) -> None:
 
 def main() -> None:
     from services.common.logs import configure_logs
-    from services.common.process import run_until_error
+    from services.common.process import hide_memory, run_until_error
 
     configure_logs("collector")
+    hide_memory()
 
     def collect() -> None:
         settings = CollectorSettings.load()

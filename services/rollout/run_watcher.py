@@ -27,6 +27,7 @@ from services.common.errors import ServiceError, ServiceUnavailable
 from services.common.logs import configure_logs
 from services.common.process import (
     ChildProcess,
+    hide_memory,
     python_command,
     reap_orphans,
     run_until_error,
@@ -151,6 +152,7 @@ def _health_server(settings: RunWatcherSettings) -> Iterator[None]:
 
 def main() -> None:
     configure_logs("run-watcher")
+    hide_memory()
     stop_on_signals()
 
     def start() -> None:

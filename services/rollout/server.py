@@ -31,7 +31,7 @@ from services.common.images import stored_images
 from services.common.logs import configure_logs
 from services.common.objectstore import ObjectStore
 from services.common.problems import conflict, install_problem_handlers, problem_response
-from services.common.process import run_until_error
+from services.common.process import hide_memory, run_until_error
 from services.common.serve import serve
 from services.model.vision import OpenImage
 from services.rollout.api.offers import OFFER_TTL_S, OfferTaken, WeightOffer
@@ -327,6 +327,7 @@ def weight_cache(store: ObjectStore, scratch: Path, nodes: WorkerNodes | None) -
 
 def main() -> None:
     configure_logs("rollout")
+    hide_memory()
 
     def start() -> None:
         settings = ReplicaSettings.load()

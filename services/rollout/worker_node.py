@@ -23,7 +23,7 @@ from services.common.guard import GuardedRoute
 from services.common.logs import configure_logs
 from services.common.objectstore import ObjectStore
 from services.common.problems import conflict, install_problem_handlers
-from services.common.process import reap_orphans, run_until_error
+from services.common.process import hide_memory, reap_orphans, run_until_error
 from services.common.serve import serve
 from services.rollout.api.nodes import EngineState, FetchProgress, KeptVersions, StartEngine
 from services.rollout.settings import WorkerNodeSettings
@@ -191,6 +191,7 @@ def create_app(node: Node, token: str) -> FastAPI:
 
 def main() -> None:
     configure_logs("worker-node")
+    hide_memory()
 
     def start() -> None:
         settings = WorkerNodeSettings.load()

@@ -29,7 +29,13 @@ from pydantic import SecretStr
 
 from bapo_core.errors import BapoError
 from services.common.files import write_private
-from services.common.process import last_error, python_command, stop_on_signals
+from services.common.process import (
+    hide_memory,
+    last_error,
+    python_command,
+    stop_on_signals,
+    without_secrets,
+)
 from services.common.settings import ObjectStoreSettings
 from services.common.threads import start_detached
 from services.stack import DEFAULT_PORT, s3
@@ -59,6 +65,8 @@ class Endpoints:
     stays: bool = False
     """Whether the stack runs until `bapo stack down` stops it. Otherwise it ends with the command
     that started it."""
+    verifier_token: str = ""
+    """Token that the verifier accepts, and nothing else does."""
 
     @property
     def object_store(self) -> ObjectStoreSettings:
@@ -76,6 +84,7 @@ class Endpoints:
             "BAPO_VERIFIER_URL": self.verifier_url,
             "BAPO_DATABASE_URL": self.database_url,
             "BAPO_TOKEN": self.token,
+            "BAPO_VERIFIER_TOKEN": self.verifier_token,
             **self.object_store.environment(),
         }
 
@@ -107,18 +116,39 @@ class Stack:
             s3_secret_key=object_store.secret_key.get_secret_value(),
             token=self._token,
             pid=os.getpid(),
+            verifier_token=secrets.token_urlsafe(24),
         )
-        self._start_service("verifier", "services.verifier.app", verifier_port, endpoints)
+        self._start_verifier(verifier_port, endpoints.verifier_token)
         s3.await_s3(self._supervisor, object_store)
         start_detached(partial(s3.reclaim_space, s3_ports[0]))
-        self._start_service("buffer", "services.buffer.main", buffer_port, endpoints)
+        environment = {**endpoints.environment(), **_service_variables(buffer_port)}
+        self._supervisor.start_python("buffer", "services.buffer.main", environment)
         for url in (endpoints.verifier_url, endpoints.buffer_url):
             self._supervisor.wait_until(partial(_is_healthy, url), url, seconds=READY_WITHIN_S)
         return endpoints
 
-    def _start_service(self, name: str, module: str, port: int, endpoints: Endpoints) -> None:
-        environment = {**endpoints.environment(), "BAPO_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        self._supervisor.start_python(name, module, environment)
+    def _start_verifier(self, port: int, token: str) -> None:
+        """Starts the verifier, whose processes run graders: it gets no secret but its token."""
+        settings = {
+            name: value for name, value in os.environ.items() if name.startswith("BAPO_VERIFIER_")
+        }
+        environment = {
+            **settings,
+            **_service_variables(port),
+            "BAPO_TOKEN": token,
+            "BAPO_HOME": str(self._home),
+        }
+        environment.pop("BAPO_VERIFIER_TOKEN", None)
+        self._supervisor.start_python(
+            "verifier",
+            "services.verifier.app",
+            environment,
+            inherited=without_secrets(os.environ),
+        )
+
+
+def _service_variables(port: int) -> dict[str, str]:
+    return {"BAPO_PORT": str(port), "OMP_NUM_THREADS": "1"}
 
 
 def _token_of(home: Path) -> str:
@@ -353,6 +383,7 @@ def main() -> None:
     """
     home, port = Path(sys.argv[1]), int(sys.argv[2])
     stop_on_signals()
+    hide_memory()
     try:
         with _supervised_stack(home, port, stays=True) as (_, supervisor):
             while True:

@@ -54,6 +54,7 @@ class Supervisor:
         command: Sequence[str],
         *,
         environment: Mapping[str, str] | None = None,
+        inherited: Mapping[str, str] | None = None,
         user: str | None = None,
         stop_signal: signal.Signals = signal.SIGTERM,
         stop_within_s: float = STOP_WITHIN_S,
@@ -62,7 +63,8 @@ class Supervisor:
 
         What an earlier child of this name wrote is in `<name>.previous.log` from then on.
 
-        environment: variables added to those of this process.
+        environment: variables added to the inherited ones.
+        inherited: variables that the child inherits; all of this process unless given.
         user: name of the user to run as; needs root.
         stop_signal: signal that asks the child to stop.
         stop_within_s: seconds after which a child that was asked to stop is killed.
@@ -72,16 +74,26 @@ class Supervisor:
             log.replace(self._logs / f"{name}.previous.log")
         process = ChildProcess(
             command,
-            environment={**os.environ, **(environment or {})},
+            environment={
+                **(os.environ if inherited is None else inherited),
+                **(environment or {}),
+            },
             log=log,
             user=user,
             stop_signal=stop_signal,
         )
         self._children.append(_Child(name, process, stop_within_s))
 
-    def start_python(self, name: str, module: str, environment: Mapping[str, str]) -> None:
+    def start_python(
+        self,
+        name: str,
+        module: str,
+        environment: Mapping[str, str],
+        *,
+        inherited: Mapping[str, str] | None = None,
+    ) -> None:
         """Starts one of this project's modules, as `start` does."""
-        self.start(name, python_command(module), environment=environment)
+        self.start(name, python_command(module), environment=environment, inherited=inherited)
 
     def check(self) -> None:
         """Raises `ProcessFailed` when a child has ended with an error."""

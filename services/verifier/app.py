@@ -15,6 +15,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -37,7 +38,7 @@ from services.common.auth import SharedToken
 from services.common.guard import GuardedRoute
 from services.common.logs import configure_logs
 from services.common.problems import install_problem_handlers, problem_response
-from services.common.process import run_until_error
+from services.common.process import hide_memory, run_until_error
 from services.common.serve import serve
 from services.verifier.api.wire import LARGEST_BODY, VerifyAnswer, VerifyItem, VerifyRequest
 from services.verifier.pool import Batch, Busy, Draining, TaskRefused, VerifierPool
@@ -92,8 +93,13 @@ def _restarts(pool: Callable[[], VerifierPool], why: str) -> float:
     return pool().restarts[why]
 
 
-def create_app(token: str, settings: VerifierSettings | None = None) -> FastAPI:
-    """Builds the verifier's app, which has its own pool (`app.state.pool`) while it runs."""
+def create_app(
+    token: str, settings: VerifierSettings | None = None, home: Path | None = None
+) -> FastAPI:
+    """Builds the verifier's app, which has its own pool (`app.state.pool`) while it runs.
+
+    home: directory of the local stack, which tasks may not read.
+    """
     settings = settings or VerifierSettings()
     known_tasks = task_names()
 
@@ -104,6 +110,8 @@ def create_app(token: str, settings: VerifierSettings | None = None) -> FastAPI:
             settings.deadline_s,
             memory_mb=settings.memory_mb,
             queue=settings.queue,
+            readable=[path for path in settings.read.split(":") if path],
+            hidden="" if home is None else str(home.resolve()),
         )
         yield
         await run_in_threadpool(app.state.pool.close)
@@ -236,10 +244,11 @@ class _Server(uvicorn.Server):
 
 def main() -> None:
     configure_logs("verifier")
+    hide_memory()
 
     def work() -> None:
         settings = VerifierServerSettings.load()
-        app = create_app(settings.token.get_secret_value(), settings.verifier)
+        app = create_app(settings.token.get_secret_value(), settings.verifier, settings.home)
         # Imported modules never become garbage; keep the collector from scanning them.
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD)

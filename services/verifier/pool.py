@@ -30,6 +30,7 @@ from services.verifier.process import (
     NoWorker,
     TaskKey,
     TaskRefused,
+    WorkerLimits,
     WorkerLost,
     WorkerProcess,
 )
@@ -95,10 +96,18 @@ class VerifierPool:
     deadline_s: seconds that scoring one response may take.
     memory_mb: MiB of memory that scoring one response may take.
     queue: maximum number of responses in progress or waiting.
+    readable, hidden: as in `WorkerLimits`.
     """
 
     def __init__(
-        self, workers: int, deadline_s: float, *, memory_mb: int = 1024, queue: int = 65_536
+        self,
+        workers: int,
+        deadline_s: float,
+        *,
+        memory_mb: int = 1024,
+        queue: int = 65_536,
+        readable: Sequence[str] = (),
+        hidden: str = "",
     ) -> None:
         self.workers, self.deadline_s, self.queue = workers, deadline_s, queue
         self.restarts: Counter[str] = Counter()
@@ -108,8 +117,9 @@ class VerifierPool:
         self._queued = 0
         """Responses in progress or waiting."""
         self._draining = self._closed = False
-        self._spare = _Spare(memory_mb << 20)
-        self._slots = [_Slot(self, self._spare, memory_mb << 20) for _ in range(workers)]
+        limits = WorkerLimits(memory_mb << 20, tuple(readable), hidden)
+        self._spare = _Spare(limits)
+        self._slots = [_Slot(self, self._spare, limits) for _ in range(workers)]
         for slot in self._slots:
             slot.start()
 
@@ -264,9 +274,9 @@ class VerifierPool:
 class _Slot(threading.Thread):
     """A thread that feeds one worker process at a time."""
 
-    def __init__(self, pool: VerifierPool, spare: _Spare, memory_bytes: int) -> None:
+    def __init__(self, pool: VerifierPool, spare: _Spare, limits: WorkerLimits) -> None:
         super().__init__(name="verifier-slot", daemon=True)
-        self._pool, self._spare, self._memory_bytes = pool, spare, memory_bytes
+        self._pool, self._spare, self._limits = pool, spare, limits
         self._process: WorkerProcess | None = None
         self._stopping = False
         self.warm = False
@@ -349,7 +359,7 @@ class _Slot(threading.Thread):
             self._process = None
 
     def _start_process(self) -> WorkerProcess:
-        process = WorkerProcess(self._memory_bytes)
+        process = WorkerProcess(self._limits)
         process.wait_ready()
         return process
 
@@ -389,9 +399,9 @@ class _Slot(threading.Thread):
 class _Spare(threading.Thread):
     """A thread that keeps a spare process ready, with the latest task prepared."""
 
-    def __init__(self, memory_bytes: int) -> None:
+    def __init__(self, limits: WorkerLimits) -> None:
         super().__init__(name="verifier-spare", daemon=True)
-        self._memory_bytes = memory_bytes
+        self._limits = limits
         self.task: TaskKey | None = None
         self._changed = threading.Condition()
         self._ready: WorkerProcess | None = None
@@ -431,7 +441,7 @@ class _Spare(threading.Thread):
         """Returns a process with the latest task prepared, or None if it does not start."""
         process = None
         try:
-            process = WorkerProcess(self._memory_bytes)
+            process = WorkerProcess(self._limits)
             process.wait_ready()
             if self.task is not None:
                 process.prepare(self.task)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import os
 import pickle
+import re
 import signal
 import site
 import socket
@@ -14,6 +16,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,8 +25,10 @@ from pydantic_core import from_json
 
 from bapo_core.errors import PayloadError, TaskError, TransientError
 from bapo_core.outcomes import Cause
-from services.common.process import ChildProcess, python_command
+from services.common.process import ChildProcess, python_command, without_secrets
 from services.verifier.worker import PROGRESS, Result, Work
+
+log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 60.0
 """Seconds for a process to start, and for a task to be made and warmed up. They do not count
@@ -37,6 +43,11 @@ CODE_CHECK_S = 1.0
 NOT_BEGUN = -1
 """The position of a process that has items and has not begun the first of them."""
 
+_PUBLIC_VARIABLES = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|TZ|LANG|LANGUAGE|LC_\w+|LD_\w+|SSL_CERT_\w+|PYTHON\w*"
+    r"|(OMP|MKL|KMP|OPENBLAS|NUMEXPR|MALLOC|TOKENIZERS)_\w+"
+)
+"""Variables that a worker inherits. Others may hold a secret under any name."""
 _FROM_OUTSIDE = frozenset((signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP))
 """Signals that no fault of the process's own code raises."""
 TaskKey = tuple[str, str]
@@ -55,6 +66,18 @@ class NoWorker(WorkerLost):
     """The system refused a worker process, for lack of memory, processes or descriptors."""
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerLimits:
+    """What a worker process may use."""
+
+    memory_bytes: int
+    """Memory that scoring one response may take."""
+    readable: tuple[str, ...] = ()
+    """Files and directories that tasks may read, besides their packages."""
+    hidden: str = ""
+    """Directory that tasks may not read, even if it is in a directory of the import path."""
+
+
 class WorkerProcess:
     """A worker process: a fresh interpreter, not a fork, for the server has threads and secrets.
 
@@ -62,7 +85,7 @@ class WorkerProcess:
     deadline), "crashed", or "retired" (it exited by itself, to give its memory back).
     """
 
-    def __init__(self, memory_bytes: int) -> None:
+    def __init__(self, limits: WorkerLimits) -> None:
         """Starts the process. Raises `NoWorker` if the system refuses one."""
         self.fate: str | None = None
         self.prepared: TaskKey | None = None
@@ -71,12 +94,12 @@ class WorkerProcess:
         self._code = _modified(_package_directories())
         self._code_checked_at = time.monotonic()
         try:
-            self._start(memory_bytes)
+            self._start(limits)
         except OSError as error:
             raise NoWorker(f"a verifier worker cannot be started: {error}") from error
         self.pid = self._process.pid
 
-    def _start(self, memory_bytes: int) -> None:
+    def _start(self, limits: WorkerLimits) -> None:
         pool_end, worker_end = socket.socketpair()
         with tempfile.TemporaryFile() as progress, worker_end:
             limit = struct.pack("ll", _MESSAGE_TIMEOUT_S, 0)
@@ -86,7 +109,8 @@ class WorkerProcess:
             progress.truncate(PROGRESS.size)
             self._progress = mmap.mmap(progress.fileno(), PROGRESS.size)
             descriptors = (worker_end.fileno(), progress.fileno())
-            arguments = map(str, (*descriptors, os.getpid(), memory_bytes))
+            numbers = (*descriptors, os.getpid(), limits.memory_bytes)
+            arguments = (*map(str, numbers), limits.hidden, *limits.readable)
             self._process = ChildProcess(
                 python_command("services.verifier.worker", *arguments),
                 environment=_environment(),
@@ -95,7 +119,8 @@ class WorkerProcess:
 
     def wait_ready(self) -> None:
         """Waits until the process has started. Raises `WorkerLost` if it does not start."""
-        self._receive_answer("start a verifier worker")
+        for gap in self._receive_answer("start a verifier worker"):
+            _report_gap(str(gap))
 
     def prepare(self, task: TaskKey) -> None:
         """Makes and warms up the task in the process.
@@ -219,9 +244,19 @@ class WorkerProcess:
         return list(results)
 
 
+@cache
+def _report_gap(gap: str) -> None:
+    """Logs, once, what the kernel does not keep from graders."""
+    log.warning("this kernel cannot keep graders from %s; see docs/verifier.md", gap)
+
+
 def _environment() -> dict[str, str]:
-    """Returns this process's variables and import path, without secrets (`BAPO_` variables)."""
-    public = {name: value for name, value in os.environ.items() if not name.startswith("BAPO_")}
+    """Returns the import path, and those of this process's variables that hold no secret."""
+    public = {
+        name: value
+        for name, value in without_secrets(os.environ).items()
+        if _PUBLIC_VARIABLES.fullmatch(name)
+    }
     return public | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from pydantic import ConfigDict, Field, SecretStr
 
@@ -23,6 +24,8 @@ class VerifierSettings(SettingsGroup):
     """MiB of memory that scoring one response may take."""
     queue: int = Field(65_536, ge=1)
     """Responses in progress or waiting; beyond this number, requests are answered with 429."""
+    read: str = ""
+    """Files and directories that tasks may read besides their packages, separated by colons."""
 
 
 class VerifierServerSettings(ServerSettings):
@@ -32,3 +35,5 @@ class VerifierServerSettings(ServerSettings):
     """Bearer token that every request must carry."""
     verifier: VerifierSettings = VerifierSettings()
     """Size and limits of the pool of processes."""
+    home: Path = Path(".bapo")
+    """Directory of the local stack, which tasks may not read."""

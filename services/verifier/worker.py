@@ -1,10 +1,12 @@
 """`python -m services.verifier.worker`: the process in which hostile responses are scored.
 
-It imports the tasks and the standard library only, so that it starts in a tenth of a second, and
-gets no `BAPO_` variable, so that it holds no secret. It reads pickles, which come from the pool,
-and writes JSON, because the pool must not unpickle data of a process that may be compromised.
+It imports the tasks and the standard library only, so that it starts in a tenth of a second. It
+gets no variable that may hold a secret, and confines itself (`services.verifier.confinement`)
+before it imports a task. It reads pickles, which come from the pool, and writes JSON, because the
+pool must not unpickle data of a process that may be compromised.
 
     pool → worker                            worker → pool
+                                             [what the kernel cannot confine, ...], at the start
     ("prepare", name, options)               null, or the reason why the task cannot be made
     ("score", [(payload, response), ...])    messages of [[result, ...], retiring, refusal]
 
@@ -33,6 +35,7 @@ from typing import Any
 from bapo_core.errors import PayloadError, TaskError
 from bapo_core.tasks import Task, get_task
 from services.common.errors import describe_error
+from services.verifier.confinement import confine
 
 Work = tuple[Mapping[str, Any], str]
 """(payload, response)."""
@@ -60,12 +63,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    descriptor, progress, parent, memory_bytes = map(int, sys.argv[1:])
+    descriptor, progress, parent, memory_bytes = map(int, sys.argv[1:5])
+    hidden, *readable = sys.argv[5:]
     _kill_with(parent)
     # Responses may crash this process on purpose; core dumps would fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     worker = _Worker(Connection(descriptor), mmap.mmap(progress, PROGRESS.size), memory_bytes)
-    worker.send(None)
+    worker.send(confine(readable, hidden))
     try:
         worker.serve()
     except EOFError:

@@ -254,7 +254,7 @@ def make_collector(driver: Driver, fleet: Any, **options: Any) -> Collector:
         driver.client,
         ObjectStore(driver.stack.object_store),
         fleet,
-        VerifierClient(driver.stack.verifier_url, driver.stack.token),
+        VerifierClient(driver.stack.verifier_url, driver.stack.verifier_token),
         AutoTokenizer.from_pretrained(TINY_MODEL),
         **options,
     )
@@ -452,7 +452,7 @@ def test_a_collector_that_waits_for_weights_is_superseded(stack: Endpoints) -> N
         driver.client,
         ObjectStore(stack.object_store),
         Fleet(driver.client, stack.token),
-        VerifierClient(stack.verifier_url, stack.token),
+        VerifierClient(stack.verifier_url, stack.verifier_token),
         no_tokenizer,
     )
 

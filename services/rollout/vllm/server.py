@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bapo_core.errors import BapoError
-from services.common.process import ChildProcess
+from services.common.process import ChildProcess, without_secrets
 from services.model.vision import read_config
 from services.rollout.errors import EngineLost, ModelLoadError
 from services.rollout.vllm import headless, images, worker
@@ -165,14 +165,11 @@ class VllmOptions:
     def variables(self) -> dict[str, str]:
         """Returns vLLM's environment.
 
-        It is this process's without `BAPO_` variables, which hold secrets, and without its import
-        path, which belongs to another environment.
+        It is this process's without secrets, and without its import path, which belongs to another
+        environment.
         """
-        inherited = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith("BAPO_") and name != "PYTHONPATH"
-        }
+        inherited = without_secrets(os.environ)
+        inherited.pop("PYTHONPATH", None)
         return {
             "VLLM_CPU_KVCACHE_SPACE": "1",
             **inherited,
