@@ -242,7 +242,7 @@ def find_end_bias(model: Any, contest: Contest, share: float) -> float:
 
 def countdown_prompts(model: Path, count: int) -> list[list[int]]:
     """Returns the tokens of Countdown prompts, encoded by the tokenizer of a model directory."""
-    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     task = CountdownTask(template="short")
     return [
         [int(token) for token in tokenizer.encode(task.render(problem)[0]["content"])]
@@ -253,7 +253,7 @@ def countdown_prompts(model: Path, count: int) -> list[list[int]]:
 def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     directory = arguments.model or TINY_MODEL
     model: Any = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="sdpa"
+        directory, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
     )
     model.eval().requires_grad_(False)
     prompts = countdown_prompts(directory, arguments.prompts)

@@ -212,7 +212,7 @@ def running(
             }
             supervisor.start_python(f"engine-{number}", "services.rollout.server", environment)
         run = Run(settings, workload, stack, model, client, supervisor, scratch)
-        run.publish(1, AutoModelForCausalLM.from_pretrained(model))
+        run.publish(1, AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False))
         client.step_prompts(1)
         run.wait_until_served(1)
         yield run
@@ -232,7 +232,7 @@ async def collected(run: Run, steps: range, *, journal_interval_s: float | None 
         ObjectStore(run.stack.object_store),
         Fleet(run.client, run.stack.token),
         VerifierClient(run.stack.verifier_url, run.stack.verifier_token),
-        AutoTokenizer.from_pretrained(run.model),
+        AutoTokenizer.from_pretrained(run.model, trust_remote_code=False),
     )
     async with collector._fleet.watched():
         started = time.perf_counter()
@@ -245,7 +245,7 @@ async def collected(run: Run, steps: range, *, journal_interval_s: float | None 
 
 async def bare(run: Run, steps: range) -> float:
     """Returns the tokens per second of vLLM with the requests that the collector would make."""
-    tokenizer = AutoTokenizer.from_pretrained(run.model)
+    tokenizer = AutoTokenizer.from_pretrained(run.model, trust_remote_code=False)
     task = get_task(run.config.task.name, **run.config.task.options)
     workload = run.workload
     sampling = Sampling(temperature=1.0, max_tokens=workload.response, group_size=workload.group)
@@ -306,7 +306,7 @@ def journal(run: Run, *, repeats: int) -> dict[str, Any]:
 
 def sync(run: Run, *, repeats: int) -> dict[str, Any]:
     """Returns the seconds of each part alone, and of the whole sync."""
-    model = AutoModelForCausalLM.from_pretrained(run.model)
+    model = AutoModelForCausalLM.from_pretrained(run.model, trust_remote_code=False)
     parts: dict[str, list[float]] = {"upload": [], "download": [], "load": [], "whole": []}
     store = ObjectStore(run.stack.object_store)
     files = run.scratch / "files"

@@ -158,7 +158,7 @@ def run(side: Side, out: Path) -> None:
     with tempfile.TemporaryDirectory() as directory:
         trainer = Measured(
             model=AutoModelForCausalLM.from_pretrained(
-                Path(side.directory) / "model", dtype="float32"
+                Path(side.directory) / "model", dtype="float32", trust_remote_code=False
             ),
             reward_funcs=stored_reward,
             args=arguments(side, groups, directory),

@@ -40,7 +40,7 @@ def train(config, directory, sample=None, learner=None):
     """
     sample, learner = sample or sample_groups, learner or Learner(config, directory)
     alpha, theta_t = load_model(directory), load_model(directory)  # to sample; the learner trains
-    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     task = get_task(config.task.name, **config.task.options)
     sizes = {"train": config.task.train_prompts, "test": config.task.test_prompts}
     prompts, held_out = task.generate_split(config.task.data_seed, **sizes)
@@ -183,7 +183,7 @@ def pad(rows, side="right"):
 
 
 def load_model(directory):
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(directory, dtype="float32", trust_remote_code=False)
 
 
 def main():

@@ -35,9 +35,12 @@ def convert_gguf(file: Path, directory: Path) -> None:
             file.parent,
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),
+            trust_remote_code=False,
             **source,
         )
-        tokenizer: Any = AutoTokenizer.from_pretrained(file.parent, **source)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            file.parent, trust_remote_code=False, **source
+        )
     except (ImportError, OSError, ValueError) as error:
         raise BapoError(f"{file} cannot be converted: {error}") from error
     if tokenizer.eos_token_id is None:

@@ -192,7 +192,10 @@ def compare_other_model(record: Record, name: str, model: Path, batch: Batch, ra
 def compare_kernels(record: Record, model: Path, batch: Batch, ranks: Ranks) -> None:
     """Compares the whole model with each attention kernel that this device has."""
     reference = run_pass(on_cpu(model), batch)
-    needs = replace(attention_needs(Qwen3Config.from_pretrained(model)), dtype=torch.bfloat16)
+    needs = replace(
+        attention_needs(Qwen3Config.from_pretrained(model, trust_remote_code=False)),
+        dtype=torch.bfloat16,
+    )
     for name, kernel in KERNELS.items():
         choice = choose_kernel(needs, DEVICE, [kernel])
         if choice.kernel is not kernel:

@@ -45,7 +45,7 @@ def measure(record: Record) -> None:
 
 def tiny(dtype: torch.dtype, prompts: int) -> dict[str, Any]:
     model: Any = AutoModelForCausalLM.from_pretrained(
-        TINY_MODEL, dtype=dtype, attn_implementation="sdpa"
+        TINY_MODEL, dtype=dtype, attn_implementation="sdpa", trust_remote_code=False
     )
     model.eval().requires_grad_(False).to(DEVICE)
     token_ids = countdown_prompts(TINY_MODEL, prompts)

@@ -135,6 +135,7 @@ def random_policy(shape: str, config: RunConfig, ranks: Ranks) -> tuple[Policy, 
             sizes,
             dtype=torch.float32,
             attn_implementation=attention.IMPLEMENTATION,
+            trust_remote_code=False,
         )
     policy = Policy(model).eval()
     add_adapters(policy.model, config.lora, config.seed)

@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 from bapo_core.config.rollouts import DEFAULT_PROMPT_DATE
 from bapo_core.errors import BapoError
 from bapo_core.tasks import Message
-from services.common.errors import first_line
+from services.model.load_errors import explain_load_error
 from services.model.vision import VisionProcessor, images_of, reads_images
 
 if TYPE_CHECKING:
@@ -30,10 +30,10 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+        tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise BapoError(
-            f"{directory}: its tokenizer cannot be loaded: {first_line(error)}"
+            f"{directory}: its tokenizer cannot be loaded: {explain_load_error(error)}"
         ) from error
     # Older directories of models that read images have the template beside the tokenizer.
     beside = directory / "chat_template.json"

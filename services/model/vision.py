@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from bapo_core.errors import BapoError
 from bapo_core.tasks import Message
-from services.common.errors import first_line
 from services.common.images import ImageReference, decode_image
+from services.model.load_errors import explain_load_error
 from services.model.whole_processor import WholeProcessor
 
 if TYPE_CHECKING:
@@ -168,16 +168,16 @@ class VisionProcessor:
         from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
         try:
-            load: Any = AutoImageProcessor.from_pretrained
-            processor: Any = load(directory, backend="pil")
+            auto: Any = AutoImageProcessor
+            processor: Any = auto.from_pretrained(directory, backend="pil", trust_remote_code=False)
         except (OSError, ValueError, ImportError, KeyError) as error:
             raise BapoError(
-                f"{directory}: its image processor cannot be loaded: {first_line(error)}; give a "
-                "directory with the preprocessor_config.json or processor_config.json of the "
-                "model, and install what it names"
+                f"{directory}: its image processor cannot be loaded: {explain_load_error(error)}; "
+                "give a directory with the preprocessor_config.json or processor_config.json of "
+                "the model, and install what it names"
             ) from error
-        config: Any = AutoConfig.from_pretrained(directory)
-        tokenizer: Any = AutoTokenizer.from_pretrained(directory)
+        config: Any = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         image_token: str = tokenizer.convert_ids_to_tokens(int(config.image_token_id))
         if not has_rules(config):
             whole = WholeProcessor.load(directory, config, processor, tokenizer)

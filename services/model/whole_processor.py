@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bapo_core.errors import BapoError
 from services.common.errors import first_line
+from services.model.load_errors import explain_load_error
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -59,11 +60,11 @@ class WholeProcessor:
                 "not support for this type; choose another model"
             )
         try:
-            load: Any = AutoProcessor.from_pretrained
-            processor: Any = load(directory)
+            auto: Any = AutoProcessor
+            processor: Any = auto.from_pretrained(directory, trust_remote_code=False)
         except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
             raise BapoError(
-                f"{directory}: its processor cannot be loaded: {first_line(error)}; give a "
+                f"{directory}: its processor cannot be loaded: {explain_load_error(error)}; give a "
                 "directory with the processor_config.json of the model, and install what it names"
             ) from error
         processor.image_processor = image_processor

@@ -32,6 +32,7 @@ from services.common.errors import first_line
 from services.common.logs import hide_progress_bars
 from services.model.ends import find_end_tokens
 from services.model.layers import has_recurrent_layers
+from services.model.load_errors import explain_load_error
 from services.model.vision import (
     OpenImage,
     Pixels,
@@ -203,7 +204,7 @@ class TransformersEngine:
                 output_loading_info=True,
             )
         except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
-            reason = first_line(error)
+            reason = explain_load_error(error)
             raise ModelLoadError(
                 f"{directory}: no causal language model can be loaded from it: {reason}; give a "
                 "Hugging Face directory with config.json and *.safetensors"

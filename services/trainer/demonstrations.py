@@ -12,6 +12,7 @@ from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, table_of
 from services.buffer.api.wire import ManifestMember
+from services.model.conversation import load_tokenizer
 
 
 class DemonstrationEncoder:
@@ -23,9 +24,7 @@ class DemonstrationEncoder:
 
     @cached_property
     def _tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(self._directory)
+        return load_tokenizer(self._directory)
 
     def encode(self, member: ManifestMember, prompt_token_ids: list[int]) -> pa.Table:
         """Returns the demonstration of `member` as a row of trajectories.

@@ -11,9 +11,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from bapo_core.errors import BapoError
-from services.common.errors import first_line
 from services.common.logs import hide_progress_bars
 from services.model.layers import has_recurrent_layers
+from services.model.load_errors import explain_load_error
 from services.model.vision import has_rules, reads_images, vision_tower
 from services.trainer import attention
 from services.trainer.blank_images import BlankPrompt, blank_prompt
@@ -31,9 +31,14 @@ def load_policy(directory: Path) -> Policy:
     hide_progress_bars()
     with _explain_load_errors(directory):
         auto: Any = _auto_class(directory)
-        config = AutoConfig.from_pretrained(directory)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         model: Any = auto.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation=_attention(auto, config)
+            directory,
+            dtype=torch.float32,
+            attn_implementation=_attention(auto, config),
+            # A model directory must not be able to run code here: neither modules nor pickles.
+            use_safetensors=True,
+            trust_remote_code=False,
         )
     policy = _make_policy(model, directory)
     if torch.cuda.is_available() and has_recurrent_layers(type(model), config):
@@ -50,11 +55,14 @@ def empty_policy(directory: Path) -> Policy:
     The memory costs nothing until it is written: the kernel has not mapped it yet.
     """
     with _explain_load_errors(directory):
-        config = AutoConfig.from_pretrained(directory)
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         with torch.device("meta"):
             auto: Any = _auto_class(directory)
             model: Any = auto.from_config(
-                config, dtype=torch.float32, attn_implementation=_attention(auto, config)
+                config,
+                dtype=torch.float32,
+                attn_implementation=_attention(auto, config),
+                trust_remote_code=False,
             )
     model.to_empty(device="cpu")
     model.tie_weights()
@@ -107,5 +115,5 @@ def _explain_load_errors(directory: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
-        reason = first_line(error)
+        reason = explain_load_error(error)
         raise BapoError(f"{directory}: the model cannot be loaded: {reason}") from error

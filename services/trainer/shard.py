@@ -129,7 +129,7 @@ def halve_frozen(policy: Sharded, directory: Path) -> bool:
     The values are the same, and the GPU computes with them in bfloat16 anyway.
     """
     frozen = [parameter for parameter in policy.parameters() if not parameter.requires_grad]
-    config = AutoConfig.from_pretrained(directory)
+    config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
     if not frozen or getattr(config, "dtype", None) not in (torch.bfloat16, "bfloat16"):
         return False
     for parameter in frozen:

@@ -174,5 +174,7 @@ def _model() -> tuple[dict[str, Any], Any]:
     """Returns config.json and the image processor of the model that vLLM serves."""
     transformers: Any = import_module("transformers")
     directory = Path(sys.argv[sys.argv.index("--model") + 1])
-    processor = transformers.AutoImageProcessor.from_pretrained(directory, backend="pil")
+    processor = transformers.AutoImageProcessor.from_pretrained(
+        directory, backend="pil", trust_remote_code=False
+    )
     return json.loads((directory / "config.json").read_text()), processor
