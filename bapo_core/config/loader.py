@@ -17,9 +17,23 @@ from bapo_core.config.run import RunConfig
 from bapo_core.errors import ConfigError
 from bapo_core.spelling import did_you_mean
 
+_MOST_BITS = 1024  # Those of the largest float. Python cannot print integers that are much larger.
+
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, but it refuses a key that is given twice in a section."""
+    """PyYAML's safe loader, but it refuses aliases, and a key that is given twice in a section.
+
+    A few hundred bytes with aliases of aliases stand for more values than fit any memory.
+    """
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            raise ConfigError(
+                f"the alias *{event.anchor} at line {event.start_mark.line + 1} is not supported; "
+                "write its value out"
+            )
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         first_lines: dict[Any, int] = {}
@@ -35,6 +49,15 @@ class _Loader(yaml.SafeLoader):
             first_lines[key_node.value] = line
         mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
         return mapping
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        number = int(super().construct_yaml_int(node))
+        if number.bit_length() > _MOST_BITS:
+            raise ValueError(f"an integer of {number.bit_length()} bits, more than {_MOST_BITS}")
+        return number
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 
 
 def merge(
@@ -146,17 +169,35 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         if not separator or not path:
             raise ConfigError(f"override {override!r}: write key=value, for example sync.every=5")
         try:
-            value: Any = yaml.safe_load(text)
+            value = _parse_yaml(text)
         except yaml.YAMLError as error:
             raise ConfigError(
                 f"override {override!r}: {text!r} is not YAML; quote it, for example '[a, b]'"
             ) from error
+        except ConfigError as error:
+            raise ConfigError(f"override {override!r}: {error}") from error
         # YAML 1.1 reads 1e-4 as a string.
         if isinstance(value, str):
             with contextlib.suppress(ValueError):
                 value = float(value)
         parsed = merge(parsed, nest(path, value))
     return parsed
+
+
+def _parse_yaml(text: str) -> Any:
+    """Parses YAML text. Raises `ConfigError` for what `_Loader` refuses and for values that have
+    the form of a number or a date but are none, and `yaml.YAMLError` if it is not YAML."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(
+            f"a value cannot be read as the number or the date that it seems to be: {error}; quote "
+            "it if it is a text"
+        ) from error
+    except RecursionError as error:
+        raise ConfigError("sections and lists are nested too deeply; nest fewer") from error
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -197,7 +238,7 @@ def parse_values(text: str, where: str) -> dict[str, Any]:
     Raises `ConfigError` if it is not valid YAML, or holds no keys and values.
     """
     try:
-        loaded = yaml.load(text, Loader=_Loader)
+        loaded = _parse_yaml(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}" if mark is not None else ""

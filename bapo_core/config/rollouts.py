@@ -24,7 +24,8 @@ class ModelConfig(Section):
     """The initial model: a Hugging Face model directory; `hf://organisation/name[@revision]`,
     fetched from the hub; `s3://bucket/prefix`, where the objects of such a directory are; or one of
     the small character-level models that come with bapo: `tiny`, or `tiny-vision`, which reads
-    diagrams of the task `geometry`."""
+    diagrams of the task `geometry`. bapo runs no code of models: types that transformers does not
+    have, and weights that are pickles, are refused."""
     freeze_vision: bool = False
     """Whether the vision tower of a model that reads images keeps its weights: fewer gradients and
     optimizer states, and smaller checkpoints. It has no effect on other models."""

@@ -95,7 +95,8 @@ def refuse_credentials(uri: str) -> str:
     if "@" in urlsplit(uri).netloc:
         raise ValueError(
             "holds a user or a password, which configurations and logs would show; set "
-            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment"
+            "MLFLOW_TRACKING_URI, MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the "
+            "environment"
         )
     return uri
 
@@ -105,7 +106,8 @@ class MlflowConfig(Section):
 
     tracking_uri: Annotated[str, AfterValidator(refuse_credentials)] = ""
     """Tracking URI of an MLflow server that receives the metrics, for example http://mlflow:5000;
-    empty turns it off. Credentials are in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."""
+    empty turns it off. Credentials are in MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or
+    MLFLOW_TRACKING_TOKEN, of the environment, and go only to the server in MLFLOW_TRACKING_URI."""
     experiment: str = "bapo"
     """MLflow experiment that the run is recorded in."""
 

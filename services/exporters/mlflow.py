@@ -11,7 +11,9 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from bapo_core.config import RunConfig
 from bapo_core.config.training import refuse_credentials
@@ -31,6 +33,16 @@ _RUN_TAG, _STEP_TAG, _VERSION_TAG = "bapo.run", "bapo.step", "bapo.version"
 _MAX_PARAMETERS = 100
 _MAX_METRICS = 1000
 _MAX_PARAMETER_LENGTH = 500
+# Where MLflow's client finds credentials.
+_CREDENTIALS = (
+    "MLFLOW_TRACKING_USERNAME",
+    "MLFLOW_TRACKING_PASSWORD",
+    "MLFLOW_TRACKING_TOKEN",
+    "MLFLOW_TRACKING_AUTH",
+    "MLFLOW_TRACKING_AWS_SIGV4",
+    "MLFLOW_TRACKING_CLIENT_CERT_PATH",
+)
+_CREDENTIALS_FILE = Path("~/.mlflow/credentials")
 
 
 class MlflowRun:
@@ -38,12 +50,13 @@ class MlflowRun:
 
     def __init__(self, uri: str, experiment: str, buffer: BufferClient) -> None:
         """Raises `BapoError` when MLflow is not installed or does not answer, and for a URI with
-        credentials."""
+        credentials or one that would get those of another server."""
         try:
             # A configuration checks its URI; that of `bapo metrics --mlflow` is in none.
             refuse_credentials(uri)
         except ValueError as error:
             raise BapoError(f"the URI of MLflow {error}") from error
+        _keep_credentials(uri)
         self._buffer = buffer
         # MLflow's own defaults would block for minutes when the server does not answer.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
@@ -123,6 +136,28 @@ class MlflowRun:
                 status = self.write()
             except BapoError as error:
                 log.warning("metrics could not be written to MLflow, retrying: %s", error)
+
+
+def _keep_credentials(uri: str) -> None:
+    """Raises `BapoError` if MLflow's client would send credentials to a server they are not for.
+
+    uri: tracking URI, which may come from a configuration that somebody else wrote.
+
+    The client sends the credentials that it finds to each server that it is given. The user has
+    named the server they are for in MLFLOW_TRACKING_URI.
+    """
+    trusted = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if urlsplit(uri).scheme not in ("http", "https") or uri.rstrip("/") == trusted.rstrip("/"):
+        return
+    found = [name for name in _CREDENTIALS if os.environ.get(name)]
+    if _CREDENTIALS_FILE.expanduser().exists():
+        found.append(str(_CREDENTIALS_FILE))
+    if found:
+        raise BapoError(
+            f"the MLflow server {uri} would get the credentials in {' and '.join(found)}, but "
+            f"MLFLOW_TRACKING_URI is {trusted or 'not set'}; set MLFLOW_TRACKING_URI={uri} in the "
+            "environment if they are for this server, or else remove them from it"
+        )
 
 
 _MLFLOW_STATUSES = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}

@@ -1,0 +1,163 @@
+"""Who gets somebody to run their configuration gets neither credentials nor the memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bapo_core.config import config_from, parse_config, parse_overrides
+from bapo_core.errors import BapoError, ConfigError
+from services.cli import main as cli
+from services.exporters.mlflow import mirror_to_mlflow, update_mlflow
+from services.stack.stack import Endpoints
+from tests.integration.driver import Driver, small_config
+
+SECRET = "a-secret-of-the-user"
+
+
+@pytest.fixture(scope="module")
+def hostile_server() -> Iterator[tuple[str, list[str]]]:
+    """Yields the address of a server that answers 404, and the headers that it has received."""
+    received: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            received.append(str(self.headers))
+            self.send_error(404)
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", received
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def driver(stack: Endpoints) -> Driver:
+    return Driver(stack, small_config("pasted"))
+
+
+@pytest.fixture(autouse=True)
+def home_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Gives the user an empty home directory, and no settings of MLflow."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    return tmp_path
+
+
+class TestMlflow:
+    @pytest.mark.parametrize(
+        ("variable", "trusted"),
+        [
+            ("MLFLOW_TRACKING_TOKEN", ""),
+            ("MLFLOW_TRACKING_TOKEN", "https://mlflow.example"),
+            ("MLFLOW_TRACKING_PASSWORD", "https://mlflow.example/{port}"),
+            ("~/.mlflow/credentials", "https://mlflow.example"),
+        ],
+    )
+    def test_of_a_configuration_gets_no_credentials_of_another_server(
+        self,
+        driver: Driver,
+        hostile_server: tuple[str, list[str]],
+        home_directory: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        variable: str,
+        trusted: str,
+    ) -> None:
+        uri, received = hostile_server
+        received.clear()
+        if variable.startswith("~"):
+            (home_directory / ".mlflow").mkdir()
+            (home_directory / ".mlflow/credentials").write_text(
+                f"[mlflow]\nmlflow_tracking_username = me\nmlflow_tracking_password = {SECRET}\n"
+            )
+        else:
+            monkeypatch.setenv("MLFLOW_TRACKING_USERNAME", "me")
+            monkeypatch.setenv(variable, SECRET)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", trusted)
+        pasted = config_from({"name": "pasted", "mlflow": {"tracking_uri": f"{uri}/"}})
+        with (
+            pytest.raises(BapoError, match=f"set MLFLOW_TRACKING_URI={uri}/ in the environment"),
+            mirror_to_mlflow(pasted, driver.client),
+        ):
+            pass
+        update_mlflow(pasted, driver.client)  # At the end of a run, the same is a warning.
+        assert variable in caplog.text
+        assert SECRET not in caplog.text
+        assert received == []
+
+    def test_of_the_environment_gets_its_credentials(
+        self,
+        driver: Driver,
+        hostile_server: tuple[str, list[str]],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        uri, received = hostile_server
+        monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", SECRET)
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"{uri}/")
+        own = config_from({"name": "pasted", "mlflow": {"tracking_uri": uri}})
+        update_mlflow(own, driver.client)
+        assert f"Bearer {SECRET}" in received[-1]
+
+
+LAUGHS = "task: {options: {a0: &a0 [x, x, x, x, x, x, x, x, x, x]" + "".join(
+    f", a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)
+)
+HOSTILE_YAML = {
+    "aliases of aliases": (LAUGHS + "}}", "alias"),
+    "a list that holds itself": ("task: {options: {a: &a [*a]}}", "alias"),
+    "a merge key": ("task: &t {name: math}\nmodel: {<<: *t}", "alias"),
+    "nested lists": (f"task: {'[' * 600}{']' * 600}", "nested too deeply"),
+    "nested sections": (f"task: {'{a: ' * 600}{'}' * 600}", "nested too deeply"),
+    "many digits": (f"steps: 1{'0' * 5000}", "number"),
+    "many bits": (f"steps: 0x{'f' * 9000}", "number"),
+    "a number of base 60": (f"steps: 1{':1' * 3000}", "number"),
+    "a month of no year": ("name: 2026-13-45", "date"),
+    "a tag of Python": ("task: !!python/object/apply:os.system [id]", "not valid YAML"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE_YAML)
+def test_yaml_that_would_not_fit_or_not_print_is_refused(
+    kind: str, stack: Endpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, reason = HOSTILE_YAML[kind]
+    with pytest.raises(ConfigError, match=reason):
+        parse_config(text)
+    path = tmp_path / "pasted.yaml"
+    path.write_text(text)
+    with pytest.raises(SystemExit):
+        cli.main(["config", "check", str(path)])
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert reason in error
+    response = httpx.put(
+        f"{stack.buffer_url}/v1/configs/pasted",
+        json={"text": text},
+        headers={"Authorization": f"Bearer {stack.token}"},
+    )
+    assert response.status_code == 422
+    assert reason in response.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["&a [*a]", f"0x{'f' * 9000}", "2026-13-45", "[" * 600 + "]" * 600],
+    ids=["alias", "number", "date", "depth"],
+)
+def test_overrides_are_read_as_the_file_is(value: str) -> None:
+    with pytest.raises(ConfigError, match="override"):
+        parse_overrides([f"task.options.a={value}"])
