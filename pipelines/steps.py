@@ -46,6 +46,7 @@ from services.buffer.api.client import BufferClient, none_if_missing
 from services.common import layout
 from services.common.errors import ServiceError
 from services.common.objectstore import S3_SCHEME, FileContent, ObjectStore
+from services.common.printable import escape_controls
 from services.common.process import end_with_parent, stop_on_signals
 from services.exporters.mlflow import mirror_to_mlflow, update_mlflow
 
@@ -120,7 +121,7 @@ class PipelineContext:
             ),
             ObjectStore(settings.s3),
             settings.scratch,
-            lambda line: print(line, flush=True),
+            lambda line: print(escape_controls(line), flush=True),
             workflow=workflow,
             may_reopen=RetrySettings().kfp_retry_index == 0,
             buffer_url=settings.buffer_url,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -10,6 +11,7 @@ import click
 
 from bapo_core.errors import BapoError
 from services import VERSION
+from services.cli.echo import echo, escape_logs
 from services.cli.lazy import Lazy, LazyGroup
 from services.common.errors import ServiceError
 from services.common.local_hosts import bypass_proxies
@@ -103,11 +105,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     and an interruption with 130.
     """
     bypass_proxies()
+    escape_logs()
     hide_memory()
     try:
         code = bapo.main(arguments, prog_name="bapo", standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        message = io.StringIO()
+        error.show(message)
+        echo(message.getvalue(), err=True, nl=False)
         sys.exit(error.exit_code)
     except click.Abort:
         _fail("interrupted", 130)
@@ -121,5 +126,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _fail(message: str, code: int = 1) -> NoReturn:
-    sys.stderr.write(f"error: {' '.join(message.split())}\n")
+    echo(f"error: {' '.join(message.split())}", err=True)
     sys.exit(code)

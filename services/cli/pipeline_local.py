@@ -22,6 +22,7 @@ from bapo_core.errors import BapoError
 from pipelines.parameters import RUN, check_imports, config_of, run_of
 from pipelines.settings import LOCAL_JOBS
 from pipelines.steps import LAST_ERROR, PipelineContext, TrainerJobs, cancel
+from services.cli.echo import echo
 from services.cli.local_run import engine_threads
 from services.cli.service import format_addresses
 from services.common.process import end_with_parent, python_command
@@ -52,7 +53,7 @@ def run_pipeline(
     last_error.unlink(missing_ok=True)
     with find_or_start_stack(home) as endpoints, rollouts(home, endpoints, rollout) as environment:
         os.environ.update(environment)
-        print(format_addresses(endpoints, home), flush=True)
+        echo(format_addresses(endpoints, home))
         resources = {"gpus_per_worker": 0, "cpu_per_worker": str(os.cpu_count())}
         name = {RUN: run_of(parameters)}
         code = _execute({**resources, **parameters, **name}, output, segments, imports)

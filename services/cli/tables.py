@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from itertools import islice
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from services.cli.console import plain_console
+from services.cli.echo import echo
 
 Item = TypeVar("Item")
 GAP = 2
@@ -43,14 +43,14 @@ def show(
     if table.rows:
         table_console().print(table)
     else:
-        print(empty, file=sys.stderr)
+        echo(empty, err=True)
 
 
 def take(items: Iterable[Item], limit: int) -> list[Item]:
     """Returns the first `limit` of the items; says on standard error if there are more."""
     taken = list(islice(items, limit + 1))
     if len(taken) > limit:
-        print(f"the first {limit}; --limit shows more", file=sys.stderr)
+        echo(f"the first {limit}; --limit shows more", err=True)
     return taken[:limit]
 
 
@@ -62,7 +62,7 @@ def step_before_last(current_step: int, limit: int) -> int:
 def take_last(items: Sequence[Item], limit: int) -> list[Item]:
     """Returns the last `limit` of the items; says on standard error if there are more."""
     if len(items) > limit:
-        print(f"the last {limit}; --limit shows more", file=sys.stderr)
+        echo(f"the last {limit}; --limit shows more", err=True)
     return list(items[max(0, len(items) - limit) :])
 
 
@@ -75,9 +75,9 @@ def table_console() -> Console:
 def print_json(answer: BaseModel | Sequence[BaseModel]) -> None:
     """Prints one model indented, several on one line."""
     if isinstance(answer, BaseModel):
-        print(json.dumps(answer.model_dump(mode="json"), indent=2))
+        echo(json.dumps(answer.model_dump(mode="json"), indent=2))
     else:
-        print(json.dumps([item.model_dump(mode="json") for item in answer]))
+        echo(json.dumps([item.model_dump(mode="json") for item in answer]))
 
 
 def fitting_columns(

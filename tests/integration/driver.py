@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
@@ -56,10 +57,15 @@ def stop_open_runs(url: str, token: str) -> None:
 class Driver:
     """Creates a run and drives it step by step; rewards depend on (seed, step, prompt) alone."""
 
-    def __init__(self, stack: Endpoints, config: RunConfig) -> None:
+    def __init__(
+        self,
+        stack: Endpoints,
+        config: RunConfig,
+        create: Callable[[BufferClient, RunConfig], None] = create_run,
+    ) -> None:
         self.config, self.stack = config, stack
         self.client = BufferClient(stack.buffer_url, stack.token, run=config.name)
-        create_run(self.client, config)
+        create(self.client, config)
         self.client.begin_attempt()
 
     def groups(

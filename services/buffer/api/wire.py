@@ -1151,7 +1151,9 @@ class TokenScope(Wire):
 class TokenCreate(Wire):
     """A token to create."""
 
-    name: str = Field(min_length=1, max_length=100, examples=["grafana"])
+    name: str = Field(
+        min_length=1, max_length=100, pattern=r"^[^\x00-\x1f\x7f-\x9f]+$", examples=["grafana"]
+    )
     """Name that says what the token is for."""
     scope: Scope
     """read, run (includes read) or admin (includes run)."""

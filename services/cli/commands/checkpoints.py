@@ -13,6 +13,7 @@ import click
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
 from services.buffer.api import wire
+from services.cli.echo import echo
 from services.cli.options import json_option, refuse_options, run_argument
 from services.cli.service import connect, open_object_store
 from services.cli.tables import show
@@ -60,7 +61,7 @@ def checkpoints(
             _verify(checkpoint)
     if export is not None:
         _export(client.run_state().config, kept[0], export)
-        click.echo(f"the model of step {kept[0].step} is in {export}")
+        echo(f"the model of step {kept[0].step} is in {export}")
     if verify or export is not None:
         return
     rows = [
@@ -112,7 +113,7 @@ def _verify(checkpoint: wire.CheckpointView) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         _fetch(checkpoint, Path(scratch))
         sizes = [path.stat().st_size for path in Path(scratch).rglob("*") if path.is_file()]
-    click.echo(f"step {checkpoint.step}: {len(sizes)} files, {sum(sizes):,} bytes, all as recorded")
+    echo(f"step {checkpoint.step}: {len(sizes)} files, {sum(sizes):,} bytes, all as recorded")
 
 
 def _export(config: RunConfig, checkpoint: wire.CheckpointView, target: Path) -> None:

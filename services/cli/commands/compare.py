@@ -13,6 +13,7 @@ from rich.console import Console
 
 from bapo_core.errors import BapoError
 from services.cli.console import plain_console
+from services.cli.echo import echo
 from services.cli.local_run import LocalRun, create_run, execute
 from services.cli.options import ConfigArguments, config_arguments, port_option
 from services.cli.service import open_local_object_store
@@ -97,7 +98,7 @@ def compare(
         console=plain_console(),
         port=port,
     )
-    click.echo(page)
+    echo(page)
 
 
 def _variants(algorithms: str | None, texts: Sequence[str], file: str | None) -> list[Variant]:

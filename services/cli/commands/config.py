@@ -9,6 +9,7 @@ import click
 import yaml
 
 from bapo_core.config import json_schema
+from services.cli.echo import echo
 from services.cli.options import ConfigArguments, config_arguments, json_option
 
 
@@ -27,7 +28,7 @@ def show(config: ConfigArguments) -> None:
       bapo config show examples/countdown.yaml algorithm=grpo
     """
     values = config.load().model_dump(mode="json")
-    click.echo(yaml.safe_dump(values, sort_keys=False), nl=False)
+    echo(yaml.safe_dump(values, sort_keys=False), nl=False)
 
 
 @config.command
@@ -44,9 +45,9 @@ def check(config: ConfigArguments) -> None:
     settings = config.load()
     check_tasks(settings)
     for warning in settings.warnings():
-        click.echo(f"note: {warning}")
+        echo(f"note: {warning}")
     name = config.file or "the default configuration"
-    click.echo(f"{name} is valid; data and model are read when a run starts")
+    echo(f"{name} is valid; data and model are read when a run starts")
 
 
 @config.command
@@ -71,7 +72,7 @@ def push(file: Path, name: str | None) -> None:
 
     name = name or load_config(file).name
     stored = connect().store_config(name, file.read_text(encoding="utf-8"))
-    click.echo(f"stored as {stored.name}; start a pipeline with stored_config={stored.name}")
+    echo(f"stored as {stored.name}; start a pipeline with stored_config={stored.name}")
 
 
 @config.command
@@ -95,4 +96,4 @@ def schema() -> None:
     Example:
       bapo config schema > bapo.schema.json
     """
-    click.echo(json.dumps(json_schema(), indent=2))
+    echo(json.dumps(json_schema(), indent=2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from services.cli.echo import echo
 from services.cli.options import json_option
 
 
@@ -50,8 +51,8 @@ def check(address: str, task_name: str, columns: tuple[str, ...]) -> None:
     source = pin_address(address)
     found = read_dataset(get_task(task_name), source, data_sources(), _parse_columns(columns))
     for number, reason in found.unreadable:
-        click.echo(f"row {number}: {reason}")
-    click.echo(
+        echo(f"row {number}: {reason}")
+    echo(
         f"{len(found.unreadable)} of {len(found.prompts)} reference answers cannot be read by the "
         f"task {task_name}"
     )
@@ -88,8 +89,8 @@ def upload(address: str, task_name: str, name: str | None, columns: tuple[str, .
     name = name or stored.name
     digest = digest_of_prompts(stored.prompts)
     store_dataset(client, stored, name=name, digest=digest, source=source)
-    click.echo(f"dataset {name}: {stored.summary}")
-    click.echo(f"use it as task.train_path=dataset:{name}")
+    echo(f"dataset {name}: {stored.summary}")
+    echo(f"use it as task.train_path=dataset:{name}")
 
 
 def _parse_columns(columns: tuple[str, ...]) -> dict[str, str]:

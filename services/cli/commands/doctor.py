@@ -10,6 +10,7 @@ from rich.table import Table
 
 from bapo_core.errors import BapoError
 from services.cli.console import plain_console
+from services.cli.echo import echo
 from services.cli.options import ConfigArguments, config_arguments, json_option
 from services.cli.service import open_local_object_store
 from services.model.resolve import ensure_model
@@ -45,7 +46,7 @@ def rollout(config: ConfigArguments, prompts: int, as_json: bool) -> None:
     parity = measure_parity(loaded, model, prompts=prompts)
     failures = parity.failures()
     if as_json:
-        click.echo(json.dumps(asdict(parity) | {"failures": failures}, indent=2))
+        echo(json.dumps(asdict(parity) | {"failures": failures}, indent=2))
     else:
         show(console, loaded, parity)
     if failures:
@@ -75,7 +76,7 @@ def trainer(config: ConfigArguments, as_json: bool) -> None:
     model = ensure_model(loaded, default_home(), open_store=open_local_object_store)
     report = report_trainer(loaded, model)
     if as_json:
-        click.echo(json.dumps(asdict(report), indent=2))
+        echo(json.dumps(asdict(report), indent=2))
         return
     table = Table.grid(padding=(0, 2))
     table.add_row("device", report.device)

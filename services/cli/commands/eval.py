@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from services.cli.console import plain_console
+from services.cli.echo import echo
 from services.cli.options import ConfigArguments, config_arguments, json_option
 from services.cli.service import open_local_object_store
 from services.cli.suites import SUITES, suite_config
@@ -83,4 +84,4 @@ def evaluate(
     rows = score_rows(evaluations)
     show(evaluations, COLUMNS, rows, as_json=as_json, empty="nothing was evaluated")
     if not as_json:
-        click.echo(f"pass@k and maj@k for every k: --json. {INTERVALS}")
+        echo(f"pass@k and maj@k for every k: --json. {INTERVALS}")

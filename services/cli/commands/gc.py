@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from bapo_core.errors import BapoError
+from services.cli.echo import echo
 from services.cli.options import json_option
 from services.cli.service import connect
 from services.cli.tables import print_json
@@ -24,13 +25,13 @@ def gc(dry_run: bool, as_json: bool) -> None:
         print_json(garbage)
     else:
         for key in garbage.orphans:
-            click.echo(key)
+            echo(key)
         outcome = (
             "have no row; those older than a day would be deleted"
             if dry_run
             else "had no row, were older than a day, and are deleted"
         )
-        click.echo(f"{len(garbage.orphans)} of {garbage.objects} objects {outcome}")
+        echo(f"{len(garbage.orphans)} of {garbage.objects} objects {outcome}")
     if garbage.missing:
         raise BapoError(
             f"{len(garbage.missing)} objects are missing that rows refer to, the first: "

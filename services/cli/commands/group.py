@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import click
 
 from bapo_core.outcomes import Outcome
 from services.buffer.api import wire
+from services.cli.echo import echo
 from services.cli.options import json_option, run_argument
 from services.cli.service import connect
 from services.cli.tables import print_json
@@ -36,19 +36,17 @@ def group(run: str, group_id: int, as_json: bool) -> None:
     if as_json:
         print_json(answer)
     else:
-        click.echo("\n".join(_describe_group(answer)))
+        _print_group(answer)
 
 
-def _describe_group(group: wire.GroupView) -> Iterator[str]:
+def _print_group(group: wire.GroupView) -> None:
     correct = sum(response.correct for response in group.responses)
-    yield (
+    echo(
         f"{group.prompt_uid}: {correct} of {len(group.responses)} responses are correct "
         f"({group.kind}, step {group.step}, policy version {group.policy_version})"
     )
-    yield from (
-        f"  {key}: {_printable(value if isinstance(value, str) else json.dumps(value))}"
-        for key, value in group.payload.items()
-    )
+    for key, value in group.payload.items():
+        echo(f"  {key}: {value if isinstance(value, str) else json.dumps(value)}")
     for number, response in enumerate(group.responses, start=1):
         facts = [
             f"reward {response.reward:g}",
@@ -57,9 +55,9 @@ def _describe_group(group: wire.GroupView) -> Iterator[str]:
         ]
         if response.finish_reason == "length":
             facts.append("cut at the largest number of tokens")
-        yield ""
-        yield click.style(f"response {number}: {', '.join(facts)}", bold=True)
-        yield _printable(response.text)
+        echo()
+        echo(f"response {number}: {', '.join(facts)}", bold=True)
+        echo(response.text)
 
 
 def _describe_verdict(response: wire.ResponseView) -> str:
@@ -70,11 +68,3 @@ def _describe_verdict(response: wire.ResponseView) -> str:
         how = "took too long" if response.outcome == Outcome.TIMED_OUT else "failed"
         return f"no verdict: the reward function {how}{repeated}"
     return ("correct" if response.correct else "wrong") + repeated
-
-
-def _printable(text: str) -> str:
-    """Returns `text` with its control characters escaped: models also write those of terminals."""
-    return "".join(
-        character if character.isprintable() or character in "\n\t" else ascii(character)[1:-1]
-        for character in text
-    )

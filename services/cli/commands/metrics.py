@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from services.buffer.api.client import BufferClient
+from services.cli.echo import echo
 from services.cli.options import json_option, limit_option, refuse_options, run_argument
 from services.cli.service import connect
 from services.cli.tables import (
@@ -77,13 +78,13 @@ def metrics(
         refuse_options("--limit", "--json", why="an export has all steps and prints none")
     client = connect(run)
     if tensorboard is not None:
-        write_tensorboard(client, tensorboard, follow=follow, log=click.echo)
+        write_tensorboard(client, tensorboard, follow=follow, log=echo)
     elif mlflow is not None:
         mlflow_run = MlflowRun(mlflow, experiment, client)
         if follow:
             mlflow_run.follow(threading.Event())
         mlflow_run.write()
-        click.echo(f"run {client.run} is in experiment {experiment!r} of {mlflow}")
+        echo(f"run {client.run} is in experiment {experiment!r} of {mlflow}")
     else:
         _show_table(client, limit, as_json)
 
@@ -108,7 +109,7 @@ def _show_table(client: BufferClient, limit: int, as_json: bool) -> None:
     )
     hidden = [heading for heading in headings if heading not in shown]
     if hidden and not as_json:
-        click.echo(
+        echo(
             f"{', '.join(hidden)}: not shown in {width} columns; see --json, or widen the terminal",
             err=True,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from services.cli.echo import echo
 from services.model.resolve import TINY_MODEL, TINY_VISION_MODEL
 
 
@@ -21,4 +22,4 @@ def tiny(vision: bool) -> None:
     another one of 2.2 M parameters, which reads the numbers in diagrams of the task `geometry`.
     The repository has the recipes of both: `make tiny-models` trains them again.
     """
-    click.echo(TINY_VISION_MODEL if vision else TINY_MODEL)
+    echo(TINY_VISION_MODEL if vision else TINY_MODEL)

@@ -13,6 +13,7 @@ from bapo_core.errors import BapoError
 from pipelines import IMPORTABLE, SEGMENTS
 from services import VERSION
 from services.cli import COMPILED
+from services.cli.echo import echo
 from services.cli.options import ConfigArguments, pipeline_arguments
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def compile_pipeline(
         imports=imports,
         names=names,
     )
-    click.echo(output)
+    echo(output)
 
 
 @pipeline.command
@@ -147,10 +148,10 @@ def submit(
     run_id = submit_pipeline(
         package, parameters, host=host, namespace=namespace, experiment=experiment
     )
-    click.echo(run_id)
-    click.echo(f"its page: {run_page(host, run_id)}", err=True)
+    echo(run_id)
+    echo(f"its page: {run_page(host, run_id)}", err=True)
     if wait:
-        log = partial(click.echo, err=True)
+        log = partial(echo, err=True)
         wait_for_run(run_id, package, host=host, namespace=namespace, log=log)
 
 
@@ -205,11 +206,11 @@ def run_local(
     if pages:
         # Kubeflow's artifacts have no suffix, by which browsers know a page.
         report = shutil.copyfile(pages[-1], pages[-1].with_suffix(".html"))
-        click.echo(f"report   {report}")
+        echo(f"report   {report}")
     else:
-        click.echo(f"no report in {written}")
-    click.echo(f"model    {written / 'evaluate-and-export' / 'model'}")
-    click.echo(f"query    `bapo stack up`, then `bapo prompts {run_of(parameters)}`")
+        echo(f"no report in {written}")
+    echo(f"model    {written / 'evaluate-and-export' / 'model'}")
+    echo(f"query    `bapo stack up`, then `bapo prompts {run_of(parameters)}`")
 
 
 @pipeline.command
@@ -230,11 +231,11 @@ def reap(namespace: str, release: str, delete: bool) -> None:
     if delete:
         remove_orphans(buffer, backend, orphans)
     for name, run in sorted(orphans.jobs.items()):
-        click.echo(f"{'deleted' if delete else 'orphaned'}  job {name} of run {run}")
+        echo(f"{'deleted' if delete else 'orphaned'}  job {name} of run {run}")
     for run in sorted(orphans.runs):
-        click.echo(f"{'stopped' if delete else 'orphaned'}  run {run}")
+        echo(f"{'stopped' if delete else 'orphaned'}  run {run}")
     if not orphans.jobs and not orphans.runs:
-        click.echo("no job and no run is orphaned")
+        echo("no job and no run is orphaned")
 
 
 @pipeline.command("scale-rollouts")
@@ -270,7 +271,7 @@ def scale_rollouts(
     ((kind, name),) = named
     stop_on_signals()
     cluster = Cluster(namespace)
-    RolloutScaler(_buffer(), cluster, kind, name, replicas, idle_minutes * 60, click.echo).run()
+    RolloutScaler(_buffer(), cluster, kind, name, replicas, idle_minutes * 60, echo).run()
 
 
 def _buffer() -> BufferClient:

@@ -10,6 +10,7 @@ import click
 from pydantic import BaseModel
 
 from bapo_core.errors import BapoError
+from services.cli.echo import echo
 from services.cli.options import json_option, run_argument
 from services.cli.service import connect, open_object_store
 from services.cli.tables import show
@@ -61,7 +62,7 @@ def profile(run: str, export: Path | None, as_json: bool) -> None:
     for trace in traces:
         target = export / f"{name}-until-step-{trace.step}-rank-{trace.rank}.json.gz"
         target.write_bytes(store.get(trace.key, trace.digest))
-        click.echo(target)
+        echo(target)
 
 
 def _find_traces(store: ObjectStore, run: str) -> Sequence[Trace]:

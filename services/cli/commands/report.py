@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from services.cli.echo import echo
 from services.cli.local_run import write_outputs
 from services.cli.options import run_argument
 from services.cli.service import client_of, connect_to_named
@@ -34,4 +35,4 @@ def report(run: str) -> None:
             history = read_history(client_of(stack, run))
     directory = Path("runs") / run
     write_outputs(directory, history)
-    click.echo(directory / "report.html")
+    echo(directory / "report.html")

@@ -12,6 +12,7 @@ from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import EvaluationSetView
 from services.cli.console import plain_console
+from services.cli.echo import echo
 from services.cli.local_run import LocalRun, create_run, execute, next_free_name
 from services.cli.options import ConfigArguments, config_arguments, port_option
 from services.cli.progress import NOTHING_TRAINED
@@ -90,7 +91,7 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
         except BapoError as error:
             raise BapoError(f"{error}; continue with `{resume_command}`") from error
         except SystemExit:
-            click.echo(f"stopped; continue with `{resume_command}`", err=True)
+            echo(f"stopped; continue with `{resume_command}`", err=True)
             raise
         _print_results(console, local_run, history)
 

@@ -10,6 +10,7 @@ import click
 
 from bapo_core.errors import BapoError
 from services.buffer.api.wire import RunState
+from services.cli.echo import echo
 from services.cli.options import json_option, run_argument
 from services.cli.service import connect
 from services.cli.tables import show
@@ -83,7 +84,7 @@ def delete(run: str, yes: bool) -> None:
     client.delete_run()
     reports = Path("runs") / run
     kept = f"; {reports} stays" if reports.exists() else ""
-    click.echo(f"{run} is deleted, with its objects{kept}")
+    echo(f"{run} is deleted, with its objects{kept}")
 
 
 def _confirm_deletion(state: RunState) -> bool:
@@ -94,9 +95,9 @@ def _confirm_deletion(state: RunState) -> bool:
     try:
         return click.confirm(question, err=True)
     except click.Abort:  # Ctrl-C, or no input to answer with.
-        click.echo(err=True)
+        echo(err=True)
         return False
 
 
 def _print_status(state: RunState) -> None:
-    click.echo(f"{state.name} is {state.status} after step {state.current_step}")
+    echo(f"{state.name} is {state.status} after step {state.current_step}")

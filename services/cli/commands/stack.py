@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from services.cli.echo import echo
 from services.cli.options import port_option
 from services.cli.service import format_addresses
 from services.stack.settings import default_home
@@ -25,9 +26,9 @@ def up(port: int) -> None:
     """Start the services, which run until `bapo stack down`."""
     home = default_home()
     endpoints = stack_up(home, port)
-    click.echo(format_addresses(endpoints, home))
+    echo(format_addresses(endpoints, home))
     if port and not endpoints.buffer_url.endswith(f":{port}"):
-        click.echo(f"note: it ran already; for port {port}, run `bapo stack down` first")
+        echo(f"note: it ran already; for port {port}, run `bapo stack down` first")
 
 
 @stack.command
@@ -35,4 +36,4 @@ def up(port: int) -> None:
 def down(force: bool) -> None:
     """Stop the services; their data stays."""
     stopped = stack_down(default_home(), force=force)
-    click.echo("stopped" if stopped else "no stack is running")
+    echo("stopped" if stopped else "no stack is running")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from services.cli.echo import echo
 from services.cli.options import json_option
 from services.cli.service import connect
 from services.cli.tables import local_time, print_json, show
@@ -35,9 +36,7 @@ def create(name: str, scope: Scope, as_json: bool) -> None:
     if as_json:
         print_json(created)
     else:
-        click.echo(
-            f"{created.token}\n(token {created.id}, scope {created.scope}; it is not shown again)"
-        )
+        echo(f"{created.token}\n(token {created.id}, scope {created.scope}; it is not shown again)")
 
 
 @token.command("list")
@@ -65,4 +64,4 @@ def list_tokens(as_json: bool) -> None:
 def revoke(id: int) -> None:
     """Revoke a token, with immediate effect."""
     revoked = connect().revoke_token(id)
-    click.echo(f"token {revoked.id} ({revoked.name}) is revoked")
+    echo(f"token {revoked.id} ({revoked.name}) is revoked")
