@@ -23,7 +23,7 @@ from bapo_core.config.estimators import (
     ReinforcePpConfig,
 )
 from bapo_core.errors import ConfigError
-from bapo_core.plug_ins import load_plug_in
+from bapo_core.plug_ins import find
 
 _WHITENING_EPS = 1e-8
 """Constant that is added to a variance before its root is taken, as in verl and TRL."""
@@ -295,11 +295,6 @@ ESTIMATORS: dict[str, Estimator] = {
 def get_estimator(name: str) -> Estimator:
     """Returns an estimator by name, which may be a plug-in's.
 
-    Raises `ConfigError` for an unknown name, or a plug-in that cannot be loaded.
+    Raises `ConfigError` as `find` does.
     """
-    if name in ESTIMATORS:
-        return ESTIMATORS[name]
-    loaded: Estimator = load_plug_in(
-        ESTIMATOR_ENTRY_POINTS, "estimator", name, built_in=ESTIMATORS, error=ConfigError
-    )
-    return loaded
+    return find(name, ESTIMATORS, group=ESTIMATOR_ENTRY_POINTS, kind="estimator", error=ConfigError)

@@ -29,10 +29,10 @@ from bapo_core.buffers import (
 )
 from bapo_core.composition import Composition, Decision, Decisions, StepState
 from bapo_core.config import RunConfig
-from bapo_core.config.batches import BATCH_RULE_ENTRY_POINTS, BATCH_RULE_NAMES
+from bapo_core.config.batches import BATCH_RULE_ENTRY_POINTS
 from bapo_core.errors import ConfigError
 from bapo_core.filters import gaussian_filter, range_filter, uniform_filter
-from bapo_core.plug_ins import load_plug_in, report_failures
+from bapo_core.plug_ins import find, report_failures
 from bapo_core.reasons import ComposedBatch, explain_composition
 from bapo_core.response_replay import (
     StoredResponse,
@@ -314,28 +314,25 @@ class BatchRule:
     )
 
 
-BATCH_RULES: Mapping[str, BatchRule] = {name: BatchRule() for name in BATCH_RULE_NAMES}
+BATCH_RULES: Mapping[str, BatchRule] = {"algorithm1": BatchRule()}
 """The built-in batch rules by their name in `batch.rule`."""
 
 
 def get_batch_rule(name: str) -> BatchRule:
     """Returns a batch rule by name, which may be a plug-in's.
 
-    Raises `ConfigError` for an unknown name, or a plug-in that cannot be loaded; so do the
-    functions of a plug-in's rule for whatever they raise.
+    Raises `ConfigError` as `find` does; so do the functions of a plug-in's rule for whatever they
+    raise.
     """
-    if name in BATCH_RULES:
-        return BATCH_RULES[name]
-    rule = load_plug_in(
-        BATCH_RULE_ENTRY_POINTS, "batch rule", name, built_in=BATCH_RULES, error=ConfigError
+    rule = find(
+        name, BATCH_RULES, group=BATCH_RULE_ENTRY_POINTS, kind="batch rule", error=ConfigError
     )
     if not isinstance(rule, BatchRule):
         raise ConfigError(
             f"batch rule {name}: the entry point names {rule!r}; name a "
             "bapo_core.algorithm.BatchRule"
         )
-
-    return _checked(name, rule)
+    return rule if name in BATCH_RULES else _checked(name, rule)
 
 
 def _checked(name: str, rule: BatchRule) -> BatchRule:

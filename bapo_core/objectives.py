@@ -36,7 +36,7 @@ from bapo_core.config.objectives import (
 from bapo_core.errors import ConfigError
 from bapo_core.losses import clipped_surrogate, clipped_tokens, sequence_ratio
 from bapo_core.numerics import MAX_LOG_RATIO
-from bapo_core.plug_ins import load_plug_in
+from bapo_core.plug_ins import find
 
 __all__ = [
     "OBJECTIVES",
@@ -490,11 +490,9 @@ OBJECTIVES: dict[str, Objective] = {
 def get_objective(name: str) -> Objective:
     """Returns an objective by name, which may be a plug-in's.
 
-    Raises `ConfigError` for an unknown name, or a plug-in that cannot be loaded.
+    Raises `ConfigError` as `find` does.
     """
-    if name in OBJECTIVES:
-        return OBJECTIVES[name]
-    loaded = load_plug_in(
-        OBJECTIVE_ENTRY_POINTS, "objective", name, built_in=OBJECTIVES, error=ConfigError
+    objective = find(
+        name, OBJECTIVES, group=OBJECTIVE_ENTRY_POINTS, kind="objective", error=ConfigError
     )
-    return loaded if isinstance(loaded, Objective) else Objective(loaded)
+    return objective if isinstance(objective, Objective) else Objective(objective)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
-from bapo_core.config import RunConfig
 from bapo_core.config.estimators import ESTIMATOR_ENTRY_POINTS, ESTIMATOR_KINDS
 from bapo_core.config.rollouts import RewardConfig
-from bapo_core.errors import ConfigError, TaskError
-from bapo_core.plug_ins import load_plug_in
-from bapo_core.tasks import Task, get_task
+from bapo_core.errors import ConfigError
+from bapo_core.plug_ins import find
+from bapo_core.tasks import Task
 
 ANSWER = "answer"
 """Name of the part that is the verdict's own reward, which every response has."""
@@ -83,11 +83,10 @@ def check_reward_sign(reward: float, estimator: str) -> None:
 @lru_cache(maxsize=8)
 def _non_negative_estimators(estimator: str) -> frozenset[str]:
     """Returns the estimators that need non-negative rewards, of the built-in ones and this one."""
-    built_in = ESTIMATOR_KINDS.sections
-    if estimator in built_in:
+    if estimator in ESTIMATOR_KINDS.sections:
         return frozenset(("maxrl",))
-    loaded = load_plug_in(
-        ESTIMATOR_ENTRY_POINTS, "estimator", estimator, built_in=built_in, error=ConfigError
+    loaded: Any = find(
+        estimator, {}, group=ESTIMATOR_ENTRY_POINTS, kind="estimator", error=ConfigError
     )
     return frozenset((estimator,) if getattr(loaded, "non_negative", False) else ())
 
@@ -101,16 +100,3 @@ def check_reward(task: Task, settings: RewardConfig) -> None:
                 f"reward.weights names {name!r}, but the verdicts of task {task.name} have "
                 f"{'the parts ' + ', '.join(known) if known else 'no parts'}; correct or remove it"
             )
-
-
-def check_tasks(config: RunConfig) -> None:
-    """Raises `TaskError` for options that the task refuses, of training or of an evaluation set.
-
-    Raises `ConfigError` as `check_reward` does.
-    """
-    check_reward(get_task(config.task.name, **config.task.options), config.reward)
-    for name in config.evaluation.sets:
-        try:
-            get_task(config.task.name, **config.evaluation_sets[name].options)
-        except TaskError as error:
-            raise TaskError(f"evaluation.sets.{name}: {error}") from error

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from bapo_core.config import RunConfig
 from bapo_core.config.samplers import (
@@ -32,7 +32,7 @@ from bapo_core.config.samplers import (
     SamplerConfig,
 )
 from bapo_core.errors import ConfigError
-from bapo_core.plug_ins import load_plug_in, report_failures
+from bapo_core.plug_ins import find, report_failures
 from bapo_core.seeding import derive_rng, derive_seed
 
 _ROUNDS = 10
@@ -541,18 +541,13 @@ SAMPLERS: Mapping[str, Sampler] = {
 def get_sampler(kind: str) -> Sampler:
     """Returns a sampler by its name, which may be a plug-in's.
 
-    Raises `ConfigError` for an unknown name, or a plug-in that cannot be loaded.
+    Raises `ConfigError` as `find` does.
     """
-    if kind in SAMPLERS:
-        return SAMPLERS[kind]
-    loaded: Any = load_plug_in(
-        SAMPLER_ENTRY_POINTS, "sampler", kind, built_in=SAMPLERS, error=ConfigError
-    )
-    if not callable(loaded):
+    sampler = find(kind, SAMPLERS, group=SAMPLER_ENTRY_POINTS, kind="sampler", error=ConfigError)
+    if not callable(sampler):
         raise ConfigError(
-            f"sampler {kind}: the entry point names {loaded!r}; name a function of a DrawContext"
+            f"sampler {kind}: the entry point names {sampler!r}; name a function of a DrawContext"
         )
-    sampler: Sampler = loaded
     return sampler
 
 

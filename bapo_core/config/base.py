@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -18,7 +18,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
 from bapo_core.errors import ConfigError
-from bapo_core.plug_ins import load_plug_in, plug_in_names
+from bapo_core.plug_ins import find, plug_in_names
 from bapo_core.spelling import did_you_mean
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -51,14 +51,16 @@ class Kinds:
         """Initialises the kinds.
 
         sections: the union of the models, whose field `key` has the name of their kind as its
-            default.
+            default; or the only one.
         plug_ins: the group of entry points by which other distributions add kinds. One of the same
-            name in the group `<plug_ins>.settings` is the `Section` of this kind's keys; without
-            one, it has the keys of `plug_in_base`. The first group is not loaded here.
+            name in the group `<plug_ins>.settings` is the section of this kind's keys, a subclass
+            of `plug_in_base`; without one, it has the keys of `plug_in_base`. The first group is
+            not loaded here.
         """
         self.key = key
         self.sections: dict[str, type[Section]] = {
-            section.model_fields[key].default: section for section in get_args(sections)
+            section.model_fields[key].default: section
+            for section in get_args(sections) or (sections,)
         }
         self.default: str = next(iter(self.sections))
         self._plug_ins, self._plug_in_base = plug_ins, plug_in_base
@@ -112,10 +114,15 @@ class Kinds:
         return [kind for kind, section in self.sections.items() if key in section.model_fields]
 
     def _plug_in_section(self, kind: str) -> type[Section]:
-        group = f"{self._plug_ins}.settings"
-        base = self._plug_in_base
+        group, base = f"{self._plug_ins}.settings", self._plug_in_base
         if kind in plug_in_names(group):
-            base = load_plug_in(group, "section of settings", kind, built_in=(), error=ConfigError)
+            loaded: Any = find(kind, {}, group=group, kind="section of settings", error=ConfigError)
+            if not (isinstance(loaded, type) and issubclass(loaded, base)):
+                raise ConfigError(
+                    f"section of settings {kind}: the entry point names {loaded!r}; name a "
+                    f"subclass of {base.__module__}.{base.__name__}"
+                )
+            base = loaded
         fields: dict[str, Any] = {self.key: (Literal[kind], kind)}
         return create_model(base.__name__, __base__=base, __doc__=base.__doc__, **fields)
 
@@ -203,12 +210,3 @@ def kinds_of(model: type[BaseModel], key: str) -> Kinds | None:
     field = model.model_fields.get(key)
     marks = field.metadata if field is not None else ()
     return next((mark for mark in marks if isinstance(mark, Kinds)), None)
-
-
-def check_known(key: str, value: str, built_in: Sequence[str], entry_points: str) -> str:
-    """Returns `value` if it names something built in or a plug-in, which is not loaded."""
-    if value not in built_in:
-        known = sorted({*built_in, *plug_in_names(entry_points)})
-        if value not in known:
-            raise ValueError(f"{key} is {value!r}, which is not one of {', '.join(known)}")
-    return value

@@ -6,12 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from bapo_core.config.base import Fraction, Kinds, Section, check_known
-
-BATCH_RULE_NAMES = ("algorithm1",)
-"""The built-in batch rules."""
-BATCH_RULE_ENTRY_POINTS = "bapo.batch_rules"
-"""The group of entry points of batch rules: name -> `bapo_core.algorithm.BatchRule`."""
+from bapo_core.config.base import Fraction, Kinds, Section
 
 
 class RangeFilterConfig(Section):
@@ -238,12 +233,7 @@ class ReplayWindowConfig(Section):
 class BatchConfig(Section):
     """The composition of a training batch from X1, X2 and X3."""
 
-    rule: str = "algorithm1"
-    """Rule by which batches are composed and buffers are kept: `algorithm1`, of the paper, which
-    the keys of this section and of the buffers configure; or one that an installed package adds
-    (docs/adding-a-method.md)."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Settings of a `rule` that an installed package adds."""
+    rule: Literal["algorithm1"] = "algorithm1"
     capacity: int | None = Field(None, ge=1)
     """Most groups in a training batch, which is never padded; null is B, or B / `fresh_fraction`
     rounded up to whole minibatches."""
@@ -255,16 +245,12 @@ class BatchConfig(Section):
     newest entry replaces older ones, and X1 precedes X2 precedes X3), or the group (`rollout`, as
     in the authors' code)."""
 
-    @field_validator("rule")
-    @classmethod
-    def _known(cls, value: str) -> str:
-        return check_known("rule", value, BATCH_RULE_NAMES, BATCH_RULE_ENTRY_POINTS)
 
-    @model_validator(mode="after")
-    def _options_are_of_plug_ins(self) -> BatchConfig:
-        if self.options and self.rule in BATCH_RULE_NAMES:
-            raise ValueError(
-                f"options is {self.options} but rule is '{self.rule}': options are of rules that "
-                "an installed package adds; remove options"
-            )
-        return self
+BATCH_RULE_ENTRY_POINTS = "bapo.batch_rules"
+"""The group of entry points of batch rules: name -> `bapo_core.algorithm.BatchRule`."""
+BATCH_KINDS = Kinds(
+    BatchConfig, key="rule", plug_ins=BATCH_RULE_ENTRY_POINTS, plug_in_base=BatchConfig
+)
+"""The kinds of the section `batch`, one for each batch rule."""
+AnyBatchConfig = Annotated[BatchConfig, BATCH_KINDS]
+"""A section `batch` of any batch rule."""

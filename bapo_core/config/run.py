@@ -16,6 +16,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from bapo_core.config.base import Section
 from bapo_core.config.batches import (
+    AnyBatchConfig,
     BatchConfig,
     DemonstrationsConfig,
     FreshConfig,
@@ -99,7 +100,10 @@ class RunConfig(Section):
     hard_buffer: HardBufferConfig = HardBufferConfig()
     high_quality_buffer: HighQualityBufferConfig = HighQualityBufferConfig()
     replay_window: ReplayWindowConfig = ReplayWindowConfig()
-    batch: BatchConfig = BatchConfig()
+    batch: AnyBatchConfig = BatchConfig()
+    """Rule by which batches are composed and buffers are kept: `algorithm1`, of the paper, which
+    the keys of this section and of the buffers configure; or one that an installed package adds
+    (docs/adding-a-method.md)."""
     advantage: AdvantageConfig = GroupAdvantageConfig()
     """Estimator of advantages (docs/methods.md): from the statistics of a group (Eq. 2), of the
     batch, or from a critic (A.9); or one that an installed package adds."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -124,10 +124,8 @@ class ExgrpoConfig(AdaptiveConfig):
 
 
 class PlugInSamplerConfig(_PosteriorConfig):
-    """A sampler that an installed package adds (docs/adding-a-method.md)."""
-
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the sampler itself."""
+    """A sampler that an installed package adds, whose keys may be a subclass of this section
+    (docs/adding-a-method.md)."""
 
 
 SAMPLER_ENTRY_POINTS = "bapo.samplers"

@@ -10,7 +10,7 @@ from inspect import signature
 from typing import Any
 
 from bapo_core.errors import TaskError
-from bapo_core.plug_ins import load_plug_in, plug_in_names
+from bapo_core.plug_ins import find, plug_in_names
 from bapo_core.tasks.base import (
     ImageTask,
     Message,
@@ -72,12 +72,9 @@ def _explain_options(factory: Callable[..., Task], options: Mapping[str, Any]) -
 def get_task(name: str, **options: Any) -> Task:
     """Builds the task `name` with its options (`task.options` of the configuration).
 
-    Raises `TaskError` for an unknown name, an option that the task refuses, or a plug-in that
-    cannot be loaded.
+    Raises `TaskError` as `find` does, and for an option that the task refuses.
     """
-    factory: Callable[..., Task] = _TASKS.get(name) or load_plug_in(
-        ENTRY_POINTS, "task", name, built_in=_TASKS, error=TaskError
-    )
+    factory = find(name, _TASKS, group=ENTRY_POINTS, kind="task", error=TaskError)
     try:
         task = factory(**options)
     except (TypeError, ValueError) as error:

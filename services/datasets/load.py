@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from bapo_core.config import RunConfig
 from bapo_core.config.evaluation import TEST_SET, EvaluationSet
 from bapo_core.errors import BapoError
-from bapo_core.rewards import check_tasks
+from bapo_core.selection import check_selection
 from bapo_core.tasks import ImageTask, Payload, SyntheticTask, Task, get_task
 from bapo_core.tasks.base import (
     DEMONSTRATION,
@@ -75,7 +75,7 @@ def load_datasets(config: RunConfig, sources: DataSources = NO_SERVICES) -> RunD
     Raises `BapoError` when a data set cannot be read, when training prompts are held out, or when
     there are fewer training prompts than a step may draw.
     """
-    check_tasks(config)
+    check_selection(config)
     task = get_task(config.task.name, **config.task.options)
     if config.evaluation.sets:
         test = load_evaluation_sets(config, sources)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-from bapo_core.advantages import Responses, get_estimator
+from bapo_core.advantages import Estimator, Responses, get_estimator
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError, TransientError
 from bapo_core.kl import kl_penalty
@@ -359,6 +360,10 @@ class Updater:
             targets = replace(targets, weight_mean=mean or 1.0)
         return targets, metrics
 
+    @cached_property
+    def _estimator(self) -> Estimator:
+        return get_estimator(self.config.advantage.estimator)
+
     def _advantages(
         self, batch: Batch, log_ratios: Tensor
     ) -> tuple[Tensor, ValueTargets | None, dict[str, float]]:
@@ -374,7 +379,7 @@ class Updater:
         if kl.placement == "reward" and kl.coefficient > 0:
             penalties = kl.coefficient * log_ratios
         responses = Responses(batch.rewards, batch.mask, penalties, batch.sizes)
-        advantages = get_estimator(settings.estimator)(responses, settings, self.ranks.moments)
+        advantages = self._estimator(responses, settings, self.ranks.moments)
         return advantages.expand_as(batch.behavior_logprobs), None, {}
 
     def _storage_logprobs(self, batch: Batch) -> Tensor | None:

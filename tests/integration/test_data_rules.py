@@ -11,8 +11,8 @@ from tests.integration.driver import Driver, small_config, snapshot
 
 # The plug-ins are those of docs/adding-a-method.md, in tests/plug_in/.
 RULES = {
-    "sampler": {"kind": "frontier", "options": {"explore": 0.5}, "as_of": "step"},
-    "batch": {"rule": "nearest", "options": {"most": 2}},
+    "sampler": {"kind": "frontier", "explore": 0.5, "as_of": "step"},
+    "batch": {"rule": "nearest", "most": 2},
     "high_quality_buffer": {"max_age": 8},
 }
 
@@ -32,9 +32,7 @@ def test_a_run_follows_the_rules_of_a_plug_in_and_explains_them(stack: Endpoints
             assert decision.draw.drawn == (fresh.outcome != "not_considered")
             explained |= {source.reason for source in decision.considered}
     assert max(replayed) == 2
-    assert any(
-        "2 entries are nearer to half (batch.options.most)" in reason for reason in explained
-    )
+    assert any("2 entries are nearer to half (batch.most)" in reason for reason in explained)
     assert any("not drawn: others have a higher learnability" in reason for reason in explained)
 
 
@@ -103,17 +101,15 @@ def test_batches_without_recorded_reasons_are_explained_too(stack: Endpoints) ->
 
 
 def test_a_sampler_that_fails_is_refused_with_its_cause(stack: Endpoints) -> None:
-    settings = {"sampler": {"kind": "frontier", "options": {"explore": "all"}}}
-    driver = Driver(stack, small_config("rules-failing", **settings))
-    message = r"sampler frontier failed: TypeError: .* \(bapo_frontier.py, line 15\)"
+    driver = Driver(stack, small_config("rules-failing", sampler="unsound"))
+    message = r"sampler unsound failed: ZeroDivisionError: .* \(bapo_unsound.py, line 11\)"
     with pytest.raises(ServiceError, match=message):
         driver.client.step_prompts(1)
 
 
 def test_a_batch_rule_that_fails_is_refused_with_its_cause(stack: Endpoints) -> None:
-    settings = {"batch": {"rule": "nearest", "options": {"most": "all"}}}
-    driver = Driver(stack, small_config("rules-failing-batch", **settings))
+    driver = Driver(stack, small_config("rules-failing-batch", batch="unsound"))
     driver.roll_out(1)
-    message = r"batch rule nearest failed: TypeError: .*bapo_nearest.py"
+    message = r"batch rule unsound failed: KeyError: .* \(bapo_unsound.py, line 15\)"
     with pytest.raises(ServiceError, match=message):
         driver.client.batch(1)

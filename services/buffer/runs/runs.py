@@ -10,6 +10,7 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 
 from bapo_core.config import ConfigError, RunConfig, config_from
+from bapo_core.selection import check_data_rules
 from services.buffer.api import wire
 from services.buffer.storage.datasets import dataset_size
 from services.buffer.storage.pages import after_cursor, page_of
@@ -106,12 +107,13 @@ def _stop_of(run: Run) -> wire.Stop | None:
 def create_run(session: Session, request: wire.RunCreate) -> Run:
     """Creates a run; returns the existing one if it was created with the same arguments.
 
-    Raises 422 if the configuration is invalid, 400 if a dataset is empty, if there are fewer
+    Raises 422 if the configuration is invalid or its data rules cannot be used, 400 if a dataset is empty, if there are fewer
     training prompts than a step may draw, or if `sampler.prior_run` has no results for them, and
     409 if a run of this name exists with other arguments.
     """
     try:
         config = config_from(request.config, where="config")
+        check_data_rules(config)
     except ConfigError as error:
         raise Problem(422, "Invalid configuration", str(error)) from error
     _check_test_datasets(config, request.test_datasets)

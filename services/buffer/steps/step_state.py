@@ -45,7 +45,7 @@ DEMONSTRATION_TEXT = PromptRow.payload[DEMONSTRATION].astext
 def batch_rule(config: RunConfig) -> Iterator[BatchRule]:
     """Gives the batch rule of a run; raises 400 if a plug-in's cannot be loaded, or fails."""
     try:
-        yield get_batch_rule(config.batch.rule)
+        yield BATCH_RULES.get(config.batch.rule) or get_batch_rule(config.batch.rule)
     except ConfigError as error:
         raise bad_request(str(error)) from error
 

@@ -34,16 +34,16 @@ def show(config: ConfigArguments) -> None:
 @config.command
 @config_arguments
 def check(config: ConfigArguments) -> None:
-    """Validate a configuration and its task's options, and warn about slow settings.
+    """Validate a configuration with its task and data rules, and warn about slow settings.
 
     \b
     Example:
       bapo config check examples/countdown.yaml rollout.group_size=16
     """
-    from bapo_core.rewards import check_tasks
+    from bapo_core.selection import check_selection
 
     settings = config.load()
-    check_tasks(settings)
+    check_selection(settings)
     for warning in settings.warnings():
         echo(f"note: {warning}")
     name = config.file or "the default configuration"

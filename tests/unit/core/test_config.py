@@ -571,16 +571,16 @@ def test_a_sampler_keeps_the_keys_that_another_one_reads_as_well() -> None:
     assert override_config(file, parse_overrides(["sampler=uniform"])).sampler == UniformConfig()
 
 
-def test_a_sampler_of_a_plug_in_has_options_and_the_keys_of_results() -> None:
+def test_a_sampler_of_a_plug_in_has_keys_of_its_own_and_those_of_results() -> None:
     """`frontier` is the plug-in of tests/plug_in/."""
-    section = {"kind": "frontier", "options": {"explore": 0.1}, "as_of": "step", "half_life": 9.0}
+    section = {"kind": "frontier", "explore": 0.1, "as_of": "step", "half_life": 9.0}
     config = config_from({"sampler": section})
     stored = config.model_dump(mode="json")
     assert stored["sampler"] == {**section, "prior_run": None, "decay": 1.0}
     assert RunConfig.model_validate(stored).model_dump(mode="json") == stored
     with pytest.raises(ConfigError, match=r"no such key with sampler\.kind=frontier"):
         config_from({"sampler": {**section, "candidates": 8}})
-    with pytest.raises(ConfigError, match=r"options: no such key with sampler\.kind=mopps"):
+    with pytest.raises(ConfigError, match=r"explore: no such key with sampler\.kind=mopps"):
         config_from({"sampler": {**section, "kind": "mopps"}})
 
 

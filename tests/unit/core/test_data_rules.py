@@ -47,7 +47,7 @@ def test_the_docs_show_the_plug_ins_of_the_tests(module: str) -> None:
 
 
 def test_the_sampler_of_a_plug_in_draws_by_results() -> None:
-    config = configure(sampler={"kind": "frontier", "options": {"explore": 0.25}})
+    config = configure(sampler={"kind": "frontier", "explore": 0.25})
     known = {
         0: Posterior(9.0, 1.0),
         1: Posterior(5.0, 5.0),
@@ -208,7 +208,7 @@ def entries(*counts: int) -> list[GroupSummary]:
 
 def test_the_batch_rule_of_a_plug_in_replays_the_nearest_entries() -> None:
     config = configure(
-        batch={"rule": "nearest", "options": {"most": 2}},
+        batch={"rule": "nearest", "most": 2},
         rollout={"prompts_per_step": 4, "group_size": 8},
         replay_window={"c2_range": [0, 0], "c3_range": [1, 1]},
     )
@@ -225,7 +225,7 @@ def test_the_batch_rule_of_a_plug_in_replays_the_nearest_entries() -> None:
     window = composition.batch.window
     changes = rule.settle(config, state, window=window, supervised=())
     assert changes == settle(config, state, window=window, supervised=())
-    unlimited = config.model_copy(update={"batch": config.batch.model_copy(update={"options": {}})})
+    unlimited = config.model_copy(update={"batch": config.batch.model_copy(update={"most": 64})})
     assert rule.compose(unlimited, state).batch == compose(unlimited, state).batch
 
 
@@ -233,7 +233,7 @@ def test_the_batch_rule_of_a_plug_in_replays_the_nearest_entries() -> None:
     ("section", "key", "message"),
     [
         ("sampler", "kind", "'frontire' is not one of dots, exgrpo, frontier, "),
-        ("batch", "rule", "rule is 'frontire', which is not one of algorithm1, nearest"),
+        ("batch", "rule", "batch.rule: 'frontire' is not one of algorithm1, nearest"),
     ],
 )
 def test_an_unknown_rule_is_refused_with_those_that_are_known(
@@ -244,15 +244,27 @@ def test_an_unknown_rule_is_refused_with_those_that_are_known(
 
 
 @pytest.mark.parametrize(
-    ("section", "message"),
+    ("sections", "message"),
     [
-        ("sampler", "sampler.options: no such key with sampler.kind=uniform"),
-        ("batch", "remove options"),
+        ({"sampler": {"explore": 0.25}}, "sampler.explore: no such key with sampler.kind=uniform"),
+        ({"batch": {"most": 2}}, "batch.most: no such key with batch.rule=algorithm1"),
+        (
+            {"sampler": {"kind": "frontier", "explor": 0.25}},
+            "sampler.explor: no such key; did you mean sampler.explore?",
+        ),
+        (
+            {"batch": {"rule": "nearest", "most": -1}},
+            "batch.most: input should be greater than or equal to 0 (got -1)",
+        ),
+        (
+            {"sampler": {"kind": "unsound", "explore": 0.25}},
+            "sampler.explore: no such key with sampler.kind=unsound",
+        ),
     ],
 )
-def test_options_are_refused_without_a_plug_in(section: str, message: str) -> None:
+def test_keys_of_a_plug_in_are_checked(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        configure(**{section: {"options": {"most": 2}}})
+        configure(**sections)
 
 
 def test_an_entry_point_of_another_kind_is_refused(

@@ -121,11 +121,6 @@ def test_two_plug_ins_of_one_name_are_refused(site_directory: Path) -> None:
         get_task("mine")
 
 
-def test_a_plug_in_does_not_replace_a_built_in_task(site_directory: Path) -> None:
-    write_distribution(site_directory, "bapo-mine", "countdown = bapo_mine:Task", "Task = int\n")
-    assert get_task("countdown").uid({"nums": [1, 2], "target": 3}) == "countdown:1-2:3"
-
-
 def test_the_task_math_is_constructed_without_math_verify_and_sympy() -> None:
     code = (
         "import sys; sys.modules['math_verify'] = sys.modules['sympy'] = None\n"

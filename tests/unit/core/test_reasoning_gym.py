@@ -13,7 +13,7 @@ import pytest
 
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError, PayloadError, TaskError
-from bapo_core.rewards import check_tasks
+from bapo_core.selection import check_selection
 from bapo_core.tasks import SyntheticTask, Verdict, get_task
 from bapo_core.tasks.reasoning_gym import (
     CODE_SCORERS,
@@ -409,6 +409,6 @@ def test_options_of_an_evaluation_set_are_checked_before_its_prompts_are_made() 
     config = run_config(evaluation={"sets": sets})
     message = "evaluation.sets.b: task reasoning_gym: dataset leg_counting has no option 'm"
     with pytest.raises(BapoError, match=message):
-        check_tasks(config)
+        check_selection(config)
     with pytest.raises(BapoError, match=message):
         load_datasets(config)
