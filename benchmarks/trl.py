@@ -252,9 +252,9 @@ def agreement(runs: dict[str, list[dict[str, Any]]], directory: Path) -> dict[st
     """Returns how far the variants' losses, gradient norms and weights are from those of `ours`."""
     differences = {}
     expected = runs["ours"][0]
-    weights = torch.load((directory / "ours").with_suffix(".pt"))
+    weights = torch.load((directory / "ours").with_suffix(".pt"), weights_only=True)
     for variant in (name for name in runs if name not in ("ours", "trl_uncorrected")):
-        variant_weights = torch.load((directory / variant).with_suffix(".pt"))
+        variant_weights = torch.load((directory / variant).with_suffix(".pt"), weights_only=True)
         differences[variant] = {
             "loss": _largest_difference(runs[variant][0]["losses"], expected["losses"]),
             "gradient_norm": _largest_difference(

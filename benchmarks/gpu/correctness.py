@@ -41,6 +41,7 @@ from services.trainer.attention_kernels import (
     forget_choices,
 )
 from services.trainer.checkpoint import restore_state, state_of
+from services.trainer.checkpoint_files import read_metadata
 from services.trainer.data import Batch
 from services.trainer.load_policy import load_policy
 from services.trainer.lora import full_tensor
@@ -253,7 +254,8 @@ def restart(record: Record, model: Path, groups: list[Group], ranks: Ranks) -> N
         saved = digest(steps.policy)
         steps.step()
         restored = new_steps(config, model, groups, ranks)
-        restore_state(Path(directory), restored.updater.modules)
+        files = Path(directory)
+        restore_state(files, restored.updater.modules, read_metadata(files, directory))
         restored.steps = 1
         same_after_restore = digest(restored.policy) == saved
         restored.step()

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -40,6 +39,7 @@ from services.buffer.api.wire import StoredVersion
 from services.common import layout
 from services.common.objectstore import ObjectStore, files_of
 from services.trainer.background import Background
+from services.trainer.checkpoint_files import load_state, read_metadata
 from services.trainer.ranks import Ranks
 
 _TRAINED = StateDictOptions(ignore_frozen_params=True)
@@ -155,16 +155,18 @@ def load_checkpoint(
     """Restores modules and optimizers in place. Every rank calls it.
 
     Raises `BapoError` for a checkpoint that does not fit them or was stored before supervised
-    updates had an optimizer of their own, and `ObjectStoreError` for a damaged one.
+    updates had an optimizer of their own, for one whose index bapo has not written, and
+    `ObjectStoreError` for a damaged one.
     """
     directory = scratch / "restore"
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir()
     try:
         store.get_directory(stored.uri, stored.manifest_digest, directory)
-        _check_supervised_optimizer(stored, directory, modules)
+        metadata = read_metadata(directory, stored.uri)
+        _check_supervised_optimizer(stored, metadata, modules)
         try:
-            restore_state(directory, modules)
+            restore_state(directory, modules, metadata)
         except (CheckpointException, RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[-1]
             raise BapoError(
@@ -176,10 +178,10 @@ def load_checkpoint(
 
 
 def _check_supervised_optimizer(
-    stored: StoredVersion, directory: Path, modules: ModuleStates
+    stored: StoredVersion, metadata: Metadata, modules: ModuleStates
 ) -> None:
     """Raises `BapoError` for a checkpoint that lacks the optimizer of supervised updates."""
-    stored_keys = FileSystemReader(directory).read_metadata().state_dict_metadata
+    stored_keys = metadata.state_dict_metadata
     is_stored = any(key.startswith(f"{SUPERVISED_OPTIMIZER}.") for key in stored_keys)
     is_needed = any(SUPERVISED_OPTIMIZER in optimizers for _, optimizers in modules.values())
     if is_needed and not is_stored:
@@ -191,13 +193,14 @@ def _check_supervised_optimizer(
         )
 
 
-def restore_state(directory: Path, modules: ModuleStates) -> None:
+def restore_state(directory: Path, modules: ModuleStates, metadata: Metadata) -> None:
     """Restores modules and optimizers in place from the files of a checkpoint. Every rank calls it.
 
+    metadata: what `read_metadata` has read in `directory`.
     Raises `CheckpointException`, `RuntimeError` or `ValueError` for files that do not fit them.
     """
     state = state_of(modules)
-    load(state, checkpoint_id=str(directory))
+    load_state(state, directory, metadata)
     for name, (module, optimizers) in modules.items():
         inside = _saved_module(name, module)
         is_whole = not optimizers or all(weight.requires_grad for weight in module.parameters())

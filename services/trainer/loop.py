@@ -9,10 +9,12 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from bapo_core.config import RunConfig
@@ -89,6 +91,7 @@ def train(config: RunConfig, context: TrainerContext, ranks: Ranks) -> None:
     timer = PhaseTimer(recorder if ranks.is_main else None)
     updater, last_step = restore(config, context, ranks)
     weights = weights_digest(updater.modules, ranks)
+    refuse_other_weights(last_step, weights, context, ranks)
     with trace(config, context, ranks) as step_done:
         for timer.step in range(last_step + 1, config.steps + 1):
             step = timer.step
@@ -189,6 +192,25 @@ def restore(config: RunConfig, context: TrainerContext, ranks: Ranks) -> tuple[U
     modules = updater.modules_to_save(last_step)
     load_checkpoint(stored, modules, store=context.store, scratch=context.scratch)
     return updater, last_step
+
+
+def refuse_other_weights(step: int, weights: str, context: TrainerContext, ranks: Ranks) -> None:
+    """Raises `BapoError` if restored weights are not those with which their step was committed.
+
+    weights: digest of the restored weights. Whoever has a token of scope run can record a
+    checkpoint of a step that has none, but the digests of a committed step do not change. A step
+    that was committed without digests is not checked.
+    """
+    views = ranks.from_main(lambda: context.buffer.steps(after=step - 1)[:1] if step else [])
+    if views and views[0].digests and views[0].digests.weights_after != weights:
+        run = context.buffer.run
+        raise BapoError(
+            f"the checkpoint of step {step} of run {run!r} does not have the weights with which "
+            "the step was committed: its trainer has not written it, or it was replaced; find out "
+            "who has a token of scope run or admin and the keys of the bucket, and go on in a new "
+            f"run, with model.path from `bapo checkpoints {run} --step STEP --export DIRECTORY` of "
+            "an earlier step"
+        )
 
 
 def make_reader(config: RunConfig, context: TrainerContext) -> TrajectoryReader:
@@ -353,12 +375,28 @@ def supervise(
 
 
 def store_evidence(step: int, error: NonFiniteLoss, context: TrainerContext, ranks: Ranks) -> None:
-    """Stores what this rank trained on when the loss was not finite; `torch.load` reads it."""
+    """Stores what this rank trained on when the loss was not finite, as `as_plain` has it."""
     data = io.BytesIO()
-    torch.save(error.evidence, data)
+    torch.save(as_plain(error.evidence), data)
     key = layout.failure(context.buffer.run, step, ranks.rank)
     context.store.put(key, data.getvalue())
     log.error("batch and targets of the failed update are in %s", key, extra={"step": step})
+
+
+def as_plain(value: Any) -> Any:
+    """Returns a value as dicts, lists, tensors and simple values.
+
+    `torch.load` reads these with `weights_only`, which runs no code of whoever wrote the file.
+    """
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {name: as_plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_plain(item) for item in value]
+    return value
 
 
 LogprobsOfGroup = list[list[float]]

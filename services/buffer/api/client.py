@@ -352,7 +352,8 @@ class BufferClient:
         """Records the checkpoint after `step`, whose files are in the object store.
 
         The service deletes checkpoints and weights that the run no longer keeps. Raises
-        `ServiceError` (400) for a step that is not committed.
+        `ServiceError` for a step that is not committed (400), or that has a checkpoint with
+        another digest (409).
         """
         path = f"/v1/runs/{self.run}/checkpoints/{step}"
         self._send("PUT", path, json={"manifest_digest": manifest_digest})

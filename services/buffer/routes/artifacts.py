@@ -99,7 +99,8 @@ def record_checkpoint(
 ) -> None:
     """Records a checkpoint whose files are in the object store.
 
-    Deletes checkpoints and policy versions that the run's retention rules no longer keep.
+    Recording it again with the same digest changes nothing; another digest gets 409. Deletes
+    checkpoints and policy versions that the run's retention rules no longer keep.
     """
     with service.write_transaction(name) as session:
         run = runs.lock_run(session, name, attempt)

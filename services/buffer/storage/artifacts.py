@@ -207,7 +207,9 @@ def target_weights(run: Run) -> wire.TargetWeights:
 def record_checkpoint(run: Run, step: int, digest: str) -> list[str]:
     """Records a checkpoint, whose objects are written already, and prunes older artifacts.
 
-    Returns the prefixes of objects that may be deleted. Raises 400 if the step is not committed.
+    Returns the prefixes of objects that may be deleted. Raises 400 if the step is not committed,
+    and 409 if it has a checkpoint with another digest. No trainer records a step twice: it goes on
+    from the run's last checkpoint, so that an attempt records later steps alone.
     """
     if step > run.current_step:
         raise bad_request(f"step {step} is not committed; only committed steps have checkpoints")
@@ -221,6 +223,13 @@ def record_checkpoint(run: Run, step: int, digest: str) -> list[str]:
         )
         .on_conflict_do_nothing(index_elements=["run_id", "step"])
     )
+    recorded = run.session.get_one(Checkpoint, (run.id, step)).manifest_digest
+    if recorded != digest:
+        raise conflict(
+            f"step {step} of run {run.name!r} has a checkpoint with another digest "
+            f"({recorded[:12]}..., not {digest[:12]}...), which this trainer has not recorded; "
+            "find out who has a token of scope run or admin, and revoke it (`bapo token revoke`)"
+        )
     return _prune(run)
 
 

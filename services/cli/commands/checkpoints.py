@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -118,8 +117,7 @@ def _verify(checkpoint: wire.CheckpointView) -> None:
 
 def _export(config: RunConfig, checkpoint: wire.CheckpointView, target: Path) -> None:
     """Writes the model of a checkpoint as a Hugging Face directory."""
-    from torch.distributed.checkpoint.state_dict_loader import load
-
+    from services.trainer.checkpoint_files import load_state, read_metadata
     from services.trainer.export import as_saved, model_files, write_files
     from services.trainer.load_policy import load_policy
     from services.trainer.lora import add_adapters, merge_adapter, plain_weights, trained_state
@@ -130,10 +128,8 @@ def _export(config: RunConfig, checkpoint: wire.CheckpointView, target: Path) ->
     add_adapters(model, config.lora, config.seed)
     with tempfile.TemporaryDirectory() as scratch:
         _fetch(checkpoint, Path(scratch))
-        with warnings.catch_warnings():
-            # It warns that it loads in a single process, which `no_dist` has asked for.
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            # Loads in place: the tensors of this state are the model's own.
-            load({"model": trained_state(model)}, checkpoint_id=scratch, no_dist=True)
+        metadata = read_metadata(Path(scratch), checkpoint.uri)
+        # Loads in place: the tensors of this state are the model's own.
+        load_state({"model": trained_state(model)}, Path(scratch), metadata)
     weights = {name: merge_adapter(tensor, layer) for name, tensor, layer in plain_weights(model)}
     write_files(model_files(model, as_saved(model, weights), source), target)
