@@ -249,6 +249,12 @@ class ObjectStore:
         code = getattr(error, "code", None) or type(error).__name__
         if code == "NoSuchBucket":
             return self._without_bucket(f"cannot {action} {self.settings.bucket}/{key}: ")
+        if code == "NoSuchKey":
+            return ObjectStoreError(
+                f"object store {self.settings.endpoint}: cannot {action} "
+                f"{self.settings.bucket}/{key}: {code}; the object was deleted after it was "
+                "stored, or the bucket was: restore it from a backup"
+            )
         # A server that answers 500 to every retry has a lasting problem, such as a full disk.
         refused = isinstance(error, MinioException) or isinstance(
             getattr(error, "reason", None), urllib3.exceptions.ResponseError

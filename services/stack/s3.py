@@ -84,6 +84,8 @@ def start_s3(supervisor: Supervisor, directory: Path, ports: Sequence[int]) -> O
         "-s3.port.lance=0",
         "-s3.iam=false",
         f"-s3.config={identities}",
+        # Else a bucket that was deleted returns with the next write, without what was in it.
+        "-s3.autoCreateBucket=false",
     ]
     # Without keys, the ports of volume and filer would serve every user of this machine.
     keys = {f"WEED_JWT_{name}_KEY": secrets.token_hex(20) for name in SIGNING_KEYS}

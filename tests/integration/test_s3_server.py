@@ -7,8 +7,9 @@ from hashlib import sha256
 from pathlib import Path
 
 import httpx
+import pytest
 
-from services.common.objectstore import ObjectStore
+from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.common.threads import start_detached
 from services.stack.s3 import PORTS, VOLUMES, await_s3, reclaim_space, start_s3
 from services.stack.supervisor import Supervisor, free_ports
@@ -40,6 +41,28 @@ def test_the_space_of_deleted_objects_is_freed(tmp_path: Path) -> None:
         store.delete(["runs/large"])
         start_detached(partial(reclaim_space, ports[0], 0.2))
         supervisor.wait_until(lambda: stored() < 1 << 20, "the space", seconds=60)
+
+
+def test_a_bucket_that_was_deleted_stays_away_and_every_access_says_so(tmp_path: Path) -> None:
+    """SeaweedFS would make it anew with the next write, empty, so that a run trained on without its
+    checkpoints and initial model."""
+    with Supervisor(tmp_path / "logs") as supervisor:
+        settings = start_s3(supervisor, tmp_path / "s3", free_ports(PORTS))
+        await_s3(supervisor, settings)
+        store = ObjectStore(settings)
+        store.put("runs/kept", b"bytes")
+        store._client.remove_bucket(bucket_name=settings.bucket)
+        gone = f"there is no bucket {settings.bucket}; check its name, or restore it from a backup"
+        with pytest.raises(ObjectStoreError, match=f"cannot write bapo/runs/other: {gone}"):
+            store.put("runs/other", b"bytes")
+        with pytest.raises(ObjectStoreError, match=f"cannot read bapo/runs/kept: {gone}"):
+            store.read("runs/kept")
+        with pytest.raises(ObjectStoreError, match=gone):
+            store.check()
+        store.ensure_bucket()
+        lost = "cannot read bapo/runs/kept: NoSuchKey; the object was deleted after it was stored"
+        with pytest.raises(ObjectStoreError, match=lost):
+            store.read("runs/kept")
 
 
 def test_no_port_of_it_serves_another_user_of_the_machine(tmp_path: Path) -> None:
