@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -121,7 +122,8 @@ class PipelineContext:
             ),
             ObjectStore(settings.s3),
             settings.scratch,
-            lambda line: print(escape_controls(line), flush=True),
+            # The same stream as the last line of a step that fails, which would else be overtaken.
+            lambda line: print(escape_controls(line), file=sys.stderr, flush=True),
             workflow=workflow,
             may_reopen=RetrySettings().kfp_retry_index == 0,
             buffer_url=settings.buffer_url,

@@ -25,6 +25,7 @@ from pipelines.settings import LOCAL_JOBS
 from pipelines.steps import PipelineContext, TrainerJobs, dashboard_link
 from pipelines.training_job import Resources, TrainingJob, job_name
 from services.buffer.api.client import BufferClient
+from services.cli.pipeline_local import connection_variables
 from services.common.errors import ServiceError
 from services.common.objectstore import ObjectStore
 from services.stack.stack import Endpoints
@@ -315,6 +316,20 @@ def test_an_error_is_one_line(
         steps.prepare(step_context, read_config("mine", {"steps": "many"}, None, [], {}))
     assert str(ended.value.code).startswith("error: config: steps: input should be a valid integer")
     assert "\n" not in str(ended.value.code)
+
+
+def test_a_step_logs_to_the_stream_of_its_error(
+    stack: Endpoints,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A container's two streams are collected apart: the error came before the lines that the step
+    had logged ahead of it, so that it was not the last line of the log."""
+    for name, value in connection_variables(stack, tmp_path).items():
+        monkeypatch.setenv(name, value)
+    PipelineContext.from_environment("mine").log("a line")
+    assert capsys.readouterr() == ("", "a line\n")
 
 
 def test_cleaning_up_stops_an_unfinished_run_which_can_then_be_continued(
