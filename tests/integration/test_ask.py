@@ -209,7 +209,11 @@ def test_runs_are_listed_paused_stopped_and_deleted(
     assert {run["name"] for run in json.loads(ask("runs", "--json"))} >= {"asked", "changed"}
     assert ask("pause", "changed") == "changed is paused after step 0\n"
     assert ask("resume", "changed") == "changed is running after step 0\n"
-    assert ask("stop", "changed") == "changed is stopped after step 0\n"
+    stop = ("stop", "changed", "--reason", "its cores are needed")
+    assert ask(*stop) == "changed is stopped after step 0\n"
+    (listed,) = (run for run in json.loads(ask("runs", "--json")) if run["name"] == "changed")
+    assert listed["stopped"]["reason"] == "its cores are needed"
+    assert f"{listed['stopped']['by']}: its cores are needed" in " ".join(ask("runs").split())
     for answer in ("n\n", ""):
         monkeypatch.setattr("sys.stdin", io.StringIO(answer))
         with pytest.raises(SystemExit):
