@@ -5,8 +5,8 @@
 
 Fills a database directly (COPY), then calls the real service over HTTP, one call at a time:
 
-- builds batches of 256 groups and commits them;
 - calls every statistics route, with parameters drawn at random for each call;
+- builds batches of 256 groups, commits them, and asks for the decisions on their prompts;
 - ingests steps (256 groups x 8 responses x 512 tokens), and compares that with a bare S3 PUT of the
   same bytes plus COPY of the same rows.
 
@@ -317,7 +317,8 @@ def route_paths(run: Filled, rng: random.Random) -> dict[str, Callable[[], str]]
         "prompts searched": lambda: f"prompts?search={rng.randrange(run.prompts)}&limit=100",
         "prompts searched, common": lambda: "prompts?search=nums&limit=100",
         "prompt history": lambda: f"prompts/history?uid={uid()}",
-        "decision": lambda: f"steps/{step()}/decision?uid={uid()}",
+        # Batches that are filled have no recorded reasons, as those of earlier versions.
+        "decision, composed again": lambda: f"steps/{step()}/decision?uid={uid()}",
         "buffer now": lambda: "buffers/high_quality",
         "buffer as of": lambda: f"buffers/hard?step={step()}",
         "buffer events": lambda: f"buffers/high_quality/events?after={step()}",
@@ -332,12 +333,24 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(len(values) - 1, round(share * (len(values) - 1)))]
 
 
-def measure_routes(stack: Endpoints, run: Filled) -> dict[str, dict[str, float]]:
+def decision_paths(run: Filled, rng: random.Random) -> dict[str, Callable[[], str]]:
+    """Returns a function that draws a path to a decision of a batch that `build_batches` built."""
+
+    def path() -> str:
+        step = run.steps + rng.randint(1, BUILDS)
+        return f"steps/{step}/decision?uid=countdown:{rng.randrange(run.prompts)}"
+
+    return {"decision": path}
+
+
+def measure_routes(
+    stack: Endpoints, run: Filled, paths: dict[str, Callable[[], str]]
+) -> dict[str, dict[str, float]]:
     """Returns p50 and p95 of each route in ms."""
     latencies = {}
     headers = {"Authorization": f"Bearer {stack.token}"}
     with httpx.Client(base_url=stack.buffer_url, headers=headers, timeout=120) as client:
-        for name, path in route_paths(run, random.Random(1)).items():
+        for name, path in paths.items():
             times = []
             for call in range(CALLS + 3):
                 started = time.perf_counter()
@@ -410,6 +423,18 @@ def build_batches(stack: Endpoints, run: Filled) -> dict[str, float]:
         "commit_p50_ms": percentile(committed, 0.5),
         "commit_p99_ms": percentile(committed, 0.99),
     }
+
+
+def check_reasons(url: str, run: Filled) -> None:
+    """Raises `RuntimeError` unless the batches that were built have recorded reasons."""
+    with psycopg.connect(url) as connection:
+        row = connection.execute(
+            "select count(decisions) from step_record join run on run.id = run_id"
+            " where run.name = %s and step > %s",
+            [run.name, run.steps],
+        ).fetchone()
+    if row != (BUILDS,):
+        raise RuntimeError(f"{row} of {BUILDS} batches of {run.name} have recorded reasons")
 
 
 def ingest(stack: Endpoints, run: Filled, url: str) -> dict[str, float]:
@@ -547,11 +572,15 @@ def measure(prompts: int, steps: int, console: Console) -> dict[str, Any]:
             console.print(f"{run.name}: filled in {time.perf_counter() - started:.0f} s")
         result["memory_before_mib"] = service_memory(stack)
         for run in runs:
-            result[run.name] = {"routes": measure_routes(stack, run)}
+            paths = route_paths(run, random.Random(1))
+            result[run.name] = {"routes": measure_routes(stack, run, paths)}
             console.print(f"{run.name}: routes measured")
         result["memory_after_routes_mib"] = service_memory(stack)
         for run in runs:
             result[run.name] |= build_batches(stack, run)
+            check_reasons(url, run)
+            decisions = measure_routes(stack, run, decision_paths(run, random.Random(1)))
+            result[run.name]["routes"] |= decisions
             result[run.name]["ingest"] = ingest(stack, run, url)
             result[run.name]["serving"] = serving(stack, run)
         result["memory_after_ingest_mib"] = service_memory(stack)
