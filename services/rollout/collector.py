@@ -41,7 +41,7 @@ from services.rollout.api.wire import (
 from services.rollout.delivery import Delivery, task_options
 from services.rollout.errors import PromptsFailed
 from services.rollout.fleet import Fleet
-from services.rollout.jobs import ActiveJob, Job, plan_jobs
+from services.rollout.jobs import ActiveJob, plan_jobs
 from services.rollout.journal import Journal, delete_journals
 from services.rollout.requests import RequestBuilder
 from services.rollout.settings import CollectorSettings
@@ -207,7 +207,7 @@ class Collector:
             except ServiceUnavailable as error:
                 log.warning("%s", error)
 
-    async def _run(self, job: Job) -> None:
+    async def _run(self, job: wire.Rollouts) -> None:
         version = self._config.rollout_version(job.step, job.kind)
         weights = None
         if version != self._version:
@@ -334,7 +334,7 @@ class Collector:
 
     @asynccontextmanager
     async def _unfinished(
-        self, job: Job, generation_round: int, request: GenerateRequest
+        self, job: wire.Rollouts, generation_round: int, request: GenerateRequest
     ) -> AsyncIterator[UnfinishedGroups]:
         """Yields the unfinished responses to a request, which are journalled if the run says so."""
         interval_s = self._config.journal_interval_s
@@ -345,13 +345,13 @@ class Collector:
         async with Journal(self._store, prefix, request).kept(interval_s) as unfinished:
             yield unfinished
 
-    async def _delete_journals(self, job: Job, generation_round: int) -> None:
+    async def _delete_journals(self, job: wire.Rollouts, generation_round: int) -> None:
         """Deletes what a collector left that died after its last delivery for the job."""
         if self._config.journal_interval_s:
             prefix = self._journal_prefix(job, generation_round)
             await asyncio.to_thread(delete_journals, self._store, prefix)
 
-    def _journal_prefix(self, job: Job, generation_round: int) -> str:
+    def _journal_prefix(self, job: wire.Rollouts, generation_round: int) -> str:
         part = job.evaluation_set or generation_round
         return layout.journal(self._buffer.run, job.step, job.kind, part)
 

@@ -17,7 +17,6 @@ from services.buffer.api.spans import SpanRecorder
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
 from services.model.conversation import decode_response
 from services.rollout.api.wire import GeneratedGroup, GeneratedResponse, GenerateRequest
-from services.rollout.jobs import Job
 from services.rollout.unfinished import UnfinishedGroups
 from services.verifier.api.client import VerifierClient
 from services.verifier.api.wire import ItemVerdict, VerifyItem
@@ -53,7 +52,7 @@ class Delivery:
 
     def deliver(
         self,
-        job: Job,
+        job: wire.Rollouts,
         step_prompts: wire.StepPrompts,
         request: GenerateRequest,
         generated: Sequence[GeneratedGroup],

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from bapo_core.config import RunConfig
 from services.buffer.api import wire
+from services.buffer.api.wire import Rollouts
 from services.rollout.api.wire import GeneratedGroup
 
 log = logging.getLogger(__name__)
@@ -21,18 +22,9 @@ DELIVER_WITHIN_S = 2.0
 lost if the collector dies."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Rollouts of one kind for one step, or the evaluation of one version on one set."""
-
-    step: int
-    kind: wire.Kind
-    evaluation_set: str | None = None
-
-
 def plan_jobs(
     config: RunConfig, first_step: int, evaluated: Collection[tuple[int, str]] = ()
-) -> Iterator[Job]:
+) -> Iterator[Rollouts]:
     """Yields all jobs from `first_step` to the end of the run, in order.
 
     Evaluations of earlier steps come first, because a run may have been interrupted before them:
@@ -49,9 +41,9 @@ def plan_jobs(
     while step <= config.steps:
         end = min(config.schedule.sync_window(step).stop, config.steps + 1)
         for t in range(step, end):
-            yield Job(t, "fresh")
+            yield Rollouts(t, "fresh")
             if config.reevaluates_at(t):
-                yield Job(t, "reevaluation")
+                yield Rollouts(t, "reevaluation")
         for version in range(next_evaluated, end - config.sync.lag):
             yield from _evaluations(config, version)
         step, next_evaluated = end, max(next_evaluated, end - config.sync.lag)
@@ -59,15 +51,15 @@ def plan_jobs(
         yield from _evaluations(config, version)
 
 
-def _evaluations(config: RunConfig, version: int) -> list[Job]:
-    return [Job(version, "evaluation", name) for name in config.evaluation_sets_at(version)]
+def _evaluations(config: RunConfig, version: int) -> list[Rollouts]:
+    return [Rollouts(version, "evaluation", name) for name in config.evaluation_sets_at(version)]
 
 
 @dataclass
 class ActiveJob:
     """A job whose groups are being generated, with the generated groups that wait for delivery."""
 
-    job: Job
+    job: Rollouts
     groups: list[GeneratedGroup] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     oldest_at: float = 0.0

@@ -14,7 +14,6 @@ from services.datasets.images import image_digests
 from services.model.conversation import tokenize_conversation
 from services.model.vision import VisionProcessor
 from services.rollout.api.wire import GenerateRequest, PromptRequest
-from services.rollout.jobs import Job
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +44,7 @@ class RequestBuilder:
         self._tasks = tasks
 
     def build(
-        self, job: Job, prompts: wire.StepPrompts, weights: wire.StoredVersion
+        self, job: wire.Rollouts, prompts: wire.StepPrompts, weights: wire.StoredVersion
     ) -> GenerateRequest:
         """Returns the request for all prompts of a job, to be answered under `weights`."""
         rollout = self._config.rollout
@@ -73,7 +72,7 @@ class RequestBuilder:
             stream_every=stream_every,
         )
 
-    def _tokenize(self, job: Job, prompt: wire.PromptItem) -> list[int]:
+    def _tokenize(self, job: wire.Rollouts, prompt: wire.PromptItem) -> list[int]:
         messages = self._tasks[job.evaluation_set].render(prompt.payload)
         rollout = self._config.rollout
         token_ids = tokenize_conversation(

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from bapo_core.errors import BapoError, ConfigError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import encode_groups
+from services.buffer.api.wire import Rollouts
 from services.common import layout
 from services.common.errors import ServiceError, Superseded
 from services.common.objectstore import ObjectStore
@@ -34,7 +35,7 @@ from services.rollout.collector import Collector
 from services.rollout.delivery import Delivery
 from services.rollout.errors import PromptsFailed
 from services.rollout.fleet import Fleet
-from services.rollout.jobs import ActiveJob, Job
+from services.rollout.jobs import ActiveJob
 from services.rollout.unfinished import UnfinishedGroups
 from services.stack.stack import Endpoints
 from services.verifier.api.client import VerifierClient
@@ -223,7 +224,7 @@ def test_a_new_collector_continues_responses_from_the_journal(stack: Endpoints) 
     async def begin() -> None:
         collector = make_collector(driver, fleets[0])
         async with asyncio.timeout(300):
-            await collector._run(Job(1, "fresh"))
+            await collector._run(Rollouts(1, "fresh"))
             while not await asyncio.to_thread(journal_keys, driver):
                 await asyncio.sleep(0.02)
             (task,) = collector._active
@@ -263,7 +264,7 @@ def make_collector(driver: Driver, fleet: Any, **options: Any) -> Collector:
 async def roll_out_first_step(collector: Collector) -> None:
     """Runs the first step's rollouts to their end. Raises their error."""
     async with asyncio.timeout(300):
-        await collector._run(Job(1, "fresh"))
+        await collector._run(Rollouts(1, "fresh"))
         await collector._limit_active(0)
 
 
@@ -277,7 +278,7 @@ def test_only_missing_groups_are_generated(stack: Endpoints) -> None:
 
     async def work() -> None:
         async with asyncio.timeout(300):
-            await collector._run(Job(1, "fresh"))
+            await collector._run(Rollouts(1, "fresh"))
             await collector._limit_active(0)
 
     asyncio.run(work())
@@ -301,7 +302,7 @@ def test_rewards_are_composed_of_the_verdict_and_the_length(stack: Endpoints) ->
 
     async def work() -> None:
         async with asyncio.timeout(300):
-            await collector._run(Job(1, "fresh"))
+            await collector._run(Rollouts(1, "fresh"))
             await collector._limit_active(0)
 
     asyncio.run(work())
@@ -341,7 +342,7 @@ def test_of_jobs_that_fail_together_one_is_reported(
 
     async def work() -> None:
         for _ in range(2):
-            collector._active[asyncio.create_task(fail())] = ActiveJob(Job(1, "fresh"))
+            collector._active[asyncio.create_task(fail())] = ActiveJob(Rollouts(1, "fresh"))
         with pytest.raises(BapoError, match="a prompt is wrong"):
             await collector._limit_active(0)
 
@@ -370,7 +371,7 @@ def test_finished_groups_are_delivered_while_others_are_generated(
 
     async def work() -> None:
         async with asyncio.timeout(300):
-            await collector._run(Job(1, "fresh"))
+            await collector._run(Rollouts(1, "fresh"))
             while len(driver.client.step_prompts(1).recorded) < answers:
                 await asyncio.sleep(0.02)
             assert len(collector._active) == 1, "the other groups are still being generated"

@@ -12,10 +12,10 @@ import pytest
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import encode_groups
+from services.buffer.api.wire import Rollouts
 from services.rollout import collector as collector_module
 from services.rollout.api.wire import GeneratedGroup, GenerateRequest
 from services.rollout.collector import Collector
-from services.rollout.jobs import Job
 from services.rollout.unfinished import UnfinishedGroups
 from services.stack.stack import Endpoints
 from tests.integration.driver import Driver, small_config
@@ -101,7 +101,9 @@ def notice_prompts(collector: Collector, step: int) -> asyncio.Event:
     return asked
 
 
-async def run_beside(collector: Collector, fleet: TargetFleet, job: Job, following: Job) -> None:
+async def run_beside(
+    collector: Collector, fleet: TargetFleet, job: Rollouts, following: Rollouts
+) -> None:
     """Begins `job`, runs `following`, for which nothing is generated, and then ends `job`."""
     async with asyncio.timeout(60):
         await collector._run(job)
@@ -122,10 +124,10 @@ def test_new_weights_go_on_with_responses_that_have_not_ended(stack: Endpoints) 
 
     async def work() -> None:
         async with asyncio.timeout(300):
-            await collector._run(Job(2, "fresh"))
+            await collector._run(Rollouts(2, "fresh"))
             await fleet.begun.wait()
             await asyncio.gather(
-                collector._run(Job(3, "fresh")), asyncio.to_thread(publish, driver, 2)
+                collector._run(Rollouts(3, "fresh")), asyncio.to_thread(publish, driver, 2)
             )
             fleet.release.set()
             await collector._limit_active(0)
@@ -160,9 +162,9 @@ def test_an_evaluation_is_not_interrupted(stack: Endpoints) -> None:
 
     async def work() -> None:
         async with asyncio.timeout(300):
-            await collector._run(Job(1, "evaluation", "test"))
+            await collector._run(Rollouts(1, "evaluation", "test"))
             await fleet.begun.wait()
-            going_on = asyncio.create_task(collector._run(Job(3, "fresh")))
+            going_on = asyncio.create_task(collector._run(Rollouts(3, "fresh")))
             asyncio.get_running_loop().call_later(0.2, fleet.release.set)
             await going_on
             await collector._limit_active(0)
@@ -204,7 +206,7 @@ def test_a_reevaluation_without_prompts_interrupts_nothing(stack: Endpoints) -> 
     fleet = TargetFleet(driver)
     collector = make_collector(driver, fleet)
 
-    asyncio.run(run_beside(collector, fleet, Job(4, "fresh"), Job(4, "reevaluation")))
+    asyncio.run(run_beside(collector, fleet, Rollouts(4, "fresh"), Rollouts(4, "reevaluation")))
     assert is_complete(driver, 4)
     assert fleet.log == ["8 prompts by version 2 from token 0", "8 prompts by version 2 end"]
 
@@ -221,10 +223,10 @@ def test_rollouts_whose_successors_wait_for_them_are_not_interrupted(stack: Endp
     async def work() -> None:
         async with asyncio.timeout(60):
             asked = notice_prompts(collector, 3)
-            await collector._run(Job(2, "fresh"))
+            await collector._run(Rollouts(2, "fresh"))
             await fleet.begun.wait()
             (running,) = collector._active
-            following = asyncio.create_task(collector._run(Job(3, "fresh")))
+            following = asyncio.create_task(collector._run(Rollouts(3, "fresh")))
             await asked.wait()
             fleet.release.set()
             await running
@@ -242,7 +244,7 @@ def test_a_complete_step_interrupts_nothing(stack: Endpoints) -> None:
     fleet = TargetFleet(driver)
     collector = make_collector(driver, fleet)
 
-    asyncio.run(run_beside(collector, fleet, Job(2, "fresh"), Job(3, "fresh")))
+    asyncio.run(run_beside(collector, fleet, Rollouts(2, "fresh"), Rollouts(3, "fresh")))
     assert is_complete(driver, 2)
 
 

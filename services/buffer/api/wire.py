@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -32,6 +32,18 @@ from services.common.scopes import Scope
 
 Kind = Literal["fresh", "reevaluation", "evaluation"]
 """Purpose of a rollout: X1, the generation for X2, or an evaluation on the held-out prompts."""
+
+
+class Rollouts(NamedTuple):
+    """Rollouts of one kind for one step, or the evaluation of one version on one set."""
+
+    step: int
+    """The step, or the version of an evaluation."""
+    kind: Kind
+    evaluation_set: str | None = None
+    """Name of the set of an evaluation; None is the primary one."""
+
+
 BufferName = Literal["hard", "high_quality"]
 """The hard buffer (B_bad) or the high-quality buffer (B_high)."""
 Order = Literal["stored", "hardest", "most_improved", "unlocked"]

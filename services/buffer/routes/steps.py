@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from prometheus_client import Counter
 from starlette.concurrency import run_in_threadpool
 
@@ -38,15 +38,22 @@ router = APIRouter(
 )
 
 
+def _read_rollouts(
+    step: Step, kind: wire.Kind = "fresh", evaluation_set: EvaluationSet = None
+) -> wire.Rollouts:
+    return wire.Rollouts(step, kind, evaluation_set)
+
+
+Rollouts = Annotated[wire.Rollouts, Depends(_read_rollouts)]
+
+
 @router.post("/steps/{step}/prompts")
 async def select_prompts(
     service: ServiceDep,
     name: RunName,
-    step: Step,
+    rollouts: Rollouts,
     attempt: Attempt,
-    kind: wire.Kind = "fresh",
     generation_round: Annotated[int, Query(ge=0, le=1000)] = 0,
-    evaluation_set: EvaluationSet = None,
     wait: Wait = 0,
 ) -> wire.StepPrompts:
     """Returns the prompts to roll out at this step.
@@ -59,7 +66,7 @@ async def select_prompts(
         with service.sessions.begin() as session:
             run = runs.get_run(session, name)
             runs.check_attempt(run, attempt)
-            prompts = step_prompts.select_prompts(run, step, kind, generation_round, evaluation_set)
+            prompts = step_prompts.select_prompts(run, rollouts, generation_round)
             return prompts, run.target_version
 
     prompts, target = await service.wait_until(name, wait, read, lambda result: result[0].ready)
@@ -80,21 +87,19 @@ async def post_groups(
     service: ServiceDep,
     request: Request,
     name: RunName,
-    step: Step,
+    rollouts: Rollouts,
     attempt: Attempt,
-    kind: wire.Kind = "fresh",
     weights: Annotated[
         wire.Digest | None,
         Query(description="Manifest digest of the weights that made the groups"),
     ] = None,
-    evaluation_set: EvaluationSet = None,
 ) -> wire.GroupsAccepted:
     """Records whole groups, sent as an Arrow IPC stream; each once, however often it is sent."""
     body = await request.body()
     result = await run_in_threadpool(
-        ingest.accept_groups, service, name, step, attempt, kind, body, weights, evaluation_set
+        ingest.accept_groups, service, name, rollouts, attempt, body, weights
     )
-    GROUPS.labels(name, kind).inc(result.accepted)
+    GROUPS.labels(name, rollouts.kind).inc(result.accepted)
     return result
 
 

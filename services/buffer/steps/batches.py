@@ -16,7 +16,7 @@ from bapo_core.config import RunConfig
 from bapo_core.metrics import accuracy_bins
 from bapo_core.types import DEMONSTRATED, Source
 from services.buffer.api import wire
-from services.buffer.steps.step_groups import check_step, missing_groups
+from services.buffer.steps.step_groups import check_rollouts, missing_groups
 from services.buffer.steps.step_state import (
     DEMONSTRATION_TEXT,
     batch_rule,
@@ -44,8 +44,7 @@ def build_step_batch(run: Run, step: int) -> wire.BatchManifest:
     It is not ready while groups are missing or the run is paused. Raises 409 unless the step is
     the one after the last committed one, or has its batch already.
     """
-    config = run.config
-    check_step(config, step, "fresh")
+    check_rollouts(run.config, wire.Rollouts(step, "fresh"))
     record = run.session.get(StepRecord, (run.id, step))
     if record is None:
         if run.status == "paused":
@@ -73,7 +72,7 @@ def _missing(run: Run, step: int) -> str:
         version = run.config.rollout_version(step, kind)
         if is_set_aside(run, version):
             return f"version {version} of the weights, which a rewind set aside, published again"
-        missing = missing_groups(run, step, kind)
+        missing = missing_groups(run, wire.Rollouts(step, kind))
         if missing:
             return missing
     return ""

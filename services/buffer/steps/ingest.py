@@ -38,12 +38,11 @@ from services.common.problems import bad_request, conflict
 
 @dataclass(frozen=True, slots=True)
 class _Delivery:
-    """Groups of one step and kind that were sent together."""
+    """Groups of the same rollouts that were sent together."""
 
     run: str
-    step: int
+    rollouts: wire.Rollouts
     attempt: int
-    kind: wire.Kind
     body: bytes
     """The groups as an Arrow IPC stream."""
     digest: str
@@ -51,19 +50,15 @@ class _Delivery:
     groups: list[GroupRows]
     weights: str | None
     """Manifest digest of the weights that made them, if the sender gave it."""
-    evaluation_set: str | None
-    """Name of the set of an evaluation; None is the primary one."""
 
 
 def accept_groups(
     service: Service,
     name: str,
-    step: int,
+    rollouts: wire.Rollouts,
     attempt: int,
-    kind: wire.Kind,
     body: bytes,
     weights: str | None = None,
-    evaluation_set: str | None = None,
 ) -> wire.GroupsAccepted:
     """Records the whole groups of an Arrow stream, except those that are recorded already.
 
@@ -72,7 +67,7 @@ def accept_groups(
     """
     groups = _read_groups(body)
     digest = hashlib.sha256(body).hexdigest()
-    delivery = _Delivery(name, step, attempt, kind, body, digest, groups, weights, evaluation_set)
+    delivery = _Delivery(name, rollouts, attempt, body, digest, groups, weights)
     has_new = _check(service, delivery)
     key, expected = _store(service, delivery, has_new)
     return _record(service, delivery, key, expected)
@@ -94,12 +89,7 @@ def _check(service: Service, delivery: _Delivery) -> bool:
         run = runs.get_run(session, delivery.run)
         runs.check_attempt(run, delivery.attempt)
         _check_weights(run, delivery)
-        return bool(_select_new(run, delivery))
-
-
-def _select_new(run: Run, delivery: _Delivery) -> list[GroupRows]:
-    step, kind, groups = delivery.step, delivery.kind, delivery.groups
-    return select_new(run, step, kind, groups, delivery.evaluation_set)
+        return bool(select_new(run, delivery.rollouts, delivery.groups))
 
 
 def _check_weights(run: Run, delivery: _Delivery) -> None:
@@ -107,11 +97,12 @@ def _check_weights(run: Run, delivery: _Delivery) -> None:
 
     It happens when a trainer has trained the version again while they were being generated.
     """
-    version = run.config.rollout_version(delivery.step, delivery.kind)
+    step, kind, _ = delivery.rollouts
+    version = run.config.rollout_version(step, kind)
     if delivery.weights not in (None, weights_digest(run, version)):
         raise conflict(
-            f"version {version} of the weights was trained again since these {delivery.kind} "
-            f"groups of step {delivery.step} were generated; generate them with the new weights"
+            f"version {version} of the weights was trained again since these {kind} groups of "
+            f"step {step} were generated; generate them with the new weights"
         )
 
 
@@ -121,33 +112,34 @@ def _store(
     """Stores the object while the prompts of the step are read; returns its key and the prompts."""
     # The key holds the digest of the content: a repeated or rival delivery writes the same bytes
     # or another object, never other bytes under a key that a row points to.
-    key = layout.trajectories(delivery.run, delivery.step, delivery.kind, delivery.digest)
+    step, kind, _ = delivery.rollouts
+    key = layout.trajectories(delivery.run, step, kind, delivery.digest)
     with (
         service.store_alongside(key, delivery.body if has_new else None),
         service.sessions.begin() as session,
     ):
         run = runs.get_run(session, delivery.run)
-        return key, expected_prompts(run, delivery.step, delivery.kind, delivery.evaluation_set)
+        return key, expected_prompts(run, delivery.rollouts)
 
 
 def _record(
     service: Service, delivery: _Delivery, key: str, expected: dict[str, ExpectedPrompt]
 ) -> wire.GroupsAccepted:
     """Records the new groups under the lock of the run, which makes the checks final."""
-    step, kind = delivery.step, delivery.kind
+    rollouts = delivery.rollouts
     with service.write_transaction(delivery.run) as session:
         run = runs.lock_run(session, delivery.run, delivery.attempt)
         _check_weights(run, delivery)
-        new = _select_new(run, delivery)
-        if depend_on_results(run.config, kind):
+        new = select_new(run, rollouts, delivery.groups)
+        if depend_on_results(run.config, rollouts.kind):
             # Since `_store` read what these decide, a rewind may have undone commits, and another
             # delivery may have completed the step.
-            expected = expected_prompts(run, step, kind)
-        record_groups(run, step, kind, new, expected, key, delivery.digest)
-        complete = not missing_groups(run, step, kind, delivery.evaluation_set)
+            expected = expected_prompts(run, rollouts)
+        record_groups(run, rollouts, new, expected, key, delivery.digest)
+        complete = not missing_groups(run, rollouts)
         # The result of a version that is set aside may be another one's: publishing it records it.
-        if complete and kind == "evaluation" and not is_set_aside(run, step):
-            record_evaluation(run, step, delivery.evaluation_set)
+        if complete and rollouts.kind == "evaluation" and not is_set_aside(run, rollouts.step):
+            record_evaluation(run, rollouts.step, rollouts.evaluation_set)
     return wire.GroupsAccepted(
         accepted=len(new), duplicates=len(delivery.groups) - len(new), complete=complete
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from sqlalchemy import func, select
 
-from services.buffer.steps.step_groups import IS_MIXED, count_fresh, missing_fresh
+from services.buffer.steps.step_groups import IS_MIXED, count_groups, missing_fresh
 from services.buffer.storage.tables import RolloutGroup, Run, StepRecord
 
 
@@ -52,6 +52,6 @@ def count_open_rounds(run: Run, step: int) -> int:
     These are the rounds that are recorded and, unless the step is complete, the next one. The
     prompts after them belong to the next step as soon as this one is complete.
     """
-    recorded, mixed = count_fresh(run, step)
+    recorded, mixed = count_groups(run, step, "fresh")
     complete = not missing_fresh(run.config, step, recorded, mixed)
     return recorded // run.config.rollout.prompts_per_step + (not complete)

@@ -29,13 +29,9 @@ class ExpectedPrompt(NamedTuple):
     """Rank in the order in which the prompts of the step and kind were drawn."""
 
 
-def check_step(
-    config: RunConfig, step: int, kind: wire.Kind, evaluation_set: str | None = None
-) -> None:
-    """Raises 400 unless the schedule has rollouts of this kind, or on this set, at this step.
-
-    evaluation_set: name of the set of an evaluation; None is the primary one, here and below.
-    """
+def check_rollouts(config: RunConfig, rollouts: wire.Rollouts) -> None:
+    """Raises 400 unless the schedule has such rollouts."""
+    step, kind, evaluation_set = rollouts
     last = config.steps + 1 if kind == "evaluation" else config.steps
     if not 1 <= step <= last:
         counter = "version" if kind == "evaluation" else "step"
@@ -75,21 +71,15 @@ def dataset_of_set(run: Run, evaluation_set: str | None) -> str:
     return dataset
 
 
-def select_new(
-    run: Run,
-    step: int,
-    kind: wire.Kind,
-    groups: Sequence[GroupRows],
-    evaluation_set: str | None = None,
-) -> list[GroupRows]:
+def select_new(run: Run, rollouts: wire.Rollouts, groups: Sequence[GroupRows]) -> list[GroupRows]:
     """Returns the groups that are not recorded yet.
 
     Raises 400 if a group has another size or policy version than the step needs, and 409 if a new
     one arrives after the commit of its step.
     """
-    config = run.config
-    check_step(config, step, kind, evaluation_set)
-    recorded = recorded_uids(run, step, kind, evaluation_set)
+    config, (step, kind, evaluation_set) = run.config, rollouts
+    check_rollouts(config, rollouts)
+    recorded = recorded_uids(run, rollouts)
     new = [group for group in groups if group.prompt_uid not in recorded]
     if new and kind != "evaluation" and step <= run.current_step:
         raise conflict(f"step {step} is committed; no group can be added to it")
@@ -111,10 +101,9 @@ def select_new(
     return new
 
 
-def recorded_uids(
-    run: Run, step: int, kind: wire.Kind, evaluation_set: str | None = None
-) -> set[str]:
-    """Returns the prompts of a step that have a group of this kind."""
+def recorded_uids(run: Run, rollouts: wire.Rollouts) -> set[str]:
+    """Returns the prompts that have a group of these rollouts."""
+    step, kind, evaluation_set = rollouts
     statement = (
         select(PromptRow.uid)
         .join(RolloutGroup, RolloutGroup.prompt_id == PromptRow.id)
@@ -131,8 +120,7 @@ def recorded_uids(
 
 def record_groups(
     run: Run,
-    step: int,
-    kind: wire.Kind,
+    rollouts: wire.Rollouts,
     groups: Sequence[GroupRows],
     expected: Mapping[str, ExpectedPrompt],
     object_key: str,
@@ -142,6 +130,7 @@ def record_groups(
 
     `expected` maps uids to the prompts of the step; raises 400 if a group is of another prompt.
     """
+    step, kind, _ = rollouts
     for group in groups:
         if group.prompt_uid not in expected:
             raise bad_request(f"prompt {group.prompt_uid!r} is not a {kind} prompt of step {step}")
@@ -197,24 +186,20 @@ def _majority(group: GroupRows) -> str | None:
     return json.dumps({k: majority_at_k(answers, group.verdicts, k) for k in counts})
 
 
-def missing_groups(run: Run, step: int, kind: wire.Kind, evaluation_set: str | None = None) -> str:
-    """Describes the groups of this kind that a step still lacks; empty when it has all of them."""
-    config = run.config
+def missing_groups(run: Run, rollouts: wire.Rollouts) -> str:
+    """Describes the groups of rollouts that are not recorded yet; empty when all of them are."""
+    step, kind, evaluation_set = rollouts
     if kind == "evaluation":
         return _missing_of_set(run, step, dataset_of_set(run, evaluation_set))
-    recorded, mixed = _count_groups(run, step, kind)
+    recorded, mixed = count_groups(run, step, kind)
     if kind == "fresh":
-        return missing_fresh(config, step, recorded, mixed)
+        return missing_fresh(run.config, step, recorded, mixed)
     needed = len(reevaluated_entries(run, step))
     return "" if recorded == needed else f"{recorded} of {needed} {kind} groups of step {step}"
 
 
-def count_fresh(run: Run, step: int) -> tuple[int, int]:
-    """Returns how many fresh groups of a step are recorded, and how many of these are mixed."""
-    return _count_groups(run, step, "fresh")
-
-
-def _count_groups(run: Run, step: int, kind: wire.Kind) -> tuple[int, int]:
+def count_groups(run: Run, step: int, kind: wire.Kind) -> tuple[int, int]:
+    """Returns how many groups of a step are recorded, and how many of these are mixed."""
     recorded, mixed = run.session.execute(
         select(func.count(), func.count().filter(IS_MIXED)).where(
             RolloutGroup.run_id == run.id, RolloutGroup.step == step, RolloutGroup.kind == kind

@@ -14,7 +14,7 @@ from services.buffer.steps.prompt_stream import count_drawn_before, count_open_r
 from services.buffer.steps.samplers import draw_round
 from services.buffer.steps.step_groups import (
     ExpectedPrompt,
-    check_step,
+    check_rollouts,
     dataset_of_set,
     missing_groups,
     recorded_uids,
@@ -29,16 +29,8 @@ _ID = (PromptRow.id, PromptRow.uid, PromptRow.position)
 _CONTENT = (*_ID, PromptRow.task, PromptRow.payload)
 
 
-def select_prompts(
-    run: Run,
-    step: int,
-    kind: wire.Kind,
-    generation_round: int,
-    evaluation_set: str | None = None,
-) -> wire.StepPrompts:
+def select_prompts(run: Run, rollouts: wire.Rollouts, generation_round: int) -> wire.StepPrompts:
     """Returns the prompts to roll out at a step, and the policy version that answers them.
-
-    evaluation_set: name of the set of an evaluation; None is the primary one, here and below.
 
     They are not ready while the run is paused, the version is set aside, or what the prompts depend
     on is missing:
@@ -50,40 +42,38 @@ def select_prompts(
     Raises 400 if the schedule has no such rollouts, or no such round, at this step.
     """
     config = run.config
-    check_step(config, step, kind, evaluation_set)
-    _check_round(config, kind, generation_round)
-    version = config.rollout_version(step, kind)
-    undecided = run.current_step < _decided_by(config, step, kind)
-    first = _first_prompt(run, step, kind)
+    check_rollouts(config, rollouts)
+    _check_round(config, rollouts.kind, generation_round)
+    version = config.rollout_version(rollouts.step, rollouts.kind)
+    undecided = run.current_step < _decided_by(config, rollouts)
+    first = _first_prompt(run, rollouts)
     if undecided or first is None or run.status == "paused" or is_set_aside(run, version):
         return wire.StepPrompts(ready=False, policy_version=version, prompts=[])
-    rows = _prompt_rows(run, step, kind, generation_round, first, evaluation_set, _CONTENT)
+    rows = _prompt_rows(run, rollouts, generation_round, first, _CONTENT)
     items = [wire.PromptItem(uid=row.uid, task=row.task, payload=row.payload) for row in rows]
-    recorded = recorded_uids(run, step, kind, evaluation_set)
+    recorded = recorded_uids(run, rollouts)
     return wire.StepPrompts(
         ready=True,
         policy_version=version,
         prompts=items,
         recorded=[item.uid for item in items if item.uid in recorded],
-        complete=not missing_groups(run, step, kind, evaluation_set),
+        complete=not missing_groups(run, rollouts),
     )
 
 
-def expected_prompts(
-    run: Run, step: int, kind: wire.Kind, evaluation_set: str | None = None
-) -> dict[str, ExpectedPrompt]:
-    """Returns every prompt that groups of a step are accepted for, by uid.
+def expected_prompts(run: Run, rollouts: wire.Rollouts) -> dict[str, ExpectedPrompt]:
+    """Returns every prompt that groups of these rollouts are accepted for, by uid.
 
     Raises 409 before the commit of the step, or the groups of the steps, that decide them.
     """
-    config = run.config
-    decided_by = _decided_by(config, step, kind)
+    config, (step, kind, _) = run.config, rollouts
+    decided_by = _decided_by(config, rollouts)
     if run.current_step < decided_by:
         prompts = "re-evaluations" if kind == "reevaluation" else "prompts"
         raise conflict(
             f"step {decided_by} is not committed; the {prompts} of step {step} depend on it"
         )
-    first = _first_prompt(run, step, kind)
+    first = _first_prompt(run, rollouts)
     if first is None:
         raise conflict(
             f"the steps before step {step} lack fresh groups; which prompts step {step} draws "
@@ -95,7 +85,7 @@ def expected_prompts(
     rows = [
         row
         for generation_round in range(rounds)
-        for row in _prompt_rows(run, step, kind, generation_round, first, evaluation_set, _ID)
+        for row in _prompt_rows(run, rollouts, generation_round, first, _ID)
     ]
     return {row.uid: ExpectedPrompt(row.id, position) for position, row in enumerate(rows)}
 
@@ -123,18 +113,19 @@ def _check_round(config: RunConfig, kind: wire.Kind, generation_round: int) -> N
         )
 
 
-def _first_prompt(run: Run, step: int, kind: wire.Kind) -> int | None:
+def _first_prompt(run: Run, rollouts: wire.Rollouts) -> int | None:
     """Returns the number in the stream of a step's first prompt; None while it is not known.
 
     It is 0 for prompts that are not drawn from the stream.
     """
-    if not _is_streamed(run.config, kind):
+    if not _is_streamed(run.config, rollouts.kind):
         return 0
-    return count_drawn_before(run, step)
+    return count_drawn_before(run, rollouts.step)
 
 
-def _decided_by(config: RunConfig, step: int, kind: wire.Kind) -> int:
-    """Returns the step whose commit decides the prompts of `step`; 0 if no commit does."""
+def _decided_by(config: RunConfig, rollouts: wire.Rollouts) -> int:
+    """Returns the step whose commit decides the prompts; 0 if no commit does."""
+    step, kind, _ = rollouts
     if kind == "reevaluation":
         return step - 1
     return config.sampled_as_of(step) if kind == "fresh" else 0
@@ -142,14 +133,13 @@ def _decided_by(config: RunConfig, step: int, kind: wire.Kind) -> int:
 
 def _prompt_rows(
     run: Run,
-    step: int,
-    kind: wire.Kind,
+    rollouts: wire.Rollouts,
     generation_round: int,
     first: int,
-    evaluation_set: str | None,
     columns: Columns,
 ) -> list[Row[*tuple[Any, ...]]]:
-    """Returns `columns` of the prompts of a step and kind, in the order of their rollout."""
+    """Returns `columns` of the prompts of rollouts, in their order."""
+    step, kind, evaluation_set = rollouts
     if kind == "reevaluation":
         uids = [entry.prompt_uid for entry in reevaluated_entries(run, step)]
         return _rows_by_uid(run.session, run.train_dataset, uids, columns)

@@ -120,7 +120,7 @@ def _settle_set_aside(run: Run, version: int, digest: str) -> list[str]:
         row.status = "published"
         run.session.flush()
         for name in run.config.evaluation_sets_at(version):
-            if not missing_groups(run, version, "evaluation", name):
+            if not missing_groups(run, wire.Rollouts(version, "evaluation", name)):
                 record_evaluation(run, version, name)
         return []
     log.warning(
@@ -301,7 +301,7 @@ def _prune(run: Run) -> list[str]:
         row
         for row in stale
         if not any(
-            missing_groups(run, row.version, "evaluation", name)
+            missing_groups(run, wire.Rollouts(row.version, "evaluation", name))
             for name in config.evaluation_sets_at(row.version)
         )
     ]
