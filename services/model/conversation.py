@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from jinja2 import TemplateError
 from bapo_core.config.rollouts import DEFAULT_PROMPT_DATE
 from bapo_core.errors import BapoError
 from bapo_core.tasks import Message
+from services.model.json_files import read_object
 from services.model.load_errors import explain_load_error
 from services.model.vision import VisionProcessor, images_of, reads_images
 
@@ -31,14 +31,14 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
 
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, ImportError, KeyError) as error:
+    except Exception as error:  # of any kind, as what the files say is any
         raise BapoError(
             f"{directory}: its tokenizer cannot be loaded: {explain_load_error(error)}"
         ) from error
     # Older directories of models that read images have the template beside the tokenizer.
     beside = directory / "chat_template.json"
-    if tokenizer.chat_template is None and beside.is_file():
-        tokenizer.chat_template = json.loads(beside.read_text())["chat_template"]
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = read_object(beside).get("chat_template")
     if tokenizer.chat_template is None:
         raise BapoError(
             f"{directory}: its tokenizer has no chat template; add a file chat_template.jinja to "

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bapo_core.errors import BapoError
+from services.model.json_files import read_object, section_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +21,20 @@ class ModelLimits:
 
     @classmethod
     def read(cls, directory: Path) -> ModelLimits:
-        """Reads the limits from config.json, of the language model if the model reads images."""
+        """Reads the limits from config.json, of the language model if the model reads images.
+
+        Raises `BapoError` for a limit that is no number.
+        """
         file = directory / "config.json"
-        if not file.is_file():
-            return cls(None, None)
-        config = json.loads(file.read_text())
-        text = config.get("text_config") or config
+        config = read_object(file)
+        text = section_of(config, "text_config", file) or config
         rotary = any("rope" in key or "rotary" in key for key in text)
         positions = text.get("max_position_embeddings") or text.get("n_positions")
-        return cls(text.get("vocab_size"), None if rotary else positions)
+        limits = cls(text.get("vocab_size"), None if rotary else positions)
+        for limit in (limits.vocabulary, limits.positions):
+            if not isinstance(limit, int | None):
+                raise BapoError(f"{file}: {limit!r:.80} is no number of tokens; repair the file")
+        return limits
 
     def check_length(self, prompt_tokens: int, response_tokens: int) -> None:
         """Raises `BapoError` if a model without rotary embeddings has too few positions."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from bapo_core.errors import BapoError
 from services.common.layout import MODEL_SCHEME
 from services.common.objectstore import S3_SCHEME, ObjectStore
 from services.common.settings import ObjectStoreClientSettings
+from services.model.json_files import read_object, section_of
 from services.model.stored import HUB, fetch_from_bucket, fetch_from_hub, fetch_model, pin_hub_model
 
 TINY_MODEL = Path(__file__).with_name("tiny_model")
@@ -107,14 +107,16 @@ def _check_sequence_length(config: RunConfig, directory: Path) -> None:
     vLLM would refuse to start, and replicas would try again and again. Models with scaled rotary
     embeddings are left to vLLM, which derives their limit from the scaling.
     """
-    content = json.loads((directory / "config.json").read_text())
-    content = content.get("text_config") or content
+    file = directory / "config.json"
+    content = read_object(file)
+    content = section_of(content, "text_config", file) or content
     limit = content.get("max_position_embeddings")
-    rope = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    rope = section_of(content, "rope_parameters", file)
+    rope = rope or section_of(content, "rope_scaling", file)
     scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
     rollout = config.rollout
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    if limit is not None and not scaled and longest > limit:
+    if isinstance(limit, int) and not scaled and longest > limit:
         raise BapoError(
             f"model.path {config.model.path}: the model has {limit} positions, but a prompt and "
             f"its response may have {longest} tokens (rollout.max_prompt_tokens "

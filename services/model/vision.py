@@ -19,7 +19,6 @@ and their sequences are padded instead of packed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -30,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from bapo_core.errors import BapoError
 from bapo_core.tasks import Message
 from services.common.images import ImageReference, decode_image
+from services.model.json_files import read_object
 from services.model.load_errors import explain_load_error
 from services.model.whole_processor import WholeProcessor
 
@@ -170,15 +170,21 @@ class VisionProcessor:
         try:
             auto: Any = AutoImageProcessor
             processor: Any = auto.from_pretrained(directory, backend="pil", trust_remote_code=False)
-        except (OSError, ValueError, ImportError, KeyError) as error:
+        except Exception as error:  # of any kind, as what the files say is any
             raise BapoError(
                 f"{directory}: its image processor cannot be loaded: {explain_load_error(error)}; "
                 "give a directory with the preprocessor_config.json or processor_config.json of "
                 "the model, and install what it names"
             ) from error
-        config: Any = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-        image_token: str = tokenizer.convert_ids_to_tokens(int(config.image_token_id))
+        try:
+            config: Any = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+            tokenizer: Any = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+            image_token: str = tokenizer.convert_ids_to_tokens(int(config.image_token_id))
+        except Exception as error:
+            raise BapoError(
+                f"{directory}: its configuration or its tokenizer cannot be loaded: "
+                f"{explain_load_error(error)}"
+            ) from error
         if not has_rules(config):
             whole = WholeProcessor.load(directory, config, processor, tokenizer)
             return cls(
@@ -449,11 +455,11 @@ def _require_tokens(tokenizer: Any, directory: Path, *tokens: str) -> None:
 
 def reads_images(directory: Path) -> bool:
     """Returns whether the model of a directory is one that reads images."""
-    return _is_image_text_type(read_config(directory).get("model_type"))
+    return _is_image_text_type(str(read_config(directory).get("model_type")))
 
 
 @lru_cache
-def _is_image_text_type(model_type: str | None) -> bool:
+def _is_image_text_type(model_type: str) -> bool:
     """Returns whether models of a type read images.
 
     Those that transformers also knows as language models alone do only if they are of
@@ -489,7 +495,7 @@ def check_model(directory: Path, engine: str = "transformers") -> None:
     engine: `rollout.engine` of the run.
     """
     config = read_config(directory)
-    model_type = config.get("model_type")
+    model_type = str(config.get("model_type"))
     reads = _is_image_text_type(model_type)
     if engine == "vllm" and reads and model_type not in WITH_VLLM:
         raise BapoError(
@@ -576,7 +582,6 @@ def rope_positions(model: Any, tokens: Tensor, mask: Tensor, grids: Tensor | Non
 def read_config(directory: Path) -> dict[str, Any]:
     """Returns the content of config.json; empty if there is none, or a damaged one."""
     try:
-        config: dict[str, Any] = json.loads((directory / "config.json").read_text())
-    except (OSError, ValueError):
+        return read_object(directory / "config.json")
+    except (OSError, BapoError):
         return {}  # The function that loads the model reports what is wrong with the file.
-    return config

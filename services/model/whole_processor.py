@@ -62,7 +62,7 @@ class WholeProcessor:
         try:
             auto: Any = AutoProcessor
             processor: Any = auto.from_pretrained(directory, trust_remote_code=False)
-        except (OSError, ValueError, ImportError, KeyError, TypeError) as error:
+        except Exception as error:  # of any kind, as what the files say is any
             raise BapoError(
                 f"{directory}: its processor cannot be loaded: {explain_load_error(error)}; give a "
                 "directory with the processor_config.json of the model, and install what it names"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 from bapo_core.errors import BapoError, TransientError
+from services.common.errors import describe_error
 
 
 class WrongVersion(TransientError):
@@ -13,6 +16,26 @@ class WrongVersion(TransientError):
 
 class ModelLoadError(BapoError):
     """A directory holds no model that this engine can load; the message says why."""
+
+
+@contextmanager
+def explain_damage(directory: Path) -> Iterator[None]:
+    """Turns whatever reading a model directory raises into a `ModelLoadError`.
+
+    Whoever can write to the bucket decides what is in the files, and the packages that read them
+    raise errors of many kinds. A replica that ended with one would be started again and again.
+    """
+    try:
+        yield
+    except ModelLoadError:
+        raise
+    except BapoError as error:
+        raise ModelLoadError(str(error)) from error
+    except Exception as error:
+        raise ModelLoadError(
+            f"{directory}: cannot be read as a model ({describe_error(error)}); publish the "
+            "weights again, or give a Hugging Face directory"
+        ) from error
 
 
 class EngineLost(TransientError):

@@ -9,7 +9,6 @@ from its request's seed, so a sample does not depend on the rest of the batch.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,6 +30,7 @@ from bapo_core.errors import BapoError
 from services.common.errors import first_line
 from services.common.logs import hide_progress_bars
 from services.model.ends import find_end_tokens
+from services.model.json_files import read_object
 from services.model.layers import has_recurrent_layers
 from services.model.load_errors import explain_load_error
 from services.model.vision import (
@@ -56,7 +56,7 @@ from services.rollout.captured_step import (
     shapes_for,
     why_not_captured,
 )
-from services.rollout.errors import ModelLoadError, WrongVersion
+from services.rollout.errors import ModelLoadError, WrongVersion, explain_damage
 from services.rollout.placed_cache import (
     LinearAttentionLayer,
     cache_arguments,
@@ -134,10 +134,12 @@ class TransformersEngine:
         Raises `ModelLoadError` for a directory that holds no such model. Everything is checked
         before anything changes, so the engine then still serves the version from before.
         """
-        identity = _read_identity(directory)
+        with explain_damage(directory):
+            identity = _read_identity(directory)
         if self._model is None or identity != self._identity:
-            model, own_names = self._build(directory)
-            ends, vision = _end_tokens(model, directory), load_processor(directory)
+            with explain_damage(directory):
+                model, own_names = self._build(directory)
+                ends, vision = _end_tokens(model, directory), load_processor(directory)
             if self._captured is not None:
                 self._captured.release()
             model.to(self._device)
@@ -203,7 +205,7 @@ class TransformersEngine:
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        except Exception as error:  # of any kind, as what the files say is any
             reason = explain_load_error(error)
             raise ModelLoadError(
                 f"{directory}: no causal language model can be loaded from it: {reason}; give a "
@@ -544,25 +546,13 @@ def _place(tensor: Tensor) -> tuple[int, torch.Size]:
 
 def _read_identity(directory: Path) -> dict[str, Any]:
     """Returns the configuration files; weights of an equal identity can be loaded in place."""
-    config = _read_json(directory / "config.json")
-    if config is None:
+    if not (directory / "config.json").is_file():
         raise ModelLoadError(
             f"{directory}: not a model directory (it has no config.json); give a Hugging Face "
             "model directory"
         )
-    return {"config": config, "generation": _read_json(directory / "generation_config.json")}
-
-
-def _read_json(path: Path) -> Any:
-    """Returns the file's content, or None if there is no such file."""
-    try:
-        return json.loads(path.read_text())
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except ValueError as error:
-        raise ModelLoadError(
-            f"{path}: not JSON; the directory is damaged, publish it again"
-        ) from error
+    names = ("config", "generation_config")
+    return {name: read_object(directory / f"{name}.json") for name in names}
 
 
 def _read_weights(directory: Path) -> dict[str, Tensor]:

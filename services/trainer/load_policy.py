@@ -114,6 +114,8 @@ def _explain_load_errors(directory: Path) -> Iterator[None]:
         )
     try:
         yield
-    except (OSError, ValueError, RuntimeError) as error:
+    except BapoError:
+        raise
+    except Exception as error:  # of any kind, as what the files say is any
         reason = explain_load_error(error)
         raise BapoError(f"{directory}: the model cannot be loaded: {reason}") from error

@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import shutil
+import struct
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,13 +15,16 @@ from typing import Any
 
 import pytest
 
-from bapo_core.config import RunConfig
+from bapo_core.config import RunConfig, config_from
 from bapo_core.errors import BapoError
 from services.model.conversation import load_tokenizer
-from services.model.resolve import TINY_VISION_MODEL
-from services.model.vision import VisionProcessor
+from services.model.limits import ModelLimits
+from services.model.resolve import TINY_VISION_MODEL, ensure_model
+from services.model.vision import VisionProcessor, check_model, reads_images
 from services.model.whole_processor import WholeProcessor
+from services.rollout.errors import ModelLoadError
 from services.rollout.transformers_engine import TransformersEngine
+from services.rollout.vllm.weight_layout import read_layout
 from services.trainer.demonstrations import DemonstrationEncoder
 from services.trainer.load_policy import empty_policy, load_policy
 
@@ -219,3 +223,121 @@ def test_every_call_that_reads_a_model_refuses_its_code() -> None:
 )
 def test_the_search_finds_calls_that_leave_the_question_open(source: str) -> None:
     assert calls_without_refusal(source) == [1]
+
+
+# ---- files of another shape ---------------------------------------------------------------------
+
+DEEP = "[" * 100_000 + "]" * 100_000
+"""JSON that exceeds Python's limit of recursion."""
+
+
+@pytest.fixture
+def damaged(small_model: Path, tmp_path: Path) -> Path:
+    """Returns a copy of a model directory, to be damaged."""
+    return Path(shutil.copytree(small_model, tmp_path / "damaged"))
+
+
+HEADERS: dict[str, Any] = {
+    "list": [],
+    "null": None,
+    "number": 1,
+    "entry without fields": {"a": {}},
+    "entry is a text": {"a": "x"},
+    "offsets are no list": {"a": {"dtype": "F32", "shape": [1], "data_offsets": 1}},
+    "one offset": {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0]}},
+    "offsets are texts": {"a": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}},
+    "shape is null": {"a": {"dtype": "F32", "shape": None, "data_offsets": [0, 4]}},
+    "shape of objects": {"a": {"dtype": "F32", "shape": [{}], "data_offsets": [0, 4]}},
+    "unknown type": {"a": {"dtype": [], "shape": [1], "data_offsets": [0, 4]}},
+    "deep": DEEP,
+}
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS.keys())
+def test_a_header_of_weights_of_another_shape_is_refused(damaged: Path, header: Any) -> None:
+    text = header if header is DEEP else json.dumps(header)
+    data = struct.pack("<Q", len(text)) + text.encode() + bytes(4)
+    (damaged / "model.safetensors").write_bytes(data)
+    with pytest.raises(ModelLoadError, match="publish the weights again"):
+        read_layout(damaged)
+    with pytest.raises(ModelLoadError, match=str(damaged)):
+        TransformersEngine().load(damaged, 1)
+
+
+def refusal_of(read: Callable[[Path], object], directory: Path) -> str | None:
+    """Returns the message of the `BapoError` that reading raises, which is the only error."""
+    try:
+        read(directory)
+    except BapoError as error:
+        return str(error)
+    return None
+
+
+CONTENTS: list[Any] = [[1, 2], None, "x", 1, DEEP]
+
+
+@pytest.mark.parametrize("content", CONTENTS, ids=["list", "null", "text", "number", "deep"])
+@pytest.mark.parametrize("name", ["config", "generation_config", "tokenizer_config", "tokenizer"])
+def test_a_file_without_an_object_is_refused(damaged: Path, name: str, content: Any) -> None:
+    text = content if content is DEEP else json.dumps(content)
+    (damaged / f"{name}.json").write_text(text)
+    with pytest.raises(ModelLoadError, match=str(damaged)):
+        read_layout(damaged)
+    with pytest.raises(ModelLoadError, match=str(damaged)):
+        TransformersEngine().load(damaged, 1)
+
+
+def _check_of_the_command(directory: Path) -> object:
+    model = {"path": str(directory)}
+    return ensure_model(config_from({"model": model, "rollout": {"engine": "vllm"}}), directory)
+
+
+VALUES: dict[str, dict[str, Any]] = {
+    "text_config": {"text_config": [1]},
+    "rope": {"rope_parameters": [1]},
+    "older rope": {"rope_parameters": None, "rope_scaling": "x"},
+    "vocabulary": {"vocab_size": "x"},
+    "no vocabulary": {"vocab_size": None},
+    "vocabulary of lists": {"vocab_size": []},
+    "large vocabulary": {"vocab_size": 1 << 62},
+    "end tokens": {"eos_token_id": {}},
+    "nested end tokens": {"eos_token_id": [[]]},
+    "type of the model": {"model_type": []},
+    "layer types": {"layer_types": [[]]},
+    "negative layers": {"num_hidden_layers": -1},
+    "no head": {"num_attention_heads": 0},
+}
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES.keys())
+def test_a_configuration_of_another_shape_ends_with_an_error_of_ours(
+    damaged: Path, values: dict[str, Any]
+) -> None:
+    """The replica reports such an error and waits for other weights; others end it."""
+    file = damaged / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    reads: list[Callable[[Path], object]] = [
+        read_layout,
+        lambda directory: TransformersEngine().load(directory, 1),
+        ModelLimits.read,
+        _check_of_the_command,
+    ]
+    refusals = [refusal for read in reads if (refusal := refusal_of(read, damaged))]
+    assert refusals, "nothing reads this value"
+    assert all(str(damaged) in refusal for refusal in refusals)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [*CONTENTS, {"model_type": {}}],
+    ids=["list", "null", "text", "number", "deep", "type of the model"],
+)
+def test_a_command_reports_a_damaged_configuration(damaged: Path, content: Any) -> None:
+    text = content if content is DEEP else json.dumps(content)
+    (damaged / "config.json").write_text(text)
+    assert not reads_images(damaged)
+    with pytest.raises(BapoError, match=str(damaged)):
+        check_model(damaged)
+    for read in (load_tokenizer, ModelLimits.read):
+        refusal = refusal_of(read, damaged)
+        assert refusal is None or str(damaged) in refusal

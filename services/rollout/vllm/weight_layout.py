@@ -15,9 +15,10 @@ from typing import Any
 
 from services.common.dtypes import TORCH_DTYPES
 from services.model.ends import find_end_tokens
+from services.model.json_files import read_object, section_of
 from services.model.layers import ATTENTION
 from services.model.vision import WITH_VLLM
-from services.rollout.errors import ModelLoadError
+from services.rollout.errors import ModelLoadError, explain_damage
 
 _MAX_HEADER_BYTES = 100 << 20
 """The limit of the safetensors format."""
@@ -81,35 +82,36 @@ def has_recurrent_layers(config: Mapping[str, Any]) -> bool:
 def read_layout(directory: Path) -> Layout:
     """Reads the layout of a Hugging Face directory.
 
-    Raises `ModelLoadError` if it is not a model directory, or if a file is missing or truncated.
+    Raises `ModelLoadError` if it is not a model directory, or if a file is missing, truncated or of
+    another shape.
     """
-    config = _read_json(directory / "config.json")
+    with explain_damage(directory):
+        layout = _read_layout(directory)
+        # The driver asks for these later, where a configuration of another shape would end it.
+        _ = layout.vocabulary_size, layout.image_token, layout.takes_images
+        _ = has_recurrent_layers(layout.config), layout.torch_tensors()
+    return layout
+
+
+def _read_layout(directory: Path) -> Layout:
+    file = directory / "config.json"
+    if not file.is_file():
+        raise ModelLoadError(
+            f"{directory}: not a model directory (it has no config.json); give a Hugging Face "
+            "model directory"
+        )
+    config = read_object(file)
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     for file in sorted(directory.glob("*.safetensors")):
         tensors |= _read_header(file)
     if not tensors:
         raise ModelLoadError(f"{directory}: has no *.safetensors; publish the weights again")
-    index = _read_json(directory / "model.safetensors.index.json", optional=True)
-    for name in sorted(index.get("weight_map", {}).keys() - tensors.keys()):
+    index = directory / "model.safetensors.index.json"
+    for name in sorted(section_of(read_object(index), "weight_map", index).keys() - tensors.keys()):
         raise ModelLoadError(
             f"{directory}: no file has the tensor {name}; publish the weights again"
         )
     return Layout(config, tensors, _end_tokens(directory))
-
-
-def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except FileNotFoundError as error:
-        if optional:
-            return {}
-        raise ModelLoadError(
-            f"{path.parent}: not a model directory (it has no {path.name}); give a Hugging Face "
-            "model directory"
-        ) from error
-    except ValueError as error:
-        raise ModelLoadError(f"{path}: not JSON; publish the weights again") from error
-    return dict(content)
 
 
 def _read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -121,13 +123,18 @@ def _read_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
             raise damaged
         try:
             header = json.loads(stream.read(length))
-        except ValueError as error:
+            header.pop("__metadata__", None)
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            complete = file.stat().st_size == 8 + length + end
+            tensors = {
+                name: (str(entry["dtype"]), tuple(map(int, entry["shape"])))
+                for name, entry in header.items()
+            }
+        except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
             raise damaged from error
-    header.pop("__metadata__", None)
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if file.stat().st_size != 8 + length + end:
+    if not complete:
         raise damaged
-    return {name: (entry["dtype"], tuple(entry["shape"])) for name, entry in header.items()}
+    return tensors
 
 
 def _end_tokens(directory: Path) -> list[int]:
