@@ -99,24 +99,10 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
     driver.client.batch(67)
     copy_database(stack, "migrations")
     with psycopg.connect(plain(database)) as connection:
-        # The older schema knows no such runs: going back makes them failed ones.
-        connection.execute(
-            "update run set status = 'failed' "
-            "where status in ('queued', 'paused', 'stopped', 'deleting')"
-        )
-        # Migrations drop the steps that dynamic sampling has begun.
-        connection.execute(
-            "delete from rollout_group using run where run.id = run_id and step > current_step"
-            " and kind = 'fresh'"
-            " and cast(config #>> '{rollout,max_generation_rounds}' as bigint) > 1"
-        )
-        # It has no weights that are set aside either: going back drops them and their groups.
-        connection.execute(
-            "delete from rollout_group using weight_version as weights "
-            "where weights.status = 'set_aside' and rollout_group.run_id = weights.run_id "
-            "and rollout_group.policy_version = weights.version"
-        )
-        connection.execute("delete from weight_version where status = 'set_aside'")
+        # The copy has what other tests stored, of which older schemas cannot keep everything.
+        connection.execute("delete from run where name <> 'migrated'")
+        # It knows a dataset by its prompts alone, so it loses one without prompts.
+        connection.execute("delete from dataset where size = 0")
         # Replicas send their heartbeats again within seconds, so going back drops them.
         connection.execute("delete from replica")
         # The older schema has neither digests, sources of datasets, spans, stored configurations,
@@ -127,32 +113,16 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
         connection.execute("delete from stored_config")
         connection.execute("delete from sampler_posterior")
         connection.execute("update run set target_version = 0, workflow = null, queued_at = null")
-        # Nor has it who stopped a run.
-        connection.execute(
-            "update run set stopped_by = null, stop_reason = null, stopped_at = null"
-        )
-        # Rewards other than 0 and 1 cannot be computed from what the older schema has.
-        for table in ("rollout_group", "step_record"):
-            connection.execute(f"update {table} set mean_reward = 0, reward_parts = '{{}}'")
-        # It has no majority votes either, and one evaluation set for each run.
-        connection.execute("delete from run where not test_datasets ? 'test'")
-        connection.execute("update rollout_group set majority = null")
-        connection.execute("update evaluation set majority = null")
-        # Its batches have whole groups alone.
-        connection.execute("update batch_member set rows = null, joins_previous = false")
-        connection.execute("update rollout_group set responses = null")
-        # It counts the groups of a step again, and those of some tests' batches were dropped.
-        connection.execute(
-            "delete from step_record where committed_at is null and not exists (select 1"
-            " from rollout_group as stored where stored.run_id = step_record.run_id"
-            " and stored.step = step_record.step)"
-        )
         # Its batches have no recorded decisions.
         connection.execute("update step_record set decisions = null, supervised = null")
         # How many of its responses were cut off is not known.
         connection.execute("update rollout_group set cut_off = null")
-        # It knows a dataset by its prompts alone, so it loses one without prompts.
-        connection.execute("delete from dataset where size = 0")
+        # It has no majority votes either.
+        connection.execute("update rollout_group set majority = null")
+        connection.execute("update evaluation set majority = null")
+        # Rewards other than 0 and 1 cannot be computed from what the older schema has.
+        for table in ("rollout_group", "step_record"):
+            connection.execute(f"update {table} set mean_reward = 0, reward_parts = '{{}}'")
     before = rows(database)
     assert before["difficulty_snapshot"]
     assert before["evaluation"]
