@@ -7,12 +7,14 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
-import time
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from ipaddress import IPv4Address
 from pathlib import Path
 
-import httpx
 from pydantic import SecretStr
 
 from bapo_core.errors import BapoError
@@ -32,17 +34,35 @@ each bucket, though they start empty, so that on a nearly full disk no object co
 """
 READY_WITHIN_S = 60.0
 RECLAIM_EVERY_S = 60.0
-"""Seconds between two looks for volumes of which much is deleted. SeaweedFS's own is after 15
-minutes, longer than many stacks run."""
+"""Seconds between two looks for volumes of which much is deleted, whose space is then freed.
+SeaweedFS's own is after 15 minutes, longer than many stacks run."""
+RECLAIM = "volume.vacuum -garbageThreshold 0.3"
+"""Command of SeaweedFS's shell that copies what is left of volumes of which 30% are deleted."""
 SIGNING_KEYS = ("FILER_SIGNING", "FILER_SIGNING_READ", "SIGNING", "SIGNING_READ")
-"""Keys of the tokens with which the parts of SeaweedFS know each other."""
+"""Keys of the tokens with which the parts of SeaweedFS know each other by HTTP."""
+PARTS = ("MASTER", "VOLUME", "FILER", "S3", "CLIENT")
+"""Parts of SeaweedFS, which know each other by a certificate where they speak gRPC."""
+LOOPBACK = IPv4Address("127.0.0.1")
+SOCKETS = Path("/tmp")
+"""Where SeaweedFS puts its sockets for gRPC, which cannot be changed."""
 
 
-def start_s3(supervisor: Supervisor, directory: Path, ports: Sequence[int]) -> ObjectStoreSettings:
+def start_s3(
+    supervisor: Supervisor,
+    directory: Path,
+    ports: Sequence[int],
+    *,
+    reclaim_every_s: float = RECLAIM_EVERY_S,
+) -> ObjectStoreSettings:
     """Starts an S3 server with new credentials; returns its settings before it is ready.
+
+    Its ports are open to all users of the machine. S3 asks for the credentials, gRPC for a
+    certificate that is made here, and HTTP is off, but for the volumes, which ask for signed
+    tokens.
 
     directory: where the objects are kept.
     ports: `PORTS` free ports.
+    reclaim_every_s: seconds between two looks for space to free.
 
     Raises `BapoError` when SeaweedFS is not installed.
     """
@@ -70,6 +90,7 @@ def start_s3(supervisor: Supervisor, directory: Path, ports: Sequence[int]) -> O
         "-master.raftBootstrap=true",
         "-master.volumeSizeLimitMB=512",
         "-master.telemetry=false",  # Else it reports to its authors once it holds 10 GiB.
+        "-disableHttp",  # Of the master, which would hand tokens to anyone and delete the bucket.
         f"-volume.port={volume}",
         f"-volume.port.grpc={volume_grpc}",
         f"-volume.max={VOLUMES}",
@@ -77,9 +98,12 @@ def start_s3(supervisor: Supervisor, directory: Path, ports: Sequence[int]) -> O
         "-filer",
         f"-filer.port={filer}",
         f"-filer.port.grpc={filer_grpc}",
+        "-filer.disableHttp",
+        f"-filer.localSocket={directory / 'filer.sock'}",
         "-s3",
         f"-s3.port={s3}",
         f"-s3.port.grpc={s3_grpc}",
+        f"-s3.localSocket={directory / 's3.sock'}",
         "-s3.port.iceberg=0",
         "-s3.port.lance=0",
         "-s3.iam=false",
@@ -87,11 +111,15 @@ def start_s3(supervisor: Supervisor, directory: Path, ports: Sequence[int]) -> O
         # Else a bucket that was deleted returns with the next write, without what was in it.
         "-s3.autoCreateBucket=false",
     ]
-    # Without keys, the ports of volume and filer would serve every user of this machine.
-    keys = {f"WEED_JWT_{name}_KEY": secrets.token_hex(20) for name in SIGNING_KEYS}
+    variables = {
+        **{f"WEED_JWT_{name}_KEY": secrets.token_hex(20) for name in SIGNING_KEYS},
+        **_make_certificate(directory),
+        "WEED_MASTER_MAINTENANCE_SCRIPTS": RECLAIM,
+        "WEED_MASTER_MAINTENANCE_SLEEP_MINUTES": f"{reclaim_every_s / 60:f}",
+    }
     # SeaweedFS's graceful stop waits for streams that never end, for 25 seconds and longer. What it
     # has acknowledged is on disk, so it may be killed.
-    supervisor.start("s3", command, environment=keys, stop_signal=signal.SIGKILL)
+    supervisor.start("s3", command, environment=variables, stop_signal=signal.SIGKILL)
     return settings
 
 
@@ -113,17 +141,65 @@ def await_s3(supervisor: Supervisor, settings: ObjectStoreSettings) -> None:
     supervisor.wait_until(usable, "the object store", seconds=READY_WITHIN_S)
 
 
-def reclaim_space(master_port: int, every_s: float = RECLAIM_EVERY_S) -> None:
-    """Has the disk space of deleted objects freed, until the server ends.
+def remove_dead_sockets() -> None:
+    """Removes this user's sockets of SeaweedFS servers that have ended, which leave them."""
+    for path in SOCKETS.glob("seaweedfs-*.sock"):
+        with suppress(OSError):
+            if path.lstat().st_uid == os.geteuid() and _is_dead(path):
+                path.unlink()
 
-    SeaweedFS copies what is left of a volume once 30% of it are deleted.
-    """
-    while True:
+
+def _is_dead(path: Path) -> bool:
+    """Returns whether nothing listens on a Unix socket."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.setblocking(False)
         try:
-            httpx.get(f"http://127.0.0.1:{master_port}/vol/vacuum", timeout=None)
-        except httpx.TransportError:
-            return
-        time.sleep(every_s)
+            client.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False
+
+
+def _make_certificate(directory: Path) -> dict[str, str]:
+    """Writes a new certificate, and returns the variables that make SeaweedFS's gRPC require it.
+
+    Each part shows it to the others, and accepts no other one.
+    """
+    # Imported here, because most commands start no stack.
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "bapo local stack")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        # A stack may run for long, and the clock may be set.
+        .not_valid_before(now - timedelta(days=365))
+        .not_valid_after(now + timedelta(days=3650))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(LOOPBACK)]), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    certificate_file, key_file = directory / "grpc.crt", directory / "grpc.key"
+    write_private(certificate_file, certificate.public_bytes(pem).decode())
+    private = key.private_bytes(
+        pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    write_private(key_file, private.decode())
+    return {
+        "WEED_GRPC_CA": str(certificate_file),
+        **{f"WEED_GRPC_{part}_CERT": str(certificate_file) for part in PARTS},
+        **{f"WEED_GRPC_{part}_KEY": str(key_file) for part in PARTS},
+    }
 
 
 def find_weed() -> str:

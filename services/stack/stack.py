@@ -37,7 +37,6 @@ from services.common.process import (
     without_secrets,
 )
 from services.common.settings import ObjectStoreSettings
-from services.common.threads import start_detached
 from services.stack import DEFAULT_PORT, s3
 from services.stack.postgres import start_postgres
 from services.stack.supervisor import Supervisor, check_port_free, free_ports
@@ -120,7 +119,6 @@ class Stack:
         )
         self._start_verifier(verifier_port, endpoints.verifier_token)
         s3.await_s3(self._supervisor, object_store)
-        start_detached(partial(s3.reclaim_space, s3_ports[0]))
         environment = {**endpoints.environment(), **_service_variables(buffer_port)}
         self._supervisor.start_python("buffer", "services.buffer.main", environment)
         for url in (endpoints.verifier_url, endpoints.buffer_url):
@@ -214,6 +212,7 @@ def _supervised_stack(
                     state.unlink(missing_ok=True)
         finally:
             shutil.rmtree(sockets, ignore_errors=True)
+            s3.remove_dead_sockets()
 
 
 def find_stack(home: Path) -> Endpoints | None:

@@ -1,0 +1,51 @@
+"""Acts as another user of the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import pwd
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+OTHER_USER = "nobody"
+
+
+def other_user() -> dict[str, Any]:
+    """Returns arguments of `subprocess` that run a program as another user, where we are root.
+
+    Other users than root cannot; their tests act as a process that has no file of the stack.
+    """
+    if os.geteuid():
+        return {}
+    entry = pwd.getpwnam(OTHER_USER)
+    return {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": []}
+
+
+def as_other_user(work: Callable[[], Any]) -> Any:
+    """Calls a function as another user, in a fork of this process; returns what it returns.
+
+    Python's interpreter may be in a directory that the other user cannot enter.
+    """
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            if not os.geteuid():
+                entry = pwd.getpwnam(OTHER_USER)
+                os.setgroups([])
+                os.setgid(entry.pw_gid)
+                os.setuid(entry.pw_uid)
+            os.write(writer, json.dumps(work()).encode())
+            status = 0
+        except BaseException:  # noqa: BLE001 - the process must not go on as a test runner
+            traceback.print_exc()
+        os._exit(status)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as answer:
+        text = answer.read()
+    _, status = os.waitpid(child, 0)
+    assert status == 0, "the other user's process failed; its error is above"
+    return json.loads(text)

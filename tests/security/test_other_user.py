@@ -1,0 +1,244 @@
+"""What another user of the machine can reach of a local stack: all its ports, but no file."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from services.common.objectstore import ObjectStore
+from services.stack import s3
+from services.stack.stack import Endpoints
+from services.stack.supervisor import Supervisor, free_ports
+from tests.security.neighbour import as_other_user, other_user
+
+SECRET = b"weights of alice"
+
+
+# ---- the object store ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ports(stack: Endpoints) -> dict[str, int]:
+    """Returns the ports of the stack's object store, by the name of their option."""
+    endpoint = stack.s3_endpoint.rpartition(":")[2]
+    for process in psutil.Process().children():
+        arguments = dict(
+            argument.removeprefix("-").split("=", 1)
+            for argument in process.cmdline()
+            if "=" in argument
+        )
+        if arguments.get("s3.port") == endpoint:
+            return {
+                name: int(value)
+                for name, value in arguments.items()
+                if ".port" in f".{name}" and value.isdecimal() and value != "0"
+            }
+    raise AssertionError("the object store does not run")
+
+
+@pytest.fixture(scope="module")
+def secret(stack: Endpoints) -> Iterator[str]:
+    """Stores an object of the user, and checks at the end that nobody has changed it."""
+    store = ObjectStore(stack.object_store)
+    store.put("runs/secret/weights", SECRET)
+    yield "runs/secret/weights"
+    assert store.get("runs/secret/weights", sha256(SECRET).hexdigest()) == SECRET
+
+
+def ask(method: str, url: str, **headers: str) -> tuple[int, str]:
+    """Returns status and text of an answer to another user; 0 where none comes."""
+
+    def work() -> tuple[int, str]:
+        content = b"forged" if method in ("POST", "PUT") else None
+        try:
+            answer = httpx.request(
+                method, url, content=content, headers=headers, timeout=10, trust_env=False
+            )
+        except httpx.HTTPError:
+            return 0, ""
+        return answer.status_code, answer.text
+
+    status, text = as_other_user(work)
+    return status, text
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "dir/lookup?fileId=2,03254e53d3&read=yes",
+        "dir/lookup?volumeId=2",
+        "dir/assign?count=1&collection=bapo",
+        "dir/status",
+        "vol/grow?count=4&collection=bapo",
+        "vol/vacuum?garbageThreshold=0",
+        "vol/status",
+        "col/delete?collection=bapo",
+        "submit",
+        "cluster/raft/stats",
+        "2,03254e53d3",
+        "stats/health",
+        "debug/pprof/heap",
+    ],
+)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_the_master_answers_no_request_of_another_user(
+    ports: dict[str, int], secret: str, method: str, path: str
+) -> None:
+    status, text = ask(method, f"http://127.0.0.1:{ports['master.port']}/{path}")
+    assert status in (0, 404, 405)
+    assert "bapo" not in text
+
+
+@pytest.mark.parametrize("port", ["filer.port", "volume.port", "s3.port"])
+@pytest.mark.parametrize("method", ["GET", "PUT", "POST", "DELETE"])
+@pytest.mark.parametrize("path", ["buckets/bapo/runs/secret/weights", "bapo/runs/secret/weights"])
+def test_objects_are_for_the_stack_alone(
+    ports: dict[str, int], secret: str, method: str, port: str, path: str
+) -> None:
+    status, text = ask(method, f"http://127.0.0.1:{ports[port]}/{path}")
+    assert status in (400, 401, 403, 404, 405)
+    assert SECRET.decode() not in text
+
+
+def test_the_files_of_the_object_store_are_for_the_stack_alone(home: Path, secret: str) -> None:
+    assert as_other_user(lambda: not os.access(home / "s3", os.R_OK | os.X_OK)) or os.geteuid()
+    assert (home / "s3").stat().st_mode & 0o077 == 0
+
+
+LIST = "volume.list\nfs.ls /buckets/bapo/runs/secret\n"
+
+
+def test_the_tools_of_the_object_store_get_nothing_without_its_certificate(
+    stack: Endpoints, home: Path, ports: dict[str, int], secret: str
+) -> None:
+    directory = home / "s3"
+    certificate = {
+        "WEED_GRPC_CA": str(directory / "grpc.crt"),
+        "WEED_GRPC_CLIENT_CERT": str(directory / "grpc.crt"),
+        "WEED_GRPC_CLIENT_KEY": str(directory / "grpc.key"),
+    }
+    arguments = [
+        "shell",
+        f"-master=127.0.0.1:{ports['master.port']}.{ports['master.port.grpc']}",
+        f"-filer=127.0.0.1:{ports['filer.port']}.{ports['filer.port.grpc']}",
+    ]
+    ours = run_weed(arguments, LIST, certificate)
+    assert "weights" in ours
+    assert "Topology" in ours
+    theirs = run_weed(arguments, f"{LIST}fs.rm /buckets/bapo/runs/secret/weights\n", None)
+    assert "weights" not in theirs
+    assert "Topology" not in theirs
+
+
+def run_weed(arguments: Sequence[str], commands: str, certificate: dict[str, str] | None) -> str:
+    """Runs the object store's program, as another user if there is no certificate.
+
+    Returns what it writes within a few seconds: without a certificate it tries for ever.
+    """
+    with open(s3.find_weed(), "rb") as program:
+        process = subprocess.Popen(
+            ["weed", *arguments],
+            # The other user may not be able to enter the program's directory.
+            executable=f"/proc/self/fd/{program.fileno()}",
+            pass_fds=[program.fileno()],
+            cwd="/",
+            env={**os.environ, **(certificate or {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            **({} if certificate else other_user()),
+        )
+    try:
+        output, _ = process.communicate(commands, timeout=60 if certificate else 3)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+    return output
+
+
+def test_an_object_store_says_nothing_to_sockets_that_another_user_has_put_into_tmp(
+    tmp_path: Path,
+) -> None:
+    """SeaweedFS connects to sockets of predictable names before it connects to its own ports."""
+    ports = free_ports(s3.PORTS)
+    directory = tmp_path / "s3"
+    heard: list[bytes] = []
+    paths = [
+        s3.SOCKETS / f"seaweedfs-{part}-grpc-{port}.sock"
+        for part, port in zip(("master", "volume", "filer", "s3"), ports[1::2], strict=True)
+    ]
+    with squatting(paths, heard), Supervisor(tmp_path / "logs") as supervisor:
+        settings = s3.start_s3(supervisor, directory, ports)
+        store = ObjectStore(settings, retries=0)
+        # It cannot start, or it starts by TCP: either way it tells the squatter nothing.
+        done = threading.Event()
+        for _ in range(30):
+            with suppress(Exception):
+                store.ensure_bucket()
+                store.put("secret", SECRET)
+                break
+            done.wait(0.1)
+    assert all(first[:1] == b"\x16" for first in heard), "not a TLS handshake"
+    assert not any(b"/" in first and b"HTTP" in first for first in heard)
+
+
+@contextmanager
+def squatting(paths: Sequence[Path], heard: list[bytes]) -> Iterator[None]:
+    """Listens on Unix sockets as another user would, and records what is sent there first."""
+    listeners = []
+    for path in paths:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        path.chmod(0o777)
+        if not os.geteuid():
+            os.chown(path, other_user()["user"], other_user()["group"])
+        listener.listen()
+        listeners.append(listener)
+
+    def listen(listener: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection, suppress(OSError):
+                    connection.settimeout(2)
+                    first = connection.recv(4096)
+                    if first:
+                        heard.append(first)
+
+    threads = [threading.Thread(target=listen, args=(each,), daemon=True) for each in listeners]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        for listener in listeners:
+            listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
+def test_an_object_store_that_has_ended_leaves_no_socket(tmp_path: Path) -> None:
+    ports = free_ports(s3.PORTS)
+
+    def sockets() -> list[str]:
+        names = (path.name for path in s3.SOCKETS.glob("seaweedfs-*"))
+        return [name for name in names if any(f"-{port}.sock" in name for port in ports)]
+
+    with Supervisor(tmp_path / "logs") as supervisor:
+        s3.await_s3(supervisor, s3.start_s3(supervisor, tmp_path / "s3", ports))
+        s3.remove_dead_sockets()
+        assert sockets(), "those of servers that run stay"
+    s3.remove_dead_sockets()
+    assert not sockets()
