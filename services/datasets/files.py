@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO
 
 from bapo_core.spelling import did_you_mean
 from services.common.errors import first_line
+
+LARGEST_RATIO = 200
+"""Bytes of a Parquet file's columns, decompressed, for each byte of the file. Texts have 3 to 5."""
+UNCHECKED_BYTES = 64 << 20
+"""Bytes up to which columns may have any ratio."""
+BATCH_ROWS = 1024
+"""Rows of a Parquet file that are turned into Python's values at a time."""
+BATCH_BYTES = 64 << 20
+"""Bytes of these rows, for which a batch of large rows has fewer of them."""
+LARGEST_BATCH = 1 << 30
+"""Bytes of a batch once decoded. A value of a dictionary is stored once and decoded many times."""
+FEWEST_ROWS = 16
+"""Rows of a batch, however large the values of a dictionary may be."""
 
 Row = Mapping[str, Any]
 """The values of a row by column; further columns are ignored."""
@@ -70,12 +84,49 @@ def _read_parquet(file: BinaryIO, columns: Sequence[str]) -> Iterator[Any]:
     try:
         with pq.ParquetFile(file) as parquet:
             check_columns(parquet.schema_arrow.names, columns)
-            for batch in parquet.iter_batches(columns=list(columns)):
+            rows = _rows_of_batch(file, parquet.metadata, columns)
+            # One column after the other, so that not all are decompressed at the same time.
+            for batch in parquet.iter_batches(rows, columns=list(columns), use_threads=False):
+                if batch.nbytes > LARGEST_BATCH:
+                    raise ValueError(
+                        f"{batch.num_rows} rows have {batch.nbytes:,} bytes, more than "
+                        f"{LARGEST_BATCH:,}; shorten the values, or leave out such rows"
+                    )
                 widened = [_widen(column) for column in batch.columns]
                 yield from pa.RecordBatch.from_arrays(widened, batch.schema.names).to_pylist()
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError) as error:
         reason = first_line(error)
         raise ValueError(f"not a Parquet file ({reason}); export it again") from error
+
+
+def _rows_of_batch(file: BinaryIO, metadata: Any, columns: Sequence[str]) -> int:
+    """Returns how many rows to read at a time, by the sizes that a Parquet file says it has.
+
+    Raises `ValueError` for a small file of large columns: 7 KB can have 1.5 GB of text.
+    """
+    total, largest_row, largest_value = 0, 1.0, 1
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        chunks = [
+            chunk
+            for chunk in map(group.column, range(group.num_columns))
+            if any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in columns)
+        ]
+        # An empty value has no bytes in the file, and has some in memory.
+        size = sum(chunk.total_uncompressed_size + 8 * chunk.num_values for chunk in chunks)
+        total += size
+        largest_row = max(largest_row, size / max(group.num_rows, 1))
+        of_dictionaries = [c.total_uncompressed_size for c in chunks if c.has_dictionary_page]
+        largest_value = max(largest_value, *of_dictionaries, 0)
+    length = file.seek(0, os.SEEK_END)
+    if total > max(UNCHECKED_BYTES, LARGEST_RATIO * length):
+        raise ValueError(
+            f"its columns {', '.join(columns)} have {total:,} bytes in a file of {length:,}, which "
+            f"is more than {LARGEST_RATIO} for each; write the values that repeat by a dictionary "
+            "(`use_dictionary` of pyarrow), or without compression"
+        )
+    fewest = max(FEWEST_ROWS, LARGEST_BATCH // largest_value)
+    return max(1, min(BATCH_ROWS, fewest, int(BATCH_BYTES / largest_row)))
 
 
 def _widen(column: Any) -> Any:
@@ -110,14 +161,14 @@ def _read_jsonl(file: BinaryIO) -> Iterator[Any]:
             continue  # Editors leave blank lines at the end.
         try:
             yield json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RowError(number, f"not JSON ({error}); write one object on each line") from error
 
 
 def _read_json(file: BinaryIO) -> Iterator[Any]:
     try:
         rows = json.loads(file.read())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON ({error}); write a list of objects") from error
     if not isinstance(rows, list):
         raise ValueError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import stat
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,8 +21,9 @@ class Images:
     def __init__(self, fetch: Callable[[str], bytes], directory: Path | None = None) -> None:
         """fetch: returns an image that is stored already.
 
-        directory: directory in which rows may name the files of their images; None if they must
-        contain them.
+        directory: directory below which rows may name the files of their images; None if they must
+        contain them. Whoever made the rows must not get other files of this machine into the data
+        set, from which they would be uploaded.
         """
         self._fetch, self._directory = fetch, directory
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
@@ -77,16 +80,23 @@ class Images:
     def _read_file(self, path: str) -> bytes:
         if self._directory is None:
             raise ValueError("is a path, which only rows of a local file may have; embed the image")
-        file = self._directory / path
+        file, root = (Path(os.path.realpath(p)) for p in (self._directory / path, self._directory))
+        if not file.is_relative_to(root):
+            raise ValueError(
+                f"is outside of the data set's directory {root}; copy the image into it, and give "
+                "its path relative to the data set"
+            )
         try:
-            if file.stat().st_size > LARGEST_IMAGE:
-                raise ValueError(
-                    f"the image has {file.stat().st_size} bytes, more than {LARGEST_IMAGE}; reduce "
-                    "its size"
-                )
-            return file.read_bytes()
+            # A named pipe that is opened to wait would wait for ever, and a device has no end.
+            with open(file, "rb", opener=_open_without_waiting) as opened:
+                if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+                    raise ValueError("is no regular file; give the path of an image")
+                data = opened.read(LARGEST_IMAGE + 1)
         except OSError as error:
             raise ValueError(f"{error.strerror}; give a path relative to the data set") from error
+        if len(data) > LARGEST_IMAGE:
+            raise ValueError(f"the image has more than {LARGEST_IMAGE} bytes; reduce its size")
+        return data
 
     def _keep(self, data: bytes) -> ImageReference:
         digest = hashlib.sha256(data).hexdigest()
@@ -99,6 +109,10 @@ class Images:
                 digest=digest, width=facts.width, height=facts.height
             )
         return self._references[digest]
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def image_digests(payload: Payload) -> list[str]:
