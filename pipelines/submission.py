@@ -24,6 +24,7 @@ from services.common.errors import first_line
 
 FINAL_STATES = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 """States of a run of Kubeflow after which nothing happens."""
+POLL_INTERVAL_S = 5.0
 GIVE_UP_AFTER_S = 900.0
 """Seconds for which the API may be away while `wait_for_run` waits."""
 _IMAGE = re.compile(r"[a-z0-9][\w.:/@-]*")
@@ -118,7 +119,6 @@ def wait_for_run(
     host: str | None,
     namespace: str | None,
     log: Callable[[str], None],
-    poll_interval_s: float = 5.0,
 ) -> None:
     """Waits until a run of Kubeflow has ended, and logs what becomes of its steps.
 
@@ -138,7 +138,7 @@ def wait_for_run(
             if time.monotonic() - answered > GIVE_UP_AFTER_S:
                 raise
             lines.say(str(error))
-            time.sleep(poll_interval_s)
+            time.sleep(POLL_INTERVAL_S)
             continue
         answered = time.monotonic()
         details = state.run_details.task_details if state.run_details is not None else None
@@ -150,7 +150,7 @@ def wait_for_run(
         if state.state in FINAL_STATES:
             break
         lines.say(f"the run is {(state.state or 'pending').lower()}")
-        time.sleep(poll_interval_s)
+        time.sleep(POLL_INTERVAL_S)
     if state.state != "SUCCEEDED":
         failed = [name for name, status in states.items() if status == "FAILED"]
         where = f" in {', '.join(failed)}" if failed else ""

@@ -227,11 +227,6 @@ def read_values(path: str | Path | None) -> dict[str, Any]:
     return parse_values(text, str(path))
 
 
-def parse_config(text: str, overrides: Sequence[str] = (), *, where: str = "config") -> RunConfig:
-    """Loads YAML text as `load_config` loads a file; `where` names its origin in errors."""
-    return override_config(parse_values(text, where), parse_overrides(overrides), where=where)
-
-
 def parse_values(text: str, where: str) -> dict[str, Any]:
     """Parses YAML text to the values that it sets; `where` names its origin in errors.
 

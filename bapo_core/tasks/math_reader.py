@@ -243,9 +243,8 @@ class _Reader:
 
     # ---- tokens ---------------------------------------------------------------------------------
 
-    def peek(self, ahead: int = 0) -> str:
-        index = self.position + ahead
-        return self.tokens[index] if index < len(self.tokens) else ""
+    def peek(self) -> str:
+        return self.tokens[self.position] if self.position < len(self.tokens) else ""
 
     def skip_blanks(self) -> bool:
         begin = self.position

@@ -40,16 +40,16 @@ def hide_progress_bars() -> None:
         disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def configure_logs(component: str, *, run: str | None = None, level: int = logging.INFO) -> None:
+def configure_logs(component: str) -> None:
     """Sends the logs of this process to standard error, as JSON lines.
 
-    Each line names `component` and `run`; the run defaults to the variable `BAPO_RUN`, which is
-    set for every process that works for one run.
+    Each line names `component` and the run of the variable `BAPO_RUN`, which is set for every
+    process that works for one run.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Formatter(component, run or os.environ.get("BAPO_RUN")))
+    handler.setFormatter(_Formatter(component, os.environ.get("BAPO_RUN")))
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(level)
+    root.setLevel(logging.INFO)
     for noisy in ("httpx", "httpcore", "urllib3", "alembic", "uvicorn.access"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

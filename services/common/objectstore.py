@@ -506,10 +506,6 @@ class ObjectStore:
     def _size(self, key: str) -> int | None:
         return self._client.stat_object(bucket_name=self.settings.bucket, object_name=key).size
 
-    def put_directory(self, prefix: str, directory: Path) -> str:
-        """Stores every file of `directory` under `prefix`. Returns the digest of the manifest."""
-        return self.put_files(prefix, files_of(directory))
-
     def put_files(self, prefix: str, files: Mapping[str, Content]) -> str:
         """Stores files by name under `prefix`, the manifest last. Returns the manifest's digest."""
         return self.put_manifest(prefix, self.put_contents(prefix, files))

@@ -172,24 +172,25 @@ class StackBusy(BapoError):
 
 
 @contextmanager
-def running_stack(
-    home: Path, port: int = DEFAULT_PORT, *, stays: bool = False
-) -> Iterator[Endpoints]:
+def running_stack(home: Path, port: int = DEFAULT_PORT) -> Iterator[Endpoints]:
     """Runs a stack for as long as the context lasts.
 
-    port: port of the REST API; 0 takes any free one. stays: as in `Endpoints`.
+    port: port of the REST API; 0 takes any free one.
 
     Raises `StackBusy` when this home has a stack already.
     """
-    with _supervised_stack(home, port, stays=stays) as (endpoints, _):
+    with _supervised_stack(home, port) as (endpoints, _):
         yield endpoints
 
 
 @contextmanager
 def _supervised_stack(
-    home: Path, port: int, *, stays: bool
+    home: Path, port: int, *, stays: bool = False
 ) -> Iterator[tuple[Endpoints, Supervisor]]:
-    """Runs a stack as `running_stack` does; yields the supervisor of its processes, too."""
+    """Runs a stack as `running_stack` does; yields the supervisor of its processes, too.
+
+    stays: as in `Endpoints`.
+    """
     home.mkdir(parents=True, exist_ok=True)
     with (home / "stack.lock").open("w") as lock:
         try:

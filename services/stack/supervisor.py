@@ -111,10 +111,8 @@ class Supervisor:
         """Returns the process id of a child."""
         return self._child(name).process.pid
 
-    def wait_until(
-        self, ready: Callable[[], bool], what: str, *, seconds: float, pause: float = 0.05
-    ) -> None:
-        """Polls `ready` every `pause` seconds and returns once it is true.
+    def wait_until(self, ready: Callable[[], bool], what: str, *, seconds: float) -> None:
+        """Polls `ready` and returns once it is true.
 
         Raises `ProcessFailed` when a child ends first, or after `seconds`; the message names
         `what` did not become ready.
@@ -126,7 +124,7 @@ class Supervisor:
                 raise ProcessFailed(
                     f"{what} did not become ready in {seconds:.0f} s; see {self._logs}"
                 )
-            time.sleep(pause)
+            time.sleep(0.05)
 
     def check_all_running(self) -> None:
         """Raises `ProcessFailed` when any child has ended, with or without an error."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -27,8 +26,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from services.common.errors import first_line
 from services.trainer.sequences import Sequences
-
-log = logging.getLogger(__name__)
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 """Data types that the kernels for variable lengths take."""

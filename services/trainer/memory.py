@@ -19,7 +19,6 @@ before log-probs were fused. `MARGIN` covers that, and fragments.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,8 +27,6 @@ from torch import nn
 
 from bapo_core.config import RunConfig
 from services.trainer.logprobs import GPU_TILE
-
-log = logging.getLogger(__name__)
 
 Mode = Literal["none", "selective", "full"]
 MARGIN = 1.12

@@ -18,7 +18,7 @@ from alembic import command
 from sqlalchemy import create_engine, inspect, make_url, select, text
 from sqlalchemy.orm import Session
 
-from bapo_core.config import parse_config
+from bapo_core.config import config_from, parse_values
 from bapo_core.config.batches import GaussianFilterConfig
 from bapo_core.config.estimators import CriticConfig, GaeConfig, RlooConfig
 from bapo_core.config.loss import BehaviorConfig, DecoupledConfig, ProxCurrentConfig
@@ -206,7 +206,8 @@ def test_the_text_of_a_stored_configuration_keeps_its_values(database: str) -> N
     upgrade(database)
     with psycopg.connect(plain(database)) as connection:
         migrated = dict(connection.execute("select name, text from stored_config").fetchall())
-    losses = {name: parse_config(text).loss for name, text in migrated.items()}
+    configs = {name: config_from(parse_values(text, "config")) for name, text in migrated.items()}
+    losses = {name: config.loss for name, config in configs.items()}
     objectives = {name: loss.objective for name, loss in losses.items()}
     assert objectives["ppo"] == PpoConfig(clip_low=0.1, clip_high=0.2, dual_clip=None)
     assert objectives["preset"] == CispoConfig(clip_high=4.0)
@@ -214,14 +215,14 @@ def test_the_text_of_a_stored_configuration_keeps_its_values(database: str) -> N
     assert losses["weights"].correction == ProxCurrentConfig(weight_cap=4.0, weight_mode="mask")
     assert losses["ratio"].correction == DecoupledConfig(weight_level="geometric")
     assert losses["without"].correction == BehaviorConfig()
-    rollouts = {name: parse_config(text).rollout for name, text in migrated.items()}
+    rollouts = {name: config.rollout for name, config in configs.items()}
     assert rollouts["vllm"].engine == VllmConfig(args=["--x"], journal_interval_s=2.0)
     assert rollouts["engine"].engine == TransformersConfig()
-    assert parse_config(migrated["filter"]).fresh == GaussianFilterConfig(gaussian_mean=0.4)
+    assert configs["filter"].fresh == GaussianFilterConfig(gaussian_mean=0.4)
     assert losses["norm"].minibatch_norm == "actual"
-    assert parse_config(migrated["sampler"]).sampler == MoppsConfig(band=(0.3, 0.7))
-    assert parse_config(migrated["uniform"]).sampler == UniformConfig()
-    advantages = {name: parse_config(text).advantage for name, text in migrated.items()}
+    assert configs["sampler"].sampler == MoppsConfig(band=(0.3, 0.7))
+    assert configs["uniform"].sampler == UniformConfig()
+    advantages = {name: config.advantage for name, config in configs.items()}
     assert advantages["critic"] == GaeConfig(lam=0.9, critic=CriticConfig(clip=0.1))
     assert advantages["advantage"] == RlooConfig()
     assert {name for name, text in texts.items() if migrated[name] == text} == {"selected", "other"}

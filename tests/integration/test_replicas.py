@@ -35,7 +35,7 @@ from services.buffer.api import wire as buffer_wire
 from services.buffer.api.wire import StoredVersion
 from services.common import layout
 from services.common.errors import ServiceUnavailable
-from services.common.objectstore import ObjectStore, ObjectStoreError
+from services.common.objectstore import ObjectStore, ObjectStoreError, files_of
 from services.rollout import fleet as fleet_module
 from services.rollout import offers as offers_module
 from services.rollout import replica as replica_module
@@ -291,7 +291,7 @@ class Testbed:
         (directory / "weights").write_text(contents)
         client = self.driver.client
         prefix = layout.weights(client.run, version, client.attempt)
-        digest = self.store.put_directory(prefix, directory)
+        digest = self.store.put_files(prefix, files_of(directory))
         return client.publish_weights(version, digest)
 
     async def start(self, name: str, engine: FakeEngine) -> Replica:
@@ -717,7 +717,7 @@ def test_an_interrupted_fetch_goes_on_where_it_ended(
     directory.mkdir()
     contents = bytes(range(256)) * 40_000
     (directory / "shard").write_bytes(contents)
-    digest = testbed.store.put_directory("runs/x/weights/v1", directory)
+    digest = testbed.store.put_files("runs/x/weights/v1", files_of(directory))
     stored = StoredVersion(number=1, uri="runs/x/weights/v1", manifest_digest=digest)
     cache = WeightCache(testbed.store, testbed.scratch / "cache")
     place = cache._place(stored)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from services.buffer.api.wire import StoredVersion
+from services.common.objectstore import files_of
 from services.rollout.errors import EngineLost
 from services.rollout.server import CPU_ARGUMENTS
 from services.rollout.vllm.driver import VllmDriver
@@ -81,7 +82,7 @@ def publish(nodes: Nodes, seed: int, *, tied: bool = False) -> tuple[StoredVersi
     nodes.published += 1
     directory = save_model(nodes.home / f"published-{nodes.published}", seed=seed, tied=tied)
     prefix = f"runs/vllm-nodes/weights/v{nodes.published}"
-    digest = nodes.store.put_directory(prefix, directory)
+    digest = nodes.store.put_files(prefix, files_of(directory))
     stored = StoredVersion(number=nodes.published, uri=prefix, manifest_digest=digest)
     return stored, directory
 

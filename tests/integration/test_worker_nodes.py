@@ -25,7 +25,7 @@ from pydantic import SecretStr
 
 from bapo_core.errors import BapoError
 from services.buffer.api.wire import StoredVersion
-from services.common.objectstore import ObjectStore
+from services.common.objectstore import ObjectStore, files_of
 from services.common.process import ChildProcess, python_command
 from services.rollout.errors import EngineLost, ModelLoadError
 from services.rollout.server import make_driver, weight_cache, worker_nodes
@@ -148,7 +148,7 @@ class Nodes:
         directory = save_model(self.home / f"published-{self.published}", seed=self.published)
         (directory / "marker").write_text(marker)
         prefix = f"runs/nodes/weights/v{self.published}"
-        digest = self.store.put_directory(prefix, directory)
+        digest = self.store.put_files(prefix, files_of(directory))
         return StoredVersion(number=self.published, uri=prefix, manifest_digest=digest)
 
     def engines(self, rank: int) -> list[psutil.Process]:

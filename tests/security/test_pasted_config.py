@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from bapo_core.config import config_from, parse_config, parse_overrides
+from bapo_core.config import config_from, parse_overrides, parse_values
 from bapo_core.errors import BapoError, ConfigError
 from services.cli import main as cli
 from services.exporters.mlflow import mirror_to_mlflow, update_mlflow
@@ -136,7 +136,7 @@ def test_yaml_that_would_not_fit_or_not_print_is_refused(
 ) -> None:
     text, reason = HOSTILE_YAML[kind]
     with pytest.raises(ConfigError, match=reason):
-        parse_config(text)
+        config_from(parse_values(text, "config"))
     path = tmp_path / "pasted.yaml"
     path.write_text(text)
     with pytest.raises(SystemExit):

@@ -23,7 +23,7 @@ from services.buffer.api.client import BufferClient
 from services.buffer.api.wire import StepDigests, StoredVersion
 from services.cli.main import bapo
 from services.common import layout
-from services.common.objectstore import ObjectStore, ObjectStoreError, digest_of
+from services.common.objectstore import ObjectStore, ObjectStoreError, digest_of, files_of
 from services.model.stored import fetch_model
 from services.rollout.weights import WeightCache
 from services.stack.stack import Endpoints
@@ -140,9 +140,9 @@ def test_a_file_that_could_not_be_fetched_again_is_not_stored(
 ) -> None:
     (tmp_path / "back\\slash").write_bytes(b"")
     with pytest.raises(ObjectStoreError, match="rename it"):
-        store.put_directory("models/back", tmp_path)
+        store.put_files("models/back", files_of(tmp_path))
     (tmp_path / "back\\slash").rename(tmp_path / "ein Brief (neu).txt")
-    digest = store.put_directory("models/back", tmp_path)
+    digest = store.put_files("models/back", files_of(tmp_path))
     store.get_directory("models/back", digest, tmp_path / "again")
     assert (tmp_path / "again" / "ein Brief (neu).txt").exists()
 
@@ -231,7 +231,7 @@ def saved(
 def record(saved: Saved, store: ObjectStore, files: Path) -> None:
     """Records a checkpoint of the last committed step, as the attacker."""
     prefix = layout.checkpoint(saved.driver.config.name, saved.step, saved.attacker.attempt)
-    saved.attacker.record_checkpoint(saved.step, store.put_directory(prefix, files))
+    saved.attacker.record_checkpoint(saved.step, store.put_files(prefix, files_of(files)))
 
 
 @pytest.fixture

@@ -33,9 +33,10 @@ def line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 def test_a_line_names_component_run_and_every_extra_field(
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    configure_logs("trainer", run="countdown")
+    monkeypatch.setenv("BAPO_RUN", "countdown")
+    configure_logs("trainer")
     log.info("published %s", "v7", extra={"version": 7, "replicas": ["r0", "r1"], "seconds": 0.5})
     entry = line(capsys)
     assert datetime.fromisoformat(entry.pop("time")).tzinfo is not None
@@ -48,15 +49,6 @@ def test_a_line_names_component_run_and_every_extra_field(
         "replicas": ["r0", "r1"],
         "seconds": 0.5,
     }
-
-
-def test_the_run_comes_from_the_environment(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("BAPO_RUN", "countdown")
-    configure_logs("collector")
-    log.warning("late")
-    assert line(capsys)["run"] == "countdown"
 
 
 def test_a_process_without_a_run_names_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,8 +20,8 @@ from bapo_core.config import (
     json_schema,
     load_config,
     override_config,
-    parse_config,
     parse_overrides,
+    parse_values,
 )
 from bapo_core.config.estimators import GroupAdvantageConfig
 from bapo_core.config.evaluation import EvaluationSet
@@ -773,7 +773,7 @@ def test_a_test_path_beside_evaluation_sets_is_refused() -> None:
 def test_an_evaluation_set_that_is_given_twice_is_refused() -> None:
     text = "evaluation:\n  sets:\n    amc: {path: a}\n    amc: {path: b}\n"
     with pytest.raises(ConfigError, match="amc is given twice, at lines 3 and 4"):
-        parse_config(text)
+        config_from(parse_values(text, "config"))
 
 
 def test_keep_best_needs_a_checkpoint_at_each_evaluation_of_the_primary_set() -> None:
