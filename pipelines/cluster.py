@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -228,9 +228,9 @@ class Cluster:
         return list(response.items)
 
     def log(self, pod: str) -> str:
-        """Returns the end of a pod's log; empty if the pod was deleted."""
+        """Returns the end of a pod's log; empty if there is none or it may not be read."""
         read = self._core.read_namespaced_pod_log
-        text = self._unless_missing(
+        text = self._unless_hidden(
             "read the log of", pod, lambda: read(pod, self.namespace, tail_lines=LOG_LINES)
         )
         return text or ""
@@ -242,12 +242,14 @@ class Cluster:
         return None if found is None else dict(found.data or {})
 
     def warning(self, kind: str, name: str, since: datetime, but: str = "") -> str:
-        """Returns the last warning event of an object, such as an exceeded quota, or "".
+        """Returns the last warning event of an object, such as an exceeded quota.
+
+        Returns "" if there is none, or if events may not be read.
 
         since: creation time of the object, because the events of an earlier object of its name
         remain. but: reason of the events to leave out.
         """
-        response = self.call(
+        response = self._unless_hidden(
             "read the events of",
             name,
             lambda: self._core.list_namespaced_event(
@@ -257,7 +259,7 @@ class Cluster:
         )
         warnings = sorted(
             (_time_of(event), number, event)
-            for number, event in enumerate(response.items)
+            for number, event in enumerate([] if response is None else response.items)
             if event.type == "Warning" and event.reason != but and _time_of(event) >= since
         )
         if not warnings:
@@ -270,10 +272,19 @@ class Cluster:
     def _unless_missing(
         self, verb: str, name: str, call: Callable[[], Response]
     ) -> Response | None:
+        return self._unless(verb, name, call, (404,))
+
+    def _unless_hidden(self, verb: str, name: str, call: Callable[[], Response]) -> Response | None:
+        """Returns None also without the right to read it, which the reaper's account has not."""
+        return self._unless(verb, name, call, (403, 404))
+
+    def _unless(
+        self, verb: str, name: str, call: Callable[[], Response], statuses: Collection[int]
+    ) -> Response | None:
         try:
             return self.call(verb, name, call)
         except RequestRefused as error:
-            if error.status != 404:
+            if error.status not in statuses:
                 raise
             return None
 

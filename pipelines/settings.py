@@ -12,6 +12,7 @@ from pydantic.alias_generators import to_camel
 from pydantic_settings import BaseSettings, NoDecode
 
 from services.common.settings import (
+    Address,
     BufferClientSettings,
     ObjectStoreClientSettings,
     Settings,
@@ -36,7 +37,7 @@ class StepSettings(BufferClientSettings, ObjectStoreClientSettings):
 
     workflow: str = ""
     """Name of the Argo workflow that the step belongs to."""
-    dashboard_url: str = ""
+    dashboard_url: Address = ""
     """Address at which people reach the dashboard; unset where the chart exposes none."""
 
     scratch: Path = Field(default_factory=lambda: Path(tempfile.gettempdir()))

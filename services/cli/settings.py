@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import SecretStr, model_validator
 
-from services.common.settings import Settings
+from services.common.settings import Address, Settings
 
 
 class CommandLineSettings(Settings):
@@ -15,12 +15,12 @@ class CommandLineSettings(Settings):
     They name the services to ask, where these are not the stack of this machine.
     """
 
-    buffer_url: str | None = None
+    buffer_url: Address | None = None
     """Address of the buffer service to ask, `http://host:port`; it requires `BAPO_TOKEN`. The stack
     in `BAPO_HOME` is asked unless set."""
     token: SecretStr | None = None
     """Bearer token for the buffer service at `BAPO_BUFFER_URL`."""
-    s3_endpoint: str | None = None
+    s3_endpoint: Address | None = None
     """Address of that service's object store, for `bapo checkpoints`, `bapo profile` and
     `bapo audit`; it requires `BAPO_S3_BUCKET`, `BAPO_S3_ACCESS_KEY` and `BAPO_S3_SECRET_KEY`."""
 

@@ -8,9 +8,11 @@ no log and no traceback shows them. `docs/environment.md` is generated from thes
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -24,6 +26,21 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from bapo_core.errors import ConfigError
 
 PREFIX = "BAPO_"
+
+
+def _refuse_credentials(address: str) -> str:
+    """Returns the address. Raises `ValueError` for one with a user or a password."""
+    if "@" in urlsplit(address).netloc:
+        raise ValueError(
+            "holds a user or a password, which logs and messages would show; remove them (keys of "
+            "the object store are in BAPO_S3_ACCESS_KEY and BAPO_S3_SECRET_KEY, the token of the "
+            "services is in BAPO_TOKEN)"
+        )
+    return address
+
+
+Address = Annotated[str, AfterValidator(_refuse_credentials)]
+"""Address of a service, which logs and messages show."""
 
 
 class Settings(BaseSettings):
@@ -66,7 +83,7 @@ class SettingsGroup(BaseModel):
 class ObjectStoreSettings(SettingsGroup):
     """Address, bucket and credentials of the object store."""
 
-    endpoint: str
+    endpoint: Address
     """Address of the S3 API, `http://host:port` or `https://host:port`."""
     bucket: str
     """Bucket that holds all objects. It is created when it does not exist."""
@@ -116,7 +133,7 @@ class ServerSettings(Settings):
 class BufferClientSettings(Settings):
     """Settings of a process that calls the buffer service."""
 
-    buffer_url: str
+    buffer_url: Address
     """Address of the buffer service, `http://host:port`."""
     token: SecretStr
     """Bearer token of the services."""
@@ -162,6 +179,9 @@ def _problems(model: type[Settings], error: ValidationError) -> Iterator[str]:
             yield from (f"{name} is not set" for name in missing)
         elif problem["type"] == "value_error" and len(names) == 1 and _is_group(group):
             yield str(problem["ctx"]["error"])
+        elif problem["type"] == "value_error":
+            # The value is left out: it may be a secret that does not belong here.
+            yield f"{PREFIX}{'_'.join(names).upper()}: {problem['ctx']['error']}"
         else:
             message = problem["msg"][0].lower() + problem["msg"][1:]
             secret = field is None or field.annotation is SecretStr or names[0] == "s3"

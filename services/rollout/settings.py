@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import Field, SecretStr
 
 from services.common.settings import (
+    Address,
     BufferClientSettings,
     ObjectStoreClientSettings,
     ServerSettings,
@@ -77,7 +78,7 @@ class CollectorSettings(BufferClientSettings, ObjectStoreClientSettings):
 
     run: str
     """Name of the run that the collector works for."""
-    verifier_url: str
+    verifier_url: Address
     """Address of the verifier, `http://host:port`."""
     verifier_token: SecretStr | None = None
     """Bearer token of the verifier; `BAPO_TOKEN` unless set."""

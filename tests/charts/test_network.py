@@ -20,6 +20,8 @@ BUNDLED = ("postgres", "s3")
 PORTS = (22, 53, 80, 443, 3128, 5432, 6432, 8080, 8333, 8443)
 PORTS += (8700, 8701, 8702, 8703, 9000, 9333, 23456, 50000)
 TRAINER_PORTS = [port for port in PORTS if port >= 1024]
+ASSIGNED_PORTS = [port for port in PORTS if 32768 <= port <= 60999]
+"""Ports that Linux assigns by default. The rendezvous of trainers is not among them."""
 
 
 def release_pod(component: str, objects: list[Object]) -> Pod:
@@ -89,9 +91,12 @@ TO_OUTSIDE = {
     *((source, "internet", 443) for source in ("buffer", "rollout", "collector", "trainer")),
 }
 DIRECT_WEIGHTS = {
-    (*ends, port)
-    for ends in (("trainer", "rollout"), ("rollout", "trainer"))
-    for port in TRAINER_PORTS
+    ("trainer", "rollout", 8702),
+    *(
+        (*ends, port)
+        for ends in (("trainer", "rollout"), ("rollout", "trainer"))
+        for port in ASSIGNED_PORTS
+    ),
 }
 METRICS = {
     ("prometheus", *destination)

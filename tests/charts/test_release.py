@@ -267,29 +267,28 @@ def test_a_changed_address_restarts_its_readers_and_a_changed_queue_none() -> No
 # ---- rights --------------------------------------------------------------------------------------
 
 
-READ_PODS = {
-    ("", subject, verb) for subject in ("pods", "pods/log", "events") for verb in ("get", "list")
-}
 RIGHTS = {
     "bapo-pipeline": {
         ("", "configmaps", "get"),
         *(("kubeflow.org", "pytorchjobs", verb) for verb in ("get", "list", "create", "delete")),
         *(
-            ("trainer.kubeflow.org", kind, verb)
-            for kind in ("trainjobs", "trainingruntimes")
-            for verb in ("get", "list", "create", "update", "delete")
+            ("trainer.kubeflow.org", "trainjobs", verb)
+            for verb in ("get", "list", "create", "delete")
         ),
-        *READ_PODS,
+        *(
+            ("trainer.kubeflow.org", "trainingruntimes", verb)
+            for verb in ("get", "create", "update", "delete")
+        ),
+        ("", "pods", "list"),
+        ("", "pods/log", "get"),
+        ("", "events", "list"),
         ("argoproj.io", "workflows", "get"),
     },
     "bapo-reaper": {
         *(("kubeflow.org", "pytorchjobs", verb) for verb in ("get", "list", "delete")),
-        *(
-            ("trainer.kubeflow.org", kind, verb)
-            for kind in ("trainjobs", "trainingruntimes")
-            for verb in ("get", "list", "delete")
-        ),
-        *READ_PODS,
+        *(("trainer.kubeflow.org", "trainjobs", verb) for verb in ("get", "list", "delete")),
+        *(("trainer.kubeflow.org", "trainingruntimes", verb) for verb in ("get", "delete")),
+        ("", "pods", "list"),
         ("argoproj.io", "workflows", "get"),
     },
 }

@@ -42,6 +42,11 @@ BY_SCHEMA = [
     ({"image.service": "Bapo/Service"}, "service"),
     ({"image.pullSecrets": [{"name": "a"}]}, "pullSecrets"),
     ({"s3.endpoint": "s3.example.com"}, "endpoint"),
+    *(
+        ({key: address}, key.rpartition(".")[2])
+        for key in ("s3.endpoint", "proxy.http", "proxy.https", "hub.endpoint")
+        for address in ("https://user:password@example.com", "https://token@example.com:3128")
+    ),
     ({"s3.bucket": "x"}, "bucket"),
     ({"database.existingSecret": "Not_A_Name"}, "existingSecret"),
     ({"fullnameOverride": "9lives"}, "fullnameOverride"),

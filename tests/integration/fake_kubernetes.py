@@ -53,6 +53,8 @@ class FakeKubernetes:
     """Version of Kueue's API."""
     finalizer: bool = False
     """Whether deleted objects stay, as an object with a finalizer does."""
+    forbidden: tuple[str, ...] = ()
+    """Ends of the paths that the account may not read."""
     requests: list[str] = field(default_factory=list)
 
     def configuration(self) -> client.Configuration:
@@ -71,6 +73,8 @@ class FakeKubernetes:
             refusal = self.refusals.pop(0)
             time.sleep(refusal.delay_s)
             return refusal.status, status(refusal.status, refusal.message)
+        if url.path.endswith(self.forbidden):
+            return 403, status(403, f"{url.path} is forbidden")
         group, plural, name, rest = self._parse(url.path)
         if not self._is_installed(group, url.path):
             return 404, "404 page not found\n"

@@ -399,6 +399,22 @@ def test_the_reason_of_a_failed_job_has_the_last_line_of_its_log(
     assert _reason(backend) == f"{NAME}-worker-0: Evicted: low on memory"
 
 
+def test_jobs_are_removed_without_the_right_to_read_logs_and_events(
+    cluster: FakeKubernetes, backend: KubeflowBackend
+) -> None:
+    """The reaper's account has no such right."""
+    cluster.forbidden = ("/log", "/events")
+    backend.create(job())
+    assert state_of(backend).phase == "waiting"
+    cluster.condition(NAME, "Failed", "PyTorchJobFailed", "PyTorchJob countdown is failed")
+    ended = {"state": {"terminated": {"exitCode": 1, "reason": "Error"}}}
+    cluster.pod(NAME, phase="Failed", containerStatuses=[_container(ended)])
+    assert _reason(backend) == f"{NAME}-worker-0 exited with 1 (Error)"
+    assert {request.rpartition("/")[2] for request in cluster.requests} >= {"log", "events"}
+    remove_job(backend, NAME)
+    assert backend.state(NAME) is None
+
+
 def _reason(backend: KubeflowBackend) -> str:
     state = backend.state(NAME)
     assert state is not None

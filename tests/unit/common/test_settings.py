@@ -9,6 +9,7 @@ from pydantic import Field, SecretStr
 
 from bapo_core.errors import ConfigError
 from services.common.settings import (
+    BufferClientSettings,
     ObjectStoreClientSettings,
     ServerSettings,
     Settings,
@@ -107,6 +108,17 @@ def test_an_error_never_shows_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     for shown in (message, str(caught.value.__cause__), repr(caught.value.__cause__)):
         assert "brief" not in shown
         assert "hidden" not in shown
+
+
+@pytest.mark.parametrize("variable", ["BAPO_S3_ENDPOINT", "BAPO_BUFFER_URL"])
+def test_addresses_hold_no_password(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, **{"BAPO_BUFFER_URL": "http://buffer:8700"})
+    BufferClientSettings.load()
+    monkeypatch.setenv(variable, "https://user:swordfish@example.com")
+    settings = BufferClientSettings if "BUFFER" in variable else Example
+    message = error_of(settings)
+    assert f"{variable}: holds a user or a password" in message
+    assert "swordfish" not in message
 
 
 def test_every_variable_is_listed_with_its_description() -> None:
