@@ -9,13 +9,12 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from bapo_core.config.rollouts import DEFAULT_PROMPT_DATE
 from bapo_core.errors import BapoError
 from bapo_core.tasks import Message
 from services.model.json_files import read_object
 from services.model.load_errors import explain_load_error
+from services.model.rendering import bounded_rendering
 from services.model.vision import VisionProcessor, images_of, reads_images
 
 if TYPE_CHECKING:
@@ -149,12 +148,8 @@ def decode_response(
 @contextmanager
 def _explain_refusals() -> Iterator[None]:
     try:
-        yield
-    except TemplateError as error:
-        raise BapoError(
-            f"the model's chat template refuses a prompt: {error}; choose another model, or change "
-            "how the task renders its prompts"
-        ) from error
+        with bounded_rendering():
+            yield
     except Exception as error:
         if type(error) is not Exception:  # what the package tokenizers raises
             raise

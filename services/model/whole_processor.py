@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from bapo_core.errors import BapoError
 from services.common.errors import first_line
 from services.model.load_errors import explain_load_error
+from services.model.rendering import bounded_rendering
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -128,7 +129,8 @@ def _blank_image(height: int, width: int) -> Image:
 def _find_placeholder(directory: Path, processor: Any, tokenizer: Any) -> str:
     """Returns the text of a processor's attribute with which the chat template renders an image."""
     message = {"role": "user", "content": [{"type": "image"}]}
-    rendered = tokenizer.apply_chat_template([message], tokenize=False)
+    with bounded_rendering():
+        rendered = tokenizer.apply_chat_template([message], tokenize=False)
     for name in ("image_token", "boi_token", "image_placeholder", "start_of_img_token"):
         text = str(getattr(processor, name, None) or "")
         if text and rendered.count(text) == 1:

@@ -7,6 +7,7 @@ import io
 import json
 import pickle
 import shutil
+import signal
 import struct
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +18,9 @@ import pytest
 
 from bapo_core.config import RunConfig, config_from
 from bapo_core.errors import BapoError
-from services.model.conversation import load_tokenizer
+from bapo_core.tasks import Message
+from services.model import rendering
+from services.model.conversation import load_tokenizer, tokenize_conversation
 from services.model.limits import ModelLimits
 from services.model.resolve import TINY_VISION_MODEL, ensure_model
 from services.model.vision import VisionProcessor, check_model, reads_images
@@ -341,3 +344,48 @@ def test_a_command_reports_a_damaged_configuration(damaged: Path, content: Any) 
     for read in (load_tokenizer, ModelLimits.read):
         refusal = refusal_of(read, damaged)
         assert refusal is None or str(damaged) in refusal
+
+
+# ---- chat templates -----------------------------------------------------------------------------
+
+NESTED = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_that_does_not_end_is_interrupted(
+    small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendering, "LONGEST_RENDERING_S", 0.2)
+    before = signal.getsignal(signal.SIGVTALRM)
+    tokenizer = load_tokenizer(small_model)
+    honest = tokenizer.get_chat_template()
+    messages: list[Message] = [{"role": "user", "content": "1+2"}]
+    tokenizer.chat_template = NESTED
+    with pytest.raises(BapoError, match=r"has not rendered a prompt within .* choose another"):
+        tokenize_conversation(tokenizer, messages)
+    tokenizer.chat_template = honest
+    assert tokenize_conversation(tokenizer, messages)
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+    assert signal.getsignal(signal.SIGVTALRM) == before
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ messages.append({}) }}",
+        "{{ range(10 ** 9) | list }}",
+        "{{ 1 // 0 }}",
+        "{{ 'a' + 1 }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ 'a' * 10 ** 18 }}",
+    ],
+)
+def test_what_the_sandbox_refuses_is_an_error_of_one_line(small_model: Path, template: str) -> None:
+    tokenizer = load_tokenizer(small_model)
+    tokenizer.chat_template = template
+    with pytest.raises(
+        BapoError, match=r"the model's chat template (refuses|cannot render) a prompt"
+    ) as caught:
+        tokenize_conversation(tokenizer, [{"role": "user", "content": "1+2"}])
+    assert "\n" not in str(caught.value)
