@@ -49,6 +49,7 @@ from services.cli.local_run import engine_threads
 from services.common.objectstore import ObjectStore
 from services.model.conversation import tokenize_conversation
 from services.rollout import fleet
+from services.rollout.api.addresses import ReplicaHosts
 from services.rollout.api.wire import Sampling
 from services.rollout.collector import CONCURRENT_JOBS, Collector
 from services.rollout.fleet import Fleet
@@ -230,7 +231,7 @@ async def collected(run: Run, steps: range, *, journal_interval_s: float | None 
         run.config.model_copy(update={"rollout": rollout}),
         run.client,
         ObjectStore(run.stack.object_store),
-        Fleet(run.client, run.stack.token),
+        Fleet(run.client, ReplicaHosts("127.0.0.1")),
         VerifierClient(run.stack.verifier_url, run.stack.verifier_token),
         AutoTokenizer.from_pretrained(run.model, trust_remote_code=False),
     )

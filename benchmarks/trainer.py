@@ -125,7 +125,7 @@ def measure(stack: Endpoints, settings: RunConfig, model: Path, scratch: Path) -
     with init_distributed() as ranks:
         train(
             settings,
-            TrainerContext(client, ObjectStore(stack.object_store), model, scratch, stack.token),
+            TrainerContext(client, ObjectStore(stack.object_store), model, scratch),
             ranks,
         )
     (started, passes_before), (ended, passes_after) = marks[SKIPPED - 1], marks[-1]

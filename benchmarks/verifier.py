@@ -107,7 +107,7 @@ def measure_bare(task: str, batch: int, batches: int) -> float:
 def verifier() -> Iterator[httpx.Client]:
     """Runs the service in a process of its own, with one worker per core; yields a client."""
     (port,) = free_ports(1)
-    token = secrets.token_hex(8)
+    token = secrets.token_hex(16)
     process = subprocess.Popen(
         [sys.executable, "-m", "services.verifier.app"],
         env={

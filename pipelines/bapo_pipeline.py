@@ -199,6 +199,7 @@ CONNECTION = (
     "BAPO_RELEASE",
     "BAPO_CONNECTION",
     "BAPO_TOKEN_SECRET",
+    "BAPO_TRAINER_TOKEN_KEY",
     "BAPO_S3_SECRET",
     "BAPO_CA_BUNDLE",
     "BAPO_TRAINER_IMAGE",
@@ -228,7 +229,7 @@ def _connect(task: Any, names: Mapping[str, str]) -> Any:
     """
     variables = {name: name for name in CONNECTION}
     kubernetes.use_config_map_as_env(task, names["connection"], variables, optional=True)
-    token = {"BAPO_TOKEN": "BAPO_TOKEN"}
+    token = {"BAPO_PIPELINE_TOKEN": "BAPO_TOKEN"}
     kubernetes.use_secret_as_env(task, names["token_secret"], token, optional=True)
     keys = {name: name for name in ("BAPO_S3_ACCESS_KEY", "BAPO_S3_SECRET_KEY")}
     kubernetes.use_secret_as_env(task, names["s3_secret"], keys, optional=True)

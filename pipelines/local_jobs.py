@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -244,7 +244,9 @@ def _variables(
         if reference["name"] not in available:
             raise BapoError(f"the job refers to {reference['name']!r}, which does not exist")
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-    variables = {variable["name"]: variable["value"] for variable in container["env"]}
+    variables = {
+        variable["name"]: _value_of(variable, available, inherited) for variable in container["env"]
+    }
     for name, value in variables.items():
         if value in mounts:
             volume = volumes / mounts[value]
@@ -253,6 +255,20 @@ def _variables(
     # `python` of the command is this interpreter.
     path = f"{Path(sys.executable).parent}{os.pathsep}{inherited.get('PATH', '')}"
     return {**inherited, **variables, **injected, "PATH": path}
+
+
+def _value_of(
+    variable: Mapping[str, Any], available: Collection[str | None], inherited: Mapping[str, str]
+) -> str:
+    """Returns the value of a variable, which may be a key of one of the Secrets `available`."""
+    if "value" in variable:
+        return str(variable["value"])
+    reference = variable["valueFrom"]["secretKeyRef"]
+    if reference["name"] not in available or reference["key"] not in inherited:
+        raise BapoError(
+            f"the job refers to {reference['key']!r} of {reference['name']!r}, which does not exist"
+        )
+    return inherited[reference["key"]]
 
 
 def _stop_workers(workers: list[ChildProcess]) -> None:

@@ -105,7 +105,9 @@ class DeploymentSettings(Settings):
     connection: str
     """Name of the ConfigMap with the services' addresses."""
     token_secret: str
-    """Name of the Secret with the services' token."""
+    """Name of the Secret with the services' tokens."""
+    trainer_token_key: str = "BAPO_TRAINER_TOKEN"
+    """Key of that Secret with the trainer's token."""
     s3_secret: str = ""
     """Name of the Secret with the object store's keys; unset where pods have a cloud identity."""
     ca_bundle: str = ""

@@ -82,6 +82,8 @@ class Deployment:
     s3_secret: str
     image: str
     service_account: str
+    trainer_token_key: str = "BAPO_TRAINER_TOKEN"
+    """Key of `token_secret` that has the trainer's token."""
     pull_policy: str = "IfNotPresent"
     pull_secrets: tuple[str, ...] = ()
     queue: str = ""
@@ -99,6 +101,7 @@ class Deployment:
             release=settings.release,
             connection=settings.connection,
             token_secret=settings.token_secret,
+            trainer_token_key=settings.trainer_token_key,
             s3_secret=settings.s3_secret,
             image=settings.trainer_image,
             service_account=settings.trainer_service_account,
@@ -276,7 +279,6 @@ def _container(job: TrainingJob, variables: dict[str, str]) -> dict[str, Any]:
     ]
     if deployment.ca_bundle:
         mounts.append({"name": "ca", "mountPath": CA_DIRECTORY, "readOnly": True})
-    secrets = [deployment.token_secret, *filter(None, [deployment.s3_secret])]
     return {
         "image": deployment.image,
         "imagePullPolicy": deployment.pull_policy,
@@ -286,9 +288,19 @@ def _container(job: TrainingJob, variables: dict[str, str]) -> dict[str, Any]:
         "ports": [{"name": RENDEZVOUS_PORT_NAME, "containerPort": RENDEZVOUS_PORT}],
         "envFrom": [
             {"configMapRef": {"name": deployment.connection}},
-            *({"secretRef": {"name": secret}} for secret in secrets),
+            *({"secretRef": {"name": name}} for name in [deployment.s3_secret] if name),
         ],
         "env": [
+            # Only this one of the release's tokens: the others permit more, or something else.
+            {
+                "name": "BAPO_TOKEN",
+                "valueFrom": {
+                    "secretKeyRef": {
+                        "name": deployment.token_secret,
+                        "key": deployment.trainer_token_key,
+                    }
+                },
+            },
             *({"name": name, "value": value} for name, value in variables.items()),
             {"name": "BAPO_RUN", "value": job.run},
             {"name": "BAPO_SCRATCH", "value": "/scratch"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+from collections.abc import Mapping
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
@@ -32,6 +33,7 @@ from services.common.errors import first_line
 from services.common.middleware import EntityTags
 from services.common.objectstore import ObjectStore, ObjectStoreError, ObjectStoreUnavailable
 from services.common.problems import install_problem_handlers, problem_response, unavailable
+from services.common.scopes import Scope
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +50,12 @@ JSON answers to GET carry an ETag: with `If-None-Match`, an unchanged one is 304
 """
 
 
-def create_app(database_url: str, store: ObjectStore, admin_token: str) -> FastAPI:
-    """Builds the application. When it starts, it migrates the database, accepts `admin_token` with
-    scope `admin`, and creates the bucket if it does not exist, which may take until the object
-    store answers."""
+def create_app(
+    database_url: str, store: ObjectStore, configured_tokens: Mapping[Scope, str]
+) -> FastAPI:
+    """Builds the application. When it starts, it migrates the database, accepts
+    `configured_tokens`, one for each scope, and creates the bucket if it does not exist, which may
+    take until the object store answers."""
     engine = create_engine(database_url, pool_size=16, max_overflow=32, pool_pre_ping=True)
     service = Service(engine, store)
 
@@ -62,7 +66,7 @@ def create_app(database_url: str, store: ObjectStore, admin_token: str) -> FastA
         creating = asyncio.create_task(_create_bucket(store))
         await asyncio.wait([creating], timeout=BUCKET_WITHIN_S)
         with service.sessions.begin() as session:
-            tokens.accept_configured(session, admin_token)
+            tokens.accept_configured(session, configured_tokens)
         service.use_loop(asyncio.get_running_loop())
         # `gc.freeze()`: imported modules never become garbage; keep the garbage collector from
         # scanning them.

@@ -21,7 +21,7 @@ def main() -> None:
             settings.database_url.get_secret_value(),
             # Few retries: clients repeat calls, and a request must not occupy a thread for long.
             ObjectStore(settings.s3, retries=4),
-            settings.token.get_secret_value(),
+            settings.tokens(),
         )
         serve(app, settings)
 

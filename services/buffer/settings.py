@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, Field, SecretStr
+from pydantic import AfterValidator, Field, SecretStr, model_validator
 
-from services.common.settings import ObjectStoreClientSettings, ServerSettings, Settings
+from services.common.scopes import Scope
+from services.common.settings import ObjectStoreClientSettings, ServerSettings, Settings, Token
 
 
 def _with_driver(url: SecretStr) -> SecretStr:
@@ -25,8 +26,37 @@ class BufferSettings(ServerSettings, ObjectStoreClientSettings):
 
     database_url: DatabaseUrl
     """URL of Postgres, `postgresql://user:password@host:port/database`."""
-    token: SecretStr
-    """Bearer token that is accepted with scope `admin`; the processes of a run use it."""
+    token: Token
+    """Bearer token that is accepted with scope `admin`, of at least 20 characters."""
+    replica_token: Token | None = None
+    """Bearer token that is accepted with scope `replica`; none unless set, as the next three."""
+    collector_token: Token | None = None
+    """Bearer token that is accepted with scope `collector`."""
+    trainer_token: Token | None = None
+    """Bearer token that is accepted with scope `trainer`."""
+    pipeline_token: Token | None = None
+    """Bearer token that is accepted with scope `pipeline`."""
+
+    @model_validator(mode="after")
+    def _require_different_tokens(self) -> Self:
+        tokens = self.tokens()
+        if len(set(tokens.values())) < len(tokens):
+            raise ValueError(
+                "two of BAPO_TOKEN, BAPO_REPLICA_TOKEN, BAPO_COLLECTOR_TOKEN, BAPO_TRAINER_TOKEN "
+                "and BAPO_PIPELINE_TOKEN are the same; each scope needs a token of its own"
+            )
+        return self
+
+    def tokens(self) -> dict[Scope, str]:
+        """Returns the token of each scope that has one."""
+        tokens: dict[Scope, Token | None] = {
+            "admin": self.token,
+            "replica": self.replica_token,
+            "collector": self.collector_token,
+            "trainer": self.trainer_token,
+            "pipeline": self.pipeline_token,
+        }
+        return {scope: token.get_secret_value() for scope, token in tokens.items() if token}
 
 
 class MigrationSettings(Settings):

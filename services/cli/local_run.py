@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,10 +20,12 @@ from bapo_core.config.rollouts import RolloutConfig
 from bapo_core.errors import BapoError
 from services.buffer.api import wire
 from services.buffer.api.client import BufferClient
+from services.cli.process_tokens import process_tokens
 from services.cli.progress import RunDisplay
 from services.cli.service import data_sources
 from services.common.errors import ServiceUnavailable
 from services.common.process import python_command
+from services.common.scopes import Scope
 from services.datasets import Dataset, prepare_run
 from services.exporters.mlflow import mirror_to_mlflow
 from services.report.summary import RunHistory, read_history, summarise
@@ -104,8 +107,11 @@ def execute(run: LocalRun, model: Path) -> RunHistory:
     scratch = _make_scratch(run)
     try:
         with mirror_to_mlflow(run.config, client):
-            with Supervisor(run.home / "logs" / run.config.name) as supervisor:
-                _start_processes(run, supervisor, state, model, scratch)
+            with (
+                process_tokens(client, bound=("replica", "collector", "trainer")) as tokens,
+                Supervisor(run.home / "logs" / run.config.name) as supervisor,
+            ):
+                _start_processes(run, supervisor, state, model, scratch, tokens)
                 _show_progress(run, supervisor, client, state)
             client.set_status("finished")
     except ProcessFailed as error:
@@ -146,11 +152,15 @@ def _make_scratch(run: LocalRun) -> Path:
 
 
 def _start_processes(
-    run: LocalRun, supervisor: Supervisor, state: wire.RunState, model: Path, scratch: Path
+    run: LocalRun,
+    supervisor: Supervisor,
+    state: wire.RunState,
+    model: Path,
+    scratch: Path,
+    tokens: Mapping[Scope, str],
 ) -> None:
-    """Starts the engines, the collector and the trainer of an attempt."""
-    environment = {
-        **run.endpoints.environment(),
+    """Starts the engines, the collector and the trainer of an attempt, each with its own token."""
+    settings = {
         "BAPO_RUN": run.config.name,
         "BAPO_ATTEMPT": str(state.attempt),
         "BAPO_MODEL": str(model),
@@ -162,20 +172,26 @@ def _start_processes(
     engines = _engines(run.config)
     for name, port in zip(engines, free_ports(len(engines)), strict=True):
         replica = {
+            **run.endpoints.process_environment(tokens["replica"]),
             "BAPO_REPLICA": name,
             "BAPO_PORT": str(port),
             "BAPO_SCRATCH": str(scratch / name),
             **engine_threads(run.config.rollout),
         }
-        supervisor.start_python(name, "services.rollout.server", environment | replica)
-    collector = {"BAPO_SCRATCH": str(scratch / "collector")}
-    supervisor.start_python("collector", "services.rollout.collector", environment | collector)
+        supervisor.start_python(name, "services.rollout.server", settings | replica)
+    collector = {
+        **run.endpoints.process_environment(tokens["collector"]),
+        **run.endpoints.verifier_environment(),
+        "BAPO_SCRATCH": str(scratch / "collector"),
+    }
+    supervisor.start_python("collector", "services.rollout.collector", settings | collector)
     trainer = {
+        **run.endpoints.process_environment(tokens["trainer"]),
         "BAPO_SCRATCH": str(scratch / "trainer"),
         "BAPO_ENGINE_SHARE": str(engine_share(run.config.rollout)),
     }
     command = trainer_command(run.config.trainer.processes, "services.trainer.loop")
-    supervisor.start("trainer", command, environment=environment | trainer)
+    supervisor.start("trainer", command, environment=settings | trainer)
 
 
 def trainer_command(processes: int, module: str, *arguments: str) -> list[str]:

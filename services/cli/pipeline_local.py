@@ -24,8 +24,10 @@ from pipelines.settings import LOCAL_JOBS
 from pipelines.steps import LAST_ERROR, PipelineContext, TrainerJobs, cancel
 from services.cli.echo import echo
 from services.cli.local_run import engine_threads
-from services.cli.service import format_addresses
+from services.cli.process_tokens import process_tokens
+from services.cli.service import client_of, format_addresses
 from services.common.process import end_with_parent, python_command
+from services.common.scopes import Scope
 from services.stack.stack import Endpoints, find_or_start_stack
 from services.stack.supervisor import Supervisor, free_ports
 
@@ -51,11 +53,20 @@ def run_pipeline(
     check_imports(imports, parameters)
     last_error = home / "jobs" / LAST_ERROR
     last_error.unlink(missing_ok=True)
-    with find_or_start_stack(home) as endpoints, rollouts(home, endpoints, rollout) as environment:
+    run = run_of(parameters)
+    with (
+        find_or_start_stack(home) as endpoints,
+        process_tokens(
+            client_of(endpoints, run),
+            bound=("replica", "collector", "trainer"),
+            unbound=("pipeline",),  # a step stores data sets, which are no run's
+        ) as tokens,
+        rollouts(home, endpoints, rollout, tokens) as environment,
+    ):
         os.environ.update(environment)
         echo(format_addresses(endpoints, home))
         resources = {"gpus_per_worker": 0, "cpu_per_worker": str(os.cpu_count())}
-        name = {RUN: run_of(parameters)}
+        name = {RUN: run}
         code = _execute({**resources, **parameters, **name}, output, segments, imports)
     if code:
         reason = last_error.read_text() if last_error.is_file() else "see the output above"
@@ -97,11 +108,10 @@ def _execute(
 
 @contextmanager
 def rollouts(
-    home: Path, endpoints: Endpoints, rollout: RolloutConfig
+    home: Path, endpoints: Endpoints, rollout: RolloutConfig, tokens: Mapping[Scope, str]
 ) -> Iterator[Mapping[str, str]]:
-    """Runs replicas and a collector as the chart deploys them; yields their environment."""
-    environment = {
-        **connection_variables(endpoints, home),
+    """Runs replicas and a collector as the chart deploys them; yields the steps' environment."""
+    settings = {
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -111,8 +121,11 @@ def rollouts(
     ports = free_ports(len(names) + 1)
     with Supervisor(home / "logs") as supervisor:
 
-        def start(name: str, module: str, port: int, variables: Mapping[str, str]) -> None:
+        def start(
+            name: str, module: str, port: int, scope: Scope, variables: Mapping[str, str]
+        ) -> None:
             process = {
+                **endpoints.process_environment(tokens[scope]),
                 "BAPO_REPLICA": name,
                 "BAPO_PORT": str(port),
                 "BAPO_SCRATCH": str(home / "scratch" / name),
@@ -120,20 +133,25 @@ def rollouts(
             supervisor.start(
                 name,
                 python_command("services.rollout.run_watcher", module),
-                environment={**environment, **process, **variables},
+                environment={**settings, **process, **variables},
                 stop_within_s=STOP_ROLLOUTS_WITHIN_S,
             )
 
         for name, port in zip(names, ports[1:], strict=True):
-            start(name, "services.rollout.server", port, engine_threads(rollout))
-        start("collector", "services.rollout.collector", ports[0], {})
-        yield environment
+            start(name, "services.rollout.server", port, "replica", engine_threads(rollout))
+        verifier = endpoints.verifier_environment()
+        start("collector", "services.rollout.collector", ports[0], "collector", verifier)
+        yield {**connection_variables(endpoints, home, tokens), **settings}
 
 
-def connection_variables(endpoints: Endpoints, home: Path) -> dict[str, str]:
-    """Returns what the chart's connection ConfigMap and Secrets hold, for the local stack."""
+def connection_variables(
+    endpoints: Endpoints, home: Path, tokens: Mapping[Scope, str]
+) -> dict[str, str]:
+    """Returns what the steps get from the chart's connection ConfigMap and Secrets, and the
+    trainer's token, for the local stack."""
     return {
-        **endpoints.environment(),
+        **endpoints.process_environment(tokens["pipeline"]),
+        "BAPO_TRAINER_TOKEN": tokens["trainer"],
         "BAPO_DASHBOARD_URL": endpoints.buffer_url,
         "BAPO_RELEASE": RELEASE,
         "BAPO_CONNECTION": f"{RELEASE}-connection",

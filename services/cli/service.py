@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
+from services.cli.process_tokens import process_tokens
 from services.cli.settings import CommandLineSettings
 from services.common.objectstore import ObjectStore
 from services.datasets import DataSources
@@ -62,12 +64,17 @@ def format_addresses(endpoints: Endpoints, home: Path) -> str:
     )
 
 
-def service_environment() -> dict[str, str]:
-    """Returns the variables with which a process finds the services that `connect` asks."""
+@contextmanager
+def reader_environment(run: str) -> Iterator[dict[str, str]]:
+    """Yields the variables with which a process reads a run from the services that `connect` asks,
+    while the context lasts."""
     settings = CommandLineSettings.load()
     if settings.buffer_url and settings.s3_endpoint:
-        return {}  # It inherits them.
-    return require_stack("set BAPO_BUFFER_URL, BAPO_TOKEN and BAPO_S3_ENDPOINT").environment()
+        yield {}  # It inherits them.
+        return
+    stack = require_stack("set BAPO_BUFFER_URL, BAPO_TOKEN and BAPO_S3_ENDPOINT")
+    with process_tokens(client_of(stack, run), bound=("read",)) as tokens:
+        yield stack.process_environment(tokens["read"])
 
 
 def open_object_store() -> ObjectStore:

@@ -9,7 +9,6 @@ from fastapi import Request
 
 from services.common.guard import LARGEST_BODY, Guard
 from services.common.problems import Problem
-from services.common.scopes import SCOPES
 
 
 def hash_token(token: str) -> str:
@@ -23,12 +22,6 @@ def bearer_token(request: Request) -> str:
     if scheme.lower() != "bearer" or not token:
         raise Problem(401, "Unauthorized", "send the header 'Authorization: Bearer <token>'")
     return token
-
-
-def covers(held: str, required: str) -> bool:
-    """Returns whether the scope `held` includes the scope `required`."""
-    order: tuple[str, ...] = SCOPES
-    return order.index(held) >= order.index(required)
 
 
 class SharedToken(Guard):

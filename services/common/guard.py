@@ -35,12 +35,20 @@ class Guard:
         """Raises a `Problem` unless the request may go on. It must not read the body."""
         raise NotImplementedError
 
+    def openapi(self) -> dict[str, Any]:
+        """Returns what the OpenAPI document says of the guard at its route."""
+        return {}
+
     async def __call__(self) -> None:
         """Does nothing when FastAPI calls it: `GuardedRoute` has admitted the request by then."""
 
 
 class GuardedRoute(APIRoute):
     """A route of which the last `Guard` among its dependencies admits each request."""
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **settings: Any) -> None:
+        super().__init__(path, endpoint, **settings)
+        self.openapi_extra = {**(self.openapi_extra or {}), **self.guard.openapi()}
 
     @property
     def guard(self) -> Guard:

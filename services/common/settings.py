@@ -41,6 +41,10 @@ def _refuse_credentials(address: str) -> str:
 
 Address = Annotated[str, AfterValidator(_refuse_credentials)]
 """Address of a service, which logs and messages show."""
+SHORTEST_TOKEN = 20
+"""Characters of the shortest token that a server accepts, so that nobody guesses it."""
+Token = Annotated[SecretStr, Field(min_length=SHORTEST_TOKEN)]
+"""A bearer token that a server accepts."""
 
 
 class Settings(BaseSettings):
@@ -136,7 +140,7 @@ class BufferClientSettings(Settings):
     buffer_url: Address
     """Address of the buffer service, `http://host:port`."""
     token: SecretStr
-    """Bearer token of the services."""
+    """Bearer token of the buffer service, of the scope of this process."""
 
 
 class ObjectStoreClientSettings(Settings):

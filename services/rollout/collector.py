@@ -34,6 +34,7 @@ from services.common.threads import run_detached
 from services.model.conversation import load_tokenizer
 from services.model.stored import fetch_model, model_on_disk
 from services.model.vision import VisionProcessor, load_processor
+from services.rollout.api.addresses import ReplicaHosts
 from services.rollout.api.wire import (
     GeneratedGroup,
     GenerateRequest,
@@ -482,17 +483,16 @@ def main() -> None:
     def make_collector(
         state: wire.RunState, buffer: BufferClient, settings: CollectorSettings
     ) -> Collector:
-        token = settings.token.get_secret_value()
         config = state.config
         directory = tokenizer_directory(config.model.path, settings)
         return Collector(
             config,
             buffer,
             ObjectStore(settings.s3),
-            Fleet(buffer, token),
+            Fleet(buffer, ReplicaHosts(settings.replica_hosts)),
             VerifierClient(
                 settings.verifier_url,
-                (settings.verifier_token or settings.token).get_secret_value(),
+                settings.verifier_token.get_secret_value(),
             ),
             load_tokenizer(directory),
             load_processor(directory),

@@ -16,6 +16,7 @@ from services.buffer.api import wire as buffer_wire
 from services.buffer.api.client import LONG_POLL_S, BufferClient
 from services.buffer.api.wire import HEARTBEAT_TIMEOUT_S
 from services.common.threads import run_detached
+from services.rollout.api.addresses import ReplicaHosts
 from services.rollout.api.wire import (
     DiscardedTokens,
     Generated,
@@ -44,7 +45,7 @@ WARNING_INTERVAL_S = 10.0
 class _Replica:
     name: str
     client: ReplicaClient
-    view: buffer_wire.ReplicaView
+    view: buffer_wire.CallableReplica
     heartbeat_at: float = 0.0
     """Time of its last report, by this process's monotonic clock."""
     failed_at: float = float("-inf")
@@ -70,8 +71,9 @@ class _Replica:
 class Fleet:
     """Spreads prompts over the replicas that serve the requested version of the weights."""
 
-    def __init__(self, buffer: BufferClient, token: str) -> None:
-        self._buffer, self._token = buffer, token
+    def __init__(self, buffer: BufferClient, hosts: ReplicaHosts) -> None:
+        """hosts: where replicas may be; those that report other addresses are not called."""
+        self._buffer, self._hosts = buffer, hosts
         self._replicas: dict[str, _Replica] = {}
         self._changed = asyncio.Condition()
         self._awaited_digest = ""
@@ -305,7 +307,9 @@ class Fleet:
             polled, polled_at = digest, time.monotonic()
             try:
                 views = await run_detached(
-                    self._buffer.replicas, serving=digest, wait=LONG_POLL_S if digest else 0.0
+                    self._buffer.replica_credentials,
+                    serving=digest,
+                    wait=LONG_POLL_S if digest else 0.0,
                 )
             except BapoError as error:
                 log.warning("%s", error)
@@ -322,12 +326,15 @@ class Fleet:
                     async with asyncio.timeout(POLL_INTERVAL_S):
                         await self._poll_now.wait()
 
-    def _update(self, views: list[buffer_wire.ReplicaView]) -> None:
+    def _update(self, views: list[buffer_wire.CallableReplica]) -> None:
         now = time.monotonic()
         for view in views:
+            if not self._hosts.admit(view.name, view.url):
+                continue
             replica = self._replicas.get(view.name)
-            if replica is None or replica.view.url != view.url:
-                client = ReplicaClient(view.url, self._http, self._token)
+            address = view.url, view.credential
+            if replica is None or (replica.view.url, replica.view.credential) != address:
+                client = ReplicaClient(view.url, self._http, view.credential)
                 replica = self._replicas[view.name] = _Replica(view.name, client, view)
             replica.view, replica.heartbeat_at = view, now - view.silent_s
             if view.silent_s >= HEARTBEAT_TIMEOUT_S:

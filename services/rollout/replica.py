@@ -19,7 +19,13 @@ from pathlib import Path
 from bapo_core.errors import BapoError
 from services.buffer.api.client import LONG_POLL_S, BufferClient
 from services.buffer.api.spans import SpanRecorder
-from services.buffer.api.wire import ReplicaReport, ReplicaState, StoredVersion, TargetWeights
+from services.buffer.api.wire import (
+    ReplicaHeartbeat,
+    ReplicaReport,
+    ReplicaState,
+    StoredVersion,
+    TargetWeights,
+)
 from services.common.errors import ServiceCallError
 from services.common.threads import run_detached
 from services.rollout.api.wire import Generated, GenerateRequest
@@ -50,14 +56,17 @@ class Replica:
         *,
         name: str,
         url: str,
+        credential: str,
         pending_offer: PendingOffer | None = None,
     ) -> None:
         """Makes a replica, which does nothing until its `background_tasks` run.
 
+        url, credential: address at which it is called, and bearer token that it requires.
         pending_offer: holds the trainer's offers if `sync.transport` is `nccl`; None otherwise.
         """
         self._driver, self._buffer, self._cache = driver, buffer, cache
         self._name, self._url, self._pending_offer = name, url, pending_offer
+        self._credential = credential
         self._receives = pending_offer is not None
         """Whether the most recent eligible version arrived by NCCL (then its files need not be
         prefetched)."""
@@ -314,12 +323,15 @@ class Replica:
             prompts_per_request=self._driver.prompts_per_request,
         )
 
+    def _heartbeat(self) -> ReplicaHeartbeat:
+        return ReplicaHeartbeat(**self.report().model_dump(), credential=self._credential)
+
     async def report_forever(self) -> None:
         """Sends the report on every change, and every `REPORT_INTERVAL_S` as a heartbeat."""
         while True:
             self._report_due.clear()
             try:
-                await asyncio.to_thread(self._buffer.report_replica, self._name, self.report())
+                await asyncio.to_thread(self._buffer.report_replica, self._name, self._heartbeat())
                 await asyncio.to_thread(self._spans.flush)
             except ServiceCallError as error:
                 log.warning("%s", error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import shlex
 import signal
 from collections.abc import AsyncIterator, Iterable
@@ -331,13 +332,17 @@ def main() -> None:
 
     def start() -> None:
         settings = ReplicaSettings.load()
-        token, scratch = settings.token.get_secret_value(), settings.scratch
-        buffer = BufferClient(settings.buffer_url, token, run=settings.run)
+        scratch = settings.scratch
+        buffer = BufferClient(
+            settings.buffer_url, settings.token.get_secret_value(), run=settings.run
+        )
         config = buffer.run_state().config
         scratch.mkdir(parents=True, exist_ok=True)
         store = ObjectStore(settings.s3)
         nodes = worker_nodes(settings)
         driver = make_driver(config, scratch, settings.vllm, stored_images(store).get, nodes)
+        # Its callers learn it from the buffer service, which lists it for them alone.
+        credential = secrets.token_urlsafe(32)
         pending_offer = PendingOffer() if config.sync.transport == "nccl" else None
         replica = Replica(
             driver,
@@ -345,9 +350,10 @@ def main() -> None:
             weight_cache(store, scratch, nodes),
             name=settings.replica,
             url=settings.advertise or f"http://{settings.host}:{settings.port}",
+            credential=credential,
             pending_offer=pending_offer,
         )
-        serve(create_app(replica, driver, token, pending_offer, settings.model), settings)
+        serve(create_app(replica, driver, credential, pending_offer, settings.model), settings)
 
     run_until_error(start)
 

@@ -14,7 +14,9 @@ from services.common.settings import (
     ObjectStoreClientSettings,
     ServerSettings,
     SettingsGroup,
+    Token,
 )
+from services.rollout.api.addresses import ReplicaCallerSettings
 
 
 class VllmInstallation(SettingsGroup):
@@ -65,23 +67,24 @@ class WorkerNodeSettings(ServerSettings, ObjectStoreClientSettings):
     The replica, which is its leader node, says what it runs, and with which weights.
     """
 
-    token: SecretStr
-    """Bearer token of the services."""
+    token: Token
+    """Bearer token that every request must carry: the one of its replica, of at least 20
+    characters."""
     scratch: Path
     """Directory for weights and logs, with room for three versions of the weights."""
     vllm: VllmInstallation = VllmInstallation()
     """Where vLLM is installed on this machine."""
 
 
-class CollectorSettings(BufferClientSettings, ObjectStoreClientSettings):
+class CollectorSettings(BufferClientSettings, ObjectStoreClientSettings, ReplicaCallerSettings):
     """Settings of the collector (`python -m services.rollout.collector`)."""
 
     run: str
     """Name of the run that the collector works for."""
     verifier_url: Address
     """Address of the verifier, `http://host:port`."""
-    verifier_token: SecretStr | None = None
-    """Bearer token of the verifier; `BAPO_TOKEN` unless set."""
+    verifier_token: SecretStr
+    """Bearer token of the verifier."""
     scratch: Path
     """Directory for the tokenizer of a model that is in the object store."""
     attempt: int | None = None

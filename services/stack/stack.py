@@ -59,13 +59,15 @@ class Endpoints:
     s3_access_key: str
     s3_secret_key: str
     token: str
+    """Bearer token of the buffer service, of scope `admin`: that of a person's commands."""
     pid: int
     """Process that runs the stack."""
+    verifier_token: str = ""
+    """Token that the verifier accepts, and nothing else does; empty for a stack of an earlier
+    version."""
     stays: bool = False
     """Whether the stack runs until `bapo stack down` stops it. Otherwise it ends with the command
     that started it."""
-    verifier_token: str = ""
-    """Token that the verifier accepts, and nothing else does."""
 
     @property
     def object_store(self) -> ObjectStoreSettings:
@@ -77,14 +79,29 @@ class Endpoints:
         )
 
     def environment(self) -> dict[str, str]:
-        """Returns the variables with which a process finds the stack."""
+        """Returns all variables with which programs find the stack, as its owner."""
+        return {
+            **self.process_environment(self.token),
+            **self.verifier_environment(),
+            "BAPO_DATABASE_URL": self.database_url,
+        }
+
+    def process_environment(self, token: str) -> dict[str, str]:
+        """Returns the variables with which a process of a run finds buffer service and objects.
+
+        token: bearer token of the buffer service, of the scope of that process.
+        """
         return {
             "BAPO_BUFFER_URL": self.buffer_url,
-            "BAPO_VERIFIER_URL": self.verifier_url,
-            "BAPO_DATABASE_URL": self.database_url,
-            "BAPO_TOKEN": self.token,
-            "BAPO_VERIFIER_TOKEN": self.verifier_token,
+            "BAPO_TOKEN": token,
             **self.object_store.environment(),
+        }
+
+    def verifier_environment(self) -> dict[str, str]:
+        """Returns the variables with which a collector finds the verifier."""
+        return {
+            "BAPO_VERIFIER_URL": self.verifier_url,
+            "BAPO_VERIFIER_TOKEN": self.verifier_token,
         }
 
 
@@ -114,12 +131,16 @@ class Stack:
             s3_access_key=object_store.access_key.get_secret_value(),
             s3_secret_key=object_store.secret_key.get_secret_value(),
             token=self._token,
-            pid=os.getpid(),
             verifier_token=secrets.token_urlsafe(24),
+            pid=os.getpid(),
         )
         self._start_verifier(verifier_port, endpoints.verifier_token)
         s3.await_s3(self._supervisor, object_store)
-        environment = {**endpoints.environment(), **_service_variables(buffer_port)}
+        environment = {
+            "BAPO_DATABASE_URL": database_url,
+            **endpoints.process_environment(endpoints.token),
+            **_service_variables(buffer_port),
+        }
         self._supervisor.start_python("buffer", "services.buffer.main", environment)
         for url in (endpoints.verifier_url, endpoints.buffer_url):
             self._supervisor.wait_until(partial(_is_healthy, url), url, seconds=READY_WITHIN_S)

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from services.common.errors import first_line
 from services.common.objectstore import ObjectStore
 from services.model.stored import fetch_model, model_on_disk
 from services.model.vision import load_processor
+from services.rollout.api.addresses import ReplicaHosts
 from services.trainer.background import Background
 from services.trainer.checkpoint import Checkpointer, load_checkpoint
 from services.trainer.critic import Critic
@@ -76,8 +77,8 @@ class TrainerContext:
     """Directory of the initial model."""
     scratch: Path
     """Directory of this rank for files in transfer."""
-    token: str = field(repr=False)
-    """Bearer token of the rollout replicas."""
+    replica_hosts: str = ""
+    """Hosts at which rollout replicas may be, as in `ReplicaCallerSettings`."""
     engine_share: float = 0.0
     """Share of the GPU's memory that an engine on this machine is going to take."""
 
@@ -157,7 +158,9 @@ def make_publisher(config: RunConfig, context: TrainerContext, ranks: Ranks) -> 
     dtype = config.sync.weights_dtype
     broadcaster = None
     if config.sync.transport == "nccl" and ranks.is_main:
-        broadcaster = NcclBroadcaster(context.buffer, context.token, NcclCommunicator())
+        broadcaster = NcclBroadcaster(
+            context.buffer, ReplicaHosts(context.replica_hosts), NcclCommunicator()
+        )
     return WeightPublisher(
         context.buffer,
         context.store,
@@ -561,7 +564,9 @@ def run_rank(
             config = load_run_config(buffer, settings.trainer)
             store = ObjectStore(settings.s3)
             model = initial_model(config.model.path, store, ranks, settings)
-            context = TrainerContext(buffer, store, model, scratch, token, settings.engine_share)
+            context = TrainerContext(
+                buffer, store, model, scratch, settings.replica_hosts, settings.engine_share
+            )
             work(config, context, ranks)
 
     run_until_error(start)

@@ -17,9 +17,10 @@ from typing import Protocol
 from torch import Tensor
 
 from services.buffer.api.client import BufferClient
-from services.buffer.api.wire import HEARTBEAT_TIMEOUT_S, ReplicaView
+from services.buffer.api.wire import HEARTBEAT_TIMEOUT_S, CallableReplica
 from services.common.errors import ServiceCallError, ServiceError
 from services.common.http import HttpClient
+from services.rollout.api.addresses import ReplicaHosts
 from services.rollout.api.offers import OFFER_TTL_S, OfferTaken, Parameter, WeightOffer
 from services.trainer.export import dtype_name
 from services.trainer.nccl import DATA_TYPES, NcclError
@@ -54,9 +55,11 @@ class Communicator(Protocol):
 class NcclBroadcaster:
     """Offers each version to every replica that serves, and broadcasts it to those that accept."""
 
-    def __init__(self, buffer: BufferClient, token: str, communicator: Communicator) -> None:
-        """token: bearer token of the replicas."""
-        self._buffer, self._token, self._communicator = buffer, token, communicator
+    def __init__(
+        self, buffer: BufferClient, hosts: ReplicaHosts, communicator: Communicator
+    ) -> None:
+        """hosts: where replicas may be; those that report other addresses get no offer."""
+        self._buffer, self._hosts, self._communicator = buffer, hosts, communicator
         self._unused_ids: list[bytes] = []
         """Ids whose offers were refused, so that no receiver has joined."""
         self.stuck = False
@@ -96,12 +99,13 @@ class NcclBroadcaster:
             _Send(
                 self._communicator,
                 replica,
-                self._token,
                 offer(self._next_id()),
                 list(weights.values()),
             )
-            for replica in self._buffer.replicas()
-            if replica.state == "serving" and replica.silent_s < HEARTBEAT_TIMEOUT_S
+            for replica in self._buffer.replica_credentials()
+            if replica.state == "serving"
+            and replica.silent_s < HEARTBEAT_TIMEOUT_S
+            and self._hosts.admit(replica.name, replica.url)
         ]
         for send in sends:
             send.start()
@@ -127,8 +131,7 @@ class _Send(threading.Thread):
     def __init__(
         self,
         communicator: Communicator,
-        replica: ReplicaView,
-        token: str,
+        replica: CallableReplica,
         offer: WeightOffer,
         tensors: Sequence[Tensor],
     ) -> None:
@@ -136,7 +139,7 @@ class _Send(threading.Thread):
         self.replica, self.unique_id = replica, base64.b64decode(offer.unique_id)
         self.outcome = ""
         """`refused`, `failed` or `sent`; empty until then."""
-        self._communicator, self._token = communicator, token
+        self._communicator = communicator
         self._offer, self._tensors = offer, tensors
 
     def run(self) -> None:
@@ -170,7 +173,11 @@ class _Send(threading.Thread):
         Sent only once: a second offer would replace the first.
         """
         http = HttpClient(
-            "replica", self.replica.url, self._token, timeout_s=OFFER_TTL_S + 10, give_up_s=0
+            "replica",
+            self.replica.url,
+            self.replica.credential,
+            timeout_s=OFFER_TTL_S + 10,
+            give_up_s=0,
         )
         try:
             answer = http.call("POST", "/v1/weights", json=self._offer.model_dump())

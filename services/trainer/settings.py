@@ -7,9 +7,10 @@ from pathlib import Path
 from pydantic import Field
 
 from services.common.settings import BufferClientSettings, ObjectStoreClientSettings
+from services.rollout.api.addresses import ReplicaCallerSettings
 
 
-class TrainerSettings(BufferClientSettings, ObjectStoreClientSettings):
+class TrainerSettings(BufferClientSettings, ObjectStoreClientSettings, ReplicaCallerSettings):
     """Settings of a trainer process (`python -m services.trainer.loop`)."""
 
     run: str

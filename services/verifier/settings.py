@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from pydantic import ConfigDict, Field, SecretStr
+from pydantic import ConfigDict, Field
 
-from services.common.settings import ServerSettings, SettingsGroup
+from services.common.settings import ServerSettings, SettingsGroup, Token
 
 
 class VerifierSettings(SettingsGroup):
@@ -31,8 +31,8 @@ class VerifierSettings(SettingsGroup):
 class VerifierServerSettings(ServerSettings):
     """Settings of the verifier (`python -m services.verifier.app`)."""
 
-    token: SecretStr
-    """Bearer token that every request must carry."""
+    token: Token
+    """Bearer token that every request must carry, of at least 20 characters."""
     verifier: VerifierSettings = VerifierSettings()
     """Size and limits of the pool of processes."""
     home: Path = Path(".bapo")

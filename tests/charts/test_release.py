@@ -149,6 +149,8 @@ def test_the_connection_has_these_settings(everything: list[Object]) -> None:
         "BAPO_RELEASE": "bapo",
         "BAPO_CONNECTION": "bapo-connection",
         "BAPO_TOKEN_SECRET": "our-token",
+        "BAPO_TRAINER_TOKEN_KEY": "BAPO_TRAINER_TOKEN",
+        "BAPO_REPLICA_HOSTS": ".bapo-rollout.ml.svc",
         "BAPO_S3_SECRET": "bapo-external-s3",
         "BAPO_DASHBOARD_URL": "https://bapo.example.com",
         "BAPO_TRAINER_IMAGE": "registry.example.com/mirror/bapo/trainer:0.3.0",

@@ -45,6 +45,10 @@ def test_the_package_renders_as_the_chart_does(tmp_path: Path) -> None:
     assert {line.split(":")[0].strip() for line in different} == {
         "BAPO_TOKEN",
         "BAPO_VERIFIER_TOKEN",
+        "BAPO_REPLICA_TOKEN",
+        "BAPO_COLLECTOR_TOKEN",
+        "BAPO_TRAINER_TOKEN",
+        "BAPO_PIPELINE_TOKEN",
     }
 
 

@@ -26,7 +26,14 @@ from tests.charts.helm import (
     run,
     workloads,
 )
+from tests.charts.test_values import install
 
+PROCESS_TOKENS = (
+    "BAPO_REPLICA_TOKEN",
+    "BAPO_COLLECTOR_TOKEN",
+    "BAPO_TRAINER_TOKEN",
+    "BAPO_PIPELINE_TOKEN",
+)
 KEEP = {"helm.sh/resource-policy": "keep"}
 EXISTING = {
     "bapo-token": {"BAPO_TOKEN": "kept-token", "BAPO_VERIFIER_TOKEN": "kept-verifier-token"},
@@ -107,7 +114,12 @@ def test_named_secrets_must_exist_with_their_keys(tmp_path: Path, version: str) 
 def test_an_upgrade_keeps_generated_secrets(tmp_path: Path, version: str) -> None:
     with cluster(tmp_path, EXISTING) as kubeconfig:
         objects = objects_on(kubeconfig, version, DEV)
-    assert decoded(one(objects, "Secret", "bapo-token")) == EXISTING["bapo-token"]
+    tokens = decoded(one(objects, "Secret", "bapo-token"))
+    # The Secret of an earlier version had no tokens of processes.
+    added = {key: tokens.pop(key) for key in PROCESS_TOKENS}
+    assert tokens == EXISTING["bapo-token"]
+    assert {len(token) for token in added.values()} == {40}
+    assert len(set(added.values())) == len(PROCESS_TOKENS)
     assert decoded(one(objects, "Secret", "bapo-s3")) == EXISTING["bapo-s3"]
     database = decoded(one(objects, "Secret", "bapo-database"))
     assert database["POSTGRES_PASSWORD"] == "kept-password"
@@ -186,10 +198,8 @@ def test_nothing_is_generated_for_secrets_that_exist(everything: list[Object]) -
     buffer = container_of(everything, "Deployment", "bapo-buffer")
     assert [
         source["secretRef"]["name"] for source in buffer["envFrom"] if "secretRef" in source
-    ] == [
-        "our-token",
-        "bapo-external-s3",
-    ]
+    ] == ["bapo-external-s3"]
+    assert token_keys(buffer) == {key: key for key in ("BAPO_TOKEN", *PROCESS_TOKENS)}
 
 
 def test_every_reference_is_to_an_object_of_the_release(dev: list[Object]) -> None:
@@ -216,7 +226,73 @@ def test_the_verifier_gets_a_token_that_no_other_service_accepts(dev: list[Objec
     tokens = decoded(one(dev, "Secret", "bapo-token"))
     assert tokens["BAPO_VERIFIER_TOKEN"] != tokens["BAPO_TOKEN"]
     collector = container_of(dev, "Deployment", "bapo-collector")
-    assert {"secretRef": {"name": "bapo-token"}} in collector["envFrom"]
+    assert token_keys(collector)["BAPO_VERIFIER_TOKEN"] == "BAPO_VERIFIER_TOKEN"
+
+
+def token_keys(container: Object) -> dict[str, str]:
+    """Returns the variables of a container that hold tokens, and their keys in the Secret."""
+    return {
+        variable["name"]: variable["valueFrom"]["secretKeyRef"]["key"]
+        for variable in container.get("env", [])
+        if variable["name"].endswith("TOKEN")
+    }
+
+
+@pytest.mark.parametrize("case", ["dev", "several nodes", "scaled to zero", "everything"])
+def test_each_process_gets_a_token_of_its_own_and_none_but_the_buffer_service_the_administrators(
+    case: str,
+) -> None:
+    objects = render(CASES[case])
+    keys = {
+        "bapo-buffer": {"BAPO_TOKEN": "BAPO_TOKEN", **{key: key for key in PROCESS_TOKENS}},
+        "bapo-verifier": {"BAPO_TOKEN": "BAPO_VERIFIER_TOKEN"},
+        "bapo-rollout": {"BAPO_TOKEN": "BAPO_REPLICA_TOKEN"},
+        "bapo-nodes": {"BAPO_TOKEN": "BAPO_REPLICA_TOKEN"},
+        "bapo-nodes-workers": {"BAPO_TOKEN": "BAPO_REPLICA_TOKEN"},
+        "bapo-collector": {
+            "BAPO_TOKEN": "BAPO_COLLECTOR_TOKEN",
+            "BAPO_VERIFIER_TOKEN": "BAPO_VERIFIER_TOKEN",
+        },
+        "bapo-reaper": {"BAPO_TOKEN": "BAPO_PIPELINE_TOKEN"},
+        "bapo-scaler": {"BAPO_TOKEN": "BAPO_REPLICA_TOKEN"},
+        "bapo-test": {
+            "BAPO_TOKEN": "BAPO_PIPELINE_TOKEN",
+            "BAPO_VERIFIER_TOKEN": "BAPO_VERIFIER_TOKEN",
+        },
+    }
+    found = set()
+    for path, container in containers(objects):
+        name = path.partition("/")[2]
+        assert token_keys(container) == keys.get(name, {}), name
+        # All keys of the Secret of tokens would be variables.
+        sources = [
+            source.get("secretRef", {}).get("name", "") for source in container.get("envFrom", [])
+        ]
+        assert not [source for source in sources if source.endswith("-token")], name
+        found.add(name)
+    assert {"bapo-buffer", "bapo-verifier", "bapo-collector", "bapo-test"} <= found
+
+
+def test_a_secret_of_yours_without_tokens_of_processes_still_works_with_a_warning(
+    tmp_path: Path, version: str
+) -> None:
+    """It was made for an earlier version of the chart."""
+    case = Case(("production",), {"token.existingSecret": "ours"})
+    with cluster(tmp_path, NAMED) as kubeconfig:
+        objects = objects_on(kubeconfig, version, case)
+        notes = " ".join(install(version, "bapo", case, kubeconfig, dry_run="server").split())
+    assert "WARNING: the Secret ours has no BAPO_REPLICA_TOKEN, BAPO_COLLECTOR_TOKEN" in notes
+    for kind, name in (("Deployment", "bapo-collector"), ("StatefulSet", "bapo-rollout")):
+        assert token_keys(container_of(objects, kind, name))["BAPO_TOKEN"] == "BAPO_TOKEN"
+    buffer = container_of(objects, "Deployment", "bapo-buffer")
+    assert token_keys(buffer) == {"BAPO_TOKEN": "BAPO_TOKEN"}
+    connection = one(objects, "ConfigMap", "bapo-connection")["data"]
+    assert connection["BAPO_TRAINER_TOKEN_KEY"] == "BAPO_TOKEN"
+    complete = NAMED["ours"] | {key: key * 2 for key in PROCESS_TOKENS}
+    with cluster(tmp_path, NAMED | {"ours": complete}) as kubeconfig:
+        objects = objects_on(kubeconfig, version, case)
+    collector = container_of(objects, "Deployment", "bapo-collector")
+    assert token_keys(collector)["BAPO_TOKEN"] == "BAPO_COLLECTOR_TOKEN"
 
 
 def test_only_the_database_and_its_clients_get_its_password(dev: list[Object]) -> None:

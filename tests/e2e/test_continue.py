@@ -25,6 +25,7 @@ from pipelines.training_job import Deployment, Resources
 from services.buffer.api.client import BufferClient
 from services.cli.pipeline_local import rollouts
 from services.common.objectstore import ObjectStore
+from services.common.scopes import SCOPES
 from services.stack.stack import Endpoints, running_stack
 from tests.e2e.test_run import configuration
 from tests.integration.driver import create_run
@@ -102,7 +103,8 @@ def pipeline(
         rollout = RunConfig.model_validate(
             {"rollout": {"engine": "transformers", "replicas": request.param}}
         ).rollout
-        with rollouts(home, endpoints, rollout) as environment:
+        tokens = dict.fromkeys(SCOPES, endpoints.token)
+        with rollouts(home, endpoints, rollout, tokens) as environment:
             for name, value in environment.items():
                 monkeypatch.setenv(name, value)
             yield Pipeline(endpoints, home, small_model)

@@ -294,6 +294,8 @@ def test_a_run_that_is_killed_twice_resumes_with_the_result_of_an_uninterrupted_
     for step, victim in ((2, "collector"), (5, "trainer")):
         process = bapo.start("killed", *options)
         _wait_until(lambda step=step: _committed(client) >= step, process)
+        if victim == "trainer":
+            _assert_no_admin_token(bapo, process.pid)
         os.kill(_child(process.pid, victim), signal.SIGKILL)
         output, errors = process.communicate(timeout=TIMEOUT_S)
         assert process.returncode == 1, output
@@ -304,6 +306,24 @@ def test_a_run_that_is_killed_twice_resumes_with_the_result_of_an_uninterrupted_
         options = ["--resume"]
     bapo.run("killed", "--resume")
     assert _outcome(bapo, "killed") == _outcome(bapo, undisturbed)
+
+
+def _assert_no_admin_token(bapo: Bapo, pid: int) -> None:
+    """Checks that no process that a command has started holds the administrator's token."""
+    children = psutil.Process(pid).children(recursive=True)
+    assert children
+    for child in children:
+        assert bapo.stack.token not in child.environ().values(), child.cmdline()
+
+
+def test_the_processes_of_a_run_have_tokens_that_are_for_their_calls_on_it_alone(
+    bapo: Bapo, undisturbed: str
+) -> None:
+    tokens = [token for token in bapo.client("").tokens() if token.run == undisturbed]
+    assert sorted(token.scope for token in tokens) == ["collector", "replica", "trainer"]
+    for token in tokens:
+        assert token.last_used_at is not None, token.scope
+        assert token.revoked_at is not None, "it ends with the command"
 
 
 @pytest.mark.slow

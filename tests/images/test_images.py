@@ -199,7 +199,7 @@ def test_the_pipeline_trains_a_run_in_containers(
             "container": {
                 "environment": {
                     **machine.data("ConfigMap", "bapo-connection"),
-                    **machine.data("Secret", "bapo-token"),
+                    "BAPO_TOKEN": machine.data("Secret", "bapo-token")["BAPO_PIPELINE_TOKEN"],
                     **machine.data("Secret", "bapo-s3"),
                     "KUBERNETES_SERVICE_HOST": api.hostname,
                     "KUBERNETES_SERVICE_PORT": str(api.port),

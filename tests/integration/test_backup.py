@@ -68,7 +68,7 @@ def test_a_restored_backup_gives_the_same_answers(stack: Endpoints, tmp_path: Pa
         stack,
         database_url=stack.database_url.replace("/postgres?", "/restored?"),
         buffer_url=f"http://127.0.0.1:{free_ports(1)[0]}",
-        token="a rotated token",
+        token="a token that was rotated",
     )
     environment = {
         **os.environ,

@@ -414,7 +414,7 @@ def test_tokens_are_made_used_and_revoked(driver: Driver, stack: Endpoints) -> N
     assert listed[made.id].last_used_at is not None
     assert made.token not in listed[made.id].model_dump_json()
     assert driver.client.revoke_token(made.id).revoked_at is not None
-    with pytest.raises(ServiceError, match="not known here, or was revoked") as caught:
+    with pytest.raises(ServiceError, match="not known here, was revoked, or has expired") as caught:
         reader.run_state()
     assert caught.value.status == 401
 

@@ -26,6 +26,8 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalBackend:
     monkeypatch.setenv("BAPO_CONNECTION", DEPLOYMENT.connection)
     monkeypatch.setenv("BAPO_TOKEN_SECRET", DEPLOYMENT.token_secret)
     monkeypatch.setenv("BAPO_S3_SECRET", DEPLOYMENT.s3_secret)
+    monkeypatch.setenv("BAPO_TOKEN", "of the step")
+    monkeypatch.setenv("BAPO_TRAINER_TOKEN", "trainers-token")
     return LocalBackend(tmp_path)
 
 
@@ -57,12 +59,13 @@ def final_state(backend: LocalBackend) -> JobState:
 
 
 def test_a_job_succeeds_with_the_operators_variables(backend: LocalBackend, tmp_path: Path) -> None:
-    names = ["PET_NNODES", "PET_RDZV_BACKEND", "PET_RDZV_ID", "PET_MAX_RESTARTS", "BAPO_RUN"]
+    names = ["BAPO_TOKEN", "PET_NNODES", "PET_RDZV_BACKEND", "PET_RDZV_ID", "PET_MAX_RESTARTS"]
+    names += ["BAPO_RUN"]
     assert backend.create(job(f"import os; print(*[os.environ[n] for n in {names}])"))
     assert not backend.create(job("")), "it exists"
     assert final_state(backend).phase == "succeeded"
     log = (tmp_path / NAME / "worker-0.log").read_text()
-    assert log.split() == ["1:1", "c10d", NAME, "0", "local"]
+    assert log.split() == ["trainers-token", "1:1", "c10d", NAME, "0", "local"]
     assert backend.jobs() == {NAME: "local"}
 
 

@@ -39,6 +39,7 @@ from services.common.objectstore import ObjectStore, ObjectStoreError, files_of
 from services.rollout import fleet as fleet_module
 from services.rollout import offers as offers_module
 from services.rollout import replica as replica_module
+from services.rollout.api.addresses import ReplicaHosts
 from services.rollout.api.offers import Parameter, WeightOffer
 from services.rollout.api.wire import (
     DiscardedTokens,
@@ -267,6 +268,10 @@ class Unreachable:
         return call
 
 
+CREDENTIAL = "the-credential-of-a-replica"
+HOSTS = ReplicaHosts("127.0.0.1")
+
+
 @dataclass
 class Testbed:
     """A run, and replicas of it that run in this process behind real HTTP."""
@@ -282,8 +287,7 @@ class Testbed:
 
     @property
     def headers(self) -> dict[str, str]:
-        token = self.driver.stack.token
-        return {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        return {"Authorization": f"Bearer {CREDENTIAL}", "Content-Type": "application/json"}
 
     def publish(self, version: int, contents: str) -> StoredVersion:
         directory = self.scratch / f"published-{version}"
@@ -306,9 +310,10 @@ class Testbed:
             WeightCache(self.store, self.scratch / name),
             name=name,
             url=f"http://127.0.0.1:{port}",
+            credential=CREDENTIAL,
             pending_offer=pending_offer,
         )
-        app = create_app(replica, engine, self.driver.stack.token, pending_offer)
+        app = create_app(replica, engine, CREDENTIAL, pending_offer)
         server = uvicorn.Server(
             uvicorn.Config(app, port=port, log_config=None, timeout_graceful_shutdown=1)
         )
@@ -323,7 +328,7 @@ class Testbed:
 
     @asynccontextmanager
     async def closing(self) -> AsyncIterator[Fleet]:
-        fleet = Fleet(self.driver.client, self.driver.stack.token)
+        fleet = Fleet(self.driver.client, HOSTS)
         try:
             async with fleet.watched():
                 yield fleet
@@ -837,7 +842,8 @@ def test_a_lost_replica_that_has_the_weights_is_asked_for_at_intervals(
 ) -> None:
     monkeypatch.setattr(fleet_module, "POLL_INTERVAL_S", 0.5)
     stored = testbed.publish(1, "one")
-    lost = buffer_wire.ReplicaView(
+    lost = buffer_wire.CallableReplica(
+        credential=CREDENTIAL,
         name="lost",
         url="http://127.0.0.1:1",
         state="serving",
@@ -851,12 +857,17 @@ def test_a_lost_replica_that_has_the_weights_is_asked_for_at_intervals(
     class Answering:
         """Answers at once, as the buffer service does once a replica has the weights."""
 
-        def replicas(self, *, serving: str, wait: float) -> list[buffer_wire.ReplicaView]:  # noqa: ARG002
+        def replica_credentials(
+            self,
+            *,
+            serving: str,
+            wait: float,  # noqa: ARG002
+        ) -> list[buffer_wire.CallableReplica]:
             polls.append(serving)
             return [lost]
 
     async def work() -> None:
-        fleet = Fleet(Answering(), "token")  # type: ignore[arg-type]
+        fleet = Fleet(Answering(), HOSTS)  # type: ignore[arg-type]
         async with fleet.watched():
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(1.2):
@@ -1086,7 +1097,7 @@ def test_the_trainer_sends_to_every_replica_that_takes_weights(testbed: Testbed)
             await testbed.until("stopped", lambda view: view.loaded_version == 1)
             await testbed.stop("stopped")
             second = testbed.publish(2, "two")
-            sender = NcclBroadcaster(testbed.driver.client, testbed.driver.stack.token, nccl)
+            sender = NcclBroadcaster(testbed.driver.client, HOSTS, nccl)
             sent = sending(sender, second)
             assert set_target(testbed, 2) == 2
             for name in engines:
@@ -1115,7 +1126,7 @@ def test_weights_that_are_not_offered_come_from_the_object_store(
             await testbed.start("r", engine)
             await first_version(testbed)
             second = testbed.publish(2, "two")
-            sender = NcclBroadcaster(testbed.driver.client, testbed.driver.stack.token, nccl)
+            sender = NcclBroadcaster(testbed.driver.client, HOSTS, nccl)
             other = sending(sender, second.model_copy(update={"manifest_digest": "0" * 64}))
             set_target(testbed, 2)
             await testbed.until("r", lambda view: view.loaded_version == 2)
@@ -1147,7 +1158,7 @@ def test_weights_that_do_not_arrive_are_replaced_by_the_files(
         async with testbed.closing() as fleet:
             await testbed.start("r", engine)
             await first_version(testbed)
-            sender = NcclBroadcaster(testbed.driver.client, testbed.driver.stack.token, nccl)
+            sender = NcclBroadcaster(testbed.driver.client, HOSTS, nccl)
             second = testbed.publish(2, "two")
             sent = sending(sender, second)
             set_target(testbed, 2)
@@ -1180,7 +1191,7 @@ def test_an_offer_that_is_not_accepted_expires(
         async with testbed.closing():
             await testbed.start("r", FakeEngine(nccl := FakeNccl()))
             await first_version(testbed)
-            sender = NcclBroadcaster(testbed.driver.client, testbed.driver.stack.token, nccl)
+            sender = NcclBroadcaster(testbed.driver.client, HOSTS, nccl)
             assert await sending(sender, testbed.publish(2, "two")) == []
             assert testbed.seen("r").loaded_version == 1
             url = testbed.seen("r").url
@@ -1214,7 +1225,7 @@ def test_a_broadcast_that_cannot_be_aborted_is_the_last_one(
             await testbed.start("r", engine)
             await first_version(testbed)
             second = testbed.publish(2, "two")
-            sender = NcclBroadcaster(testbed.driver.client, testbed.driver.stack.token, nccl)
+            sender = NcclBroadcaster(testbed.driver.client, HOSTS, nccl)
             set_target(testbed, 2)
             assert await sending(sender, second) == []
             assert sender.stuck
@@ -1266,7 +1277,7 @@ def test_a_unique_id_is_not_reused_when_a_replica_does_not_answer(testbed: Testb
         url="http://127.0.0.1:9", state="serving", loaded_version=1, manifest_digest="a" * 64
     )
     testbed.driver.client.report_replica("unreachable", report)
-    sender = NcclBroadcaster(testbed.driver.client, testbed.driver.stack.token, nccl)
+    sender = NcclBroadcaster(testbed.driver.client, HOSTS, nccl)
     for version in (2, 3):
         assert sender.send(version, "b" * 64, WEIGHTS) == []
     assert len(nccl.sent) == 2

@@ -178,7 +178,7 @@ class Saved:
         return cast(Metadata, pickle.loads((self.directory / ".metadata").read_bytes()))
 
     def context(self, store: ObjectStore, scratch: Path) -> TrainerContext:
-        return TrainerContext(self.driver.client, store, self.model, scratch, "token")
+        return TrainerContext(self.driver.client, store, self.model, scratch)
 
     def commit(self, weights_after: str) -> None:
         """Commits the next step, which ended with these weights, as the trainer does."""
@@ -205,7 +205,7 @@ def saved(
 ) -> Saved:
     config = small_config("of-a-neighbour", model={"path": str(small_model)})
     driver = Driver(stack, config)
-    token = driver.client.create_token("attacker", "run").token
+    token = driver.client.create_token("attacker", "trainer").token
     attacker = BufferClient(stack.buffer_url, token, run=config.name)
     attacker.attempt = driver.client.attempt
     scratch = tmp_path_factory.mktemp("saved")

@@ -63,7 +63,9 @@ def api() -> dict[str, Any]:
     settings = ObjectStoreSettings(
         endpoint="http://localhost:1", bucket="none", access_key="none", secret_key="none"
     )
-    app = create_app("postgresql+psycopg://localhost:1/none", ObjectStore(settings), "token")
+    app = create_app(
+        "postgresql+psycopg://localhost:1/none", ObjectStore(settings), {"admin": "token"}
+    )
     return app.openapi()
 
 

@@ -79,6 +79,49 @@ labels:
 {{ .Values.database.existingSecret | default (printf "%s-database" (include "bapo.fullname" .)) }}
 {{- end -}}
 
+{{/* Keys of the tokens of processes in that Secret. The buffer service accepts each with the scope of its
+process; `BAPO_TOKEN` is the administrator's, which no other pod gets. */}}
+{{- define "bapo.processTokens" -}}
+[BAPO_REPLICA_TOKEN, BAPO_COLLECTOR_TOKEN, BAPO_TRAINER_TOKEN, BAPO_PIPELINE_TOKEN]
+{{- end -}}
+
+{{/* Those of them that a Secret of yours lacks, as one for an earlier version of the chart does. Without a
+cluster to ask, it is taken to have all. */}}
+{{- define "bapo.missingTokens" -}}
+{{- $missing := list -}}
+{{- with .Values.token.existingSecret -}}
+{{- with lookup "v1" "Secret" $.Release.Namespace . -}}
+{{- $data := .data | default dict -}}
+{{- range include "bapo.processTokens" $ | fromYamlArray -}}
+{{- if not (hasKey $data .) -}}
+{{- $missing = append $missing . -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $missing -}}
+{{- end -}}
+
+{{/* Key of the token of a process. If a Secret of yours lacks it, it is the administrator's, so that an upgrade
+from an earlier version works; NOTES.txt warns of that. */}}
+{{- define "bapo.tokenKey" -}}
+{{- ternary "BAPO_TOKEN" .key (has .key (include "bapo.missingTokens" .root | fromJsonArray)) -}}
+{{- end -}}
+
+{{/* Variable with a token. `key`: key in the Secret of tokens. `name`: name of the variable. */}}
+{{- define "bapo.tokenVariable" -}}
+- name: {{ .name }}
+  valueFrom:
+    secretKeyRef:
+      name: {{ include "bapo.tokenSecret" .root }}
+      key: {{ .key }}
+{{- end -}}
+
+{{/* Variable with the token of a process of this release. */}}
+{{- define "bapo.processToken" -}}
+{{- include "bapo.tokenVariable" (dict "root" .root "name" "BAPO_TOKEN" "key" (include "bapo.tokenKey" .)) -}}
+{{- end -}}
+
 {{/* Only a Secret of yours may have another key. */}}
 {{- define "bapo.databaseKey" -}}
 {{ ternary .Values.database.existingSecretKey "BAPO_DATABASE_URL" (not (empty .Values.database.existingSecret)) }}
@@ -250,12 +293,10 @@ topologySpreadConstraints:
   value: /tmp
 {{- end -}}
 
-{{/* ConfigMap and Secrets with the environment of a client of the services. */}}
+{{/* ConfigMap and Secret with the environment of a client of the services, but for its token. */}}
 {{- define "bapo.clientEnvFrom" -}}
 - configMapRef:
     name: {{ include "bapo.fullname" . }}-connection
-- secretRef:
-    name: {{ include "bapo.tokenSecret" . }}
 {{- with include "bapo.s3Secret" . }}
 - secretRef:
     name: {{ . }}
@@ -362,20 +403,16 @@ persistentVolumeClaimRetentionPolicy:
 
 {{/* ---- pods that call the Kubernetes API, as the command line with an account of their own ---- */}}
 
-{{/* Variables of their containers. */}}
+{{/* Variables of their containers. `key`: key of their token. */}}
 {{- define "bapo.commandEnv" -}}
 - name: HOME
   value: /tmp
 - name: BAPO_BUFFER_URL
   valueFrom:
     configMapKeyRef:
-      name: {{ include "bapo.fullname" . }}-connection
+      name: {{ include "bapo.fullname" .root }}-connection
       key: BAPO_BUFFER_URL
-- name: BAPO_TOKEN
-  valueFrom:
-    secretKeyRef:
-      name: {{ include "bapo.tokenSecret" . }}
-      key: BAPO_TOKEN
+{{ include "bapo.processToken" . }}
 {{- end -}}
 
 {{/* The account of such a pod, and the binding of the Role of the same name. */}}

@@ -4,6 +4,15 @@ StatefulSet of replicas of one pod, because Helm could not replace one by the ot
 {{ include "bapo.fullname" . }}-nodes
 {{- end -}}
 
+{{/* Hosts of the replicas: the names of their pods end like that. */}}
+{{- define "bapo.replicaHosts" -}}
+{{- if gt (int .Values.rollout.nodes) 1 -}}
+.{{ include "bapo.nodesHost" . }}
+{{- else -}}
+.{{ include "bapo.host" (dict "root" . "component" "rollout") }}
+{{- end -}}
+{{- end -}}
+
 {{- define "bapo.nodesHost" -}}
 {{ include "bapo.nodesName" . }}.{{ .Release.Namespace }}.svc
 {{- end -}}
@@ -62,6 +71,7 @@ spec:
         {{- include "bapo.listenEnv" $part | nindent 8 }}
         - name: BAPO_SCRATCH
           value: /scratch
+        {{- include "bapo.processToken" (dict "root" $root "key" "BAPO_REPLICA_TOKEN") | nindent 8 }}
         {{- if .node }}
         # The address by which vLLM's ranks reach each other.
         - name: VLLM_HOST_IP

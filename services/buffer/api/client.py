@@ -385,6 +385,17 @@ class BufferClient:
         """
         return self._get(list[wire.ReplicaView], "replicas", serving=serving, wait=wait)
 
+    def replica_credentials(
+        self, *, serving: str = "", wait: float = 0.0
+    ) -> list[wire.CallableReplica]:
+        """Returns what `replicas` does, with the credential that each replica requires.
+
+        Only collectors and trainers may ask for it.
+        """
+        return self._get(
+            list[wire.CallableReplica], "replicas/credentials", serving=serving, wait=wait
+        )
+
     def report_replica(self, name: str, report: wire.ReplicaReport) -> None:
         """Records the state of a rollout replica."""
         path = f"/v1/runs/{self.run}/replicas/{name}"
@@ -534,9 +545,14 @@ class BufferClient:
 
     # -- tokens and garbage (scope admin)
 
-    def create_token(self, name: str, scope: Scope) -> wire.TokenCreated:
-        """Creates a token. The service never shows its secret again."""
-        body = {"name": name, "scope": scope}
+    def create_token(
+        self, name: str, scope: Scope, *, run: str | None = None, days: float | None = None
+    ) -> wire.TokenCreated:
+        """Creates a token. The service never shows its secret again.
+
+        run: name of the only run that the token is for. days: time after which it expires.
+        """
+        body = _without_none({"name": name, "scope": scope, "run": run, "days": days})
         return self._call(wire.TokenCreated, "POST", "/v1/tokens", json=body)
 
     def tokens(self) -> list[wire.TokenView]:

@@ -484,13 +484,15 @@ class StoredVersion(Wire):
     """SHA-256 of the manifest, which holds the SHA-256 of every file."""
 
 
+REPLICA_URL = r"^https?://(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?$"
+"""An address that is a host and a port, without what programs read differently."""
 ReplicaState = Literal["starting", "downloading", "loading", "serving", "failing"]
 
 
 class ReplicaReport(Wire):
-    """The state of a rollout replica, as it reports it itself."""
+    """The state of a rollout replica, as it describes it itself."""
 
-    url: str = Field(pattern=r"^https?://[^\s/]+$", max_length=300)
+    url: str = Field(pattern=REPLICA_URL, max_length=300)
     """Address at which the replica accepts generation requests."""
     state: ReplicaState
     """Present state of the replica."""
@@ -502,6 +504,13 @@ class ReplicaReport(Wire):
     """Manifest digest of the loaded weights; empty before the first."""
     prompts_per_request: int = Field(0, ge=0, le=2**31)
     """Largest number of prompts to send in one request; 0 = no limit."""
+
+
+class ReplicaHeartbeat(ReplicaReport):
+    """What a rollout replica reports every two seconds."""
+
+    credential: str = Field("", max_length=100, pattern=r"^[\w-]*$")
+    """Bearer token that its callers must send, which its process has made up."""
 
 
 MAX_SPAN_S = 10 * 366 * 86_400.0
@@ -1090,6 +1099,13 @@ class ReplicaView(ReplicaReport):
     """Seconds since the last report."""
 
 
+class CallableReplica(ReplicaView):
+    """A rollout replica, for those who call it."""
+
+    credential: str
+    """Bearer token that the replica requires; empty if it has reported none."""
+
+
 MAX_COMPARED = 8
 """Most runs in a comparison."""
 
@@ -1157,7 +1173,9 @@ class TokenScope(Wire):
     """The scope of the request's token."""
 
     scope: Scope
-    """read, run (includes read) or admin (includes run)."""
+    """What the token permits."""
+    run: str | None = None
+    """Name of the only run that the token is for; null for all runs."""
 
 
 class TokenCreate(Wire):
@@ -1168,7 +1186,12 @@ class TokenCreate(Wire):
     )
     """Name that says what the token is for."""
     scope: Scope
-    """read, run (includes read) or admin (includes run)."""
+    """read, run (includes read) or admin (includes all); or replica, collector, trainer or
+    pipeline, which permit the calls of that process."""
+    run: str | None = Field(None, pattern=RUN_NAME)
+    """Name of the only run that the token is for, which need not exist yet; null for all runs."""
+    days: float | None = Field(None, gt=0, le=3660)
+    """Days after which the token expires; null for never."""
 
 
 class TokenView(Wire):
@@ -1179,9 +1202,13 @@ class TokenView(Wire):
     name: str
     """Name that says what the token is for."""
     scope: Scope
-    """read, run (includes read) or admin (includes run)."""
+    """What the token permits."""
+    run: str | None = None
+    """Name of the only run that the token is for; null for all runs."""
     created_at: datetime
     """Time at which the token was created."""
+    expires_at: datetime | None = None
+    """Time at which the token expires; null for never."""
     last_used_at: datetime | None
     """Time of the last request, to the minute; null before the first."""
     revoked_at: datetime | None

@@ -20,6 +20,7 @@ from services.buffer.service import Service, ServiceDep
 from services.buffer.storage import garbage
 from services.common.guard import GuardedRoute
 from services.common.objectstore import ObjectStoreError
+from services.common.scopes import SCOPES
 
 log = logging.getLogger(__name__)
 health_router = APIRouter(tags=["health"])
@@ -82,10 +83,11 @@ def _check_object_store(service: Service) -> str:
 # ---- tokens -------------------------------------------------------------------------------------
 
 
-@scope_router.get("/token", dependencies=permit("read"))
+@scope_router.get("/token", dependencies=permit(*SCOPES, of_no_run=True))
 def token_scope(request: Request) -> wire.TokenScope:
     """Returns the scope of the request's token, so that a page offers only what it allows."""
-    return wire.TokenScope(scope=request.state.scope)
+    token: tokens.AcceptedToken = request.state.token
+    return wire.TokenScope(scope=token.scope, run=token.run)
 
 
 @admin_router.post("/tokens", status_code=201)

@@ -15,7 +15,7 @@ from services.buffer.storage import artifacts
 from services.common.guard import GuardedRoute
 from services.common.problems import not_found
 
-READ, RUN = permit("read"), permit("run")
+READ, TRAINER = permit("read"), permit("trainer")
 
 ReplicaName = Annotated[str, Path(pattern=wire.COMPONENT_NAME)]
 TrainerStep = Annotated[int, Query(ge=1, le=LARGEST, description="Step of the trainer")]
@@ -35,7 +35,7 @@ def list_weights(service: ServiceDep, name: RunName) -> list[wire.WeightView]:
         return artifacts.list_weights(runs.get_run(session, name))
 
 
-@router.put("/weights/{version}", dependencies=RUN)
+@router.put("/weights/{version}", dependencies=TRAINER)
 def publish_weights(
     service: ServiceDep,
     name: RunName,
@@ -54,7 +54,7 @@ def publish_weights(
     return stored
 
 
-@router.get("/weights/{version}", dependencies=READ)
+@router.get("/weights/{version}", dependencies=permit("read", "collector", "trainer"))
 async def get_weights(
     service: ServiceDep, name: RunName, version: Version, wait: Wait = 0
 ) -> wire.StoredVersion:
@@ -70,7 +70,7 @@ async def get_weights(
     return stored
 
 
-@router.get("/target", dependencies=READ)
+@router.get("/target", dependencies=permit("read", "replica"))
 async def get_target_weights(
     service: ServiceDep, name: RunName, known: Known = "", wait: Wait = 0
 ) -> wire.TargetWeights:
@@ -86,14 +86,14 @@ async def get_target_weights(
 # ---- checkpoints --------------------------------------------------------------------------------
 
 
-@router.get("/checkpoints", dependencies=READ)
+@router.get("/checkpoints", dependencies=permit("read", "collector"))
 def list_checkpoints(service: ServiceDep, name: RunName) -> list[wire.CheckpointView]:
     """Lists the checkpoints that are kept, newest first."""
     with service.sessions() as session:
         return artifacts.list_checkpoints(runs.get_run(session, name))
 
 
-@router.put("/checkpoints/{step}", dependencies=RUN)
+@router.put("/checkpoints/{step}", dependencies=TRAINER)
 def record_checkpoint(
     service: ServiceDep, name: RunName, step: Step, attempt: Attempt, body: wire.ManifestDigest
 ) -> None:
@@ -114,7 +114,7 @@ def _delete_prefixes(service: Service, prefixes: list[str]) -> None:
         service.store.delete(service.store.keys(f"{prefix}/"))
 
 
-@router.get("/checkpoints/latest", dependencies=READ)
+@router.get("/checkpoints/latest", dependencies=permit("read", "trainer"))
 def latest_checkpoint(service: ServiceDep, name: RunName) -> wire.StoredVersion | None:
     """Returns the checkpoint from which a new attempt starts; null before the first."""
     with service.sessions() as session:
@@ -132,12 +132,26 @@ async def list_replicas(
 
     With `serving`, waits until one of them has loaded the weights with this digest and is alive.
     """
+    found = await _find_replicas(service, name, serving, wait)
+    return [wire.ReplicaView(**view.model_dump(exclude={"credential"})) for view in found]
 
-    def read() -> list[wire.ReplicaView]:
+
+@router.get("/replicas/credentials", dependencies=permit("collector", "trainer"))
+async def list_callable_replicas(
+    service: ServiceDep, name: RunName, serving: Serving = "", wait: Wait = 0
+) -> list[wire.CallableReplica]:
+    """Lists rollout replicas as `GET …/replicas` does, with the token that each requires."""
+    return await _find_replicas(service, name, serving, wait)
+
+
+async def _find_replicas(
+    service: Service, name: str, serving: str, wait: float
+) -> list[wire.CallableReplica]:
+    def read() -> list[wire.CallableReplica]:
         with service.sessions() as session:
             return replicas.list_replicas(runs.get_run(session, name))
 
-    def served(replicas: list[wire.ReplicaView]) -> bool:
+    def served(replicas: list[wire.CallableReplica]) -> bool:
         return any(
             replica.manifest_digest == serving and replica.silent_s < wire.HEARTBEAT_TIMEOUT_S
             for replica in replicas
@@ -146,9 +160,9 @@ async def list_replicas(
     return await service.wait_until(name, wait if serving else 0, read, served)
 
 
-@router.put("/replicas/{replica}", dependencies=RUN)
+@router.put("/replicas/{replica}", dependencies=permit("replica"))
 def report_replica(
-    service: ServiceDep, name: RunName, replica: ReplicaName, body: wire.ReplicaReport
+    service: ServiceDep, name: RunName, replica: ReplicaName, body: wire.ReplicaHeartbeat
 ) -> None:
     """Records the state that a rollout replica reports; the report is its heartbeat, too."""
     with service.sessions.begin() as session:
@@ -161,7 +175,7 @@ def report_replica(
 # ---- spans --------------------------------------------------------------------------------------
 
 
-@router.post("/spans", dependencies=RUN)
+@router.post("/spans", dependencies=permit("replica", "collector", "trainer"))
 def record_spans(service: ServiceDep, name: RunName, body: wire.SpanBatch) -> None:
     """Records spans of a component, each once, however often it is sent."""
     with service.sessions.begin() as session:

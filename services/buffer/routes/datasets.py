@@ -16,7 +16,7 @@ from services.common.guard import GuardedRoute, parse_body
 
 LARGEST_UPLOAD = 16 << 20
 """Largest body in bytes of a part of a dataset."""
-READ, UPLOAD = permit("read"), permit("run", largest_body=LARGEST_UPLOAD)
+READ, UPLOAD = permit("read"), permit("run", "pipeline", largest_body=LARGEST_UPLOAD)
 
 
 def _upload_schema() -> dict[str, Any]:

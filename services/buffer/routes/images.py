@@ -16,7 +16,7 @@ from services.common.images import MEDIA_TYPES
 
 LARGEST_UPLOAD = 16 << 20
 """Largest body in bytes, more than an image may have: its own limit is explained better."""
-READ, STORE = permit("read"), permit("run", largest_body=LARGEST_UPLOAD)
+READ, STORE = permit("read"), permit("run", "pipeline", largest_body=LARGEST_UPLOAD)
 
 IMAGE_BODY: dict[str, Any] = {
     "requestBody": {
@@ -63,7 +63,12 @@ async def store_image(service: ServiceDep, request: Request, digest: ImageDigest
     await run_in_threadpool(images.store_image, service.store, digest, body)
 
 
-@router.get("/{digest}", dependencies=READ, responses=IMAGE_ANSWER, response_class=Response)
+@router.get(
+    "/{digest}",
+    dependencies=permit("read", of_no_run=True),
+    responses=IMAGE_ANSWER,
+    response_class=Response,
+)
 def get_image(service: ServiceDep, digest: ImageDigest) -> Response:
     """Returns the file of an image."""
     data, media_type = images.read_image(service.store, digest)

@@ -74,7 +74,7 @@ def list_evaluations(
         return evaluations.list_evaluations(runs.get_run(session, name), evaluation_set)
 
 
-@router.get("/evaluation-sets", tags=["evaluations"])
+@router.get("/evaluation-sets", tags=["evaluations"], dependencies=permit("read", "collector"))
 def list_evaluation_sets(service: ServiceDep, name: RunName) -> list[wire.EvaluationSetView]:
     """Lists the evaluation sets of a run, with the evaluations of all policy versions on each."""
     with service.sessions() as session:

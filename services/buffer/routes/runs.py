@@ -11,12 +11,13 @@ from services.buffer.api import wire
 from services.buffer.queries import comparisons
 from services.buffer.routes.common import LARGEST_CONFIG, Attempt, Cursor, Limit, RunName
 from services.buffer.runs import lifecycle, runs
-from services.buffer.runs.tokens import permit
+from services.buffer.runs.tokens import AcceptedToken, permit
 from services.buffer.service import ServiceDep
 from services.common.guard import GuardedRoute
 
 READ, RUN = permit("read"), permit("run")
-CREATE = permit("run", largest_body=LARGEST_CONFIG)
+END = permit("run", "pipeline")
+CREATE = permit("run", "pipeline", largest_body=LARGEST_CONFIG)
 
 router = APIRouter(route_class=GuardedRoute, prefix="/v1")
 
@@ -31,20 +32,33 @@ def create_run(service: ServiceDep, request: wire.RunCreate) -> wire.RunState:
         return runs.run_state(runs.create_run(session, request))
 
 
-@router.get("/runs", tags=["runs"], dependencies=READ)
+@router.get(
+    "/runs",
+    tags=["runs"],
+    dependencies=permit("read", "replica", "collector", of_no_run=True),
+)
 def list_runs(
     service: ServiceDep,
+    request: Request,
     status: wire.Status | None = None,
     search: Annotated[str | None, Query(max_length=63, description="Part of the name")] = None,
     cursor: Cursor = None,
     limit: Limit = 100,
 ) -> wire.Page[wire.RunState]:
-    """Lists runs, newest first, filtered by status and by part of the name."""
+    """Lists runs, newest first, filtered by status and by part of the name.
+
+    A token that is for one run finds no other.
+    """
+    token: AcceptedToken = request.state.token
     with service.sessions() as session:
-        return runs.list_runs(session, status, search, cursor, limit)
+        return runs.list_runs(session, status, search, cursor, limit, only=token.run)
 
 
-@router.get("/runs/{name}", tags=["runs"], dependencies=READ)
+@router.get(
+    "/runs/{name}",
+    tags=["runs"],
+    dependencies=permit("read", "replica", "collector", "trainer"),
+)
 def get_run(service: ServiceDep, name: RunName) -> wire.RunState:
     """Returns a run: its configuration, its status and its last committed step."""
     with service.sessions() as session:
@@ -81,7 +95,7 @@ def delete_run(service: ServiceDep, name: RunName) -> None:
     lifecycle.delete_run(service, name)
 
 
-@router.patch("/runs/{name}", tags=["runs"], dependencies=RUN)
+@router.patch("/runs/{name}", tags=["runs"], dependencies=permit("run", "collector", "pipeline"))
 def end_run(
     service: ServiceDep, name: RunName, change: wire.RunPatch, attempt: Attempt
 ) -> wire.RunState:
@@ -90,7 +104,7 @@ def end_run(
         return runs.run_state(lifecycle.end_run(session, name, attempt, change.status))
 
 
-@router.post("/runs/{name}/attempts", tags=["runs"], dependencies=RUN)
+@router.post("/runs/{name}/attempts", tags=["runs"], dependencies=permit("run", "trainer"))
 def begin_attempt(service: ServiceDep, name: RunName, reopen: bool = False) -> wire.RunState:
     """Begins a new attempt: supersedes earlier ones, and rewinds to the last checkpoint.
 
@@ -100,7 +114,7 @@ def begin_attempt(service: ServiceDep, name: RunName, reopen: bool = False) -> w
         return runs.run_state(lifecycle.begin_attempt(session, name, reopen=reopen))
 
 
-@router.post("/runs/{name}/turn", tags=["runs"], dependencies=RUN)
+@router.post("/runs/{name}/turn", tags=["runs"], dependencies=END)
 def take_turn(service: ServiceDep, name: RunName, request: wire.TurnRequest) -> wire.Turn:
     """Starts a run if no other run is in front of it, and queues it otherwise.
 
@@ -133,7 +147,7 @@ def resume_run(service: ServiceDep, name: RunName) -> wire.RunState:
         return runs.run_state(lifecycle.resume(session, name))
 
 
-@router.post("/runs/{name}/stop", tags=["runs"], dependencies=RUN)
+@router.post("/runs/{name}/stop", tags=["runs"], dependencies=END)
 def stop_run(
     service: ServiceDep, name: RunName, request: Request, stop: wire.StopRequest | None = None
 ) -> wire.RunState:
@@ -142,7 +156,7 @@ def stop_run(
     A new attempt continues it from the last checkpoint.
     """
     stop = stop or wire.StopRequest()
-    by = stop.by or f"token {request.state.token_name!r}"
+    by = stop.by or f"token {request.state.token.name!r}"
     with service.write_transaction(name) as session:
         return runs.run_state(
             lifecycle.stop(session, name, by=by, reason=stop.reason, workflow=stop.workflow)

@@ -31,11 +31,9 @@ ARROW_BODY = {
     }
 }
 
-ARROW = permit("run", largest_body=LARGEST_ARROW)
+COLLECTOR, TRAINER = permit("collector"), permit("trainer")
 
-router = APIRouter(
-    route_class=GuardedRoute, prefix="/v1/runs/{name}", tags=["steps"], dependencies=permit("run")
-)
+router = APIRouter(route_class=GuardedRoute, prefix="/v1/runs/{name}", tags=["steps"])
 
 
 def _read_rollouts(
@@ -47,7 +45,7 @@ def _read_rollouts(
 Rollouts = Annotated[wire.Rollouts, Depends(_read_rollouts)]
 
 
-@router.post("/steps/{step}/prompts")
+@router.post("/steps/{step}/prompts", dependencies=COLLECTOR)
 async def select_prompts(
     service: ServiceDep,
     name: RunName,
@@ -82,7 +80,11 @@ def _set_target_version(service: Service, name: str, attempt: int, version: int)
         runs.lock_run(session, name, attempt).target_version = version
 
 
-@router.post("/steps/{step}/groups", dependencies=ARROW, openapi_extra=ARROW_BODY)
+@router.post(
+    "/steps/{step}/groups",
+    dependencies=permit("collector", largest_body=LARGEST_ARROW),
+    openapi_extra=ARROW_BODY,
+)
 async def post_groups(
     service: ServiceDep,
     request: Request,
@@ -103,7 +105,7 @@ async def post_groups(
     return result
 
 
-@router.post("/steps/{step}/batch")
+@router.post("/steps/{step}/batch", dependencies=TRAINER)
 async def build_batch(
     service: ServiceDep, name: RunName, step: Step, attempt: Attempt, wait: Wait = 0
 ) -> wire.BatchManifest:
@@ -119,7 +121,11 @@ async def build_batch(
     return await service.wait_until(name, wait, build, lambda manifest: manifest.ready)
 
 
-@router.post("/steps/{step}/proximal", dependencies=ARROW, openapi_extra=ARROW_BODY)
+@router.post(
+    "/steps/{step}/proximal",
+    dependencies=permit("trainer", largest_body=LARGEST_ARROW),
+    openapi_extra=ARROW_BODY,
+)
 async def post_proximal(
     service: ServiceDep, request: Request, name: RunName, step: Step, attempt: Attempt
 ) -> None:
@@ -128,7 +134,7 @@ async def post_proximal(
     await run_in_threadpool(ingest.accept_proximal, service, name, step, attempt, body)
 
 
-@router.post("/steps/{step}/commit")
+@router.post("/steps/{step}/commit", dependencies=TRAINER)
 def commit_step(
     service: ServiceDep, name: RunName, step: Step, attempt: Attempt, body: wire.Commit
 ) -> wire.RunState:
@@ -142,7 +148,7 @@ def commit_step(
         return runs.run_state(run)
 
 
-@router.post("/rewind")
+@router.post("/rewind", dependencies=permit("admin"))
 def rewind(
     service: ServiceDep, name: RunName, attempt: Attempt, body: wire.Rewind
 ) -> wire.RunState:

@@ -12,6 +12,7 @@ from services.buffer.api.wire import ACTIVE_STATUSES, OPEN_STATUSES
 from services.buffer.storage.artifacts import latest_checkpoint
 from services.buffer.steps.commits import rewind_run
 from services.buffer.runs.runs import describe_stop, how_to_continue, lock_any_attempt, lock_run
+from services.buffer.runs import tokens
 from services.buffer.service import Service
 from services.buffer.storage.tables import (
     BatchMemberRow,
@@ -195,6 +196,7 @@ def delete_run(service: Service, name: str) -> None:
         run = lock_any_attempt(session, name)
         for table in (BatchMemberRow, BufferEntry, PromptDifficulty, RolloutGroup):
             session.execute(delete(table).where(table.run_id == run.id))
+        tokens.delete_bound(session, run.name)
         session.delete(run)
 
 

@@ -10,7 +10,7 @@ from services.buffer.api import wire
 from services.buffer.storage.tables import Replica, Run
 
 
-def record_heartbeat(run: Run, name: str, report: wire.ReplicaReport) -> bool:
+def record_heartbeat(run: Run, name: str, report: wire.ReplicaHeartbeat) -> bool:
     """Stores the latest report of a replica and the time of its arrival.
 
     Returns whether it differs from the report before.
@@ -34,14 +34,14 @@ def record_heartbeat(run: Run, name: str, report: wire.ReplicaReport) -> bool:
     return True
 
 
-def list_replicas(run: Run) -> list[wire.ReplicaView]:
+def list_replicas(run: Run) -> list[wire.CallableReplica]:
     """Returns the replicas of a run by name, each with the seconds since its last heartbeat."""
     # Both times come from the database's clock, because the clocks of machines differ.
     now = run.session.scalar(select(func.now()))
     assert now is not None
     rows = run.session.scalars(select(Replica).where(Replica.run_id == run.id).order_by(Replica.name))
     return [
-        wire.ReplicaView(
+        wire.CallableReplica(
             name=row.name,
             url=row.url,
             state=row.state,
@@ -49,6 +49,7 @@ def list_replicas(run: Run) -> list[wire.ReplicaView]:
             loaded_version=row.loaded_version,
             manifest_digest=row.manifest_digest,
             prompts_per_request=row.prompts_per_request,
+            credential=row.credential,
             last_seen=row.last_seen,
             silent_s=max(0.0, (now - row.last_seen).total_seconds()),
         )

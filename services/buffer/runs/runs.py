@@ -166,10 +166,20 @@ def _check_test_datasets(config: RunConfig, datasets: Mapping[str, str]) -> None
 
 
 def list_runs(
-    session: Session, status: str | None, search: str | None, cursor: str | None, limit: int
+    session: Session,
+    status: str | None,
+    search: str | None,
+    cursor: str | None,
+    limit: int,
+    only: str | None = None,
 ) -> wire.Page[wire.RunState]:
-    """Returns a page of runs, newest first, by status and by part of the name."""
+    """Returns a page of runs, newest first, by status and by part of the name.
+
+    only: name of the one run to return, if it is among them.
+    """
     statement = select(Run)
+    if only is not None:
+        statement = statement.where(Run.name == only)
     if status is not None:
         statement = statement.where(Run.status == status)
     if search is not None:

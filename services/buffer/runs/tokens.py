@@ -10,11 +10,13 @@ import secrets
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, cast
 
 from fastapi import Depends, Request
-from sqlalchemy import delete, select
+from sqlalchemy import delete, select, tuple_
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.orm import Session
 from starlette.concurrency import run_in_threadpool
@@ -22,43 +24,72 @@ from starlette.concurrency import run_in_threadpool
 from services.buffer.api import wire
 from services.buffer.service import Service
 from services.buffer.storage.tables import ApiToken
-from services.common.auth import bearer_token, covers, hash_token
+from services.common.auth import bearer_token, hash_token
 from services.common.guard import LARGEST_BODY, Guard
 from services.common.problems import Problem, bad_request, not_found
-from services.common.scopes import Scope
+from services.common.scopes import SCOPES, Scope, covers
 
 FAILURES_PER_MINUTE = 30
 """Requests with unknown tokens from one address before it gets 429."""
 CONFIGURED = "from the environment"
-"""Name of the token that the service's environment holds."""
+"""Name of the tokens that the service's environment holds."""
+RUNS = "/v1/runs/"
+"""Beginning of the paths that are about one run."""
 MAX_CLIENTS = 10_000
 """Addresses whose failures are kept; the oldest is dropped beyond that."""
 
 
-def accept_configured(session: Session, token: str) -> None:
-    """Accepts the token of the service's own environment, with the scope `admin`.
+@dataclass(frozen=True, slots=True)
+class AcceptedToken:
+    """The token of a request."""
 
-    It replaces the one that was configured before, which is refused from the commit on: a token
+    name: str
+    scope: Scope
+    run: str | None
+    """Name of the only run that it is for; None for all runs."""
+
+
+def accept_configured(session: Session, configured: Mapping[Scope, str]) -> None:
+    """Accepts the tokens of the service's own environment, one for each of these scopes.
+
+    They replace those that were configured before, which are refused from the commit on: a token
     that was rotated because it leaked must not stay valid.
     """
-    hashed = hash_token(token)
-    session.execute(delete(ApiToken).where(ApiToken.name == CONFIGURED, ApiToken.hash != hashed))
+    hashes = {hash_token(token): scope for scope, token in configured.items()}
     session.execute(
-        insert(ApiToken)
-        .values(name=CONFIGURED, hash=hashed, scope="admin")
-        .on_conflict_do_nothing(index_elements=["hash"])
+        delete(ApiToken).where(
+            ApiToken.name == CONFIGURED, tuple_(ApiToken.hash, ApiToken.scope).not_in(hashes.items())
+        )
     )
+    for hashed, scope in hashes.items():
+        session.execute(
+            insert(ApiToken)
+            .values(name=CONFIGURED, hash=hashed, scope=scope)
+            .on_conflict_do_nothing(index_elements=["hash"])
+        )
 
 
 def create(session: Session, request: wire.TokenCreate) -> wire.TokenCreated:
     """Creates a token. The returned model is the only place that ever holds its secret.
 
-    Raises a 400 `Problem` for the name of the configured token.
+    Raises a 400 `Problem` for the name of the configured tokens, and for an administrator of one
+    run.
     """
     if request.name == CONFIGURED:
-        raise bad_request(f"name: {CONFIGURED!r} names the service's own token; take another")
+        raise bad_request(f"name: {CONFIGURED!r} names the service's own tokens; take another")
+    if request.scope == "admin" and request.run is not None:
+        raise bad_request(
+            "run: a token of scope 'admin' is for all runs; take another scope, or leave run out"
+        )
     token = f"bapo_{secrets.token_urlsafe(32)}"
-    row = ApiToken(name=request.name, scope=request.scope, hash=hash_token(token))
+    expires = None if request.days is None else datetime.now(UTC) + timedelta(days=request.days)
+    row = ApiToken(
+        name=request.name,
+        scope=request.scope,
+        run=request.run,
+        expires_at=expires,
+        hash=hash_token(token),
+    )
     session.add(row)
     session.flush()
     session.refresh(row)
@@ -116,37 +147,63 @@ class FailureLimiter:
             )
 
 
-class RequireScope(Guard):
-    """Admits only tokens whose scope includes `required`.
+def delete_bound(session: Session, run: str) -> None:
+    """Deletes the tokens of a run, which another run of its name must not inherit."""
+    session.execute(delete(ApiToken).where(ApiToken.run == run))
 
-    It answers 401 for an unknown token, 403 for a smaller scope, and 429 after too many failures.
+
+class ScopeGuard(Guard):
+    """Admits tokens of certain scopes, those that are bound to a run only for their run.
+
+    It answers 401 for a token that is not valid, 403 for one of another scope or run, and 429 after
+    too many failures.
     """
 
-    def __init__(self, required: Scope, largest_body: int) -> None:
+    def __init__(self, permitted: tuple[Scope, ...], of_no_run: bool, largest_body: int) -> None:
         super().__init__(largest_body)
-        self.required = required
+        self.permitted, self._of_no_run = permitted, of_no_run
 
     async def admit(self, request: Request) -> None:
         token = await run_in_threadpool(_token_of, request)
         if token is None:
             failures: FailureLimiter = request.app.state.token_failures
             failures.record(request.client.host if request.client else "")
-            raise Problem(401, "Unauthorized", "this token is not known here, or was revoked")
-        request.state.token_name, scope = token
-        if not covers(scope, self.required):
             raise Problem(
-                403, "Forbidden", f"this needs scope {self.required!r}, the token has {scope!r}"
+                401, "Unauthorized", "this token is not known here, was revoked, or has expired"
             )
-        request.state.scope = scope
+        if not covers(token.scope, self.permitted):
+            needed = " or ".join(map(repr, self.permitted))
+            raise Problem(403, "Forbidden", f"this needs scope {needed}, the token has {token.scope!r}")
+        if token.run is not None:
+            self._check_run(request, token.run)
+        request.state.token = token
+
+    def openapi(self) -> dict[str, Any]:
+        return {"x-scopes": [scope for scope in SCOPES if covers(scope, self.permitted)]}
+
+    def _check_run(self, request: Request, run: str) -> None:
+        """Raises a 403 `Problem` unless the request is about this run."""
+        if request.scope["path"].startswith(RUNS):
+            permitted = request.path_params.get("name") == run
+        else:
+            permitted = self._of_no_run
+        if not permitted:
+            raise Problem(403, "Forbidden", f"this token is for run {run!r} alone")
 
 
-def permit(required: Scope, largest_body: int = LARGEST_BODY) -> list[Any]:
-    """Returns the dependencies of a route, which state the scope that it requires."""
-    return [Depends(RequireScope(required, largest_body))]
+def permit(
+    *scopes: Scope, of_no_run: bool = False, largest_body: int = LARGEST_BODY
+) -> list[Any]:
+    """Returns the dependencies of a route, which state who may call it.
+
+    scopes: scopes that may call it, besides `admin`, and those that include them. of_no_run: whether
+    a token that is bound to a run may call it, though the route is not below `/v1/runs/{name}`.
+    """
+    return [Depends(ScopeGuard(scopes, of_no_run, largest_body))]
 
 
-def _token_of(request: Request) -> tuple[str, str] | None:
-    """Returns name and scope of the request's token; None if it is unknown or revoked."""
+def _token_of(request: Request) -> AcceptedToken | None:
+    """Returns the request's token; None if it is unknown, revoked or has expired."""
     hashed = hash_token(bearer_token(request))
     service: Service = request.app.state.service
     with service.sessions.begin() as session:
@@ -156,7 +213,9 @@ def _token_of(request: Request) -> tuple[str, str] | None:
         if not hmac.compare_digest(row.hash, hashed):
             return None
         now = datetime.now(UTC)
+        if row.expires_at is not None and row.expires_at <= now:
+            return None
         # A resolution of a minute spares a write for every request.
         if row.last_used_at is None or now - row.last_used_at > timedelta(minutes=1):
             row.last_used_at = now
-        return row.name, row.scope
+        return AcceptedToken(row.name, cast(Scope, row.scope), row.run)

@@ -490,6 +490,8 @@ class Replica(Base):
     """Digest of the manifest of the loaded weights; empty before the first load."""
     prompts_per_request: Mapped[int]
     """Most prompts that it accepts in one request; 0 = no limit."""
+    credential: Mapped[str] = mapped_column(server_default="")
+    """Token that its process has made up, and that its callers send; it ends with the process."""
     last_seen: Mapped[datetime] = mapped_column(server_default=func.now())
     """Time of the last heartbeat, on the database's clock."""
 
@@ -542,6 +544,9 @@ class ApiToken(Base):
     """SHA-256 of the token, in hexadecimal."""
     scope: Mapped[str]
     created_at: Mapped[datetime] = mapped_column(server_default=func.now())
+    run: Mapped[str | None]
+    """Name of the only run that it is for, which need not exist yet; None for all runs."""
+    expires_at: Mapped[datetime | None]
     last_used_at: Mapped[datetime | None]
     """Time of the last use, to the minute."""
     revoked_at: Mapped[datetime | None]

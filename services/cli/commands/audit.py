@@ -20,7 +20,7 @@ from services.buffer.api.digest_chain import check_chain
 from services.cli.console import plain_console
 from services.cli.local_run import trainer_command
 from services.cli.options import run_argument
-from services.cli.service import connect, open_local_object_store, service_environment
+from services.cli.service import connect, open_local_object_store, reader_environment
 from services.model.resolve import ensure_model
 from services.stack.settings import default_home
 
@@ -123,11 +123,14 @@ def _retraining(
 
     Raises `BapoError` with the end of its log when it fails.
     """
-    with tempfile.TemporaryDirectory(prefix="bapo-audit-") as scratch:
+    with (
+        tempfile.TemporaryDirectory(prefix="bapo-audit-") as scratch,
+        reader_environment(run) as services,
+    ):
         log = Path(scratch) / "log"
         environment = {
             **os.environ,
-            **service_environment(),
+            **services,
             "BAPO_RUN": run,
             "BAPO_MODEL": str(model),
             "BAPO_SCRATCH": scratch,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import click
 
 from services.cli.echo import echo
@@ -22,17 +24,21 @@ def token() -> None:
     "--scope",
     type=click.Choice(SCOPES),
     default="read",
-    help="What it permits: reading, also changing runs, or everything.",
+    help="What it permits: reading (read), creating and ending runs, too (run), all (admin), "
+    "or the calls of one kind of process.",
 )
+@click.option("--run", metavar="NAME", help="Let it be for this run alone.")
+@click.option("--days", type=float, metavar="DAYS", help="Let it expire after this time.")
 @json_option
-def create(name: str, scope: Scope, as_json: bool) -> None:
+def create(name: str, scope: Scope, run: str | None, days: float | None, as_json: bool) -> None:
     """Create a token and print it, this one time.
 
     \b
-    Example:
-      bapo token create grafana --scope read
+    Examples:
+      bapo token create grafana --scope read --days 365
+      bapo token create colleague --scope run --run countdown
     """
-    created = connect().create_token(name, scope)
+    created = connect().create_token(name, scope, run=run, days=days)
     if as_json:
         print_json(created)
     else:
@@ -40,22 +46,31 @@ def create(name: str, scope: Scope, as_json: bool) -> None:
 
 
 @token.command("list")
+@click.option("--all", "with_ended", is_flag=True, help="Also those that no longer are valid.")
 @json_option
-def list_tokens(as_json: bool) -> None:
-    """List all tokens, without their secrets."""
-    tokens = connect().tokens()
+def list_tokens(with_ended: bool, as_json: bool) -> None:
+    """List the tokens, without their secrets."""
+    now = datetime.now(UTC)
+    tokens = [
+        token
+        for token in connect().tokens()
+        if with_ended
+        or (token.revoked_at is None and (token.expires_at is None or token.expires_at > now))
+    ]
     rows = [
         (
             token.id,
             token.name,
             token.scope,
+            token.run or "",
             local_time(token.created_at),
             local_time(token.last_used_at),
+            local_time(token.expires_at),
             local_time(token.revoked_at),
         )
         for token in tokens
     ]
-    columns = ["id", "name", "scope", "created", "last used", "revoked"]
+    columns = ["id", "name", "scope", "run", "created", "last used", "expires", "revoked"]
     show(tokens, columns, rows, as_json=as_json, empty="there is no token")
 
 

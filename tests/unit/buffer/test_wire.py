@@ -28,7 +28,9 @@ def schemas() -> dict[str, Any]:
     settings = ObjectStoreSettings.model_validate(
         {"endpoint": "http://localhost:1", "bucket": "b", "access_key": "a", "secret_key": "s"}
     )
-    app = create_app("postgresql+psycopg://u:p@localhost/d", ObjectStore(settings), "token")
+    app = create_app(
+        "postgresql+psycopg://u:p@localhost/d", ObjectStore(settings), {"admin": "token"}
+    )
     components: dict[str, Any] = app.openapi()["components"]
     return components["schemas"]  # type: ignore[no-any-return]
 

@@ -185,7 +185,7 @@ def test_every_step_gets_the_configmap_and_the_secrets_of_its_release(name: str)
     }
     hub = {"HF_TOKEN": "bapo-hub"} if name == "prepare-run" else {}
     assert secrets == {
-        "BAPO_TOKEN": "bapo-token",
+        "BAPO_PIPELINE_TOKEN": "bapo-token",
         "BAPO_S3_ACCESS_KEY": "bapo-s3",
         "BAPO_S3_SECRET_KEY": "bapo-s3",
         **hub,

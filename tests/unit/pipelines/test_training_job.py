@@ -199,7 +199,7 @@ def test_torchrun_finds_the_first_worker_of_a_trainjob(monkeypatch: pytest.Monke
     (container,) = pod_of(RUNTIMES["gpus"])["spec"]["containers"]
     # The second group is what Kubeflow Trainer adds.
     for variable in container["env"]:
-        monkeypatch.setenv(variable["name"], variable["value"])
+        monkeypatch.setenv(variable["name"], variable.get("value", "a key of a Secret"))
     for name, value in {
         "PET_NNODES": "2",
         "PET_NPROC_PER_NODE": "8",
@@ -220,10 +220,14 @@ def test_the_job_refers_to_secrets_and_contains_none() -> None:
     container = pod_of(JOBS["full"])["spec"]["containers"][0]
     assert container["envFrom"] == [
         {"configMapRef": {"name": "bapo-connection"}},
-        {"secretRef": {"name": "bapo-token"}},
         {"secretRef": {"name": "bapo-s3"}},
     ]
+    # The Secret has the tokens of other processes, too.
+    reference = {"name": "bapo-token", "key": "BAPO_TRAINER_TOKEN"}
+    token = {"name": "BAPO_TOKEN", "valueFrom": {"secretKeyRef": reference}}
+    assert token in container["env"]
     assert {variable["name"] for variable in container["env"]} == {
+        "BAPO_TOKEN",
         "BAPO_RUN",
         "BAPO_SCRATCH",
         "HOME",
@@ -286,7 +290,6 @@ def test_a_release_with_cloud_identities_has_no_secret_of_keys() -> None:
     job = build_pytorchjob(TrainingJob("countdown", replace(DEPLOYMENT, s3_secret=""), Resources()))
     assert pod_of(job)["spec"]["containers"][0]["envFrom"] == [
         {"configMapRef": {"name": "bapo-connection"}},
-        {"secretRef": {"name": "bapo-token"}},
     ]
 
 
@@ -309,7 +312,7 @@ def test_gpus_are_requested_and_limited() -> None:
 
 def test_the_processes_of_a_pod_share_its_cores() -> None:
     (container,) = pod_of(JOBS["gpus"])["spec"]["containers"]
-    variables = {variable["name"]: variable["value"] for variable in container["env"]}
+    variables = {variable["name"]: variable.get("value") for variable in container["env"]}
     assert variables["OMP_NUM_THREADS"] == "8", "64 cores, 8 processes"
 
 

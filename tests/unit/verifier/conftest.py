@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from services.verifier.app import create_app
 from services.verifier.settings import VerifierSettings
 
-TOKEN = "a-token"
+TOKEN = "a-token-of-the-verifier"
 
 ODD_TASK = '''
 import os, signal, sys, time

@@ -279,7 +279,7 @@ def _status(client: httpx.Client, path: str) -> int:
 
 def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
-        "BAPO_TOKEN": "secret",
+        "BAPO_TOKEN": "a-secret-of-the-verifier",
         "BAPO_PORT": "8701",
         "BAPO_VERIFIER_WORKERS": "3",
         "BAPO_VERIFIER_DEADLINE_S": "1.5",
@@ -289,7 +289,7 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(name, value)
     settings = VerifierServerSettings.load()
     assert (settings.host, settings.port) == ("127.0.0.1", 8701)
-    assert settings.token.get_secret_value() == "secret"
+    assert settings.token.get_secret_value() == "a-secret-of-the-verifier"
     expected = VerifierSettings(workers=3, deadline_s=1.5, memory_mb=512, queue=9)
     assert settings.verifier == expected
 
@@ -308,7 +308,7 @@ def test_settings_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
 def test_an_invalid_setting_is_named(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("BAPO_TOKEN", "secret")
+    monkeypatch.setenv("BAPO_TOKEN", "a-secret-of-the-verifier")
     monkeypatch.setenv("BAPO_PORT", "8701")
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"{name}: .* \\(got ") as caught:
