@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 import torch
 
 from services.buffer.api.client import BufferClient
+from services.buffer.api.trajectories import encode_groups, encode_proximal
 from services.buffer.api.wire import ReplicaHeartbeat
 from services.common import layout
 from services.common.errors import ServiceError
@@ -25,7 +29,7 @@ from services.rollout.fleet import Fleet
 from services.rollout.unfinished import UnfinishedGroups
 from services.stack.stack import Endpoints
 from services.trainer.nccl_broadcast import NcclBroadcaster
-from tests.integration.driver import Driver, small_config
+from tests.integration.driver import Driver, small_config, synthetic_group
 from tests.security.conftest import MakeToken
 
 READERS = {"read", "run", "pipeline"}
@@ -275,3 +279,55 @@ def test_a_trainer_learns_that_its_checkpoint_was_anticipated(
     attacker.record_checkpoint(2, "b" * 64)
     with pytest.raises(ServiceError, match=r"find out who has a token .*bapo token revoke"):
         victim.client.record_checkpoint(2, "a" * 64)
+
+
+# ---- trajectories -------------------------------------------------------------------------------
+
+
+def inflate(body: bytes, length: int) -> bytes:
+    """Has the buffer of this length claim that it is 3 GB long once it is decompressed."""
+    stored = struct.pack("<q", length)
+    assert stored in body
+    return body.replace(stored, struct.pack("<q", 3 << 30))
+
+
+@pytest.mark.parametrize("route", ["groups", "proximal"])
+def test_what_takes_much_memory_is_refused_before_it_is_decompressed(
+    victim: Driver, make_token: MakeToken, call: Callable[..., httpx.Response], route: str
+) -> None:
+    """51 KB with zstd take 1.5 GB of memory."""
+    run = victim.config.name
+    token = make_token("collector" if route == "groups" else "trainer", run=run)
+    if route == "groups":
+        group = synthetic_group("uid", 1, size=1, rng=random.Random(1))
+        group.responses[0] = replace(group.responses[0], text="a" * 100_000)
+        body = inflate(encode_groups([group]), 100_000)
+    else:
+        body = inflate(encode_proximal({1: [[0.0] * 20_000]}), 80_000)
+    answer = call(token, "POST", f"/runs/{run}/steps/3/{route}", content=body)
+    assert answer.status_code == 400, answer.text
+    assert "bytes of memory, more than 1073741824" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("route", ["groups", "proximal"])
+def test_the_run_is_looked_up_before_a_body_is_decoded(
+    make_token: MakeToken, call: Callable[..., httpx.Response], route: str
+) -> None:
+    token = make_token("collector" if route == "groups" else "trainer")
+    answer = call(token, "POST", f"/runs/no-such-run/steps/3/{route}", content=b"not Arrow")
+    assert answer.status_code == 404, answer.text
+
+
+def test_damaged_metadata_are_an_error_of_the_sender(
+    victim: Driver, make_token: MakeToken, call: Callable[..., httpx.Response]
+) -> None:
+    run = victim.config.name
+    token = make_token("collector", run=run)
+    body = encode_groups([synthetic_group("uid", 1, size=2, rng=random.Random(1))])
+    rng = random.Random(2)
+    for _ in range(100):
+        damaged = bytearray(body)
+        for _ in range(3):
+            damaged[rng.randrange(1500)] = rng.randrange(256)
+        answer = call(token, "POST", f"/runs/{run}/steps/3/groups", content=bytes(damaged))
+        assert answer.status_code == 400, answer.text

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from bapo_core.outcomes import Outcome, has_answer
 from bapo_core.rewards import ANSWER, FAILED
+from services.buffer.api.arrow_size import UnreadableStream, memory_of
 
 SCHEMA = pa.schema(
     [
@@ -113,6 +114,9 @@ class TrajectoryGroup:
         return sum(len(response.token_ids) for response in self.responses)
 
 
+LARGEST_TABLE = 1 << 30
+"""Largest number of bytes of a table in memory. A step of 256 groups x 8 responses x 4,096 tokens
+takes some 100 MiB."""
 ROWS_AT_ONCE = 64
 """Rows of a record batch, which a streaming reader holds in memory."""
 
@@ -130,13 +134,19 @@ def read_table(data: bytes, schema: pa.Schema, *older: pa.Schema) -> pa.Table:
     """Decodes an Arrow IPC stream.
 
     Raises `TrajectoryError` unless it has exactly the columns of `schema`, or of one of the `older`
-    ones, without nulls but in the column `answer`.
+    ones, without nulls but in the column `answer`, and takes at most `LARGEST_TABLE` bytes.
     """
     try:
+        size = memory_of(data)
+        if size > LARGEST_TABLE:
+            raise TrajectoryError(
+                f"its columns take {size} bytes of memory, more than {LARGEST_TABLE}; send fewer "
+                "groups at a time"
+            )
         with pa.ipc.open_stream(data) as reader:
             table = reader.read_all()
         table.validate(full=True)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError, UnreadableStream) as error:
         raise TrajectoryError(f"not an Arrow IPC stream: {error}") from error
     if not any(map(table.schema.equals, (schema, *older))):
         columns = ", ".join(f"{field.name}: {field.type}" for field in schema)

@@ -65,12 +65,19 @@ def accept_groups(
     Raises 400 if the stream or one of its groups is not valid for this step, and 409 if the
     attempt was superseded, the step is committed, or the policy version has other weights now.
     """
+    _check_attempt(service, name, attempt)
     groups = _read_groups(body)
     digest = hashlib.sha256(body).hexdigest()
     delivery = _Delivery(name, rollouts, attempt, body, digest, groups, weights)
     has_new = _check(service, delivery)
     key, expected = _store(service, delivery, has_new)
     return _record(service, delivery, key, expected)
+
+
+def _check_attempt(service: Service, name: str, attempt: int) -> None:
+    """Checks run and attempt, before the body is decoded."""
+    with service.sessions() as session:
+        runs.check_attempt(runs.get_run(session, name), attempt)
 
 
 def _read_groups(body: bytes) -> list[GroupRows]:
@@ -152,14 +159,12 @@ def accept_proximal(service: Service, name: str, step: int, attempt: int, body: 
     Raises 400 if the stream is not valid, 404 if a group is not of this step, and 409 if the
     attempt was superseded.
     """
+    _check_attempt(service, name, attempt)
     try:
         group_ids = set(read_table(body, PROXIMAL_SCHEMA)["group_id"].to_pylist())
     except TrajectoryError as error:
         raise bad_request(f"the body is refused: {error}") from error
     digest = hashlib.sha256(body).hexdigest()
-    with service.sessions.begin() as session:
-        run = runs.get_run(session, name)
-        runs.check_attempt(run, attempt)
     key = layout.trajectories(name, step, "proximal", digest)
     service.store.put(key, body)
     with service.write_transaction(name) as session:
