@@ -18,6 +18,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousError
 from torch.distributed.run import parse_args, run
 
 from services.common.process import EXIT_RETRYABLE
+from services.trainer.rendezvous import check_rendezvous_states
 
 
 def main() -> None:
@@ -25,6 +26,7 @@ def main() -> None:
     module = [] if "-m" in sys.argv else ["-m", "services.trainer.loop"]
     arguments = parse_args([*sys.argv[1:], *module])  # type: ignore[no-untyped-call]
     name_host(arguments)
+    check_rendezvous_states()
     try:
         run(arguments)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
