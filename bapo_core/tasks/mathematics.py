@@ -2,7 +2,8 @@ r"""Mathematics with a known answer, to which responses are compared.
 
 A payload is {"problem": text, "answer": reference answer in LaTeX or plain text}, the columns of
 the public datasets in the style of MATH. A list of reference answers holds alternatives, as in
-Minerva: a response that equals one of them is correct.
+Minerva: a response that equals one of them is correct. Of a worked solution, the reference is the
+final answer: what follows the last `####`, as in GSM8K, or what is in its \boxed{...}, as in MATH.
 
 The answer of a response is the content of its last complete \boxed{...}. With `boxed_only: false`,
 that of a response without any \boxed is the last expression near its end that math-verify extracts.
@@ -17,7 +18,7 @@ import hashlib
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
@@ -40,6 +41,8 @@ _BRACES = re.compile(
     re.DOTALL,
 )
 _WHITE = " \t\r\n"
+_SOLUTION_MARK = "####"
+"""Mark before the final answer of a worked solution (GSM8K, arXiv 2110.14168)."""
 _BLANKS = re.compile(r"\s+")
 _MATHEMATICS = re.compile(r"[\\0-9^_{}=+]")
 """Characters of what is no mere word."""
@@ -167,6 +170,8 @@ class MathTask:
         from bapo_core.tasks.math_answers import unread_parts
 
         for text in _reference_answers(payload):
+            if len(set(_boxes(text))) > 1:
+                return f"{text:.80} has several \\boxed{{...}} with different answers"
             try:
                 unread = list(unread_parts(_read(text)[0]))
             except Exception as error:  # noqa: BLE001 - as in `_compare`
@@ -204,7 +209,7 @@ def _answer_text(answer: Any) -> str:
         return f"{answer:f}"
     if not isinstance(answer, str):
         raise ValueError(f"answer is {answer!r:.80}; make it text, a number or a list of those")
-    return answer
+    return _final_answer(answer)
 
 
 def _boxed(response: str) -> str | None:
@@ -214,21 +219,40 @@ def _boxed(response: str) -> str | None:
     who write it mean the number.
     """
     content: str | None = None
+    for found in _boxes(response):
+        content = found or content or ""
+    return content
+
+
+def _boxes(text: str) -> Iterator[str]:
+    r"""Yields the content of each \boxed{...} that closes, in the order in which they close."""
     open_braces: list[tuple[bool, int]] = []
-    for match in _BRACES.finditer(response):
+    for match in _BRACES.finditer(text):
         token = match.group()
         found: str | None = None
         if token == "}":
             if open_braces:
                 is_box, start = open_braces.pop()
-                found = response[start : match.start()].strip(_WHITE) if is_box else None
+                found = text[start : match.start()].strip(_WHITE) if is_box else None
         elif match[1]:
             found = match[1]
         elif token.endswith("{") and token != r"\{":
             open_braces.append((token != "{", match.end()))
-        if found or (found is not None and content is None):
-            content = found
-    return content
+        if found is not None:
+            yield found
+
+
+def _final_answer(text: str) -> str:
+    r"""Returns the final answer of a worked solution; other references as they are.
+
+    It follows the last mark `####`, or is what is in \boxed{...}. Several boxes with different
+    contents leave open which of them is the answer, so such a text is returned as it is.
+    """
+    _, mark, marked = text.rpartition(_SOLUTION_MARK)
+    if mark:
+        return marked.strip()
+    boxes = set(filter(None, _boxes(text)))
+    return boxes.pop() if len(boxes) == 1 else text
 
 
 def _reference_answers(payload: Payload) -> list[str]:

@@ -160,6 +160,13 @@ def test_an_answer_that_equals_none_of_several_is_wrong() -> None:
         (2.5, "2.5"),
         (["2\n"], "2"),
         (["2", 3, " "], ["2", "3"]),
+        ("#### 72", "72"),
+        ("She sold 48/2 = <<48/2=24>>24 clips for $5.\nSo 48+24 = <<48+24=72>>72.\n#### 72", "72"),
+        ("He pays $5*15 = $<<5*15=75.00>>75.00.\n#### 1,075 ", "1,075"),
+        ("#### 3\n#### 4", "4"),
+        (r"We get $x=3$, so the answer is $\boxed{\frac{3}{4}}$.", r"\frac{3}{4}"),
+        (r"Thus \boxed{7}. Again, \boxed{7}.", "7"),
+        (["#### 2", r"so \boxed{3}"], ["2", "3"]),
     ],
 )
 def test_an_answer_is_text_a_number_or_a_list_of_those(answer: Any, parsed: Any) -> None:
@@ -167,7 +174,29 @@ def test_an_answer_is_text_a_number_or_a_list_of_those(answer: Any, parsed: Any)
     assert TASK.parse_row(row) == {"problem": "1+1?", "answer": parsed}
 
 
-@pytest.mark.parametrize("answer", [None, "", " ", [], [None], [""]])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "He pays $5 for 15 days.\nSo $75.00",  # a solution without a mark
+        r"Either \boxed{2} or \boxed{3}.",
+        "She has 5 apples and 7 pears, so 12",
+    ],
+)
+def test_a_solution_that_leaves_its_answer_open_is_reported(answer: str) -> None:
+    payload = TASK.parse_row({"problem": "1+1?", "answer": answer})
+    assert payload is not None
+    assert TASK.explain_reference(payload) is not None
+
+
+def test_the_references_of_the_public_sets_are_read_as_they_are() -> None:
+    for answer in (r"\left( 3, \frac{\pi}{2} \right)", "12,3", r"\text{Evelyn}", "# of 4"):
+        assert TASK.parse_row({"problem": "?", "answer": answer}) == {
+            "problem": "?",
+            "answer": answer,
+        }
+
+
+@pytest.mark.parametrize("answer", [None, "", " ", [], [None], [""], "So 5.\n####"])
 def test_a_row_without_an_answer_is_left_out(answer: Any) -> None:
     assert TASK.parse_row({"problem": "1+1?", "answer": answer}) is None
 
