@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from bapo_core.config.base import Fraction, Kinds, Section
+from bapo_core.config.vllm_arguments import check_vllm_arguments
 
 DEFAULT_PROMPT_DATE = date(2024, 7, 26)
 """The default of `rollout.prompt_date`."""
@@ -74,11 +75,19 @@ class VllmConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; `auto` is float32 on CPUs and bfloat16 on GPUs."""
     args: list[str] = Field(default_factory=list)
-    """Additional arguments of vLLM's server, for example `[--tensor-parallel-size, "2"]`."""
+    """Additional arguments of vLLM's server, for example `[--tensor-parallel-size, "2"]`: those of
+    memory, batching and sharding, by their whole names. All others, such as those that load code or
+    open addresses, are the operator's, in `BAPO_VLLM_ARGS`."""
     journal_interval_s: float | None = Field(None, ge=0.0)
     """Seconds between two writes of the journal, which holds the tokens of unfinished responses, so
     that those are continued after a process has died; 0 turns it off. Null is 1 if responses may
     have more than 1024 tokens, else 0."""
+
+    @field_validator("args")
+    @classmethod
+    def _check_args(cls, args: list[str]) -> list[str]:
+        check_vllm_arguments(args)
+        return args
 
 
 _Engine = TransformersConfig | VllmConfig

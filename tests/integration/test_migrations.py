@@ -189,7 +189,7 @@ def test_the_text_of_a_stored_configuration_keeps_its_values(database: str) -> N
         "without": "algorithm: grpo\nloss: {ratio: behavior, weight_cap: 4}\n",
         "critic": "algorithm: ba_ppo\nadvantage: {lam: 0.9, eps: 0.1}\ncritic: {clip: 0.1}\n",
         "advantage": "algorithm: rloo\nadvantage: {std: sample}\ncritic: {clip: 0.1}\n",
-        "vllm": "rollout: {engine: vllm, vllm_args: [--x], journal_interval_s: 2}\n",
+        "vllm": "rollout: {engine: vllm, vllm_args: [--enforce-eager], journal_interval_s: 2}\n",
         "engine": "rollout: {engine: transformers, dtype: float32}\n",
         "filter": "fresh: {filter: gaussian, gaussian_mean: 0.4, uniform_fraction: 0.5}\n",
         "norm": "loss: {norm: actual}\n",
@@ -216,7 +216,7 @@ def test_the_text_of_a_stored_configuration_keeps_its_values(database: str) -> N
     assert losses["ratio"].correction == DecoupledConfig(weight_level="geometric")
     assert losses["without"].correction == BehaviorConfig()
     rollouts = {name: config.rollout for name, config in configs.items()}
-    assert rollouts["vllm"].engine == VllmConfig(args=["--x"], journal_interval_s=2.0)
+    assert rollouts["vllm"].engine == VllmConfig(args=["--enforce-eager"], journal_interval_s=2.0)
     assert rollouts["engine"].engine == TransformersConfig()
     assert configs["filter"].fresh == GaussianFilterConfig(gaussian_mean=0.4)
     assert losses["norm"].minibatch_norm == "actual"

@@ -161,3 +161,67 @@ def test_yaml_that_would_not_fit_or_not_print_is_refused(
 def test_overrides_are_read_as_the_file_is(value: str) -> None:
     with pytest.raises(ConfigError, match="override"):
         parse_overrides([f"task.options.a={value}"])
+
+
+# ---- vLLM's command line ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--host", "0.0.0.0"],
+        ["--host=0.0.0.0"],
+        ["--ho", "0.0.0.0"],
+        ["--port", "80"],
+        ["--uds", "/tmp/open.sock"],
+        ["--middleware", "evil.Middleware"],
+        ["--midd", "evil.Middleware"],
+        ["--worker-extension-cls", "evil.Worker"],
+        ["--worker_extension_cls", "evil.Worker"],
+        ["--worker-cls=evil.Worker"],
+        ["--scheduler-cls", "evil.Scheduler"],
+        ["--logits-processors", "evil:Processor"],
+        ["--tool-parser-plugin", "/tmp/evil.py"],
+        ["--reasoning-parser-plugin", "/tmp/evil.py"],
+        ["--io-processor-plugin", "evil"],
+        ["--log-config-file", "/tmp/evil.json"],
+        ["--config", "/tmp/evil.yaml"],
+        ["--trust-remote-code"],
+        ["--model", "evil/model"],
+        ["--hf-overrides.architectures", "Evil"],
+        ["--speculative-config", '{"model": "evil/model"}'],
+        ["--kv-transfer-config", '{"kv_connector_module_path": "evil"}'],
+        ["--compilation-config", '{"backend": "evil.backend"}'],
+        ["--load-format", "runai_streamer"],
+        ["--allowed-origins", '["*"]'],
+        ["--allowed-local-media-path", "/"],
+        ["--otlp-traces-endpoint", "http://evil.example"],
+        ["--data-parallel-address", "evil.example"],
+        ["--generation-config", "auto"],
+        ["-O", "3"],
+        ["evil/model"],
+        ["--enforce-eager", "evil/model"],
+        ["--enforce-eager=x"],
+        ["--seed", "--trust-remote-code"],
+        ["--max-num-seqs"],
+        [""],
+        ["--"],
+    ],
+    ids=" ".join,
+)
+def test_a_configuration_gives_vllm_no_argument_that_loads_code_or_opens_addresses(
+    arguments: list[str],
+) -> None:
+    with pytest.raises(ConfigError, match="rollout"):
+        config_from({"rollout": {"engine": {"kind": "vllm", "args": arguments}}})
+
+
+def test_a_refused_argument_of_vllm_is_the_operators() -> None:
+    with pytest.raises(ConfigError, match=r"'--middleware'.*BAPO_VLLM_ARGS"):
+        config_from({"rollout": {"engine": {"kind": "vllm", "args": ["--middleware", "x.y"]}}})
+
+
+def test_a_configuration_tunes_vllm() -> None:
+    arguments = ["--enforce-eager", "--max-num-seqs", "64", "--gpu-memory-utilization=0.3"]
+    config = config_from({"rollout": {"engine": {"kind": "vllm", "args": arguments}}})
+    assert config.model_dump()["rollout"]["engine"]["args"] == arguments
