@@ -155,14 +155,14 @@ class Run:
         store = ObjectStore(self.stack.object_store)
         return WeightPublisher(self.client, store, source=self.model, dtype=None, ranks=Ranks(0, 1))
 
-    def vllm_ports(self) -> list[int]:
-        """Returns the ports of the vLLM servers behind the replicas."""
-        ports = []
+    def vllm_sockets(self) -> list[Path]:
+        """Returns the sockets of the vLLM servers behind the replicas."""
+        sockets = []
         for number in range(self.config.rollout.replicas):
             replica = psutil.Process(self.supervisor.pid(f"engine-{number}"))
-            (server,) = (c for c in replica.children() if "--port" in c.cmdline())
-            ports.append(int(server.cmdline()[server.cmdline().index("--port") + 1]))
-        return ports
+            (server,) = (c for c in replica.children() if "--uds" in c.cmdline())
+            sockets.append(Path(server.cmdline()[server.cmdline().index("--uds") + 1]))
+        return sockets
 
     def wait_until_served(self, version: int) -> None:
         """Waits until every replica reports that it serves the version.
@@ -250,7 +250,7 @@ async def bare(run: Run, steps: range) -> float:
     task = get_task(run.config.task.name, **run.config.task.options)
     workload = run.workload
     sampling = Sampling(temperature=1.0, max_tokens=workload.response, group_size=workload.group)
-    apis = [VllmApi(port) for port in run.vllm_ports()]
+    apis = [VllmApi(socket) for socket in run.vllm_sockets()]
     limit = min(CONCURRENT_JOBS * workload.prompts, fleet.PROMPTS_IN_FLIGHT * len(apis))
     room = asyncio.Semaphore(limit)
 
@@ -318,10 +318,11 @@ def sync(run: Run, *, repeats: int) -> dict[str, Any]:
         parts["upload"].append(_seconds(partial(upload_raw, store, files)))
         # Into a new directory, as every version: overwriting an old file is cheaper for the disk.
         targets = [
-            run.scratch / f"fetched-{repeat}-{n}" for n in range(run.config.rollout.replicas)
+            run.scratch / f"engine-{n}" / f"fetched-{repeat}"
+            for n in range(run.config.rollout.replicas)
         ]
         parts["download"].append(_seconds(partial(_get_all, store, files, targets)))
-        parts["load"].append(asyncio.run(_vllm_load(run.vllm_ports(), targets)))
+        parts["load"].append(asyncio.run(_vllm_load(run.vllm_sockets(), targets)))
         version = repeat + 2
         commit_made_up_step(run.client, version - 1)
         run.client.step_prompts(version)  # sets the target version, as the collector does
@@ -376,9 +377,9 @@ def _get_all(store: ObjectStore, files: Path, targets: list[Path]) -> None:
         list(pool.map(partial(_get, store, files), targets))
 
 
-async def _vllm_load(ports: list[int], directories: list[Path]) -> float:
+async def _vllm_load(sockets: list[Path], directories: list[Path]) -> float:
     """Returns the seconds in which all servers load at once, as they do after a sync."""
-    apis = [VllmApi(port) for port in ports]
+    apis = [VllmApi(socket) for socket in sockets]
     started = time.perf_counter()
     loads = [api.load(str(files)) for api, files in zip(apis, directories, strict=True)]
     await asyncio.gather(*loads)

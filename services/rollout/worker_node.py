@@ -34,6 +34,7 @@ from services.rollout.vllm.server import (
     compiler_environment,
     find_python,
     installed,
+    make_sockets_directory,
 )
 from services.rollout.weights import WeightCache
 
@@ -101,7 +102,8 @@ class Node:
                 environment=self._environment,
             )
             place = NodePlace(engine.rank, engine.nodes, engine.leader_host, engine.leader_port)
-            process = VllmProcess(options, options.headless_command(directory, place))
+            command = options.headless_command(directory, place)
+            process = VllmProcess(options, command, make_sockets_directory())
             self._engine = engine, process
             log.info("vLLM started", extra={"weights": engine.weights, "rank": engine.rank})
 

@@ -52,14 +52,14 @@ from services.common.objectstore import ObjectStore
 from services.common.settings import ObjectStoreClientSettings
 from services.rollout.vllm.api import VllmApi
 
-def port():
+def find_socket():
     for process in pathlib.Path("/proc").glob("[0-9]*"):
         try:
             words = (process / "cmdline").read_bytes().decode().split("\\0")
         except OSError:
             continue
-        if "--port" in words:
-            return int(words[words.index("--port") + 1])
+        if "--uds" in words:
+            return pathlib.Path(words[words.index("--uds") + 1])
     sys.exit("no vLLM runs here")
 
 async def load(api):
@@ -74,7 +74,7 @@ started = time.perf_counter()
 for name in names:
     client.fget_object(settings.bucket, name, str(target / pathlib.Path(name).name))
 copied = time.perf_counter()
-asyncio.run(load(VllmApi(port())))
+asyncio.run(load(VllmApi(find_socket())))
 print(json.dumps([copied - started, time.perf_counter() - copied]))
 """
 """Copies the files below `RAW_PREFIX` to the disk of a replica's pod and has vLLM load them, with

@@ -18,8 +18,9 @@ import socket
 import sys
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from socketserver import ThreadingMixIn, UnixStreamServer
 from typing import Any
 
 
@@ -62,6 +63,12 @@ class Leader:
             self.loaded[rank] = stream.readline().strip()
 
 
+class UnixServer(ThreadingMixIn, UnixStreamServer):
+    """Serves HTTP on a Unix socket."""
+
+    daemon_threads = True
+
+
 def serve(arguments: argparse.Namespace) -> None:
     leader = Leader(arguments)
 
@@ -99,7 +106,7 @@ def serve(arguments: argparse.Namespace) -> None:
         def log_message(self, format: str, *values: object) -> None:
             pass
 
-    ThreadingHTTPServer((arguments.host, arguments.port), Handler).serve_forever()
+    UnixServer(arguments.uds, Handler).serve_forever()
 
 
 def one_token(version: str) -> dict[str, Any]:
@@ -135,10 +142,10 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser()
     parser.add_argument("--headless", action="store_true")
-    parser.add_argument("--host")
+    parser.add_argument("--uds")
     parser.add_argument("--model")
     parser.add_argument("--master-addr")
-    for name in ("--port", "--master-port", "--node-rank"):
+    for name in ("--master-port", "--node-rank"):
         parser.add_argument(name, type=int)
     parser.add_argument("--nnodes", type=int, default=1)
     arguments, others = parser.parse_known_args(sys.argv[3:])

@@ -98,7 +98,7 @@ def driver(
             find_python(os.environ.get("BAPO_VLLM_PYTHON")),
             LONGEST,
             "float32",
-            tmp_path_factory.mktemp("vllm") / "vllm.log",
+            tmp_path_factory.getbasetemp() / "vllm.log",  # It loads what is below this directory.
             [*CPU_ARGUMENTS, *NCCL_ARGUMENTS, "--enforce-eager", "--max-num-seqs", "64"],
         )
     )

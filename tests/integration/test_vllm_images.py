@@ -76,7 +76,7 @@ def make_vllm_driver(directory: Path, scratch: Path, *options: str) -> EngineDri
 def driver(
     directory: Path, loop: asyncio.AbstractEventLoop, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineDriver]:
-    driver = make_vllm_driver(directory, tmp_path_factory.mktemp("scratch"))
+    driver = make_vllm_driver(directory, tmp_path_factory.getbasetemp())
     loop.run_until_complete(driver.load(directory, 1))
     yield driver
     loop.run_until_complete(driver.close())

@@ -201,8 +201,10 @@ def nodes(running: Nodes) -> Nodes:
 def loaded(driver: VllmDriver) -> dict[str, str]:
     """Returns the marker of the weights of each rank."""
     assert driver._server is not None
-    response = httpx.get(f"{driver._server.api._http.base_url}/loaded")
-    return dict(json.loads(response.content))
+    words = psutil.Process(driver._server.pid).cmdline()
+    transport = httpx.HTTPTransport(uds=words[words.index("--uds") + 1])
+    with httpx.Client(transport=transport, base_url="http://vllm") as client:
+        return dict(json.loads(client.get("/loaded").content))
 
 
 async def load(driver: VllmDriver, cache: SharedWeightCache, stored: StoredVersion) -> None:

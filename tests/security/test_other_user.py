@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import httpx
 import psutil
 import pytest
 
 from services.common.objectstore import ObjectStore
+from services.rollout.vllm import worker
+from services.rollout.vllm.server import VllmOptions, VllmServer
 from services.stack import s3
 from services.stack.stack import Endpoints
 from services.stack.supervisor import Supervisor, free_ports
@@ -242,3 +247,82 @@ def test_an_object_store_that_has_ended_leaves_no_socket(tmp_path: Path) -> None
         assert sockets(), "those of servers that run stay"
     s3.remove_dead_sockets()
     assert not sockets()
+
+
+# ---- vLLM ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmServer]:
+    """Runs the stand-in for vLLM as a replica runs vLLM."""
+    for name in ("BAPO_TOKEN", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "a-secret-of-the-replica")
+    python = tmp_path / "python"
+    fake = Path(__file__).parents[1] / "integration" / "fake_vllm.py"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {fake} "$@"\n')
+    python.chmod(0o755)
+    model = tmp_path / "v1"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "marker").write_text("weights")
+    server = VllmServer(VllmOptions(str(python), 96, "float32", tmp_path / "vllm.log"), model)
+
+    async def start() -> None:
+        await server.wait_ready()
+
+    with asyncio.Runner() as runner:
+        runner.run(start())
+        yield server
+        runner.run(server.stop())
+
+
+def test_vllm_is_reached_by_its_user_alone(vllm: VllmServer) -> None:
+    """Its routes have no authentication, and replace the policy's weights."""
+    process = psutil.Process(vllm.pid)
+    words = process.cmdline()
+    sockets = Path(words[words.index("--uds") + 1])
+    assert not process.net_connections("inet"), "it listens on no port, which a page could reach"
+    assert sockets.parent.stat().st_mode & 0o077 == 0
+
+    def connect() -> bool:
+        with socket.socket(socket.AF_UNIX) as client:
+            try:
+                client.connect(str(sockets))
+            except PermissionError:
+                return False
+        return True
+
+    assert connect(), "its own user reaches it"
+    assert as_other_user(connect) is bool(os.geteuid())
+
+
+def test_vllm_holds_no_secret_of_its_replica(vllm: VllmServer) -> None:
+    variables = psutil.Process(vllm.pid).environ()
+    assert "a-secret-of-the-replica" not in variables.values()
+    assert "PATH" in variables
+
+
+@pytest.mark.parametrize(
+    "path", ["/tmp/mallory", "../mallory", "versions/../../mallory", "link", "", ".", "/"]
+)
+def test_vllm_loads_no_weights_that_the_replica_has_not_fetched(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "scratch"
+    (root / "v2").mkdir(parents=True)
+    (root / "link").symlink_to(tmp_path)
+    monkeypatch.setenv(worker.WEIGHTS_ROOT, str(root))
+    loaded: list[str] = []
+
+    class Worker(worker.LoadsPolicies):
+        model_runner = MagicMock()
+
+        def reload_weights(self, weights_path: str) -> None:
+            loaded.append(weights_path)
+
+    with pytest.raises(ValueError, match="is not below"):
+        Worker().load_policy(path)
+    assert not loaded
+    for inside in ("v2", str(root / "v2")):
+        Worker().load_policy(inside)
+    assert loaded == [str((root / "v2").resolve())] * 2

@@ -2,7 +2,8 @@
 
 Token ids go in and out through `/inference/v1/generate`, which also returns the version of the
 weights that generated each token. The routes that load weights exist in vLLM's development mode
-only and have no authentication, so the server must listen on loopback.
+only and have no authentication, so the server listens on a Unix socket that its user alone can
+reach: on loopback, every user of the machine and every web page could call them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -74,11 +76,17 @@ class RgbImage:
 class VllmApi:
     """The API of one vLLM server. It retries nothing: only the caller knows if that is safe."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, socket: Path) -> None:
+        """Makes a client of the server that listens on a Unix socket; nothing is sent yet."""
         self._http = httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{port}",
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEPALIVE_S
+            base_url="http://vllm",
+            transport=httpx.AsyncHTTPTransport(
+                uds=str(socket),
+                limits=httpx.Limits(
+                    max_connections=None,
+                    max_keepalive_connections=256,
+                    keepalive_expiry=KEEPALIVE_S,
+                ),
             ),
             timeout=httpx.Timeout(None, connect=5.0),
         )

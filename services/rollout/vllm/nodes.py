@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Collection, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,7 @@ from services.common.http import HttpClient
 from services.common.objectstore import ObjectStore
 from services.rollout.api.nodes import EngineState, FetchProgress, KeptVersions, StartEngine
 from services.rollout.errors import EngineLost
-from services.rollout.vllm.server import NodePlace, VllmOptions, free_port
+from services.rollout.vllm.server import NodePlace, VllmOptions
 from services.rollout.weights import WeightCache
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,7 @@ class WorkerNodes:
 
         weights: name of the version's directory.
         """
-        leader = NodePlace(0, 1 + len(self._nodes), self._leader_host, free_port(""))
+        leader = NodePlace(0, 1 + len(self._nodes), self._leader_host, _free_port())
         engines = [
             StartEngine(
                 weights=weights,
@@ -178,3 +179,14 @@ class SharedWeightCache(WeightCache):
     def prune(self, keep: Collection[StoredVersion]) -> None:
         super().prune(keep)
         self._nodes.keep(keep)
+
+
+def _free_port() -> int:
+    """Returns a port of this machine, on all interfaces, that nothing listens on at present.
+
+    vLLM takes the port of the rendezvous as a number, so another process may bind it first; the
+    ranks then do not meet, and vLLM does not start.
+    """
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

@@ -1,7 +1,7 @@
 """Starts vLLM, watches it, and stops it together with its workers.
 
-On one node, vLLM is a server on loopback. If the model is sharded over several nodes, that server
-runs on the leader node, and a vLLM without an API server (headless) on each worker node.
+On one node, vLLM is a server on a Unix socket. If the model is sharded over several nodes, that
+server runs on the leader node, and a vLLM without an API server (headless) on each worker node.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -116,17 +116,17 @@ class VllmOptions:
         for name, module in modules.items():
             shutil.copyfile(inspect.getfile(module), self.module_directory / f"{name}.py")
 
-    def command(self, directory: Path, port: int, place: NodePlace | None = None) -> list[str]:
+    def command(self, directory: Path, socket: Path, place: NodePlace | None = None) -> list[str]:
         """Returns the command that serves the model in `directory`.
 
+        socket: Unix socket to listen on.
         place: that of the leader node if the model is sharded over several nodes.
         """
         return [
             self.python,
             # The `vllm` script of the CPU wheel does not start.
             *("-m", "vllm.entrypoints.openai.api_server"),
-            *("--host", "127.0.0.1"),
-            *("--port", str(port)),
+            *("--uds", str(socket)),
             *([] if place is None else place.arguments()),
             *(["--middleware", MIDDLEWARE] if takes_images(read_config(directory)) else []),
             *self._model_arguments(directory),
@@ -248,13 +248,18 @@ def compiler_environment() -> dict[str, str]:
 class VllmProcess:
     """A process of vLLM. It is started once and not reused after `stop`."""
 
-    def __init__(self, options: VllmOptions, command: Sequence[str]) -> None:
-        """Starts `command`; call it from the main thread."""
+    def __init__(self, options: VllmOptions, command: Sequence[str], sockets: Path) -> None:
+        """Starts `command`; call it from the main thread.
+
+        sockets: directory of the Unix sockets, which its user alone can enter. It is removed by
+            `stop`.
+        """
         self._options = options
+        self._sockets = sockets
         options.install_modules()
         self._process = ChildProcess(
             command,
-            environment=options.variables(),
+            environment={**options.variables(), "VLLM_RPC_BASE_PATH": str(sockets)},
             log=options.log,
             append_log=True,
             working_directory=options.log.parent,
@@ -277,6 +282,7 @@ class VllmProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         await asyncio.to_thread(self._process.wait)
+        shutil.rmtree(self._sockets, ignore_errors=True)
 
     def last_error(self) -> str:
         """Returns the last error in the log that is not the consequence of another."""
@@ -296,9 +302,10 @@ class VllmServer(VllmProcess):
 
         place: that of the leader node if the model is sharded over several nodes.
         """
-        port = free_port()
-        self.api = VllmApi(port)
-        super().__init__(options, options.command(directory, port, place))
+        sockets = make_sockets_directory()
+        socket = sockets / "api.sock"
+        self.api = VllmApi(socket)
+        super().__init__(options, options.command(directory, socket, place), sockets)
 
     async def wait_ready(self) -> None:
         """Waits until the server answers.
@@ -322,8 +329,9 @@ class VllmServer(VllmProcess):
         await super().stop()
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """Returns a port of this machine that nothing listens on at present."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def make_sockets_directory() -> Path:
+    """Makes a directory that its user alone can enter, with a short path.
+
+    The path of a Unix socket has at most 107 characters, which a scratch directory may exceed.
+    """
+    return Path(tempfile.mkdtemp(prefix="bapo-vllm-"))

@@ -22,10 +22,14 @@ class LoadsPolicies:
         """Replaces the weights by those of a Hugging Face directory.
 
         weights_path: absolute, or relative to this node's own directory of versions, because the
-        workers of all nodes get the same call.
+        workers of all nodes get the same call. Raises `ValueError` if it is not below that
+        directory, where the replica puts the versions whose digests it has checked.
         """
         worker: Any = self
-        path = os.path.join(os.environ[WEIGHTS_ROOT], weights_path)
+        root = os.path.realpath(os.environ[WEIGHTS_ROOT])
+        path = os.path.realpath(os.path.join(root, weights_path))
+        if not path.startswith(root + os.sep):
+            raise ValueError(f"{weights_path} is not below {root}, which has this node's versions")
         worker.reload_weights(weights_path=path)
         self._repack_tied_head()
 

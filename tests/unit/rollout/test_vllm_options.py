@@ -13,6 +13,7 @@ from services.model.vision import WITH_VLLM
 from services.rollout.vllm.server import NodePlace, VllmOptions, compiler_environment
 from tests.micro import save_micro_vision_model
 
+SOCKET = Path("/sockets/api.sock")
 MODULES = {"bapo_vllm_worker.py", "bapo_vllm_headless.py", "bapo_vllm_images.py"}
 
 
@@ -44,17 +45,18 @@ def test_without_a_compiler_that_works_vllm_compiles_nothing(
 def test_the_command_names_the_model_and_ends_with_the_users_arguments(
     options: VllmOptions,
 ) -> None:
-    command = options.command(Path("/weights/v3"), 8123)
+    command = options.command(Path("/weights/v3"), SOCKET)
     assert command[:3] == ["python", "-m", "vllm.entrypoints.openai.api_server"]
     for flag, value in (
         ("--model", "/weights/v3"),
-        ("--host", "127.0.0.1"),
-        ("--port", "8123"),
+        ("--uds", "/sockets/api.sock"),
         ("--max-model-len", "96"),
         ("--dtype", "float32"),
         ("--worker-extension-cls", "bapo_vllm_worker.LoadsPolicies"),
     ):
         assert command[command.index(flag) + 1] == value
+    assert "--host" not in command, "it listens on no port"
+    assert "--port" not in command
     assert command[-2:] == ["--seed", "1"]
 
 
@@ -62,10 +64,10 @@ def test_a_worker_node_runs_the_model_of_its_leader_without_a_server(
     options: VllmOptions, tmp_path: Path
 ) -> None:
     leader, worker = (NodePlace(rank, 2, "leader.example", 29_999) for rank in (0, 1))
-    command = options.command(Path("/leader/v3"), 8123, leader)
+    command = options.command(Path("/leader/v3"), SOCKET, leader)
     headless = options.headless_command(Path("/worker/v3"), worker)
     assert headless[:4] == ["python", "-m", "bapo_vllm_headless", "--headless"]
-    assert "--port" not in headless
+    assert "--uds" not in headless
     for flag, value in (
         ("--nnodes", "2"),
         ("--master-addr", "leader.example"),
@@ -77,7 +79,7 @@ def test_a_worker_node_runs_the_model_of_its_leader_without_a_server(
     assert headless[headless.index("--node-rank") + 1] == "1"
     model, other = (words[words.index("--model") + 2 :] for words in (command, headless))
     assert model == other
-    assert "--nnodes" not in options.command(tmp_path, 8123)
+    assert "--nnodes" not in options.command(tmp_path, SOCKET)
 
 
 def test_the_import_path_of_vllm_has_the_modules_of_this_project_and_nothing_else(
@@ -140,7 +142,7 @@ directory = Path(sys.argv[1])
 options = VllmOptions("python", 96, "float32", directory / "vllm.log")
 VllmDriver(options, None, lambda digest: b"")
 print(read_layout(directory).image_token)
-print(*options.command(directory, 8123))
+print(*options.command(directory, Path("/api.sock")))
 print(*options.headless_command(directory, NodePlace(1, 2, "leader.example", 29_999)))
 """
 """A program for an environment with neither torch nor transformers, as the rollout image has."""
@@ -167,5 +169,5 @@ def test_models_with_recurrent_layers_have_arguments_of_their_own(tmp_path: Path
     )
     recurrent = save_micro_vision_model(tmp_path / "recurrent", "qwen3_5")
     other = save_micro_vision_model(tmp_path / "other", "qwen3_vl")
-    assert "--of-recurrent" in options.command(recurrent, 8123)
-    assert "--of-recurrent" not in options.command(other, 8123)
+    assert "--of-recurrent" in options.command(recurrent, SOCKET)
+    assert "--of-recurrent" not in options.command(other, SOCKET)
