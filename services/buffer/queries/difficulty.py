@@ -17,6 +17,7 @@ from sqlalchemy import delete, func, select, text
 from sqlalchemy.dialects.postgresql import aggregate_order_by
 
 from services.buffer.api import wire
+from services.buffer.queries.committed_steps import sampled_steps
 from services.buffer.storage.datasets import dataset_size
 from services.buffer.storage.tables import (
     DifficultySnapshot,
@@ -194,8 +195,7 @@ def bins_at(run: Run, step: int) -> wire.DifficultyBins:
 
 def bins_history(run: Run, points: int) -> list[wire.DifficultyBins]:
     """Returns the bins of at most `points` steps, evenly spaced, with the last one."""
-    stride = max(1, -(-run.current_step // points))
-    steps = range(run.current_step, 0, -stride)
+    steps = sampled_steps(run, 0, points)
     prompts = dataset_size(run.session, run.train_dataset)
     rows = run.session.execute(
         select(StepRecord.step, StepRecord.difficulty_bins)

@@ -18,6 +18,7 @@ from bapo_core.metrics import (
     unlocked_fraction,
 )
 from services.buffer.api import wire
+from services.buffer.storage.stored_groups import groups_of
 from services.buffer.storage.tables import EvaluationRecord, PromptRow, RolloutGroup, Run
 from services.common.problems import not_found
 
@@ -66,12 +67,7 @@ def _read_groups(
     return run.session.execute(
         select(PromptRow.uid, RolloutGroup.correct, RolloutGroup.token_count, RolloutGroup.majority)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
-        .where(
-            RolloutGroup.run_id == run.id,
-            RolloutGroup.step == version,
-            RolloutGroup.kind == "evaluation",
-            PromptRow.dataset == run.test_datasets[name],
-        )
+        .where(groups_of(run, version, "evaluation"), PromptRow.dataset == run.test_datasets[name])
     ).all()
 
 

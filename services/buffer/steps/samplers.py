@@ -23,6 +23,7 @@ from bapo_core.sampling import SAMPLERS, Draw, DrawContext, Posterior, draw_prom
 from services.buffer.api import wire
 from services.buffer.storage.bulk import insert_columns
 from services.buffer.storage.datasets import dataset_size
+from services.buffer.storage.stored_groups import groups_of
 from services.buffer.storage.tables import (
     PromptRow,
     RolloutGroup,
@@ -131,8 +132,8 @@ class StoredResults:
 
 
 @contextmanager
-def _refusing() -> Iterator[None]:
-    """Raises 400 for what the sampler of a plug-in does wrong."""
+def refuse_errors() -> Iterator[None]:
+    """Raises 400 for what the sampler or the batch rule of a plug-in does wrong."""
     try:
         yield
     except ConfigError as error:
@@ -156,7 +157,7 @@ def draw_round(run: Run, step: int, generation_round: int, first: int = 0) -> Dr
     def compute() -> Draw:
         size = dataset_size(run.session, run.train_dataset)
         results = StoredResults(run, as_of)
-        with _refusing():
+        with refuse_errors():
             return draw_prompts(
                 DrawContext(run.config, step, generation_round, size, results, first, earlier)
             )
@@ -187,9 +188,7 @@ def update(run: Run, step: int) -> dict[str, float]:
     rows = run.session.execute(
         select(PromptRow.position, RolloutGroup.correct, RolloutGroup.size)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
-        .where(
-            RolloutGroup.run_id == run.id, RolloutGroup.step == step, RolloutGroup.kind == "fresh"
-        )
+        .where(groups_of(run, step, "fresh"))
         .order_by(RolloutGroup.position)
     ).all()
     positions = [row.position for row in rows]
@@ -287,7 +286,7 @@ def explain_draw(run: Run, step: int, prompt: PromptRow) -> wire.PromptDraw | No
     draw = draws[number or 0]
     rank = draw.ranking.get(position)
     if draw.explain is not None:
-        with _refusing(), report_failures("sampler", kind, ConfigError):
+        with refuse_errors(), report_failures("sampler", kind, ConfigError):
             reason = str(draw.explain(position, posterior))
     elif drawn:
         reason = f"drawn by the sampler {kind}"

@@ -15,6 +15,7 @@ from services.buffer.api.trajectories import GroupRows
 from services.buffer.steps.step_state import reevaluated_entries
 from services.buffer.storage.bulk import insert_columns
 from services.buffer.storage.datasets import dataset_size
+from services.buffer.storage.stored_groups import groups_of
 from services.buffer.storage.tables import PromptRow, RolloutGroup, Run
 from services.common.problems import bad_request, conflict
 
@@ -107,11 +108,7 @@ def recorded_uids(run: Run, rollouts: wire.Rollouts) -> set[str]:
     statement = (
         select(PromptRow.uid)
         .join(RolloutGroup, RolloutGroup.prompt_id == PromptRow.id)
-        .where(
-            RolloutGroup.run_id == run.id,
-            RolloutGroup.step == step,
-            RolloutGroup.kind == kind,
-        )
+        .where(groups_of(run, step, kind))
     )
     if kind == "evaluation":
         statement = statement.where(PromptRow.dataset == dataset_of_set(run, evaluation_set))
@@ -201,9 +198,7 @@ def missing_groups(run: Run, rollouts: wire.Rollouts) -> str:
 def count_groups(run: Run, step: int, kind: wire.Kind) -> tuple[int, int]:
     """Returns how many groups of a step are recorded, and how many of these are mixed."""
     recorded, mixed = run.session.execute(
-        select(func.count(), func.count().filter(IS_MIXED)).where(
-            RolloutGroup.run_id == run.id, RolloutGroup.step == step, RolloutGroup.kind == kind
-        )
+        select(func.count(), func.count().filter(IS_MIXED)).where(groups_of(run, step, kind))
     ).one()
     return recorded, mixed
 
@@ -213,12 +208,7 @@ def _missing_of_set(run: Run, version: int, dataset: str) -> str:
         select(func.count())
         .select_from(RolloutGroup)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
-        .where(
-            RolloutGroup.run_id == run.id,
-            RolloutGroup.step == version,
-            RolloutGroup.kind == "evaluation",
-            PromptRow.dataset == dataset,
-        )
+        .where(groups_of(run, version, "evaluation"), PromptRow.dataset == dataset)
     )
     needed = dataset_size(run.session, dataset)
     return (

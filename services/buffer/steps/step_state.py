@@ -26,16 +26,14 @@ from bapo_core.algorithm import (
 )
 from bapo_core.composition import Decision, Decisions
 from bapo_core.config import RunConfig
-from bapo_core.errors import ConfigError
 from bapo_core.response_replay import StoredResponse
 from bapo_core.tasks.base import DEMONSTRATION
 from bapo_core.types import GroupSummary, Source
 from services.buffer.api import wire
 from services.buffer.steps.buffers import buffer_as_of
-from services.buffer.steps.samplers import draw_round
+from services.buffer.steps.samplers import draw_round, refuse_errors
 from services.buffer.storage.stored_groups import SUMMARY_COLUMNS, read_summaries
 from services.buffer.storage.tables import PromptRow, RolloutGroup, Run, StepRecord
-from services.common.problems import bad_request
 
 DEMONSTRATION_TEXT = PromptRow.payload[DEMONSTRATION].astext
 """The text of a prompt's demonstration, null without one."""
@@ -44,10 +42,8 @@ DEMONSTRATION_TEXT = PromptRow.payload[DEMONSTRATION].astext
 @contextmanager
 def batch_rule(config: RunConfig) -> Iterator[BatchRule]:
     """Gives the batch rule of a run; raises 400 if a plug-in's cannot be loaded, or fails."""
-    try:
+    with refuse_errors():
         yield BATCH_RULES.get(config.batch.rule) or get_batch_rule(config.batch.rule)
-    except ConfigError as error:
-        raise bad_request(str(error)) from error
 
 
 def settle_step(run: Run, record: StepRecord) -> BufferChanges:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from sqlalchemy import Row, func, select, update
+from sqlalchemy import ColumnElement, Row, and_, func, select, update
 from sqlalchemy.dialects.postgresql import JSONB
 
 from bapo_core.types import GroupSummary
@@ -46,12 +46,17 @@ LOCATION_COLUMNS = (
 """The fields of a `ManifestMember`, all but its `source`."""
 
 
+def groups_of(run: Run, step: int, kind: wire.Kind) -> ColumnElement[bool]:
+    """Matches the groups of a step and kind; those of an evaluation are of all sets."""
+    return and_(RolloutGroup.run_id == run.id, RolloutGroup.step == step, RolloutGroup.kind == kind)
+
+
 def read_summaries(run: Run, step: int, kind: wire.Kind) -> list[GroupSummary]:
     """Returns the groups of a step in the order their prompts were drawn, not of arrival."""
     rows = run.session.execute(
         select(*SUMMARY_COLUMNS)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
-        .where(RolloutGroup.run_id == run.id, RolloutGroup.step == step, RolloutGroup.kind == kind)
+        .where(groups_of(run, step, kind))
         .order_by(RolloutGroup.position)
     )
     return [GroupSummary(*row) for row in rows]
@@ -61,11 +66,7 @@ def mean_rewards(run: Run, step: int) -> tuple[float, dict[str, float]]:
     """Returns the mean reward of the fresh groups of a step, and the mean of each of its parts."""
     groups = run.session.execute(
         select(RolloutGroup.mean_reward, RolloutGroup.reward_parts)
-        .where(
-            RolloutGroup.run_id == run.id,
-            RolloutGroup.step == step,
-            RolloutGroup.kind == "fresh",
-        )
+        .where(groups_of(run, step, "fresh"))
         .order_by(RolloutGroup.position)
     ).all()
     sums: Counter[str] = Counter()
