@@ -30,7 +30,7 @@ from services.datasets import Dataset, prepare_run
 from services.exporters.mlflow import mirror_to_mlflow
 from services.report.summary import RunHistory, read_history, summarise
 from services.stack.stack import Endpoints
-from services.stack.supervisor import ProcessFailed, Supervisor, free_ports
+from services.stack.supervisor import ProcessFailed, Supervisor, bind_port
 
 POLL_INTERVAL_S = 0.5
 VLLM_MEMORY_SHARE = 0.9
@@ -170,15 +170,17 @@ def _start_processes(
         **_threads(),
     }
     engines = _engines(run.config)
-    for name, port in zip(engines, free_ports(len(engines)), strict=True):
-        replica = {
-            **run.endpoints.process_environment(tokens["replica"]),
-            "BAPO_REPLICA": name,
-            "BAPO_PORT": str(port),
-            "BAPO_SCRATCH": str(scratch / name),
-            **engine_threads(run.config.rollout),
-        }
-        supervisor.start_python(name, "services.rollout.server", settings | replica)
+    for name in engines:
+        with bind_port() as listener:
+            replica = {
+                **run.endpoints.process_environment(tokens["replica"]),
+                "BAPO_REPLICA": name,
+                "BAPO_PORT": str(listener.getsockname()[1]),
+                "BAPO_SCRATCH": str(scratch / name),
+                **engine_threads(run.config.rollout),
+            }
+            variables = settings | replica
+            supervisor.start_python(name, "services.rollout.server", variables, listener=listener)
     collector = {
         **run.endpoints.process_environment(tokens["collector"]),
         **run.endpoints.verifier_environment(),

@@ -1,8 +1,9 @@
-"""Writes files that other processes read meanwhile."""
+"""Files and sockets that other processes use meanwhile."""
 
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 from pathlib import Path
 
@@ -21,3 +22,16 @@ def write_private(path: Path, text: str) -> None:
     except BaseException:
         os.unlink(partial)
         raise
+
+
+def is_dead_socket(path: Path) -> bool:
+    """Returns whether a file is a Unix socket on which nothing listens any more."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.setblocking(False)
+        try:
+            client.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+    return False

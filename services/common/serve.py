@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from contextlib import suppress
 
@@ -27,7 +28,9 @@ def serve(
         timeout_graceful_shutdown=5,
     )
     server = server_class(config)
+    inherited = settings.listen_fd
+    sockets = None if inherited is None else [socket.socket(fileno=inherited)]
     with suppress(KeyboardInterrupt):
-        server.run()
+        server.run(sockets)
     if not server.started:
         sys.exit(STARTUP_FAILED)

@@ -132,6 +132,9 @@ class ServerSettings(Settings):
     """Interface to listen on."""
     port: int = Field(ge=1, le=65_535)
     """Port to listen on."""
+    listen_fd: int | None = None
+    """Descriptor of a socket that listens already, which the process inherits, in place of `host`
+    and `port`: nobody else can bind the port before it does."""
 
 
 class BufferClientSettings(Settings):

@@ -31,19 +31,24 @@ def start_postgres(supervisor: Supervisor, data: Path, sockets: Path) -> str:
     binaries = find_binaries()
     data.mkdir(parents=True, exist_ok=True, mode=0o700)
     user = None
+    access: list[str] = []
     if os.geteuid() == 0:
         user = _unprivileged_user()
         for directory in (data, sockets):
             shutil.chown(directory, user)
-        for directory in (data, binaries, sockets):
+        # The home is closed to others, but for the group of Postgres's user.
+        shutil.chown(data.parent, group=pwd.getpwnam(user).pw_gid)
+        data.parent.chmod(0o710)
+        for directory in (data.parent, binaries, sockets):
             _let_traverse(directory)
+        access = _let_root_alone_connect(sockets, user)
     if not (data / "PG_VERSION").exists():
         _create_cluster(binaries, data, user)
     supervisor.start(
         "postgres",
         # Without a port: the socket is in a directory that only its owner can enter.
         [str(binaries / "postgres"), "-D", str(data), "-k", str(sockets)]
-        + ["-h", "", "-c", "max_connections=100", "-c", "shared_buffers=64MB"],
+        + ["-h", "", "-c", "max_connections=100", "-c", "shared_buffers=64MB", *access],
         user=user,
         # SIGINT is Postgres's fast shutdown, which does not wait for clients to disconnect.
         stop_signal=signal.SIGINT,
@@ -73,6 +78,24 @@ def _create_cluster(binaries: Path, data: Path, user: str | None) -> None:
     )
     if initdb.returncode:
         raise BapoError(f"initdb failed in {data}: {initdb.stderr.strip().splitlines()[-1]}")
+
+
+def _let_root_alone_connect(sockets: Path, user: str) -> list[str]:
+    """Returns Postgres's arguments that refuse connections of its own user.
+
+    All stacks of root share that user, so its processes can enter the directory of the socket.
+    """
+    files = {
+        "hba_file": "local all postgres peer map=owner\n",
+        "ident_file": "owner root postgres\n",
+    }
+    arguments = []
+    for name, text in files.items():
+        path = sockets / name
+        path.write_text(text)
+        shutil.chown(path, user)
+        arguments += ["-c", f"{name}={path}"]
+    return arguments
 
 
 def _unprivileged_user() -> str:

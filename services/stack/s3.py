@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -18,7 +17,7 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from bapo_core.errors import BapoError
-from services.common.files import write_private
+from services.common.files import is_dead_socket, write_private
 from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.common.settings import ObjectStoreSettings
 from services.stack.supervisor import Supervisor
@@ -107,6 +106,7 @@ def start_s3(
         "-s3.port.iceberg=0",
         "-s3.port.lance=0",
         "-s3.iam=false",
+        "-s3.allowedOrigins=http://127.0.0.1",  # Any page by default.
         f"-s3.config={identities}",
         # Else a bucket that was deleted returns with the next write, without what was in it.
         "-s3.autoCreateBucket=false",
@@ -145,21 +145,8 @@ def remove_dead_sockets() -> None:
     """Removes this user's sockets of SeaweedFS servers that have ended, which leave them."""
     for path in SOCKETS.glob("seaweedfs-*.sock"):
         with suppress(OSError):
-            if path.lstat().st_uid == os.geteuid() and _is_dead(path):
+            if path.lstat().st_uid == os.geteuid() and is_dead_socket(path):
                 path.unlink()
-
-
-def _is_dead(path: Path) -> bool:
-    """Returns whether nothing listens on a Unix socket."""
-    with socket.socket(socket.AF_UNIX) as client:
-        client.setblocking(False)
-        try:
-            client.connect(str(path))
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False
-    return False
 
 
 def _make_certificate(directory: Path) -> dict[str, str]:

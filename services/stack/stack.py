@@ -1,7 +1,8 @@
 """The local stack: Postgres, S3, the buffer service and the verifier, under one supervisor.
 
 At most one stack runs in a home directory. `stack.lock` there is held by the process that runs it,
-`stack.json` says how to reach it, and `stack.users` is locked by every command that uses it.
+and has its id; `stack.json` says how to reach it, and `stack.users` is locked by every command that
+uses it.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import pwd
 import secrets
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -39,7 +42,7 @@ from services.common.process import (
 from services.common.settings import ObjectStoreSettings
 from services.stack import DEFAULT_PORT, s3
 from services.stack.postgres import start_postgres
-from services.stack.supervisor import Supervisor, check_port_free, free_ports
+from services.stack.supervisor import Supervisor, bind_port, free_ports
 
 READY_WITHIN_S = 60.0
 """Seconds within which one process of the stack must become ready."""
@@ -110,17 +113,21 @@ class Stack:
 
     def __init__(self, home: Path, supervisor: Supervisor, port: int) -> None:
         self._home, self._supervisor, self._port = home, supervisor, port
-        self._token = _token_of(home)
 
     def start(self, sockets: Path) -> Endpoints:
         """Starts all processes; `sockets` is a directory with a short path, for Postgres.
 
         Raises `BapoError` when the port is busy or a process does not become ready.
         """
-        if self._port:
-            check_port_free(self._port, "--port")
-        verifier_port, any_port, *s3_ports = free_ports(2 + s3.PORTS)
-        buffer_port = self._port or any_port
+        with bind_port(self._port, "--port") as buffer, bind_port() as verifier:
+            return self._start_processes(sockets, buffer, verifier)
+
+    def _start_processes(
+        self, sockets: Path, buffer: socket.socket, verifier: socket.socket
+    ) -> Endpoints:
+        """Starts all processes; the buffer service and the verifier serve these sockets."""
+        buffer_port, verifier_port = (bound.getsockname()[1] for bound in (buffer, verifier))
+        s3_ports = free_ports(s3.PORTS)
         object_store = s3.start_s3(self._supervisor, self._home / "s3", s3_ports)
         database_url = start_postgres(self._supervisor, self._home / "postgres", sockets)
         endpoints = Endpoints(
@@ -130,30 +137,33 @@ class Stack:
             s3_endpoint=object_store.endpoint,
             s3_access_key=object_store.access_key.get_secret_value(),
             s3_secret_key=object_store.secret_key.get_secret_value(),
-            token=self._token,
+            # New for each start, so that what has read an old one has nothing.
+            token=secrets.token_urlsafe(24),
             verifier_token=secrets.token_urlsafe(24),
             pid=os.getpid(),
         )
-        self._start_verifier(verifier_port, endpoints.verifier_token)
+        self._start_verifier(verifier, endpoints.verifier_token)
         s3.await_s3(self._supervisor, object_store)
         environment = {
             "BAPO_DATABASE_URL": database_url,
             **endpoints.process_environment(endpoints.token),
-            **_service_variables(buffer_port),
+            **_service_variables(buffer),
         }
-        self._supervisor.start_python("buffer", "services.buffer.main", environment)
+        self._supervisor.start_python(
+            "buffer", "services.buffer.main", environment, listener=buffer
+        )
         for url in (endpoints.verifier_url, endpoints.buffer_url):
             self._supervisor.wait_until(partial(_is_healthy, url), url, seconds=READY_WITHIN_S)
         return endpoints
 
-    def _start_verifier(self, port: int, token: str) -> None:
+    def _start_verifier(self, listener: socket.socket, token: str) -> None:
         """Starts the verifier, whose processes run graders: it gets no secret but its token."""
         settings = {
             name: value for name, value in os.environ.items() if name.startswith("BAPO_VERIFIER_")
         }
         environment = {
             **settings,
-            **_service_variables(port),
+            **_service_variables(listener),
             "BAPO_TOKEN": token,
             "BAPO_HOME": str(self._home),
         }
@@ -163,19 +173,12 @@ class Stack:
             "services.verifier.app",
             environment,
             inherited=without_secrets(os.environ),
+            listener=listener,
         )
 
 
-def _service_variables(port: int) -> dict[str, str]:
-    return {"BAPO_PORT": str(port), "OMP_NUM_THREADS": "1"}
-
-
-def _token_of(home: Path) -> str:
-    """Returns the admin token of a home's stacks: addresses of the dashboard stay valid."""
-    file = home / "token"
-    if not file.exists():
-        write_private(file, secrets.token_urlsafe(24))
-    return file.read_text()
+def _service_variables(listener: socket.socket) -> dict[str, str]:
+    return {"BAPO_PORT": str(listener.getsockname()[1]), "OMP_NUM_THREADS": "1"}
 
 
 def _is_healthy(url: str) -> bool:
@@ -186,6 +189,44 @@ def _is_healthy(url: str) -> bool:
 
 
 # ---- one stack for each home --------------------------------------------------------------------
+
+
+def check_home(home: Path) -> None:
+    """Raises `BapoError` unless a home, if it exists, is this user's and no other can write to it.
+
+    Whoever can write to it can put addresses and tokens there, which commands would follow.
+    """
+    try:
+        status = home.stat()
+    except FileNotFoundError:
+        return
+    if status.st_uid != os.geteuid():
+        raise BapoError(
+            f"{home} belongs to another user ({_name_of(status.st_uid)}), who may have put "
+            "addresses and tokens there; remove it, or set BAPO_HOME to a directory of your own"
+        )
+    if status.st_mode & 0o022:
+        raise BapoError(
+            f"{home} can be written to by other users (mode {status.st_mode & 0o777:o}), who may "
+            "have put addresses and tokens there; if you know all that is in it, run `chmod go-w "
+            f"{home}`, else set BAPO_HOME to another directory"
+        )
+
+
+def _make_home(home: Path) -> None:
+    """Makes a home that other users cannot enter. Raises `BapoError` as `check_home` does."""
+    check_home(home)
+    home.mkdir(parents=True, exist_ok=True, mode=0o700)
+    mode = home.stat().st_mode
+    if mode & 0o067:  # Where we are root, the group of Postgres's user may pass through.
+        home.chmod(mode & 0o710)
+
+
+def _name_of(user: int) -> str:
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return str(user)
 
 
 class StackBusy(BapoError):
@@ -212,17 +253,21 @@ def _supervised_stack(
 
     stays: as in `Endpoints`.
     """
-    home.mkdir(parents=True, exist_ok=True)
-    with (home / "stack.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+    _make_home(home)
+    with (home / "stack.lock").open("a") as lock:
+        if not _acquire(lock):
             raise StackBusy(
                 f"a stack is starting or running in {home}; stop it with `bapo stack down`, or "
                 "use another BAPO_HOME"
-            ) from error
-        sockets = Path(tempfile.mkdtemp(prefix="bapo-", dir="/tmp"))
+            )
         state = home / "stack.json"
+        # What a killed stack has left must not look like this one.
+        state.unlink(missing_ok=True)
+        (home / "token").unlink(missing_ok=True)  # of an earlier version
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        sockets = _make_sockets(home)
         try:
             with Supervisor(home / "logs") as supervisor:
                 started = Stack(home, supervisor, port).start(sockets)
@@ -234,32 +279,54 @@ def _supervised_stack(
                     state.unlink(missing_ok=True)
         finally:
             shutil.rmtree(sockets, ignore_errors=True)
+            (home / "sockets").unlink(missing_ok=True)
             s3.remove_dead_sockets()
 
 
+def _acquire(lock: TextIO) -> bool:
+    """Returns whether the lock of a home could be acquired.
+
+    Commands that look whether it is held acquire it for a moment, so it is tried again.
+    """
+    for _ in range(10):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.02)
+        else:
+            return True
+    return False
+
+
+def _make_sockets(home: Path) -> Path:
+    """Makes the directory of Postgres's socket, with a short path; removes a killed stack's.
+
+    `sockets` in the home names it.
+    """
+    record = home / "sockets"
+    if record.exists():
+        shutil.rmtree(record.read_text(), ignore_errors=True)
+    sockets = Path(tempfile.mkdtemp(prefix="bapo-", dir="/tmp"))
+    write_private(record, str(sockets))
+    return sockets
+
+
 def find_stack(home: Path) -> Endpoints | None:
-    """Returns the stack that runs in `home`, None when there is none."""
+    """Returns the stack that runs in `home`, None when there is none.
+
+    Raises `BapoError` as `check_home` does.
+    """
+    check_home(home)
     try:
         endpoints = Endpoints(**json.loads((home / "stack.json").read_text()))
     except FileNotFoundError:
         return None
-    return endpoints if _accepts_token(endpoints) else None
-
-
-def _accepts_token(endpoints: Endpoints) -> bool:
-    """Returns whether the stack of `stack.json` runs.
-
-    After a crash, another process may listen on its port, but not with its token.
-    """
-    try:
-        response = httpx.get(
-            f"{endpoints.buffer_url}/v1/token",
-            headers={"Authorization": f"Bearer {endpoints.token}"},
-            timeout=2,
-        )
-    except httpx.TransportError:
-        return False
-    return response.status_code != 401
+    # After a crash, another process may listen on the port, and must not get the token. The lock
+    # ends with the process that holds it, however it ends.
+    lock = home / "stack.lock"
+    if not _is_held(lock) or lock.read_text() not in ("", str(endpoints.pid)):
+        return None
+    return endpoints if _is_healthy(endpoints.buffer_url) else None
 
 
 @contextmanager
@@ -269,7 +336,7 @@ def find_or_start_stack(home: Path, port: int = DEFAULT_PORT) -> Iterator[Endpoi
     The command that started a stack waits for the other users before it stops the stack. A command
     that comes during that time waits for the stop and starts the next stack.
     """
-    home.mkdir(parents=True, exist_ok=True)
+    _make_home(home)
     deadline, announced = time.monotonic() + 2 * READY_WITHIN_S, False
     with (home / "stack.users").open("w") as users:
         while True:
@@ -328,7 +395,8 @@ def stack_up(home: Path, port: int = DEFAULT_PORT) -> Endpoints:
                 "stack up` when it has ended"
             )
         return endpoints
-    (home / "logs").mkdir(parents=True, exist_ok=True)
+    _make_home(home)
+    (home / "logs").mkdir(exist_ok=True)
     log = home / "logs" / "stack.log"
     with log.open("w") as output:
         # Not a `ChildProcess`, which would end with this process.

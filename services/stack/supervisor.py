@@ -55,6 +55,7 @@ class Supervisor:
         *,
         environment: Mapping[str, str] | None = None,
         inherited: Mapping[str, str] | None = None,
+        listener: socket.socket | None = None,
         user: str | None = None,
         stop_signal: signal.Signals = signal.SIGTERM,
         stop_within_s: float = STOP_WITHIN_S,
@@ -65,6 +66,7 @@ class Supervisor:
 
         environment: variables added to the inherited ones.
         inherited: variables that the child inherits; all of this process unless given.
+        listener: socket that the child is to serve (`BAPO_LISTEN_FD`).
         user: name of the user to run as; needs root.
         stop_signal: signal that asks the child to stop.
         stop_within_s: seconds after which a child that was asked to stop is killed.
@@ -77,7 +79,9 @@ class Supervisor:
             environment={
                 **(os.environ if inherited is None else inherited),
                 **(environment or {}),
+                **({} if listener is None else {"BAPO_LISTEN_FD": str(listener.fileno())}),
             },
+            pass_fds=() if listener is None else (listener.fileno(),),
             log=log,
             user=user,
             stop_signal=stop_signal,
@@ -91,9 +95,16 @@ class Supervisor:
         environment: Mapping[str, str],
         *,
         inherited: Mapping[str, str] | None = None,
+        listener: socket.socket | None = None,
     ) -> None:
         """Starts one of this project's modules, as `start` does."""
-        self.start(name, python_command(module), environment=environment, inherited=inherited)
+        self.start(
+            name,
+            python_command(module),
+            environment=environment,
+            inherited=inherited,
+            listener=listener,
+        )
 
     def check(self) -> None:
         """Raises `ProcessFailed` when a child has ended with an error."""
@@ -163,15 +174,26 @@ def free_ports(count: int) -> list[int]:
             probe.close()
 
 
-def check_port_free(port: int, option: str) -> None:
-    """Raises `BapoError` when the port is in use; the message names `option`, which sets it."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise BapoError(
-                f"port {port} is busy; stop the process that listens on it, or choose another port "
-                f"with {option} (0 takes any free one); if it is the stack of another directory, "
-                "call bapo from there or set BAPO_HOME"
-            ) from error
+def bind_port(port: int = 0, option: str = "") -> socket.socket:
+    """Returns a socket that listens on a port of 127.0.0.1, for a child to serve.
+
+    Connections wait until the child accepts them. A socket that is bound and does not listen would
+    not keep others from the port, if they set SO_REUSEADDR, too.
+
+    port: 0 takes any free one. option: the option that sets the port, for the message.
+
+    Raises `BapoError` when the port is in use.
+    """
+    bound = socket.socket()
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", port))
+        bound.listen(2048)
+    except OSError as error:
+        bound.close()
+        raise BapoError(
+            f"port {port} is busy; stop the process that listens on it, or choose another port "
+            f"with {option} (0 takes any free one); if it is the stack of another directory, "
+            "call bapo from there or set BAPO_HOME"
+        ) from error
+    return bound

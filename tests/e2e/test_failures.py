@@ -143,7 +143,7 @@ def test_stack_up_and_down_leave_nothing(
     endpoints = find_stack(own_home)
     assert endpoints is not None
     assert (own_home / "stack.json").stat().st_mode & 0o077 == 0
-    assert (own_home / "token").stat().st_mode & 0o077 == 0
+    assert own_home.stat().st_mode & 0o007 == 0
     with find_or_start_stack(own_home, 0) as used:
         assert used == endpoints
         assert "another command uses the services" in refused(command("stack", "down"))
@@ -171,7 +171,9 @@ def test_a_killed_supervisor_takes_the_stack_with_it(command: Command, own_home:
     assert command("stack", "up", "--port", "0").returncode == 0
     again = find_stack(own_home)
     assert again is not None
-    assert again.token == endpoints.token, "links to the dashboard hold it"
+    assert again.token != endpoints.token, "what has read the old one has nothing"
+    sockets = Path(endpoints.database_url.rpartition("host=")[2])
+    assert not sockets.exists(), "the next stack removes what a killed one leaves in /tmp"
     with find_or_start_stack(own_home, 0):
         assert command("stack", "down", "--force").stdout.strip() == "stopped"
 
@@ -202,7 +204,7 @@ def test_a_stack_that_does_not_answer_is_not_taken_for_none(
     assert command("stack", "down").stdout.strip() == "no stack is running"
 
 
-def test_a_stale_file_of_a_stack_is_told_by_its_token(
+def test_a_stale_file_of_a_stack_is_told_by_the_lock(
     command: Command, own_home: Path, stack: Endpoints
 ) -> None:
     assert command("stack", "up", "--port", "0").returncode == 0
@@ -213,7 +215,7 @@ def test_a_stale_file_of_a_stack_is_told_by_its_token(
     state.write_text(json.dumps(stale | {"buffer_url": stack.buffer_url}))
     assert find_stack(own_home) is None
     state.write_text(json.dumps(stale | {"buffer_url": stack.buffer_url, "token": stack.token}))
-    assert find_stack(own_home) is not None
+    assert find_stack(own_home) is None
 
 
 def test_a_request_that_can_only_fail_ends_the_run_with_prompts_and_reason(

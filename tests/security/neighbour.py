@@ -23,8 +23,10 @@ def other_user() -> dict[str, Any]:
     return {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": []}
 
 
-def as_other_user(work: Callable[[], Any]) -> Any:
+def as_other_user(work: Callable[[], Any], entry: pwd.struct_passwd | None = None) -> Any:
     """Calls a function as another user, in a fork of this process; returns what it returns.
+
+    entry: the user, `OTHER_USER` unless given.
 
     Python's interpreter may be in a directory that the other user cannot enter.
     """
@@ -34,7 +36,7 @@ def as_other_user(work: Callable[[], Any]) -> Any:
         status = 1
         try:
             if not os.geteuid():
-                entry = pwd.getpwnam(OTHER_USER)
+                entry = entry or pwd.getpwnam(OTHER_USER)
                 os.setgroups([])
                 os.setgid(entry.pw_gid)
                 os.setuid(entry.pw_uid)

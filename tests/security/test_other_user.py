@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import json
 import os
+import pwd
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from unittest.mock import MagicMock
 
 import httpx
 import psutil
+import psycopg
 import pytest
 
+from bapo_core.errors import BapoError
+from services.cli import main as cli
 from services.common.objectstore import ObjectStore
 from services.rollout.vllm import worker
 from services.rollout.vllm.server import VllmOptions, VllmServer
-from services.stack import s3
-from services.stack.stack import Endpoints
-from services.stack.supervisor import Supervisor, free_ports
+from services.stack import postgres, s3
+from services.stack.stack import Endpoints, find_stack, running_stack, stack_up
+from services.stack.supervisor import Supervisor, bind_port, free_ports
 from tests.security.neighbour import as_other_user, other_user
 
 SECRET = b"weights of alice"
@@ -326,3 +334,152 @@ def test_vllm_loads_no_weights_that_the_replica_has_not_fetched(
     for inside in ("v2", str(root / "v2")):
         Worker().load_policy(inside)
     assert loaded == [str((root / "v2").resolve())] * 2
+
+
+# ---- addresses, tokens and the home ------------------------------------------------------------
+
+
+@pytest.fixture
+def stranger() -> Iterator[tuple[str, list[bytes]]]:
+    """Yields the address of a server of another user, and what it has been sent."""
+    heard: list[bytes] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def listen() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        heard.append(connection.recv(4096))
+                        connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+
+        threading.Thread(target=listen, daemon=True).start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", heard
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("lock", ["missing", "free", "of another process"])
+def test_after_a_crash_nobody_who_listens_on_the_old_port_gets_the_token(
+    lock: str,
+    stack: Endpoints,
+    stranger: tuple[str, list[bytes]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url, heard = stranger
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    (home / "stack.json").write_text(json.dumps({**asdict(stack), "buffer_url": url}))
+    monkeypatch.setenv("BAPO_HOME", str(home))
+    monkeypatch.delenv("BAPO_BUFFER_URL", raising=False)
+    with (home / "stack.lock").open("w") as file:
+        if lock == "missing":
+            (home / "stack.lock").unlink()
+        elif lock == "of another process":
+            file.write("1")
+            file.flush()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        for arguments in (["runs"], ["stop", "a-run"], ["token", "list"]):
+            with pytest.raises(SystemExit):
+                cli.main(arguments)
+            assert "no stack is running" in capsys.readouterr().err
+    assert heard == []
+
+
+@pytest.mark.parametrize("planted", ["owner", "writable", "sticky"])
+def test_a_home_that_another_user_may_have_filled_is_refused(planted: str, tmp_path: Path) -> None:
+    home = tmp_path / ".bapo"
+    home.mkdir(mode=0o700)
+    (home / "token").write_text("known to the other user")
+    if planted == "owner":
+        # Root alone can give a directory away.
+        home = Path("/etc") if os.geteuid() else home
+        if not os.geteuid():
+            os.chown(home, other_user()["user"], other_user()["group"])
+        expected = "belongs to another user"
+    else:
+        home.chmod(0o1777 if planted == "sticky" else 0o770)
+        expected = "can be written to by other users"
+    for use in (find_stack, stack_up, lambda home: running_stack(home, 0).__enter__()):
+        with pytest.raises(BapoError, match=expected):
+            use(home)
+    assert [path.name for path in (tmp_path / ".bapo").iterdir()] == ["token"]
+
+
+def test_another_user_cannot_enter_the_home(stack: Endpoints, home: Path) -> None:
+    def readable() -> list[str]:
+        names = ("", "stack.json", "logs", "s3", "postgres", "models", "scratch", "stack.lock")
+        return [name for name in names if os.access(home / name, os.R_OK)]
+
+    assert "stack.json" in readable()
+    if not os.geteuid():
+        assert as_other_user(readable) == []
+    assert home.stat().st_mode & 0o067 == 0
+
+
+def test_a_home_that_was_open_to_readers_is_closed(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    home.chmod(0o755)
+    with find_lock(home):
+        pass
+    assert home.stat().st_mode & 0o077 == 0o010 & home.stat().st_mode
+
+
+@contextmanager
+def find_lock(home: Path) -> Iterator[None]:
+    """Begins to start a stack in a home, which a busy port ends."""
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        with pytest.raises(BapoError, match=f"port {port} is busy"):
+            running_stack(home, port).__enter__()
+        yield
+
+
+def test_a_port_of_a_service_is_taken_before_the_service_runs() -> None:
+    with bind_port() as ours:
+        port = ours.getsockname()[1]
+
+        def bind() -> bool:
+            with socket.socket() as theirs:
+                theirs.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                theirs.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+                try:
+                    theirs.bind(("127.0.0.1", port))
+                    theirs.listen()
+                except OSError:
+                    return False
+            return True
+
+        assert not as_other_user(bind)
+
+
+def test_what_a_killed_stack_has_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    """A busy port ends the next one before its services start."""
+    home = tmp_path / "home"
+    home.mkdir(mode=0o700)
+    left = Path(tempfile.mkdtemp(prefix="bapo-", dir="/tmp"))
+    (left / ".s.PGSQL.5432").touch()
+    (home / "sockets").write_text(str(left))
+    (home / "stack.json").write_text("{}")
+    with find_lock(home):
+        assert not left.exists()
+        assert sorted(path.name for path in home.iterdir()) == ["logs", "stack.lock"]
+
+
+def test_postgres_knows_root_alone(stack: Endpoints) -> None:
+    """All stacks of root share the user of Postgres, which can enter the socket's directory."""
+    directory = stack.database_url.rpartition("host=")[2]
+
+    def connect() -> str:
+        try:
+            psycopg.connect(host=directory, user="postgres", dbname="postgres").close()
+        except psycopg.OperationalError as error:
+            return str(error)
+        return "connected"
+
+    assert connect() == "connected"
+    if not os.geteuid():
+        entry = pwd.getpwnam(postgres.USER)
+        assert "Peer authentication failed" in as_other_user(connect, entry)

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bapo_core.errors import BapoError
+from services.common.files import is_dead_socket
 from services.common.process import ChildProcess, without_secrets
 from services.model.vision import read_config
 from services.rollout.errors import EngineLost, ModelLoadError
@@ -34,6 +35,9 @@ log = logging.getLogger(__name__)
 
 SUPPORTED = ("0.32.",)
 """Prefixes of the vLLM versions whose routes and flags the contract tests have covered."""
+SOCKETS_PREFIX = "bapo-vllm-"
+API_SOCKET = "api.sock"
+"""Name of the socket of vLLM's server, in a temporary directory of its own."""
 STOP_WITHIN_S = 10.0
 COMPILE_WITHIN_S = 60.0
 """Seconds for the trial of the C++ compiler, which takes less than one on an idle machine."""
@@ -303,7 +307,7 @@ class VllmServer(VllmProcess):
         place: that of the leader node if the model is sharded over several nodes.
         """
         sockets = make_sockets_directory()
-        socket = sockets / "api.sock"
+        socket = sockets / API_SOCKET
         self.api = VllmApi(socket)
         super().__init__(options, options.command(directory, socket, place), sockets)
 
@@ -333,5 +337,9 @@ def make_sockets_directory() -> Path:
     """Makes a directory that its user alone can enter, with a short path.
 
     The path of a Unix socket has at most 107 characters, which a scratch directory may exceed.
+    Directories of replicas that were killed are removed.
     """
-    return Path(tempfile.mkdtemp(prefix="bapo-vllm-"))
+    for left in Path(tempfile.gettempdir()).glob(f"{SOCKETS_PREFIX}*"):
+        if left.lstat().st_uid == os.geteuid() and is_dead_socket(left / API_SOCKET):
+            shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=SOCKETS_PREFIX))
