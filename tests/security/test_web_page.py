@@ -1,21 +1,101 @@
-"""What a web page in a browser on the machine of a local stack can do: send simple requests.
+"""What a web page can do, in a browser on the machine of a local stack, and within bapo's own pages.
 
-A page sends GET, and POST with a body of `text/plain`, to any port of 127.0.0.1 without asking the
-server first. It cannot read the answers, and it knows no token.
+Text that gets into a page of bapo runs no code there. A page of somebody else's can send GET, and
+POST with a body of `text/plain`, to any port of 127.0.0.1 without asking the server first; it cannot
+read the answers, and it knows no token.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import threading
 from collections.abc import Iterator
 from hashlib import sha256
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from playwright.sync_api import Browser, sync_playwright
 
 from services.common.objectstore import ObjectStore
+from services.report.html import page
 from services.stack.stack import Endpoints
+
+CHROMIUMS = ("chromium", "google-chrome", "google-chrome-stable", "chromium-browser")
+PIXEL = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9"
+    "awAAAABJRU5ErkJggg=="
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    program = next(filter(None, map(shutil.which, CHROMIUMS)), None)
+    if program is None:
+        pytest.skip("needs Chromium: run `make install-chromium`")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[tuple[str, list[str]]]:
+    """Yields the address of a server, and the paths that it was asked for."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_error(404)
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_report_runs_and_loads_nothing_even_where_a_text_was_not_escaped(
+    browser: Browser, elsewhere: tuple[str, list[str]], tmp_path: Path
+) -> None:
+    address, asked = elsewhere
+    body = (
+        '<script>document.title = "changed"</script>'
+        f'<script src="{address}/script"></script>'
+        f'<img src="{address}/image" onerror="document.title = \'changed\'">'
+        f'<iframe src="{address}/frame"></iframe>'
+        f'<style>@import "{address}/style"; h1 {{ background: url({address}/background) }}</style>'
+        f'<form action="{address}/form"><input name="a"></form>'
+        f'<base href="{address}/">'
+        f'<h1 style="color: rgb(1, 2, 3)">title</h1><img id="own" src="{PIXEL}">'
+    )
+    file = tmp_path / "report.html"
+    file.write_text(page("a run", body))
+    tab = browser.new_page()
+    tab.goto(file.as_uri())
+    assert tab.title() == "a run"
+    assert tab.evaluate("getComputedStyle(document.querySelector('h1')).color") == "rgb(1, 2, 3)"
+    assert tab.evaluate("document.getElementById('own').naturalWidth") == 1
+    assert tab.evaluate("document.baseURI") == file.as_uri()
+    # A script of the browser's own, which the policy does not concern.
+    tab.evaluate("document.forms[0].submit()")
+    tab.wait_for_load_state("networkidle")
+    tab.close()
+    assert asked == []
+
+
+# ---- requests of a page to the ports of a stack --------------------------------------------------
 
 PAGE = {"Origin": "http://evil.example", "Host": "evil.example", "Content-Type": "text/plain"}
 PATHS = (
@@ -65,12 +145,14 @@ def test_a_simple_request_to_a_port_of_the_stack_does_nothing(
 ) -> None:
     assert int(stack.buffer_url.rpartition(":")[2]) in ports or os.geteuid()
     allowed = []
-    with httpx.Client(headers=PAGE, timeout=10, trust_env=False) as page:
+    with httpx.Client(headers=PAGE, timeout=10, trust_env=False) as attacker:
         for port in ports:
             for path in PATHS:
                 body = b'{"method": "load_policy"}' if method == "POST" else None
                 try:
-                    answer = page.request(method, f"http://127.0.0.1:{port}{path}", content=body)
+                    answer = attacker.request(
+                        method, f"http://127.0.0.1:{port}{path}", content=body
+                    )
                 except httpx.HTTPError:
                     continue  # gRPC, which a page cannot speak
                 if answer.is_success:
