@@ -1,8 +1,8 @@
-"""What a web page can do, in a browser on the machine of a local stack, and within bapo's own pages.
+"""What a web page can do, in a browser on the machine of a local stack and within bapo's own pages.
 
 Text that gets into a page of bapo runs no code there. A page of somebody else's can send GET, and
-POST with a body of `text/plain`, to any port of 127.0.0.1 without asking the server first; it cannot
-read the answers, and it knows no token.
+POST with a body of `text/plain`, to any port of 127.0.0.1 without asking the server first; it
+cannot read the answers, and it knows no token.
 """
 
 from __future__ import annotations
