@@ -29,6 +29,7 @@ from services.buffer.routes import (
 from services.buffer.routes.common import ERRORS
 from services.buffer.runs import tokens
 from services.buffer.service import Service
+from services.common.auth import FailureLimiter
 from services.common.errors import first_line
 from services.common.middleware import EntityTags
 from services.common.objectstore import ObjectStore, ObjectStoreError, ObjectStoreUnavailable
@@ -77,12 +78,18 @@ def create_app(
         engine.dispose()
 
     app = FastAPI(
-        title="bapo buffer service", version="1", lifespan=lifespan, description=DESCRIPTION
+        title="bapo buffer service",
+        version="1",
+        lifespan=lifespan,
+        description=DESCRIPTION,
+        # Their pages would run scripts of other hosts; /docs is a page of the dashboard's files.
+        docs_url=None,
+        redoc_url=None,
     )
     install_problem_handlers(app)
     _install_outage_handlers(app)
     app.state.service = service
-    app.state.token_failures = tokens.FailureLimiter()
+    app.state.token_failures = FailureLimiter()
     app.include_router(admin.health_router)
     app.include_router(dashboard.router)
     for router in (
@@ -127,6 +134,12 @@ def _install_outage_handlers(app: FastAPI) -> None:
     async def _invalid_value(_: Request, error: DataError) -> Response:
         reason = first_line(error.orig or error)
         return problem_response(422, "Invalid request", f"the database cannot hold it: {reason}")
+
+    @app.exception_handler(UnicodeEncodeError)
+    async def _invalid_text(_: Request, error: UnicodeEncodeError) -> Response:
+        character = error.object[error.start : error.start + 1]
+        detail = f"a text holds {character!r}, which is half a character; send whole ones"
+        return problem_response(422, "Invalid request", detail)
 
     @app.exception_handler(ObjectStoreUnavailable)
     async def _store_unavailable(_: Request, error: ObjectStoreUnavailable) -> Response:

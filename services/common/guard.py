@@ -6,6 +6,7 @@ token could so make a service hold and parse whatever it sends.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -19,6 +20,8 @@ from starlette.types import Message, Receive
 
 Body = TypeVar("Body", bound=BaseModel)
 
+BODY_WITHIN_S = 60.0
+"""Seconds to wait for more of a body."""
 LARGEST_BODY = 1 << 20
 """Largest body in bytes of a route that does not say otherwise. A parsed JSON body takes up to 28
 times its size in memory."""
@@ -74,13 +77,20 @@ class GuardedRoute(APIRoute):
 
 
 def _limit_body(receive: Receive, largest: int) -> Receive:
-    """Returns a `receive` that raises a 413 after more than `largest` bytes."""
-    size = 0
+    """Returns a `receive` that raises a 413 after more than `largest` bytes, and a 408 if no more
+    of them arrive."""
+    size, complete = 0, False
 
     async def limited() -> Message:
-        nonlocal size
-        message = await receive()
+        nonlocal size, complete
+        try:
+            async with asyncio.timeout(None if complete else BODY_WITHIN_S):
+                message = await receive()
+        except TimeoutError as error:
+            raise HTTPException(408, f"no data for {BODY_WITHIN_S:.0f} s; send it again") from error
         size += len(message.get("body", b""))
+        # The next message tells that the client has gone, whenever that is.
+        complete = not message.get("more_body", False)
         if size > largest:
             raise _too_large(largest)
         return message

@@ -1,10 +1,88 @@
-"""ASGI middleware: adds ETags to responses."""
+"""ASGI middleware: checks the host of requests, and adds headers to responses."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
+from ipaddress import ip_address
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.common.problems import problem_response
+
+
+class KnownHosts:
+    """Answers 421 to requests for a name that is not the server's.
+
+    A page of another host could otherwise have its own name resolved to this server's address, and
+    read what needs no token, as the page's own origin (DNS rebinding). IP addresses and names
+    without a full stop, such as `localhost`, cannot be rebound.
+    """
+
+    def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
+        """names: names of the server; one that begins with a full stop stands for all that end
+        with it."""
+        self._app, self._names = app, names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            host = _host_of(dict(scope["headers"]).get(b"host", b"").decode("latin-1"))
+            if not self._is_own(host):
+                response = problem_response(
+                    421,
+                    "Misdirected request",
+                    f"this server does not know the host name {host[:100]!r}; if it is one of its "
+                    "names, add it to BAPO_HOST_NAMES",
+                )
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _is_own(self, host: str) -> bool:
+        if "." not in host or _is_address(host):
+            return True
+        return any(
+            host.endswith(name) if name.startswith(".") else host == name for name in self._names
+        )
+
+
+def _host_of(header: str) -> str:
+    """Returns the host of a `Host` header, without its port, in lower case."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0].lower().rstrip(".")
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+class PrivateAnswers:
+    """Has browsers neither store answers nor guess another type of content than the stated one.
+
+    A route may state both headers itself.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_private(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = list(message["headers"])
+                stated = {name for name, _ in headers}
+                headers += [pair for pair in PRIVATE if pair[0] not in stated]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await self._app(scope, receive, send_private)
+
+
+PRIVATE = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
 
 
 class EntityTags:

@@ -78,7 +78,7 @@ def install_problem_handlers(app: FastAPI) -> None:
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         detail = str(error.detail)
         if error.status_code == 404:
-            detail = f"there is no route {request.url.path}; /docs lists all routes"
+            detail = f"there is no route {request.url.path}; /openapi.json lists all routes"
         return problem_response(
             error.status_code, HTTPStatus(error.status_code).phrase, detail, headers=error.headers
         )

@@ -2,32 +2,93 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import sys
 from contextlib import suppress
+from typing import ClassVar
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from services.common.middleware import KnownHosts, PrivateAnswers
 from services.common.settings import ServerSettings
 
 STARTUP_FAILED = 3
 """Exit code of a server whose app did not start, as of the `uvicorn` command."""
+LARGEST_HEAD = 64 << 10
+"""Largest head of a request in bytes, beyond what arrives in one piece (at most 256 KiB)."""
+
+
+class Connection(HttpToolsProtocol):
+    """A connection that is closed if the head of a request takes too long, or is too large.
+
+    uvicorn waits for ever for the rest of a head, and keeps headers of any size.
+    """
+
+    head_within_s: ClassVar[float] = 30.0
+    """Seconds from the beginning of a connection or a request to the end of its head."""
+    _deadline: asyncio.TimerHandle | None = None
+    _head_size = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._begin_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._begin_head()
+
+    def on_headers_complete(self) -> None:
+        self._end_head()
+        super().on_headers_complete()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._deadline is not None:
+            self._head_size += len(data)
+            if self._head_size > LARGEST_HEAD:
+                self.transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_head()
+        super().connection_lost(exc)
+
+    def _begin_head(self) -> None:
+        self._end_head()
+        self._head_size = 0
+        self._deadline = self.loop.call_later(self.head_within_s, self.transport.close)
+
+    def _end_head(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+def server_config(app: FastAPI, settings: ServerSettings) -> uvicorn.Config:
+    """Returns how `app` is served, after adding what all servers do to each request."""
+    names = [name.strip().lower() for name in settings.host_names.split(",") if name.strip()]
+    app.add_middleware(PrivateAnswers)
+    app.add_middleware(KnownHosts, names=names)
+    return uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        http=Connection,
+        # Whoever is on this machine could name any address in X-Forwarded-For.
+        proxy_headers=False,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=5,
+    )
 
 
 def serve(
     app: FastAPI, settings: ServerSettings, server_class: type[uvicorn.Server] = uvicorn.Server
 ) -> None:
     """Serves `app` until the process is terminated; open requests get 5 seconds to finish."""
-    config = uvicorn.Config(
-        app,
-        host=settings.host,
-        port=settings.port,
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=5,
-    )
-    server = server_class(config)
+    server = server_class(server_config(app, settings))
     inherited = settings.listen_fd
     sockets = None if inherited is None else [socket.socket(fileno=inherited)]
     with suppress(KeyboardInterrupt):

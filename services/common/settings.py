@@ -135,6 +135,10 @@ class ServerSettings(Settings):
     listen_fd: int | None = None
     """Descriptor of a socket that listens already, which the process inherits, in place of `host`
     and `port`: nobody else can bind the port before it does."""
+    host_names: str = ""
+    """Names with a full stop under which requests reach the server, separated by commas; one that
+    begins with a full stop stands for all names that end with it. IP addresses and names without a
+    full stop are always accepted."""
 
 
 class BufferClientSettings(Settings):

@@ -95,7 +95,13 @@ def create_app(
             yield
         await driver.close()
 
-    app = FastAPI(title="bapo rollout replica", version="1", lifespan=lifespan)
+    app = FastAPI(
+        title="bapo rollout replica",
+        version="1",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
     install_problem_handlers(app)
     _health_routes(app, replica, driver)
     router = APIRouter(route_class=GuardedRoute, prefix="/v1")

@@ -145,7 +145,9 @@ def create_app(node: Node, token: str) -> FastAPI:
         reaping.cancel()
         await node.stop()
 
-    app = FastAPI(title="bapo worker node", version="1", lifespan=lifespan)
+    app = FastAPI(
+        title="bapo worker node", version="1", lifespan=lifespan, docs_url=None, redoc_url=None
+    )
     install_problem_handlers(app)
     router = APIRouter(
         route_class=GuardedRoute, prefix="/v1", dependencies=[Depends(SharedToken(token))]

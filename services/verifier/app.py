@@ -116,7 +116,9 @@ def create_app(
         yield
         await run_in_threadpool(app.state.pool.close)
 
-    app = FastAPI(title="bapo verifier", version="1", lifespan=lifespan)
+    app = FastAPI(
+        title="bapo verifier", version="1", lifespan=lifespan, docs_url=None, redoc_url=None
+    )
     install_problem_handlers(app)
     metrics = _Metrics(lambda: app.state.pool)
     _health_routes(app, metrics)

@@ -336,7 +336,7 @@ def test_a_leader_knows_its_workers_by_the_names_of_their_pods() -> None:
 def test_a_worker_is_told_what_to_run_by_its_leader() -> None:
     worker = container_of(render(CASES["several nodes"]), "LeaderWorkerSet", "bapo-nodes-workers")
     own = {name for name in env(worker) if name.startswith("BAPO_")}
-    assert own == {"BAPO_HOST", "BAPO_PORT", "BAPO_SCRATCH", "BAPO_TOKEN"}
+    assert own == {"BAPO_HOST", "BAPO_HOST_NAMES", "BAPO_PORT", "BAPO_SCRATCH", "BAPO_TOKEN"}
     known = {name for name, _ in variables(WorkerNodeSettings)}
     assert own <= known
     routes = {worker[probe]["httpGet"]["path"] for probe in ("livenessProbe", "readinessProbe")}

@@ -949,3 +949,19 @@ def test_the_scale_test_answers_as_the_service_does() -> None:
     wire.DifficultyView.model_validate(large._prompt(1))
     wire.DifficultyMigration.model_validate(large._answer_of("/difficulty/migration", ""))
     json.dumps(large._answer_of("/steps", "points=400"))
+
+
+# ---- the REST API -------------------------------------------------------------------------------
+
+
+def test_the_page_of_the_api_lists_routes_with_scopes_and_fields(
+    page: Page, stack: Endpoints
+) -> None:
+    page.goto(f"{stack.buffer_url}/docs")
+    route = page.get_by_text("POST /v1/runs/{name}/stop", exact=True)
+    route.click()
+    details = page.locator("details", has=route)
+    expect(details).to_contain_text("Scopes: run, admin, pipeline")
+    expect(details).to_contain_text("reason")
+    page.locator("summary", has_text="TokenCreate").first.click()
+    expect(page.locator("details[open]").last).to_contain_text("expires")

@@ -6,7 +6,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -14,12 +14,20 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
+from bapo_core.errors import ConfigError
+from services.buffer.settings import BufferSettings
+from services.common.middleware import KnownHosts
 from services.common.objectstore import ObjectStore
+from services.common.serve import Connection, server_config
+from services.common.settings import ServerSettings, Settings
 from services.rollout import server, worker_node
 from services.rollout.offers import PendingOffer
+from services.rollout.settings import WorkerNodeSettings
 from services.rollout.weights import WeightCache
 from services.stack.stack import Endpoints
+from services.verifier.settings import VerifierServerSettings
 
 WITHIN_S = 60.0
 """Seconds for an answer, on a busy machine. A server that waits for the body never answers."""
@@ -35,6 +43,7 @@ def serving(app: FastAPI) -> Iterator[str]:
     """Serves an app on a free port, without what it would do in the background."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
+        listener.listen()
         running = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
         thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
         thread.start()
@@ -122,3 +131,175 @@ def test_the_size_of_a_body_is_limited_by_its_route_and_not_by_a_name(
     """The attacker may choose names, such as that of a configuration."""
     answer = announce(stack.buffer_url, method, path, size, stack.token)
     assert answer.startswith("HTTP/1.1 413"), answer
+
+
+# ---- connections --------------------------------------------------------------------------------
+
+
+def read_until_closed(connection: socket.socket) -> bytes:
+    """Returns what the server sends until it closes the connection."""
+    received = b""
+    with suppress(ConnectionResetError):
+        while piece := connection.recv(4096):
+            received += piece
+    return received
+
+
+@contextmanager
+def impatient() -> Iterator[tuple[str, int]]:
+    """Serves an app as `serve` does, with half a second for the head of a request."""
+    app = FastAPI()
+    app.add_api_route("/", lambda: "ok")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        config = server_config(app, ServerSettings(port=port))
+
+        class Impatient(Connection):
+            head_within_s = 0.5
+
+        assert config.http is Connection
+        config.http = Impatient
+        running = uvicorn.Server(config)
+        thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield "127.0.0.1", port
+        finally:
+            running.should_exit = True
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"G", b"GET / HTTP/1.1\r\nHost: x\r\nX-Slow: ", b"GET / HTTP/1.1\r\nHost: x\r\n"]
+)
+def test_a_connection_that_does_not_send_its_request_is_closed(sent: bytes) -> None:
+    """It would hold a descriptor for ever."""
+    with impatient() as address, socket.create_connection(address, WITHIN_S) as connection:
+        if sent:
+            # A request that is complete is answered, and then the next has as long again.
+            connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+        connection.sendall(sent)
+        assert read_until_closed(connection) == b""
+
+
+def test_headers_without_end_are_not_kept() -> None:
+    with impatient() as address, socket.create_connection(address, WITHIN_S) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n")
+        sent = 0
+        # It is closed, whichever side notices that first.
+        with suppress(OSError):
+            for _ in range(2000):
+                connection.sendall(b"X-Filler: " + b"a" * 8000 + b"\r\n")
+                sent += 8000
+        assert sent < 16_000_000
+
+
+# ---- names --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example"]
+)
+@pytest.mark.parametrize("path", ["/metrics", "/readyz", "/", "/docs", "/v1/runs", "/openapi.json"])
+def test_a_page_whose_name_was_resolved_to_the_service_reads_nothing(
+    stack: Endpoints, host: str, path: str
+) -> None:
+    answer = httpx.get(f"{stack.buffer_url}{path}", headers={"Host": host})
+    assert answer.status_code == 421
+    assert "BAPO_HOST_NAMES" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:1", "localhost", "[::1]:8700", "bapo-buffer", "10.1.2.3"]
+)
+def test_addresses_and_names_of_this_network_are_answered(stack: Endpoints, host: str) -> None:
+    """Kubernetes' probes and Prometheus use addresses of pods."""
+    assert httpx.get(f"{stack.buffer_url}/health", headers={"Host": host}).is_success
+
+
+def test_names_of_the_server_are_answered() -> None:
+    app = FastAPI()
+    app.add_api_route("/", lambda: "ok")
+    app.add_middleware(KnownHosts, names=["bapo.example", ".svc"])
+    client = TestClient(app)
+    statuses = {
+        host: client.get("/", headers={"Host": host}).status_code
+        for host in ("BAPO.example:443", "bapo.example.", "x.team.svc", "svc.evil", "abapo.example")
+    }
+    assert list(statuses.values()) == [200, 200, 200, 421, 421], statuses
+
+
+@pytest.mark.parametrize("path", ["/v1/runs", "/health", "/openapi.json", "/", "/docs", "/nothing"])
+def test_browsers_neither_keep_answers_nor_guess_their_type(stack: Endpoints, path: str) -> None:
+    answer = httpx.get(
+        f"{stack.buffer_url}{path}", headers={"Authorization": f"Bearer {stack.token}"}
+    )
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["cache-control"] in ("no-store", "no-cache")
+    assert "redirect" not in answer.text.lower() or path == "/openapi.json"
+
+
+# ---- pages of the API ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["buffer", "verifier", "replica", "worker node"])
+def test_no_page_runs_code_of_another_host(services: Addresses, name: str) -> None:
+    for path in ("/docs", "/redoc", "/docs/oauth2-redirect"):
+        answer = httpx.get(f"{services[name]}{path}")
+        if answer.status_code == 404:
+            continue
+        assert (name, path) == ("buffer", "/docs")
+        assert "https://" not in answer.text
+        assert "<script>" not in answer.text
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'self'" in policy
+        assert "frame-ancestors 'none'" in policy
+
+
+# ---- guesses ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["buffer", "verifier"])
+def test_guesses_are_slowed_down_whatever_address_they_claim(
+    services: Addresses, name: str
+) -> None:
+    # An address of its own, because other tests send unknown tokens, too.
+    transport = httpx.HTTPTransport(local_address="127.0.0.3")
+    path = "/v1/runs" if name == "buffer" else "/v1/verify"
+    with httpx.Client(base_url=services[name], transport=transport) as client:
+        statuses = [
+            client.request(
+                "GET" if name == "buffer" else "POST",
+                path,
+                headers={
+                    "Authorization": f"Bearer guess-{number}",
+                    "X-Forwarded-For": f"10.0.0.{number}",
+                },
+            ).status_code
+            for number in range(40)
+        ]
+    assert statuses[0] == 401
+    assert statuses[-1] == 429
+
+
+@pytest.mark.parametrize("settings", [BufferSettings, VerifierServerSettings, WorkerNodeSettings])
+def test_a_server_refuses_a_token_that_can_be_guessed(
+    settings: type[Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "BAPO_TOKEN": "changeme",
+        "BAPO_PORT": "1",
+        "BAPO_SCRATCH": "/tmp",
+        "BAPO_DATABASE_URL": "postgresql://localhost/x",
+        "BAPO_S3_ENDPOINT": "http://localhost",
+        "BAPO_S3_BUCKET": "b",
+        "BAPO_S3_ACCESS_KEY": "a",
+        "BAPO_S3_SECRET_KEY": "s",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=r"BAPO_TOKEN: .* at least 20 .*") as caught:
+        settings.load()
+    assert "changeme" not in str(caught.value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Callable
 
 import httpx
@@ -141,3 +143,66 @@ def test_no_administrator_is_bound_to_a_run(stack: Endpoints, call: Call) -> Non
     answer = call(stack.token, "POST", "/tokens", json=body)
     assert answer.status_code == 400
     assert "run" in answer.json()["detail"]
+
+
+# ---- texts --------------------------------------------------------------------------------------
+
+
+def cursor(*key: object) -> str:
+    return base64.urlsafe_b64encode(json.dumps(key).encode()).decode().rstrip("=")
+
+
+@pytest.mark.parametrize(
+    "value", ["\ud800", "a\udfffb", "\x00", 1, None, ["x"], {"a": 1}, True, "x" * 900]
+)
+def test_no_cursor_is_an_error_of_the_service(
+    make_token: MakeToken, call: Call, value: object
+) -> None:
+    for path, order in (("configs", "name"), ("datasets", "name"), ("runs", "newest")):
+        answer = call(make_token("read"), "GET", f"/{path}?cursor={cursor(order, value)}")
+        assert answer.status_code in (200, 400, 422), answer.text
+
+
+def test_a_deep_cursor_is_refused(make_token: MakeToken, call: Call) -> None:
+    deep = base64.urlsafe_b64encode(b"[" * 1400).decode()
+    assert call(make_token("read"), "GET", f"/configs?cursor={deep}").status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("POST", "/datasets/half", {"first_position": 0, "prompts": [{"uid": "\ud800"}]}),
+        (
+            "POST",
+            "/datasets/half",
+            {
+                "first_position": 0,
+                "prompts": [{"uid": "u", "task": "t", "payload": {"\ud800": "\ud800"}}],
+            },
+        ),
+        ("PUT", "/configs/half", {"text": "name: \ud800"}),
+        ("PUT", "/configs/half", {"text": 'task: {name: "\\ud800"}'}),
+        (
+            "POST",
+            "/runs",
+            {
+                "name": "half",
+                "config": {"task": {"options": {"a": "\ud800"}}},
+                "train_dataset": "d",
+                "test_datasets": {"test": "d"},
+            },
+        ),
+        ("POST", "/runs/half/turn", {"workflow": "\ud800"}),
+        ("POST", "/runs/half/stop", {"by": "\ud800", "reason": "\ud800"}),
+    ],
+)
+def test_half_a_character_is_an_error_of_the_sender(
+    make_token: MakeToken, call: Call, method: str, path: str, body: object
+) -> None:
+    answer = call(
+        make_token("run"),
+        method,
+        path,
+        content=json.dumps(body),
+    )
+    assert 400 <= answer.status_code < 500, answer.text

@@ -283,12 +283,34 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
+{{/* Names with a full stop under which a server is reached. Probes and Prometheus use the pod's address. */}}
+{{- define "bapo.hostNames" -}}
+{{- $values := .root.Values -}}
+{{- $names := list (printf "%s-%s.%s" (include "bapo.fullname" .root) .component .root.Release.Namespace) ".svc" ".cluster.local" -}}
+{{- if eq .component "buffer" -}}
+{{- if $values.ingress.enabled -}}
+{{- $names = append $names $values.ingress.host -}}
+{{- end -}}
+{{- if $values.httpRoute.enabled -}}
+{{- $names = concat $names $values.httpRoute.hostnames -}}
+{{- end -}}
+{{- $names = concat $names $values.buffer.hostNames -}}
+{{- end -}}
+{{- $plain := list -}}
+{{- range $names -}}
+{{- $plain = append $plain (trimPrefix "*" .) -}}
+{{- end -}}
+{{- join "," $plain -}}
+{{- end -}}
+
 {{/* Environment of a server process. */}}
 {{- define "bapo.listenEnv" -}}
 - name: BAPO_HOST
   value: 0.0.0.0
 - name: BAPO_PORT
   value: {{ .port | quote }}
+- name: BAPO_HOST_NAMES
+  value: {{ include "bapo.hostNames" . | quote }}
 - name: HOME
   value: /tmp
 {{- end -}}

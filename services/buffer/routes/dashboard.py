@@ -46,6 +46,12 @@ def serve_index(request: Request) -> Response:
     return _serve(request, FILES["index.html"])
 
 
+@router.get("/docs")
+def serve_documentation(request: Request) -> Response:
+    """Returns the page that lists the routes of the REST API."""
+    return _serve(request, FILES["docs.html"])
+
+
 @router.get("/dashboard/{name:path}")
 def serve_file(request: Request, name: str) -> Response:
     """Returns a style sheet, a script or an image of the dashboard."""

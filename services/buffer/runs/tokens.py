@@ -24,19 +24,15 @@ from starlette.concurrency import run_in_threadpool
 from services.buffer.api import wire
 from services.buffer.service import Service
 from services.buffer.storage.tables import ApiToken
-from services.common.auth import bearer_token, hash_token
+from services.common.auth import FailureLimiter, bearer_token, hash_token
 from services.common.guard import LARGEST_BODY, Guard
 from services.common.problems import Problem, bad_request, not_found
 from services.common.scopes import SCOPES, Scope, covers
 
-FAILURES_PER_MINUTE = 30
-"""Requests with unknown tokens from one address before it gets 429."""
 CONFIGURED = "from the environment"
 """Name of the tokens that the service's environment holds."""
 RUNS = "/v1/runs/"
 """Beginning of the paths that are about one run."""
-MAX_CLIENTS = 10_000
-"""Addresses whose failures are kept; the oldest is dropped beyond that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,33 +116,6 @@ def view(row: ApiToken) -> wire.TokenView:
     )
 
 
-class FailureLimiter:
-    """Counts requests with unknown tokens by client address. A valid token always passes."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._times: dict[str, deque[float]] = {}
-
-    def record(self, client: str) -> None:
-        """Records a failure. Raises a 429 `Problem` after too many within a minute."""
-        now = time.monotonic()
-        with self._lock:
-            if len(self._times) >= MAX_CLIENTS:
-                self._times.pop(next(iter(self._times)))
-            times = self._times.setdefault(client, deque(maxlen=FAILURES_PER_MINUTE))
-            limited = len(times) == FAILURES_PER_MINUTE and now - times[0] < 60
-            wait = 60 - (now - times[0]) if limited else 0.0
-            times.append(now)
-        if limited:
-            raise Problem(
-                429,
-                "Too many failures",
-                f"more than {FAILURES_PER_MINUTE} requests with unknown tokens came from this "
-                "address within a minute; wait, and use a valid token",
-                headers={"Retry-After": str(int(wait) + 1)},
-            )
-
-
 def delete_bound(session: Session, run: str) -> None:
     """Deletes the tokens of a run, which another run of its name must not inherit."""
     session.execute(delete(ApiToken).where(ApiToken.run == run))
@@ -167,7 +136,7 @@ class ScopeGuard(Guard):
         token = await run_in_threadpool(_token_of, request)
         if token is None:
             failures: FailureLimiter = request.app.state.token_failures
-            failures.record(request.client.host if request.client else "")
+            failures.record(request)
             raise Problem(
                 401, "Unauthorized", "this token is not known here, was revoked, or has expired"
             )

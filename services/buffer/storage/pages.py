@@ -62,7 +62,7 @@ def _decode(cursor: str, order: str, columns: Sequence[ColumnElement[Any]]) -> l
     )
     try:
         decoded = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
-    except (binascii.Error, ValueError) as error:
+    except (binascii.Error, ValueError, RecursionError) as error:
         raise refused from error
     if not isinstance(decoded, list) or len(decoded) != len(columns) + 1 or decoded[0] != order:
         raise refused
@@ -72,4 +72,11 @@ def _decode(cursor: str, order: str, columns: Sequence[ColumnElement[Any]]) -> l
         accepted = (int, float) if column_type is float else column_type
         if not isinstance(value, accepted) or isinstance(value, bool):
             raise refused
+        # JSON may name half a character, which no database can compare with.
+        if isinstance(value, str) and not value.isascii() and _has_surrogate(value):
+            raise refused
     return values
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= character <= "\udfff" for character in text)

@@ -123,6 +123,6 @@ def test_addresses_hold_no_password(variable: str, monkeypatch: pytest.MonkeyPat
 
 def test_every_variable_is_listed_with_its_description() -> None:
     described = {name: field.description for name, field in variables(Example)}
-    listening = {"BAPO_HOST", "BAPO_PORT", "BAPO_LISTEN_FD"}
+    listening = {"BAPO_HOST", "BAPO_PORT", "BAPO_LISTEN_FD", "BAPO_HOST_NAMES"}
     assert set(described) == {*listening, "BAPO_TOKEN", "BAPO_LIMIT_S", *S3}
     assert all(described.values())
