@@ -44,6 +44,7 @@ PERMITTED: dict[str, set[str]] = {
     f"GET {RUN}/checkpoints/latest": {*READERS, "trainer"},
     f"GET {RUN}/weights/{{version}}": {*READERS, "collector", "trainer"},
     f"GET {RUN}/evaluation-sets": {*READERS, "collector"},
+    f"GET {RUN}/steps": {*READERS, "trainer"},
     f"GET {RUN}/replicas/credentials": {"collector", "trainer"},
     "POST /v1/images/missing": READERS,
     "POST /v1/runs": {"run", "pipeline"},

@@ -50,7 +50,7 @@ router = APIRouter(route_class=GuardedRoute, prefix="/v1/runs/{name}", dependenc
 # ---- steps and evaluations ----------------------------------------------------------------------
 
 
-@router.get("/steps", tags=["steps"])
+@router.get("/steps", tags=["steps"], dependencies=permit("read", "trainer"))
 def list_steps(
     service: ServiceDep, name: RunName, after: After = 0, limit: Limit = 1000, points: Points = None
 ) -> list[wire.StepView]:
