@@ -12,7 +12,7 @@ from functools import partial
 
 from bapo_core.config import RunConfig
 from bapo_core.errors import BapoError
-from services.buffer.api.wire import StepDigests, StoredVersion
+from services.buffer.api.wire import BatchManifest, CheckpointView, StepDigests, StoredVersion
 from services.trainer.checkpoint import load_checkpoint
 from services.trainer.digests import weights_digest
 from services.trainer.loop import (
@@ -38,7 +38,10 @@ def retrain(
     reader = make_reader(config, context)
     weights = weights_digest(updater.modules, ranks)
     for step in range(first, last + 1):
-        manifest = ranks.from_main(partial(context.buffer.recorded_batch, step))
+        manifest = ranks.model_from_main(
+            BatchManifest, partial(context.buffer.recorded_batch, step)
+        )
+        assert manifest is not None
         # The log-probs of groups that may be replayed are recorded already.
         manifest = manifest.model_copy(update={"record_proximal": []})
         outcome = train_batch(config, updater, reader, manifest, context, PhaseTimer())
@@ -59,8 +62,12 @@ def restore_before(step: int, config: RunConfig, context: TrainerContext, ranks:
     updater = make_updater(config, context.model_directory, ranks)
     if step == 1:
         return updater
-    views = ranks.from_main(context.buffer.checkpoints)
-    stored = next((view for view in views if view.step == step - 1), None)
+
+    def find_checkpoint() -> CheckpointView | None:
+        views = context.buffer.checkpoints()
+        return next((view for view in views if view.step == step - 1), None)
+
+    stored = ranks.model_from_main(CheckpointView, find_checkpoint)
     if stored is None:
         raise BapoError(f"there is no checkpoint of step {step - 1} any more")
     load_checkpoint(

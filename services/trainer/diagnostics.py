@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,6 +78,10 @@ class StepResults:
             positions=torch.tensor(positions, dtype=torch.long)[batch.group],
             scored=targets.scored[:, 0],
         )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the fields by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
     def concatenate(cls, by_rank: Sequence[StepResults]) -> StepResults:

@@ -23,7 +23,7 @@ from bapo_core.errors import BapoError
 from services.buffer.api.client import BufferClient
 from services.buffer.api.spans import SpanRecorder
 from services.buffer.api.trajectories import encode_proximal
-from services.buffer.api.wire import BatchManifest, ManifestMember, StepDigests
+from services.buffer.api.wire import BatchManifest, ManifestMember, StepDigests, StoredVersion
 from services.common import layout
 from services.common.errors import first_line
 from services.common.objectstore import ObjectStore
@@ -150,7 +150,11 @@ def wait_for_batch(
 
     Raises the publisher's error if publishing fails meanwhile: no groups would ever come.
     """
-    return ranks.from_main(lambda: context.buffer.batch(step, meanwhile=publisher.check))
+    manifest = ranks.model_from_main(
+        BatchManifest, lambda: context.buffer.batch(step, meanwhile=publisher.check)
+    )
+    assert manifest is not None
+    return manifest
 
 
 def make_publisher(config: RunConfig, context: TrainerContext, ranks: Ranks) -> WeightPublisher:
@@ -180,9 +184,8 @@ def restore(config: RunConfig, context: TrainerContext, ranks: Ranks) -> tuple[U
     updater = make_updater(
         config, context.model_directory, ranks, engine_share=context.engine_share
     )
-    last_step, stored = ranks.from_main(
-        lambda: (context.buffer.run_state().current_step, context.buffer.latest_checkpoint())
-    )
+    last_step = ranks.from_main(lambda: context.buffer.run_state().current_step)
+    stored = ranks.model_from_main(StoredVersion, context.buffer.latest_checkpoint)
     if stored is None and last_step == 0:
         return updater, 0
     if stored is None or stored.number != last_step:
@@ -204,8 +207,13 @@ def refuse_other_weights(step: int, weights: str, context: TrainerContext, ranks
     checkpoint of a step that has none, but the digests of a committed step do not change. A step
     that was committed without digests is not checked.
     """
-    views = ranks.from_main(lambda: context.buffer.steps(after=step - 1)[:1] if step else [])
-    if views and views[0].digests and views[0].digests.weights_after != weights:
+
+    def find_recorded() -> str | None:
+        views = context.buffer.steps(after=step - 1) if step else []
+        return views[0].digests.weights_after if views and views[0].digests else None
+
+    recorded = ranks.from_main(find_recorded)
+    if recorded not in (None, weights):
         run = context.buffer.run
         raise BapoError(
             f"the checkpoint of step {step} of run {run!r} does not have the weights with which "

@@ -1,24 +1,31 @@
 """The ranks of a trainer: their collectives of small values, and which rank takes which groups.
 
 The collectives run on the CPU by gloo. All ranks must make the same calls in the same order.
+
+What ranks exchange are tensors, numbers, texts, and dicts, lists and tuples of them: the object
+collectives of `torch.distributed` would load a pickle of whoever speaks in place of a rank.
 """
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel
 from torch import Tensor
+from torch.nn.functional import pad
 
 from services.common.threads import start_detached
 
 Value = TypeVar("Value")
+Model = TypeVar("Model", bound=BaseModel)
 
 KEEP_ALIVE_S = 10.0
 """Seconds after which ranks that wait for another one hear that it is still working."""
@@ -67,9 +74,18 @@ class Ranks:
         """Returns the tensors (n, columns) of all ranks, concatenated along the columns by rank."""
         if self.size == 1:
             return values
-        box = [values] * self.size
-        dist.all_gather_object(box, values, group=self.group)
-        return torch.cat(box, dim=1)
+        widths = self._all_gather_numbers(values.shape[1])
+        padded = pad(values, (0, max(widths) - values.shape[1])).contiguous()
+        box = [torch.empty_like(padded) for _ in widths]
+        dist.all_gather(box, padded, group=self.group)
+        of_ranks = [tensor[:, :width] for tensor, width in zip(box, widths, strict=True)]
+        return torch.cat(of_ranks, dim=1)
+
+    def _all_gather_numbers(self, number: int) -> list[int]:
+        """Returns the ranks' numbers by rank."""
+        numbers = [torch.zeros(1, dtype=torch.long) for _ in range(self.size)]
+        dist.all_gather(numbers, torch.tensor([number]), group=self.group)
+        return [int(each) for each in numbers]
 
     def all_reduce_max(self, value: int) -> int:
         """Returns the largest of the ranks' values."""
@@ -98,22 +114,63 @@ class Ranks:
     def from_main(self, function: Callable[[], Value]) -> Value:
         """Calls `function` on rank 0 alone, and returns its result on every rank.
 
-        It may take as long as it likes, as in `wait_for_all`.
+        It may take as long as it likes, as in `wait_for_all`. The result is one that `_encode`
+        takes.
         """
         if self.size == 1:
             return function()
-        box = [self.wait_for_all(function if self.is_main else lambda: None)]
-        dist.broadcast_object_list(box, group=self.group)
-        result: Any = box[0]
-        return result  # type: ignore[no-any-return]
+        result = self.wait_for_all(function if self.is_main else lambda: None)
+        encoded = _encode(result)
+        length = torch.tensor([len(encoded)])
+        dist.broadcast(length, 0, group=self.group)
+        if not self.is_main:
+            encoded = torch.empty(int(length), dtype=torch.uint8)
+        dist.broadcast(encoded, 0, group=self.group)
+        return cast(Value, result if self.is_main else _decode(encoded))
+
+    def model_from_main(
+        self, kind: type[Model], function: Callable[[], Model | None]
+    ) -> Model | None:
+        """Calls `function` on rank 0 alone, and returns its result on every rank, as `from_main`.
+
+        kind: the type of the result unless it is None.
+        """
+        if self.size == 1:
+            return function()
+
+        def call() -> str | None:
+            model = function()
+            return None if model is None else model.model_dump_json()
+
+        text = self.from_main(call)
+        return None if text is None else kind.model_validate_json(text)
 
     def gather_to_main(self, value: Value) -> list[Value]:
-        """Returns the ranks' values by rank on rank 0, and an empty list on the others."""
+        """Returns the ranks' values by rank on rank 0, and an empty list on the others.
+
+        value: one that `_encode` takes.
+        """
         if self.size == 1:
             return [value]
-        box = [value] * self.size if self.is_main else None
-        dist.gather_object(value, box, group=self.group)
-        return box or []
+        encoded = _encode(value)
+        lengths = self._all_gather_numbers(len(encoded))
+        padded = pad(encoded, (0, max(lengths) - len(encoded)))
+        box = [torch.empty_like(padded) for _ in lengths] if self.is_main else None
+        dist.gather(padded, box, 0, group=self.group)
+        by_rank = zip(box or [], lengths if self.is_main else [], strict=True)
+        return [cast(Value, _decode(tensor[:length])) for tensor, length in by_rank]
+
+
+def _encode(value: Any) -> Tensor:
+    """Returns a value as bytes: tensors, numbers, texts, None, and dicts, lists, tuples of them."""
+    data = io.BytesIO()
+    torch.save(value, data)
+    return torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
+
+
+def _decode(encoded: Tensor) -> Any:
+    """Returns the value of bytes. Runs no code that they name."""
+    return torch.load(io.BytesIO(encoded.numpy().tobytes()), weights_only=True)
 
 
 @contextmanager

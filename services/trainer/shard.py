@@ -6,7 +6,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -97,8 +97,10 @@ def load_sharded(
         sharded = full
     else:
         sharded = prepare(empty_policy(directory))
-    kinds = ranks.from_main(lambda: frozenset() if full is None else full.attention_kinds)
-    choose_attention(kinds, settings.attention, ranks)
+    kinds = ranks.from_main(
+        lambda: [] if full is None else list(map(astuple, full.attention_kinds))
+    )
+    choose_attention(frozenset(Needs(*kind) for kind in kinds), settings.attention, ranks)
     halved = False
     if torch.cuda.is_available():
         halved = halve_frozen(sharded, directory)

@@ -197,11 +197,11 @@ class Updater:
                 for name, value in totals.items():
                     metrics[name] = metrics.get(name, 0.0) + value / len(plan.updates)
         metrics["updates"] = float(len(plan.updates))
-        by_rank = self.ranks.gather_to_main(
-            StepResults.of_batch(batch, positions, targets, results)
-        )
+        of_rank = StepResults.of_batch(batch, positions, targets, results)
+        by_rank = self.ranks.gather_to_main(of_rank.as_dict())
         if by_rank:
-            metrics |= diagnose(self.config, StepResults.concatenate(by_rank), window)
+            of_ranks = StepResults.concatenate([StepResults(**values) for values in by_rank])
+            metrics |= diagnose(self.config, of_ranks, window)
         return StepOutcome(metrics if by_rank else {}, targets)
 
     def supervise(self, step: int, batch: Batch) -> dict[str, float]:

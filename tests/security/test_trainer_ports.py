@@ -5,6 +5,7 @@ Another user of the machine reaches them, and on most networks another machine.
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import subprocess
@@ -15,11 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousState
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from services.common.process import EXIT_RETRYABLE
 from services.stack.supervisor import free_ports
+from services.trainer import ranks as module
+from services.trainer.ranks import init_distributed
+from tests.forked import run_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,8 +57,7 @@ def connect(port: int, launcher: subprocess.Popen[str]) -> TCPStore:
             time.sleep(0.1)
 
 
-@pytest.mark.parametrize("make", [Hostile, hidden], ids=["whole state", "field"])
-def test_no_state_of_the_rendezvous_runs_code(tmp_path: Path, make: Any) -> None:
+def test_no_state_of_the_rendezvous_runs_code(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     mark = tmp_path / "PWNED"
     launcher = subprocess.Popen(
@@ -72,7 +77,7 @@ def test_no_state_of_the_rendezvous_runs_code(tmp_path: Path, make: Any) -> None
     )
     try:
         store = connect(port, launcher)
-        state = b64encode(pickle.dumps(make(mark))).decode()
+        state = b64encode(pickle.dumps(hidden(mark))).decode()
         while launcher.poll() is None:  # The launcher writes its own state as well.
             try:
                 store.set("torch.rendezvous.job", state)
@@ -86,3 +91,27 @@ def test_no_state_of_the_rendezvous_runs_code(tmp_path: Path, make: Any) -> None
     assert not mark.exists()
     assert launcher.returncode == EXIT_RETRYABLE, errors
     assert "a foreign process has reached its port" in errors
+
+
+def take_part(mark: Path, hostile_rank: int, name: str) -> None:
+    """Takes part in a collective, in which one rank sends a pickle in place of its value."""
+    with init_distributed() as ranks:
+        if ranks.rank == hostile_rank:
+            data = io.BytesIO()
+            torch.save({"loss": Hostile(mark)}, data)
+            encoded = torch.frombuffer(bytearray(data.getvalue()), dtype=torch.uint8)
+            module._encode = lambda _: encoded
+        if name == "gather":
+            ranks.gather_to_main({"loss": 0.5})
+        else:
+            ranks.from_main(lambda: {"loss": 0.5})
+
+
+@pytest.mark.parametrize(("hostile_rank", "name"), [(1, "gather"), (0, "broadcast")])
+def test_nothing_that_a_rank_sends_runs_code_in_another(
+    tmp_path: Path, hostile_rank: int, name: str
+) -> None:
+    mark = tmp_path / "PWNED"
+    with pytest.raises(ProcessRaisedException, match="Weights only load failed"):
+        run_ranks(2, take_part, mark, hostile_rank, name)
+    assert not mark.exists()
