@@ -38,6 +38,8 @@ REMEDIES = {
     "ImageNeverPull": "the node does not have the image {image}: load it, or let "
     "image.registry and image.pullPolicy of the chart fetch it",
     "InvalidImageName": "image.registry and image.trainer of the chart make the name {image}",
+    "exceeded quota": "raise the ResourceQuota of the namespace {namespace}, or lower "
+    "gpus_per_worker, cpu_per_worker or memory_per_worker",
     "Insufficient": "add nodes, free some, or lower gpus_per_worker, cpu_per_worker or "
     "memory_per_worker",
     "has no node": "see nodeSelector and tolerations of the chart's trainer, or lower "

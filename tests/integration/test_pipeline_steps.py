@@ -175,6 +175,10 @@ def test_a_run_goes_on_without_the_prompts_that_were_too_long(
         ([None], "was deleted 4 times while it trained; find out who deletes it"),
         ([JobState("running"), JobState("succeeded")], "succeeded, but run .* is at step 0"),
         ([JobState("waiting", "Insufficient gpu")], "has not started within 0 s: Insufficient gpu"),
+        (
+            [JobState("waiting", "FailedCreate: exceeded quota: gpus")],
+            "exceeded quota: gpus; raise the ResourceQuota of the namespace",
+        ),
         ([JobState("waiting")], "does the training operator run"),
     ],
 )
