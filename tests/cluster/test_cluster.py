@@ -8,6 +8,8 @@ operator. Kubeflow Pipelines is not needed: `argo.py` runs the steps' pods as it
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,13 @@ def wait_for_first_step(release: Release, run: PipelineRun) -> None:
     wait_until(has_trained, "the first step", WAIT_S, run.log)
 
 
+@pytest.fixture
+def restored(release: Release) -> Iterator[None]:
+    """Gives the release its own values again after a test that changes them."""
+    yield
+    release.upgrade()
+
+
 def test_the_release_passes_its_own_test(release: Release) -> None:
     assert "all checks passed" in helm("test", "bapo", "-n", release.namespace.name, "--logs")
 
@@ -74,7 +83,8 @@ def test_a_run_that_fails_is_retried_survives_an_upgrade_and_is_exported(
 ) -> None:
     """From the form to the exported model: the job cannot start at first, Kubeflow's "Retry" starts
     at the failed step, and the release is upgraded while the job trains."""
-    run = pipeline(release, "first", start_within_minutes=1)
+    steps = 4 * STEPS  # many enough that it is trained while the release is upgraded
+    run = pipeline(release, "first", steps=steps, start_within_minutes=1)
     image = release.namespace.get("configmap", "bapo-connection")["data"]["BAPO_TRAINER_IMAGE"]  # type: ignore[index]
     _set_trainer_image(release, "localhost/bapo/absent:0.3.0")
     with pytest.raises(StepFailed, match=r"has not started within 60 s: .*Image"):
@@ -93,22 +103,32 @@ def test_a_run_that_fails_is_retried_survives_an_upgrade_and_is_exported(
     for part in ("buffer", "verifier", "collector", "rollout", "first-worker"):
         assert f"bapo-{part}" not in refused, refused
     uid = release.namespace.get("pytorchjob", job)["metadata"]["uid"]  # type: ignore[index]
-    release.upgrade("trainer.podAnnotations.upgraded=yes", "collector.podAnnotations.upgraded=yes")
-    jobs = set()
-    while thread.is_alive():
-        found = release.namespace.get("pytorchjob", job)
-        jobs |= {found["metadata"]["uid"]} if found else set()
-        thread.join(1)
+
+    def watch_job() -> set[str]:
+        """Returns the uids that the job has until the pipeline has ended."""
+        uids = set()
+        while thread.is_alive():
+            found = release.namespace.get("pytorchjob", job)
+            uids |= {found["metadata"]["uid"]} if found else set()
+            thread.join(1)
+        return uids
+
+    annotations = ("trainer.podAnnotations.upgraded=yes", "collector.podAnnotations.upgraded=yes")
+    with ThreadPoolExecutor(1) as pool:
+        watch = pool.submit(watch_job)
+        release.upgrade(*annotations)
+        jobs = watch.result()
     assert client.run_state().status == "finished", run.logs
     assert jobs == {uid}, "an upgrade must not replace the job of a run"
-    assert "is trained already" in run.logs["train-2"] or "step 6" in run.logs["train-2"]
+    trained = (f"step {steps} is trained already", f"step {steps}: reward")
+    assert any(line in run.logs["train-2"] for line in trained)
     assert "model in " in run.logs["evaluate-and-export"]
-    assert client.evaluations()[-1].version == STEPS + 1
+    assert client.evaluations()[-1].version == steps + 1
     assert not release.jobs()
 
     # Running the same pipeline again repeats no work.
     attempt = client.run_state().attempt
-    again = pipeline(release, "first")
+    again = pipeline(release, "first", steps=steps)
     again.execute()
     assert client.run_state().attempt == attempt
 
@@ -174,7 +194,7 @@ def test_a_second_run_waits_and_the_reaper_ends_the_one_whose_workflow_was_delet
 
 @pytest.mark.parametrize("kind", ["PyTorchJob", "TrainJob"])
 def test_two_workers_train_on_after_one_was_evicted(
-    release: Release, no_run: None, kind: str
+    release: Release, no_run: None, restored: None, kind: str
 ) -> None:
     release.upgrade(f"trainer.jobKind={kind}")
     name = f"two-{kind.lower()}"
@@ -194,15 +214,17 @@ def test_two_workers_train_on_after_one_was_evicted(
     assert not release.jobs()
 
 
-def test_a_trainjob_fails_at_once_and_can_be_suspended(release: Release, no_run: None) -> None:
-    wrong = "trainer.extraEnv[0].name=BAPO_S3_PATH_STYLE,trainer.extraEnv[0].value=sideways"
-    release.upgrade("trainer.jobKind=TrainJob", wrong)
-    run = pipeline(release, "suspended")
-    with pytest.raises(StepFailed, match=r"exited with 1 \(Error\): .*BAPO_S3_PATH_STYLE"):
-        run.execute()
+def test_a_trainjob_fails_at_once_and_can_be_suspended(
+    release: Release, no_run: None, restored: None
+) -> None:
+    release.upgrade("trainer.jobKind=TrainJob")
+    wrong = pipeline(release, "wrong", overrides=["sync.transport=nccl"])
+    message = r"exited with 1 \(Error\): sync.transport is nccl, but the trainer has no GPU; set it"
+    with pytest.raises(StepFailed, match=message):
+        wrong.execute()
     assert not release.jobs()
 
-    release.upgrade("trainer.jobKind=TrainJob")
+    run = pipeline(release, "suspended")
     thread = run.start()
     wait_for_first_step(release, run)
 

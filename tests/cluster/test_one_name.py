@@ -17,13 +17,13 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 
 from bapo_core.errors import BapoError
@@ -76,8 +76,8 @@ class Pipeline:
         thread.start()
         return thread
 
-    def run_step(self, body: Callable[[PipelineContext, TrainerJobs], Any]) -> None:
-        """Runs a step as its component does, up to its exit."""
+    def run_step(self, body: Callable[[PipelineContext, TrainerJobs], Any]) -> str:
+        """Runs a step as its component does, up to its exit; returns the line of its error."""
         with pytest.MonkeyPatch.context() as patch:
             patch.delenv(LOCAL_JOBS, raising=False)
             patch.setattr(PipelineContext, "from_environment", lambda *_: self.context)
@@ -86,11 +86,14 @@ class Pipeline:
                 n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
             }
             try:
-                with suppress(SystemExit), steps.pipeline_step("") as (context, jobs):
+                with steps.pipeline_step("") as (context, jobs):
                     body(context, jobs)
+            except SystemExit as ended:
+                return str(ended.code)
             finally:
                 for number, handler in handlers.items():
                     signal.signal(number, handler)
+        return ""
 
     def end(self) -> None:
         """Deletes the workflow, and with it what it owns."""
@@ -269,6 +272,41 @@ def has_line(pipeline: Pipeline, line: str) -> bool:
 
 def has_no_job(pipeline: Pipeline) -> bool:
     return not pipeline.jobs.backend.jobs()
+
+
+@pytest.mark.parametrize(("name", "valid"), [("My Run", "my-run"), ("COUNTDOWN", "countdown")])
+def test_a_name_with_capitals_or_spaces_ends_the_first_step_and_is_asked_of_nobody(
+    cluster: Cluster, name: str, valid: str
+) -> None:
+    pipeline = cluster.pipeline(name)
+    error = pipeline.run_step(start_normally)
+    assert error.startswith(f"error: bapo_run is '{name}': a name has lower-case letters, digits")
+    assert error.endswith(f"give for example '{valid}', or leave it empty for a new run")
+    assert pipeline.run_step(steps.clean_up) == ""
+    assert pipeline.lines == [f"no run was created: '{name}' is no valid name"] * 2
+
+
+def test_the_name_of_a_run_that_is_being_deleted_ends_the_first_step(
+    cluster: Cluster, small_model: Any
+) -> None:
+    pipeline = cluster.pipeline("being-deleted")
+    open_run(pipeline.context, small_model)
+
+    def set_status(status: str) -> None:
+        url = cluster.stack.database_url.replace("postgresql+psycopg", "postgresql")
+        with psycopg.connect(url, autocommit=True) as connection:
+            change = "update run set status = %s where name = %s"
+            connection.execute(change, (status, "being-deleted"))
+
+    set_status("deleting")
+    error = pipeline.run_step(start_normally)
+    assert error == (
+        "error: run 'being-deleted' is being deleted; wait until `bapo runs` no longer lists it, "
+        "or give bapo_run another name"
+    )
+    assert pipeline.run_step(steps.clean_up) == ""
+    assert pipeline.context.buffer.run_state().status == "deleting"
+    set_status("stopped")
 
 
 STATES = ("waiting for nodes", "queued", "between two segments", "paused")
