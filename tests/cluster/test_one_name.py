@@ -384,8 +384,9 @@ def small_image() -> str:
 def secrets(namespace: Namespace) -> Iterator[None]:
     """Creates what the pods read their variables from."""
     namespace.kubectl("create", "configmap", "bapo-connection")
-    for name in ("bapo-token", "bapo-s3"):
-        namespace.kubectl("create", "secret", "generic", name)
+    token = "--from-literal=BAPO_TRAINER_TOKEN=none"
+    namespace.kubectl("create", "secret", "generic", "bapo-token", token)
+    namespace.kubectl("create", "secret", "generic", "bapo-s3")
     yield
     namespace.kubectl("delete", "configmap/bapo-connection", "secret/bapo-token", "secret/bapo-s3")
 
