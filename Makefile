@@ -198,7 +198,7 @@ lint: $(STAMP) ## check style, types, import contracts, Dockerfile
 lock: $(STAMP) ## write versions and hashes of what images install to requirements/, from the constraints
 	$(PYTHON) -m venv $(LOCK)
 	$(LOCK)/bin/pip install --quiet --progress-bar off "uv==0.13.9"
-	$(BIN)/python -m tools.lock_requirements --uv $(LOCK)/bin/uv
+	$(BIN)/python -m tools.lock_requirements --uv $(CURDIR)/$(LOCK)/bin/uv
 
 # Needs the advisories of PyPI, and nothing of the project. What is known of a package changes from day to day,
 # so that this is no part of `make lint`.

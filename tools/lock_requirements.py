@@ -80,7 +80,7 @@ def _describe_project(requirements: list[str], *, on_cpu: bool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--uv", default="uv", help="path of uv")
+    parser.add_argument("--uv", required=True, help="absolute path of uv")
     uv = parser.parse_args().uv
     constraints = ROOT / "constraints.txt"
     trainer = [*requirements_of("pipelines", "train", "hub"), TORCH]
