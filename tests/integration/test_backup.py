@@ -86,7 +86,7 @@ def test_a_restored_backup_gives_the_same_answers(stack: Endpoints, tmp_path: Pa
         # The dump holds the token of the first service, which the second one replaces by its own.
         tokens = BufferClient(restored.buffer_url, restored.token).tokens()
         assert [token.name for token in tokens].count("from the environment") == 1
-        with pytest.raises(ServiceError, match="not known here, or was revoked"):
+        with pytest.raises(ServiceError, match="not known here, was revoked"):
             BufferClient(restored.buffer_url, stack.token).runs()
     admin = stack.database_url.replace("postgresql+psycopg", "postgresql")
     with psycopg.connect(admin, autocommit=True) as connection:
