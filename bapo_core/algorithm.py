@@ -101,7 +101,9 @@ def compose(config: RunConfig, state: StepState) -> Composition:
         else member
         for member in batch.members
     ]
-    batch = add_responses(replace(batch, members=members), responses, config.response_replay)
+    batch = replace(batch, members=members)
+    if config.response_replay.groups != "off":
+        batch = add_responses(batch, responses, config.response_replay)
     decisions = explain_composition(config, state, ComposedBatch(batch, x1, x2, candidates))
     return Composition(batch, r_tot, _choose_supervised(config, state), decisions)
 
@@ -141,7 +143,8 @@ def _filter_fresh(
     rng = derive_rng(config.seed, "filter", state.step)
     match settings.filter:
         case "range":
-            compared = responses if config.response_replay.advantages == "mixed" else {}
+            replay = config.response_replay
+            compared = {} if replay.groups == "off" or replay.advantages == "split" else responses
             kept = {group.group_id for group in range_filter(fresh)}
             kept |= {
                 group.group_id
@@ -182,7 +185,7 @@ def receives_replayed(
     revisited: number of groups, the first ones, whose prompts were drawn for their past successes.
     """
     settings = config.response_replay
-    if not settings.enabled:
+    if settings.groups == "off":
         return []
     return [
         group
@@ -193,10 +196,13 @@ def receives_replayed(
 
 def _choose_responses(config: RunConfig, state: StepState) -> dict[int, list[StoredResponse]]:
     """Returns the responses of earlier steps that join each fresh group, by the group's id."""
+    settings = config.response_replay
+    if settings.groups == "off":
+        return {}
     chosen = {
         group.group_id: choose_responses(
             state.caches.get(group.prompt_uid, ()),
-            config.response_replay,
+            settings,
             derive_rng(config.seed, "responses", state.step, group.prompt_uid),
         )
         for group in receives_replayed(config, state.fresh, state.revisited)
@@ -260,12 +266,8 @@ def settle(
     changes: dict[BufferName, list[BufferChange]] = {}
     dedup, c1 = config.batch.dedup, config.reevaluate.c1
     if config.keeps_hard_buffer:
-        solved = evict_solved(
-            state.hard,
-            {group.prompt_uid: group for group in state.reevaluated},
-            after=config.hard_buffer.after,
-            c1=c1,
-        )
+        again = {group.prompt_uid: group for group in state.reevaluated}
+        solved = evict_solved(state.hard, again, c1=c1) if config.hard_buffer.evict_solved else []
         trained = [
             (entry, EvictionReason.SUPERVISED)
             for entry in state.hard
@@ -281,10 +283,10 @@ def settle(
         )
         changes["hard"] = [leaving, entering]
     if config.replays_at(state.step + 1):
-        again = state.reevaluated if config.hard_buffer.store_new_in_high else ()
+        stored = state.reevaluated if config.replays_reevaluated else ()
         change = admit_high(
             state.high,
-            [*state.fresh, *again],
+            [*state.fresh, *stored],
             window=window,
             capacity=config.high_quality_buffer.capacity,
             max_age=config.high_quality_buffer.max_age,

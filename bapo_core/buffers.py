@@ -157,16 +157,12 @@ def evict_solved(
     entries: Sequence[GroupSummary],
     new_by_prompt: Mapping[str, GroupSummary],
     *,
-    after: Literal["drop_solved", "keep"] = "drop_solved",
     c1: float,
 ) -> Evicted:
     """Evicts the entries of B_bad whose re-evaluation has mu_new > c1, mu_new = 1 included.
 
-    new_by_prompt: re-evaluated groups by prompt uid. With `keep` none is evicted, and a prompt is
-    re-evaluated until the capacity evicts it (authors' code).
+    new_by_prompt: re-evaluated groups by prompt uid.
     """
-    if after == "keep":
-        return []
     solved = {uid for uid, new in new_by_prompt.items() if above(new.accuracy, c1)}
     return [(entry, EvictionReason.SOLVED) for entry in entries if entry.prompt_uid in solved]
 

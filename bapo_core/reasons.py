@@ -147,19 +147,19 @@ class _Explainer:
     def not_stored(self) -> Decision:
         """Explains why no group, and no response, of a prompt was considered for replay."""
         config = self._config
-        if config.response_replay.enabled and not config.replay.enabled:
-            settings = config.response_replay
+        settings = config.response_replay
+        if settings.groups != "off" and config.replay.select == "off":
             reason = (
                 "no response of an earlier step joined its fresh group (response_replay.groups = "
-                f"{settings.groups}, response_replay.min_cache = {settings.min_cache})"
+                f"{settings.groups}, response_replay.min_candidates = {settings.min_candidates})"
             )
             return Decision(Source.REPLAYED, "not_used", reason)
         if config.replays_at(self._state.step):
             reason = "it was not in the high-quality buffer before this step"
-        elif config.replay.enabled:
+        elif config.replay.select != "off":
             reason = f"this step has no replay (replay.last_step = {config.replay.last_step})"
         else:
-            reason = "this run has no replay (replay.enabled = false)"
+            reason = "this run has no replay (replay.select = off)"
         return Decision(Source.REPLAYED, "not_considered", reason)
 
     def explain_high(self) -> dict[str, Decision]:
@@ -189,7 +189,7 @@ class _Explainer:
                 reason = f"{_score(entry)}, outside {window}"
             elif entry.group_id not in candidates:
                 max_age = config.high_quality_buffer.max_age
-                reason = f"{_score(entry)}: too old (high_quality_buffer.max_age = {max_age} steps)"
+                reason = f"{_score(entry)}: too old (replay.buffer.max_age = {max_age} steps)"
             elif entry.prompt_uid in self._source_of:
                 reason = self._no_place(entry)
             else:
@@ -218,13 +218,15 @@ class _Explainer:
             if member.source is Source.REPLAYED and member.rows is not None:
                 text = f"{len(member.rows)} of step {member.group.step}"
                 counts.setdefault(member.group.prompt_uid, []).append(text)
-        strategy = self._config.response_replay.strategy
+        settings = self._config.response_replay
+        if settings.groups == "off":
+            return {}
         return {
             uid: Decision(
                 Source.REPLAYED,
                 "used",
                 f"responses of earlier steps joined its fresh group: {', '.join(texts)} "
-                f"(response_replay.strategy = {strategy})",
+                f"(response_replay.strategy = {settings.strategy})",
             )
             for uid, texts in counts.items()
         }

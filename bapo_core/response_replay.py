@@ -50,15 +50,15 @@ def choose_responses(
 ) -> list[StoredResponse]:
     """Chooses the responses of a prompt to replay, oldest first; none if too few are cached.
 
-    The candidates are the newest `settings.cache` responses of the cache, or of its correct ones
-    if `settings.only_correct`. `settings.strategy` chooses `settings.count` of them (RePO, arXiv
-    2506.09340): all of them, the most recent, random ones, those of highest reward, the subset
-    whose rewards have the largest variance, or those of highest mean log-prob when they were
+    The candidates are the newest `settings.candidates` responses of the cache, or of its correct
+    ones if `settings.only_correct`. `settings.strategy` chooses `settings.count` of them (RePO,
+    arXiv 2506.09340): all of them, the most recent, random ones, those of highest reward, the
+    subset whose rewards have the largest variance, or those of highest mean log-prob when they were
     sampled, which have the lowest entropy (ExGRPO, arXiv 2510.02245). Ties go to newer responses.
     """
     candidates = [response for response in cache if response.correct or not settings.only_correct]
-    candidates = candidates[-settings.cache :]
-    if len(candidates) < settings.min_cache:
+    candidates = candidates[-settings.candidates :]
+    if len(candidates) < settings.min_candidates:
         return []
     indexes = range(len(candidates))
     count = min(settings.count, len(candidates))

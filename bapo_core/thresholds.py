@@ -7,7 +7,7 @@ from typing import Literal
 
 from bapo_core.types import GroupSummary
 
-Direction = Literal["eq8", "easy_to_hard", "off"]
+Direction = Literal["eq8", "easy_to_hard", "fixed"]
 RewardKind = Literal["batch", "ema", "buffer"]
 
 TOLERANCE = 1e-9
@@ -50,8 +50,8 @@ def replay_window(
     """Returns the replay window (c2, c3) at the accuracy r_tot in [0, 1].
 
     `eq8` rises with r_tot: c = r_tot * (high - low) + low (Eq. 8). `easy_to_hard` falls, as in the
-    authors' code: c = high - q * (high - low), q = clip((r_tot - 0.2) / 0.6, 0, 1). `off` is the
-    fixed window (c2_low, c3_low), which the authors' code has without adaptation; ranges with equal
+    authors' code: c = high - q * (high - low), q = clip((r_tot - 0.2) / 0.6, 0, 1). `fixed` is the
+    window (c2_low, c3_low), which the authors' code has without adaptation; ranges with equal
     ends fix any other.
 
     Raises `ValueError` if r_tot is not in [0, 1].

@@ -25,12 +25,12 @@ from bapo_core.seeding import derive_rng, derive_seed
 from bapo_core.tasks import get_task
 
 # Keys of which this file implements the default value alone.
-DEFAULTS_ONLY = """loss.minibatch_norm fresh.filter replay_window.r_tot task.test_path sync.lag
+DEFAULTS_ONLY = """loss.minibatch_norm fresh.filter replay.select replay.last_step sampler lora
 kl.reference loss.objective.kind loss.correction evaluation.samples rollout.max_generation_rounds
-hard_buffer.store_new_in_high lora response_replay batch.dedup replay advantage.estimator sampler
-optimizer.epochs loss.by_source reevaluate.rule task.train_path hard_buffer.after demonstrations
-loss.aggregation sync.weights_dtype evaluation.sets reevaluate.enabled evaluation.temperature
-loss.mask_truncated evaluation.top_p advantage.scale reward"""
+replay.window.r_tot replay.store_reevaluated reward response_replay batch.dedup advantage.estimator
+optimizer.epochs loss.by_source reevaluate.rule task.train_path sync.lag task.test_path
+loss.aggregation sync.weights_dtype evaluation.sets reevaluate.enabled hard_buffer.evict_solved
+loss.mask_truncated evaluation.top_p evaluation.temperature demonstrations advantage.scale"""
 
 
 def train(config, directory, sample=None, learner=None):

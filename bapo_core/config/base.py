@@ -21,6 +21,8 @@ from bapo_core.errors import ConfigError
 from bapo_core.plug_ins import find, plug_in_names
 from bapo_core.spelling import did_you_mean
 
+OFF = "off"
+"""The kind of a section that has no keys because its part of the method is turned off."""
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
@@ -50,8 +52,8 @@ class Kinds:
     ) -> None:
         """Initialises the kinds.
 
-        sections: the union of the models, whose field `key` has the name of their kind as its
-            default; or the only one.
+        sections: the union of the models, each for one kind or several, whose names are the
+            `Literal` of its field `key`; or the only model.
         plug_ins: the group of entry points by which other distributions add kinds. One of the same
             name in the group `<plug_ins>.settings` is the section of this kind's keys, a subclass
             of `plug_in_base`; without one, it has the keys of `plug_in_base`. The first group is
@@ -59,8 +61,9 @@ class Kinds:
         """
         self.key = key
         self.sections: dict[str, type[Section]] = {
-            section.model_fields[key].default: section
+            kind: section
             for section in get_args(sections) or (sections,)
+            for kind in get_args(section.model_fields[key].annotation)
         }
         self.default: str = next(iter(self.sections))
         self._plug_ins, self._plug_in_base = plug_ins, plug_in_base
@@ -72,8 +75,17 @@ class Kinds:
         return [*self.sections, *sorted(added)]
 
     def expand(self, value: Any) -> Any:
-        """Returns the section `{key: name}` for the name of a kind; other values as they are."""
-        return {self.key: value} if isinstance(value, str) else value
+        """Returns the section `{key: name}` for the name of a kind; other values as they are.
+
+        YAML 1.1 reads an unquoted `off` as false.
+        """
+        if value is False and OFF in self.sections:
+            value = OFF
+        if isinstance(value, str):
+            return {self.key: value}
+        if isinstance(value, Mapping) and value.get(self.key) is False and OFF in self.sections:
+            return {**value, self.key: OFF}
+        return value
 
     def kind_of(self, values: Any) -> Any:
         """Returns the kind that the values of a section name, or the default."""

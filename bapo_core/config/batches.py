@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from bapo_core.config.base import Fraction, Kinds, Section
 
@@ -67,43 +67,113 @@ class HardBufferConfig(Section):
 
     capacity: int | None = Field(None, ge=1)
     """Most groups in B_bad, first in first out; null is B (the paper's 256)."""
-    after: Literal["drop_solved", "keep"] = "drop_solved"
-    """Fate of a prompt in B_bad after its re-evaluation: `drop_solved` evicts it if mu_new > c1;
-    `keep` never does (as in the authors' code)."""
-    store_new_in_high: bool = False
-    """Whether re-evaluated groups with c2 <= mu_new <= c3 enter B_high as well."""
+    evict_solved: bool = True
+    """Whether a re-evaluated prompt with mu_new > c1 leaves B_bad; false is as in the authors'
+    code."""
 
 
-class ReplayConfig(Section):
-    """Replayed groups, the source X3 of a batch: stored groups that fill the room left in it."""
+class HighQualityBufferConfig(Section):
+    """The high-quality buffer B_high: fresh groups with c2 <= mu <= c3, which X3 replays."""
 
-    enabled: bool = True
-    """Whether batches have replayed groups (X3); false is the ablation "w/o X3"."""
-    select: Literal["window", "mixed"] = "window"
-    """Groups that are stored and replayed: those in the replay window [c2, c3] (Eq. 7), or all with
-    `mixed` rewards, 1/G <= mu <= (G-1)/G (DOTS)."""
+    capacity: int = Field(256, ge=1)
+    """Most groups in B_high, first in first out (Table 3: 256)."""
+    max_age: int | None = Field(3, ge=1)
+    """Most steps between a group's rollout and its replay: X3 of step t draws from the groups of
+    steps t - max_age to t - 1 (paper: the three most recent steps). Null sets no limit but the
+    capacity (DOTS)."""
+
+
+class ReplayWindowConfig(Section):
+    """The replay window [c2, c3] of accuracies that enter B_high and X3 (Eq. 7, Eq. 8)."""
+
+    direction: Literal["eq8", "easy_to_hard", "fixed"] = "eq8"
+    """Movement of [c2, c3] with r_tot: rising (`eq8`, Eq. 8 as printed); falling (`easy_to_hard`,
+    as in the authors' code); or `fixed` at the lower ends."""
+    c2_range: tuple[Fraction, Fraction] = (0.125, 0.5)
+    """Lowest and highest value of c2, the lower bound of the replay window (Table 3: 1/8, 4/8)."""
+    c3_range: tuple[Fraction, Fraction] = (0.25, 0.625)
+    """Lowest and highest value of c3, the upper bound of the replay window (Table 3: 2/8, 5/8)."""
+    r_tot: Literal["batch", "ema", "buffer"] = "batch"
+    """Definition of r_tot in Eq. 8: the accuracy of the step's unfiltered fresh groups
+    (`batch`); its moving average (`ema`); or the accuracy of B_bad and B_high (`buffer`, as in
+    the authors' code)."""
+    ema_decay: float = Field(0.9, ge=0.0, lt=1.0)
+    """Decay of the moving average that is r_tot when `replay.window.r_tot` is `ema`."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ReplayWindowConfig:
+        for name, (low, high) in (("c2_range", self.c2_range), ("c3_range", self.c3_range)):
+            if low > high:
+                raise ValueError(f"{name} is [{low}, {high}]: write the lower bound first")
+        for (end, c2), (_, c3) in zip(
+            (("low", self.c2_range[0]), ("high", self.c2_range[1])),
+            (("low", self.c3_range[0]), ("high", self.c3_range[1])),
+            strict=True,
+        ):
+            if c2 > c3:
+                raise ValueError(
+                    f"c2 is above c3 at the {end} end ({c2} > {c3}), so the window [c2, c3] would "
+                    "be empty; lower c2_range or raise c3_range"
+                )
+        return self
+
+
+class _ReplayConfig(Section):
+    """Stored groups fill the room that is left in a batch."""
+
     last_step: int | None = Field(None, ge=1)
     """Last step whose batch has replayed groups (ReMix: 50); null is the run's last step."""
+    store_reevaluated: bool = False
+    """Whether re-evaluated groups enter B_high as well as fresh ones."""
+    buffer: HighQualityBufferConfig = HighQualityBufferConfig()
+
+
+class WindowReplayConfig(_ReplayConfig):
+    """Groups in the replay window [c2, c3] are stored and replayed (Eq. 7)."""
+
+    select: Literal["window"] = "window"
+    window: ReplayWindowConfig = ReplayWindowConfig()
+
+
+class MixedReplayConfig(_ReplayConfig):
+    """All groups with mixed rewards, 1/G <= mu <= (G-1)/G, are stored and replayed (DOTS)."""
+
+    select: Literal["mixed"] = "mixed"
+
+
+class NoReplayConfig(Section):
+    """Batches have no replayed groups: the ablation "w/o X3"."""
+
+    select: Literal["off"] = "off"
+
+
+_Replay = WindowReplayConfig | MixedReplayConfig | NoReplayConfig
+ReplayConfig = Annotated[_Replay, Kinds(_Replay, key="select")]
+"""A section `replay`."""
+
+
+class NoResponseReplayConfig(Section):
+    """No responses of earlier steps are replayed."""
+
+    groups: Literal["off"] = "off"
 
 
 class ResponseReplayConfig(Section):
-    """Response replay: single responses of earlier steps, which join the fresh groups of their
-    prompts. They are no part of X3, whose groups are whole, and take none of the batch's places."""
+    """Single responses of earlier steps join the fresh groups of their prompts. They are no part of
+    X3, whose groups are whole, and take none of the batch's places."""
 
-    enabled: bool = False
-    """Whether responses of earlier steps are replayed."""
     groups: Literal["all", "unsolved", "revisited"] = "all"
     """Fresh groups that get them: `all` (RePO); those without a correct response, `unsolved`
     (ARPO); or those whose prompts were drawn for their past successes, `revisited` (ExGRPO, with
     `sampler.kind: exgrpo`)."""
-    cache: int = Field(16, ge=1)
+    candidates: int = Field(16, ge=1)
     """Newest responses to a prompt that are candidates (RePO: 16; ARPO: 8)."""
-    min_cache: int = Field(16, ge=1)
+    min_candidates: int = Field(16, ge=1)
     """Fewest candidates with which responses are replayed (RePO: 16, which 8 responses an epoch
     reach after two epochs; ARPO: 1)."""
     count: int = Field(8, ge=1)
     """Most responses that a group gets (RePO: 8; ARPO and ExGRPO: 1); with `strategy: all`, these
-    are `cache`."""
+    are `candidates`."""
     only_correct: bool = False
     """Whether correct responses alone are candidates (ARPO and ExGRPO)."""
     strategy: Literal[
@@ -122,19 +192,20 @@ class ResponseReplayConfig(Section):
     @property
     def most(self) -> int:
         """Most responses that a group gets."""
-        return self.cache if self.strategy == "all" else min(self.count, self.cache)
+        return self.candidates if self.strategy == "all" else min(self.count, self.candidates)
 
     @property
     def most_key(self) -> str:
         """The key that sets `most`."""
-        return "cache" if self.most == self.cache else "count"
+        return "candidates" if self.most == self.candidates else "count"
 
     @model_validator(mode="after")
     def _can_choose(self) -> ResponseReplayConfig:
-        if self.min_cache > self.cache:
+        if self.min_candidates > self.candidates:
             raise ValueError(
-                f"min_cache ({self.min_cache}) is above cache ({self.cache}), so nothing would be "
-                "replayed; lower min_cache or raise cache"
+                f"min_candidates ({self.min_candidates}) is above candidates "
+                f"({self.candidates}), so nothing would be "
+                "replayed; lower min_candidates or raise candidates"
             )
         if self.advantages == "split" and (self.only_correct or self.replace):
             key = "only_correct" if self.only_correct else "replace"
@@ -149,6 +220,11 @@ class ResponseReplayConfig(Section):
                 f"to be compared with; set advantages to mixed, or raise {self.most_key}"
             )
         return self
+
+
+_ResponseReplay = NoResponseReplayConfig | ResponseReplayConfig
+AnyResponseReplayConfig = Annotated[_ResponseReplay, Kinds(_ResponseReplay, key="groups")]
+"""A section `response_replay`."""
 
 
 class DemonstrationsConfig(Section):
@@ -176,58 +252,6 @@ class DemonstrationsConfig(Section):
     def enabled(self) -> bool:
         """Whether the run needs demonstrations."""
         return self.join != "none" or self.supervise_every > 0
-
-
-class HighQualityBufferConfig(Section):
-    """The high-quality buffer B_high: fresh groups with c2 <= mu <= c3, which X3 replays."""
-
-    capacity: int = Field(256, ge=1)
-    """Most groups in B_high, first in first out (Table 3: 256)."""
-    max_age: int | None = Field(3, ge=1)
-    """Most steps between a group's rollout and its replay: X3 of step t draws from the groups of
-    steps t - max_age to t - 1 (paper: the three most recent steps). Null sets no limit but the
-    capacity (DOTS)."""
-
-
-class ReplayWindowConfig(Section):
-    """The replay window [c2, c3] of accuracies that enter B_high and X3 (Eq. 7, Eq. 8)."""
-
-    direction: Literal["eq8", "easy_to_hard", "off"] = "eq8"
-    """Movement of [c2, c3] with r_tot: rising (`eq8`, Eq. 8 as printed); falling (`easy_to_hard`,
-    as in the authors' code); or fixed at the lower ends (`off`)."""
-    c2_range: tuple[Fraction, Fraction] = (0.125, 0.5)
-    """Lowest and highest value of c2, the lower bound of the replay window (Table 3: 1/8, 4/8)."""
-    c3_range: tuple[Fraction, Fraction] = (0.25, 0.625)
-    """Lowest and highest value of c3, the upper bound of the replay window (Table 3: 2/8, 5/8)."""
-    r_tot: Literal["batch", "ema", "buffer"] = "batch"
-    """Definition of r_tot in Eq. 8: the accuracy of the step's unfiltered fresh groups
-    (`batch`); its moving average (`ema`); or the accuracy of B_bad and B_high (`buffer`, as in
-    the authors' code)."""
-    ema_decay: float = Field(0.9, ge=0.0, lt=1.0)
-    """Decay of the moving average that is r_tot when `replay_window.r_tot` is `ema`."""
-
-    @field_validator("direction", mode="before")
-    @classmethod
-    def _read_yaml_off(cls, value: Any) -> Any:
-        """YAML 1.1 reads an unquoted `off` as false."""
-        return "off" if value is False else value
-
-    @model_validator(mode="after")
-    def _ordered(self) -> ReplayWindowConfig:
-        for name, (low, high) in (("c2_range", self.c2_range), ("c3_range", self.c3_range)):
-            if low > high:
-                raise ValueError(f"{name} is [{low}, {high}]: write the lower bound first")
-        for (end, c2), (_, c3) in zip(
-            (("low", self.c2_range[0]), ("high", self.c2_range[1])),
-            (("low", self.c3_range[0]), ("high", self.c3_range[1])),
-            strict=True,
-        ):
-            if c2 > c3:
-                raise ValueError(
-                    f"c2 is above c3 at the {end} end ({c2} > {c3}), so the window [c2, c3] would "
-                    "be empty; lower c2_range or raise c3_range"
-                )
-        return self
 
 
 class BatchConfig(Section):

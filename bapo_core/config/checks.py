@@ -6,6 +6,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from bapo_core.config.base import Section
+from bapo_core.config.batches import NoResponseReplayConfig
 from bapo_core.config.evaluation import GREEDY_TEMPERATURE, TEST_SET
 from bapo_core.config.objectives import SEQUENCE_OBJECTIVES
 from bapo_core.config.samplers import AdaptiveConfig
@@ -88,11 +89,11 @@ def list_warnings(config: RunConfig) -> list[str]:
     warnings += _warnings_about_batches(config)
     warnings += _warnings_about_unused_keys(config)
     empty = _empty_windows(config)
-    if config.replay.enabled and config.replay.select == "window" and empty:
+    if config.replay.select == "window" and empty:
         warnings.append(
             f"with rollout.group_size {config.rollout.group_size}, the replay window [c2, c3] "
             f"holds no accuracy k/G for {empty:.0%} of the values of r_tot, so nothing is "
-            "stored for replay then; widen replay_window.c2_range and c3_range, or raise the "
+            "stored for replay then; widen replay.window.c2_range and c3_range, or raise the "
             "group size"
         )
     return warnings
@@ -138,7 +139,7 @@ def _refuse_response_replay(config: RunConfig) -> None:
             f"{config.rollout.max_generation_rounds}: a step has one round of prompts that are "
             "revisited; set rollout.max_generation_rounds=1 or another sampler.kind"
         )
-    if not settings.enabled:
+    if isinstance(settings, NoResponseReplayConfig):
         return
     if settings.groups == "revisited" and config.sampler.kind != "exgrpo":
         raise ValueError(
@@ -156,21 +157,20 @@ def _refuse_response_replay(config: RunConfig) -> None:
         )
     if config.loss.correction.kind == "decoupled":
         raise ValueError(
-            "response_replay.enabled is true but loss.correction is 'decoupled', which has the "
+            "response_replay is on but loss.correction is 'decoupled', which has the "
             "trainer's log-probs of whole groups alone; set loss.correction to behavior or "
             "prox_current"
         )
-    if config.replay.enabled and config.batch.dedup == "rollout":
+    if config.replay.select != "off" and config.batch.dedup == "rollout":
         raise ValueError(
-            "response_replay.enabled and replay.enabled with batch.dedup=rollout would put "
+            "response_replay and replay with batch.dedup=rollout would put "
             "responses into a batch twice; set batch.dedup=prompt, or disable one of the two"
         )
 
 
 def _refuse_filters_that_drop_joined_groups(config: RunConfig) -> None:
     joins = {
-        "response_replay.groups": config.response_replay.enabled
-        and config.response_replay.groups == "unsolved",
+        "response_replay.groups": config.response_replay.groups == "unsolved",
         "demonstrations.join": config.demonstrations.join == "unsolved",
     }
     joins_all = config.demonstrations.join == "all"
@@ -299,7 +299,7 @@ def _warnings_about_methods(config: RunConfig) -> list[str]:
     """Returns warnings about objectives and estimators."""
     warnings = []
     objective, estimator = config.loss.objective.kind, config.advantage.estimator
-    replays = config.replay.enabled or config.response_replay.enabled
+    replays = config.replay.select != "off" or config.response_replay.groups != "off"
     stale = config.sync.every > 1 or config.sync.lag > 0 or replays
     if objective == "gspo" and config.loss.correction.kind == "behavior" and stale:
         warnings.append(
@@ -322,11 +322,15 @@ def _warnings_about_sampling(config: RunConfig) -> list[str]:
     """Returns warnings about the sampler."""
     warnings = []
     sampler = config.sampler
-    if isinstance(sampler, AdaptiveConfig) and sampler.as_of == "step" and config.sync.lag:
+    if (
+        isinstance(sampler, AdaptiveConfig)
+        and sampler.posterior_as_of == "step"
+        and config.sync.lag
+    ):
         warnings.append(
-            f"sync.lag is {config.sync.lag} with sampler.as_of=step: the prompts of a step "
-            "depend on the commit of the step before, so rollouts wait for the trainer in "
-            "every step; set sampler.as_of=sync"
+            f"sync.lag is {config.sync.lag} with sampler.posterior_as_of=step: the prompts of a "
+            "step depend on the commit of the step before, so rollouts wait for the trainer in "
+            "every step; set sampler.posterior_as_of=sync"
         )
     if config.sampler.kind == "dots":
         warnings.append(
@@ -342,7 +346,7 @@ def _warnings_about_batches(config: RunConfig) -> list[str]:
     warnings = []
     absent = {
         "reevaluated": not config.reevaluate.enabled,
-        "replayed": not (config.replay.enabled or config.response_replay.enabled),
+        "replayed": not (config.replay.select != "off" or config.response_replay.groups != "off"),
         "demonstrated": config.demonstrations.join == "none",
     }
     warnings += [
@@ -365,10 +369,10 @@ def _warnings_about_batches(config: RunConfig) -> list[str]:
             "generation rounds (rollout.prompts_per_step x rollout.max_generation_rounds), so "
             "every step takes all rounds; lower batch.capacity, or raise one of these"
         )
-    if config.batch.fresh_fraction < 1.0 and not config.replay.enabled:
+    if config.batch.fresh_fraction < 1.0 and config.replay.select == "off":
         warnings.append(
             f"batch.fresh_fraction={config.batch.fresh_fraction} leaves room in every batch that "
-            "nothing fills with replay.enabled=False; set replay.enabled=true, or "
+            "nothing fills with replay=off; set replay=window or mixed, or "
             "batch.fresh_fraction=1"
         )
     if config.batch.fresh_fraction < 1.0 and config.batch.capacity is not None:
@@ -392,8 +396,6 @@ def _warnings_about_unused_keys(config: RunConfig) -> list[str]:
 def _conditions(config: RunConfig) -> list[tuple[bool, str, str]]:
     """Returns whether a condition holds, the condition, and the keys that then have no effect."""
     correction, advantage, window = config.loss.correction, config.advantage, config.replay_window
-    windowed = config.replay.enabled and config.replay.select == "window"
-    window_keys = _keys("replay_window", window)
     hard = "reevaluate.c1 " + _keys("hard_buffer", config.hard_buffer)
     return [
         (
@@ -407,30 +409,16 @@ def _conditions(config: RunConfig) -> list[tuple[bool, str, str]]:
             "advantage.std advantage.eps",
         ),
         (
-            not config.response_replay.enabled,
-            "response_replay.enabled=False, the default",
-            _keys("response_replay", config.response_replay),
+            window.direction == "fixed",
+            "replay.window.direction=fixed",
+            "replay.window.r_tot replay.window.ema_decay",
         ),
         (
-            not config.replay.enabled,
-            "replay.enabled=False",
-            f"replay.select replay.last_step hard_buffer.store_new_in_high {window_keys} "
-            + _keys("high_quality_buffer", config.high_quality_buffer),
-        ),
-        (
-            config.replay.enabled and config.replay.select == "mixed",
-            "replay.select=mixed, which replays groups of any mixed rewards",
-            window_keys,
-        ),
-        (
-            windowed and window.direction == "off",
-            "replay_window.direction=off",
-            "replay_window.r_tot replay_window.ema_decay",
-        ),
-        (
-            windowed and window.direction != "off" and window.r_tot != "ema",
-            f"replay_window.r_tot={window.r_tot}",
-            "replay_window.ema_decay",
+            config.replay.select == "window"
+            and window.direction != "fixed"
+            and window.r_tot != "ema",
+            f"replay.window.r_tot={window.r_tot}",
+            "replay.window.ema_decay",
         ),
         (
             not config.reevaluate.enabled,

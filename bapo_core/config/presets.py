@@ -12,7 +12,7 @@ _ON_POLICY: dict[str, Any] = {
     "sync": {"every": 1},
     "fresh": {"filter": "none"},
     "reevaluate": {"enabled": False},
-    "replay": {"enabled": False},
+    "replay": {"select": "off"},
     "loss": {"correction": "behavior", "aggregation": "token-mean", "entropy_coefficient": 0.0},
     "kl": {"coefficient": 0.0},
 }
@@ -45,16 +45,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     "ba_ppo": {
         "advantage": {"estimator": "gae"},
         "hard_buffer": {"capacity": 64},
-        "high_quality_buffer": {"capacity": 64},
-        "replay_window": {"direction": "off"},
+        "replay": {"buffer": {"capacity": 64}, "window": {"direction": "fixed"}},
     },
     "bapo_mini": {
         "reevaluate": {"c1": 0.0},
-        "replay_window": {"direction": "off", "c2_range": [0.5, 0.5], "c3_range": [0.5, 0.5]},
+        "replay": {
+            "window": {"direction": "fixed", "c2_range": [0.5, 0.5], "c3_range": [0.5, 0.5]}
+        },
     },
     "bapo_without_x2": {"reevaluate": {"enabled": False}},
-    "bapo_without_x3": {"replay": {"enabled": False}},
-    "bapo_fixed_window": {"replay_window": {"direction": "off"}},
+    "bapo_without_x3": {"replay": {"select": "off"}},
+    "bapo_fixed_window": {"replay": {"window": {"direction": "fixed"}}},
     "ppo": _on_policy(advantage={"estimator": "gae"}, kl=_GRPO["kl"]),
     "grpo": _GRPO,
     "grpo_delayed": {
@@ -105,8 +106,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "dots": _on_policy(
         aggregation="seq-mean-token-mean",
         sampler={"kind": "dots", "half_life": 34.0},
-        replay={"enabled": True, "select": "mixed"},
-        high_quality_buffer={"capacity": 512, "max_age": None},
+        replay={"select": "mixed", "buffer": {"capacity": 512, "max_age": None}},
         batch={"fresh_fraction": 0.5},
         advantage={"scale": "none"},
     ),
@@ -117,8 +117,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "remix_grpo": _on_policy(
         {"clip_center": "current"},
         aggregation="seq-mean-token-mean",
-        replay={"enabled": True, "select": "mixed", "last_step": 50},
-        high_quality_buffer={"capacity": 1024, "max_age": 2},
+        replay={
+            "select": "mixed",
+            "last_step": 50,
+            "buffer": {"capacity": 1024, "max_age": 2},
+        },
         batch={"fresh_fraction": 0.6},
         optimizer={"epochs": 2},
         kl={
@@ -131,16 +134,15 @@ PRESETS: dict[str, dict[str, Any]] = {
     ),
     "repo": _on_policy(
         aggregation="seq-mean-token-mean",
-        response_replay={"enabled": True},
+        response_replay={"groups": "all"},
         advantage={"std": "sample", "eps": 1e-4},
     ),
     "arpo": _on_policy(
         {"clip_high": 0.3},
         response_replay={
-            "enabled": True,
             "groups": "unsolved",
-            "cache": 8,
-            "min_cache": 1,
+            "candidates": 8,
+            "min_candidates": 1,
             "count": 1,
             "only_correct": True,
             "strategy": "random",
@@ -173,10 +175,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         aggregation="seq-mean-token-sum-norm",
         sampler={"kind": "exgrpo"},
         response_replay={
-            "enabled": True,
             "groups": "revisited",
-            "cache": 64,
-            "min_cache": 1,
+            "candidates": 64,
+            "min_candidates": 1,
             "count": 1,
             "only_correct": True,
             "strategy": "most_likely",

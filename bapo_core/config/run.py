@@ -17,16 +17,18 @@ from pydantic import AfterValidator, Field, model_validator
 from bapo_core.config.base import Section
 from bapo_core.config.batches import (
     AnyBatchConfig,
+    AnyResponseReplayConfig,
     BatchConfig,
     DemonstrationsConfig,
     FreshConfig,
     HardBufferConfig,
     HighQualityBufferConfig,
+    NoResponseReplayConfig,
     RangeFilterConfig,
     ReevaluateConfig,
     ReplayConfig,
     ReplayWindowConfig,
-    ResponseReplayConfig,
+    WindowReplayConfig,
 )
 from bapo_core.config.checks import list_warnings, refuse_contradictions
 from bapo_core.config.estimators import AdvantageConfig, GroupAdvantageConfig
@@ -94,12 +96,12 @@ class RunConfig(Section):
     fresh: FreshConfig = RangeFilterConfig()
     """Fresh groups, the source X1 of a batch: the filter that this step's rollouts pass."""
     reevaluate: ReevaluateConfig = ReevaluateConfig()
-    replay: ReplayConfig = ReplayConfig()
-    response_replay: ResponseReplayConfig = ResponseReplayConfig()
+    replay: ReplayConfig = WindowReplayConfig()
+    """Replayed groups, the source X3 of a batch: which groups are stored and replayed."""
+    response_replay: AnyResponseReplayConfig = NoResponseReplayConfig()
+    """Response replay: fresh groups that single responses of earlier steps join."""
     demonstrations: DemonstrationsConfig = DemonstrationsConfig()
     hard_buffer: HardBufferConfig = HardBufferConfig()
-    high_quality_buffer: HighQualityBufferConfig = HighQualityBufferConfig()
-    replay_window: ReplayWindowConfig = ReplayWindowConfig()
     batch: AnyBatchConfig = BatchConfig()
     """Rule by which batches are composed and buffers are kept: `algorithm1`, of the paper, which
     the keys of this section and of the buffers configure; or one that an installed package adds
@@ -163,8 +165,26 @@ class RunConfig(Section):
 
     def replays_at(self, t: int) -> bool:
         """Whether the batch of step t may have replayed groups (X3)."""
-        last = self.replay.last_step
-        return self.replay.enabled and (last is None or t <= last)
+        if self.replay.select == "off":
+            return False
+        return self.replay.last_step is None or t <= self.replay.last_step
+
+    @property
+    def high_quality_buffer(self) -> HighQualityBufferConfig:
+        """The high-quality buffer B_high, with its defaults in a run without replay."""
+        replay = self.replay
+        return HighQualityBufferConfig() if replay.select == "off" else replay.buffer
+
+    @property
+    def replay_window(self) -> ReplayWindowConfig:
+        """The replay window, with its defaults where X3 is not chosen by one."""
+        replay = self.replay
+        return replay.window if replay.select == "window" else ReplayWindowConfig()
+
+    @property
+    def replays_reevaluated(self) -> bool:
+        """Whether re-evaluated groups enter B_high as well as fresh ones."""
+        return self.replay.select != "off" and self.replay.store_reevaluated
 
     @property
     def most_reevaluated(self) -> int:
@@ -233,7 +253,9 @@ class RunConfig(Section):
         """Returns the step whose commit the prompts of step t depend on; 0 for none."""
         if not isinstance(self.sampler, AdaptiveConfig):
             return 0
-        return (self.schedule.policy_version(t) if self.sampler.as_of == "sync" else t) - 1
+        return (
+            self.schedule.policy_version(t) if self.sampler.posterior_as_of == "sync" else t
+        ) - 1
 
     def evaluates_at(self, t: int) -> bool:
         """Whether theta_t is evaluated on any set."""

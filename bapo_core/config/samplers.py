@@ -41,7 +41,7 @@ class AdaptiveConfig(SamplerConfig):
     earlier steps."""
 
     is_adaptive: ClassVar[bool] = True
-    as_of: Literal["sync", "step"] = "sync"
+    posterior_as_of: Literal["sync", "step"] = "sync"
     """Last commit that posteriors include: the one before the last `sync`, so that the prompts of a
     sync window are known at its beginning; or the one of the `step` before (MoPPS), for which
     rollouts wait in every step."""

@@ -65,10 +65,10 @@ script* and *authors' code* are its authors' release. Where paper and release di
 | X2 | re-evaluated groups of a batch | `reevaluate.*` |
 | X3 | replayed groups of a batch | `replay.*` |
 | B_bad | hard buffer, of groups with mu <= c1 | `hard_buffer.*` |
-| B_high | high-quality buffer, of groups with c2 <= mu <= c3 | `high_quality_buffer.*` |
+| B_high | high-quality buffer, of groups with c2 <= mu <= c3 | `replay.buffer.*` |
 | c1 | largest mu of a hard group | `reevaluate.c1` |
-| [c2, c3] | replay window: the mu of groups that are replayed | `replay_window.*` |
-| r_tot | accuracy that moves the replay window (Eq. 8) | `replay_window.r_tot` |
+| [c2, c3] | replay window: the mu of groups that are replayed | `replay.window.*` |
+| r_tot | accuracy that moves the replay window (Eq. 8) | `replay.window.r_tot` |
 | beta | coefficient of the KL penalty (Eq. 3) | `kl.coefficient` |
 
 The [glossary](glossary.md) has all terms. An editor with a YAML language server completes and

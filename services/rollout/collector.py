@@ -2,9 +2,9 @@
 
 The rollout policy does not change within a sync window (the steps between two syncs), so the
 collector runs ahead of the trainer to the window's end, unless the sampler's prompts depend on the
-commit of the step before (`sampler.as_of: step`). With dynamic sampling, a step begins once all
-groups of the step before are delivered, which decide where its prompts begin. Evaluations come last
-in a window, when the engine would otherwise wait for new weights.
+commit of the step before (`sampler.posterior_as_of: step`). With dynamic sampling, a step begins
+once all groups of the step before are delivered, which decide where its prompts begin. Evaluations
+come last in a window, when the engine would otherwise wait for new weights.
 
 The responses of a window end before the next window begins, or continue under its weights
 (`sync.interrupt_rollouts`).

@@ -69,7 +69,7 @@ def configuration(name: str, model: Path) -> dict[str, Any]:
         },
         "sync": {"every": 3, "reevaluate_every": 3},
         "reevaluate": {"c1": C1, "max_prompts": B},
-        "replay_window": {"c2_range": list(C2_RANGE), "c3_range": list(C3_RANGE)},
+        "replay": {"window": {"c2_range": list(C2_RANGE), "c3_range": list(C3_RANGE)}},
         "optimizer": {"learning_rate": LEARNING_RATE, "minibatch_prompts": 4, "warmup_steps": 2},
         "evaluation": {"every": 4},
         "checkpoint": {"every": 3},
@@ -331,7 +331,12 @@ def test_the_processes_of_a_run_have_tokens_that_are_for_their_calls_on_it_alone
 def test_a_killed_run_of_an_adaptive_sampler_draws_the_same_prompts_again(
     bapo: Bapo, as_of: str
 ) -> None:
-    options = ["algorithm=mopps", "sync.every=2", "sampler.candidates=2", f"sampler.as_of={as_of}"]
+    options = [
+        "algorithm=mopps",
+        "sync.every=2",
+        "sampler.candidates=2",
+        f"sampler.posterior_as_of={as_of}",
+    ]
     expected, actual = _outcomes_with_and_without_a_kill(bapo, f"mopps-{as_of}", *options)
     assert actual == expected
     prompts = [uid for fresh, _ in expected["prompts"] for uid in fresh]
@@ -345,7 +350,7 @@ ALGORITHM_OPTIONS = {
     "mopps": ["sampler.candidates=2"],
     "remix_grpo": ["kl.reset_after=1", "replay.last_step=6"],
     "relift": ["demonstrations.supervise_every=4"],
-    "repo": ["response_replay={cache: 8, min_cache: 4, count: 4}"],
+    "repo": ["response_replay={candidates: 8, min_candidates: 4, count: 4}"],
 }
 """Overrides by algorithm, with which 9 steps of 16 prompts, drawn from 48, exercise its method."""
 
@@ -353,9 +358,8 @@ ALGORITHM_OPTIONS = {
 def plain_configuration(name: str, model: Path) -> dict[str, Any]:
     """Returns the configuration without the sections that a preset sets."""
     sections = configuration(name, model)
-    return {key: sections[key] for key in sections if key not in ("sync", "reevaluate")} | {
-        "replay_window": {}
-    }
+    dropped = ("sync", "reevaluate", "replay")
+    return {key: sections[key] for key in sections if key not in dropped}
 
 
 @pytest.mark.slow

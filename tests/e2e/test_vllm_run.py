@@ -85,7 +85,7 @@ def test_new_weights_interrupt_the_rollouts_of_a_run(
         "sync": {"lag": 1},
         "evaluation": {"every": 8},
     }
-    del config["reevaluate"], config["replay_window"]
+    del config["reevaluate"], config["replay"]
     config["rollout"] |= {
         "engine": {"kind": "vllm", "args": VLLM_ARGUMENTS, "journal_interval_s": 0.1},
         "max_response_tokens": 96,

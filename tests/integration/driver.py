@@ -17,6 +17,9 @@ from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse
 from services.datasets import load_datasets
 from services.stack.stack import Endpoints
 
+WINDOW = {"c2_range": [0.25, 0.5], "c3_range": [0.5, 0.75]}
+"""`replay.window` of a small run."""
+
 
 def small_config(name: str, **sections: Any) -> RunConfig:
     """Returns the configuration of a run of 12 steps with 8 prompts of 4 responses each."""
@@ -28,10 +31,10 @@ def small_config(name: str, **sections: Any) -> RunConfig:
             "rollout": {"prompts_per_step": 8, "group_size": 4},
             "sync": {"every": 2, "reevaluate_every": 2},
             "reevaluate": {"c1": 0.25},
-            "replay_window": {"c2_range": [0.25, 0.5], "c3_range": [0.5, 0.75]},
             "optimizer": {"minibatch_prompts": 4},
             "evaluation": {"every": 4},
             "checkpoint": {"every": 2},
+            **({} if "algorithm" in sections else {"replay": {"window": WINDOW}}),
             **sections,
         }
     )

@@ -7,13 +7,13 @@ import pytest
 
 from services.common.errors import ServiceError
 from services.stack.stack import Endpoints
-from tests.integration.driver import Driver, small_config, snapshot
+from tests.integration.driver import WINDOW, Driver, small_config, snapshot
 
 # The plug-ins are those of docs/adding-a-method.md, in tests/plug_in/.
 RULES = {
-    "sampler": {"kind": "frontier", "explore": 0.5, "as_of": "step"},
+    "sampler": {"kind": "frontier", "explore": 0.5, "posterior_as_of": "step"},
     "batch": {"rule": "nearest", "most": 2},
-    "high_quality_buffer": {"max_age": 8},
+    "replay": {"window": WINDOW, "buffer": {"max_age": 8}},
 }
 
 
@@ -38,7 +38,7 @@ def test_a_run_follows_the_rules_of_a_plug_in_and_explains_them(stack: Endpoints
 
 def test_the_rounds_of_a_step_draw_different_prompts(stack: Endpoints) -> None:
     settings = {
-        "sampler": {"kind": "frontier", "as_of": "step"},
+        "sampler": {"kind": "frontier", "posterior_as_of": "step"},
         "rollout": {"prompts_per_step": 8, "group_size": 4, "max_generation_rounds": 3},
         "batch": {"capacity": 24},
     }
@@ -52,7 +52,7 @@ def test_the_rounds_of_a_step_draw_different_prompts(stack: Endpoints) -> None:
 
 
 def test_prompts_that_are_drawn_without_a_rank_are_explained_as_drawn(stack: Endpoints) -> None:
-    settings = {"sampler": {"kind": "exgrpo", "revisit_above": 0.0, "as_of": "step"}}
+    settings = {"sampler": {"kind": "exgrpo", "revisit_above": 0.0, "posterior_as_of": "step"}}
     driver = Driver(stack, small_config("rules-revisited", **settings))
     for step in range(1, 4):
         driver.run_step(step)

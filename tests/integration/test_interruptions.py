@@ -214,7 +214,7 @@ def test_a_reevaluation_without_prompts_interrupts_nothing(stack: Endpoints) -> 
 def test_rollouts_whose_successors_wait_for_them_are_not_interrupted(stack: Endpoints) -> None:
     """The prompts of a step depend on the commit of the step before."""
     driver = make_driver(
-        stack, "as-of-step", sampler={"kind": "mopps", "as_of": "step", "candidates": 2}
+        stack, "as-of-step", sampler={"kind": "mopps", "posterior_as_of": "step", "candidates": 2}
     )
     publish(driver, 2)
     fleet = TargetFleet(driver)

@@ -19,12 +19,21 @@ from sqlalchemy import create_engine, inspect, make_url, select, text
 from sqlalchemy.orm import Session
 
 from bapo_core.config import config_from, parse_values
-from bapo_core.config.batches import GaussianFilterConfig
+from bapo_core.config.batches import (
+    GaussianFilterConfig,
+    HighQualityBufferConfig,
+    MixedReplayConfig,
+    NoReplayConfig,
+    NoResponseReplayConfig,
+    ReplayWindowConfig,
+    ResponseReplayConfig,
+    WindowReplayConfig,
+)
 from bapo_core.config.estimators import CriticConfig, GaeConfig, RlooConfig
 from bapo_core.config.loss import BehaviorConfig, DecoupledConfig, ProxCurrentConfig
 from bapo_core.config.objectives import CispoConfig, PpoConfig, SapoConfig
 from bapo_core.config.rollouts import TransformersConfig, VllmConfig
-from bapo_core.config.samplers import MoppsConfig, UniformConfig
+from bapo_core.config.samplers import DotsConfig, MoppsConfig, UniformConfig
 from bapo_core.errors import BapoError
 from services.buffer import migrate
 from services.buffer.api.trajectories import encode_groups
@@ -139,14 +148,13 @@ def test_down_and_up_again_with_data(stack: Endpoints, database: str) -> None:
 
 
 def test_the_configuration_of_an_older_run_keeps_its_values(database: str) -> None:
-    """0005 and 0017 to 0023 move keys of a stored configuration, and going back restores them."""
+    """0005 and 0017 to 0027 move keys of a stored configuration, and going back restores them."""
     config = small_config(
         "older",
         fresh={"filter": "uniform", "uniform_fraction": 0.4},
         reevaluate={"c1": 0.5, "rule": "any_gain"},
-        replay={"enabled": False},
+        replay="off",
         hard_buffer={"capacity": 17},
-        high_quality_buffer={"max_age": 9},
         # The default of a new run is `nominal`.
         loss={"objective": {"kind": "cispo", "clip_high": 4.0}, "minibatch_norm": "actual"},
     )
@@ -174,6 +182,9 @@ def test_the_configuration_of_an_older_run_keeps_its_values(database: str) -> No
     downgrade(database, "0004")
     with psycopg.connect(plain(database)) as connection:
         (row,) = connection.execute("select config, wanted_version from run")
+        # Without replay, these values had no effect.
+        stored["high"]["max_age"] = 3
+        stored["adaptive"] |= {"c2_range": [0.125, 0.5], "c3_range": [0.25, 0.625]}
         assert row == (stored, 2)
         assert list(connection.execute("select part, step from activity")) == [("trainer", 3)]
 
@@ -195,6 +206,13 @@ def test_the_text_of_a_stored_configuration_keeps_its_values(database: str) -> N
         "norm": "loss: {norm: actual}\n",
         "sampler": "sampler: {kind: mopps, select: band, temperature: 1.0}\n",
         "uniform": "sampler: {kind: uniform, candidates: 8}\n",
+        "window": "replay_window: {direction: off}\nhigh_quality_buffer: {capacity: 9}\n",
+        "names": "hard_buffer: {after: keep}\nsampler: {kind: dots, as_of: step}\n",
+        "without replay": "replay: {enabled: false, last_step: 4}\nreplay_window: {r_tot: ema}\n",
+        "mixed": "algorithm: dots\nhigh_quality_buffer: {max_age: 7}\n",
+        "stored again": "hard_buffer: {store_new_in_high: true}\n",
+        "responses": "algorithm: repo\nresponse_replay: {cache: 8, min_cache: 4}\n",
+        "no responses": "response_replay: {enabled: false, cache: 8}\n",
         "other": "# comment\nsteps: 3\n",
     }
     upgrade(database, "0016")
@@ -222,6 +240,20 @@ def test_the_text_of_a_stored_configuration_keeps_its_values(database: str) -> N
     assert losses["norm"].minibatch_norm == "actual"
     assert configs["sampler"].sampler == MoppsConfig(band=(0.3, 0.7))
     assert configs["uniform"].sampler == UniformConfig()
+    assert configs["window"].replay == WindowReplayConfig(
+        window=ReplayWindowConfig(direction="fixed"), buffer=HighQualityBufferConfig(capacity=9)
+    )
+    assert not configs["names"].hard_buffer.evict_solved
+    assert configs["names"].sampler == DotsConfig(posterior_as_of="step")
+    assert configs["without replay"].replay == NoReplayConfig()
+    assert configs["mixed"].replay == MixedReplayConfig(
+        buffer=HighQualityBufferConfig(capacity=512, max_age=7)
+    )
+    assert configs["stored again"].replay == WindowReplayConfig(store_reevaluated=True)
+    assert configs["responses"].response_replay == ResponseReplayConfig(
+        candidates=8, min_candidates=4
+    )
+    assert configs["no responses"].response_replay == NoResponseReplayConfig()
     advantages = {name: config.advantage for name, config in configs.items()}
     assert advantages["critic"] == GaeConfig(lam=0.9, critic=CriticConfig(clip=0.1))
     assert advantages["advantage"] == RlooConfig()
@@ -237,6 +269,9 @@ def test_the_text_of_a_stored_configuration_keeps_its_values(database: str) -> N
     del parsed["filter"]["fresh"]["uniform_fraction"]
     parsed["sampler"]["sampler"] = {"kind": "mopps", "select": "band", "band": [0.3, 0.7]}
     parsed["uniform"] = {"sampler": {"kind": "uniform"}}
+    parsed["window"]["replay_window"]["direction"] = "off"
+    parsed["without replay"] = {"replay": {"enabled": False}}
+    parsed["no responses"] = {"response_replay": {"enabled": False}}
     parsed["advantage"] = {"algorithm": "rloo", "advantage": {}}
     assert {name: yaml.safe_load(text) for name, text in restored.items()} == parsed
 

@@ -260,7 +260,7 @@ def test_a_decision_names_the_setting_that_made_it(stack: Endpoints) -> None:
         small_config(
             "queries-decisions",
             reevaluate={"c1": 0.5, "max_prompts": 1},
-            replay={"enabled": False},
+            replay="off",
         ),
     )
     for step in (1, 2):
@@ -277,17 +277,19 @@ def test_a_decision_names_the_setting_that_made_it(stack: Endpoints) -> None:
         "(reevaluate.max_prompts = 1)"
     ) in reasons
     assert "this step has no re-evaluation (sync.reevaluate_every = 2)" in reasons
-    assert "this run has no replay (replay.enabled = false)" in reasons
+    assert "this run has no replay (replay.select = off)" in reasons
     assert any("(fresh.filter = range)" in reason for reason in reasons)
 
 
 def test_the_replay_draws_from_what_is_not_in_the_batch_yet(stack: Endpoints) -> None:
     """The number of candidates that an explanation names is that of an independent count."""
     settings = {
-        "replay_window": {"direction": "off", "c2_range": [0, 0], "c3_range": [1, 1]},
+        "replay": {
+            "window": {"direction": "fixed", "c2_range": [0, 0], "c3_range": [1, 1]},
+            "buffer": {"capacity": 256, "max_age": 50},
+        },
         "batch": {"capacity": 3},
         "optimizer": {"minibatch_prompts": 3},
-        "high_quality_buffer": {"capacity": 256, "max_age": 50},
     }
     driver = Driver(stack, small_config("queries-candidates", **settings))
     for step in range(1, 9):

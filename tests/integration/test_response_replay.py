@@ -26,7 +26,7 @@ B, G, PROMPTS = 8, 4, 16
 TASK = {"options": {"template": "short"}, "train_prompts": PROMPTS, "test_prompts": 4}
 ROLLOUT = {"prompts_per_step": B, "group_size": G}
 STEPS = range(1, 11)
-REPO = {"cache": 8, "min_cache": 8, "count": 6}
+REPO = {"candidates": 8, "min_candidates": 8, "count": 6}
 Rows = list[tuple[int, tuple[int, ...] | None, bool]]
 
 
@@ -242,4 +242,4 @@ def test_the_explanation_of_a_decision_names_the_replayed_responses(
     assert "responses of earlier steps joined its fresh group: " in replayed.reason
     early = driver.client.decision(1, driver.posted[1][0].prompt_uid).considered[2]
     assert early.outcome == "not_used"
-    assert "response_replay.min_cache = 8" in early.reason
+    assert "response_replay.min_candidates = 8" in early.reason

@@ -101,7 +101,7 @@ def test_prompts_are_those_of_the_papers_formulas(
     drive: Drive, as_of: str, half_life: float | None
 ) -> None:
     """With a half-life, results fade with the steps since, whether the prompt came back or not."""
-    sampler = {"as_of": as_of, "half_life": half_life}
+    sampler = {"posterior_as_of": as_of, "half_life": half_life}
     driver = drive(f"-{as_of}-{half_life or 0:.0f}", sampler=sampler)
     reference = Reference(driver)
     for step, last_sync in AS_OF_SYNC.items():
@@ -129,7 +129,7 @@ def test_the_prompts_of_a_window_are_known_once_the_step_before_it_is_committed(
 
 
 def test_with_as_of_step_the_prompts_of_a_step_wait_for_the_commit_before_it(drive: Drive) -> None:
-    driver = drive(sampler={"as_of": "step"})
+    driver = drive(sampler={"posterior_as_of": "step"})
     for step in range(1, 4):
         driver.run_step(step)
     assert ask(driver, 4).ready
@@ -160,7 +160,7 @@ def test_a_committed_step_keeps_its_prompts(drive: Drive) -> None:
 
 @pytest.mark.parametrize("as_of", ["sync", "step"])
 def test_a_rewound_run_draws_the_same_prompts_again(drive: Drive, as_of: str) -> None:
-    driver = drive(f"-{as_of}", sampler={"as_of": as_of})
+    driver = drive(f"-{as_of}", sampler={"posterior_as_of": as_of})
     for step in range(1, 4):
         driver.run_step(step)
     driver.client.record_checkpoint(3, "a" * 64)
@@ -342,7 +342,6 @@ def test_dots_replays_mixed_groups_of_any_age_in_half_of_the_batch(drive: Drive)
         sampler={"kind": "dots"},
         sync={"every": 1},
         reevaluate={"enabled": False},
-        replay_window={},
     )
     assert driver.config.batch_capacity == 2 * B
     ages = set()

@@ -33,7 +33,7 @@ from services.buffer.api.trajectories import TrajectoryGroup, encode_groups
 from services.common.errors import ServiceError, Superseded
 from services.datasets import load_datasets
 from tests.integration.breakable import PROCESSES, Breakable, breakable_stack
-from tests.integration.driver import Driver, small_config, synthetic_group
+from tests.integration.driver import WINDOW, Driver, small_config, synthetic_group
 from tests.integration.model import Model
 
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class StepProtocol(RuleBasedStateMachine):
             steps=40,
             reevaluate={"max_prompts": 5},
             hard_buffer={"capacity": 5},
-            high_quality_buffer={"capacity": 6},
+            replay={"window": WINDOW, "buffer": {"capacity": 6}},
             **self.sections,
         )
         self.driver = Driver(self.stack.endpoints, config)

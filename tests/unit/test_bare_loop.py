@@ -50,7 +50,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> RunConfig:
             "rollout.max_prompt_tokens=32",
             "sync={every: 2, reevaluate_every: 2}",
             "reevaluate.c1=0.25",
-            "replay_window={c2_range: [0.25, 0.5], c3_range: [0.5, 0.75]}",
+            "replay.window={c2_range: [0.25, 0.5], c3_range: [0.5, 0.75]}",
             "optimizer={learning_rate: 1.0e-3, minibatch_prompts: 4, warmup_steps: 2}",
         ],
     )

@@ -598,7 +598,7 @@ class StepView(Wire):
     def accuracy(self) -> float:
         """Accuracy of the step's fresh groups, before any filter; 0 without groups.
 
-        It is r_tot only where `replay_window.r_tot` is `batch`.
+        It is r_tot only where `replay.window.r_tot` is `batch`.
         """
         return accuracy(self.bins)
 

@@ -115,7 +115,7 @@ def _record_batch(run: Run, step: int) -> StepRecord:
         "reevaluated_total": len(state.reevaluated),
         **{source.value: count for source, count in batch.counts.items()},
     }
-    if run.config.response_replay.enabled:
+    if run.config.response_replay.groups != "off":
         counts["replayed_responses"] = batch.replayed_responses
     bins = accuracy_bins([group.correct for group in state.fresh], run.config.rollout.group_size)
     mean_reward, parts = mean_rewards(run, step)

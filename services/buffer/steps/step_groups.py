@@ -131,7 +131,7 @@ def record_groups(
     for group in groups:
         if group.prompt_uid not in expected:
             raise bad_request(f"prompt {group.prompt_uid!r} is not a {kind} prompt of step {step}")
-    keeps_responses = kind != "evaluation" and run.config.response_replay.enabled
+    keeps_responses = kind != "evaluation" and run.config.response_replay.groups != "off"
     insert_columns(
         run.session,
         RolloutGroup,

@@ -89,7 +89,7 @@ def _read_groups_and_buffers(run: Run, step: int) -> StepState:
     high: list[GroupSummary] = []
     if run.config.keeps_hard_buffer:
         hard = buffer_as_of(run, "hard", step - 1)
-    if run.config.replay.enabled:
+    if run.config.replay.select != "off":
         high = buffer_as_of(run, "high_quality", step - 1)
     return StepState(
         step=step,
@@ -105,7 +105,7 @@ def read_state(run: Run, step: int) -> StepState:
     state = _read_groups_and_buffers(run, step)
     previous = run.session.get(StepRecord, (run.id, step - 1))
     revisited = 0
-    if run.config.response_replay.enabled and run.config.response_replay.groups == "revisited":
+    if run.config.response_replay.groups == "revisited":
         revisited = draw_round(run, step, generation_round=0).revisited
     receiving = receives_replayed(run.config, state.fresh, revisited)
     demonstrated: set[str] = set()
@@ -141,15 +141,15 @@ def _read_caches(run: Run, step: int, uids: Sequence[str]) -> dict[str, list[Sto
     prompt has the more groups, the longer the run. The cache of a prompt is the responses in its
     committed groups, so a rewind has nothing to undo.
     """
-    if not uids:
-        return {}
     settings = run.config.response_replay
+    if settings.groups == "off" or not uids:
+        return {}
     stored = aliased(RolloutGroup)
     usable: list[ColumnElement[bool]] = [stored.responses.is_not(None)]
-    groups = math.ceil(settings.cache / run.config.rollout.group_size)
+    groups = math.ceil(settings.candidates / run.config.rollout.group_size)
     if settings.only_correct:
         usable.append(stored.correct > 0)
-        groups = settings.cache  # One correct response in each, in the worst case.
+        groups = settings.candidates  # One correct response in each, in the worst case.
     newest = (
         select(stored.id)
         .where(

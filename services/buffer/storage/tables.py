@@ -310,7 +310,7 @@ class RolloutGroup(Base):
     if the answers of the responses were not recorded."""
     responses: Mapped[dict[str, Any] | None]
     """`rewards`, `correct` and `logprobs` (the mean over tokens) of each response, as lists; null
-    unless the run has `response_replay.enabled`, which chooses responses by them."""
+    unless the run has `response_replay`, which chooses responses by them."""
     proximal_key: Mapped[str | None]
     """Object with the trainer's log-probs at the storage step (`loss.correction: decoupled`)."""
     proximal_digest: Mapped[str | None]
@@ -395,11 +395,11 @@ class StepRecord(Base):
     step: Mapped[int] = mapped_column(primary_key=True)
     r_tot: Mapped[float]
     """Running accuracy, in [0, 1], that moves the replay window (Eq. 8); the setting
-    `replay_window.r_tot` chooses the groups that it averages."""
+    `replay.window.r_tot` chooses the groups that it averages."""
     c2: Mapped[float]
-    """Lower end of the replay window of this step: Eq. 8 applied to `replay_window.c2_range`."""
+    """Lower end of the replay window of this step: Eq. 8 applied to `replay.window.c2_range`."""
     c3: Mapped[float]
-    """Upper end of the replay window of this step: Eq. 8 applied to `replay_window.c3_range`.
+    """Upper end of the replay window of this step: Eq. 8 applied to `replay.window.c3_range`.
     Groups with c2 <= mu <= c3 may be replayed (Eq. 7)."""
     counts: Mapped[dict[str, Any]]
     """Groups in the batch by source (`fresh`, `reevaluated`, `replayed`), and groups generated:

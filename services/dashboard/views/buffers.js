@@ -22,7 +22,7 @@ const ABOUT = {
 };
 const REASONS = {
   capacity: "the buffer was full, and this was its oldest entry",
-  expired: "older than high_quality_buffer.max_age steps",
+  expired: "older than replay.buffer.max_age steps",
   replaced: "a newer group of the same prompt was admitted",
   solved: "the accuracy was above c1 when re-evaluated",
   supervised: "a supervised update trained on the prompt's demonstration",

@@ -54,7 +54,7 @@ def test_what_the_user_sets_holds_for_every_variant() -> None:
     overrides = (
         "sync.every=10",
         "sync.reevaluate_every=10",
-        "replay_window.direction=off",
+        "hard_buffer.capacity=48",
         "reevaluate.c1=0.25",
         "loss.correction=behavior",
         "kl.coefficient=0.0",
@@ -64,7 +64,17 @@ def test_what_the_user_sets_holds_for_every_variant() -> None:
         alone = load_config(EXAMPLE, [*overrides, f"algorithm={label}", "seed=1"])
         assert config == alone.model_dump(exclude={"name"})
         assert alone.sync.every == 10
-        assert alone.replay_window.direction == "off"
+        assert alone.hard_buffer.capacity == 48
+
+
+def test_what_the_user_sets_of_one_method_does_not_hold_for_variants_of_another() -> None:
+    overrides = ("replay.buffer.capacity=512", "replay.window.direction=fixed")
+    by_label = configs("bapo", "grpo", "dots", overrides=overrides)
+    assert by_label["bapo"]["replay"]["buffer"]["capacity"] == 512
+    assert by_label["bapo"]["replay"]["window"]["direction"] == "fixed"
+    assert by_label["grpo"]["replay"] == {"select": "off"}
+    dots = load_config(EXAMPLE, ["algorithm=dots", "seed=1"])
+    assert by_label["dots"] == dots.model_dump(exclude={"name"})
 
 
 def test_a_variant_changes_its_keys_and_no_other() -> None:

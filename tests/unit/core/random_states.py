@@ -19,16 +19,14 @@ SMALL: Mapping[str, Any] = {
     "rollout": {"prompts_per_step": 12, "group_size": SIZE},
     "optimizer": {"minibatch_prompts": 4},
     "hard_buffer": {"capacity": 10},
-    "high_quality_buffer": {"capacity": 9},
     "reevaluate": {"max_prompts": 4},
     "sync": {"every": 2, "reevaluate_every": 2},
     "batch": {"capacity": 12},
 }
 MIXED_RESPONSES = {
-    "enabled": True,
     "groups": "unsolved",
-    "cache": 6,
-    "min_cache": 1,
+    "candidates": 6,
+    "min_candidates": 1,
     "count": 2,
     "only_correct": True,
     "advantages": "mixed",
@@ -49,23 +47,23 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "batch.dedup=rollout": {"batch": {"dedup": "rollout"}},
     "small batch": {"batch": {"capacity": 4}},
     "window moves down by a moving average": {
-        "replay_window": {"direction": "easy_to_hard", "r_tot": "ema"}
+        "replay": {"select": "window", "window": {"direction": "easy_to_hard", "r_tot": "ema"}}
     },
-    "window moves by the buffers": {"replay_window": {"r_tot": "buffer"}},
-    "fixed window": {"replay_window": {"direction": "off"}},
+    "window moves by the buffers": {"replay": {"select": "window", "window": {"r_tot": "buffer"}}},
+    "fixed window": {"replay": {"select": "window", "window": {"direction": "fixed"}}},
     "mixed groups of all steps": {
-        "replay": {"select": "mixed", "last_step": 5},
-        "high_quality_buffer": {"max_age": None},
+        "replay": {"select": "mixed", "last_step": 5, "buffer": {"max_age": None}},
     },
     "hard entries are kept and new groups are stored": {
-        "hard_buffer": {"after": "keep", "store_new_in_high": True}
+        "hard_buffer": {"evict_solved": False},
+        "replay": {"select": "window", "store_reevaluated": True},
     },
     "demonstrations join all": {"demonstrations": {"join": "all"}},
     "demonstrations join unsolved groups": {"demonstrations": {"join": "unsolved"}},
     "supervised updates": {"demonstrations": {"supervise_every": 2}},
     "responses join unsolved groups": {"response_replay": MIXED_RESPONSES},
     "responses join all groups": {
-        "response_replay": {"enabled": True, "cache": 5, "min_cache": 3, "count": 3}
+        "response_replay": {"groups": "all", "candidates": 5, "min_candidates": 3, "count": 3}
     },
 }
 
@@ -77,9 +75,12 @@ def small_configs() -> Iterator[tuple[str, RunConfig]]:
             for seed in range(2):
                 values = merge({**SMALL, "algorithm": preset, "seed": seed}, changes)
                 try:
-                    yield f"{preset}, {variant}, seed {seed}", config_from(values)
+                    config = config_from(values)
                 except ConfigError:
                     continue
+                if config.replay.select != "off":
+                    config = config_from(merge(values, {"replay": {"buffer": {"capacity": 9}}}))
+                yield f"{preset}, {variant}, seed {seed}", config
 
 
 def random_state(config: RunConfig, seed: int) -> StepState:
@@ -134,7 +135,7 @@ def random_state(config: RunConfig, seed: int) -> StepState:
         fresh=fresh,
         reevaluated=reevaluated,
         hard=hard if config.keeps_hard_buffer else [],
-        high=high if config.replay.enabled else [],
+        high=high if config.replay.select != "off" else [],
         r_tot_before=rng.choice([None, rng.random()]),
         revisited=rng.randint(0, 4) if config.sampler.kind == "exgrpo" else 0,
         caches=caches,

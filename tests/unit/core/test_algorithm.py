@@ -80,8 +80,8 @@ MUTATIONS = {
         "demonstrated=False",
     ),
     "the filter ignores replayed responses": (
-        'if config.response_replay.advantages == "mixed" else {}',
-        'if config.response_replay.advantages == "none" else {}',
+        'replay.groups == "off" or replay.advantages == "split"',
+        'replay.groups == "off" or True',
     ),
     "the Gaussian filter has another seed": ('"filter", state.step', '"filter", state.step + 1'),
     "the uniform filter keeps all": ("fraction=settings.uniform_fraction", "fraction=1.0"),
@@ -114,7 +114,7 @@ MUTATIONS = {
     "r_tot forgets B_bad": ("buffer=[*state.hard, *state.high]", "buffer=state.high"),
     "r_tot forgets the step before": ("previous=state.r_tot_before", "previous=None"),
     "the mixed window has all groups": ("1 / size, (size - 1) / size", "0.0, 1.0"),
-    "the window does not move": ("settings.direction)", '"off")'),
+    "the window does not move": ("settings.direction)", '"fixed")'),
     "promotion is the paper's": ("rule=settings.rule", 'rule="paper"'),
     "promotion compares with the oldest entry": (
         "for entry in state.hard}",
@@ -135,23 +135,23 @@ MUTATIONS = {
     "supervision has solved entries": ("if entry.correct == 0 and entry", "if entry"),
     "solved prompts stay": ("evicted=[*solved, *trained]", "evicted=[*trained]"),
     "supervised prompts stay": ("evicted=[*solved, *trained]", "evicted=[*solved]"),
-    "kept prompts leave": ("after=config.hard_buffer.after", 'after="drop_solved"'),
+    "kept prompts leave": (" if config.hard_buffer.evict_solved else []", ""),
     "B_bad has no duplicates by prompt": (
         "capacity=config.hard_capacity,\n            dedup=dedup",
         'capacity=config.hard_capacity,\n            dedup="prompt"',
     ),
     "B_bad is admitted before it is emptied": ("leaving.apply(state.hard)", "state.hard"),
     "B_high is kept a step too long": (
-        "config.replays_at(state.step + 1):\n        again",
-        "config.replays_at(state.step):\n        again",
+        "config.replays_at(state.step + 1):\n        stored",
+        "config.replays_at(state.step):\n        stored",
     ),
     "new groups of hard prompts are always stored": (
-        "state.reevaluated if config.hard_buffer.store_new_in_high else ()",
+        "state.reevaluated if config.replays_reevaluated else ()",
         "state.reevaluated",
     ),
     "B_high takes re-evaluated groups first": (
-        "[*state.fresh, *again]",
-        "[*again, *state.fresh]",
+        "[*state.fresh, *stored]",
+        "[*stored, *state.fresh]",
     ),
 }
 

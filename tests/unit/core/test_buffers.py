@@ -176,7 +176,6 @@ def test_solved_prompts_leave_the_hard_buffer() -> None:
     left = evict_solved(stored, new, c1=1 / 8)
     assert {g.prompt_uid for g, _ in left} == {"b", "c"}
     assert {reason for _, reason in left} == {EvictionReason.SOLVED}
-    assert evict_solved(stored, new, after="keep", c1=1 / 8) == []
 
 
 def test_prompts_not_reevaluated_stay() -> None:

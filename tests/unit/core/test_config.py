@@ -78,14 +78,14 @@ def split(overrides: str) -> list[str]:
     [
         ("sync.evry=3", "override sync.evry: no such key; did you mean sync.every?"),
         ("x2.c1=0.25", "x2: no such key; it was renamed to reevaluate"),
-        ("adaptive.direction=eq8", "adaptive: no such key; it was renamed to replay_window"),
+        ("adaptive.direction=eq8", "adaptive: no such key; it was renamed to replay.window"),
         ("zzz=3", "zzz: no such key; known keys: name, algorithm"),
         ("rollout.group_size=1", "rollout.group_size: input should be greater than or equal to 2"),
         ("rollout.group_size=255", "rollout.group_size: input should be less than or equal to 254"),
         ("mlflow.tracking_uri=http://me:secret@mlflow", "mlflow.tracking_uri: holds a user or a"),
         ("sync.every=0", "sync.every: input should be greater than or equal to 1 (got 0)"),
-        ("replay_window.c2_range=[0.6, 0.7]", "c2 is above c3 at the low end (0.6 > 0.25)"),
-        ("replay_window.c3_range=[0.7, 0.3]", "write the lower bound first"),
+        ("replay.window.c2_range=[0.6, 0.7]", "c2 is above c3 at the low end (0.6 > 0.25)"),
+        ("replay.window.c3_range=[0.7, 0.3]", "write the lower bound first"),
         (
             "batch.capacity=63",
             "the batch capacity (63 groups) is below optimizer.minibatch_prompts (64)",
@@ -111,6 +111,26 @@ def split(overrides: str) -> list[str]:
         ),
         ("sampler={kind: mopps, band: [0.7, 0.3]}", "band is [0.7, 0.3]: write the lower bound"),
         ("sampler={kind: mopps, decay: 1.5}", "sampler.decay: input should be less than or equal"),
+        (
+            "response_replay.candidates=32",
+            "no such key with response_replay.groups=off; it belongs to response_replay.groups=all "
+            "or unsolved or revisited",
+        ),
+        ("response_replay.enabled=true", "it was renamed to response_replay.groups, which is `off"),
+        ("response_replay.min_cache=1", "it was renamed to response_replay.min_candidates"),
+        ("response_replay=true", "response_replay: must be a section or one of all, off, revisi"),
+        (
+            "replay=off replay.last_step=5",
+            "no such key with replay.select=off; it belongs to replay.select=window or mixed",
+        ),
+        ("replay=mixed replay.window.r_tot=ema", "it belongs to replay.select=window"),
+        ("replay.enabled=false", "renamed to replay.select, which is `off` for false"),
+        ("replay_window.r_tot=ema", "replay_window: no such key; it was renamed to replay.window"),
+        ("high_quality_buffer.capacity=8", "it was renamed to replay.buffer"),
+        ("hard_buffer.store_new_in_high=true", "it was renamed to replay.store_reevaluated"),
+        ("loss.norm=actual", "loss.norm: no such key; it was renamed to loss.minibatch_norm"),
+        ("hard_buffer.after=keep", "renamed to hard_buffer.evict_solved, which is true for drop_"),
+        ("sampler.as_of=step", "it was renamed to sampler.posterior_as_of"),
         ("sampler.kind=thompson", "sampler.kind: 'thompson' is not one of dots, exgrpo,"),
         (
             "sampler.decay=0.5",
@@ -127,7 +147,6 @@ def split(overrides: str) -> list[str]:
             "no such key with fresh.filter=range; it belongs to fresh.filter=gaussian",
         ),
         ("fresh.filter=gauss", "fresh.filter: 'gauss' is not one of gaussian, none, range, unifo"),
-        ("loss.norm=actual", "loss.norm: no such key; it was renamed to loss.minibatch_norm"),
         ("sampler={kind: mopps, prior_run: countdown}", "is 'countdown', the run itself; name an"),
         ("evaluation={temperature: 0, samples: 2}", "set samples to 1, or a temperature above 0"),
         ("demonstrations.join=all fresh.filter=gaussian", "set fresh.filter to range or none"),
@@ -226,32 +245,32 @@ def split(overrides: str) -> list[str]:
             "set correction to behavior or objective.clip_center to one",
         ),
         (
-            "response_replay={min_cache: 17}",
-            "response_replay: min_cache (17) is above cache (16), so nothing would be replayed",
+            "response_replay={groups: all, min_candidates: 17}",
+            "response_replay: min_candidates (17) is above candidates (16), so nothing would be",
         ),
         (
-            "response_replay={only_correct: true}",
+            "response_replay={groups: all, only_correct: true}",
             "only_correct is true but advantages is 'split': compared with each other alone",
         ),
         (
-            "response_replay={replace: true}",
+            "response_replay={groups: all, replace: true}",
             "replace is true but advantages is 'split'",
         ),
         (
-            "response_replay={enabled: true, replace: true, advantages: mixed}",
+            "response_replay={groups: all, replace: true, advantages: mixed}",
             "which leaves no fresh response of a group of 8; lower response_replay.count",
         ),
         (
-            "response_replay={count: 1}",
+            "response_replay={groups: all, count: 1}",
             "a response by itself has nothing to be compared with; set advantages to mixed",
         ),
         (
-            "response_replay={strategy: all, cache: 1, min_cache: 1}",
+            "response_replay={groups: all, strategy: all, candidates: 1, min_candidates: 1}",
             "a response by itself has nothing to be compared with; set advantages to mixed",
         ),
         (
             "algorithm=arpo response_replay.strategy=all",
-            "which leaves no fresh response of a group of 8; lower response_replay.cache",
+            "which leaves no fresh response of a group of 8; lower response_replay.candidates",
         ),
         (
             "algorithm=arpo demonstrations.join=all response_replay.count=7",
@@ -274,15 +293,15 @@ def split(overrides: str) -> list[str]:
             "names embed_tokens, wte, but the weights of embeddings and of the output layer are",
         ),
         (
-            "response_replay.enabled=true loss.correction=decoupled",
+            "response_replay=all loss.correction=decoupled",
             "is 'decoupled', which has the trainer's log-probs of whole groups alone",
         ),
         (
-            "response_replay.enabled=true batch.dedup=rollout",
+            "response_replay=all batch.dedup=rollout",
             "would put responses into a batch twice; set batch.dedup=prompt",
         ),
         (
-            "response_replay={enabled: true, groups: revisited}",
+            "response_replay=revisited",
             "sampler.kind is 'uniform', which revisits no prompts; set sampler.kind=exgrpo",
         ),
         (
@@ -386,15 +405,10 @@ def test_importance_weights_without_a_correction_by_them_are_refused() -> None:
         ),
         ("steps=4", "sync.every is 5 and steps is 4: all rollouts come from the initial model"),
         (
-            "replay.enabled=false replay_window.r_tot=ema high_quality_buffer.max_age=9",
-            "replay_window.r_tot=ema and high_quality_buffer.max_age=9 change nothing with "
-            "replay.enabled=False",
+            "replay.window={direction: fixed, r_tot: ema}",
+            "replay.window.r_tot=ema change nothing with replay.window.direction=fixed",
         ),
-        (
-            "replay_window={direction: off, r_tot: ema}",
-            "replay_window.r_tot=ema change nothing with replay_window.direction=off",
-        ),
-        ("replay_window.ema_decay=0.5", "replay_window.ema_decay=0.5 change nothing with replay_"),
+        ("replay.window.ema_decay=0.5", "replay.window.ema_decay=0.5 change nothing with replay."),
         (
             "reevaluate={enabled: false, c1: 0.2} hard_buffer.capacity=9",
             "reevaluate.c1=0.2 and hard_buffer.capacity=9 change nothing with reevaluate.enabled=F",
@@ -419,12 +433,8 @@ def test_importance_weights_without_a_correction_by_them_are_refused() -> None:
         # What it reads is not pointed out.
         ("algorithm=dots sampler.temperature=0.1 sampler.decay=0.5", "sampler.kind=dots predicts"),
         (
-            "algorithm=mopps sync.lag=2 sampler.as_of=step",
-            "sync.lag is 2 with sampler.as_of=step: the prompts of a step depend on the commit of",
-        ),
-        (
-            "response_replay={strategy: random, cache: 32}",
-            "response_replay.cache=32 and response_replay.strategy=random change nothing with ",
+            "algorithm=mopps sync.lag=2 sampler.posterior_as_of=step",
+            "sync.lag is 2 with sampler.posterior_as_of=step: the prompts of a step depend on the",
         ),
         (
             "batch={fresh_fraction: 0.5, capacity: 512}",
@@ -446,10 +456,6 @@ def test_importance_weights_without_a_correction_by_them_are_refused() -> None:
             "algorithm=grpo loss.by_source={replayed: {coefficient: 0.5}, fresh: {}}",
             "loss.by_source.replayed changes nothing",
         ),
-        (
-            "replay.select=mixed replay_window.direction=off",
-            "replay_window.direction=off change nothing with replay.select=mixed",
-        ),
         ("algorithm=opo", "advantage.estimator=opo is derived for exactly on-policy updates"),
         (
             "algorithm=dr_grpo advantage.eps=1.0e-4",
@@ -458,11 +464,6 @@ def test_importance_weights_without_a_correction_by_them_are_refused() -> None:
         (
             "loss.correction.weight_mode=unit loss.correction.weight_cap=5",
             "loss.correction.weight_cap=5.0 change nothing with loss.correction.weight_mode=unit",
-        ),
-        (
-            "replay.enabled=false replay.last_step=5 hard_buffer.store_new_in_high=true",
-            "replay.last_step=5 and hard_buffer.store_new_in_high=True change nothing with "
-            "replay.enabled=False",
         ),
         (
             "mlflow.experiment=mine",
@@ -573,7 +574,7 @@ def test_a_sampler_keeps_the_keys_that_another_one_reads_as_well() -> None:
 
 def test_a_sampler_of_a_plug_in_has_keys_of_its_own_and_those_of_results() -> None:
     """`frontier` is the plug-in of tests/plug_in/."""
-    section = {"kind": "frontier", "explore": 0.1, "as_of": "step", "half_life": 9.0}
+    section = {"kind": "frontier", "explore": 0.1, "posterior_as_of": "step", "half_life": 9.0}
     config = config_from({"sampler": section})
     stored = config.model_dump(mode="json")
     assert stored["sampler"] == {**section, "prior_run": None, "decay": 1.0}
@@ -591,6 +592,15 @@ def test_a_key_of_a_file_belongs_to_the_kind_that_the_command_line_names() -> No
     assert config.rollout.engine == VllmConfig(args=["--enforce-eager"])
     with pytest.raises(ConfigError, match=r"it belongs to rollout\.engine\.kind=vllm"):
         config_from(file)
+
+
+@pytest.mark.parametrize("off", ["off", "'off'", "{groups: off}", "false"])
+def test_off_is_a_kind_whether_yaml_reads_it_as_false_or_not(off: str) -> None:
+    config = load_config(None, ["algorithm=repo", f"response_replay={off}"])
+    assert config.response_replay == RunConfig().response_replay
+    text = f"algorithm: repo\nresponse_replay: {off}\n"
+    assert config_from(parse_values(text, "text")) == config
+    assert load_config(None, ["algorithm=repo", "response_replay.groups=off"]) == config
 
 
 def test_a_stored_configuration_has_the_keys_of_its_kinds_alone() -> None:
@@ -680,7 +690,9 @@ def test_adaptive_prompts_depend_on_the_commit_before_the_last_sync_or_step(
 ) -> None:
     overrides = ["sync.every=3", f"sync.phase={phase}"]
     uniform = load_config(None, overrides)
-    adaptive = load_config(None, [*overrides, "sampler.kind=mopps", f"sampler.as_of={as_of}"])
+    adaptive = load_config(
+        None, [*overrides, "sampler.kind=mopps", f"sampler.posterior_as_of={as_of}"]
+    )
     assert [uniform.sampled_as_of(t) for t in range(1, 8)] == [0] * 7
     assert [adaptive.sampled_as_of(t) for t in range(1, 8)] == expected
 
@@ -800,4 +812,4 @@ def test_groups_are_replayed_up_to_the_last_step_of_replay() -> None:
     assert config.replays_at(50)
     assert not config.replays_at(51)
     assert load_config(None, []).replays_at(471)
-    assert not load_config(None, ["replay.enabled=false"]).replays_at(1)
+    assert not load_config(None, ["replay=off"]).replays_at(1)

@@ -69,7 +69,7 @@ def test_a_whole_configuration_satisfies_the_schema() -> None:
         {"algorithm": "sac"},
         {"rollout": 3},
         {"name": "Bad Name"},
-        {"replay_window": {"c2_range": [0.1, 0.2, 0.3]}},
+        {"replay": {"window": {"c2_range": [0.1, 0.2, 0.3]}}},
     ],
 )
 def test_the_schema_refuses_invalid_configurations(values: dict[str, Any]) -> None:

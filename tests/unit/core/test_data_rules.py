@@ -78,7 +78,9 @@ def test_a_plug_in_must_draw_different_positions_of_the_dataset(
 
 @pytest.mark.parametrize("kind", SAMPLERS)
 def test_built_in_samplers_draw_without_a_database(kind: str) -> None:
-    config = configure(sampler={"kind": kind, **({} if kind == "uniform" else {"as_of": "step"})})
+    config = configure(
+        sampler={"kind": kind, **({} if kind == "uniform" else {"posterior_as_of": "step"})}
+    )
     known = {position: Posterior(1.0 + position % 5, 5.0 - position % 5) for position in range(40)}
     context = DrawContext(config, 5, 0, 64, GivenResults(known, [[0, 0, 1, 2, 1]]))
     draw = draw_prompts(context)
@@ -129,7 +131,7 @@ def test_the_rule_of_the_page_replays_no_group_twice() -> None:
     exec(code, module)
     config = configure(
         rollout={"prompts_per_step": 4, "group_size": 8},
-        replay_window={"c2_range": [0, 0], "c3_range": [1, 1]},
+        replay={"window": {"c2_range": [0, 0], "c3_range": [1, 1]}},
     )
     fresh = [GroupSummary(10, "fresh:10", 3, 4, 8)]
     state = StepState(step=3, fresh=fresh, high=entries(1, 4, 7, 5))
@@ -210,7 +212,7 @@ def test_the_batch_rule_of_a_plug_in_replays_the_nearest_entries() -> None:
     config = configure(
         batch={"rule": "nearest", "most": 2},
         rollout={"prompts_per_step": 4, "group_size": 8},
-        replay_window={"c2_range": [0, 0], "c3_range": [1, 1]},
+        replay={"window": {"c2_range": [0, 0], "c3_range": [1, 1]}},
     )
     fresh = [GroupSummary(10, "fresh:10", 3, 4, 8)]
     state = StepState(step=3, fresh=fresh, high=entries(1, 4, 7, 5))

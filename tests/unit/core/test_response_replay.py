@@ -34,7 +34,7 @@ def cache_of(rewards: list[float], *, size: int = 4) -> list[StoredResponse]:
 
 
 def settings(**options: object) -> ResponseReplayConfig:
-    return ResponseReplayConfig.model_validate({"enabled": True, "min_cache": 1, **options})
+    return ResponseReplayConfig.model_validate({"min_candidates": 1, **options})
 
 
 def chosen(cache: list[StoredResponse], /, **options: object) -> list[StoredResponse]:
@@ -45,7 +45,7 @@ def test_the_strategy_recent_takes_the_last_responses_of_the_cache() -> None:
     cache = cache_of([0, 1, 0, 1, 1, 0])
     assert chosen(cache, strategy="recent", count=2) == cache[-2:]
     assert chosen(cache, strategy="all", count=1) == cache
-    assert chosen(cache, strategy="all", cache=4) == cache[-4:]
+    assert chosen(cache, strategy="all", candidates=4) == cache[-4:]
 
 
 def test_the_strategy_random_draws_distinct_responses_by_its_generator() -> None:
@@ -100,12 +100,12 @@ def test_the_strategy_max_variance_takes_the_newer_of_equal_rewards() -> None:
 
 def test_nothing_is_replayed_from_too_small_a_cache() -> None:
     cache = cache_of([1, 0, 1, 0])
-    assert chosen(cache, min_cache=5, cache=16) == []
-    assert len(chosen(cache, min_cache=4, cache=16)) == 4
-    assert chosen(cache, only_correct=True, advantages="mixed", min_cache=3) == []
+    assert chosen(cache, min_candidates=5, candidates=16) == []
+    assert len(chosen(cache, min_candidates=4, candidates=16)) == 4
+    assert chosen(cache, only_correct=True, advantages="mixed", min_candidates=3) == []
     correct = chosen(cache, only_correct=True, advantages="mixed")
     assert correct == [cache[0], cache[2]]
-    newest = chosen(cache, only_correct=True, advantages="mixed", cache=1)
+    newest = chosen(cache, only_correct=True, advantages="mixed", candidates=1)
     assert newest == [cache[2]], "the cache holds correct responses alone"
 
 

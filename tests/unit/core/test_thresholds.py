@@ -54,7 +54,7 @@ def test_windows_agree_with_a_worked_example() -> None:
 
 @given(st.floats(0, 1))
 def test_without_adaptation_the_window_is_made_of_the_lower_ends(r_tot: float) -> None:
-    assert replay_window(r_tot, C2, C3, "off") == (1 / 8, 2 / 8)
+    assert replay_window(r_tot, C2, C3, "fixed") == (1 / 8, 2 / 8)
 
 
 @given(

@@ -47,7 +47,7 @@ def compose(config: RunConfig, state: StepState) -> tuple[list[Member], float, t
         ("reevaluated", improved(config, state)),
         ("replayed", []),
     ]
-    if config.replay.enabled and (
+    if config.replay.select != "off" and (
         config.replay.last_step is None or state.step <= config.replay.last_step
     ):
         age = config.high_quality_buffer.max_age
@@ -77,15 +77,19 @@ def compose(config: RunConfig, state: StepState) -> tuple[list[Member], float, t
         others = replayed.get(group.group_id, []) if source == "fresh" else []
         if source == "fresh" and group.group_id in joined:
             rows = rows[1:]
-        if config.response_replay.replace:
+        if config.response_replay.groups != "off" and config.response_replay.replace:
             rows = rows[len(others) :]
         whole = len(rows) == group.size
         members.append((group.group_id, source, None if whole else rows, False))
         runs = itertools.groupby(others, key=lambda response: response.group.group_id)
         for number, (group_id, run) in enumerate(runs):
-            joins = number > 0 or config.response_replay.advantages == "mixed"
+            joins = number > 0 or compares_with_fresh(config)
             members.append((group_id, "replayed", tuple(r.row for r in run), joins))
     return members, r_tot, (c2, c3)
+
+
+def compares_with_fresh(config: RunConfig) -> bool:
+    return config.response_replay.groups != "off" and config.response_replay.advantages == "mixed"
 
 
 def key_of(config: RunConfig, group: GroupSummary) -> str | int:
@@ -114,7 +118,7 @@ def window_at(config: RunConfig, r_tot: float) -> tuple[float, float]:
     position = {
         "eq8": r_tot,
         "easy_to_hard": 1.0 - min(1.0, max(0.0, (r_tot - 0.2) / 0.6)),
-        "off": 0.0,
+        "fixed": 0.0,
     }[settings.direction]
     (low2, high2), (low3, high3) = settings.c2_range, settings.c3_range
     return position * (high2 - low2) + low2, position * (high3 - low3) + low3
@@ -124,18 +128,20 @@ def replay_responses(
     config: RunConfig, state: StepState, rank: int, group: GroupSummary
 ) -> list[StoredResponse]:
     settings = config.response_replay
+    if settings.groups == "off":
+        return []
     wanted = {
         "all": True,
         "unsolved": not group.correct,
         "revisited": rank < state.revisited,
     }[settings.groups]
-    if not settings.enabled or not wanted:
+    if not wanted:
         return []
     pool = [
         r for r in state.caches.get(group.prompt_uid, ()) if r.correct or not settings.only_correct
     ]
-    pool = pool[-settings.cache :]
-    if len(pool) < settings.min_cache:
+    pool = pool[-settings.candidates :]
+    if len(pool) < settings.min_candidates:
         return []
     count = min(settings.count, len(pool))
     numbers = range(len(pool))
@@ -193,7 +199,7 @@ def online_filter(
     kept = []
     for group in fresh:
         others = replayed.get(group.group_id, ())
-        if config.response_replay.advantages != "mixed":
+        if not compares_with_fresh(config):
             others = ()
         verdicts = [True] * group.correct + [False] * (group.size - group.correct)
         alone = set(verdicts)
@@ -239,7 +245,7 @@ def settle(
     c1, step = config.reevaluate.c1, state.step
     if config.reevaluate.enabled or config.demonstrations.supervise_every:
         gone: dict[int, str] = {}
-        drops = config.hard_buffer.after == "drop_solved"
+        drops = config.hard_buffer.evict_solved
         solved = {
             group.prompt_uid
             for group in state.reevaluated
@@ -253,13 +259,14 @@ def settle(
         hard = [g for g in state.fresh if g.correct / g.size <= c1 + EPSILON]
         held = [entry for entry in state.hard if entry.group_id not in gone]
         result["hard"] = queue(config, held, hard, config.hard_capacity, gone)
-    last = config.replay.last_step
-    if config.replay.enabled and (last is None or step + 1 <= last):
+    if config.replay.select != "off" and (
+        config.replay.last_step is None or step + 1 <= config.replay.last_step
+    ):
         gone, age = {}, config.high_quality_buffer.max_age
         for entry in state.high:
             if age is not None and step + 1 - entry.step > age:
                 gone[entry.group_id] = "expired"
-        again = state.reevaluated if config.hard_buffer.store_new_in_high else []
+        again = state.reevaluated if config.replays_reevaluated else []
         medium = [
             group
             for group in [*state.fresh, *again]

@@ -220,7 +220,9 @@ def test_frozen_weights_are_stored_as_the_models_files_store_them(
     config = Qwen3Config()
     for dtype, halved in ((torch.float32, False), (torch.bfloat16, True)):
         config.dtype = dtype
-        monkeypatch.setattr(shard.AutoConfig, "from_pretrained", lambda _, config=config: config)
+        monkeypatch.setattr(
+            shard.AutoConfig, "from_pretrained", lambda _, config=config, **_options: config
+        )
         assert shard.halve_frozen(model, tmp_path) is halved  # type: ignore[type-var]
     assert (model.weight.dtype, model.bias.dtype) == (torch.float32, torch.bfloat16)
     model.bias.requires_grad_(True)

@@ -298,7 +298,7 @@ def test_adaptive_clipping_reports_its_bounds() -> None:
 def test_adaptive_clipping_is_composed_with_batch_adaptation() -> None:
     overrides = ("loss.objective=adaptive_clipping", "loss.correction=behavior")
     config = preset("bapo", *overrides)
-    assert config.replay.enabled
+    assert config.replay.select == "window"
     assert config.reevaluate.enabled
     metrics = single.step(updater_of(config), 1, single.batch("replayed"))
     assert {"clip/low", "clip/high", "clip/rho", "clip_fraction/replayed"} <= metrics.keys()
