@@ -256,7 +256,7 @@ def test_a_request_that_can_only_fail_ends_the_run_with_prompts_and_reason(
 def test_a_negative_reward_ends_a_run_that_divides_by_the_mean_reward(
     environment: dict[str, str], stack: Endpoints, small_model: Path, tmp_path: Path
 ) -> None:
-    sections = configuration("negative", small_model) | {"algorithm": "maxrl"}
+    sections = configuration("negative", small_model) | {"algorithm": "maxrl", "replay": "off"}
     sections["task"] = CHANCE | {"options": {"wrong": -1.0}}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(sections))
     done = run_on_stack(environment, tmp_path, "run", "run.yaml")
