@@ -53,7 +53,7 @@ from services.rollout.api.addresses import ReplicaHosts
 from services.rollout.api.wire import Sampling
 from services.rollout.collector import CONCURRENT_JOBS, Collector
 from services.rollout.fleet import Fleet
-from services.rollout.jobs import Job
+from services.buffer.api.wire import Rollouts
 from services.rollout.vllm.api import VllmApi
 from services.stack.stack import Endpoints, running_stack
 from services.stack.supervisor import Supervisor, free_ports
@@ -238,7 +238,7 @@ async def collected(run: Run, steps: range, *, journal_interval_s: float | None 
     async with collector._fleet.watched():
         started = time.perf_counter()
         for step in steps:
-            await collector._run(Job(step, "fresh"))
+            await collector._run(Rollouts(step, "fresh"))
         await collector._limit_active(0)
         seconds = time.perf_counter() - started
     return len(steps) * run.workload.tokens / seconds

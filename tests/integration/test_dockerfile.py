@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,71 +54,14 @@ def test_every_version_is_pinned() -> None:
     for stage in STAGES.values():
         for command in stage.all("RUN"):
             for install in re.findall(r"pip install ([^&]*)", command):
-                # The hash of PyTorch for CPUs, which is not on PyPI, is an argument of the build.
-                assert "--require-hashes -r requirements/" in install or "-r torch.txt" in install
-    for path in (ROOT / "requirements").glob("*.txt"):
-        requirements = re.split(r"\n(?=\S)", path.read_text())[1:]
-        assert len(requirements) > 90
-        for requirement in requirements:
-            assert re.match(r"[a-z0-9._-]+==[\w.]+ ", requirement), requirement
-            assert "--hash=sha256:" in requirement
-
-
-@pytest.mark.parametrize(
-    ("name", "constraints", "others"),
-    [
-        ("service", "constraints.txt", {"setuptools"}),
-        ("trainer-cpu", "constraints.txt", {"setuptools"}),
-        ("vllm-cpu", "constraints-vllm.txt", {"setuptools", "six", "torchaudio", "torchcodec"}),
-    ],
-)
-def test_images_have_the_versions_of_the_tests(
-    name: str, constraints: str, others: set[str]
-) -> None:
-    """`make lock` writes the requirements again after a change of the constraints."""
-    tested = dict(pinned((ROOT / constraints).read_text()))
-    installed = dict(pinned((ROOT / "requirements" / f"{name}.txt").read_text()))
-    assert {package: tested.get(package) for package in installed.keys() - others} == {
-        package: version for package, version in installed.items() if package not in others
-    }
-
-
-def pinned(text: str) -> Iterator[tuple[str, str]]:
-    """Yields (normalised name, version) of the packages in a file of constraints."""
-    for package, version in re.findall(r"^([\w.-]+)==([\w.+]+)", text, re.MULTILINE):
-        yield re.sub(r"[-_.]+", "-", package).lower(), version
-
-
-@pytest.mark.parametrize(
-    ("required", "base", "refused"),
-    [
-        ("", "python:3.12-slim", False),
-        ("1", f"python:3.12-slim@sha256:{'a' * 64}", False),
-        ("1", "python:3.12-slim", True),
-        ("1", "python@sha256:abc", True),
-    ],
-)
-def test_a_base_image_without_a_digest_can_be_refused(
-    required: str, base: str, refused: bool
-) -> None:
-    (check,) = STAGES["builder"].all("RUN")
-    done = subprocess.run(
-        ["/bin/sh", "-ec", check],
-        env={"REQUIRE_DIGEST": required, "BASE": base},
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode == 1) == refused
-    assert ("names no digest" in done.stderr) == refused
+                assert "-c constraints" in install or re.search(r'"\w+==[\d.]+"', install), install
 
 
 def test_both_variants_exist() -> None:
     for variant in ("cpu", "gpu"):
         arguments = ARGUMENTS | {"VARIANT": variant}
-        for image in ("trainer", "vllm"):
-            _, *names = [stage.name for stage in chain(STAGES, f"{image}-environment", arguments)]
-            assert names[-2:] == [f"{image}-{variant}", f"{image}-environment"]
-            assert ("cpu-builder" in names) == (variant == "cpu")
+        names = [stage.name for stage in chain(STAGES, "vllm-environment", arguments)]
+        assert names == ["builder", f"vllm-{variant}", "vllm-environment"]
 
 
 @pytest.mark.parametrize("image", IMAGES)
@@ -177,7 +119,7 @@ def test_the_service_environment_builds_and_its_processes_import(tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_trainer_environment_builds(tmp_path: Path) -> None:
-    directory = build("trainer-environment", {"VARIANT": "cpu"}, tmp_path)
+    directory = build("trainer-environment", {}, tmp_path)
     imports(
         directory,
         "services.trainer.launch, services.trainer.loop, services.rollout.collector, "
