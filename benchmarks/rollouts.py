@@ -45,6 +45,7 @@ from benchmarks.harness import make_parser, report
 from benchmarks.machine import machine
 from benchmarks.runs import begin_run
 from services.buffer.api.client import BufferClient, none_if_missing
+from services.buffer.api.wire import Rollouts
 from services.cli.local_run import engine_threads
 from services.common.objectstore import ObjectStore
 from services.model.conversation import tokenize_conversation
@@ -53,7 +54,6 @@ from services.rollout.api.addresses import ReplicaHosts
 from services.rollout.api.wire import Sampling
 from services.rollout.collector import CONCURRENT_JOBS, Collector
 from services.rollout.fleet import Fleet
-from services.buffer.api.wire import Rollouts
 from services.rollout.vllm.api import VllmApi
 from services.stack.stack import Endpoints, running_stack
 from services.stack.supervisor import Supervisor, free_ports
