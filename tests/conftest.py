@@ -8,12 +8,17 @@ import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
 
 from services.stack.stack import Endpoints, running_stack
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+CHROMIUMS = ("chromium", "google-chrome", "google-chrome-stable", "chromium-browser")
 
 # The number of examples limits property tests: a deadline would fail on a busy machine.
 settings.register_profile("bapo", deadline=None, max_examples=100)
@@ -113,3 +118,17 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(home: Path) -> dict[str, str]:
     """Returns the environment variables of `bapo` subprocesses that use the tests' stack."""
     return {**os.environ, "BAPO_HOME": str(home), "COLUMNS": "200"}
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """Yields a headless Chromium."""
+    from playwright.sync_api import sync_playwright
+
+    program = next(filter(None, map(shutil.which, CHROMIUMS)), None)
+    if program is None:
+        pytest.skip("needs Chromium: run `make install-chromium`")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -7,7 +7,6 @@ import json
 import math
 import random
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
@@ -17,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect
 
 from bapo_core.config import config_from
 from bapo_core.seeding import derive_rng
@@ -30,7 +29,6 @@ from services.stack.stack import Endpoints
 from tests.integration.driver import Driver, small_config
 from tests.integration.test_evaluation_sets import SETS, evaluate, sets_config
 
-CHROMIUMS = ("chromium", "google-chrome", "google-chrome-stable", "chromium-browser")
 """The names of the program, those of the Makefile."""
 STEPS = 14
 END_OF_SEQUENCE = 1
@@ -185,17 +183,6 @@ def hostile(stack: Endpoints) -> ImprovingRun:
 
 
 # ---- a browser ----------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    program = next(filter(None, map(shutil.which, CHROMIUMS)), None)
-    if program is None:
-        pytest.skip("needs Chromium: run `make install-chromium`")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import httpx
@@ -16,6 +14,7 @@ from services.cli import main as cli
 from services.exporters.mlflow import mirror_to_mlflow, update_mlflow
 from services.stack.stack import Endpoints
 from tests.integration.driver import Driver, small_config
+from tests.security.foreign_server import foreign_server
 
 SECRET = "a-secret-of-the-user"
 
@@ -23,25 +22,8 @@ SECRET = "a-secret-of-the-user"
 @pytest.fixture(scope="module")
 def hostile_server() -> Iterator[tuple[str, list[str]]]:
     """Yields the address of a server that answers 404, and the headers that it has received."""
-    received: list[str] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            received.append(str(self.headers))
-            self.send_error(404)
-
-        do_POST = do_GET
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", received
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with foreign_server() as server:
+        yield server.url, server.headers
 
 
 @pytest.fixture(scope="module")
