@@ -17,7 +17,7 @@ from bapo_core.config.run import RunConfig
 from bapo_core.errors import ConfigError
 from bapo_core.spelling import did_you_mean
 
-_MOST_BITS = 1024  # Those of the largest float. Python cannot print integers that are much larger.
+_MOST_BITS = 1024  # The largest float has as many. Python prints no much larger integers.
 
 
 class _Loader(yaml.SafeLoader):

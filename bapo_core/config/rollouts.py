@@ -75,9 +75,9 @@ class VllmConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; `auto` is float32 on CPUs and bfloat16 on GPUs."""
     args: list[str] = Field(default_factory=list)
-    """Additional arguments of vLLM's server, for example `[--tensor-parallel-size, "2"]`: those of
-    memory, batching and sharding, by their whole names. All others, such as those that load code or
-    open addresses, are the operator's, in `BAPO_VLLM_ARGS`."""
+    """Additional arguments of vLLM's server, for example `[--tensor-parallel-size, "2"]`:
+    arguments for memory, batching and sharding, by their whole names. The operator sets all other
+    arguments, such as ones that load code or open addresses, in `BAPO_VLLM_ARGS`."""
     journal_interval_s: float | None = Field(None, ge=0.0)
     """Seconds between two writes of the journal, which holds the tokens of unfinished responses, so
     that those are continued after a process has died; 0 turns it off. Null is 1 if responses may
