@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import socket
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -35,3 +38,46 @@ def is_dead_socket(path: Path) -> bool:
         except OSError:
             return False
     return False
+
+
+class OwnedDirectory:
+    """A directory for temporary files that only its user can enter, and that ends with its process.
+
+    Its process holds a lock on it, which the kernel releases whenever and however the process ends.
+    The next directory of the same prefix removes those that nobody holds.
+    """
+
+    def __init__(self, prefix: str) -> None:
+        """Makes the directory among the temporary ones, where its path is short."""
+        remove_abandoned(prefix)
+        while True:
+            self.path = Path(tempfile.mkdtemp(prefix=prefix))
+            with suppress(FileNotFoundError):
+                self._descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+                # Another process may have removed it before it was locked.
+                if self.path.exists():
+                    return
+                os.close(self._descriptor)
+
+    def remove(self) -> None:
+        """Removes the directory and what is in it. Further calls do nothing."""
+        if self._descriptor >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def remove_abandoned(prefix: str) -> None:
+    """Removes this user's temporary directories of a prefix whose process has ended."""
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        # Others remove them at the same time, and those of other users cannot be opened.
+        with suppress(OSError):
+            if left.lstat().st_uid != os.geteuid():
+                continue
+            descriptor = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(descriptor)

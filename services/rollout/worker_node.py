@@ -19,6 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from services.buffer.api.wire import StoredVersion
 from services.common.auth import SharedToken
+from services.common.files import OwnedDirectory
 from services.common.guard import GuardedRoute
 from services.common.logs import configure_logs
 from services.common.objectstore import ObjectStore
@@ -28,13 +29,13 @@ from services.common.serve import serve
 from services.rollout.api.nodes import EngineState, FetchProgress, KeptVersions, StartEngine
 from services.rollout.settings import WorkerNodeSettings
 from services.rollout.vllm.server import (
+    SOCKETS_PREFIX,
     NodePlace,
     VllmOptions,
     VllmProcess,
     compiler_environment,
     find_python,
     installed,
-    make_sockets_directory,
 )
 from services.rollout.weights import WeightCache
 
@@ -103,7 +104,7 @@ class Node:
             )
             place = NodePlace(engine.rank, engine.nodes, engine.leader_host, engine.leader_port)
             command = options.headless_command(directory, place)
-            process = VllmProcess(options, command, make_sockets_directory())
+            process = VllmProcess(options, command, OwnedDirectory(SOCKETS_PREFIX))
             self._engine = engine, process
             log.info("vLLM started", extra={"weights": engine.weights, "rank": engine.rank})
 

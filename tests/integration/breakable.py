@@ -29,7 +29,10 @@ class Breakable(Supervisor):
         self._started: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     def start(self, name: str, *arguments: Any, **options: Any) -> None:
-        self._started[name] = (arguments, options)
+        listener = options.get("listener")
+        # The stack closes its socket when the process has it; a restart needs the port again.
+        kept = {**options, "listener": None if listener is None else listener.dup()}
+        self._started[name] = (arguments, kept)
         super().start(name, *arguments, **options)
 
     def kill(self, name: str) -> None:

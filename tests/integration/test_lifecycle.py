@@ -423,7 +423,9 @@ def test_too_many_bad_tokens_are_slowed_down_and_good_ones_are_not(
     driver: Driver, stack: Endpoints
 ) -> None:
     url = f"{stack.buffer_url}/v1/runs"
-    with httpx.Client() as client:
+    # An address of its own, because the other tests use unknown tokens too.
+    transport = httpx.HTTPTransport(local_address="127.0.0.4")
+    with httpx.Client(transport=transport) as client:
         answers = [
             client.get(url, headers={"Authorization": f"Bearer guess-{n}"}) for n in range(40)
         ]

@@ -28,6 +28,7 @@ from services.buffer.api.client import BufferClient
 from services.cli.pipeline_local import connection_variables
 from services.common.errors import ServiceError
 from services.common.objectstore import ObjectStore
+from services.common.scopes import Scope
 from services.stack.stack import Endpoints
 from tests.conftest import EASY
 from tests.integration.driver import Driver, small_config, stop_open_runs
@@ -330,7 +331,8 @@ def test_a_step_logs_to_the_stream_of_its_error(
 ) -> None:
     """A container's two streams are collected apart: the error came before the lines that the step
     had logged ahead of it, so that it was not the last line of the log."""
-    for name, value in connection_variables(stack, tmp_path).items():
+    tokens: dict[Scope, str] = dict.fromkeys(("pipeline", "trainer"), stack.token)
+    for name, value in connection_variables(stack, tmp_path, tokens).items():
         monkeypatch.setenv(name, value)
     PipelineContext.from_environment("mine").log("a line")
     assert capsys.readouterr() == ("", "a line\n")

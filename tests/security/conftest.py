@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count
 
 import httpx
@@ -44,17 +44,22 @@ def victim(stack: Endpoints) -> Driver:
 
 
 @pytest.fixture
-def call(stack: Endpoints) -> Callable[..., httpx.Response]:
-    """Returns a function that calls the buffer service with a token."""
+def call(stack: Endpoints) -> Iterator[Callable[..., httpx.Response]]:
+    """Yields a function that calls the buffer service with a token.
 
-    def send(token: str, method: str, path: str, **arguments: object) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {token}", "X-Bapo-Attempt": "1"}
-        return httpx.request(
-            method,
-            f"{stack.buffer_url}/v1{path}",
-            headers=headers,
-            timeout=60,
-            **arguments,  # type: ignore[arg-type]
-        )
+    Each test calls from an address of its own: after 30 unknown tokens, an address gets 429.
+    """
+    high, low = divmod(next(_NUMBERS), 250)
+    transport = httpx.HTTPTransport(local_address=f"127.1.{high}.{low + 1}")
+    with httpx.Client(transport=transport, base_url=f"{stack.buffer_url}/v1", timeout=60) as client:
 
-    return send
+        def send(token: str, method: str, path: str, **arguments: object) -> httpx.Response:
+            headers = {"Authorization": f"Bearer {token}", "X-Bapo-Attempt": "1"}
+            return client.request(
+                method,
+                path,
+                headers=headers,
+                **arguments,  # type: ignore[arg-type]
+            )
+
+        yield send

@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -23,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bapo_core.errors import BapoError
-from services.common.files import is_dead_socket
+from services.common.files import OwnedDirectory
 from services.common.process import ChildProcess, without_secrets
 from services.model.vision import read_config
 from services.rollout.errors import EngineLost, ModelLoadError
@@ -36,6 +35,8 @@ log = logging.getLogger(__name__)
 SUPPORTED = ("0.32.",)
 """Prefixes of the vLLM versions whose routes and flags the contract tests have covered."""
 SOCKETS_PREFIX = "bapo-vllm-"
+"""Prefix of the directories of Unix sockets, whose paths have at most 107 characters: a scratch
+directory may exceed that."""
 API_SOCKET = "api.sock"
 """Name of the socket of vLLM's server, in a temporary directory of its own."""
 STOP_WITHIN_S = 10.0
@@ -252,18 +253,19 @@ def compiler_environment() -> dict[str, str]:
 class VllmProcess:
     """A process of vLLM. It is started once and not reused after `stop`."""
 
-    def __init__(self, options: VllmOptions, command: Sequence[str], sockets: Path) -> None:
+    def __init__(
+        self, options: VllmOptions, command: Sequence[str], sockets: OwnedDirectory
+    ) -> None:
         """Starts `command`; call it from the main thread.
 
-        sockets: directory of the Unix sockets, which its user alone can enter. It is removed by
-            `stop`.
+        sockets: directory of the Unix sockets. It is removed by `stop`.
         """
         self._options = options
         self._sockets = sockets
         options.install_modules()
         self._process = ChildProcess(
             command,
-            environment={**options.variables(), "VLLM_RPC_BASE_PATH": str(sockets)},
+            environment={**options.variables(), "VLLM_RPC_BASE_PATH": str(sockets.path)},
             log=options.log,
             append_log=True,
             working_directory=options.log.parent,
@@ -286,7 +288,7 @@ class VllmProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         await asyncio.to_thread(self._process.wait)
-        shutil.rmtree(self._sockets, ignore_errors=True)
+        self._sockets.remove()
 
     def last_error(self) -> str:
         """Returns the last error in the log that is not the consequence of another."""
@@ -306,8 +308,8 @@ class VllmServer(VllmProcess):
 
         place: that of the leader node if the model is sharded over several nodes.
         """
-        sockets = make_sockets_directory()
-        socket = sockets / API_SOCKET
+        sockets = OwnedDirectory(SOCKETS_PREFIX)
+        socket = sockets.path / API_SOCKET
         self.api = VllmApi(socket)
         super().__init__(options, options.command(directory, socket, place), sockets)
 
@@ -331,15 +333,3 @@ class VllmServer(VllmProcess):
     async def stop(self) -> None:
         await self.api.close()
         await super().stop()
-
-
-def make_sockets_directory() -> Path:
-    """Makes a directory that its user alone can enter, with a short path.
-
-    The path of a Unix socket has at most 107 characters, which a scratch directory may exceed.
-    Directories of replicas that were killed are removed.
-    """
-    for left in Path(tempfile.gettempdir()).glob(f"{SOCKETS_PREFIX}*"):
-        if left.lstat().st_uid == os.geteuid() and is_dead_socket(left / API_SOCKET):
-            shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=SOCKETS_PREFIX))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import serving, wait_until
+from conftest import TOKEN, serving, wait_until
 
 from bapo_core.errors import PayloadError
 from bapo_core.tasks import Payload
@@ -145,7 +145,7 @@ def test_generators_that_evaluate_answers_are_refused(pool: VerifierPool) -> Non
 def test_a_client_gets_the_reason() -> None:
     payload = dict(ReasoningGymTask("chain_sum").generate(0, 1)[0], answer="another")
     with serving(VerifierSettings(workers=1, deadline_s=DEADLINE_S)) as (_, http):
-        client = VerifierClient(str(http.base_url), "a-token")
+        client = VerifierClient(str(http.base_url), TOKEN)
         item = VerifyItem(payload=payload, responses=["<answer>1</answer>"])
         with pytest.raises(ServiceError, match="payload: task reasoning_gym: entry 0 of chain_sum"):
             client.verify("reasoning_gym", {"dataset": "chain_sum"}, [item])
