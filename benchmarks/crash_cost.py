@@ -38,8 +38,8 @@ from services.common.errors import ServiceUnavailable
 from services.common.process import EXIT_RETRYABLE
 from services.model.resolve import TINY_MODEL
 from services.stack.supervisor import free_ports
-from tests.integration.breakable import PROCESSES, Breakable, breakable_stack
-from tests.integration.driver import create_run
+from tests.integration.support.breakable import PROCESSES, Breakable, breakable_stack
+from tests.integration.support.driver import create_run
 
 ROOT = Path(__file__).resolve().parents[1]
 PLUG_IN = str(ROOT / "tests/plug_in")

@@ -38,7 +38,7 @@ from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse
 from services.common.objectstore import ObjectStore
 from services.stack.stack import Endpoints, running_stack
 from services.trainer.data import TrajectoryReader
-from tests.integration.driver import create_run
+from tests.integration.support.driver import create_run
 
 GROUPS, SIZE, TOKENS, BUNDLE = 256, 8, 512, 64
 STORES = Path(".stores")

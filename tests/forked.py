@@ -17,8 +17,8 @@ from services.stack.supervisor import free_ports
 
 PRELOADED = [
     "services.rollout.transformers_engine",
-    "tests.integration.ranks_program",
-    "tests.integration.vision_ranks_program",
+    "tests.integration.support.ranks_program",
+    "tests.integration.support.vision_ranks_program",
 ]
 """Modules that the process from which all others are forked imports."""
 

@@ -23,7 +23,7 @@ from bapo_core.spelling import did_you_mean
 
 OFF = "off"
 """The kind of a section that has no keys because its part of the method is turned off."""
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+UnitInterval = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class Section(BaseModel):

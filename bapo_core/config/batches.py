@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from bapo_core.config.base import Fraction, Kinds, Section
+from bapo_core.config.base import Kinds, Section, UnitInterval
 
 
 class RangeFilterConfig(Section):
@@ -19,7 +19,7 @@ class GaussianFilterConfig(Section):
     """Draws groups by mu (A.3)."""
 
     filter: Literal["gaussian"] = "gaussian"
-    gaussian_mean: Fraction = 0.5
+    gaussian_mean: UnitInterval = 0.5
     """Mean of the filter (Table 3: 0.5)."""
     gaussian_sigma: float = Field(0.2, gt=0.0)
     """Standard deviation of the filter (Table 3: 0.2)."""
@@ -29,7 +29,7 @@ class UniformFilterConfig(Section):
     """Draws groups regardless of mu (A.3)."""
 
     filter: Literal["uniform"] = "uniform"
-    uniform_fraction: Fraction = 0.6
+    uniform_fraction: UnitInterval = 0.6
     """Fraction of the step's groups that are kept (A.3: 60%)."""
 
 
@@ -49,7 +49,7 @@ class ReevaluateConfig(Section):
 
     enabled: bool = True
     """Whether batches have re-evaluated groups (X2); false is the ablation "w/o X2"."""
-    c1: Fraction = 0.125
+    c1: UnitInterval = 0.125
     """c1, the largest accuracy mu of a hard group, which enters B_bad (Table 3: 1/8); X2 takes
     groups above it (Eq. 6)."""
     rule: Literal["paper", "improved_window", "any_gain"] = "paper"
@@ -89,9 +89,9 @@ class ReplayWindowConfig(Section):
     direction: Literal["eq8", "easy_to_hard", "fixed"] = "eq8"
     """Movement of [c2, c3] with r_tot: rising (`eq8`, Eq. 8 as printed); falling (`easy_to_hard`,
     as in the authors' code); or `fixed` at the lower ends."""
-    c2_range: tuple[Fraction, Fraction] = (0.125, 0.5)
+    c2_range: tuple[UnitInterval, UnitInterval] = (0.125, 0.5)
     """Lowest and highest value of c2, the lower bound of the replay window (Table 3: 1/8, 4/8)."""
-    c3_range: tuple[Fraction, Fraction] = (0.25, 0.625)
+    c3_range: tuple[UnitInterval, UnitInterval] = (0.25, 0.625)
     """Lowest and highest value of c3, the upper bound of the replay window (Table 3: 2/8, 5/8)."""
     r_tot: Literal["batch", "ema", "buffer"] = "batch"
     """Definition of r_tot in Eq. 8: the accuracy of the step's unfiltered fresh groups

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from bapo_core.config.base import Fraction, Kinds, Section
+from bapo_core.config.base import Kinds, Section, UnitInterval
 
 
 class GroupAdvantageConfig(Section):
@@ -39,9 +39,9 @@ class GaeConfig(Section):
     """Generalised advantage estimation, by token, with a critic (BA-PPO, A.9)."""
 
     estimator: Literal["gae"] = "gae"
-    gamma: Fraction = 1.0
+    gamma: UnitInterval = 1.0
     """gamma, the discount."""
-    lam: Fraction = 1.0
+    lam: UnitInterval = 1.0
     """lambda of GAE (Table 3: 1)."""
     whiten: bool = True
     """Whether advantages are scaled to mean 0 and standard deviation 1 over the batch."""
@@ -58,7 +58,7 @@ class ReinforcePpConfig(Section):
     """Whitens the returns of tokens over the batch (REINFORCE++, arXiv 2501.03262)."""
 
     estimator: Literal["reinforce_pp"] = "reinforce_pp"
-    gamma: Fraction = 1.0
+    gamma: UnitInterval = 1.0
     """gamma, the discount."""
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from bapo_core.config.base import Fraction, Kinds, Section
+from bapo_core.config.base import Kinds, Section, UnitInterval
 from bapo_core.config.objectives import (
     BEHAVIOR_OBJECTIVES,
     SEQUENCE_OBJECTIVES,
@@ -195,7 +195,7 @@ class ConvexKLConfig(Section):
     """Steps between two decreases of lambda (ReMix: 10)."""
     decrease: float = Field(0.1, gt=0.0, le=1.0)
     """Size of a decrease of lambda (ReMix: 0.1)."""
-    lowest: Fraction = 0.5
+    lowest: UnitInterval = 0.5
     """Lowest lambda (ReMix: 0.5)."""
 
 

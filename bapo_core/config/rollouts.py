@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from bapo_core.config.base import Fraction, Kinds, Section
+from bapo_core.config.base import Kinds, Section, UnitInterval
 from bapo_core.config.vllm_arguments import check_vllm_arguments
 
 DEFAULT_PROMPT_DATE = date(2024, 7, 26)
@@ -156,7 +156,7 @@ class RewardConfig(Section):
     weights: dict[str, float] = Field(default_factory=dict)
     """Weights of further parts of the task's verdicts, which are added to the reward: `format` of
     `countdown` and `math`, which is 1 for a response that has an answer."""
-    overlong_share: Fraction = 0.0
+    overlong_share: UnitInterval = 0.0
     """Soft overlong punishment (arXiv 2503.14476, Eq. 13): share of `rollout.max_response_tokens`,
     before its end, over which a part `overlong` falls from 0 to -1 (DAPO: 0.2, 4,096 of 20,480
     tokens); 0 turns it off."""

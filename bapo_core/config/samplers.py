@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from bapo_core.config.base import Fraction, Kinds, Section
+from bapo_core.config.base import Kinds, Section, UnitInterval
 
 
 class SamplerConfig(Section):
@@ -53,7 +53,7 @@ class AdaptiveConfig(SamplerConfig):
 class _PosteriorConfig(AdaptiveConfig):
     """A sampler whose posteriors weigh results by their age."""
 
-    decay: Fraction = 1.0
+    decay: UnitInterval = 1.0
     """lambda, the weight of a prompt's group for each newer group of the prompt: the posterior's a
     is 1 + sum_i lambda^(n-i) s_i (MoPPS: 1 for mathematics, 0.5 for Countdown)."""
     half_life: float | None = Field(None, gt=0.0)
@@ -80,7 +80,7 @@ class CandidatesConfig(_PosteriorConfig):
     """Candidates for each prompt that is drawn: a generation round selects its B prompts from
     `candidates` x B (MoPPS: 16 for mathematics, 8 for Countdown; 4 fits B = 256 into the 2000
     prompts that a task generates by default)."""
-    target: Fraction = 0.5
+    target: UnitInterval = 0.5
     """Probability of a correct response that is sought (MoPPS and DOTS: 0.5)."""
 
 
@@ -88,7 +88,7 @@ class MoppsConfig(CandidatesConfig):
     """Selects by Thompson draws from Beta posteriors (MoPPS, arXiv 2507.04632)."""
 
     kind: Literal["mopps"] = "mopps"
-    band: tuple[Fraction, Fraction] | None = None
+    band: tuple[UnitInterval, UnitInterval] | None = None
     """Lowest and highest draw of the candidates that come first (MoPPS: 0.3, 0.7); the ones nearest
     to `target` follow if these do not suffice. Null takes the nearest ones alone."""
 
@@ -115,10 +115,10 @@ class ExgrpoConfig(AdaptiveConfig):
     (ExGRPO, arXiv 2510.02245)."""
 
     kind: Literal["exgrpo"] = "exgrpo"
-    revisited_share: Fraction = 0.5
+    revisited_share: UnitInterval = 0.5
     """Share of a step's prompts that are drawn from those that were answered correctly by some
     responses of their last group, and not by all (ExGRPO: 0.5)."""
-    revisit_above: Fraction = 0.35
+    revisit_above: UnitInterval = 0.35
     """Accuracy of a step's fresh groups after which prompts are revisited and solved ones retired
     (ExGRPO: 0.35); before, the sampler is uniform."""
 

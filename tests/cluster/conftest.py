@@ -21,7 +21,7 @@ from services.cli.main import main
 from services.stack.stack import Endpoints
 from tests.cluster.argo import SERVICE_ACCOUNT
 from tests.cluster.kubectl import Namespace, helm, kubectl, wait_until
-from tests.integration.driver import stop_open_runs
+from tests.integration.support.driver import stop_open_runs
 
 ROOT = Path(__file__).parents[2]
 REGISTRY = os.environ.get("BAPO_TEST_REGISTRY", "localhost")

@@ -43,8 +43,8 @@ from tests.cluster.test_admission import backend as backend
 from tests.cluster.test_admission import deployment as deployment
 from tests.cluster.test_admission import namespace as namespace
 from tests.cluster.test_admission import nothing_left as nothing_left
-from tests.integration.driver import Driver, small_config, stop_open_runs
-from tests.integration.test_pipeline_steps import CONFIG, open_run
+from tests.integration.pipelines.test_pipeline_steps import CONFIG, open_run
+from tests.integration.support.driver import Driver, small_config, stop_open_runs
 
 pytestmark = pytest.mark.cluster
 

@@ -28,7 +28,7 @@ from services.common.objectstore import ObjectStore
 from services.common.scopes import SCOPES
 from services.stack.stack import Endpoints, running_stack
 from tests.e2e.test_run import configuration
-from tests.integration.driver import create_run
+from tests.integration.support.driver import create_run
 
 pytestmark = pytest.mark.slow
 

@@ -26,8 +26,8 @@ from services.buffer.api.client import BufferClient
 from services.buffer.api.trajectories import TrajectoryGroup, TrajectoryResponse, encode_groups
 from services.datasets import load_datasets, store_dataset
 from services.stack.stack import Endpoints
-from tests.integration.driver import Driver, small_config
-from tests.integration.test_evaluation_sets import SETS, evaluate, sets_config
+from tests.integration.buffer.test_evaluation_sets import SETS, evaluate, sets_config
+from tests.integration.support.driver import Driver, small_config
 
 """The names of the program, those of the Makefile."""
 STEPS = 14

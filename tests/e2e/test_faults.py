@@ -26,8 +26,8 @@ from services.common.errors import ServiceCallError, ServiceUnavailable
 from services.common.objectstore import ObjectStore, ObjectStoreError
 from services.stack.supervisor import free_ports
 from tests.e2e.test_run import Bapo, _outcome, configuration
-from tests.integration.breakable import Breakable, breakable_stack
-from tests.integration.driver import create_run
+from tests.integration.support.breakable import Breakable, breakable_stack
+from tests.integration.support.driver import create_run
 
 STEPS = 9
 REPLICAS = ("engine-0", "engine-1")

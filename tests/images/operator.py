@@ -10,7 +10,7 @@ from typing import Any
 from pipelines.local_jobs import RETRYABLE_FROM, injected_variables
 from pipelines.training_job import RENDEZVOUS_PORT
 from tests.images.node import Node
-from tests.integration.fake_kubernetes import FakeKubernetes
+from tests.integration.support.fake_kubernetes import FakeKubernetes
 
 POLL_INTERVAL_S = 0.5
 

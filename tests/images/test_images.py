@@ -28,7 +28,7 @@ from services.stack.stack import Endpoints
 from tests.charts.helm import Case, Object, of_kind, one, pod_of, render
 from tests.images.node import Node, node, podman
 from tests.images.operator import operator
-from tests.integration.fake_kubernetes import fake_kubernetes
+from tests.integration.support.fake_kubernetes import fake_kubernetes
 
 pytestmark = [pytest.mark.images, pytest.mark.timeout(3600)]
 

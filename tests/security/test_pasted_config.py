@@ -13,7 +13,7 @@ from bapo_core.errors import BapoError, ConfigError
 from services.cli import main as cli
 from services.exporters.mlflow import mirror_to_mlflow, update_mlflow
 from services.stack.stack import Endpoints
-from tests.integration.driver import Driver, small_config
+from tests.integration.support.driver import Driver, small_config
 from tests.security.foreign_server import foreign_server
 
 SECRET = "a-secret-of-the-user"

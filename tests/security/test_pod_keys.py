@@ -39,7 +39,7 @@ from services.trainer.loop import (
     train,
 )
 from services.trainer.ranks import init_distributed
-from tests.integration.driver import Driver, small_config
+from tests.integration.support.driver import Driver, small_config
 
 PAYLOAD = b"of the attacker"
 

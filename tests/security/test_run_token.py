@@ -11,7 +11,7 @@ import pytest
 
 from services.buffer.api.client import BufferClient
 from services.stack.stack import Endpoints
-from tests.integration.driver import Driver, small_config
+from tests.integration.support.driver import Driver, small_config
 from tests.security.conftest import MakeToken
 
 Call = Callable[..., httpx.Response]

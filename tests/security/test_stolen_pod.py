@@ -29,7 +29,7 @@ from services.rollout.fleet import Fleet
 from services.rollout.unfinished import UnfinishedGroups
 from services.stack.stack import Endpoints
 from services.trainer.nccl_broadcast import NcclBroadcaster
-from tests.integration.driver import Driver, small_config, synthetic_group
+from tests.integration.support.driver import Driver, small_config, synthetic_group
 from tests.security.conftest import MakeToken
 
 READERS = {"read", "run", "pipeline"}

@@ -26,7 +26,7 @@ from services.cli.console import plain_console
 from services.cli.progress import RunDisplay
 from services.datasets.load import RunDatasets, load_datasets
 from services.stack.stack import Endpoints
-from tests.integration.driver import Driver, small_config
+from tests.integration.support.driver import Driver, small_config
 
 HOSTILE = "\x1b]52;c;ZXZpbA==\x07\x1b[2J\r\x9b31m\u202e\u2066[red]x[/red]"
 """Sets the clipboard, clears the screen, begins the line again, and turns the text around."""

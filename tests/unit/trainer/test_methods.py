@@ -17,7 +17,7 @@ from services.trainer.data import Batch, collate
 from services.trainer.ranks import Ranks
 from services.trainer.update import Updater
 from services.trainer.update_statistics import draw_tokens
-from tests.integration.ranks_program import batch_of_rank
+from tests.integration.support.ranks_program import batch_of_rank
 from tests.stand_in_gpu import stand_in_gpu
 from tests.unit.trainer import test_update as single
 
