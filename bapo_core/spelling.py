@@ -12,5 +12,9 @@ def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, prefix: str 
     It follows a message of the error, and begins with a semicolon. most: how many are named.
     prefix: stands before each name.
     """
-    close = [prefix + match for match in get_close_matches(name, list(known), n=most)]
+    names = list(known)
+    # Letters in another order are the likeliest slip, which the ratio of difflib ranks low.
+    swapped = [other for other in names if sorted(other) == sorted(name)]
+    near = [other for other in get_close_matches(name, names, n=most) if other not in swapped]
+    close = [prefix + match for match in (*swapped, *near)][:most]
     return f"; did you mean {' or '.join(close)}?" if close else ""

@@ -4,15 +4,14 @@
 `objectives`, `estimators`, `training` and `evaluation` have the models of its sections, by topic;
 `checks` has what is refused and warned about across sections; `presets` the changes that each
 `algorithm` makes to the defaults; `loader` the readers of YAML files and overrides; `messages` the
-text of errors; and `schema` the JSON Schema of a file.
+text of errors; `elsewhere` the names of keys in other systems; and `schema` the JSON Schema of a file.
 """
 
 from __future__ import annotations
 
-from bapo_core.config.base import Section
+from bapo_core.config.base import Section, flatten
 from bapo_core.config.loader import (
     config_from,
-    flatten,
     load_config,
     merge,
     nest,

@@ -222,3 +222,14 @@ def kinds_of(model: type[BaseModel], key: str) -> Kinds | None:
     field = model.model_fields.get(key)
     marks = field.metadata if field is not None else ()
     return next((mark for mark in marks if isinstance(mark, Kinds)), None)
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the values of nested sections by dotted key, such as `sync.every`."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from bapo_core.config.base import Section, kinds_of, model_at
+from bapo_core.config.base import Section, flatten, kinds_of, model_at
 from bapo_core.config.messages import explain_validation_error
 from bapo_core.config.presets import PRESETS
 from bapo_core.config.run import RunConfig
@@ -298,17 +298,6 @@ def nest(path: str, value: Any) -> dict[str, Any]:
         value = {key: value}
     nested: dict[str, Any] = value
     return nested
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the values of nested sections by dotted key, such as `sync.every`."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def config_from(values: Mapping[str, Any], *, where: str = "config") -> RunConfig:

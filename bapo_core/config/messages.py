@@ -8,7 +8,8 @@ from typing import Any, get_origin
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from bapo_core.config.base import Kinds, kinds_of, model_at
+from bapo_core.config.base import Kinds, flatten, kinds_of, model_at
+from bapo_core.config.elsewhere import find_elsewhere
 from bapo_core.config.objectives import OBJECTIVE_KINDS
 from bapo_core.config.run import RunConfig
 from bapo_core.spelling import did_you_mean
@@ -79,6 +80,7 @@ def _suggest(location: tuple[int | str, ...], values: Any) -> str:
     renamed = RENAMED.get(".".join(map(str, location)))
     if renamed is not None:
         return f"; it was renamed to {renamed}"
+    here = _name_here(location, values)
     model: type[BaseModel] = RunConfig
     kinds: Kinds | None = None
     by_name = False  # whether the next part of the location is the name of a section, and no key
@@ -95,17 +97,45 @@ def _suggest(location: tuple[int | str, ...], values: Any) -> str:
         model, by_name = section, get_origin(annotation) is dict
     prefix = "".join(f"{part}." for part in location[:-1])
     key = str(location[-1])
-    if kinds is None:
-        meant = did_you_mean(key, model.model_fields, prefix=prefix)
-        return meant or f"; known keys: {', '.join(model.model_fields)}"
-    return _suggest_kind(key, kinds, kinds.kind_of(values), model, prefix)
-
-
-def _suggest_kind(key: str, kinds: Kinds, kind: str, model: type[BaseModel], prefix: str) -> str:
-    """Returns what is known of a key that a section of this kind does not have."""
-    selector = f"{prefix}{kinds.key}"
-    others = kinds.kinds_with(key)
-    if others:
-        return f" with {selector}={kind}; it belongs to {selector}={' or '.join(others)}"
+    selector = kind = ""
+    if kinds is not None:
+        selector, kind = f"{prefix}{kinds.key}", kinds.kind_of(values)
+        others = kinds.kinds_with(key)
+        if others:
+            return f" with {selector}={kind}; it belongs to {selector}={' or '.join(others)}"
+    if here:
+        return f"; {here} (docs/coming-from.md)"
     meant = did_you_mean(key, model.model_fields, prefix=prefix)
-    return meant or f" with {selector}={kind}, whose keys are {', '.join(model.model_fields)}"
+    if meant:
+        return meant
+    places = find_keys(key)
+    if len(places) == 1:
+        return f"; did you mean {places[0]}?"
+    keys = ", ".join(model.model_fields)
+    return (
+        f" with {selector}={kind}, whose keys are {keys}" if selector else f"; known keys: {keys}"
+    )
+
+
+def _name_here(location: tuple[int | str, ...], values: Any) -> str:
+    """Returns what a key of another system, or the keys in its section, are called here."""
+    key = ".".join(map(str, location))
+    if found := find_elsewhere(key):
+        return f"here it is {found}"
+    for part in location:
+        values = values.get(part) if isinstance(values, Mapping) else None
+    inner = flatten(values, f"{key}.") if isinstance(values, Mapping) else {}
+    known = {name: here for name in inner if (here := find_elsewhere(name))}
+    return ", ".join(f"{name} is {here} here" for name, here in known.items())
+
+
+def find_keys(last: str) -> list[str]:
+    """Returns the dotted keys of sections, whatever their kinds, that end with a name."""
+    found: dict[str, None] = {}
+    for name, field in RunConfig.model_fields.items():
+        kinds = kinds_of(RunConfig, name)
+        models = kinds.sections.values() if kinds else [field.annotation]
+        for model in models:
+            if last in getattr(model, "model_fields", ()):
+                found[f"{name}.{last}"] = None
+    return list(found)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from docs.generate import chart, commands, configuration, environment, methods
+from docs.generate import chart, coming_from, commands, configuration, environment, methods
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES: dict[str, Callable[[], str]] = {
@@ -14,6 +14,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "docs/methods.md": methods.render,
     "docs/cli.md": commands.render,
     "docs/environment.md": environment.render,
+    "docs/coming-from.md": coming_from.render,
     "charts/bapo/README.md": chart.render,
 }
 """The function that renders each page, by the page's path in the repository."""

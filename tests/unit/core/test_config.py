@@ -80,6 +80,14 @@ def split(overrides: str) -> list[str]:
         ("x2.c1=0.25", "x2: no such key; it was renamed to reevaluate"),
         ("adaptive.direction=eq8", "adaptive: no such key; it was renamed to replay.window"),
         ("zzz=3", "zzz: no such key; known keys: name, algorithm"),
+        # Names of TRL, verl and prime-rl.
+        ("rollout.num_generations=4", "no such key; here it is rollout.group_size (docs/coming-"),
+        ("learning_rate=1e-5", "no such key; here it is optimizer.learning_rate"),
+        ("loss.objective.epsilon=0.1", "here it is loss.objective.clip_low"),
+        ("max_steps=3", "here it is steps"),
+        ("data.train_batch_size=3", "data.train_batch_size is rollout.prompts_per_step here"),
+        # A key of one section, without its section.
+        ("microbatch_tokens=512", "no such key; did you mean optimizer.microbatch_tokens?"),
         ("rollout.group_size=1", "rollout.group_size: input should be greater than or equal to 2"),
         ("rollout.group_size=255", "rollout.group_size: input should be less than or equal to 254"),
         ("mlflow.tracking_uri=http://me:secret@mlflow", "mlflow.tracking_uri: holds a user or a"),

@@ -1,0 +1,318 @@
+"""What the keys of TRL, verl and prime-rl are called here.
+
+The names are those of TRL 1.16 (`GRPOConfig`), verl 0.9 (its Hydra configuration) and prime-rl 0.9
+(its TOML files). `docs/coming-from.md` shows them, and messages for unknown keys name what was
+meant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A key, and its names in other systems."""
+
+    key: str
+    """Dotted key of the configuration."""
+    trl: tuple[str, ...] = ()
+    verl: tuple[str, ...] = ()
+    prime_rl: tuple[str, ...] = ()
+    note: str = ""
+    """How the meaning differs."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names in other systems."""
+        return (*self.trl, *self.verl, *self.prime_rl)
+
+
+ELSEWHERE = (
+    Elsewhere(
+        "model.path",
+        trl=("model", "model_name_or_path"),
+        verl=("actor_rollout_ref.model.path",),
+        prime_rl=("model.name",),
+        note="a model of the hub has the prefix `hf://`",
+    ),
+    Elsewhere(
+        "task.train_path",
+        trl=("train_dataset", "dataset_name"),
+        verl=("data.train_files",),
+        prime_rl=("orchestrator.train.env",),
+        note="a data set of the hub has the prefix `hf://`",
+    ),
+    Elsewhere("task.test_path", trl=("eval_dataset",), verl=("data.val_files",)),
+    Elsewhere(
+        "task.columns",
+        verl=("data.prompt_key",),
+        note="a mapping: the task's column, and its name in the data",
+    ),
+    Elsewhere("seed", trl=("data_seed",)),
+    Elsewhere(
+        "steps",
+        trl=("max_steps", "num_train_epochs"),
+        verl=("trainer.total_training_steps", "trainer.total_epochs"),
+        prime_rl=("max_steps",),
+        note="a step has one batch; there is no number of epochs of the data",
+    ),
+    Elsewhere(
+        "rollout.prompts_per_step",
+        trl=("generation_batch_size", "per_device_train_batch_size"),
+        verl=("data.train_batch_size", "data.gen_batch_size"),
+        prime_rl=("orchestrator.batch_size",),
+        note="counts prompts; the batch sizes of TRL and prime-rl count responses",
+    ),
+    Elsewhere(
+        "rollout.group_size",
+        trl=("num_generations",),
+        verl=("actor_rollout_ref.rollout.n",),
+        prime_rl=("orchestrator.group_size", "rollouts_per_example"),
+    ),
+    Elsewhere(
+        "rollout.max_response_tokens",
+        trl=("max_completion_length", "max_new_tokens"),
+        verl=("data.max_response_length",),
+        prime_rl=("sampling.max_tokens", "max_completion_tokens"),
+    ),
+    Elsewhere(
+        "rollout.max_prompt_tokens",
+        trl=("max_prompt_length",),
+        verl=("data.max_prompt_length",),
+        note="longer prompts are refused, or left out (`task.drop_long_prompts`), and never cut",
+    ),
+    Elsewhere("task.drop_long_prompts", verl=("data.filter_overlong_prompts", "data.truncation")),
+    Elsewhere(
+        "rollout.temperature",
+        verl=("actor_rollout_ref.rollout.temperature",),
+        prime_rl=("sampling.temperature",),
+    ),
+    Elsewhere(
+        "rollout.engine",
+        trl=("use_vllm", "vllm_mode"),
+        verl=("actor_rollout_ref.rollout.name",),
+        note="`vllm` or `transformers`",
+    ),
+    Elsewhere(
+        "rollout.engine.args",
+        trl=("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model_length"),
+        verl=(
+            "actor_rollout_ref.rollout.gpu_memory_utilization",
+            "actor_rollout_ref.rollout.tensor_model_parallel_size",
+        ),
+        prime_rl=("inference.parallel.tp", "inference.model.max_model_len"),
+        note="a list of arguments of vLLM's server",
+    ),
+    Elsewhere(
+        "sync.every",
+        trl=("steps_per_generation",),
+        verl=("trigger_parameter_sync_step",),
+        note="steps that are trained between two refreshes of the rollout policy",
+    ),
+    Elsewhere(
+        "sync.lag",
+        verl=("staleness_threshold",),
+        prime_rl=("max_async_level", "max_off_policy_steps"),
+        note="here the staleness is fixed, so that a run can be repeated",
+    ),
+    Elsewhere(
+        "algorithm",
+        trl=("loss_type",),
+        verl=("algorithm.adv_estimator",),
+        note="a preset, whose keys the file replaces",
+    ),
+    Elsewhere(
+        "advantage.scale",
+        trl=("scale_rewards",),
+        verl=("algorithm.norm_adv_by_std_in_grpo",),
+        note="`group`, `batch` or `none`",
+    ),
+    Elsewhere("advantage.gamma", verl=("algorithm.gamma",)),
+    Elsewhere("advantage.lam", verl=("algorithm.lam",)),
+    Elsewhere(
+        "loss.aggregation",
+        verl=("actor_rollout_ref.actor.loss_agg_mode",),
+        note="with verl's names",
+    ),
+    Elsewhere(
+        "loss.objective.clip_low",
+        trl=("epsilon",),
+        verl=("actor_rollout_ref.actor.clip_ratio", "actor_rollout_ref.actor.clip_ratio_low"),
+    ),
+    Elsewhere(
+        "loss.objective.clip_high",
+        trl=("epsilon_high",),
+        verl=("actor_rollout_ref.actor.clip_ratio_high",),
+    ),
+    Elsewhere(
+        "loss.objective.dual_clip", trl=("delta",), verl=("actor_rollout_ref.actor.clip_ratio_c",)
+    ),
+    Elsewhere(
+        "loss.objective",
+        trl=("importance_sampling_level",),
+        verl=("actor_rollout_ref.actor.policy_loss.loss_mode",),
+        prime_rl=("trainer.loss.type",),
+        note="`gspo` has a ratio for each response",
+    ),
+    Elsewhere(
+        "loss.correction.weight_cap",
+        trl=("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max"),
+        verl=("algorithm.rollout_correction.rollout_is_threshold", "tis_imp_ratio_cap"),
+    ),
+    Elsewhere("loss.mask_truncated", trl=("mask_truncated_completions",)),
+    Elsewhere(
+        "loss.entropy_coefficient",
+        trl=("entropy_coef",),
+        verl=("actor_rollout_ref.actor.entropy_coeff",),
+    ),
+    Elsewhere(
+        "kl.coefficient",
+        trl=("beta",),
+        verl=("actor_rollout_ref.actor.kl_loss_coef", "algorithm.kl_ctrl.kl_coef"),
+        note="0 turns the penalty off, as in TRL's default",
+    ),
+    Elsewhere(
+        "kl.placement",
+        verl=("actor_rollout_ref.actor.use_kl_loss", "algorithm.use_kl_in_reward"),
+        note="`loss` or `reward`",
+    ),
+    Elsewhere("kl.estimator", verl=("actor_rollout_ref.actor.kl_loss_type",)),
+    Elsewhere("kl.reset_after", trl=("sync_ref_model", "ref_model_sync_steps")),
+    Elsewhere(
+        "reward.weights",
+        trl=("reward_weights",),
+        note="weights of the parts of a verdict",
+    ),
+    Elsewhere(
+        "reward.overlong_share",
+        verl=("reward_model.overlong_buffer.len", "overlong_buffer"),
+        note="a share of `rollout.max_response_tokens`",
+    ),
+    Elsewhere(
+        "rollout.max_generation_rounds",
+        verl=("algorithm.filter_groups.max_num_gen_batches", "algorithm.filter_groups.enable"),
+        note="dynamic sampling (`algorithm=dapo`)",
+    ),
+    Elsewhere(
+        "optimizer.learning_rate",
+        trl=("learning_rate",),
+        verl=("actor_rollout_ref.actor.optim.lr",),
+        prime_rl=("trainer.optim.lr",),
+    ),
+    Elsewhere(
+        "optimizer.warmup_steps",
+        trl=("warmup_steps", "warmup_ratio"),
+        verl=("actor_rollout_ref.actor.optim.lr_warmup_steps",),
+    ),
+    Elsewhere(
+        "optimizer.weight_decay",
+        trl=("weight_decay",),
+        verl=("actor_rollout_ref.actor.optim.weight_decay",),
+        prime_rl=("trainer.optim.weight_decay",),
+    ),
+    Elsewhere("optimizer.beta1", trl=("adam_beta1",), prime_rl=("trainer.optim.betas1",)),
+    Elsewhere("optimizer.beta2", trl=("adam_beta2",), prime_rl=("trainer.optim.betas2",)),
+    Elsewhere(
+        "optimizer.gradient_clip",
+        trl=("max_grad_norm",),
+        verl=("actor_rollout_ref.actor.grad_clip",),
+        prime_rl=("trainer.optim.max_norm",),
+    ),
+    Elsewhere(
+        "optimizer.epochs",
+        trl=("num_iterations",),
+        verl=("actor_rollout_ref.actor.ppo_epochs",),
+    ),
+    Elsewhere(
+        "optimizer.minibatch_prompts",
+        trl=("gradient_accumulation_steps",),
+        verl=("actor_rollout_ref.actor.ppo_mini_batch_size",),
+        note="groups of one optimizer update",
+    ),
+    Elsewhere(
+        "optimizer.microbatch_tokens",
+        verl=(
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        ),
+        prime_rl=("trainer.model.seq_len",),
+        note="counts tokens, so that no batch runs out of memory",
+    ),
+    Elsewhere(
+        "lora.rank",
+        trl=("lora_r", "peft_config"),
+        verl=("actor_rollout_ref.model.lora_rank",),
+        prime_rl=("trainer.model.lora.rank",),
+    ),
+    Elsewhere("lora.alpha", trl=("lora_alpha",), verl=("actor_rollout_ref.model.lora_alpha",)),
+    Elsewhere(
+        "lora.targets",
+        trl=("lora_target_modules",),
+        verl=("actor_rollout_ref.model.target_modules",),
+    ),
+    Elsewhere(
+        "trainer.gradient_checkpointing",
+        trl=("gradient_checkpointing",),
+        verl=("actor_rollout_ref.model.enable_gradient_checkpointing",),
+        prime_rl=("trainer.model.ac",),
+    ),
+    Elsewhere(
+        "trainer.offload",
+        verl=(
+            "actor_rollout_ref.actor.fsdp_config.param_offload",
+            "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
+        ),
+    ),
+    Elsewhere(
+        "trainer.processes",
+        verl=("trainer.n_gpus_per_node",),
+        prime_rl=("deployment.num_train_gpus",),
+        note="of a local run; a cluster's job sets its own",
+    ),
+    Elsewhere(
+        "evaluation.every",
+        trl=("eval_steps",),
+        verl=("trainer.test_freq",),
+        prime_rl=("orchestrator.eval.interval",),
+    ),
+    Elsewhere(
+        "evaluation.samples",
+        trl=("num_generations_eval",),
+        verl=("actor_rollout_ref.rollout.val_kwargs.n",),
+    ),
+    Elsewhere(
+        "checkpoint.every",
+        trl=("save_steps",),
+        verl=("trainer.save_freq",),
+        prime_rl=("ckpt.interval",),
+    ),
+    Elsewhere(
+        "checkpoint.keep",
+        trl=("save_total_limit",),
+        verl=("trainer.max_actor_ckpt_to_keep",),
+        prime_rl=("ckpt.keep_last",),
+    ),
+    Elsewhere(
+        "name",
+        trl=("run_name", "output_dir"),
+        verl=("trainer.experiment_name",),
+        prime_rl=("wandb.name",),
+    ),
+)
+
+
+def find_elsewhere(key: str) -> str:
+    """Returns what a key of another system is called here, or an empty text.
+
+    key: its dotted name, of which the last part suffices.
+    """
+    last = key.rpartition(".")[2]
+    for same in (key, last):
+        for entry in ELSEWHERE:
+            if same in entry.names:
+                return entry.key
+    for entry in ELSEWHERE:
+        if last in {name.rpartition(".")[2] for name in entry.names}:
+            return entry.key
+    return ""
