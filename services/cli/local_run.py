@@ -260,6 +260,7 @@ def _show_progress(
     done = state.current_step
     display = RunDisplay(run.console, run.config.name, run.config.steps, done)
     evaluations: list[wire.Evaluation] = []
+    open_now: list[wire.Rollouts] = []
     with display.shown():
         while True:
             finished = supervisor.finished("trainer") and supervisor.finished("collector")
@@ -268,10 +269,12 @@ def _show_progress(
             steps = client.steps(after=done)
             if steps:
                 done = steps[-1].step
-            if steps or finished:
-                # The last evaluation comes after the last step.
+            progress = client.progress()
+            open_before, open_now = open_now, progress.open_evaluations
+            if steps or finished or open_now != open_before:
+                # An evaluation may be complete before the first step, or after the last one.
                 evaluations = client.evaluations()
-            display.update(steps, evaluations, client.replicas())
+            display.update(steps, evaluations, client.replicas(), progress)
             if finished:
                 return
             time.sleep(POLL_INTERVAL_S)

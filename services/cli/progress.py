@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console, Group, RenderableType
@@ -13,10 +13,21 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
 from bapo_core.rewards import ANSWER, FAILED
-from services.buffer.api.wire import Evaluation, ReplicaView, StepView
+from services.buffer.api.wire import (
+    HEARTBEAT_TIMEOUT_S,
+    Evaluation,
+    ReplicaState,
+    ReplicaView,
+    RolloutProgress,
+    RunProgress,
+    StepView,
+)
 
 PLAIN_EVERY_S = 10.0
 """Seconds between two lines of progress, where the output is not a terminal."""
+LONG_STEP_S = 60.0
+"""Seconds after the last line from which on a step that goes on is reported, where the output is
+not a terminal; before the first step `PLAIN_EVERY_S` holds."""
 NOTHING_TRAINED = (
     "the responses of each group had equal rewards, which have no gradient; read them with "
     "`bapo group` or in the dashboard (Prompts), and see docs/quickstart.md, `If the reward stays "
@@ -26,6 +37,13 @@ FAILED_SHARE = 0.01
 """Share of responses without a verdict from which on it is said: single ones are hostile input."""
 CUT_OFF_SHARE = 0.5
 """Share of responses that reach the largest number of tokens from which on it is said."""
+ENGINE_ACTIVITIES: dict[ReplicaState, str] = {
+    "starting": "starting the engine",
+    "downloading": "copying the weights to the engine",
+    "loading": "loading the weights into the engine",
+    "failing": "waiting for the engine, which fails",
+}
+"""What is going on while no engine serves, by the states of the engines."""
 RECENT = 20
 """Steps over which rates and the mean reward are taken."""
 
@@ -36,11 +54,23 @@ class RunDisplay:
     On a terminal the display is redrawn in place; elsewhere it prints a line from time to time.
     """
 
-    def __init__(self, console: Console, name: str, total_steps: int, done: int) -> None:
+    def __init__(
+        self,
+        console: Console,
+        name: str,
+        total_steps: int,
+        done: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """done: last committed step. clock: returns seconds."""
+        self._clock = clock
         self._console, self._name, self._total, self._done = console, name, total_steps, done
         self._recent: deque[tuple[float, StepView]] = deque(maxlen=RECENT)
         self._evaluations: list[Evaluation] = []
-        self._started = self._last_line = time.monotonic()
+        self._activity, self._activity_since = "starting the engine and the trainer", clock()
+        self._last_line = clock()
+        self._printed_activity: str | None = None
         self._live: Live | None = None
         self._replicas: list[ReplicaView] = []
         self._errors: dict[str, str] = {}
@@ -64,21 +94,46 @@ class RunDisplay:
         steps: list[StepView],
         evaluations: list[Evaluation],
         replicas: list[ReplicaView],
+        progress: RunProgress | None = None,
     ) -> None:
-        now = time.monotonic()
+        """Shows the steps since the last call, and all evaluations and replicas.
+
+        progress: what the run works at now; None changes nothing.
+        """
+        now = self._clock()
         for step in steps:
             self._recent.append((now, step))
             self._done = step.step
             self._note_failures(step)
             self._note_empty_batch(step)
             self._note_cut_off(step)
+        if evaluations and not self._evaluations and not steps and self._live is None:
+            self._evaluations = evaluations
+            self._console.print(f"held-out accuracy {self._accuracy()}", soft_wrap=True)
         self._evaluations = evaluations
         self._update_replicas(replicas)
+        if progress is not None:
+            activity = describe_activity(progress, replicas, self._total)
+            if activity != self._activity:
+                self._activity, self._activity_since = activity, now
         if self._live is not None:
             self._live.update(self._render())
         elif steps and (now - self._last_line > PLAIN_EVERY_S or self._done == self._total):
             self._last_line = now
             self._console.print(self._line(steps[-1]), soft_wrap=True)
+        elif progress is not None:
+            self._print_activity(now)
+
+    def _print_activity(self, now: float) -> None:
+        """Prints what the run works at, if that is new and the last line is old enough."""
+        interval = LONG_STEP_S if self._recent else PLAIN_EVERY_S
+        is_new = self._activity != self._printed_activity
+        is_first = self._printed_activity is None and not self._recent
+        is_due = is_first or now - self._last_line > interval
+        if not is_new or not is_due:
+            return
+        self._last_line, self._printed_activity = now, self._activity
+        self._console.print(self._activity, soft_wrap=True)
 
     def _note_failures(self, step: StepView) -> None:
         """Says once that the reward function fails, before what may follow from it."""
@@ -148,23 +203,27 @@ class RunDisplay:
         seconds_left = int(seconds * (self._total - self._done))
         return f"{seconds_left // 60}:{seconds_left % 60:02d}"
 
-    def _tokens_per_second(self) -> float:
+    def _tokens_per_second(self) -> str:
+        """Returns the rate as digits; "?" after a single step, which has no duration yet."""
         seconds = self._seconds_a_step()
         if not seconds:
-            return 0.0
-        return sum(step.tokens for _, step in self._recent) / len(self._recent) / seconds
+            return "?"
+        tokens = sum(step.tokens for _, step in self._recent) / len(self._recent)
+        return f"{tokens / seconds:.0f}"
 
     def _accuracy(self) -> str:
         if not self._evaluations:
             return "not measured yet"
         first, last = self._evaluations[0], self._evaluations[-1]
-        return f"{last.mean_accuracy:.3f} (base {first.mean_accuracy:.3f})"
+        if first.version == last.version:
+            return f"{last.mean_accuracy:.3f} (base)"
+        return f"{last.mean_accuracy:.3f} (version {last.version}; base {first.mean_accuracy:.3f})"
 
     def _line(self, step: StepView) -> str:
         return (
             f"step {step.step}/{self._total}  reward {step.mean_reward:.3f}  accuracy "
             f"{self._accuracy()}  batch {_composition(step)}  staleness "
-            f"{step.metrics.get('staleness_mean', 0):.1f}  {self._tokens_per_second():.0f} tok/s  "
+            f"{step.metrics.get('staleness_mean', 0):.1f}  {self._tokens_per_second()} tok/s  "
             f"left {self._time_left()}"
         )
 
@@ -189,12 +248,52 @@ class RunDisplay:
             table.add_row("staleness", f"{step.metrics.get('staleness_mean', 0):.1f} steps")
             table.add_row("rollouts", self._describe_engines())
             table.add_row("entropy", f"{step.metrics.get('entropy', 0):.3f}")
-            table.add_row("throughput", f"{self._tokens_per_second():.0f} tokens/s")
+            table.add_row("throughput", f"{self._tokens_per_second()} tokens/s")
         else:
-            waited = time.monotonic() - self._started
-            table.add_row("starting the engine and the trainer", f"{waited:.0f} s")
+            table.add_row("held-out accuracy", self._accuracy())
             table.add_row("rollouts", self._describe_engines())
+        seconds = self._clock() - self._activity_since
+        table.add_row("now", f"{self._activity} ({seconds:.0f} s)")
         return Group(bar, table)
+
+
+def describe_activity(
+    progress: RunProgress, replicas: Sequence[ReplicaView], total_steps: int
+) -> str:
+    """Returns what a run works at, such as `step 1: 5 of 8 groups`.
+
+    total_steps: number of steps of the run.
+    """
+    if progress.newest_version == 0:
+        return "starting the engine and the trainer"
+    activities = []
+    if progress.has_batch:
+        activities.append(f"training step {progress.step}")
+    live = [replica for replica in replicas if replica.silent_s < HEARTBEAT_TIMEOUT_S]
+    if not any(replica.state == "serving" for replica in live):
+        states: list[ReplicaState] = sorted({replica.state for replica in live}) or ["starting"]
+        activities += [ENGINE_ACTIVITIES[state] for state in states]
+        return "; ".join(activities)
+    activities += [
+        _describe_rollouts(rollouts)
+        for rollouts in progress.rollouts
+        if rollouts.kind != "evaluation"
+    ]
+    evaluations = [rollouts for rollouts in progress.rollouts if rollouts.kind == "evaluation"]
+    begun = [rollouts for rollouts in evaluations if rollouts.groups]
+    activities += map(_describe_rollouts, begun or ([] if activities else evaluations[:1]))
+    if not activities and progress.step > total_steps:
+        return "storing the last checkpoint"
+    return "; ".join(activities)
+
+
+def _describe_rollouts(rollouts: RolloutProgress) -> str:
+    counts = f"{rollouts.groups} of {rollouts.expected}"
+    if rollouts.kind == "evaluation":
+        model = "the base model" if rollouts.step == 1 else f"version {rollouts.step}"
+        return f"evaluating {model} on {rollouts.evaluation_set}: {counts} prompts"
+    groups = "groups" if rollouts.kind == "fresh" else "re-evaluated groups"
+    return f"step {rollouts.step}: {counts} {groups}"
 
 
 def _composition(step: StepView) -> str:

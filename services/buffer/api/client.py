@@ -424,6 +424,10 @@ class BufferClient:
                 return steps
             steps += page
 
+    def progress(self) -> wire.RunProgress:
+        """Returns what the run works at: the groups that it waits for, or its training batch."""
+        return self._get(wire.RunProgress, "progress")
+
     def evaluations(self, evaluation_set: str | None = None) -> list[wire.Evaluation]:
         """Returns all complete evaluations on a set, by policy version."""
         return self._get(list[wire.Evaluation], "evaluations", evaluation_set=evaluation_set)

@@ -610,6 +610,45 @@ def accuracy(bins: Sequence[int]) -> float:
     return correct / responses if responses else 0.0
 
 
+class RolloutProgress(Wire):
+    """How many groups of one kind are recorded, of those that a run waits for."""
+
+    kind: Kind
+    """Purpose of the rollouts: fresh, reevaluation or evaluation."""
+    step: int
+    """Training step; for an evaluation, the policy version."""
+    evaluation_set: str | None = None
+    """Name of the set of an evaluation; null for other kinds."""
+    groups: int
+    """Number of groups that are recorded."""
+    expected: int
+    """Number of groups that complete them. Dynamic sampling may begin further generation rounds of
+    fresh groups, which raises it."""
+
+
+class RunProgress(Wire):
+    """What a run works at, between two commits."""
+
+    step: int
+    """The step after the last committed one; `steps` + 1 once all are committed."""
+    has_batch: bool
+    """Whether the batch of this step is built, so that the trainer trains on it."""
+    newest_version: int
+    """Newest published policy version; 0 before the initial weights are published."""
+    rollouts: list[RolloutProgress]
+    """Groups of this step, until its batch is built; then the evaluations of policy versions up to
+    `step` that are not complete, the oldest first."""
+
+    @property
+    def open_evaluations(self) -> list[Rollouts]:
+        """The evaluations that are not complete."""
+        return [
+            Rollouts(rollouts.step, rollouts.kind, rollouts.evaluation_set)
+            for rollouts in self.rollouts
+            if rollouts.kind == "evaluation"
+        ]
+
+
 class Score(Wire):
     """A metric of an evaluation: its mean over the prompts, with a 95% confidence interval."""
 

@@ -15,6 +15,7 @@ from services.buffer.queries import (
     difficulty,
     evaluations,
     exports,
+    progress,
     prompts,
 )
 from services.buffer.routes.common import (
@@ -63,6 +64,13 @@ def list_steps(
         if points is not None:
             return committed_steps.sample_steps(run, after, points)
         return committed_steps.list_steps(run, after, limit)
+
+
+@router.get("/progress", tags=["steps"])
+def read_progress(service: ServiceDep, name: RunName) -> wire.RunProgress:
+    """Returns what a run works at: the groups that it waits for, or its training batch."""
+    with service.sessions() as session:
+        return progress.read_progress(runs.get_run(session, name))
 
 
 @router.get("/evaluations", tags=["evaluations"])

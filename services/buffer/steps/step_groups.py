@@ -203,13 +203,19 @@ def count_groups(run: Run, step: int, kind: wire.Kind) -> tuple[int, int]:
     return recorded, mixed
 
 
-def _missing_of_set(run: Run, version: int, dataset: str) -> str:
+def count_evaluated(run: Run, version: int, dataset: str) -> int:
+    """Returns how many prompts of a dataset have a group of a policy version's evaluation."""
     recorded = run.session.scalar(
         select(func.count())
         .select_from(RolloutGroup)
         .join(PromptRow, PromptRow.id == RolloutGroup.prompt_id)
         .where(groups_of(run, version, "evaluation"), PromptRow.dataset == dataset)
     )
+    return recorded or 0
+
+
+def _missing_of_set(run: Run, version: int, dataset: str) -> str:
+    recorded = count_evaluated(run, version, dataset)
     needed = dataset_size(run.session, dataset)
     return (
         "" if recorded == needed else f"{recorded} of {needed} evaluation groups of step {version}"

@@ -7,10 +7,29 @@ from datetime import UTC, datetime
 
 import pytest
 
-from services.buffer.api.wire import ReplicaView
+from services.buffer.api.wire import (
+    Evaluation,
+    ReplicaState,
+    ReplicaView,
+    RolloutProgress,
+    RunProgress,
+)
 from services.cli.console import plain_console
-from services.cli.progress import RunDisplay
+from services.cli.progress import RunDisplay, describe_activity
 from tests.unit.buffer.test_step_view import step_view
+
+
+def engine(state: ReplicaState, detail: str = "", silent_s: float = 0.0) -> ReplicaView:
+    return ReplicaView(
+        name="engine-0",
+        url="http://engine-0:8000",
+        state=state,
+        detail=detail,
+        loaded_version=0,
+        last_seen=datetime.now(UTC),
+        silent_s=silent_s,
+    )
+
 
 EMPTY, FULL = {"fresh": 0, "rolled_out": 8}, {"fresh": 4, "rolled_out": 8}
 
@@ -78,15 +97,129 @@ def test_an_error_of_an_engine_is_shown_as_it_is(detail: str, terminal: bool) ->
     printed = io.StringIO()
     console = plain_console(file=printed, width=200, force_terminal=terminal, color_system=None)
     display = RunDisplay(console, "run", 9, 0)
-    replica = ReplicaView(
-        name="engine-0",
-        url="http://engine-0:8000",
-        state="failing",
-        detail=detail,
-        loaded_version=0,
-        last_seen=datetime.now(UTC),
-        silent_s=0.0,
-    )
+    replica = engine("failing", detail)
     with display.shown():
         display.update([], [], [replica])
     assert f"engine-0: {detail}" in printed.getvalue()
+
+
+def fresh(groups: int, step: int = 1) -> RolloutProgress:
+    return RolloutProgress(kind="fresh", step=step, groups=groups, expected=8)
+
+
+def evaluation(groups: int, version: int = 1) -> RolloutProgress:
+    return RolloutProgress(
+        kind="evaluation", step=version, evaluation_set="test", groups=groups, expected=30
+    )
+
+
+@pytest.mark.parametrize(
+    ("state", "silent_s", "newest_version", "has_batch", "rollouts", "activity"),
+    [
+        ("starting", 0, 0, False, [fresh(0)], "starting the engine and the trainer"),
+        ("loading", 0, 1, False, [fresh(0)], "loading the weights into the engine"),
+        ("serving", 11, 1, False, [fresh(0)], "starting the engine"),
+        ("serving", 0, 1, False, [fresh(0), evaluation(0)], "step 1: 0 of 8 groups"),
+        (
+            "serving",
+            0,
+            1,
+            False,
+            [fresh(5), evaluation(12)],
+            "step 1: 5 of 8 groups; evaluating the base model on test: 12 of 30 prompts",
+        ),
+        ("serving", 0, 1, True, [evaluation(0)], "training step 1"),
+        ("loading", 0, 1, True, [], "training step 1; loading the weights into the engine"),
+    ],
+)
+def test_the_activity_of_a_run_is_named(
+    state: ReplicaState,
+    silent_s: float,
+    newest_version: int,
+    has_batch: bool,
+    rollouts: list[RolloutProgress],
+    activity: str,
+) -> None:
+    progress = RunProgress(
+        step=1, has_batch=has_batch, newest_version=newest_version, rollouts=rollouts
+    )
+    assert describe_activity(progress, [engine(state, silent_s=silent_s)], 9) == activity
+
+
+@pytest.mark.parametrize(
+    ("rollouts", "activity"),
+    [
+        ([evaluation(0, 10)], "evaluating version 10 on test: 0 of 30 prompts"),
+        ([], "storing the last checkpoint"),
+    ],
+)
+def test_the_activity_after_the_last_step_is_named(
+    rollouts: list[RolloutProgress], activity: str
+) -> None:
+    progress = RunProgress(step=10, has_batch=False, newest_version=10, rollouts=rollouts)
+    assert describe_activity(progress, [engine("serving")], 9) == activity
+
+
+def at(groups: int, step: int = 1) -> RunProgress:
+    return RunProgress(step=step, has_batch=False, newest_version=1, rollouts=[fresh(groups, step)])
+
+
+def test_without_a_terminal_the_first_step_is_reported_while_it_goes_on() -> None:
+    printed, now = io.StringIO(), [0.0]
+    display = RunDisplay(plain_console(file=printed, width=200), "run", 9, 0, clock=lambda: now[0])
+    for seconds, groups in ((0, 0), (5, 1), (11, 2), (22, 2), (33, 8)):
+        now[0] = seconds
+        display.update([], [], [engine("serving")], at(groups))
+    assert printed.getvalue().splitlines() == [
+        "step 1: 0 of 8 groups",
+        "step 1: 2 of 8 groups",
+        "step 1: 8 of 8 groups",
+    ]
+
+
+def test_without_a_terminal_later_steps_are_reported_when_they_take_a_minute() -> None:
+    printed, now = io.StringIO(), [0.0]
+    display = RunDisplay(plain_console(file=printed, width=200), "run", 9, 0, clock=lambda: now[0])
+    now[0] = 11
+    counts = {"fresh": 4, "reevaluated": 0, "replayed": 0}
+    step = step_view(step=1, counts=counts, bins=[3, 1, 0, 0, 0])
+    display.update([step], [], [engine("serving")], at(0, 2))
+    for seconds in (40, 72):
+        now[0] = seconds
+        display.update([], [], [engine("serving")], at(3, 2))
+    first, second = printed.getvalue().splitlines()
+    assert first.startswith("step 1/9  reward")
+    assert "? tok/s" in first
+    assert second == "step 2: 3 of 8 groups"
+
+
+def test_a_terminal_shows_the_activity_and_its_seconds() -> None:
+    printed, now = io.StringIO(), [0.0]
+    console = plain_console(file=printed, width=200, force_terminal=True, color_system=None)
+    display = RunDisplay(console, "run", 9, 0, clock=lambda: now[0])
+    with display.shown():
+        display.update([], [], [engine("serving")], at(5))
+        now[0] = 7.0
+        display.update([], [], [engine("serving")], at(5))
+    assert "step 1: 5 of 8 groups (7 s)" in printed.getvalue()
+
+
+def test_the_accuracy_of_the_base_model_is_printed_before_the_first_step() -> None:
+    printed = io.StringIO()
+    display = RunDisplay(plain_console(file=printed, width=200), "run", 9, 0)
+    base = Evaluation(
+        version=1,
+        evaluation_set="test",
+        mean_accuracy=0.25,
+        bins=[3, 1],
+        prompts=4,
+        tokens=9,
+        scores=[],
+    )
+    for _ in range(2):
+        display.update([], [base], [engine("serving")], at(0))
+    assert printed.getvalue().count("held-out accuracy 0.250 (base)") == 1
+    newer = base.model_copy(update={"version": 6, "mean_accuracy": 0.5})
+    counts = {"fresh": 4, "reevaluated": 0, "replayed": 0}
+    display.update([step_view(step=9, counts=counts)], [base, newer], [], None)
+    assert "accuracy 0.500 (version 6; base 0.250)" in printed.getvalue()
