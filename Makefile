@@ -19,13 +19,14 @@ SMOLLM2 := .smollm2
 REAL_LM := models/smollm2-135m-instruct
 NEWEST := .venv-newest
 SBOM := .venv-sbom
+LOCK := .venv-lock
 # The torch of `test-newest`; TORCH=torch is the newest one.
 TORCH ?= torch==2.13.0
 CHROMIUMS := chromium google-chrome google-chrome-stable chromium-browser
 SUDO := $(shell test "$$(id -u)" = 0 || echo sudo)
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-vllm install-trl install-reasoning-gym install-stores install-chromium gpu-bundle run real-lm test test-slow test-newest test-vllm test-parity test-crds images sbom chart test-images test-admission test-cluster test-cluster-all lint compare compare-methods bench docs tiny-models clean
+.PHONY: help install install-vllm install-trl install-reasoning-gym install-stores install-chromium gpu-bundle run real-lm test test-slow test-newest test-vllm test-parity test-crds images sbom chart test-images test-admission test-cluster test-cluster-all test-security lint lock audit compare compare-methods bench docs tiny-models clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -119,6 +120,9 @@ real-lm: $(REAL_LM)/config.json ## convert SmolLM2-135M-Instruct for examples/ma
 test: $(STAMP) $(TRL_STAMP) $(GYM_STAMP) ## run the tests, three files at a time
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
+test-security: $(STAMP) ## act as each attacker of docs/security.md on the real programs (2 minutes)
+	$(BIN)/pytest -n 2 --dist loadfile tests/security
+
 test-slow: $(STAMP) $(REAL_LM)/config.json install-vllm ## run the slow tests (hours)
 	$(BIN)/pytest -m "slow and not cluster" --timeout 1800
 
@@ -191,6 +195,18 @@ lint: $(STAMP) ## check style, types, import contracts, Dockerfile
 	$(BIN)/lint-imports
 	$(BIN)/hadolint Dockerfile
 
+lock: $(STAMP) ## write versions and hashes of what images install to requirements/, from the constraints
+	$(PYTHON) -m venv $(LOCK)
+	$(LOCK)/bin/pip install --quiet --progress-bar off "uv==0.13.9"
+	$(BIN)/python -m tools.lock_requirements --uv $(LOCK)/bin/uv
+
+# What is known of a package changes from day to day, so this is no part of `make lint`. --strict fails where the
+# advisories of a package cannot be had, which would count as none.
+audit: ## look up known vulnerabilities of what images install (needs PyPI's advisories)
+	$(PYTHON) -m venv $(LOCK)
+	$(LOCK)/bin/pip install --quiet --progress-bar off "pip-audit==2.10.1"
+	$(LOCK)/bin/pip-audit --strict --disable-pip $(addprefix --requirement ,$(wildcard requirements/*.txt))
+
 compare: $(STAMP) ## compare BAPO, GRPO and DAPO, 3 seeds each (an hour; QUICK=1: ten minutes)
 	$(BIN)/bapo compare examples/countdown.yaml $(if $(QUICK),steps=25 evaluation.every=10,steps=200)
 
@@ -219,4 +235,4 @@ tiny-models: $(STAMP) ## train the two tiny models again, into models/ (20 minut
 	$(BIN)/python -m tools.tiny_models models
 
 clean: ## remove the environments, the local stack's data and the runs
-	rm -rf $(VENV) $(VLLM) $(TRL) $(VERL) $(STORES) $(NEWEST) $(SBOM) $(SMOLLM2) $(REAL_LM) models/tiny models/tiny-vision .gpu-bundle .bapo runs dist
+	rm -rf $(VENV) $(VLLM) $(TRL) $(VERL) $(STORES) $(NEWEST) $(SBOM) $(LOCK) $(SMOLLM2) $(REAL_LM) models/tiny models/tiny-vision .gpu-bundle .bapo runs dist

@@ -110,7 +110,7 @@ def write_comparison(results: Sequence[RunResult], directory: Path) -> Path:
         "differences": differences,
         "runs": [{"label": result.label, **summarise(result.history)} for result in results],
     }
-    (directory / "comparison.json").write_text(json.dumps(data, indent=2) + "\n")
+    (directory / "comparison.json").write_text(json.dumps(data) + "\n")
     path = directory / "comparison.html"
     path.write_text(_page(variants, table, differences), encoding="utf-8")
     return path

@@ -12,12 +12,24 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tests.integration.support.dockerfile import ROOT, app, build, chain, context, stages
+from tools import lock_requirements as lock
 
 TEXT = (ROOT / "Dockerfile").read_text()
 ARGUMENTS, STAGES = stages(TEXT)
 IMAGES = ("service", "trainer", "rollout")
+OF_VLLM = {"setuptools", "six", "torchaudio", "torchcodec"}
+UNTESTED = {
+    "service": {"setuptools"},
+    "trainer-cpu": {"setuptools"},
+    "trainer-gpu": {"setuptools"},
+    "vllm-cpu": OF_VLLM,
+    "vllm-gpu": OF_VLLM | lock.OTHERS_ON_GPU,
+}
+"""Packages of each image whose versions no constraint names, besides those for GPUs alone."""
 
 
 @pytest.mark.parametrize("image", IMAGES)
@@ -50,18 +62,116 @@ def test_copied_files_exist_in_the_build_context() -> None:
 
 def test_every_version_is_pinned() -> None:
     assert "latest" not in TEXT.lower()
+    assert lock.TORCH in TEXT
     assert re.fullmatch(r"[a-z]+:\d+\.\d+[\w.-]*", ARGUMENTS["BASE"])
     for stage in STAGES.values():
         for command in stage.all("RUN"):
             for install in re.findall(r"pip install ([^&]*)", command):
-                assert "-c constraints" in install or re.search(r'"\w+==[\d.]+"', install), install
+                # The hash of PyTorch for CPUs, which is not on PyPI, is an argument of the build.
+                assert "--require-hashes -r requirements/" in install or "-r torch.txt" in install
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in lock.DIRECTORY.glob("*.txt")))
+def test_every_package_has_a_version_and_hashes(name: str) -> None:
+    for requirement in read_lines(name):
+        assert re.fullmatch(
+            r"-r \w+\.txt|[a-z0-9-]+==[\w.]+( ; [^;]+)?( --hash=sha256:[0-9a-f]{64})+", requirement
+        )
+
+
+@pytest.mark.parametrize(("image", "others"), UNTESTED.items())
+def test_images_have_the_versions_of_the_tests(image: str, others: set[str]) -> None:
+    """`make lock` writes the requirements again after a change of the constraints."""
+    parsed = map(Requirement, lock.constraints_of(image))
+    tested = {canonicalize_name(requirement.name): requirement.specifier for requirement in parsed}
+    installed = locked(image)
+    for_gpus = locked(image).keys() - locked(image.replace("gpu", "cpu")).keys()
+    assert installed.keys() - tested.keys() - for_gpus == others
+    assert not {
+        name: version
+        for name, version in installed.items()
+        if name in tested and not tested[name].contains(version)
+    }
+
+
+@pytest.mark.parametrize("image", UNTESTED)
+def test_images_have_what_the_project_requires(image: str) -> None:
+    """`make lock` writes the requirements again after a change of `pyproject.toml`."""
+    installed = locked(image)
+    required = {Requirement(requirement) for requirement in lock.required(image)}
+    if image.endswith("-cpu"):  # PyTorch is from another index.
+        required = {requirement for requirement in required if requirement.name != "torch"}
+    assert len(required) == 1 or len(required) > 20
+    assert not {
+        str(requirement)
+        for requirement in required
+        if (version := installed.get(canonicalize_name(requirement.name))) is None
+        or not requirement.specifier.contains(version)
+    }
+
+
+def test_what_builds_packages_has_the_version_that_is_installed() -> None:
+    assert locked("build") == {"setuptools": locked("bapo")["setuptools"]}
+
+
+def read_lines(name: str) -> list[str]:
+    """Returns the lines of a list of requirements, with their hashes."""
+    text = (lock.DIRECTORY / f"{name}.txt").read_text().replace(" \\\n    ", " ")
+    return [line for line in text.splitlines() if not line.startswith("#")]
+
+
+def locked(name: str) -> dict[str, str]:
+    """Returns the versions of the packages in a list of requirements and in those it includes."""
+    packages = {}
+    for line in read_lines(name):
+        if line.startswith("-r "):
+            packages |= locked(line.removeprefix("-r ").removesuffix(".txt"))
+        else:
+            package, _, version = line.split(" ")[0].partition("==")
+            packages[package] = version
+    return packages
+
+
+@pytest.mark.parametrize(
+    ("required", "base", "python", "message"),
+    [
+        ("", "python:3.12-slim", "3.12", ""),
+        ("1", f"python:3.12-slim@sha256:{'a' * 64}", "3.11", ""),
+        ("1", "python:3.12-slim", "3.12", "names no digest"),
+        ("1", "python@sha256:abc", "3.12", "names no digest"),
+        ("", "python:3.13-slim", "3.13", "another Python than 3.11 and 3.12"),
+    ],
+)
+def test_base_images_without_a_digest_or_with_another_python_are_refused(
+    required: str, base: str, python: str, message: str, tmp_path: Path
+) -> None:
+    # In place of the interpreter of the base image.
+    (tmp_path / "python3").write_text(f"#!/bin/sh\necho {python}\n")
+    (tmp_path / "python3").chmod(0o755)
+    (check,) = STAGES["builder"].all("RUN")
+    done = subprocess.run(
+        ["/bin/sh", "-ec", check],
+        env={"REQUIRE_DIGEST": required, "BASE": base, "PATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, message in done.stderr) == (1 if message else 0, True)
+
+
+def test_the_lists_have_hashes_for_the_python_of_the_base_image() -> None:
+    versions = [".".join(map(str, version)) for version in lock.PYTHONS]
+    assert re.search(r":(\d+\.\d+)", ARGUMENTS["BASE"]).group(1) in versions  # type: ignore[union-attr]
+    (check,) = STAGES["builder"].all("RUN")
+    assert f" {'|'.join(versions)}) ;;" in check
 
 
 def test_both_variants_exist() -> None:
     for variant in ("cpu", "gpu"):
         arguments = ARGUMENTS | {"VARIANT": variant}
-        names = [stage.name for stage in chain(STAGES, "vllm-environment", arguments)]
-        assert names == ["builder", f"vllm-{variant}", "vllm-environment"]
+        for image in ("trainer", "vllm"):
+            _, *names = [stage.name for stage in chain(STAGES, f"{image}-environment", arguments)]
+            assert names[-2:] == [f"{image}-{variant}", f"{image}-environment"]
+            assert ("cpu-builder" in names) == (variant == "cpu")
 
 
 @pytest.mark.parametrize("image", IMAGES)
@@ -119,7 +229,7 @@ def test_the_service_environment_builds_and_its_processes_import(tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_trainer_environment_builds(tmp_path: Path) -> None:
-    directory = build("trainer-environment", {}, tmp_path)
+    directory = build("trainer-environment", {"VARIANT": "cpu"}, tmp_path)
     imports(
         directory,
         "services.trainer.launch, services.trainer.loop, services.rollout.collector, "

@@ -88,9 +88,12 @@ def build(stage: str, arguments: dict[str, str], directory: Path) -> Path:
     for ancestor in chain(by_name, stage, values):
         for copied in ancestor.all("COPY"):
             *sources, target = copied.split()
-            assert target == "./"
+            assert target in ("./", f"./{sources[0]}/")
             for source in sources:
-                shutil.copy(ROOT / source, working_directory)
+                if (ROOT / source).is_dir():
+                    shutil.copytree(ROOT / source, working_directory / source)
+                else:
+                    shutil.copy(ROOT / source, working_directory)
         for command in ancestor.all("RUN"):
             local = command.replace("/opt/", f"{directory}/opt/")
             environment = {"PATH": os.environ["PATH"], "HOME": str(directory), **arguments}
