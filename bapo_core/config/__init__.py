@@ -4,7 +4,8 @@
 `objectives`, `estimators`, `training` and `evaluation` have the models of its sections, by topic;
 `checks` has what is refused and warned about across sections; `presets` the changes that each
 `algorithm` makes to the defaults; `loader` the readers of YAML files and overrides; `messages` the
-text of errors; `elsewhere` the names of keys in other systems; and `schema` the JSON Schema of a file.
+text of errors; `elsewhere` the names of keys in other systems; and `schema` the JSON Schema of a
+file.
 """
 
 from __future__ import annotations

@@ -84,6 +84,12 @@ def list_warnings(config: RunConfig) -> list[str]:
             f"sync.every is {config.sync.every} and steps is {config.steps}: all rollouts come "
             "from the initial model; lower sync.every or raise steps"
         )
+    if config.optimizer.warmup_steps >= config.steps:
+        warnings.append(
+            f"optimizer.warmup_steps is {config.optimizer.warmup_steps} and steps is "
+            f"{config.steps}: no step has the whole learning rate "
+            f"{config.optimizer.learning_rate:g}; lower warmup_steps or raise steps"
+        )
     warnings += _warnings_about_methods(config)
     warnings += _warnings_about_sampling(config)
     warnings += _warnings_about_batches(config)

@@ -338,8 +338,8 @@ def _datasets() -> dict[str, tuple[type[Any], type[Any]]]:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ValueError(
-            f"reasoning-gym cannot be imported ({error}); `pip install 'bapo[reasoning-gym]'`, for "
-            "which a machine needs a C compiler"
+            f"reasoning-gym cannot be imported ({error}); `pip install -e "
+            "'.[reasoning-gym]'` in a clone of bapo, for which a machine needs a C compiler"
         ) from error
     datasets: dict[str, tuple[type[Any], type[Any]]] = DATASETS
     return datasets

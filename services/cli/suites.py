@@ -52,7 +52,8 @@ SUITES: Mapping[str, Suite] = {
 }
 
 ALL_PROMPTS = 1_000_000
-"""Limit of the prompts of a set that is read from data, high enough to read all of them."""
+"""Limit of the prompts of a set that is read from data, high enough to read all of them; a
+`task.test_prompts` of the command line replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +82,11 @@ def suite_config(
             f"{', '.join(f'{names[0]}.json' for names in suite.files.values())}, or --data "
             "SET=ADDRESS, for example --data aime24=hf://organisation/name:split"
         )
+    changes = parse_overrides(overrides)
+    most = None if "test_prompts" in changes.get("task", {}) else ALL_PROMPTS
     sets = {
         **suite.generated,
-        **{key: {"path": path, "prompts": ALL_PROMPTS} for key, path in addresses.items()},
+        **{key: {"path": path, "prompts": most} for key, path in addresses.items()},
     }
     values = read_values(file)
     if values.get("task", {}).get("name", "countdown") != suite.task:
@@ -92,7 +95,7 @@ def suite_config(
     values["task"] = {**values.get("task", {}), "name": suite.task, "test_path": None}
     values["evaluation"] = {**values.get("evaluation", {}), "sets": {}, "primary": None}
     values = merge(values, {"evaluation": {**suite.evaluation, "sets": sets}})
-    config = override_config(values, parse_overrides(overrides), where=file or "config")
+    config = override_config(values, changes, where=file or "config")
     return SuiteConfig(config, tuple(key for key in suite.files if key not in addresses))
 
 

@@ -202,7 +202,7 @@ def _require_library(address: str) -> None:
     if find_spec("datasets") is None:
         raise BapoError(
             f"{address}: data sets of the hub need the `datasets` library; install it with "
-            "`pip install 'bapo[hub]'`, or give a file that you downloaded"
+            "`pip install -e '.[hub]'` in a clone of bapo, or give a file that you downloaded"
         )
 
 

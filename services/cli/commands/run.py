@@ -26,6 +26,12 @@ from services.report.summary import RunHistory
 from services.stack.settings import default_home
 from services.stack.stack import find_or_start_stack
 
+ONLY_DEFAULTS = (
+    "name a configuration, such as examples/countdown.yaml. The defaults alone are the run of the "
+    "paper: 471 steps of 256 prompts x 8 responses of up to 8,192 tokens. If you mean that one, "
+    "name one of its keys, for example steps=471."
+)
+
 
 @click.command
 @config_arguments
@@ -57,6 +63,8 @@ def run(config: ConfigArguments, resume: bool, new: bool, profile: int | None, p
     """
     if resume and new:
         raise click.UsageError("--resume continues a run, --new starts one; give one of them.")
+    if not (resume or config.file or config.overrides):
+        raise click.UsageError(ONLY_DEFAULTS)
     stop_on_signals("stopping")
     console = plain_console()
     home = default_home()

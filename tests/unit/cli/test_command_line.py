@@ -146,6 +146,7 @@ def test_overrides_may_stand_anywhere(arguments: list[str]) -> None:
         (["rnu"], 2, "Did you mean 'run'?"),
         (["config"], 2, "Usage: bapo config"),
         (["run", "--prot", "1"], 2, "--port"),
+        (["run"], 2, "name a configuration, such as examples/countdown.yaml"),
         (["run", "--resume", "--new"], 2, "--resume continues a run, --new starts one"),
         (["checkpoints", "r", "--step", "1", "--best"], 2, "--step and --best exclude each other"),
         (["compare", "--seeds", "1,x"], 2, "'1,x' are not whole numbers"),
@@ -191,6 +192,27 @@ def test_an_interruption_exits_with_130(
         main(["config", "check"])
     assert caught.value.code == 130
     assert capsys.readouterr().err.split() == ["error:", "interrupted"]
+
+
+def test_data_and_model_are_checked_before_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BAPO_HOME", str(tmp_path))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"nums": [1, 2, 3], "goal": 6}\n')
+    test = tmp_path / "test.jsonl"
+    test.write_text('{"nums": [2, 3, 4], "goal": 9}\n')
+    data = [f"task.train_path={rows}", f"task.test_path={test}", "rollout.prompts_per_step=1"]
+    check = ["config", "check", CONFIG, *data, "optimizer.minibatch_prompts=1"]
+    main(check)
+    assert "data and model are read when a run starts, or with --data" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main([*check, "--data"])
+    assert "row 1: no column target (there are" in capsys.readouterr().err
+    main([*check, "task.columns.target=goal", "--data"])
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.partition(": ")[2] for line in shown[-3:-1]] == ["1 prompts"] * 2
+    assert shown[-1].endswith("its model and its data are valid")
 
 
 def test_the_schema_knows_every_section(capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,11 @@ def test_the_maths_suite_finds_the_public_files_by_their_names() -> None:
     }
 
 
+def test_a_limit_of_the_command_line_limits_the_sets_of_a_suite() -> None:
+    loaded = load_evaluation_sets(maths(str(FILES), overrides=("task.test_prompts=2",)).config)
+    assert {len(dataset.prompts) for dataset in loaded.values()} == {2}
+
+
 @pytest.mark.maths
 def test_the_public_files_are_loaded_whole() -> None:
     directory = os.environ.get("BAPO_MATHS_DATA")

@@ -411,7 +411,10 @@ def test_importance_weights_without_a_correction_by_them_are_refused() -> None:
             "algorithm=gspo loss.correction=behavior sync.every=5",
             "loss.objective=gspo with loss.correction=behavior clips almost every response",
         ),
-        ("steps=4", "sync.every is 5 and steps is 4: all rollouts come from the initial model"),
+        (
+            "steps=4 optimizer.warmup_steps=0",
+            "sync.every is 5 and steps is 4: all rollouts come from the initial model",
+        ),
         (
             "replay.window={direction: fixed, r_tot: ema}",
             "replay.window.r_tot=ema change nothing with replay.window.direction=fixed",

@@ -362,7 +362,7 @@ def test_without_the_library_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    with pytest.raises(TaskError, match=r"pip install 'bapo\[reasoning-gym\]'.*C compiler"):
+    with pytest.raises(TaskError, match=r"pip install -e '\.\[reasoning-gym\]'.*C compiler"):
         get_task("reasoning_gym", dataset="gcd", config={"max_value": 77})
 
 

@@ -135,9 +135,16 @@ def test_runs_of_one_algorithm_are_compared_by_their_labels(tmp_path: Path) -> N
     for title in (
         *(f"Held-out accuracy by {name}" for name in COSTS),
         *("Gradient norm", "Entropy of the policy", "Tokens of a response"),
-        "Difference from v5 with the same seed",
+        "Difference from v5 with the same seed: mean; 2 seeds are too few for an interval",
     ):
         assert title in page
+    assert "+0.375</td>" in page, "an interval of 12.7 standard errors says nothing"
+    more = [
+        *runs,
+        result("v5", 3, [0.0, 0.25, 0.25], rollouts=10),
+        result("v10", 3, [0.0, 0.5, 0.75], rollouts=20),
+    ]
+    assert "+0.417 ± 0.359</td>" in write_comparison(more, tmp_path).read_text()
 
 
 def test_one_seed_gives_differences_without_an_interval(tmp_path: Path) -> None:
