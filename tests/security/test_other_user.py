@@ -266,7 +266,7 @@ def vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[VllmServer
     for name in ("BAPO_TOKEN", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "a-secret-of-the-replica")
     python = tmp_path / "python"
-    fake = Path(__file__).parents[1] / "integration" / "fake_vllm.py"
+    fake = Path(__file__).parents[1] / "integration" / "support" / "fake_vllm.py"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} {fake} "$@"\n')
     python.chmod(0o755)
     model = tmp_path / "v1"
